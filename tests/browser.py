@@ -46,7 +46,7 @@ def launch(playwright: Playwright) -> Browser:
 
 
 class Watch:
-    """What a page asks of the world and complains of, from the moment that it is watched."""
+    """Requests and complaints of a page, from the moment that it is watched."""
 
     def __init__(self, page: Page) -> None:
         self.requests: list[str] = []

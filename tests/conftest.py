@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_run_of_all(config: pytest.Config) -> bool:
-    """Whether nobody asked for these: neither for faults by their mark nor for a folder or a test by its name."""
+    """Return True if nobody asked for these: not for faults by their mark, nor a folder or a test by its name."""
     places = {Path(os.path.abspath(place.partition("::")[0])) for place in config.option.file_or_dir}
     return places <= {FAULTS.parent} and "fault" not in config.option.markexpr
 
@@ -76,7 +76,7 @@ def beyond_sample(items: list[pytest.Item], seed: int, every: bool) -> set[str]:
 
 
 def is_sampled(item: pytest.Item) -> bool:
-    """Whether even `--all` takes this one on some days only."""
+    """Return True if even `--all` takes this one on some days only."""
     of_faults = item.get_closest_marker("fault") is not None or item.path.is_relative_to(FAULTS)
     return seconds_of(item) >= LONG_S or (of_faults and seconds_of(item) > 0)
 
@@ -102,6 +102,6 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seconds_of(item: pytest.Item) -> float:
-    """How long a test takes by its mark `slow`; 0 without one."""
+    """Seconds of a test by its mark `slow`; 0 without one."""
     mark = item.get_closest_marker("slow")
     return (mark.args[0] if mark.args else 10) if mark else 0

@@ -94,7 +94,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Result(types.SimpleNamespace):
-    """What a recorded function returns: whatever its command looks at."""
+    """Result of a recorded function: whatever its command looks at."""
 
     def __str__(self) -> str:
         return "what the stage said"

@@ -42,7 +42,7 @@ def named(title: str) -> list[tuple[str, Any]]:
 
 
 def value_of(params: Params, path: str) -> Any:
-    """What a profile has there, as YAML would hold it."""
+    """The value of a profile there, as YAML would hold it."""
     value: Any = params
     for key in path.split("."):
         value = value[key] if isinstance(value, dict) or hasattr(value, "keys") else getattr(value, key)

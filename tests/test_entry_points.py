@@ -1,4 +1,4 @@
-"""One function, three entry points: a stage has one word in params.yaml, dvc.yaml, command line, folder and flow."""
+"""Entry points of a stage: it has one word in params.yaml, dvc.yaml, command line, folder and flow."""
 
 import ast
 import subprocess

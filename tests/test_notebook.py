@@ -19,7 +19,7 @@ PAIRS = 14
 
 
 def outputs(cell: nbformat.NotebookNode) -> str:
-    """What a cell printed and gave, as text."""
+    """Outputs of a cell, as text."""
     return "".join(out.get("text", "") or str(out.get("data", {}).get("text/plain", "")) for out in cell.outputs)
 
 

@@ -1,4 +1,4 @@
-"""What is looked at before a run, each lack told with have and need."""
+"""Checks before a run: each lack is told with have and need."""
 
 import os
 import re

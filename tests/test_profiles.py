@@ -220,6 +220,6 @@ def test_make_profile_plans_first_and_make_base_trains_the_base_or_a_familys():
 
 
 def made(*arguments: str) -> list[str]:
-    """What make would run, once all is installed."""
+    """Commands that make would run, once all is installed."""
     told = subprocess.run(["make", "-n", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return [line for line in told.stdout.splitlines() if line.startswith("m3diff")]

@@ -43,7 +43,7 @@ def tree() -> dict[str, set[str]]:
 
 
 def on_disk(folder: str) -> set[str]:
-    """What git tracks (or would) directly in a folder; hidden names and package markers left out."""
+    """Names that git tracks (or would) directly in a folder, without hidden ones and package markers."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder or "."],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""What pip builds of the project, installed with one extra into an environment that has nothing else."""
+"""The wheel that pip builds of the project, installed with one extra into an environment that has nothing else."""
 
 import json
 import os
@@ -23,7 +23,7 @@ BUILT_OF = ("components", "profiles", "pyproject.toml", "setup.py", "README.md",
 
 
 def tracked(*places: str) -> list[str]:
-    """What git tracks, or would, under these places."""
+    """Files that git tracks, or would, under these places."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *places]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split("\n")
     return [path for path in listed if path and (REPOSITORY / path).is_file()]
@@ -68,7 +68,7 @@ def run(program: Path, folder: Path, *arguments: object) -> subprocess.Completed
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_the_profiles(wheel):
-    """Of the package alone: flows, dvc.yaml and services are a checkout's."""
+    """Flows, dvc.yaml and services are a checkout's."""
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {path.replace("components/", "m3diff/", 1) for path in tracked("components")}
     profiles = {path.replace("profiles/", "m3diff/_profiles/") for path in tracked("profiles")}

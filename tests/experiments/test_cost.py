@@ -51,7 +51,7 @@ class Words:
 
 
 def test_the_probability_of_no_change_is_of_how_its_references_begin(tmp_path: Path) -> None:
-    """Of 4 references with a first token `n` three say so, of 2 with `s` one: 0.75 P(n) + 0.5 P(s)."""
+    """Three of 4 references with a first token `n` say so, and one of 2 with `s`: 0.75 P(n) + 0.5 P(s)."""
     texts = [("no", NO_CHANGE), ("none", NO_CHANGE), ("nil", NO_CHANGE), ("new", "addition")]
     texts += [("same", NO_CHANGE), ("star", "removal"), ("ball", "removal")]
     rows = [{"references": [text], "change_types": [kind]} for text, kind in texts]

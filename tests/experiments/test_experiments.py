@@ -201,7 +201,7 @@ def test_a_synthetic_dataset_is_that_of_the_profile_but_of_training_pairs_alone(
 
 
 def test_parameters_that_have_what_only_some_variants_train_on_are_refused(monkeypatch, capsys):
-    """As after `m3diff profile made-data`; before anything runs."""
+    """The parameters are those after `m3diff profile made-data`, and nothing runs."""
     made = load_params(toy.REPOSITORY / engine.SYNTHETIC_DATA)
     monkeypatch.setattr(engine, "load_params", lambda path: made)
     monkeypatch.setattr(engine, "conduct", lambda *_: pytest.fail("variants were run"))

@@ -1,4 +1,4 @@
-"""What is asked of DVC, what a run trained on, the epochs of as many steps, and targets on new scenes."""
+"""Runs of DVC, their budgets, the epochs of as many steps, and targets on new scenes."""
 
 import json
 import math

@@ -238,7 +238,7 @@ def test_a_server_whose_output_nobody_reads_any_more_goes_on():
 
 @pytest.mark.slow(60)
 def test_a_trained_model_answers_as_it_does_alone_and_an_image_with_another_partner_as_from_a_fresh_server(tmp_path):
-    """What a server must pass that caches an image's features (docs/serving.md): A with B, then A with C."""
+    """A server that caches an image's features must pass this (docs/serving.md): A with B, then A with C."""
     folder = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
     images = [noise_image(number) for number in range(6)]
     pairs = [(one, other) for one in images for other in images if one is not other]
