@@ -518,17 +518,13 @@ def test_the_bert_that_a_new_module_starts_as_is_asked_for_before_anything_runs(
     assert all(remedy == "copy it from bert-base-uncased, or set module.start to random" for *_, remedy in found)
 
 
-@pytest.mark.parametrize(("llm", "refused"), [({}, "opt"), ({"model_type": "qwen2"}, None)], ids=["opt", "qwen2"])
-def test_recomputation_that_the_bases_llm_has_not_is_refused_before_anything_runs(llm, refused, write, tmp_path):
-    base = {"model_type": "blip-2", "image_token_index": 7, "text_config": llm}
+def test_recomputation_that_the_bases_llm_has_not_is_refused_before_anything_runs(write, tmp_path):
+    base = {"model_type": "blip-2", "image_token_index": 7, "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(base))
     changes = {"train.model": "blip2idc", "train.base": str(tmp_path), "compute.activation_checkpointing": "selective"}
-    if refused is None:
-        load_params(write(changes))
-        return
     (fault,) = faults_of(write(changes))
     assert fault.startswith("compute.activation_checkpointing: selective recomputes the norms and products of a Qwen2")
-    assert f"this one is {refused}" in fault
+    assert "this one is opt" in fault
 
 
 def test_the_batches_of_an_alignment_divide_as_those_of_the_fine_tuning_do(write):

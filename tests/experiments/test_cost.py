@@ -82,23 +82,6 @@ def test_the_probability_of_no_change_is_of_how_its_references_begin(tmp_path: P
     assert cost.area(captioner, test, {}) is None, "no reference says that nothing changed"
 
 
-def test_the_area_is_measured_of_the_protocols_datasets_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noise_image(0).save(tmp_path / "0.png")
-    image = str(tmp_path / "0.png")
-    rows = [
-        {"dataset": name, "split": "test", "before": image, "after": image, "references": [], "change_types": []}
-        for name in ("a", "b", "c", "b")
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "records.parquet")
-    params = SimpleNamespace(paths=SimpleNamespace(clean=tmp_path), predict=SimpleNamespace(max_new_tokens=8))
-    captioner = SimpleNamespace(processor=Words(), answer=lambda images, question: [""])
-    monkeypatch.setattr(cost, "load_params", lambda path: params)
-    monkeypatch.setattr(cost, "load_captioner", lambda checkpoint, tokens: captioner)
-    monkeypatch.setattr(cost, "area", lambda captioner, rows, shares: len(rows))
-    told = json.loads(cost.main("captions", str(tmp_path), "b", "a", "none"))
-    assert told["no_change_auc"] == {"b": 2, "a": 1, "none": 0}
-
-
 def test_a_model_is_measured_on_the_datasets_of_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 

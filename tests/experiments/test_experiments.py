@@ -148,13 +148,6 @@ def test_a_file_that_is_no_experiment_is_refused(text: str, tmp_path: Path, monk
         engine.read_experiment("rows")
 
 
-def test_an_experiment_of_no_file_is_refused_with_the_nearest_and_nothing_runs(monkeypatch, capsys):
-    monkeypatch.chdir(toy.REPOSITORY)
-    monkeypatch.setattr(engine, "conduct", lambda *_: pytest.fail("variants were run"))
-    assert engine.main(["compar"]) == 1
-    assert capsys.readouterr().err.startswith("make experiment: NAME: did you mean 'compare'?")
-
-
 def params_with(changes: Mapping[str, Any], folder: Path) -> Params:
     """params.yaml as `dvc exp run -S` changes it, by DVC's own function."""
     file = folder / "params.yaml"
@@ -210,6 +203,8 @@ def test_parameters_that_have_what_only_some_variants_train_on_are_refused(monke
     assert ".synthetic: params.yaml has 'minichange_edits' already, so that variants without it would" in told
     assert "`m3diff profile embedded`" in told
     engine.check_synthetic(FILES["ablation"], made)
+    assert engine.main(["compar"]) == 1
+    assert capsys.readouterr().err.startswith("make experiment: NAME: did you mean 'compare'?")
 
 
 def test_a_model_with_the_alignment_aligns_what_it_fine_tunes_at_its_rates_and_one_with_edits_is_that_without(tmp_path):
@@ -332,6 +327,8 @@ def test_each_variant_runs_with_each_seed_and_one_of_as_many_steps_after_its_dat
     rows = found["protocols"][PROTOCOL]
     assert [(row["row"], row["same_steps_as"]) for row in rows] == [("plain", None), ("More, edits", "plain")]
     assert rows[0]["scores"]["CIDEr"]["values"] == [7407.0, 7408.0]
+    with pytest.raises(ParamsError, match="protocols: toy/hard was not scored; metrics.json has toy/total"):
+        engine.conduct("toy", experiment(variants={"plain": {}}, protocols=("toy/hard",)), PARAMS)
 
 
 def test_slower_variants_run_once_more_in_as_many_seconds(monkeypatch):
@@ -352,12 +349,6 @@ def test_slower_variants_run_once_more_in_as_many_seconds(monkeypatch):
     assert found["epochs"] == {"equal pairs": PARAMS.train.epochs, "equal seconds": {"slow": half}}
     assert list(found["scores"]) == [*seconds, "slow, equal seconds"]
     assert found["scores"]["slow"][PROTOCOL] == {"CIDEr": {"score": 7407.0, "low": None, "high": None}}
-
-
-def test_a_protocol_that_was_not_scored_is_named(monkeypatch):
-    Runs(monkeypatch)
-    with pytest.raises(ParamsError, match="protocols: toy/hard was not scored; metrics.json has toy/total"):
-        engine.conduct("toy", experiment(variants={"plain": {}}, protocols=("toy/hard",)), PARAMS)
 
 
 def test_the_results_and_their_page_are_written_unless_a_run_fails(tmp_path, monkeypatch, capsys):

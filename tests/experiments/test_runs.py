@@ -18,7 +18,6 @@ from benchmarks.experiments.__main__ import read_experiment
 from benchmarks.experiments.runs import Targets, compare, score_of
 from m3diff.__main__ import main as m3diff
 from m3diff.settings.load import load_params
-from m3diff.settings.profiles import differences, resolve
 from m3diff.settings.section import ParamsError
 from tests.stages.train.toy import write_mixture
 from tests.tiny import tiny_base, tiny_checkpoint
@@ -172,35 +171,17 @@ def test_the_mean_over_the_seeds_reaches_a_target_or_does_not():
 
 
 def test_the_fresh_scenes_are_of_seeds_that_the_embedded_run_does_not_use():
-    embedded, fresh = load_params(REPOSITORY / "params.yaml"), load_params(REPOSITORY / "benchmarks" / "fresh.yaml")
+    embedded, fresh = (load_params(REPOSITORY / name) for name in ("params.yaml", "benchmarks/fresh.yaml"))
     used = {each.seed for each in embedded.synthesize.values()} | {embedded.pretrain.seed}
     drawn = fresh.synthesize.values()
     assert len({each.seed for each in drawn}) == len(drawn) == 2
     assert not used & {each.seed for each in drawn}
     assert {each.level for each in drawn} == {"grid", "free"}
-    for each in drawn:
-        assert each.scenes["train"] == each.scenes["val"] == 0
-        assert round(each.scenes["test"] * (1 - each.multi_change_share)) == 1200
-    assert set(fresh.ingest.datasets) == set(fresh.synthesize)
+    assert {(each.scenes["train"], each.scenes["val"]) for each in drawn} == {(0, 0)}
     wanted = read_experiment("targets").targets
-    assert {name for bound in (wanted.at_least, wanted.at_most) for name in bound} == {
-        "fresh_grid/total",
-        "fresh_free/total",
+    assert {name for bound in (wanted.at_least, wanted.at_most) for name in bound} <= {
+        f"{name}/total" for name in fresh.ingest.datasets
     }
-    assert load_params(REPOSITORY / wanted.profile) == fresh
-
-
-def test_a_seeds_run_differs_by_its_seed_and_its_own_folder_alone(tmp_path):
-    profile = REPOSITORY / "profiles" / "embedded-gpu.yaml"
-    file = runs.write_params(profile, tmp_path / "9", 9)
-    assert differences(resolve(profile)[0], resolve(file)[0]) == [
-        f"paths.model: data/05_model -> {tmp_path}/9/model",
-        f"paths.predictions: data/06_predictions -> {tmp_path}/9/predictions",
-        f"paths.report: data/07_report -> {tmp_path}/9/report",
-        "train.seed: 7407 -> 9",
-        f"compute.scratch: runs -> {tmp_path}/9/scratch",
-    ]
-    assert load_params(file).train.seed == 9
 
 
 @pytest.mark.slow(30)

@@ -134,3 +134,11 @@ def test_examples_are_of_the_test_split_of_what_may_be_shown_and_none_where_ther
     assert [example.id for example in found] == ["minichange/3", "minichange_free/2", "minichange_free/4"]
     assert found[0].as_dict(0)["before"] == "/examples/0/before"
     assert find_examples(tmp_path, PARAMS.ingest.datasets, 3) == find_examples(images, {}, 3) == []
+    service = Service(examples=found)
+    listed = service.get("/examples").json()
+    assert [(entry["id"], entry["after"]) for entry in listed][1] == ("minichange_free/2", "/examples/1/after")
+    image = service.get(listed[1]["after"])
+    assert (image.content, image.headers["content-type"]) == ((images / "after.png").read_bytes(), "image/png")
+    assert {service.get(f"/examples/{place}").status_code for place in ("3/after", "1/caption")} == {404}
+    assert service.get("/").headers["content-security-policy"] == read_page()[1]
+    service.runner.close()
