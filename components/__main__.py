@@ -122,14 +122,14 @@ def convert(params: Params, args: argparse.Namespace) -> None:
 def train(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "train")
     model, mixture = params.models[params.train.model], params.paths.mixture
-    from m3diff.commands.plan.plan import check_memory
+    from m3diff.commands.plan.plan import Run, check_memory
     from m3diff.commands.plan.words import count_words
     from m3diff.registry.model_source import see_base
     from m3diff.registry.tracking import followed
     from m3diff.stages.train.stage import train as run
 
     see_base(params.train.base)
-    check_memory(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture)
+    check_memory(Run(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture))
     if (words := count_words(params.train.base, mixture)) and (warning := words.warning()):
         print(f"train: warning: {warning}", flush=True)
     follow = partial(followed, described(params), params.paths.model)
@@ -239,13 +239,13 @@ def prune(params: Params, args: argparse.Namespace) -> int:
 
 def plan(params: Params, args: argparse.Namespace) -> None:
     model = params.models[params.train.model]
-    from m3diff.commands.plan.plan import check_fits, make_plan, plan_alignment
+    from m3diff.commands.plan.plan import Run, check_fits, make_plan, plan_alignment
     from m3diff.commands.plan.words import alignment_lines, count_words, print_plan, short_run
     from m3diff.registry.model_source import see_base
 
     see_base(params.train.base)
-    run = params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture
-    made, (before, uncounted) = make_plan(*run), plan_alignment(*run)
+    run = Run(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
+    made, (before, uncounted) = make_plan(run), plan_alignment(run)
     kind = args.gpu or params.compute.gpu_kind
     gpu = GPUS[kind] if kind else None
     print_plan(params.train, params.compute, made, gpu, args.utilisation)

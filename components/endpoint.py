@@ -15,10 +15,11 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
@@ -31,8 +32,6 @@ from m3diff.settings.section import ParamsError
 if TYPE_CHECKING:
     import openai
 
-T = TypeVar("T")
-R = TypeVar("R")
 RETRIES = 5  # of a request that the server puts off or fails; the client waits as the server asks
 CONCURRENT = 8
 WINDOW = 4 * CONCURRENT  # questions that wait for a thread or are asked
@@ -54,14 +53,12 @@ def endpoint_url(text: str) -> str:
             "expected a URL without a key or a user, found one with '@', '?' or '#'; the key belongs into the "
             "environment variable that key_variable names"
         )
-    wanted = f"expected http://... or https://..., up to and with /v1, found {text!r}"
-    try:
+    known = False
+    with suppress(ValueError):
         parts = urlsplit(text)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:
-        raise ValueError(wanted) from error
     if not known or any(letter.isspace() for letter in text):
-        raise ValueError(wanted)
+        raise ValueError(f"expected http://... or https://..., up to and with /v1, found {text!r}")
     return text
 
 
@@ -126,18 +123,14 @@ class Answers:
         data = path.read_bytes() if path.is_file() else b""
         self.torn = bool(data) and not data.endswith(b"\n")
         for line in data.split(b"\n"):
-            try:
+            with suppress(ValueError, TypeError, KeyError):
                 entry = json.loads(line)
-            except ValueError:
-                continue
-            texts = [entry.get(name) for name in ("key", "kind", "answer")] if isinstance(entry, dict) else [None]
-            if not all(isinstance(text, str) for text in texts):
-                continue
-            if entry["kind"] == FORGOTTEN:
-                self.known.pop(entry["key"], None)
-            elif entry["kind"] in get_args(Kind):
-                self.known[entry["key"]] = Answer(entry["kind"], entry["answer"])
-                self.forms.add(form_of(entry))
+                key, kind, text, form = entry["key"], entry["kind"], entry["answer"], form_of(entry)
+                if kind == FORGOTTEN:
+                    self.known.pop(key, None)
+                elif kind in get_args(Kind) and isinstance(key, str) and isinstance(text, str):
+                    self.known[key] = Answer(kind, text)
+                    self.forms.add(form)
 
     def keep(self, key: str, facts: Mapping[str, Any], answer: Answer) -> None:
         """Write one answer, down to the disk."""
@@ -246,12 +239,10 @@ class Endpoint:
                             rejected.remove(one)
                     if len(rejected) >= CONCURRENT:  # so many that it is their form
                         break
-            except BaseException:
+                if rejected:
+                    raise ParamsError(self._told(rejected[0][2], rejected[0][1]))
+            finally:
                 pool.shutdown(cancel_futures=True)
-                raise
-            if rejected:
-                pool.shutdown(cancel_futures=True)
-                raise ParamsError(self._told(rejected[0][2], rejected[0][1]))
 
     def _answer(self, client: Any, question: Question) -> "Answer | openai.APIStatusError":
         """The answer, or the error by which the server rejects the question."""
@@ -289,13 +280,10 @@ class Endpoint:
         return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}; asked about {about}"
 
 
-def in_window(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[Future[R]]:
+def in_window(pool: Executor, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Future[Any]]:
     """The work on each item as it is done, in no order. At most WINDOW of it waits or runs: a future takes 2 kB."""
-    left, waiting = iter(items), set[Future[R]]()
-    while True:
-        waiting |= {pool.submit(work, item) for item in islice(left, WINDOW - len(waiting))}
-        if not waiting:
-            return
+    left, waiting = iter(items), set[Future[Any]]()
+    while waiting := waiting | {pool.submit(work, item) for item in islice(left, WINDOW - len(waiting))}:
         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
         yield from done
 
@@ -331,17 +319,12 @@ def data_url(path: Path) -> str:
     with open_image(data) as file:
         if isinstance(file, JpegImageFile) and file.mode == "RGB":
             kind = "jpeg"
-            if not is_plain_jpeg(data, file.applist):
+            known = all(name == "APP14" or (name == "APP0" and held.startswith(b"JFIF")) for name, held in file.applist)
+            if not known or not data.endswith(b"\xff\xd9"):
                 image.save(made, "JPEG", qtables=file.quantization, subsampling=get_sampling(file))
         elif not is_plain_png(data):
             image.save(made, "PNG")
     return f"data:image/{kind};base64,{base64.b64encode(made.getvalue() or data).decode()}"
-
-
-def is_plain_jpeg(data: bytes, parts: Sequence[tuple[str, bytes]]) -> bool:
-    """True of a JPEG that holds its picture and nothing else; `parts` are its markers with what they hold."""
-    known = all(name == "APP14" or (name == "APP0" and held.startswith(b"JFIF")) for name, held in parts)
-    return known and data.endswith(b"\xff\xd9")
 
 
 def is_plain_png(data: bytes) -> bool:

@@ -405,8 +405,7 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
     assert capsys.readouterr().out == "\nbefore it\n\nwarning: too short\n"
     params = load_params(Path("profiles/paper.yaml"))
     train, compute, settings = params.train, params.compute, params.models["m3diff"]
-    run = {"train": train, "compute": compute, "settings": settings, "entries": params.ingest.datasets}
-    run |= {"convert": params.convert, "mixture": DATA / "04_mixture"}
+    run = {"run": (train, settings, compute, params.ingest.datasets, params.convert, DATA / "04_mixture")}
     align = {"train": train, "settings": settings, "plan": before, "uncounted": "", "gpu": gpu, "hfu": hfu}
     assert [call for call in recorder.calls if call[0] != "count_words"] == [
         ("make_plan", run),

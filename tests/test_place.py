@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from m3diff import LONGEST
 from tests.toy import REPOSITORY
 
-NAMES = ("my projects", "o'neill", "a & b", "$x", "copy(1)", "[x]", 'so "said"', "müller", "a;b", "5% #1?", "`w`", "*")
+NAMES = ("my projects", "o'neill", 'a & b;$x (1) [x] "said" müller 5% #1? `w` *')
 
 
 def run(code: str, folder: Path, environment: Mapping[str, str], python: str | Path = sys.executable) -> list[str]:
@@ -47,21 +48,26 @@ ASK = "import m3diff, urllib.request as u; print(*[bool(u.proxy_bypass(h)) for h
         ({"http_proxy": "http://p:1"}, "127.0.0.1,localhost,::1"),
         ({"https_proxy": "http://p:1", "no_proxy": "a.org"}, "a.org,127.0.0.1,localhost,::1"),
         ({"HTTP_PROXY": "http://p:1", "NO_PROXY": "localhost, .b.org"}, "localhost,.b.org,127.0.0.1,::1"),
-        (
-            {"ALL_PROXY": "socks5://p:1", "no_proxy": "a.org", "NO_PROXY": "b.org"},
-            "a.org,b.org,127.0.0.1,localhost,::1",
-        ),
+        ({"ALL_PROXY": "socks5://p:1", "no_proxy": "a", "NO_PROXY": "b.org"}, "a,b.org,127.0.0.1,localhost,::1"),
+        ({}, None),
+        ({"no_proxy": "a.org"}, "a.org"),
+        ({"http_proxy": "http://p:1", "no_proxy": "*"}, "*"),
     ],
+    ids=str,
 )
 def test_loopback_is_asked_without_a_proxy_and_other_machines_with_it(given, no_proxy, tmp_path):
-    (said,) = run(ASK.format(OWN + OTHER), tmp_path, given)
-    assert said == f"True True True False False {no_proxy}"
-
-
-@pytest.mark.parametrize("given", [{}, {"no_proxy": "a.org"}, {"http_proxy": "http://p:1", "no_proxy": "*"}])
-def test_without_a_proxy_or_with_none_for_anybody_nothing_is_set(given, tmp_path):
-    (said,) = run("import os, m3diff; print(os.environ.get('no_proxy'), 'NO_PROXY' in os.environ)", tmp_path, given)
-    assert said == f"{given.get('no_proxy')} False"
+    """Without a proxy, or with none for anybody, nothing is set."""
+    code = (
+        "import m3diff, os, urllib.request as u\n"
+        "print(*[bool(u.proxy_bypass(h)) for h in ('127.0.0.1', 'localhost', '::1', 'example.org', '10.0.0.7')])\n"
+        "print(os.environ.get('no_proxy'), 'NO_PROXY' in os.environ)"
+    )
+    bypassed, said = run(code, tmp_path, given)
+    assert said.split()[0] == str(no_proxy)
+    if given and no_proxy not in ("a.org", "*"):
+        assert bypassed == "True True True False False"
+    else:
+        assert said == f"{no_proxy} False"
 
 
 BIND = """
@@ -74,7 +80,7 @@ print(os.environ["RAY_TMPDIR"])
 
 
 @pytest.mark.fault("P3")
-@pytest.mark.parametrize("name", ["d" * LONGEST, "d/" * 60, *NAMES])
+@pytest.mark.parametrize("name", ["d" * LONGEST, "d/" * 60, *NAMES[1:]])
 def test_a_folder_for_temporary_files_takes_sockets_whatever_its_path(name, tmp_path):
     folder = tmp_path / name
     folder.mkdir(parents=True)
@@ -119,13 +125,10 @@ def test_a_shell_starts_this_python_by_its_path_without_quotes_as_ray_does(name,
     assert Path(prefix).samefile(tmp_path / name / ".venv")
 
 
-SCRIPT = "import sys; from m3diff.__main__ import main; sys.argv = ['m3diff', 'score']; sys.exit(main())"
-
-
-def asked(folder: Path, script: Path, python: Path | str = sys.executable, **environment: str) -> tuple[int, str]:
-    script.write_text(SCRIPT)
+def asked(folder: Path, script: Path, python: Path | str = sys.executable) -> tuple[int, str]:
+    script.write_text("import sys; from m3diff.__main__ import main; sys.argv = ['m3diff', 'score']; sys.exit(main())")
     paths = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])} if python == sys.executable else {}
-    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | paths | environment
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | paths
     done = subprocess.run([python, script], cwd=folder, env=given, capture_output=True, text=True)
     return done.returncode, done.stderr
 
@@ -147,10 +150,8 @@ CODE = ("components/__init__.py", "components/__main__.py")
     ("files", "at", "refused"),
     [
         ((*CODE, "params.yaml"), ".", True),
-        ((*CODE, "dvc.yaml"), ".", True),
-        ((*CODE, "params.yaml", "data/a"), "data", True),
+        ((*CODE, "dvc.yaml", "data/a"), "data", True),
         (CODE, ".", True),
-        (("params.yaml",), ".", False),
         (("params.yaml", "dvc.yaml", "data/a"), "data", False),
         (("a",), ".", False),
         (("components/button.js", "params.yaml"), ".", False),
@@ -169,8 +170,7 @@ def test_the_code_that_runs_is_the_project_s_own_where_it_has_any(files, at, ref
 @pytest.mark.fault("P6")
 def test_a_virtual_environment_runs_the_code_of_the_checkout_that_it_lies_in(tmp_path):
     copy = project(tmp_path / "copy", *CODE, "params.yaml")
-    python = environment_at(copy)
-    code, said = asked(tmp_path, tmp_path / "m3diff", python)
+    code, said = asked(tmp_path, tmp_path / "m3diff", environment_at(copy))
     assert (code, f"`make install` in {copy}" in said) == (3, True), said
 
 
@@ -185,57 +185,50 @@ def test_a_worktree_s_stage_runs_the_worktree_s_code_under_pythonsafepath_too(sa
     assert done.stdout == "code of the tree ingest a b\n", done.stderr
 
 
+def ran(command: list[str | Path], **options: Any) -> tuple[int, str, str]:
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
 @pytest.mark.fault("P6")
-@pytest.mark.parametrize("how", ["copied", "moved"])
-@pytest.mark.parametrize("name", ["there", "my projects", "o'neill & sons"])
-def test_a_checkout_that_was_copied_or_moved_is_adopted_by_make_install_and_refused_before(name, how, tmp_path):
-    first, there = project(tmp_path / "first", "stand-in"), tmp_path / name
-    python = environment_at(first)
+@pytest.mark.parametrize(("how", "name"), [("copied", "there"), ("moved", "my projects"), ("moved", "o'neill & sons")])
+def test_a_checkout_that_was_copied_or_moved_is_adopted_by_make_install_and_refused_before(how, name, tmp_path):
+    first, there, again = project(tmp_path / "first", "stand-in"), tmp_path / name, tmp_path / "another o'clock"
+    python, path = environment_at(first), tmp_path / "bin"
+    path.mkdir()
+    for tool, text in (("java", "echo 'openjdk version \"17.0.15\"' >&2"), ("git", ""), ("g++", "")):
+        write_script(path / tool, f"#!/bin/sh\n{text}\n")  # what check_system asks for, and nothing else
     (first / "bin").mkdir()
     shutil.copy(REPOSITORY / "bin" / "m3diff", first / "bin")
     script = f"#!{python}\nimport sys\nprint('by', sys.prefix, *sys.argv[1:])\n"
     long = f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n" + script.partition("\n")[2]
     for tool, text in (("m3diff", script), ("dvc", long), ("other", "#!/bin/sh\necho mine\n")):
-        (first / ".venv/bin" / tool).write_text(text)
-        (first / ".venv/bin" / tool).chmod(0o755)
+        write_script(first / ".venv/bin" / tool, text)
     (first / ".venv/.ready").touch()
-    assert launched(first) == (0, f"by {first / '.venv'} models", "")
+    assert ran([first / "bin/m3diff", "models"]) == (0, f"by {first / '.venv'} models", "")
     (shutil.copytree(first, there, symlinks=True) if how == "copied" else first.rename(there))
-    code, _, said = launched(there)
+    code, _, said = ran([there / "bin/m3diff", "models"])
     assert (code, said.count("\n"), f"`make install` in {there}" in said) == (3, 1, True), said
-    environment = {"PATH": str(only(tmp_path / "bin"))}
     check = [sys.executable, str(REPOSITORY / "infra" / "check_system.py")]
-    done = subprocess.run(check, cwd=there, env=environment, capture_output=True, text=True)
-    assert (done.returncode, str(first) in done.stdout) == (0, True), done.stderr
+    code, said, _ = ran(check, cwd=there, env={"PATH": str(path)})
+    assert (code, str(first) in said) == (0, True), said
     assert not (there / ".venv/.ready").exists(), "so that make installs the project again"
     for tool in ("m3diff", "dvc"):
-        done = subprocess.run([there / ".venv/bin" / tool, "a b"], capture_output=True, text=True)
-        assert done.stdout == f"by {there / '.venv'} a b\n", done.stderr
-    again = tmp_path / "another o'clock"
+        assert ran([there / ".venv/bin" / tool, "a b"]) == (0, f"by {there / '.venv'} a b", "")
     shutil.copytree(there, again, symlinks=True)
     config = again / ".venv/pyvenv.cfg"
     config.write_text(config.read_text(encoding="utf-8").replace(f"{first}/.venv", f"{there}/.venv"), encoding="utf-8")
-    subprocess.run(check, cwd=again, env=environment, check=True)
-    done = subprocess.run([again / ".venv/bin/dvc", "a b"], capture_output=True, text=True)
-    assert done.stdout == f"by {again / '.venv'} a b\n", done.stderr
+    assert ran(check, cwd=again, env={"PATH": str(path)})[0] == 0
+    assert ran([again / ".venv/bin/dvc", "a b"]) == (0, f"by {again / '.venv'} a b", "")
     assert (there / ".venv/bin/other").read_text() == "#!/bin/sh\necho mine\n"
     if how == "copied":
         assert (first / ".venv/bin/m3diff").read_text() == script
         assert (first / ".venv/.ready").exists()
 
 
-def launched(checkout: Path) -> tuple[int, str, str]:
-    done = subprocess.run([checkout / "bin" / "m3diff", "models"], capture_output=True, text=True)
-    return done.returncode, done.stdout.strip(), done.stderr
-
-
-def only(folder: Path) -> Path:
-    """A PATH with what check_system asks for, and nothing else."""
-    folder.mkdir()
-    for name, text in (("java", "echo 'openjdk version \"17.0.15\"' >&2"), ("git", ""), ("g++", "")):
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
-    return folder
+def write_script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 PIP = """#!/bin/sh
@@ -253,23 +246,14 @@ def test_make_install_asks_no_index_where_what_is_installed_is_enough(offline, a
     checkout = project(tmp_path / "checkout", "infra/check_system.py")
     for file in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(REPOSITORY / file, checkout)
-    (tmp_path / "python").write_text(PIP)
-    (tmp_path / "python").chmod(0o755)
+    write_script(tmp_path / "python", PIP)
     given = os.environ | {"OFFLINE": offline, "ONLINE": "0"}
     for _ in range(2):
-        done = subprocess.run(
-            ["make", "install", f"PYTHON={tmp_path / 'python'}"],
-            cwd=checkout,
-            env=given,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        code, _, said = ran(["make", "install", f"PYTHON={tmp_path / 'python'}"], cwd=checkout, env=given)
+        assert code == 0, said
     asked = (checkout / "asked").read_text().splitlines()
     assert len(asked) == asks, "the second time nothing is installed"
-    assert "--no-index" in asked[0]
-    assert not any("--no-index" in line for line in asked[1:])
-    os.utime(checkout / "pyproject.toml", None)
+    assert ["--no-index" in line for line in asked] == [True, *[False] * (asks - 1)]
     assert (checkout / ".venv/.ready").exists()
 
 

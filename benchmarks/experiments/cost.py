@@ -82,10 +82,11 @@ def changed(changes: Mapping[str, Any], params: Params) -> tuple[Any, Any]:
 
 def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
     """FLOPs of a pair's images and prompt, as `m3diff plan` counts them."""
-    from m3diff.commands.plan.plan import make_plan
+    from m3diff.commands.plan.plan import Run, make_plan
 
     datasets, mixture = params.ingest.datasets, params.paths.mixture
-    return make_plan(*changed(changes, params), params.compute, datasets, params.convert, mixture).caption_flops
+    run = Run(*changed(changes, params), params.compute, datasets, params.convert, mixture)
+    return make_plan(run).caption_flops
 
 
 def main(asked: str, *arguments: str) -> str:

@@ -6,8 +6,9 @@ keeps, so hooks, recomputation and products in place count as they are. Attentio
 kernels of a GPU keep.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,15 @@ def count_activations(
         tokens: of the sequence, with the places of the images.
         supervised: how many of them have a loss.
     """
-    inputs = blank_inputs(model, tokens, supervised)
+    place = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    inputs = {
+        "input_ids": place,
+        "position_ids": place,
+        "attention_mask": None,
+        "logits_to_keep": (torch.arange(tokens) >= tokens - supervised)[None],  # its values are read
+        "use_cache": False,
+        **model.blank_images(model.config, "meta"),
+    }
     labels = torch.zeros(supervised, dtype=torch.long, device="meta")
     model.train()
     family.fuse(model, activation_checkpointing)
@@ -50,19 +59,6 @@ def count_activations(
         held[ONE_LAYER] = max(alone.get(name, 0) for name in layers)
         family.fuse(model, activation_checkpointing)
     return held
-
-
-def blank_inputs(model: Any, tokens: int, supervised: int) -> dict[str, Any]:
-    """The inputs of `token_loss` for one sequence, on the meta device; the last tokens are supervised."""
-    place = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    return {
-        "input_ids": place,
-        "position_ids": place,
-        "attention_mask": None,
-        "logits_to_keep": (torch.arange(tokens) >= tokens - supervised)[None],  # its values are read
-        "use_cache": False,
-        **model.blank_images(model.config, "meta"),
-    }
 
 
 def parts_of_modules(model: nn.Module, family: Family) -> dict[str, str]:
@@ -138,25 +134,21 @@ class Storages(TorchDispatchMode):
     @contextmanager
     def named(self, model: nn.Module, names: Mapping[str, str]) -> Iterator[None]:
         """Within, a module's forward pass sets the name that it has in `names`."""
-        with ExitStack() as hooks:
-            for path, module in model.named_modules():
-                if path in names:
-                    enter, leave = self._hooks(names[path])
-                    hooks.callback(module.register_forward_pre_hook(enter).remove)
-                    hooks.callback(module.register_forward_hook(leave).remove)
-            yield
-
-    def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         outer: list[str] = []
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(name: str, *_: Any) -> None:
             outer.append(self.name)
             self.name = name
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(*_: Any) -> None:
             self.name = outer.pop()
 
-        return enter, leave
+        with ExitStack() as hooks:
+            for path, module in model.named_modules():
+                if path in names:
+                    hooks.callback(module.register_forward_pre_hook(partial(enter, names[path])).remove)
+                    hooks.callback(module.register_forward_hook(leave).remove)
+            yield
 
 
 class OnShapes(TorchFunctionMode):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, SplitCount
@@ -177,25 +177,34 @@ class Plan:
         return hfu * self.model_flops / self.run_flops
 
 
-def make_plan(
-    train: Train,
-    settings: Settings,
-    compute: Compute,
-    entries: Mapping[str, DatasetEntry],
-    convert: Convert,
-    mixture: Path,
-    left_out: Sequence[str] = (),
-) -> Plan:
+class Run(NamedTuple):
+    """The sections of the parameters that decide the cost of a run.
+
+    Attributes:
+        settings: of the model family, the entry of the section `models` that `train.model` names.
+        entries: the datasets of the run, whose published counts count where `mixture/train` is not there.
+    """
+
+    train: Train
+    settings: Settings
+    compute: Compute
+    entries: Mapping[str, DatasetEntry]
+    convert: Convert
+    mixture: Path
+
+
+def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
     """Count what the fine-tuning will read, compute and hold; of an alignment before it `plan_alignment` does.
 
     Args:
-        settings: of the model family, the entry of the section `models` that `train.model` names.
-        entries: the datasets of the run, whose published counts count where `mixture/train` is not there.
         left_out: datasets that do not count; of a model with an alignment, those that it takes.
 
     Raises:
         ParamsError: there is no mixture, and a dataset has no published counts.
     """
+    from m3diff.commands.plan.memory import count_activations
+
+    train, settings, compute, entries, convert, mixture = run
     family = FAMILIES[settings.family]
     config, is_here = family.planned_config(train.base, settings), (train.base / "config.json").is_file()
     processor = family.load_processor(train.base, config) if is_here else None
@@ -210,11 +219,15 @@ def make_plan(
     longest = load.longest(train.max_captions_per_sequence)
     supervised = (longest or branches) * load.reference_tokens
     model = meta_model(config, family, settings, train.precision)
-    activations = activations_of(model, family, compute, prompt, supervised)
+    last = math.ceil(supervised)
+    kept = count_activations(model, family, compute.activation_checkpointing, math.ceil(prompt) + last, last)
+    activations = {name: compute.micro_batch * size / GIGA for name, size in kept.items()}
     parameters = parameters_of(model, family)
-    run, total = train.epochs * sequences, sum(term.total for term in terms)
+    in_all, total = train.epochs * sequences, sum(term.total for term in terms)
+    name = config.name_or_path
+    fetch = f" (`hf download {name} --local-dir {train.base}`)" if "/" in name else ""
     return Plan(
-        base=str(train.base) if is_here else _published(config, train.base),
+        base=str(train.base) if is_here else f"published shapes of {name}, {train.base} is not here{fetch}",
         workload=load,
         parameters=parameters,
         terms=terms,
@@ -223,8 +236,8 @@ def make_plan(
         longest=longest,
         sequences=sequences,
         steps=math.ceil(train.epochs * math.ceil(sequences / train.global_batch)),  # as the loop counts them
-        model_flops=run * total,
-        run_flops=run * (total + recomputed_flops(terms, compute.activation_checkpointing)),
+        model_flops=in_all * total,
+        run_flops=in_all * (total + recomputed_flops(terms, compute.activation_checkpointing)),
         memory_gb=static_memory(train, compute, parameters) | {"activations": sum(activations.values())},
         activations_gb=activations,
         test_pairs=count_test_pairs(mixture, entries),
@@ -233,38 +246,16 @@ def make_plan(
     )
 
 
-def plan_alignment(
-    train: Train,
-    settings: Settings,
-    compute: Compute,
-    entries: Mapping[str, DatasetEntry],
-    convert: Convert,
-    mixture: Path,
-) -> tuple[Plan | None, str]:
+def plan_alignment(run: Run) -> tuple[Plan | None, str]:
     """The plan of the phase before the fine-tuning, on its own datasets, or why it has none: they cannot be counted."""
-    if settings.align is None:
+    if run.settings.align is None:
         return None, "the model has no alignment"
-    phase, aligned = of_alignment(train, settings)
-    others = [name for name in entries if name not in settings.align.datasets]
+    phase, aligned = of_alignment(run.train, run.settings)
+    others = [name for name in run.entries if name not in run.settings.align.datasets]
     try:
-        return make_plan(phase, aligned, compute, entries, convert, mixture, others), ""
+        return make_plan(run._replace(train=phase, settings=aligned), others), ""
     except ParamsError as error:
         return None, str(error).removeprefix("plan: ")
-
-
-def activations_of(model: Any, family: Family, compute: Compute, prompt: float, supervised: float) -> dict[str, float]:
-    """GB that a micro-batch of sequences of so many tokens keeps for its backward pass, by where they arise."""
-    from m3diff.commands.plan.memory import count_activations
-
-    last = math.ceil(supervised)
-    kept = count_activations(model, family, compute.activation_checkpointing, math.ceil(prompt) + last, last)
-    return {name: compute.micro_batch * size / GIGA for name, size in kept.items()}
-
-
-def _published(config: Any, base: Path) -> str:
-    name = config.name_or_path
-    fetch = f" (`hf download {name} --local-dir {base}`)" if "/" in name else ""
-    return f"published shapes of {name}, {base} is not here{fetch}"
 
 
 def meta_model(config: Any, family: Family, settings: Settings, precision: str) -> Any:
@@ -306,14 +297,7 @@ def static_memory(train: Train, compute: Compute, parameters: Mapping[str, int])
     }
 
 
-def check_memory(
-    train: Train,
-    settings: Settings,
-    compute: Compute,
-    entries: Mapping[str, DatasetEntry],
-    convert: Convert,
-    mixture: Path,
-) -> None:
+def check_memory(run: Run) -> None:
     """Refuse a run that its GPUs cannot hold, before anything is loaded. Takes seconds; nothing without `compute.gpu`.
 
     The memory of one GPU is that of the smallest that torch finds here, else of `compute.gpu_kind`. Where neither is
@@ -322,14 +306,11 @@ def check_memory(
     Raises:
         DoesNotFit: names what is needed, what there is and what to lower.
     """
-    if not compute.gpu:
-        return
-    kind = GPUS.get(compute.gpu_kind or "")
-    if room := found_memory_gb() or (kind and kind.memory_gb):
-        before, _ = plan_alignment(train, settings, compute, entries, convert, mixture)
-        for plan in (before, make_plan(train, settings, compute, entries, convert, mixture)):
-            if plan is not None:
-                check_fits(compute, plan, room)
+    kind = GPUS.get(run.compute.gpu_kind or "")
+    if run.compute.gpu and (room := found_memory_gb() or (kind and kind.memory_gb)):
+        before, _ = plan_alignment(run)
+        for plan in filter(None, (before, make_plan(run))):
+            check_fits(run.compute, plan, room)
 
 
 def found_memory_gb() -> float | None:
@@ -500,16 +481,12 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _references(spec: DatasetSpec, count: SplitCount) -> float:
-    """References that convert keeps: counted, or by the share of the papers' sum, or estimated."""
+    """References that convert keeps: counted, or by the share of the papers' sum, or estimated: what the other sources
+    leave of the paper's mixture."""
     if count.references is not None:
         return count.references - count.empty - count.repeated
     if spec.table is not None and spec.table.references is not None:
         return count.pairs * spec.table.references / spec.table.pairs
-    return count.pairs * unpublished_references()
-
-
-def unpublished_references() -> float:
-    """References of a pair where no count is published: what the other sources leave of the paper's mixture."""
-    counts = [count["train_val"] for count in training_counts().values()]
+    counts = [each["train_val"] for each in training_counts().values()]
     known = sum(references for _, references in counts if references is not None)
-    return (SAMPLES - known) / sum(pairs for pairs, references in counts if references is None)
+    return count.pairs * ((SAMPLES - known) / sum(pairs for pairs, references in counts if references is None))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from m3diff.commands.plan.plan import RESERVE, TERA, Plan, read_columns, recomputed_flops
+from m3diff.commands.plan.plan import RESERVE, TERA, Plan, SourceCount, Workload, read_columns, recomputed_flops
 from m3diff.models.family import Settings
 from m3diff.records.errors import readable
 from m3diff.settings.compute import Compute
@@ -42,19 +42,20 @@ def _workload_lines(train: Train, plan: Plan) -> Iterator[str]:
     for name, count in plan.parameters.items():
         yield f"  {name:<28} {count / 1e6:>12,.2f} M"
     yield f"counted: {load.counted}"
-    for use in load.splits:
-        estimated = "" if use.counted else "; references estimated"
-        pairs, references = use.used.pairs, use.used.references
-        name, of = f"{use.dataset} {use.split}", f"of {use.published:,} published pairs{estimated}"
-        yield f"  {name:<28} {pairs:>9,} pairs {references:>9,} references {of}"
+    rows: list[tuple[str, Workload | SourceCount, str]] = [
+        (
+            f"{use.dataset} {use.split}",
+            use.used,
+            f" of {use.published:,} published pairs{'' if use.counted else '; references estimated'}",
+        )
+        for use in load.splits
+    ]
     if load.splits:
-        of = f"of {sum(use.published for use in load.splits):,} published pairs"
-        yield f"  {'sum':<28} {load.pairs:>9,} pairs {load.references:>9,} references {of}"
+        rows.append(("sum", load, f" of {sum(use.published for use in load.splits):,} published pairs"))
+    for name, of, published in rows or [(name, source, "") for name, source in load.sources.items()]:
+        yield f"  {name:<28} {of.pairs:>9,} pairs {of.references:>9,} references{published}"
     if load.splits and set(load.sources) == set(SOURCES):
         yield f"  {'the paper':<28} {f'{PAIRS // 1000}k':>9} pairs {f'{SAMPLES // 1000}k':>9} references"
-    if not load.splits:
-        for name, source in load.sources.items():
-            yield f"  {name:<28} {source.pairs:>9,} pairs {source.references:>9,} references"
     yield (
         f"workload: {load.pairs:,} pairs, {load.references:,} references, {load.references_per_pair:.2f} a pair; "
         f"{load.prompt_tokens:.1f} tokens a prompt, {load.reference_tokens:.1f} a reference"

@@ -1,5 +1,5 @@
 """Features that two images are compared by, and each image's nearest others by their cosine. New features have their
-settings in `params.py` and a line in `load_features`.
+settings in `params.py` and a line in `EMBEDDERS`.
 
 A base's own encoder gives the features of all places, joined. Their mean would not do: on MiniChange it calls any two
 scenes alike (cosine of the nearest other scene 0.93 in the mean), joined they are not (0.58), and OneDiff's band of
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import psutil
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from m3diff.models.device import Device
 
+    Embed = Callable[[list[Image.Image]], Tensor]
+
 Matrix = NDArray[np.float32]
 """[images, width], rows of length 1."""
 
@@ -37,104 +39,97 @@ CELLS = 2**25  # similarities that are held at once, of 12 bytes each
 PROBED = 0.1  # share of FAISS's cells that are searched
 
 
-class Features(Protocol):
-    @property
-    def identity(self) -> str:
-        """Digest of what decides the features."""
+class Features:
+    """The features of a model in a folder. `identity` is the digest of what decides them.
+
+    Raises:
+        ParamsError: the model is not there or another one.
+    """
+
+    def __init__(self, cfg: Encoder | Clip, device: Device) -> None:
+        self.cfg, self.device, self.identity = cfg, device, cfg.identity()
 
     def features(self, images: Sequence[Path]) -> Matrix:
         """[images, width], float32, rows of length 1.
 
         Raises:
             ImageError: an image cannot be read.
-            ParamsError: the memory would not hold them.
+            ParamsError: the memory would not hold them, as is known after the first batch; or the model is of another
+                kind.
         """
+        import torch
+
+        embed = EMBEDDERS[self.cfg.kind](str(self.cfg.model), self.device)
+        found = np.empty((0, 0), np.float32)
+        starts = range(0, len(images), BATCH)
+        for start in progress(starts, "augment: features", len(starts), "batch"):
+            with torch.inference_mode():
+                batch = embed([load_image(path) for path in images[start : start + BATCH]]).flatten(1).float()
+            if start == 0:
+                found = _empty(len(images), batch.shape[1])
+            found[start : start + BATCH] = torch.nn.functional.normalize(batch, dim=1).cpu().numpy()
+        return found
 
 
-def load_features(cfg: Encoder | Clip, device: Device) -> Features:
-    """Raises ParamsError where its model is not there or another one."""
-    return EncoderFeatures(cfg, device) if isinstance(cfg, Encoder) else ClipFeatures(cfg, device)
-
-
-class EncoderFeatures:
-    def __init__(self, cfg: Encoder, device: Device) -> None:
-        self.folder, self.device, self.identity = str(cfg.model), device, cfg.identity()
-
-    def features(self, images: Sequence[Path]) -> Matrix:
-        from transformers import LlavaOnevisionForConditionalGeneration
-
-        from m3diff.models.processing import M3DiffImageProcessor
-
-        processor = M3DiffImageProcessor.from_pretrained(self.folder)
-        model = LlavaOnevisionForConditionalGeneration.from_pretrained(
-            self.folder, dtype=self.device.dtype, local_files_only=True, use_safetensors=True
+def _empty(images: int, width: int) -> Matrix:
+    """Raises ParamsError where the memory would not hold them."""
+    needed, room = images * width * 4, psutil.virtual_memory().available
+    if needed > room:
+        raise ParamsError(
+            f"augment: features: {images:,} images of a split, {width:,} numbers each, are {needed / GIB:.1f} GiB, and "
+            f"{room / GIB:.1f} GiB of memory are free; write kind: clip, whose features are short, or make of fewer "
+            "images (source.splits), or free memory"
         )
-        layer: Any = model.config.vision_feature_layer
-        encoder: Any = model.model.vision_tower.to(self.device.torch).eval()
-
-        def embed(images: list[Image.Image]) -> Tensor:
-            """[images, places, width] of the layer that the base's LLM is shown."""
-            pixels = processor.preprocess(images)["pixel_values"].to(self.device.torch, self.device.dtype)
-            return encoder(pixels, output_hidden_states=True).hidden_states[layer]
-
-        return _in_batches(images, embed)
+    return np.empty((images, width), np.float32)
 
 
-class ClipFeatures:
-    def __init__(self, cfg: Clip, device: Device) -> None:
-        self.folder, self.device, self.identity = str(cfg.model), device, cfg.identity()
+def _encoder(folder: str, device: Device) -> Embed:
+    """[images, places, width] of the layer that the base's LLM is shown."""
+    from transformers import LlavaOnevisionForConditionalGeneration
 
-    def features(self, images: Sequence[Path]) -> Matrix:
-        from transformers import AutoImageProcessor, AutoModelForZeroShotImageClassification
+    from m3diff.models.processing import M3DiffImageProcessor
 
-        try:
-            processor: Any = AutoImageProcessor.from_pretrained(self.folder, local_files_only=True)
-            loaded: Any = AutoModelForZeroShotImageClassification.from_pretrained(
-                self.folder, dtype=self.device.dtype, local_files_only=True, use_safetensors=True
-            )
-        except (OSError, ValueError) as error:
-            why = str(error).partition("\n")[0]
-            raise ParamsError(
-                f"{self.folder}: is no CLIP or SigLIP of transformers with its weights as safetensors ({why}); name "
-                "one, or take `kind: encoder` for a LLaVA-OneVision"
-            ) from error
-        model = loaded.to(self.device.torch).eval()
+    processor = M3DiffImageProcessor.from_pretrained(folder)
+    model = LlavaOnevisionForConditionalGeneration.from_pretrained(
+        folder, dtype=device.dtype, local_files_only=True, use_safetensors=True
+    )
+    layer: Any = model.config.vision_feature_layer
+    encoder: Any = model.model.vision_tower.to(device.torch).eval()
 
-        def embed(images: list[Image.Image]) -> Tensor:
-            """[images, width] of the space that images and texts share."""
-            pixels = processor(images=images, return_tensors="pt")["pixel_values"]
-            found = model.get_image_features(pixel_values=pixels.to(self.device.torch, self.device.dtype))
-            return getattr(found, "pooler_output", found)
+    def embed(images: list[Image.Image]) -> Tensor:
+        pixels = processor.preprocess(images)["pixel_values"].to(device.torch, device.dtype)
+        return encoder(pixels, output_hidden_states=True).hidden_states[layer]
 
-        return _in_batches(images, embed)
+    return embed
 
 
-def _in_batches(images: Sequence[Path], embed: Callable[[list[Image.Image]], Tensor]) -> Matrix:
-    """The features of all images by `embed`, each flattened and of length 1.
+def _clip(folder: str, device: Device) -> Embed:
+    """[images, width] of the space that images and texts share."""
+    from transformers import AutoImageProcessor, AutoModelForZeroShotImageClassification
 
-    Raises:
-        ParamsError: the memory would not hold them, as is known after the first batch.
-    """
-    import torch
+    try:
+        processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        loaded: Any = AutoModelForZeroShotImageClassification.from_pretrained(
+            folder, dtype=device.dtype, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise ParamsError(
+            f"{folder}: is no CLIP or SigLIP of transformers with its weights as safetensors ({why}); name one, or "
+            "take `kind: encoder` for a LLaVA-OneVision"
+        ) from error
+    model = loaded.to(device.torch).eval()
 
-    found: Matrix | None = None
-    starts = range(0, len(images), BATCH)
-    for start in progress(starts, "augment: features", len(starts), "batch"):
-        with torch.inference_mode():
-            batch = embed([load_image(path) for path in images[start : start + BATCH]]).flatten(1).float()
-        if found is None:
-            width = batch.shape[1]
-            needed, room = len(images) * width * 4, psutil.virtual_memory().available
-            if needed > room:
-                raise ParamsError(
-                    f"augment: features: {len(images):,} images of a split, {width:,} numbers each, are "
-                    f"{needed / GIB:.1f} GiB, and {room / GIB:.1f} GiB of memory are free; write kind: clip, whose "
-                    "features are short, or make of fewer images (source.splits), or free memory"
-                )
-            found = np.empty((len(images), width), np.float32)
-        found[start : start + BATCH] = torch.nn.functional.normalize(batch, dim=1).cpu().numpy()
-    assert found is not None, "features of no image"
-    return found
+    def embed(images: list[Image.Image]) -> Tensor:
+        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+        found = model.get_image_features(pixel_values=pixels.to(device.torch, device.dtype))
+        return getattr(found, "pooler_output", found)
+
+    return embed
+
+
+EMBEDDERS = {"encoder": _encoder, "clip": _clip}
+"""Kind of features -> (folder, device) -> the model's function from images to their features, flattened afterwards."""
 
 
 def nearest(features: Matrix, count: int, search: Literal["exact", "faiss"]) -> tuple[Matrix, NDArray[np.int64]]:

@@ -21,7 +21,7 @@ import io
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from m3diff.records.schemas import SPLITS
 from m3diff.stages.augment.editors import Editor
 from m3diff.stages.augment.features import Features, nearest
 from m3diff.stages.augment.params import CoupledSamples, Edits, Neighbours
-from m3diff.stages.augment.source import Captioned, Original, Rejected
+from m3diff.stages.augment.source import Original, Rejected
 from m3diff.stages.augment.writers import Writer
 
 
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
     before: Path
     after: Path
     captions: list[str]
-    change_types: list[str]
+    change_types: Sequence[str]
     made: Mapping[str, Any]
 
 
@@ -54,8 +54,8 @@ class Made(NamedTuple):
 
     pairs: list[Pair]
     rejected: Rejected
-    dropped_texts: Counter[str]
-    models: dict[str, str]  # digests of what made it, by its part
+    dropped_texts: Mapping[str, int] = {}
+    models: Mapping[str, str] = {}  # digests of what made it, by its part
 
 
 def seed_of(*facts: object) -> int:
@@ -69,26 +69,23 @@ def make_edits(
     """The pairs of all originals.
 
     Args:
-        rejected: rows of the source that are not usable; each stands for all the edits that it would have given.
+        rejected: rows of the source that are not usable; pairs that are not made are counted in it, too.
         into: the folder of this editor's edits. What another run has left there is not edited again.
     """
-    rejected, dropped, pairs = rejected.times(cfg.edits), Counter[str](), list[Pair]()
-    paraphrases: dict[int, tuple[str, ...]] = {}
+    dropped, pairs = Counter[str](), list[Pair]()
+    texts = {at: [original.text] for at, original in enumerate(originals)}
     for split, count in cfg.paraphrases.items():
         places = [at for at, original in enumerate(originals) if original.split == split] if count else []
-        facts = [
-            {"text": each.instruction} | ({"first": each.caption} if each.caption else {})
-            for each in (originals[at] for at in places)
-        ]
+        asked = [originals[at] for at in places]
+        facts = [{"text": one.text} | ({"first": one.caption} if one.caption else {}) for one in asked]
         for at, written in zip(places, writer.write("paraphrase", facts, count), strict=True):
-            paraphrases[at] = written.texts
+            texts[at] += written.texts
             dropped += written.dropped
     for at, original in progress(enumerate(originals), "augment: edits", len(originals), "original"):
-        texts = paraphrases.get(at, ())
-        if len(texts) < cfg.paraphrases.get(original.split, 0):
+        if len(texts[at]) <= cfg.paraphrases.get(original.split, 0):
             rejected["too few paraphrases"] += cfg.edits
         else:
-            pairs += _edit(cfg, original, [original.instruction, *texts], rejected, editor, into)
+            pairs += _edit(cfg, original, texts[at], rejected, editor, into)
     return Made(pairs, rejected, dropped, {"editor": editor.identity, "writer": writer.identity})
 
 
@@ -97,26 +94,26 @@ def _edit(
 ) -> list[Pair]:
     """The pairs of one original. A file of an edit is named by the content that is edited, how and by which seed."""
     pairs: list[Pair] = []
-    shown = {_pixels(original.image)}
+    name, split, scene, image, digest, instruction, kinds, _ = original
+    shown = {_pixels(image)}
     for number in range(cfg.edits):
-        seed = seed_of(cfg.seed, original.name, number)
-        facts = f"{original.digest}\0{original.instruction}\0{seed}"
+        seed = seed_of(cfg.seed, name, number)
+        facts = f"{digest}\0{instruction}\0{seed}"
         file = into / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.png"
         if not file.exists():
-            edited = editor.edit(original.image, original.instruction, seed)
+            edited = editor.edit(image, instruction, seed)
             if edited is None:
                 rejected["cannot be carried out"] += 1
                 continue
-            made = io.BytesIO()
-            edited.save(made, "PNG", compress_level=4)
-            write_atomic(file, made.getvalue())
+            png = io.BytesIO()
+            edited.save(png, "PNG", compress_level=4)
+            write_atomic(file, png.getvalue())
         if (pixels := _pixels(file)) in shown:
             rejected["shows what another shows"] += 1
             continue
         shown.add(pixels)
-        name, facts_of = f"{original.name}-{number}", {"of": original.name, "seed": seed}
-        scene, kinds = original.scene, original.change_types
-        pairs.append(Pair(name, original.split, scene, original.image, file, list(texts), kinds, facts_of))
+        made = {"of": name, "seed": seed}
+        pairs.append(Pair(f"{name}-{number}", split, scene, image, file, texts, kinds, made))
     return pairs
 
 
@@ -126,7 +123,7 @@ def _pixels(image: Path) -> bytes:
 
 def make_neighbours(
     cfg: Neighbours,
-    captioned: list[Captioned],
+    captioned: list[Original],
     known: set[frozenset],
     rejected: Rejected,
     features: Features,
@@ -137,8 +134,8 @@ def make_neighbours(
     Args:
         known: pairs of image paths that the source has already.
     """
-    rejected, dropped, pairs = Rejected(rejected), Counter[str](), list[Pair]()
-    chosen: dict[tuple[str, frozenset], tuple[Captioned, Captioned, float]] = {}
+    dropped, pairs = Counter[str](), list[Pair]()
+    chosen: dict[tuple[str, frozenset], tuple[Original, Original, float]] = {}
     for split in SPLITS:
         images = [each for each in captioned if each.split == split]
         if len(images) < 2:
@@ -155,7 +152,7 @@ def make_neighbours(
                     rejected["is a pair of the source" if both in known else "was found the other way round"] += 1
                 else:
                     chosen[split, both] = (query, found, cosine)
-    facts = [{"first": query.caption, "second": found.caption} for query, found, _ in chosen.values()]
+    facts = [{"first": query.text, "second": found.text} for query, found, _ in chosen.values()]
     texts = writer.write("difference", facts, cfg.references)
     for (query, found, cosine), written in zip(chosen.values(), texts, strict=True):
         dropped += written.dropped
@@ -169,27 +166,24 @@ def make_neighbours(
     return Made(pairs, rejected, dropped, {"features": features.identity, "writer": writer.identity})
 
 
-def _no_pair(cfg: Neighbours, query: Captioned, found: Captioned, cosine: float) -> str | None:
+def _no_pair(cfg: Neighbours, query: Original, found: Original, cosine: float) -> str | None:
     """The reason why two images make no pair."""
     low, high = cfg.band
     if not low <= cosine <= high:
         return "too alike" if cosine > high else "too unlike"
     if query.digest == found.digest:
         return "same image"
-    if text_similarity(query.caption, found.caption) > cfg.max_text_similarity or query.caption == found.caption:
+    # the share of the words of both that both have, each as often as it occurs (Jaccard of multisets)
+    one, other = (Counter(re.findall(r"\w+", each.text.lower())) for each in (query, found))
+    similarity = (one & other).total() / max(1, (one | other).total())
+    if similarity > cfg.max_text_similarity or query.text == found.text:
         return "captions are alike"
     return None
 
 
-def text_similarity(first: str, second: str) -> float:
-    """Share of the words of two texts that both have, each as often as it occurs (Jaccard of multisets)."""
-    one, other = (Counter(re.findall(r"\w+", text.lower())) for text in (first, second))
-    return (one & other).total() / max(1, (one | other).total())
-
-
-def make_coupled_samples(cfg: CoupledSamples, captioned: list[Captioned], rejected: Rejected) -> Made:
+def make_coupled_samples(cfg: CoupledSamples, captioned: list[Original], rejected: Rejected) -> Made:
     """The pairs of all splits. What is not usable counts as a pair that is not made, as does a last odd image."""
-    rejected, pairs = Rejected(rejected), list[Pair]()
+    pairs = list[Pair]()
     for split in SPLITS:
         images = [each for each in captioned if each.split == split]
         random.Random(seed_of(cfg.seed, split)).shuffle(images)
@@ -198,6 +192,6 @@ def make_coupled_samples(cfg: CoupledSamples, captioned: list[Captioned], reject
             if one.scene == two.scene:
                 rejected["both are of one scene"] += 1
                 continue
-            caption, scene = f"{one.caption}{cfg.separator}{two.caption}", f"{one.scene}+{two.scene}"
+            caption, scene = f"{one.text}{cfg.separator}{two.text}", f"{one.scene}+{two.scene}"
             pairs.append(Pair(f"{one.name}+{two.name}", split, scene, one.image, two.image, [caption], [], {}))
-    return Made(pairs, rejected, Counter(), {})
+    return Made(pairs, rejected)

@@ -5,15 +5,15 @@ val, train) keeps it, as validate decides.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside
-from m3diff.datasets.spec import Row, Single
+from m3diff.datasets.spec import Row
 from m3diff.datasets.tables import unpacked
 from m3diff.images.cache import check_images
 from m3diff.images.check import OK
@@ -30,109 +30,93 @@ TWO = object()
 
 class Rejected(Counter[str]):
     """Counts of pairs that were not made, by reason. `examples`: for each reason in the source, the first row or image,
-    and its fault."""
+    and its fault. `each`: the pairs that a row of the source would have given."""
 
-    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        super().__init__(counts)
-        self.examples: dict[str, str] = dict(getattr(counts, "examples", {}))
+    def __init__(self, each: int = 1) -> None:
+        super().__init__()
+        self.each, self.examples = each, dict[str, str]()
 
     def add(self, reason: str, example: str) -> None:
-        self[reason] += 1
+        self[reason] += self.each
         self.examples.setdefault(reason, example)
-
-    def times(self, pairs: int) -> "Rejected":
-        """The same, where each counts for so many pairs."""
-        found = Rejected(self)
-        for reason in found:
-            found[reason] *= pairs
-        return found
 
 
 class Original(NamedTuple):
-    """An image with the instruction to edit it by."""
+    """An image of the source with its text: the instruction to edit it by, or a caption of its own."""
 
     name: str
     split: Split
     scene: str
     image: Path
     digest: str  # of the image file
-    instruction: str
-    change_types: list[str]
-    caption: str | None  # of the image, where the source has one
+    text: str
+    change_types: Sequence[str] = ()
+    caption: str | None = None  # of the image, where the text is an instruction and the source has one
 
 
-class Captioned(NamedTuple):
-    """An image with a caption of its own."""
+class Candidate(NamedTuple):
+    """A row of the source, unchecked. Its image is TWO where one image is wanted and it has two."""
 
-    name: str
-    split: str
-    scene: str
-    image: Path
-    digest: str
-    caption: str
+    name: Any
+    split: Any
+    scene: Any
+    image: Any
+    texts: Any
+    source: str
+    fault: str | None
+    change_types: Sequence[str] = ()
 
 
-def read_originals(source: Source, unpack_to: Path, image_cache: Path, rejected: Rejected) -> list[Original]:
-    """The usable originals, one for each row of the source's splits; of each other row a reason is counted.
+def read_originals(
+    source: Source, unpack_to: Path, image_cache: Path, rejected: Rejected, use: Literal["instruction", "caption"]
+) -> list[Original]:
+    """The usable images of the source's splits with their first texts; of each other row a reason is counted.
+
+    An instruction is a reference of a pair, whose image before it edits. Captions are those of single images that the
+    source's dataset describes, else of its pairs of an image with itself (the reader `pairs` with one column for both
+    images).
 
     Args:
         unpack_to: the folder for images that are in a Parquet file.
         image_cache: what is known of images by content; it changes nothing of what is found.
 
     Raises:
-        DataError: the source is not there, or its annotation files cannot be used.
+        DataError: the source is not there, its annotation files cannot be used, or captions are wanted and it has none
+            of single images.
     """
-    captions = {place_of(source, each.image): _first(each.captions) for each in _singles(source)}
-    found = []
-    for row in _usable(_rows(source, unpack_to), source, rejected):
-        text = _first(row.references)
-        if row.change_types == [NO_CHANGE]:
-            rejected.add("nothing is to change", row.source)
-        elif not text:
-            rejected.add("no instruction", row.source)
-        else:
-            found.append((row, row.before, text))
-    return [
-        Original(row.name, row.split, row.scene, image, digest, text, row.change_types, captions.get(image))
-        for row, image, digest, text in _readable(found, source, image_cache, rejected)
-    ]
-
-
-def read_captioned(source: Source, unpack_to: Path, image_cache: Path, rejected: Rejected) -> list[Captioned]:
-    """The usable images with their first captions: those that the source's dataset describes, else its pairs of an
-    image with itself (the reader `pairs` with one column for both images). Of each other a reason is counted.
-
-    Raises:
-        DataError: the source is not there, its annotation files cannot be used, or it has no captions of single images.
-    """
-    rows: list[Any] = list(_singles(source))
-    if not rows:
+    singles = DATASETS[source.reader].singles
+    rows = [Candidate(*single) for single in singles(source.root)] if singles else []
+    captions = {place_of(source, row.image): _first(row.texts) for row in rows}
+    if use == "instruction" or not rows:
+        rows = []
         for row in _rows(source, unpack_to):
-            image = row.before if row.fault or row.before == row.after else TWO
-            rows.append(Single(row.name, row.split, row.scene, image, row.references, row.source, row.fault))
-    if all(row.image is TWO for row in rows):
+            image = row.before if use == "instruction" or row.fault or row.before == row.after else TWO
+            rows.append(Candidate(*row[:3], image, row.references, row.source, row.fault, row.change_types))
+    if use == "caption" and all(row.image is TWO for row in rows):
         raise DataError(
             f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
             "with options {columns: {before: image, after: image, captions: caption}}"
         )
     found = []
-    for single in _usable(rows, source, rejected):
-        if single.image is TWO:
-            rejected.add("is a pair of two images", single.source)
-        elif text := _first(single.captions):
-            found.append((single, single.image, text))
+    for candidate in _usable(rows, source, rejected):
+        text = _first(candidate.texts)
+        if candidate.image is TWO:
+            rejected.add("is a pair of two images", candidate.source)
+        elif use == "instruction" and candidate.change_types == [NO_CHANGE]:
+            rejected.add("nothing is to change", candidate.source)
+        elif not text:
+            rejected.add(f"no {use}", candidate.source)
         else:
-            rejected.add("no caption", single.source)
+            found.append((candidate, text))
     return [
-        Captioned(single.name, single.split, single.scene, image, digest, text)
-        for single, image, digest, text in _readable(found, source, image_cache, rejected)
+        Original(*of[:3], image, digest, text, of.change_types, captions.get(image))
+        for of, text, image, digest in _readable(found, source, image_cache, rejected)
     ]
 
 
-def known_pairs(source: Source, unpack_to: Path) -> set[frozenset[Path]]:
+def known_pairs(source: Source, unpack_to: Path) -> set[frozenset[Path | None]]:
     """The two images of each pair that the source has already."""
-    pairs = ((place_of(source, row.before), place_of(source, row.after)) for row in _rows(source, unpack_to))
-    return {frozenset((before, after)) for before, after in pairs if before and after and before != after}
+    return {frozenset((place_of(source, row.before), place_of(source, row.after))) for row in _rows(source, unpack_to)}
 
 
 def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
@@ -142,15 +126,13 @@ def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
     return unpacked((row for row in rows if not row.without_caption), unpack_to)
 
 
-def _singles(source: Source) -> Iterator[Single]:
-    singles = DATASETS[source.reader].singles
-    return singles(source.root) if singles else iter(())
-
-
-def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator[Any]:
+def _usable(rows: Iterable[Candidate], source: Source, rejected: Rejected) -> Iterator[Candidate]:
     """The rows of the source's splits that can be read and whose scene is in no higher split."""
-    rows = [_with_whole_names(row) for row in rows]
-    highest: dict[Any, int] = {}
+    rows = [
+        row._replace(name=_whole(row.name), scene=_whole(row.scene), change_types=[*map(_whole, row.change_types)])
+        for row in rows
+    ]
+    highest: dict[str, int] = {}
     for row in rows:
         if row.split in SPLITS and isinstance(row.scene, str):
             highest[row.scene] = max(SPLITS.index(row.split), highest.get(row.scene, 0))
@@ -160,9 +142,9 @@ def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator
             fault = fault or f"split: expected one of {', '.join(SPLITS)}, found {describe(row.split)}"
         elif row.split not in source.splits:
             continue
-        wrong = [field for field in ("name", "scene") if not isinstance(getattr(row, field), str)]
-        if wrong and not fault:
-            fault = f"{wrong[0]}: expected a text, found {describe(getattr(row, wrong[0]))}"
+        for field, value in (("name", row.name), ("scene", row.scene)):
+            if not isinstance(value, str):
+                fault = fault or f"{field}: expected a text, found {describe(value)}"
         if fault:
             rejected.add("row cannot be read", f"{row.source}: {fault}")
         elif SPLITS.index(row.split) < highest[row.scene]:
@@ -183,20 +165,19 @@ def place_of(source: Source, image: Any) -> Path | None:
 
 
 def _readable(
-    found: list[tuple[Any, Any, str]], source: Source, image_cache: Path, rejected: Rejected
-) -> Iterator[tuple[Any, Path, str, str]]:
-    """Row, image, digest and text of those (row, image as the row names it, text) whose image can be read to its end;
-    the others are counted."""
-    places = [place_of(source, named) for _, named, _ in found]
+    found: list[tuple[Candidate, str]], source: Source, image_cache: Path, rejected: Rejected
+) -> Iterator[tuple[Candidate, str, Path, str]]:
+    """Those whose image can be read to its end, with its path and digest; the others are counted."""
+    places = [place_of(source, row.image) for row, _ in found]
     paths = pl.Series([str(image) for image in places if image], dtype=pl.String)
     checked = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
     known = {Path(path): (verdict, digest) for path, verdict, digest in checked.iter_rows()}
-    for (row, named, text), image in zip(found, places, strict=True):
+    for (row, text), image in zip(found, places, strict=True):
         if image is None:
-            fault = f"{describe(named)} is no path inside {source.root}; correct the path"
+            fault = f"{describe(row.image)} is no path inside {source.root}; correct the path"
             fault += "; a link out of the root needs follow_links in the source"
         elif known[image][0] == OK:
-            yield row, image, known[image][1].hex(), text
+            yield row, text, image, known[image][1].hex()
             continue
         else:
             remedy = "restore it or save it anew" if image.exists() else "fetch it"
@@ -210,14 +191,6 @@ def _first(texts: Any) -> str:
     return next((_whole(" ".join(text.split())) for text in found if isinstance(text, str) and text.strip()), "")
 
 
-def _whole(text: str) -> str:
+def _whole(text: Any) -> Any:
     """The text with ? for half a character, as a cut JSON escape leaves it ("\\ud83d"): no file can hold that."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _with_whole_names(row: Any) -> Any:
-    names = {field: getattr(row, field) for field in ("name", "scene")}
-    whole: dict[str, Any] = {field: _whole(name) for field, name in names.items() if isinstance(name, str)}
-    if isinstance(row, Row):
-        whole["change_types"] = [_whole(kind) for kind in row.change_types]
-    return row._replace(**whole)
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text

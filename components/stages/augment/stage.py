@@ -18,13 +18,12 @@ import hashlib
 import json
 import re
 import shutil
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from inspect import getfile
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -39,10 +38,10 @@ from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.editors import Editor, load_editor
-from m3diff.stages.augment.features import load_features
+from m3diff.stages.augment.features import Features
 from m3diff.stages.augment.kinds import Made, Pair, make_coupled_samples, make_edits, make_neighbours
 from m3diff.stages.augment.params import MANIFEST, CoupledSamples, Drawn, Edits, InstructPix2Pix, Neighbours
-from m3diff.stages.augment.source import Rejected, known_pairs, read_captioned, read_originals
+from m3diff.stages.augment.source import Rejected, known_pairs, read_originals
 from m3diff.stages.augment.writers import load_writer
 
 IMAGES = "images"
@@ -101,22 +100,21 @@ def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Pa
     """The pairs, and the digests of the images that they are made of; `images`: the folder for those that the source
     has in a Parquet file."""
     device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
-    answers, rejected = compute.scratch / "answers.jsonl", Rejected()
-    found: Sequence[Any]
-    if isinstance(cfg, Edits):
-        found = originals = read_originals(cfg.source, images, compute.image_cache, rejected)
-        editor, writer = load_editor(cfg.editor, cfg.source, device), load_writer(cfg.writer, cfg.seed, answers)
-        kept = kept_edits(cfg.editor, editor, compute.scratch)
-        made = make_edits(cfg, originals, rejected, editor, writer, kept)
+    rejected = Rejected(cfg.edits if isinstance(cfg, Edits) else 1)
+    use: Literal["instruction", "caption"] = "instruction" if isinstance(cfg, Edits) else "caption"
+    originals = read_originals(cfg.source, images, compute.image_cache, rejected, use)
+    if isinstance(cfg, CoupledSamples):
+        made = make_coupled_samples(cfg, originals, rejected)
     else:
-        found = captioned = read_captioned(cfg.source, images, compute.image_cache, rejected)
-        if isinstance(cfg, CoupledSamples):
-            made = make_coupled_samples(cfg, captioned, rejected)
+        writer = load_writer(cfg.writer, cfg.seed, compute.scratch / "answers.jsonl")
+        if isinstance(cfg, Edits):
+            editor = load_editor(cfg.editor, cfg.source, device)
+            kept = kept_edits(cfg.editor, editor, compute.scratch)
+            made = make_edits(cfg, originals, rejected, editor, writer, kept)
         else:
-            writer = load_writer(cfg.writer, cfg.seed, answers)
-            features, known = load_features(cfg.features, device), known_pairs(cfg.source, images)
-            made = make_neighbours(cfg, captioned, known, rejected, features, writer)
-    return made, {each.image: each.digest for each in found}
+            known = known_pairs(cfg.source, images)
+            made = make_neighbours(cfg, originals, known, rejected, Features(cfg.features, device), writer)
+    return made, {each.image: each.digest for each in originals}
 
 
 def kept_edits(cfg: Drawn | InstructPix2Pix, editor: Editor, scratch: Path) -> Path:
@@ -166,13 +164,11 @@ def _require_ours(root: Path) -> None:
             f"{strange[0].parent}: holds {strange[0].name!r}, which augment does not write; name another root"
         )
     if manifest.exists():
-        with manifest.open(encoding="utf-8", errors="replace") as file:
-            try:
-                first = json.loads(file.readline())
-            except json.JSONDecodeError:
-                first = None
-        if not isinstance(first, dict) or "made" not in first:
-            raise DataError(f"{manifest}: its rows say nothing of how they were made; name another root")
+        with manifest.open(encoding="utf-8", errors="replace") as file, suppress(json.JSONDecodeError):
+            first = json.loads(file.readline())
+            if isinstance(first, dict) and "made" in first:
+                return
+        raise DataError(f"{manifest}: its rows say nothing of how they were made; name another root")
 
 
 def _write(root: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
@@ -181,20 +177,17 @@ def _write(root: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
     The old one goes last, also one that a kill between the renames left.
     """
     new, old = root.with_name(f".{root.name}.new"), root.with_name(f".{root.name}.old")
-    if new.exists():
-        shutil.rmtree(new)  # of a run that was killed
+    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed
     try:
         _fill(new, pairs, known)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)  # the error is reported, and a full disk may be its reason
         raise
     if root.exists():
-        if old.exists():
-            shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
         root.rename(old)
     new.rename(root)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _fill(folder: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
@@ -219,10 +212,7 @@ def _fill(folder: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
 
 
 def _report(name: str, kind: str, made: Made) -> AugmentReport:
-    pairs, references = Counter[str](), Counter[str]()
-    for pair in made.pairs:
-        pairs[pair.split] += 1
-        references[pair.split] += len(pair.captions)
+    counts = {split: [len(pair.captions) for pair in made.pairs if pair.split == split] for split in SPLITS}
     rejected = {reason: times for reason, times in sorted(made.rejected.items()) if times}
     return AugmentReport(
         stage="augment",
@@ -230,10 +220,10 @@ def _report(name: str, kind: str, made: Made) -> AugmentReport:
         rows_out=len(made.pairs),
         dataset=name,
         kind=kind,
-        pairs={split: pairs[split] for split in SPLITS if pairs[split]},
-        references={split: references[split] for split in SPLITS if pairs[split]},
+        pairs={split: len(captions) for split, captions in counts.items() if captions},
+        references={split: sum(captions) for split, captions in counts.items() if captions},
         rejected=rejected,
         dropped_texts=dict(sorted(made.dropped_texts.items())),
         models={part: digest for part, digest in made.models.items() if digest},
-        examples={reason: first for reason, first in made.rejected.examples.items() if reason in rejected},
+        examples=made.rejected.examples,
     )

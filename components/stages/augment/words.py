@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 from m3diff.datasets.minichange.language import (
@@ -67,23 +66,22 @@ def _state(words: dict[str, Any]) -> object:
     return words["direction"] or words["arms"] or words["glyph"]
 
 
+PATTERNS = [(clause["type"], re.compile(clause["pattern"])) for clause in grammar(SIZES)["clauses"]]
+
+
 def read_instruction(text: str) -> tuple[Change, ...] | None:
     """The changes that a caption of MiniChange names; None where a clause is not in its words or nothing changed.
 
     The state that an object had is None where the clause does not say it.
     """
-    changes = [_read_clause(clause) for clause in text.split(SEPARATOR)]
-    return tuple(change for change in changes if change) if all(changes) else None
-
-
-@cache
-def _patterns() -> list[tuple[str, re.Pattern[str]]]:
-    return [(clause["type"], re.compile(clause["pattern"])) for clause in grammar(SIZES)["clauses"]]
-
-
-def _read_clause(text: str) -> Change | None:
-    found = ((kind, pattern.fullmatch(text)) for kind, pattern in _patterns())
-    return next((_change(kind, match.groupdict()) for kind, match in found if match), None)
+    changes = []
+    for clause in text.split(SEPARATOR):
+        found = ((kind, pattern.fullmatch(clause)) for kind, pattern in PATTERNS)
+        change = next((_change(kind, match.groupdict()) for kind, match in found if match), None)
+        if change is None:
+            return None
+        changes.append(change)
+    return tuple(changes)
 
 
 def _change(kind: str, words: dict[str, Any]) -> Change:
@@ -122,8 +120,12 @@ def paraphrase(text: str, caption: str | None = None) -> list[str]:
     changes = read_instruction(text) or ()
     shown = read_description(caption) if caption else None
     known = tuple(_informed(change, shown.things) if shown else change for change in changes)
-    texts = references(known, WORDS) if known else []
-    return [said for number, said in enumerate(texts) if said != text and all(_says(each, number) for each in known)]
+    found = []
+    for number, said in enumerate(references(known, WORDS) if known else []):
+        unsaid = [each for each in known if OLD in TEMPLATES[each.type][number] and not _says_what_was(each)]
+        if said != text and not unsaid:
+            found.append(said)
+    return found
 
 
 def _informed(change: Change, things: Sequence[Thing]) -> Change:
@@ -135,10 +137,8 @@ def _informed(change: Change, things: Sequence[Thing]) -> Change:
     return replace(change, before=replace(before, state=meant[0].state)) if len(meant) == 1 else change
 
 
-def _says(change: Change, number: int) -> bool:
-    """True where a template of the change's type can be filled."""
-    known = change.type in ("size", "color") or (change.before is not None and change.before.state is not None)
-    return known or OLD not in TEMPLATES[change.type][number]
+def _says_what_was(change: Change) -> bool:
+    return change.type in ("size", "color") or (change.before is not None and change.before.state is not None)
 
 
 def difference(first: str, second: str, count: int) -> list[str]:

@@ -9,7 +9,7 @@ are the project's own.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -68,34 +68,29 @@ class Writer(Protocol):
 
 def load_writer(cfg: Grammar | Remote, seed: int, store: Path) -> Writer:
     """The writer; `store` is the file of kept answers."""
-    if isinstance(cfg, Grammar):
-        return GrammarWriter()
-    endpoint = Endpoint(cfg.url, cfg.model, cfg.key_variable, cfg.timeout_s, store, cfg.max_tokens)
-    return LanguageModel(endpoint.ask, seed, cfg.model)
+    return GrammarWriter() if isinstance(cfg, Grammar) else LanguageModel(cfg, seed, store)
 
 
 class GrammarWriter:
     identity = ""
 
     def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:
-        texts = [
-            paraphrase(each["text"], each.get("first"))
-            if task == "paraphrase"
-            else difference(each["first"], each["second"], n)
-            for each in facts
-        ]
+        if task == "paraphrase":
+            texts = [paraphrase(each["text"], each.get("first")) for each in facts]
+        else:
+            texts = [difference(each["first"], each["second"], n) for each in facts]
         return [Written(tuple(of[:n]), Counter()) for of in texts]
 
 
 class LanguageModel:
-    """A language model that is asked by `ask`."""
-
-    def __init__(self, ask: Callable[[Sequence[Question], str], list[Answer]], seed: int, identity: str) -> None:
-        self.ask, self.seed, self.identity = ask, seed, identity
+    def __init__(self, cfg: Remote, seed: int, store: Path) -> None:
+        self.endpoint = Endpoint(cfg.url, cfg.model, cfg.key_variable, cfg.timeout_s, store, cfg.max_tokens)
+        self.seed, self.identity = seed, cfg.model
 
     def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:
-        asked = [ASKED[task].format_map({**each, "n": n}) for each in facts]
-        answers = self.ask([Question(text, system=SYSTEM[task], seed=self.seed) for text in asked], "augment: writer")
+        texts = [ASKED[task].format_map({**each, "n": n}) for each in facts]
+        questions = [Question(text, system=SYSTEM[task], seed=self.seed) for text in texts]
+        answers = self.endpoint.ask(questions, "augment: writer")
         return [usable(answer, n, each.get("text", "")) for answer, each in zip(answers, facts, strict=True)]
 
 

@@ -6,7 +6,6 @@ by split, so its splits' are by share, to the nearest ten. Of CLEVR-DC's caption
 """
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import DatasetSpec, Published, SplitCount
 
 PAIRS, SAMPLES = 145_000, 896_000
 """As the paper prints them."""
@@ -27,22 +26,19 @@ Count = tuple[int, int | None]
 
 
 def training_counts() -> dict[str, dict[str, Count]]:
-    """Return of each source the published `train` and `train_val` (both together) counts."""
-    specs = {part.part: (spec, part) for spec in DATASETS.values() for part in spec.published}
-    return {name: _counts(*specs[name]) for name in SOURCES}
-
-
-def _counts(spec: DatasetSpec, part: Published) -> dict[str, Count]:
-    splits = {"train": (part.train,), "train_val": (part.train, part.val)}
-    return {name: (sum(count.pairs for count in counts), _references(spec, counts)) for name, counts in splits.items()}
-
-
-def _references(spec: DatasetSpec, counts: tuple[SplitCount, ...]) -> int | None:
-    """Counted; else by the pairs' share of the dataset's published sum; else None."""
-    counted = [count.references - count.empty for count in counts if count.references is not None]
-    if len(counted) == len(counts):
-        return sum(counted)
-    if spec.table is None or spec.table.references is None:
-        return None
-    share = sum(count.pairs for count in counts) / spec.table.pairs
-    return 10 * round(spec.table.references * share / 10)
+    """Return of each source the published `train` and `train_val` (both together) counts. References are counted, else
+    by the pairs' share of the dataset's published sum, else None."""
+    specs = {part.part: (spec.table, part) for spec in DATASETS.values() for part in spec.published}
+    found: dict[str, dict[str, Count]] = {}
+    for name in SOURCES:
+        table, part = specs[name]
+        for splits, counts in (("train", (part.train,)), ("train_val", (part.train, part.val))):
+            pairs = sum(count.pairs for count in counts)
+            counted = [count.references - count.empty for count in counts if count.references is not None]
+            references = None
+            if len(counted) == len(counts):
+                references = sum(counted)
+            elif table is not None and table.references is not None:
+                references = 10 * round(table.references * pairs / table.pairs / 10)
+            found.setdefault(name, {})[splits] = (pairs, references)
+    return found

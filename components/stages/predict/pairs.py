@@ -45,33 +45,20 @@ def read_test_pairs(mixture: Path) -> list[PairSample]:
     return list(pairs.values())
 
 
-def shuffle_after(pairs: list[PairSample]) -> list[PairSample]:
-    """Hand the after-images on by half the list: every pair gets another's, for any two or more."""
+def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> tuple[list[PairSample], list[PairSample]]:
+    """Return two controls of `count` pairs (all where there are fewer), sampled by a seed, in order.
+
+    In the first, each has the image after of another pair, half the list on: of any two or more pairs none keeps its
+    own, and the partners come from the whole list. In the second, each has its own two images swapped. A smaller count
+    gives a part of a larger one.
+    """
     shift = max(1, len(pairs) // 2)
-    others = pairs[shift:] + pairs[:shift]
-    return [a._replace(after=b.after, after_sha256=b.after_sha256) for a, b in zip(pairs, others, strict=True)]
-
-
-def sampled(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[int]:
-    """Return the numbers of `count` pairs (all where there are fewer), by a seed, in order. A smaller count is part of
-    a larger one."""
-    return sorted(np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count])
-
-
-def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
-    """Return sampled pairs with another's image after; the partners come from the whole list."""
-    shuffled = shuffle_after(pairs)
-    return [shuffled[number] for number in sampled(pairs, count)]
-
-
-def reversed_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
-    """Return the pairs of `control_pairs`, each with its own two images swapped: after first, before second."""
-    return [
-        pair._replace(
-            before=pair.after, after=pair.before, before_sha256=pair.after_sha256, after_sha256=pair.before_sha256
-        )
-        for pair in (pairs[number] for number in sampled(pairs, count))
-    ]
+    shuffled, swapped = [], []
+    for number in sorted(np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count]):
+        one, other = pairs[number], pairs[(number + shift) % len(pairs)]
+        shuffled.append(one._replace(after=other.after, after_sha256=other.after_sha256))
+        swapped.append(PairSample(one.id, one.after, one.before, one.after_sha256, one.before_sha256, one.question))
+    return shuffled, swapped
 
 
 def batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:

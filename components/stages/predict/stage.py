@@ -25,7 +25,7 @@ from m3diff.records.files import StageReport, sha256, write_atomic
 from m3diff.records.progress import progress
 from m3diff.settings.compute import Compute
 from m3diff.stages.predict.journal import Answer, Journal
-from m3diff.stages.predict.pairs import PairSample, batches, control_pairs, read_test_pairs, reversed_pairs
+from m3diff.stages.predict.pairs import PairSample, batches, control_pairs, read_test_pairs
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.workers import Batch, Job, caption
 
@@ -53,18 +53,14 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     """
     mixture, model, out, scratch = mixture.resolve(), model.resolve(), out.resolve(), compute.scratch.resolve()
     pairs = read_test_pairs(mixture)[: cfg.limit or None]
-    sets = {
-        PREDICTIONS: pairs,
-        SHUFFLED: control_pairs(pairs),
-        REVERSED: reversed_pairs(pairs),
-    }
+    sets = dict(zip((PREDICTIONS, SHUFFLED, REVERSED), (pairs, *control_pairs(pairs)), strict=True))
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, model / 'checkpoint')}.jsonl")
     with journal:
         caption_missing(Job(model / "checkpoint", cfg.max_new_tokens, compute), sets, cfg.batch_pairs, journal)
         answers = {name: [journal.answers[name, pair.id] for pair in chosen] for name, chosen in sets.items()}
         for name, chosen in sets.items():
-            captions = [(pair.id, answer.caption) for pair, answer in zip(chosen, answers[name], strict=True)]
-            rows = [{"image_id": pair, "caption": caption} for pair, caption in captions]
+            found = zip(chosen, answers[name], strict=True)
+            rows = [{"image_id": pair.id, "caption": answer.caption} for pair, answer in found]
             write_atomic(out / f"{name}.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
         _write_saliency(out / "saliency.npz", pairs, answers[PREDICTIONS])
         words = round(float(np.mean([len(answer.caption.split()) for answer in answers[PREDICTIONS]])), 2)
@@ -121,20 +117,15 @@ def caption_missing(job: Job, sets: dict[str, list[PairSample]], batch_pairs: in
 
 def _write_saliency(path: Path, pairs: Sequence[PairSample], answers: Sequence[Answer]) -> None:
     """`ids` and `maps` [pairs, rows, columns] float16, in the order of the pairs; both empty where the model's family
-    has no maps."""
+    has no maps. NumPy's compressed archive; what NumPy writes itself has other headers, and so another hash, under
+    Python 3.11.2 than under 3.11.7."""
     maps = [answer.saliency for answer in answers if answer.saliency is not None]
     assert len(maps) in (0, len(pairs)), f"{len(maps)} saliency maps of {len(pairs)} pairs"
     ids = np.array([pair.id for pair in pairs[: len(maps)]], dtype=str)
-    write_atomic(path, _npz(ids=ids, maps=np.stack(maps) if maps else np.empty((0, 0, 0), np.float16)))
-
-
-def _npz(**arrays: np.ndarray) -> bytes:
-    """The arrays as NumPy's compressed archive. What NumPy writes itself has other headers, and so another hash, under
-    Python 3.11.2 than under 3.11.7."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        for name, array in arrays.items():
+        for name, array in (("ids", ids), ("maps", np.stack(maps) if maps else np.empty((0, 0, 0), np.float16))):
             content = io.BytesIO()
             np.save(content, array, allow_pickle=False)
             file.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED)
-    return archive.getvalue()
+    write_atomic(path, archive.getvalue())

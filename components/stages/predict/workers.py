@@ -6,14 +6,13 @@ are dealt to the others. Threads read, check and resize the images of the next b
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from m3diff.cluster import have_and_need, per_worker, start_ray
+from m3diff.cluster import NoRoomError, per_worker, start_ray, wait_for_room
 from m3diff.models.device import Device, DeviceError, environment
 from m3diff.records.ahead import ahead
 from m3diff.records.errors import DataError
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from m3diff.models.generation import Captioner
 
 AHEAD = 2  # batches whose images are prepared beforehand
-ROOM_S = 60  # within which Ray must have CPUs and GPUs for every worker
+ROOM_S = 60  # within which Ray must have nodes for every worker
 START_S = 600  # and its processes must have started, which takes minutes where the cores are busy
 
 
@@ -65,12 +64,7 @@ def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
     """
     if job.compute.gpu and job.compute.workers:
         return caption_on_ray(job, batches)
-    return caption_here(job, batches)
-
-
-def caption_here(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """Yield the answers of the batches, in their order, from one model in this process."""
-    yield from answers_of(load(job), batches, job.compute.cpus_per_worker)
+    return answers_of(load(job), batches, job.compute.cpus_per_worker)
 
 
 def answers_of(captioner: "Captioner", batches: Sequence[Batch], threads: int) -> Iterator[Answered]:
@@ -171,45 +165,33 @@ def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
             ray.shutdown()
 
 
-@contextmanager
-def _room(job: Job, count: int) -> Iterator[Callable[[int], list[Any]]]:
-    """Reserve CPUs and GPUs of the cluster for this many workers; give a function that starts up to as many in them.
+def _start(job: Job, count: int) -> list[Any]:
+    """Start `count` workers, each with CPUs and a GPU of its own.
 
-    Raises ParamsError where Ray has no room. That its processes are slow to start is no lack of room.
+    Raises:
+        ParamsError: the nodes of Ray are too small for them.
+        ConnectionError: they do not start in time.
     """
     import ray
-    from ray.util import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    compute, needs = job.compute, per_worker(job.compute)
-    group = placement_group([dict[str, float](needs)] * count)
-    remote = ray.remote(
-        num_cpus=needs["CPU"],
-        num_gpus=needs.get("GPU", 0),
-        runtime_env={"env_vars": environment(compute.gpu)},
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group),
-    )(Worker)
-
-    def start(count: int) -> list[Any]:
-        workers: list[Any] = [remote.remote(job) for _ in range(count)]
-        started, waiting = ray.wait([worker.ready.remote() for worker in workers], num_returns=count, timeout=START_S)
-        if waiting:
-            raise ConnectionError(
-                f"{len(waiting)} of {count} Ray workers did not start within {START_S} s; see how loaded the machine "
-                "is, and run `m3diff predict` again: what is captioned so far is kept"
-            )
-        ray.get(started)
-        return workers
-
+    needs = per_worker(job.compute)
     try:
-        if not group.wait(ROOM_S):
-            raise ParamsError(
-                f"compute.workers: Ray had no room for {count} workers within {ROOM_S} s: {have_and_need(compute)}; "
-                "lower compute.workers or compute.cpus_per_worker"
-            )
-        yield start
-    finally:
-        remove_placement_group(group)
+        wait_for_room(job.compute.model_copy(update={"workers": count}), ROOM_S)
+    except NoRoomError as error:
+        raise ParamsError(f"compute.workers: {error}") from error
+    options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
+    remote = ray.remote(**options, runtime_env={"env_vars": environment(job.compute.gpu)})(Worker)
+    workers: list[Any] = [remote.remote(job) for _ in range(count)]
+    started, waiting = ray.wait([worker.ready.remote() for worker in workers], num_returns=count, timeout=START_S)
+    if waiting:
+        for worker in workers:
+            ray.kill(worker)
+        raise ConnectionError(
+            f"{len(waiting)} of {count} Ray workers did not start within {START_S} s; see how loaded the machine is, "
+            "and run `m3diff predict` again: what is captioned so far is kept"
+        )
+    ray.get(started)
+    return workers
 
 
 def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
@@ -218,42 +200,39 @@ def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
     import ray
 
     count = min(job.compute.workers, len(batches))
-    with _room(job, count) as start:
-        workers = start(count)
-        parts, deaths = _deal(workers, batches), 0
-        while parts:
-            first: Any = ray.wait([part.answers for part in parts], num_returns=1)[0][0]
-            part = next(part for part in parts if part.answers is first)
-            try:
-                number, answers = ray.get(next(first))
-            except StopIteration:
-                parts.remove(part)
-            except ray.exceptions.RayActorError as error:
-                if deaths == job.compute.max_failures:
-                    raise
-                deaths += 1
-                ray.kill(part.worker)  # one that is only out of reach answers nothing twice
-                left = [batch for lost in parts if lost.worker is part.worker for batch in lost.left.values()]
-                parts = [other for other in parts if other.worker is not part.worker]
-                workers.remove(part.worker)
-                others = f"{len(workers)} other worker(s)" if workers else "new workers"
-                print(
-                    f"predict: a worker died ({textwrap.shorten(str(error), 160)}); its {len(left)} unanswered batches "
-                    f"go to {others} (failure {deaths} of {job.compute.max_failures} that compute.max_failures allows)",
-                    flush=True,
-                )
-                workers = workers or start(min(count, len(left)))
-                parts += _deal(workers, left)
-            else:
-                del part.left[number]
-                yield number, answers
+    workers = _start(job, count)
+    parts, deaths = _deal(workers, batches), 0
+    while parts:
+        first: Any = ray.wait([part.answers for part in parts], num_returns=1)[0][0]
+        part = next(part for part in parts if part.answers is first)
+        try:
+            number, answers = ray.get(next(first))
+        except StopIteration:
+            parts.remove(part)
+        except ray.exceptions.RayActorError as error:
+            if deaths == job.compute.max_failures:
+                raise
+            deaths += 1
+            ray.kill(part.worker)  # one that is only out of reach answers nothing twice
+            left = [batch for lost in parts if lost.worker is part.worker for batch in lost.left.values()]
+            parts = [other for other in parts if other.worker is not part.worker]
+            workers.remove(part.worker)
+            others = f"{len(workers)} other worker(s)" if workers else "new workers"
+            print(
+                f"predict: a worker died ({textwrap.shorten(str(error), 160)}); its {len(left)} unanswered batches "
+                f"go to {others} (failure {deaths} of {job.compute.max_failures} that compute.max_failures allows)",
+                flush=True,
+            )
+            workers = workers or _start(job, min(count, len(left)))
+            parts += _deal(workers, left)
+        else:
+            del part.left[number]
+            yield number, answers
 
 
 def _deal(workers: Sequence[Any], batches: Sequence[Batch]) -> list[Part]:
     """Deal the batches to the workers by turns; nothing to workers beyond the number of batches."""
-    dealt = [(worker, batches[rank :: len(workers)]) for rank, worker in enumerate(workers)]
+    dealt = [(worker, batches[rank :: len(workers)]) for rank, worker in enumerate(workers[: len(batches)])]
     return [
-        Part(worker, worker.caption.remote(part), {batch.number: batch for batch in part})
-        for worker, part in dealt
-        if part
+        Part(worker, worker.caption.remote(part), {batch.number: batch for batch in part}) for worker, part in dealt
     ]

@@ -1,10 +1,12 @@
-"""A model family whose every number can be counted by hand."""
+"""A model family whose every number can be counted by hand, sections, and a mixture written by hand."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -13,7 +15,9 @@ from m3diff.models.family import Family, Term
 from m3diff.models.settings import Align, Lora
 from m3diff.settings.compute import Compute
 from m3diff.stages.convert.params import Convert
+from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.train.params import Train
+from tests.scoring import bench
 
 WIDTH, IMAGE_TOKENS = 4, 10
 
@@ -112,46 +116,48 @@ def toy_family(monkeypatch: pytest.MonkeyPatch) -> Family:
     return TOY
 
 
-def train_section(base: Path, **changes: object) -> Train:
-    fields = {
-        "model": "toy",
-        "base": base,
-        "seed": 1,
-        "max_captions_per_sequence": 1,
-        "global_batch": 4,
-        "epochs": 1,
-        "warmup_share": 0,
-        "schedule": "cosine",
-        "weight_decay": 0,
-        "max_grad_norm": 1,
-        "precision": "bf16",
-        "export": "last",
-    }
-    return Train.model_validate(fields | changes)
+TRAIN = {"model": "toy", "base": "no_base", "seed": 1, "max_captions_per_sequence": 1, "global_batch": 4, "epochs": 1}
+TRAIN |= {"warmup_share": 0, "schedule": "cosine", "weight_decay": 0, "max_grad_norm": 1, "precision": "bf16"}
+CONVERT = {"seed": 1, "questions": "questions.yaml", "references_per_pair": 12, "no_change_share": 1, "sources": {}}
+
+
+def train_section(**changes: object) -> Train:
+    return Train.model_validate(TRAIN | {"export": "last"} | changes)
 
 
 def compute_section(**changes: object) -> Compute:
-    fields = {
-        "scratch": "runs",
-        "workers": 4,
-        "cpus_per_worker": 1,
-        "gpu": True,
-        "attention": "auto",
-        "gpu_kind": "H100-80GB",
-        "micro_batch": 3,
-        "zero_stage": 0,
-        "activation_checkpointing": "none",
-        "checkpoint_every_steps": 10,
-        "max_failures": 0,
-        "val_pairs": 0,
-        "caption_val_pairs": 0,
-        "caption_every_checkpoints": 1,
-        "spice_dir": None,
-        "scorer_timeout_s": 60,
-    }
-    return Compute.model_validate(fields | changes)
+    fields = {"workers": 4, "gpu": True, "gpu_kind": "H100-80GB", "micro_batch": 3, "zero_stage": 0}
+    return bench.compute(**fields | {"activation_checkpointing": "none"} | changes)
 
 
 def convert_section(**changes: object) -> Convert:
-    fields = {"seed": 1, "questions": "questions.yaml", "references_per_pair": 12, "no_change_share": 1, "sources": {}}
-    return Convert.model_validate(fields | changes)
+    return Convert.model_validate(CONVERT | changes)
+
+
+PAPER = {"omnidiff_real": "omnidiff", "omnidiff_render": "omnidiff"}
+PAPER |= {name: name for name in ("spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc")}
+ROWS = [  # (pair, dataset, question, reference); a/1 is used twice, not in a row
+    ("a/1", "a", "what changed", "the box moved"),
+    ("a/1", "a", "what changed", "it moved"),
+    ("a/1", "a", "what changed", "moved"),
+    ("b/1", "b", "what is different here", "nothing"),
+    ("a/1", "a", "what changed", "the box moved"),
+    ("b/2", "b", "what changed", "the red box became blue"),
+    ("b/2", "b", "what changed", "nothing"),
+]
+
+
+def write_mixture(folder: Path, rows: list[tuple[str, str, str, str]] = ROWS, shards: int = 2) -> Path:
+    (folder / "train").mkdir(parents=True)
+    size = -(-len(rows) // shards)
+    for shard in range(shards):
+        columns = [list(column) for column in zip(*rows[shard * size : (shard + 1) * size], strict=True)]
+        table = pa.table(columns, names=["pair", "dataset", "question", "reference"])
+        pq.write_table(table, folder / f"train/{shard:05d}.parquet")
+    return folder
+
+
+def entries(*readers: str, **changes: object) -> dict[str, DatasetEntry]:
+    """Datasets of the run by name, or `name=reader`; `changes` of each."""
+    named = dict(reader.split("=") if "=" in reader else (reader, reader) for reader in readers)
+    return {name: DatasetEntry.model_validate({"reader": of, "root": "data"} | changes) for name, of in named.items()}

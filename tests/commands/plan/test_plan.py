@@ -1,65 +1,69 @@
-"""The planner's arithmetic on a model counted by hand, and its figures for the paper's run and for one GPU."""
+"""The planner's arithmetic on a model counted by hand, what it prints, and what it refuses or warns of."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from m3diff.commands.plan.plan import (
     RESERVE,
     DoesNotFit,
-    Plan,
+    Run,
     check_fits,
     check_memory,
     found_memory_gb,
     make_plan,
     plan_alignment,
 )
-from m3diff.commands.plan.words import alignment_lines, print_plan, short_run
+from m3diff.commands.plan.words import Words, alignment_lines, count_words, print_plan, short_run
 from m3diff.models.settings import Align, Lora
 from m3diff.settings.gpus import GPUS, Gpu
-from tests.commands.plan.conftest import ToySettings, compute_section, convert_section, train_section
-from tests.commands.plan.test_workload import entries, write_mixture
+from tests.commands.plan.conftest import (
+    ToySettings,
+    compute_section,
+    convert_section,
+    entries,
+    train_section,
+    write_mixture,
+)
+from tests.tiny import BASE
+from tests.toy import REPOSITORY
 
 GB = 1e9
 TRAINED, FROZEN = 20 + 28, 8 + 32 + 448
 """Vision encoder and adapters (2 x (8 + 6)); the norm never run, the frozen projector, the LLM below its adapters."""
+GPU = Gpu("A-40GB", 40, 2, "nobody")
 
 
 @pytest.fixture
-def plan(toy_family, tmp_path):
-    """Plans of the toy family on the mixture of seven references: (compute, settings and train fields) -> Plan."""
+def run(toy_family, tmp_path):
+    """Runs of the toy family on the mixture of seven references: (compute, settings and train fields) -> Run."""
     mixture = write_mixture(tmp_path / "mixture")
 
-    def make(compute: dict | None = None, settings: ToySettings | None = None, **train: object) -> Plan:
-        cfg = train_section(Path(train.pop("base", tmp_path / "no_base")), **train)
-        sources = entries({"a": "pairs", "b": "pairs"})
-        parts = (settings or ToySettings(), compute_section(**compute or {}), sources, convert_section(), mixture)
-        return make_plan(cfg, *parts)
+    def make(compute: dict | None = None, settings: Any = None, mixture: Path = mixture, **train: Any) -> Run:
+        cfg = train_section(**{"base": tmp_path / "no_base"} | train)
+        sections = cfg, settings or ToySettings(), compute_section(**compute or {})
+        return Run(*sections, entries("a=pairs", "b=pairs"), convert_section(), mixture)
 
     return make
 
 
+@pytest.fixture
+def plan(run):
+    return lambda *given, **named: make_plan(run(*given, **named))
+
+
 def test_parameters_are_those_that_train_and_those_that_are_frozen_by_part(plan):
-    assert plan().parameters == {
-        "vision": 20,
-        "vision (frozen)": 8,
-        "projector (frozen)": 32,
-        "llm": 28,
-        "llm (frozen)": 48 + 400,
-    }
-
-
-def test_without_adapters_the_linears_train_in_full_and_a_part_with_a_rate_trains(plan):
-    settings = ToySettings(lora=Lora(0, 1), rates={"vision": None, "projector": 1e-3, "llm": 1e-3})
-    assert plan(settings=settings).parameters == {
-        "vision (frozen)": 28,
-        "projector": 32,
-        "llm": 48,
-        "llm (frozen)": 400,
-    }
+    frozen = {"vision (frozen)": 8, "projector (frozen)": 32, "llm (frozen)": 48 + 400}
+    assert plan().parameters == {"vision": 20, "llm": 28} | frozen
+    whole = ToySettings(lora=Lora(0, 1), rates={"vision": None, "projector": 1e-3, "llm": 1e-3})
+    assert plan(settings=whole).parameters == {"vision (frozen)": 28, "projector": 32, "llm": 48, "llm (frozen)": 400}
 
 
 @pytest.mark.parametrize(
@@ -92,16 +96,11 @@ def test_steps_are_those_of_the_loop_whose_last_batch_of_an_epoch_is_smaller(pla
 
 def test_the_run_takes_the_flops_of_its_sequences_and_full_recomputation_runs_the_marked_terms_again(plan):
     sequence = 2 * 5400 + 3 * 20 + 2 * 105
-    assert plan().run_flops == 7 * sequence
-    assert plan(epochs=3).run_flops == 3 * 7 * sequence
-    assert plan({"activation_checkpointing": "selective"}).run_flops == 7 * sequence
-    full = plan({"activation_checkpointing": "full"})
-    assert full.run_flops == 7 * (sequence + 5400 + 20)
-    assert full.model_flops == 7 * sequence
-
-
-def test_mfu_is_the_models_share_of_what_is_computed(plan):
-    assert replace(plan(), model_flops=2e12, run_flops=3e12).mfu(0.45) == pytest.approx(0.3)
+    for epochs, way, again in ((1, "none", 0), (3, "none", 0), (1, "selective", 0), (1, "full", 5400 + 20)):
+        made = plan({"activation_checkpointing": way}, epochs=epochs)
+        assert made.run_flops == epochs * 7 * (sequence + again)
+        assert made.model_flops == epochs * 7 * sequence
+    assert replace(made, model_flops=2e12, run_flops=3e12).mfu(0.45) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(("peak", "hfu", "hours"), [(1.0, 0.5, 2.0), (2.0, 0.5, 1.0), (1.0, 1.0, 1.0)])
@@ -110,108 +109,102 @@ def test_hours_are_flops_over_the_share_of_the_peak_that_is_reached(plan, peak, 
 
 
 @pytest.mark.parametrize(
-    ("stage", "weights", "gradients", "optimizer"), [(0, 1, 1, 1), (1, 1, 1, 4), (2, 1, 4, 4), (3, 4, 4, 4)]
+    ("stage", "workers", "precision", "weights", "gradients", "optimizer"),
+    [
+        (0, 4, "bf16", 2, 4, 12),
+        (1, 4, "bf16", 2, 4, 3),
+        (2, 4, "bf16", 2, 1, 3),
+        (3, 4, "bf16", 0.5, 1, 3),
+        (3, 0, "bf16", 2, 4, 12),
+        (0, 4, "fp32", 4, 4, 12),
+    ],
 )
-def test_each_zero_stage_shares_out_one_thing_more(plan, stage, weights, gradients, optimizer):
-    memory = plan({"zero_stage": stage, "workers": 4}).memory_gb
-    assert memory["weights"] * GB == pytest.approx(2 * (TRAINED + FROZEN) / weights)
-    assert memory["gradients"] * GB == pytest.approx(4 * TRAINED / gradients)
-    assert memory["optimizer"] * GB == pytest.approx(12 * TRAINED / optimizer)
+def test_bytes_of_a_parameter_on_one_gpu(plan, stage, workers, precision, weights, gradients, optimizer):
+    made = plan({"zero_stage": stage, "workers": workers}, precision=precision)
+    assert made.gpus == max(1, workers)
+    assert made.memory_gb["weights"] * GB == pytest.approx(weights * (TRAINED + FROZEN))
+    assert made.memory_gb["gradients"] * GB == pytest.approx(gradients * TRAINED)
+    assert made.memory_gb["optimizer"] * GB == pytest.approx(optimizer * TRAINED)
 
 
-def test_one_process_without_ray_is_one_gpu_that_holds_everything(plan):
-    made = plan({"zero_stage": 3, "workers": 0})
-    assert made.gpus == 1
-    assert made.memory_gb["weights"] * GB == pytest.approx(2 * (TRAINED + FROZEN))
-    assert plan({"workers": 4}).gpus == 4
-
-
-def test_activations_are_those_of_the_longest_sequence_for_each_of_a_micro_batch(plan):
+def test_activations_are_those_of_the_longest_sequence_for_each_of_a_micro_batch(plan, run, tmp_path):
     made = plan({"micro_batch": 5}, max_captions_per_sequence=None, precision="fp32")
     assert made.longest == 3
     supervised = 3 * 15
     places = 10 * 4 * 4  # of the images, under the sigmoid
     chosen = supervised * (8 * 4 + 8)  # what the head reads, and its index
-    found = {name: size * GB for name, size in made.activations_gb.items()}
-    assert found == pytest.approx(
-        {
-            "between parts": 5 * (places + chosen),
-            "llm": 5 * supervised * 2 * 4,
-            "logits": 5 * (3 * supervised * 6 * 4 + 8),
-        }
-    )
+    wanted = {"between parts": places + chosen, "llm": supervised * 2 * 4, "logits": 3 * supervised * 6 * 4 + 8}
+    assert {name: size * GB / 5 for name, size in made.activations_gb.items()} == pytest.approx(wanted)
     assert made.memory_gb["activations"] == pytest.approx(sum(made.activations_gb.values()))
     assert plan({"micro_batch": 1}, max_captions_per_sequence=2).longest == 2
+    published = run({"micro_batch": 1}, mixture=tmp_path, max_captions_per_sequence=None)
+    made = make_plan(published._replace(entries=entries("birds_to_words")))
+    assert made.longest is None, "of published counts the memory is for the mean sequence"
+    assert made.activations_gb["llm"] * GB == pytest.approx(math.ceil(15 * 12_867 / 2_685) * 2 * 2)
 
 
-def test_of_published_counts_the_memory_is_for_the_mean_sequence(toy_family, tmp_path):
-    sources = (entries({"birds_to_words": "birds_to_words"}), convert_section(), tmp_path / "none")
-    train = train_section(tmp_path / "no_base", max_captions_per_sequence=None)
-    made = make_plan(train, ToySettings(), compute_section(micro_batch=1), *sources)
-    assert made.longest is None
-    mean = math.ceil(15 * 12_867 / 2_685)
-    assert made.activations_gb["llm"] * GB == pytest.approx(mean * 2 * 2)
-
-
-def test_float32_doubles_the_weights_and_neither_gradients_nor_optimizer(plan):
-    narrow, wide = plan().memory_gb, plan(precision="fp32").memory_gb
-    ratios = {name: wide[name] / narrow[name] for name in ("weights", "gradients", "optimizer")}
-    assert ratios == pytest.approx({"weights": 2, "gradients": 1, "optimizer": 1})
-
-
-def test_what_does_not_fit_is_refused_with_what_to_lower(plan):
-    made = replace(plan(), memory_gb={"weights": 60.0, "activations": 14.0})
-    check_fits(compute_section(), made, 74 / 0.92 + 0.01)
+@pytest.mark.parametrize(
+    ("compute", "changes", "gb", "remedies"),
+    [
+        (
+            {"zero_stage": 1},
+            {},
+            74,
+            ["micro_batch (now 3)", "zero_stage (now 1)", "selective or full (now none)", "GPUs"],
+        ),
+        ({"micro_batch": 1, "zero_stage": 3, "activation_checkpointing": "full"}, {}, 90, ["take larger GPUs"]),
+        (
+            {"micro_batch": 1, "zero_stage": 3, "activation_checkpointing": "full"},
+            {"branches": 2.5},
+            90,
+            ["lower train.max_captions_per_sequence", "take larger GPUs"],
+        ),
+        (
+            {"micro_batch": 1, "activation_checkpointing": "selective"},
+            {"gpus": 1},
+            90,
+            ["full (now selective)", "GPUs"],
+        ),
+    ],
+    ids=["all", "none", "captions", "one gpu"],
+)
+def test_what_does_not_fit_is_refused_with_what_to_lower_and_nothing_that_has_no_effect(
+    plan, compute, changes, gb, remedies
+):
+    made = replace(plan(), memory_gb={"weights": 60.0, "activations": gb - 60.0}, **changes)
+    check_fits(compute_section(), made, gb / (1 - RESERVE) + 0.01)
     with pytest.raises(DoesNotFit) as refused:
-        check_fits(compute_section(micro_batch=3, zero_stage=1), made, 80)
-    assert str(refused.value) == (
-        "compute: needs 74.0 GB a GPU (weights 60.0, activations 14.0) but 80 GB hold 73.6; lower compute.micro_batch "
-        "(now 3) or raise compute.zero_stage (now 1) or set compute.activation_checkpointing to selective or full "
-        "(now none) or take larger GPUs"
+        check_fits(compute_section(**compute), made, 80)
+    needs, _, told = str(refused.value).partition("; ")
+    assert needs == f"compute: needs {gb:.1f} GB a GPU (weights 60.0, activations {gb - 60:.1f}) but 80 GB hold 73.6"
+    assert [remedy[-len(each) :] for remedy, each in zip(told.split(" or "), split(remedies), strict=True)] == split(
+        remedies
     )
 
 
-def test_nothing_is_proposed_that_would_not_help(plan):
-    compute = {"micro_batch": 1, "zero_stage": 3, "activation_checkpointing": "full"}
-    made = replace(plan(), memory_gb={"weights": 90.0})
-    with pytest.raises(DoesNotFit, match=r"hold 73\.6; take larger GPUs$"):
-        check_fits(compute_section(**compute), made, 80)
-    packed = replace(made, branches=2.5)
-    with pytest.raises(DoesNotFit, match=r"hold 73\.6; lower train.max_captions_per_sequence or take larger GPUs$"):
-        check_fits(compute_section(**compute), packed, 80)
-    with pytest.raises(DoesNotFit, match="to full \\(now selective\\)"):
-        check_fits(compute_section(**compute | {"activation_checkpointing": "selective"}), made, 80)
-    with pytest.raises(DoesNotFit, match="checkpointing to selective or full") as one:
-        check_fits(compute_section(workers=1), replace(made, gpus=1), 80)
-    assert "zero_stage" not in str(one.value)
+def split(remedies: list[str]) -> list[str]:
+    """The way of recomputation has an `or` of its own."""
+    return " or ".join(remedies).split(" or ")
 
 
-@pytest.fixture
-def check(toy_family, tmp_path, monkeypatch):
-    """`check_memory` of the toy on its mixture, on a machine whose GPU has so much memory (None: it has no GPU)."""
-    mixture = write_mixture(tmp_path / "mixture")
-
-    def check(found: float | None, **compute: object) -> None:
-        monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: found)
-        sources = (entries({"a": "pairs", "b": "pairs"}), convert_section(), mixture)
-        train = train_section(tmp_path / "no_base")
-        check_memory(train, ToySettings(), compute_section(**compute), *sources)
-
-    return check
-
-
-def test_a_run_is_checked_against_the_memory_that_is_found_else_of_the_kind(check):
-    with pytest.raises(DoesNotFit, match="but 2e-06 GB hold"):
-        check(2e-6)
-    check(80.0, gpu_kind="A10-24GB")
-    check(None, gpu_kind="H100-80GB")
-    with pytest.raises(DoesNotFit, match="but 24 GB hold 22.1; lower compute.micro_batch"):
-        check(None, gpu_kind="A10-24GB", micro_batch=10**8)
-
-
-def test_without_a_gpu_or_where_nothing_is_known_of_it_nothing_is_refused(check):
-    check(1e-6, gpu=False)
-    check(None, gpu_kind=None, micro_batch=10**8)
+@pytest.mark.parametrize(
+    ("found", "compute", "told"),
+    [
+        (2e-6, {}, "but 2e-06 GB hold"),
+        (80.0, {"gpu_kind": "A10-24GB"}, None),
+        (None, {}, None),
+        (None, {"gpu_kind": "A10-24GB", "micro_batch": 10**8}, "but 24 GB hold 22.1; lower compute.micro_batch"),
+        (1e-6, {"gpu": False}, None),
+        (None, {"gpu_kind": None, "micro_batch": 10**8}, None),
+    ],
+)
+def test_a_run_is_checked_against_the_memory_that_is_found_else_of_the_kind(run, monkeypatch, found, compute, told):
+    monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: found)
+    if told is None:
+        check_memory(run(compute))
+        return
+    with pytest.raises(DoesNotFit, match=told):
+        check_memory(run(compute))
 
 
 def test_the_memory_found_is_that_of_the_smallest_gpu(monkeypatch):
@@ -232,17 +225,12 @@ def test_the_plan_is_printed_as_counted(plan, capsys, tmp_path):
         activations_gb={"llm": 2.25, "logits": 0.25},
     )
     terms = [replace(term, forward=term.forward * 1e9) for term in made.terms]
-    train = train_section(tmp_path, max_captions_per_sequence=None, epochs=2)
+    train = train_section(max_captions_per_sequence=None, epochs=2)
     compute = compute_section(activation_checkpointing="full")
-    gpu = Gpu("A-40GB", 40, 100, "nobody")
-    print_plan(train, compute, replace(made, terms=terms), gpu, hfu=0.25)
+    print_plan(train, compute, replace(made, terms=terms), Gpu("A-40GB", 40, 100, "nobody"), hfu=0.25)
     assert capsys.readouterr().out.splitlines() == [
         f"parameters: published shapes of the toy, {tmp_path / 'no_base'} is not here",
-        "  vision                               0.00 M",
-        "  vision (frozen)                      0.00 M",
-        "  projector (frozen)                   0.00 M",
-        "  llm                                  0.00 M",
-        "  llm (frozen)                         0.00 M",
+        *(f"  {name:<28} {0:>12.2f} M" for name in made.parameters),
         f"counted: {tmp_path / 'mixture/train'}, lengths estimated",
         "  a                                    2 pairs         4 references",
         "  b                                    2 pairs         3 references",
@@ -266,111 +254,110 @@ def test_the_plan_is_printed_as_counted(plan, capsys, tmp_path):
     ]
 
 
-def test_time_and_speed_are_for_all_epochs_and_gpus(plan, capsys, tmp_path):
-    made = replace(plan(), run_flops=6 * 3600e12)
-    gpu = Gpu("A-40GB", 40, 2, "nobody")
-    print_plan(train_section(tmp_path, epochs=7200), compute_section(), made, gpu, hfu=0.5)
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line == "  6.0 GPU-hours, 1.5 h on 4 GPU(s), 2.3 captions/s a GPU"
-
-
-def test_without_a_kind_the_plan_says_how_to_name_one_and_without_bf16_it_knows_no_peak(plan, capsys, tmp_path):
-    print_plan(train_section(tmp_path), compute_section(), plan(), None, 0.45)
+@pytest.mark.parametrize(
+    ("train", "hours", "gpu", "line"),
+    [
+        ({"epochs": 7200}, 6, GPU, "  6.0 GPU-hours, 1.5 h on 4 GPU(s), 2.3 captions/s a GPU"),
+        ({}, 0.06, GPU, "  3.60 GPU-minutes, 0.90 min on 4 GPU(s), "),
+        ({}, 1, None, "time: name a kind of GPU by --gpu or compute.gpu_kind: A100-40GB, A100-80GB, H100-80GB"),
+        ({"precision": "fp32"}, 1, GPUS["A10-24GB"], "time: peaks are known for bf16, and train.precision is fp32"),
+        ({"max_captions_per_sequence": 2}, 1, GPU, "  max_captions_per_sequence 2: 7 sequences"),
+    ],
+    ids=["hours", "minutes", "no kind", "fp32", "captions"],
+)
+def test_time_and_speed_are_for_all_epochs_and_gpus_where_a_peak_is_known(plan, capsys, train, hours, gpu, line):
+    print_plan(train_section(**train), compute_section(), replace(plan(), run_flops=hours * 3600e12), gpu, hfu=0.5)
     printed = capsys.readouterr().out
-    assert "time: name a kind of GPU by --gpu or compute.gpu_kind: A100-40GB, A100-80GB, H100-80GB" in printed
-    assert printed.splitlines()[-2].split()[0] == "sum"
-    print_plan(train_section(tmp_path, precision="fp32"), compute_section(), plan(), GPUS["A10-24GB"], 0.45)
-    assert capsys.readouterr().out.splitlines()[-1].endswith("peaks are known for bf16, and train.precision is fp32")
+    assert f"\n{line}" in printed
+    assert ("GPU-" in printed) == (gpu is GPU)
 
 
-def test_a_number_of_captions_to_a_sequence_is_printed_as_it_is(plan, capsys, tmp_path):
-    print_plan(train_section(tmp_path, max_captions_per_sequence=2), compute_section(), plan(), None, 1)
-    assert "  max_captions_per_sequence 2: 7 sequences" in capsys.readouterr().out
-
-
-def test_a_run_of_few_steps_is_warned_of_with_the_epochs_that_would_do(plan, tmp_path):
-    cfg = train_section(tmp_path, epochs=2)
+def test_a_run_of_few_steps_is_warned_of_with_the_epochs_that_would_do(plan):
+    cfg = train_section(epochs=2)
     assert short_run(cfg, replace(plan(), steps=100)) is None
     said = short_run(cfg, replace(plan(), steps=6))
     assert said.startswith("the run takes 6 optimizer step(s)")
     assert said.endswith("train.epochs 100 is about 300 steps")
 
 
-def test_a_short_runs_time_is_in_minutes(plan, capsys, tmp_path):
-    made = replace(plan(), run_flops=0.06 * 3600e12)
-    print_plan(train_section(tmp_path), compute_section(), made, Gpu("A-40GB", 40, 2, "nobody"), hfu=0.5)
-    assert "  3.60 GPU-minutes, 0.90 min on 4 GPU(s)" in capsys.readouterr().out
+ALIGN = Align(("b",), epochs=3.0, global_batch=2, rates={"vision": None, "projector": 1e-3, "llm": None})
+ALIGNED = ToySettings(align=ALIGN)
 
 
-ALIGN = Align(("b",), epochs=3.0, global_batch=2, rates={"vision": None, "projector": 1e-3, "llm": None})  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def phases(toy_family, tmp_path):
-    """Plans of the fine-tuning and of the alignment of the toy on the datasets a and b."""
-
-    def make(align: Align | None = ALIGN, mixture: Path | None = None) -> tuple[Plan, Plan | None, str]:
-        run = (train_section(tmp_path / "no_base"), ToySettings(align=align), compute_section())
-        data = entries({"a": "pairs", "b": "pairs"}), convert_section(), mixture or tmp_path / "mixture"
-        return make_plan(*run, *data), *plan_alignment(*run, *data)
-
-    write_mixture(tmp_path / "mixture")
-    return make
-
-
-def test_each_phase_is_counted_on_its_own_datasets_with_its_own_rates_batches_and_epochs(phases):
-    made, before, uncounted = phases()
+def test_each_phase_is_counted_on_its_own_datasets_with_its_own_rates_batches_and_epochs(run):
+    (made, (before, uncounted)) = make_plan(run(settings=ALIGNED)), plan_alignment(run(settings=ALIGNED))
     assert (set(made.workload.sources), set(before.workload.sources), uncounted) == ({"a"}, {"b"}, "")
     assert before.parameters == {"vision (frozen)": 28, "projector": 32, "llm (frozen)": 448}
     assert before.sequences == before.workload.references == 3
     assert before.steps == 6  # 3 epochs of 2 steps
     assert before.run_flops == 3 * 3 * sum(term.total for term in before.terms)
-    assert made.parameters["llm"] == 28
-    assert made.steps == 1
+    assert (made.parameters["llm"], made.steps) == (28, 1)
+    assert (set(make_plan(run()).workload.sources), plan_alignment(run())[0]) == ({"a", "b"}, None)
+    assert alignment_lines(train_section(), ToySettings(), None, "", None, 0.5) == []
 
 
-def test_without_an_alignment_there_is_no_plan_of_one(phases):
-    made, before, _ = phases(align=None)
-    assert set(made.workload.sources) == {"a", "b"}
-    assert before is None
-    assert alignment_lines(train_section(Path("base")), ToySettings(), None, "", None, 0.5) == []
-
-
-def test_an_alignment_is_named_with_what_it_trains_and_costs(phases):
-    settings = ToySettings(align=ALIGN)
-    _, before, _ = phases()
-    took = replace(before, run_flops=3600e12)
-    first, second = alignment_lines(
-        train_section(Path("base")), settings, took, "", Gpu("A-40GB", 40, 2, "nobody"), 0.5
-    )
+def test_an_alignment_is_named_with_what_it_trains_and_costs_or_why_it_is_not_counted(run, tmp_path):
+    took = replace(plan_alignment(run(settings=ALIGNED))[0], run_flops=3600e12)
+    first, second = alignment_lines(train_section(), ALIGNED, took, "", GPU, 0.5)
     assert first == "before it an alignment: 3 epoch(s) of b, 2 sequences a step (projector 0.001)"
     assert second.startswith(
         "  2 pairs, 3 references, 6 steps; 0.00 EFLOP, 1.0 GPU-hours, 0.2 h on 4 GPU(s); memory of"
     )
-    assert "on 4 GPU(s)" not in alignment_lines(train_section(Path("base")), settings, took, "", None, 0.5)[1]
-    whole = train_section(Path("base"), precision="fp32")
-    gpu = Gpu("A-40GB", 40, 2, "nobody")
-    assert "GPU-hours" not in alignment_lines(whole, settings, took, "", gpu, 0.5)[1], "no peak is known for fp32"
-
-
-def test_an_alignment_whose_datasets_cannot_be_counted_says_why(phases, tmp_path):
-    write_mixture(tmp_path / "other", [("a/1", "a", "what", "one")], shards=1)
-    made, before, uncounted = phases(mixture=tmp_path / "other")
-    assert made.workload.references == 1
+    for train, gpu in ((train_section(), None), (train_section(precision="fp32"), GPU)):
+        assert "GPU-hours" not in alignment_lines(train, ALIGNED, took, "", gpu, 0.5)[1], "no peak is known"
+    other = write_mixture(tmp_path / "other", [("a/1", "a", "what", "one")], shards=1)
+    assert make_plan(run(settings=ALIGNED, mixture=other)).workload.references == 1
+    before, uncounted = plan_alignment(run(settings=ALIGNED, mixture=other))
     assert before is None
-    assert uncounted == f"{tmp_path}/other/train has no samples but of a; run `dvc repro convert` again"
-    lines = alignment_lines(train_section(Path("base")), ToySettings(align=ALIGN), None, uncounted, None, 0.5)
-    assert lines[1] == f"  not counted: {uncounted}"
+    assert uncounted == f"{other}/train has no samples but of a; run `dvc repro convert` again"
+    assert alignment_lines(train_section(), ALIGNED, None, uncounted, None, 0.5)[1] == f"  not counted: {uncounted}"
 
 
-def test_an_alignment_that_does_not_fit_is_refused_before_anything_is_loaded(phases, toy_family, tmp_path, monkeypatch):
-    made, before, _ = phases()
-    assert before.memory_total_gb < made.memory_total_gb
-    wide = replace(ALIGN, rates={"vision": 1e-3, "projector": 1e-3, "llm": 1e-3})  # more trains than in the fine-tuning
-    made, before, _ = phases(align=wide)
-    assert before.memory_total_gb > made.memory_total_gb
-    between = (before.memory_total_gb + made.memory_total_gb) / 2 / (1 - RESERVE)
-    data = entries({"a": "pairs", "b": "pairs"}), convert_section(), tmp_path / "mixture"
-    monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: between)
+def test_an_alignment_that_does_not_fit_is_refused_before_anything_is_loaded(run, monkeypatch):
+    def sizes(given: Run) -> list[float]:
+        return [made.memory_total_gb for made in (plan_alignment(given)[0], make_plan(given))]
+
+    rates = {"vision": 1e-3, "projector": 1e-3, "llm": 1e-3}  # more trains than in the fine-tuning
+    wide = run(settings=ToySettings(align=replace(ALIGN, rates=rates)))
+    (narrow, made), (before, same) = sizes(run(settings=ALIGNED)), sizes(wide)
+    assert narrow < made == same < before
+    monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: (before + made) / 2 / (1 - RESERVE))
     with pytest.raises(DoesNotFit):
-        check_memory(train_section(tmp_path / "no_base"), ToySettings(align=wide), compute_section(), *data)
+        check_memory(wide)
+
+
+KNOWN = ["the red ball moved", "a big star moved"]
+
+
+def of_words(folder: Path, references: list[str], split: str = "train") -> Path:
+    (folder / split).mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"reference": references}), folder / split / "00000.parquet")
+    return folder
+
+
+def test_words_that_the_base_does_not_know_are_counted_as_often_as_they_occur_and_the_commonest_named(tmp_path):
+    words = count_words(BASE, of_words(tmp_path, [*KNOWN, ""]))
+    assert (words.words, words.spelled, words.warning()) == (8, 0, None)
+    words = count_words(BASE, of_words(tmp_path, [*KNOWN, "the villa", "the villa and the crosswalk", "villa 1234"]))
+    assert (words.words, words.spelled, words.examples, words.share) == (16, 4, ("villa", "crosswalk"), 0.25)
+    warning = words.warning()
+    assert "does not know 25% of the words of the references (villa, crosswalk)" in warning
+    assert f"vocabulary of {words.vocabulary:,} tokens" in warning
+    assert "train.base" in warning
+    few = [Words(1000, 100, 15, ("villa",)), Words(1000, 0, 0, ())]
+    assert [words.warning() for words in few] == [None, None]
+    assert Words(1000, 100, 16, ("villa",)).warning() is not None
+
+
+def test_only_what_trains_is_read_and_a_base_without_a_tokenizer_is_not_judged(tmp_path):
+    assert count_words(BASE, of_words(tmp_path / "a", ["villa"], "test")) is None
+    assert count_words(tmp_path, of_words(tmp_path / "b", KNOWN)) is None
+
+
+REAL = REPOSITORY.parent / "shared" / "real" / "spot_the_diff" / "val.json"
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="the real annotations are not in the repository")
+def test_the_embedded_base_does_not_know_a_third_of_a_real_dataset_s_words(tmp_path):
+    references = [text for pair in json.loads(REAL.read_text()) for text in pair["sentences"]]
+    assert 0.25 < count_words(BASE, of_words(tmp_path, references)).share < 0.4

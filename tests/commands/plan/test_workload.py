@@ -1,91 +1,74 @@
-"""What an epoch holds: a mixture written by hand, counted; and published counts with convert's weights and caps."""
+"""What an epoch holds: a mixture written by hand, counted; published counts with convert's weights and caps; and both
+split by split against what convert writes of a mixture that was counted by hand."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from m3diff.commands.plan.plan import (
+    Run,
     SourceCount,
     Workload,
     count_test_pairs,
     counted_workload,
     find_workload,
+    make_plan,
     published_workload,
-    unpublished_references,
 )
+from m3diff.commands.plan.words import print_plan
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Published, SplitCount
+from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
-from m3diff.stages.ingest.params import DatasetEntry
-from tests.commands.plan.conftest import IMAGE_TOKENS, WordProcessor, convert_section
+from m3diff.stages.convert.stage import ConvertReport, convert
+from tests.commands.plan.conftest import (
+    IMAGE_TOKENS,
+    PAPER,
+    ToySettings,
+    WordProcessor,
+    compute_section,
+    convert_section,
+    entries,
+    train_section,
+    write_mixture,
+)
+from tests.layouts import make_entry, run_ingest, run_validate, save_picture, write_birds, write_json
+from tests.toy import REPOSITORY
 
-PAPER = {
-    "omnidiff_real": "omnidiff",
-    "omnidiff_render": "omnidiff",
-    "spot_the_diff": "spot_the_diff",
-    "iedit": "iedit",
-    "birds_to_words": "birds_to_words",
-    "clevr_change": "clevr_change",
-    "clevr_dc": "clevr_dc",
-}
-ROWS = [  # (pair, dataset, question, reference); a/1 is used twice, not in a row
-    ("a/1", "a", "what changed", "the box moved"),
-    ("a/1", "a", "what changed", "it moved"),
-    ("a/1", "a", "what changed", "moved"),
-    ("b/1", "b", "what is different here", "nothing"),
-    ("a/1", "a", "what changed", "the box moved"),
-    ("b/2", "b", "what changed", "the red box became blue"),
-    ("b/2", "b", "what changed", "nothing"),
-]
+BOTH = ("train", "val")
+PAPERS = [f"{name}={reader}" for name, reader in PAPER.items()]
 
 
-def write_mixture(folder: Path, rows: list[tuple[str, str, str, str]] = ROWS, shards: int = 2) -> Path:
-    (folder / "train").mkdir(parents=True)
-    size = -(-len(rows) // shards)
-    for shard in range(shards):
-        part = rows[shard * size : (shard + 1) * size]
-        columns = [list(column) for column in zip(*part, strict=True)]
-        table = pa.table(columns, names=["pair", "dataset", "question", "reference"])
-        pq.write_table(table, folder / f"train/{shard:05d}.parquet")
-    return folder
+def counted(folder: Path, processor: Any = None, **mixture: Any) -> Workload:
+    return counted_workload(write_mixture(folder, **mixture) / "train", processor, IMAGE_TOKENS)
 
 
-def entries(readers: dict[str, str] = PAPER, **changes: object) -> dict[str, DatasetEntry]:
-    return {
-        name: DatasetEntry.model_validate({"reader": reader, "root": "data"} | changes)
-        for name, reader in readers.items()
-    }
+def published(*readers: str, cfg: Any = None, **changes: Any) -> Workload:
+    return published_workload(entries(*readers, **changes), cfg or convert_section())
 
 
 def test_a_mixture_is_counted_by_source_and_each_use_of_a_pair_counts(tmp_path):
-    load = counted_workload(write_mixture(tmp_path) / "train", None, IMAGE_TOKENS)
+    load = counted(tmp_path / "one")
     assert load.sources == {"a": SourceCount(pairs=2, references=4), "b": SourceCount(pairs=2, references=3)}
     assert (load.pairs, load.references, load.references_per_pair) == (4, 7, 1.75)
     assert load.sizes == {1: 2, 2: 1, 3: 1}
-
-
-def test_a_pair_whose_samples_lie_in_two_shards_is_one_pair(tmp_path):
+    assert (load.prompt_tokens, load.reference_tokens) == (29, 15)
+    assert load.counted == f"{tmp_path / 'one/train'}, lengths estimated"
+    assert {most: load.sequences(most) for most in (1, 2, 3, 9, None)} == {1: 7, 2: 5, 3: 4, 9: 4, None: 4}
     rows = [("a/1", "a", "what", "one"), ("a/1", "a", "what", "two")]
-    assert counted_workload(write_mixture(tmp_path, rows) / "train", None, IMAGE_TOKENS).sizes == {2: 1}
+    assert counted(tmp_path / "two", rows=rows).sizes == {2: 1}, "a pair whose samples lie in two shards is one pair"
 
 
 def test_lengths_are_those_of_the_tokenizer_prompts_by_pair_and_references_each(tmp_path):
-    load = counted_workload(write_mixture(tmp_path) / "train", WordProcessor(), IMAGE_TOKENS)
+    load = counted(tmp_path, WordProcessor())
     assert load.prompt_tokens == (3 + 5 + 3 + 3) / 4  # words and one more, without the images
     assert load.reference_tokens == (4 + 3 + 2 + 2 + 4 + 6 + 2) / 7
     assert load.counted == f"{tmp_path / 'train'}, lengths by its tokenizer"
-
-
-def test_without_a_tokenizer_lengths_are_the_estimates_and_the_plan_says_so(tmp_path):
-    load = counted_workload(write_mixture(tmp_path) / "train", None, IMAGE_TOKENS)
-    assert (load.prompt_tokens, load.reference_tokens) == (29, 15)
-    assert load.counted == f"{tmp_path / 'train'}, lengths estimated"
-
-
-@pytest.mark.parametrize(("most", "sequences"), [(1, 7), (2, 5), (3, 4), (9, 4), (None, 4)])
-def test_sequences_of_a_counted_mixture_are_those_that_training_makes(tmp_path, most, sequences):
-    load = counted_workload(write_mixture(tmp_path) / "train", None, IMAGE_TOKENS)
-    assert load.sequences(most) == sequences
 
 
 @pytest.mark.parametrize(("most", "sequences"), [(1, 70), (2, 10 + 30), (4, 10 + 15), (9, 20), (None, 20)])
@@ -95,7 +78,7 @@ def test_sequences_of_published_sums_are_full_source_by_source(most, sequences):
 
 
 def test_the_papers_sources_on_train_and_val_come_to_its_145k_pairs_and_896k_samples():
-    load = published_workload(entries(train_on=("train", "val")), convert_section())
+    load = published(*PAPERS, train_on=BOTH)
     assert load.pairs == 145_377 - 41  # pairs of Spot-the-Diff without a word
     assert load.references == pytest.approx(896_000 - 36, abs=20)  # less the repeats of a pair that were counted
     assert load.sources["spot_the_diff"] == SourceCount(10_018, 20_924)  # 59 of 20,986 are empty, 3 repeated
@@ -104,18 +87,11 @@ def test_the_papers_sources_on_train_and_val_come_to_its_145k_pairs_and_896k_sam
     assert (load.prompt_tokens, load.reference_tokens) == (29, 15)
 
 
-def test_only_the_splits_that_train_are_counted():
-    load = published_workload(entries({"iedit": "iedit"}), convert_section())
-    assert load.sources == {"iedit": SourceCount(3_061, 3_061)}
-    both = published_workload(entries({"iedit": "iedit"}, train_on=("train", "val")), convert_section())
-    assert both.sources == {"iedit": SourceCount(3_444, 4_206)}
-
-
-def test_references_that_no_one_counted_are_what_the_papers_other_sources_leave():
-    known = 7_806 + 6_222 + 20_927 + 4_210 + 14_446 + 444_300
-    assert unpublished_references() == pytest.approx((896_000 - known) / 43_200)
-    load = published_workload(entries({"clevr_dc": "clevr_dc"}), convert_section())
-    assert load.sources["clevr_dc"] == SourceCount(40_800, round(40_800 * (896_000 - known) / 43_200))
+def test_only_the_splits_that_train_are_counted_and_what_no_one_counted_is_what_the_papers_other_sources_leave():
+    assert published("iedit").sources == {"iedit": SourceCount(3_061, 3_061)}
+    assert published("iedit", train_on=BOTH).sources == {"iedit": SourceCount(3_444, 4_206)}
+    each = (896_000 - (7_806 + 6_222 + 20_927 + 4_210 + 14_446 + 444_300)) / 43_200
+    assert published("clevr_dc").sources["clevr_dc"] == SourceCount(40_800, round(40_800 * each))
 
 
 @pytest.mark.parametrize(
@@ -136,74 +112,198 @@ def test_references_that_no_one_counted_are_what_the_papers_other_sources_leave(
 )
 def test_weights_and_caps_of_convert_apply_to_published_counts(source, most, pairs, references):
     cfg = convert_section(sources={"birds_to_words": source}, references_per_pair=most)
-    load = published_workload(entries({"birds_to_words": "birds_to_words"}), cfg)
-    assert load.sources == {"birds_to_words": SourceCount(pairs, references)}
+    assert published("birds_to_words", cfg=cfg).sources == {"birds_to_words": SourceCount(pairs, references)}
 
 
 def test_joined_references_are_as_long_as_all_of_a_pair_together():
-    cfg = convert_section(sources={"birds_to_words": {"samples": "joined"}})
-    both = published_workload(entries({"birds_to_words": "birds_to_words", "iedit": "iedit"}), cfg)
+    both = published("birds_to_words", "iedit", cfg=convert_section(sources={"birds_to_words": {"samples": "joined"}}))
     joined, single = 2_685 * 15 * 12_867 / 2_685, 3_061 * 15
     assert both.reference_tokens == pytest.approx((joined + single) / (2_685 + 3_061))
 
 
 def test_datasets_without_published_counts_are_named_and_with_none_other_the_remedy_too():
-    readers = {"mine": "pairs", "iedit": "iedit", "minichange": "minichange"}
-    load = published_workload(entries(readers), convert_section())
+    load = published("mine=pairs", "iedit", "minichange")
     assert load.counted.endswith("; without mine, minichange, of which none are published")
     assert load.sources.keys() == {"iedit"}
     with pytest.raises(ParamsError, match="plan: mine, minichange: no published .*run `dvc repro convert` first"):
-        published_workload(entries({"mine": "pairs", "minichange": "minichange"}), convert_section())
-
-
-def test_a_dataset_that_does_not_train_is_not_counted_and_needs_no_count():
-    sources = entries({"iedit": "iedit"}) | entries({"mine": "pairs", "birds_to_words": "birds_to_words"}, train_on=())
-    assert published_workload(sources, convert_section()).sources.keys() == {"iedit"}
-    weightless = convert_section(sources={"iedit": {"weight": 0}})
+        published("mine=pairs", "minichange")
+    untrained = entries("iedit") | entries("mine=pairs", "birds_to_words", train_on=())
+    assert published_workload(untrained, convert_section()).sources.keys() == {"iedit"}
     with pytest.raises(ParamsError, match="none of iedit, mine, birds_to_words trains"):
-        published_workload(sources, weightless)
+        published_workload(untrained, convert_section(sources={"iedit": {"weight": 0}}))
 
 
-def test_the_mixture_is_counted_where_it_is_there_and_the_published_counts_where_not(tmp_path):
-    def find(names: dict[str, str], mixture: Path, **changes: object) -> Workload:
-        return find_workload(mixture, entries(names, **changes), convert_section(), None, IMAGE_TOKENS)
+def test_the_run_s_own_mixture_is_counted_where_it_is_there_and_the_published_counts_where_not(tmp_path):
+    def find(run: Any, folder: Path = tmp_path / "mixture", *left_out: str) -> Workload:
+        return find_workload(folder, run, convert_section(), None, IMAGE_TOKENS, left_out)
 
-    assert find({"iedit": "iedit"}, tmp_path).sources.keys() == {"iedit"}
-    (tmp_path / "train").mkdir()
-    assert find({"iedit": "iedit"}, tmp_path).sources.keys() == {"iedit"}
+    (tmp_path / "empty/train").mkdir(parents=True)
+    for folder in (tmp_path / "none", tmp_path / "empty"):
+        assert find(entries("iedit"), folder).sources.keys() == {"iedit"}
     mixture = write_mixture(tmp_path / "mixture")
-    assert find({"a": "pairs", "b": "pairs", "c": "pairs"}, mixture).references == 7
-
-
-def test_the_mixture_of_another_run_is_not_counted_and_the_plan_says_so(tmp_path):
-    mixture = write_mixture(tmp_path / "mixture")
-    load = find_workload(mixture, entries({"iedit": "iedit"}), convert_section(), None, IMAGE_TOKENS)
+    whole = find(entries("a=pairs", "b=pairs", "c=pairs"))
+    assert whole.references == 7
+    rest = find(entries("a=pairs", "b=pairs"), mixture, "b")
+    assert (rest.sources, rest.counted) == ({"a": whole.sources["a"]}, whole.counted), "b is of another phase"
+    assert find(entries("iedit", "b=pairs"), tmp_path / "none", "b").sources.keys() == {"iedit"}
+    load = find(entries("iedit"))
     assert load.sources == {"iedit": SourceCount(3_061, 3_061)}
     assert load.counted.endswith(f"lengths estimated; {mixture} is of another run (a, b)")
-    tested = entries({"iedit": "iedit", "a": "pairs"}) | entries({"b": "pairs"}, train_on=())
-    load = find_workload(mixture, tested, convert_section(), None, IMAGE_TOKENS)
+    load = find(entries("iedit", "a=pairs") | entries("b=pairs", train_on=()))
     assert load.sources.keys() == {"iedit"}
     assert "; without a, of which none are published; " in load.counted
     with pytest.raises(ParamsError, match="plan: a: no published counts"):
-        find_workload(mixture, entries({"a": "pairs"}), convert_section(), None, IMAGE_TOKENS)
+        find(entries("a=pairs"))
 
 
-def test_datasets_of_another_phase_are_not_counted(tmp_path: Path) -> None:
-    mixture, both = write_mixture(tmp_path / "mixture"), entries({"a": "pairs", "b": "pairs"})
-    whole = find_workload(mixture, both, convert_section(), None, IMAGE_TOKENS)
-    rest = find_workload(mixture, both, convert_section(), None, IMAGE_TOKENS, ("b",))
-    assert rest.sources == {"a": whole.sources["a"]}
-    assert rest.counted.startswith(str(mixture))
-    published = find_workload(tmp_path, entries({"iedit": "iedit", "b": "pairs"}), convert_section(), None, 9, ("b",))
-    assert published.sources.keys() == {"iedit"}
-
-
-def test_test_pairs_are_the_run_s_own_else_the_published(tmp_path: Path) -> None:
+def test_test_pairs_are_the_run_s_own_else_the_published(tmp_path):
     (tmp_path / "test").mkdir()
     rows = {"pair": ["a/1", "a/1", "a/2", "b/1"], "dataset": ["a", "a", "a", "b"]}
     pq.write_table(pa.table(rows), tmp_path / "test" / "part.parquet")
-    own = {name: DatasetEntry(reader="pairs", root=tmp_path) for name in ("a", "b")}
-    assert count_test_pairs(tmp_path, own) == 3
-    assert count_test_pairs(tmp_path, {"a": own["a"]}) is None, "another run's mixture, and no published counts"
-    published = {"spot_the_diff": DatasetEntry(reader="spot_the_diff", root=tmp_path)}
-    assert count_test_pairs(tmp_path, published) == count_test_pairs(tmp_path / "none", published) == 1_270
+    assert count_test_pairs(tmp_path, entries("a=pairs", "b=pairs")) == 3
+    assert count_test_pairs(tmp_path, entries("a=pairs")) is None, "another run's mixture, and no published counts"
+    for folder in (tmp_path, tmp_path / "none"):
+        assert count_test_pairs(folder, entries("spot_the_diff")) == 1_270
+
+
+MANY = [f"car {number} left" for number in range(14)]
+SPOT = {
+    "train": [("1", ["a man left", "it is dark", "a man left"]), ("2", [""]), ("3", ["the suv is gone", ""])],
+    "val": [("4", MANY), ("5", ["", ""]), ("6", ["it is dark"])],
+    "test": [("7", ["nothing"])],
+}
+BIRDS = [("11", "12", "train", text) for text in ("one is red", "one is small", "one is red")]
+BIRDS += [("13", "14", "val", "they differ"), ("15", "16", "test", "they are alike")]
+ONE, WORDLESS = SplitCount(1, 1), {"empty": 2, "wordless": 1}
+SPOTS = SplitCount(3, 6, repeated=1, **WORDLESS), SplitCount(3, 17, **WORDLESS), ONE
+COUNTED = {
+    "spot_the_diff": Published("spot_the_diff", "", *SPOTS),
+    "birds_to_words": Published("birds_to_words", "", SplitCount(1, 3, repeated=1), ONE, ONE),
+}
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Both datasets on disk, their files' counts in the place of the published ones."""
+    for name, counts in COUNTED.items():
+        monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], published=(counts,)))
+    spot, birds = tmp_path / "spot_the_diff", tmp_path / "birds_to_words"
+    (spot / "annotations").mkdir(parents=True)
+    for split, pairs in SPOT.items():
+        write_json(spot / f"annotations/{split}.json", [{"img_id": name, "sentences": texts} for name, texts in pairs])
+        for name, _ in pairs:
+            save_picture(spot / f"resized_images/{name}.png", int(name), 10)
+            save_picture(spot / f"resized_images/{name}_2.png", int(name), 120)
+    write_birds(birds / "birds-to-words-v1.0.tsv", BIRDS)
+    for name in {name for row in BIRDS for name in row[:2]}:
+        save_picture(birds / f"images/{name}.jpg", int(name), 200)
+    return tmp_path
+
+
+def converted(folder: Path, train_on: dict[str, Any], **changes: Any) -> tuple[ConvertReport, Workload]:
+    """What convert wrote of both datasets, every count of the files expected, and what the plan says before."""
+    fields = {name: {"train_on": splits, "expected_pairs": "published"} for name, splits in train_on.items()}
+    run = {name: make_entry(name, folder / name, **fields[name]) for name in COUNTED}
+    for name in run:
+        run_ingest(folder / name, name, name, **fields[name])
+    run_validate(folder, run)
+    cfg = convert_section(questions=REPOSITORY / "profiles/questions.yaml", references_per_pair=None, **changes)
+    return convert(cfg, run, folder / "clean", folder / "mixture"), published_workload(run, cfg)
+
+
+@pytest.mark.parametrize(
+    ("train_on", "samples", "spot"),
+    [
+        (["train"], "each", (2, 3)),
+        (["train", "val"], "each", (4, 18)),
+        (["train", "val"], "one", (4, 4)),
+        (["train", "val"], "joined", (4, 4)),
+    ],
+)
+def test_the_plan_counts_the_pairs_and_samples_that_convert_writes(sources, train_on, samples, spot):
+    named = {name: {"samples": samples} for name in COUNTED}
+    report, load = converted(sources, dict.fromkeys(COUNTED, train_on), sources=named)
+    written = {name: (counts.pairs["train"], counts.samples["train"]) for name, counts in report.datasets.items()}
+    assert {name: (use.pairs, use.references) for name, use in load.sources.items()} == written
+    assert written["spot_the_diff"] == spot
+    mixture = counted_workload(sources / "mixture/train", None, IMAGE_TOKENS)
+    assert mixture.sources == load.sources, "the plan after convert is the plan before"
+    if samples != "each":
+        return
+    raw = pl.concat([pl.read_parquet(sources / f"records/{name}/records.parquet") for name in COUNTED])
+    written = pl.read_parquet(sources / "mixture/train/*.parquet").join(raw, left_on="pair", right_on="id")
+    counts = written.group_by("dataset", "own_split").agg(pl.col("pair").n_unique(), pl.len()).iter_rows()
+    by_split = {(use.dataset, use.split): use.used for use in load.splits}
+    assert by_split == {(name, split): SourceCount(*counts) for name, split, *counts in counts}
+    assert [use.published for use in load.splits] == ([3, 3, 1, 1] if len(train_on) == 2 else [3, 1])
+
+
+def test_a_dataset_that_trains_on_none_of_its_splits_is_neither_planned_nor_written(sources):
+    report, load = converted(sources, {"spot_the_diff": ["train"], "birds_to_words": []})
+    assert load.sources == {"spot_the_diff": SourceCount(2, 3)}
+    assert (report.pairs["train"], report.samples["train"]) == (2, 3)
+    birds = report.datasets["birds_to_words"]
+    assert birds.pairs == {"train": 0, "val": 1, "test": 1}
+    assert birds.left_out["pairs_not_sampled"] == 1
+
+
+def test_a_share_of_a_dataset_is_shared_out_over_its_splits_to_the_unit():
+    cfg = convert_section(references_per_pair=None, sources={"birds_to_words": {"max_pairs": 999}})
+    load = published("birds_to_words", cfg=cfg, train_on=BOTH)
+    assert [use.used.pairs for use in load.splits] == [891, 108]  # of 2,685 and 325
+    assert sum(use.used.references for use in load.splits) == load.references == round(999 * 14_417 / 3_010)
+
+
+COUNTS = {  # (pairs that are published, that train, references that train): counted in the annotation files, or shares
+    "omnidiff_real train": (7_007, 7_007, 7_007),
+    "omnidiff_real val": (799, 799, 799),
+    "omnidiff_render train": (5_445, 5_445, 5_445),
+    "omnidiff_render val": (777, 777, 777),
+    "spot_the_diff train": (8_566, 8_566 - 37, 17_676 - 53 - 3),
+    "spot_the_diff val": (1_493, 1_493 - 4, 3_310 - 6),
+    "iedit train": (3_061, 3_061, 3_061),
+    "iedit val": (383, 383, 1_149 - 4),
+    "birds_to_words train": (2_685, 2_685, 12_890 - 23),
+    "birds_to_words val": (325, 325, 1_556 - 6),
+    "clevr_change train": (67_660, 67_660, 493_735 * 67_660 / 79_606),
+    "clevr_change val": (3_976, 3_976, 493_735 * 3_976 / 79_606),
+    "clevr_dc train": (40_800, 40_800, None),
+    "clevr_dc val": (2_400, 2_400, None),
+}
+
+
+@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small"])
+def test_the_profiles_of_the_paper_train_on_the_published_pairs_of_train_and_val(profile):
+    params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
+    load = published_workload(params.ingest.datasets, params.convert)
+    found = {f"{use.dataset} {use.split}": use for use in load.splits}
+    assert list(found) == list(COUNTS)
+    for name, (pairs_published, pairs, references) in COUNTS.items():
+        assert (found[name].published, found[name].used.pairs) == (pairs_published, pairs), name
+        assert references is None or found[name].used.references == pytest.approx(references, abs=1), name
+        assert found[name].counted == (not name.startswith("clevr"))
+    assert sum(use.published for use in load.splits) == 145_377
+    assert load.pairs == sum(use.used.pairs for use in load.splits) == 145_377 - 41
+    assert load.references == sum(use.used.references for use in load.splits)
+
+
+def test_the_plan_prints_each_split_its_published_pairs_and_the_sum_and_the_papers(toy_family, tmp_path, capsys):
+    def lines(*readers: str) -> list[str]:
+        train, compute, cfg = train_section(), compute_section(), convert_section(references_per_pair=None)
+        run = Run(train, ToySettings(), compute, entries(*readers, train_on=BOTH), cfg, tmp_path / "none")
+        print_plan(train, compute, make_plan(run), None, 0.45)
+        said = capsys.readouterr().out.splitlines()
+        start = said.index("counted: published counts of the datasets, lengths estimated")
+        return said[start + 1 : next(n for n, line in enumerate(said) if line.startswith("workload:"))]
+
+    spot_train, spot_val, clevr, _, total = lines("spot_the_diff", "clevr_dc")
+    assert spot_train == "  spot_the_diff train              8,529 pairs    17,620 references of 8,566 published pairs"
+    assert spot_val == "  spot_the_diff val                1,489 pairs     3,304 references of 1,493 published pairs"
+    assert clevr.startswith("  clevr_dc train                  40,800 pairs ")
+    assert clevr.endswith(" references of 40,800 published pairs; references estimated")
+    assert total.startswith("  sum                             53,218 pairs ")
+    assert total.endswith(" references of 53,259 published pairs")
+    *_, total, paper = lines(*PAPERS)
+    assert paper == "  the paper                         145k pairs      896k references"
+    assert "145,336 pairs" in total
+    assert total.endswith("of 145,377 published pairs")

@@ -12,7 +12,7 @@ from m3diff.models.generation import load_captioner
 from m3diff.serving.batcher import Prepared, captions, draw
 from m3diff.stages.predict.pairs import read_test_pairs
 from m3diff.stages.predict.stage import predict
-from tests.stages.predict.test_stage import compute, settings, write_test_split
+from tests.stages.predict.conftest import compute, settings, write_test_split
 from tests.tiny import noise_image, tiny_checkpoint
 from tests.tiny_blip2 import PATCH, SIDE, blip2_settings
 from tests.toy import REPOSITORY

@@ -1,14 +1,20 @@
-"""A made dataset in DVC: made after its source and before it is ingested, anew where its source or entry changed."""
+"""A made dataset in DVC, between its source and its ingestion; and docs/made-data.md, whose sources are read."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
+from m3diff.settings.load import load_params
+from m3diff.stages.augment.params import Edits, Source
+from m3diff.stages.augment.source import Rejected, read_originals
 from tests import toy
 from tests.test_dependencies import set_params
+from tests.toy import REPOSITORY
 
 MADE = {
     "kind": "edits",
@@ -22,10 +28,7 @@ MADE = {
 }
 INGESTED = {"reader": "pairs", "root": "data/01_raw/made", "options": {"manifest": "pairs.jsonl"}}
 LATER = ["ingest@made", "validate", "convert", "train", "predict", "evaluate"]
-
-
-def ran(root: Path) -> list[str]:
-    return re.findall(r"Running stage '(.+)'", toy.run(root, "dvc", "repro"))
+ALONE = ("repro", "--single-item", "augment@made")
 
 
 @pytest.fixture
@@ -36,54 +39,52 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-def change(root: Path, place: str, value: Any) -> None:
-    assert toy.status(root) == {}
-    set_params(root, place, value)
+def ran(root: Path, place: str | None = None, value: Any = None) -> list[str]:
+    """The stages that run, after a change of params.yaml where one is named."""
+    if place:
+        assert toy.status(root) == {}
+        set_params(root, place, value)
+    return re.findall(r"Running stage '(.+)'", toy.run(root, "dvc", "repro"))
 
 
 @pytest.mark.slow(30)
-def test_a_made_dataset_follows_its_source_and_its_entry(project: Path):
+def test_a_made_dataset_follows_its_source_and_its_entry(project):
     order = ran(project)
     assert order.index("synthesize@minichange") < order.index("augment@made") < order.index("ingest@made")
-    assert {"path": "data/01_raw/made.json", "hash": "md5"}.items() <= outs(project)["data/01_raw/made.json"].items()
-    change(project, "augment.made.edits", 3)
-    assert ran(project) == ["code", "augment@made"], "what it made is the same"
-    change(project, "augment.made.seed", 4)
-    assert ran(project) == ["code", "augment@made", *LATER]
-    change(project, "synthesize.minichange.seed", 4)
-    again = ran(project)
+    outs = yaml.safe_load((project / "dvc.lock").read_text())["stages"]["augment@made"]["outs"]
+    assert {"data/01_raw/made.json": "md5"}.items() <= {out["path"]: out["hash"] for out in outs}.items()
+    assert ran(project, "augment.made.edits", 3) == ["code", "augment@made"], "what it made is the same"
+    assert ran(project, "augment.made.seed", 4) == ["code", "augment@made", *LATER]
+    again = ran(project, "synthesize.minichange.seed", 4)
     assert "augment@made" in again
     assert "ingest@made" not in again, "the source has the same splits, so what is made is the same"
     (project / "data/01_raw/note.txt").write_text("no part of it")
     assert toy.status(project) == {}
 
 
-MADE_ALONE = ("repro", "--single-item", "augment@made")
-
-
 @pytest.mark.slow(15)
-def test_a_made_dataset_comes_from_the_run_cache_and_its_folder_is_dvcs_alone(project: Path):
+def test_a_made_dataset_comes_from_the_run_cache_and_its_folder_is_dvcs_alone(project):
     """Why the stage's output is not `persist`, by which DVC would leave the folder and never restore it."""
     root = project / "data/01_raw/made"
     toy.run(project, "dvc", "repro", "augment@made")
     made = sorted(path.name for path in root.rglob("*"))
-    set_params(project, "augment.made.seed", 4)
-    assert "Running stage 'augment@made'" in toy.run(project, "dvc", *MADE_ALONE)
-    set_params(project, "augment.made.seed", MADE["seed"])
-    assert "Stage 'augment@made' is cached - skipping run" in toy.run(project, "dvc", *MADE_ALONE)
+    for seed, said in ((4, "Running stage 'augment@made'"), (3, "Stage 'augment@made' is cached - skipping run")):
+        set_params(project, "augment.made.seed", seed)
+        assert said in toy.run(project, "dvc", *ALONE)
     assert sorted(path.name for path in root.rglob("*")) == made
     (root / "mine.txt").write_text("mine")
     set_params(project, "augment.made.seed", 5)
-    assert "Running stage 'augment@made'" in toy.run(project, "dvc", *MADE_ALONE)
+    assert "Running stage 'augment@made'" in toy.run(project, "dvc", *ALONE)
     assert not (root / "mine.txt").exists(), "as docs/made-data.md warns"
 
 
 @pytest.mark.slow(15)
-def test_dvc_itself_replaces_no_folder_that_dvc_add_tracks(tmp_path: Path):
-    project = toy.build(tmp_path / "toy")
+def test_dvc_itself_replaces_no_folder_that_dvc_add_tracks(project):
     mine = project / "data/01_raw/made/mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
+    set_params(project, "augment", {})
+    set_params(project, "ingest.datasets.made", None)
     toy.run(project, "dvc", "add", "data/01_raw/made")
     set_params(project, "augment.made", MADE)
     set_params(project, "ingest.datasets.made", INGESTED)
@@ -92,6 +93,42 @@ def test_dvc_itself_replaces_no_folder_that_dvc_add_tracks(tmp_path: Path):
     assert mine.read_text() == "mine"
 
 
-def outs(root: Path) -> dict[str, Any]:
-    lock = yaml.safe_load((root / "dvc.lock").read_text())
-    return {out["path"]: out for out in lock["stages"]["augment@made"]["outs"]}
+PAGE = (REPOSITORY / "docs" / "made-data.md").read_text("utf-8")
+BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+
+
+def test_the_entry_of_the_page_is_right_and_the_profile_makes_one_of_each_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    values = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
+    values["augment"] = BLOCKS[0]["augment"]
+    values["ingest"]["datasets"] |= BLOCKS[0]["ingest"]["datasets"]
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    (entry,) = load_params(tmp_path / "params.yaml").augment.values()
+    assert isinstance(entry, Edits)
+    assert (entry.edits, entry.paraphrases, entry.source.splits) == (8, {"val": 4}, ("val",))
+    made = load_params(REPOSITORY / "profiles" / "made-data.yaml").augment
+    assert [entry.kind for entry in made.values()] == ["edits", "neighbours", "coupled_samples"]
+    assert all(f"`{name}`" in PAGE for name in made)
+
+
+SAID = [{"from": "human", "value": "<image>\nDescribe it."}, {"from": "gpt", "value": "a red cup"}]
+COCO = [{"image_id": 9, "id": number, "caption": text} for number, text in enumerate(["a cat", "one cat"])]
+
+
+@pytest.mark.parametrize(
+    ("block", "image", "rows", "caption"),
+    [
+        (1, "00453/1.jpg", [{"id": "1", "image": "00453/1.jpg", "conversations": SAID}], "a red cup"),
+        (2, "train2017/000000000009.jpg", {"images": [], "annotations": COCO}, "a cat"),
+    ],
+    ids=["LLaVA", "COCO"],
+)
+def test_the_images_with_captions_of_the_page_are_read(block, image, rows, caption, tmp_path):
+    source = Source.model_validate(BLOCKS[block]["source"] | {"root": tmp_path / "raw"})
+    for path in (source.root / image, source.root / source.options["manifest"]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8)).save(source.root / image)
+    (source.root / source.options["manifest"]).write_text(json.dumps(rows))
+    rejected = Rejected()
+    (found,) = read_originals(source, tmp_path / "unpacked", tmp_path / "cache.parquet", rejected, "caption")
+    assert (found.image, found.text, rejected) == (source.root / image, caption, {})

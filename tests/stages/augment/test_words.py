@@ -1,61 +1,68 @@
-"""MiniChange's words read back: what the benchmark writes, an instruction and two descriptions tell again."""
+"""MiniChange's words read back, and carried out: instructions as changes of a scene, and two descriptions compared."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from m3diff.datasets.minichange.generate import image_paths, read_scenes
 from m3diff.datasets.minichange.language import NO_CHANGE_SENTENCES, describe_scene, references
 from m3diff.datasets.minichange.levels import LEVELS, sample_types
-from m3diff.datasets.minichange.scene import PLACES, Change, Scene, Thing
+from m3diff.datasets.minichange.render import render
+from m3diff.datasets.minichange.scene import LIT, PLACES, ZOOMS, Change, Mark, Scene, Thing
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import CHANGE_TYPES
+from m3diff.stages.augment.editors import DrawnEditor, carry_out
 from m3diff.stages.augment.words import difference, paraphrase, read_description, read_instruction
+from tests.stages.augment.toys import draw
 
 NOT_TOLD = {"viewpoint", "illumination"}
 """What the description of a scene does not say."""
+each_level = pytest.mark.parametrize("level", LEVELS)
 
 
-def pairs(level: str, count: int = 60) -> list[tuple[Scene, Scene, tuple[Change, ...]]]:
+def pairs(level: str) -> list[tuple[Scene, Scene, tuple[Change, ...]]]:
     made = []
-    for number in range(count):
+    for number in range(60):
         rng = np.random.default_rng([7, number])
         before, after, _, changes = LEVELS[level].sample_pair(rng, sample_types(rng, number, 0.3))
         made.append((before, after, changes))
     return made
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_reference_is_read_as_its_changes(level: str):
-    for _, _, changes in pairs(level):
-        for text in references(changes, 5):
-            read = read_instruction(text) or ()
-            assert [change.type for change in read] == [change.type for change in changes]
-            for found, true in zip(read, changes, strict=True):
-                assert found.word == true.word
-                for told, thing in ((found.before, true.before), (found.after, true.after)):
-                    assert (told is None) == (thing is None)
-                    if told and thing:
-                        assert (told.kind, told.size, told.cell) == (thing.kind, thing.size, thing.cell)
-                        assert told.color == thing.color
-                        assert told.state in (None, thing.state)
+def looks(thing: Thing) -> tuple:
+    return (thing.kind, thing.size, thing.color, thing.cell)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_description_is_read_as_its_scene(level: str):
-    for before, after, _ in pairs(level):
-        for scene in (before, after):
-            read = read_description(describe_scene(scene))
-            assert read is not None
-            looks = [(t.cell, t.size, t.color, t.kind, t.state) for t in read.things]
-            assert sorted(looks, key=str) == sorted(
-                ((t.cell, t.size, t.color, t.kind, t.state) for t in scene.things), key=str
-            )
-            assert sorted(read.marks) == sorted(mark.cell for mark in scene.marks)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_instruction_has_four_other_wordings_all_true_where_its_image_is_described(level: str):
+@each_level
+def test_every_reference_is_read_as_its_changes_and_has_the_other_wordings_where_its_image_is_described(level):
     for before, _, changes in pairs(level):
         texts = references(changes, 5)
         for text in texts:
+            read = read_instruction(text) or ()
+            assert [(change.type, change.word) for change in read] == [(each.type, each.word) for each in changes]
+            for found, true in zip(read, changes, strict=True):
+                for told, thing in ((found.before, true.before), (found.after, true.after)):
+                    assert (told and looks(told)) == (thing and looks(thing))
+                    assert told is None or thing is None or told.state in (None, thing.state)
             assert paraphrase(text, describe_scene(before)) == [other for other in texts if other != text]
+
+
+@each_level
+def test_every_description_is_read_as_its_scene_and_two_tell_every_change_but_camera_and_lamp(level):
+    exact = 0
+    for before, after, changes in pairs(level):
+        for scene in (before, after):
+            read = read_description(describe_scene(scene))
+            assert read is not None
+            found, true = ([(*looks(each), each.state) for each in of] for of in (read.things, scene.things))
+            assert sorted(found, key=str) == sorted(true, key=str)
+            assert sorted(read.marks) == sorted(mark.cell for mark in scene.marks)
+        told = difference(describe_scene(before), describe_scene(after), 5)
+        visible = tuple(change for change in changes if change.type not in NOT_TOLD)
+        exact += told == (references(visible, 5) if visible else [])
+    assert exact >= 58, "two objects of one place may be told as each other's change"
 
 
 def test_without_a_description_only_what_the_instruction_says_is_said():
@@ -70,52 +77,117 @@ def test_without_a_description_only_what_the_instruction_says_is_said():
 
 
 @pytest.mark.parametrize("text", [*NO_CHANGE_SENTENCES, "make it red", "at the left the red arrow points up now", ""])
-def test_what_is_not_in_minichanges_words_has_no_other_wording(text: str):
+def test_what_is_not_in_minichanges_words_has_no_other_wording(text):
     assert read_instruction(text) is None
     assert paraphrase(text) == []
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_descriptions_tell_every_change_but_camera_and_lamp(level: str):
-    exact = 0
-    for before, after, changes in pairs(level):
-        told = difference(describe_scene(before), describe_scene(after), 5)
-        seen = tuple(change for change in changes if change.type not in NOT_TOLD)
-        exact += told == (references(seen, 5) if seen else [])
-    assert exact >= 58, "two objects of one place may be told as each other's change"
+def said(*things: Thing) -> str:
+    told = (*things, Thing("star", "white", "small", 6))
+    return ", ".join(f"{PLACES[thing.cell]} a {thing.size} {thing.color} {thing.kind}" for thing in told)
 
 
 BALL, BOX = Thing("ball", "red", "small", 0), Thing("box", "blue", "large", 4)
+CONES = tuple(Thing("cone", "red", "small", cell) for cell in range(4))
+MARK = "at the top left a mark"
 
 
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        ((BALL,), (BALL, BOX), "in the centre a large blue box appeared"),
-        ((BALL, BOX), (BALL,), "in the centre the large blue box disappeared"),
-        ((BALL,), (BALL,), None),
-        ((BALL,), (Thing("ball", "blue", "large", 0),), None),  # more than one clause can say
-        ((BALL,), (Thing("ball", "red", "small", 8), BOX), "at the top left the small red ball disappeared, and in"),
-        ((), tuple(Thing("cone", "red", "small", cell) for cell in range(4)), None),  # more than three changes
+        (said(BALL), said(BALL, BOX), "in the centre a large blue box appeared"),
+        (said(BALL, BOX), said(BALL), "in the centre the large blue box disappeared"),
+        (said(BALL), said(BALL), None),
+        (said(BALL), said(Thing("ball", "blue", "large", 0)), None),  # more than one clause can say
+        (said(BALL), said(replace(BALL, cell=8), BOX), "at the top left the small red ball disappeared, and in"),
+        (said(), said(*CONES), None),  # more than three changes
+        (said(BALL), f"{MARK}, {said()}", "at the top left the small red ball was removed and left a mark"),
+        (said(BALL), f"at the top a mark, {said(BALL)}", None),  # a mark from nowhere
+        (f"at the top a mark, {said(BALL)}", said(BALL), None),
+        (said(BALL), "a cat on a mat", None),
     ],
 )
-def test_the_second_description_is_told_from_the_first(first: tuple, second: tuple, told: str | None):
-    texts = difference(said(first), said(second), 1)
+def test_the_second_description_is_told_from_the_first(first, second, told):
+    texts = difference(first, second, 1)
     assert (texts == []) if told is None else texts[0].startswith(told)
 
 
-def said(things: tuple[Thing, ...]) -> str:
-    return ", ".join(f"{PLACES[thing.cell]} a {thing.size} {thing.color} {thing.kind}" for thing in (*things, CORNER))
+@each_level
+def test_an_instruction_gives_the_scene_that_it_describes(level):
+    same = 0
+    for number, (before, after, changes) in enumerate(pairs(level)):
+        for text in references(changes, 3):
+            edited = carry_out(before, text, np.random.default_rng(number))
+            assert edited is not None, text
+            if all(change.type not in ("addition", "substitution") for change in changes):
+                assert describe_scene(edited) == describe_scene(after), text
+                same += 1
+            for word in {change.word for change in changes if change.type == "viewpoint"} & ZOOMS.keys():
+                assert edited.view.zoom == pytest.approx(before.view.zoom * ZOOMS[word], rel=0.08)
+    assert same > 60
 
 
-CORNER = Thing("star", "white", "small", 6)
+@pytest.mark.parametrize("change_type", CHANGE_TYPES)
+@each_level
+def test_each_type_of_change_leaves_all_other_things_where_they_are(level, change_type):
+    for number in range(4):
+        rng = np.random.default_rng([3, number])
+        before, _, _, changes = LEVELS[level].sample_pair(rng, (change_type,))
+        edited = carry_out(before, references(changes, 1)[0], rng)
+        assert edited is not None
+        assert [each for each in before.things if each not in edited.things] == [each.before for each in changes
+                                                                                 if each.before]  # fmt: skip
+        came = [thing for thing in edited.things if thing not in before.things]
+        assert len(came) == (1 if changes[0].after else 0)
+        assert len(edited.marks) - len(before.marks) == (change_type == "removal")
+        assert edited.view != before.view, "another photograph"
 
 
-def test_a_mark_makes_a_removal_and_one_from_nowhere_is_not_told():
-    ball = said((BALL,))
-    assert difference(ball, f"at the top left a mark, {said(())}", 1) == [
-        "at the top left the small red ball was removed and left a mark"
-    ]
-    assert difference(ball, f"at the top a mark, {ball}", 1) == []
-    assert difference(f"at the top a mark, {ball}", ball, 1) == []
-    assert difference(ball, "a cat on a mat", 1) == []
+SCENE = Scene((BALL, Thing("arrow", "blue", "large", 4, "up")), (Mark(8),))
+TURNED = "at the top left the small red ball turned blue"
+
+
+@pytest.mark.parametrize(
+    ("scene", "text"),
+    [
+        (SCENE, "at the top the small red ball turned blue"),  # not there
+        (SCENE, "at the top left the large red ball turned blue"),  # nor so
+        (SCENE, "in the centre the large blue arrow points left instead of down"),  # it points up
+        (SCENE, "in the centre a small red cone appeared"),  # the place is taken
+        (SCENE, "at the bottom right a small red cone appeared"),  # by a mark
+        (SCENE, "the lamp came on"),  # it is
+        (SCENE, "nothing changed"),
+        (SCENE, "make the ball blue"),
+        (Scene((BALL, replace(BALL, dx=0.1)), level="free"), TURNED),  # either may be meant
+    ],
+)
+def test_what_cannot_be_carried_out_is_not(scene, text):
+    assert carry_out(SCENE, TURNED, np.random.default_rng(0)) is not None
+    assert carry_out(scene, text, np.random.default_rng(0)) is None
+
+
+def test_the_lamp_goes_out_and_comes_on():
+    scene = SCENE
+    for text, brightness in (("the lamp went out", LEVELS["grid"].dark), ("the lamp came on", LIT)):
+        scene = carry_out(scene, text, np.random.default_rng(0))
+        assert scene.view.brightness == pytest.approx(brightness, rel=0.05)
+
+
+@pytest.mark.parametrize("changes", [{}, {"level": "free"}, {"domain": "shifted"}], ids=str)
+def test_the_scenes_that_are_written_draw_the_images_and_the_seed_decides_what_is_left_open(changes, tmp_path):
+    root = draw(tmp_path / "raw", **changes)
+    scenes, same = read_scenes(root), 0
+    for path, scene in scenes.of.items():
+        if not scene.view.noise:
+            drawn = render(scene, scenes.image_px, np.random.default_rng(0), scenes.domain)
+            assert drawn.tobytes() == Image.open(root / path).convert("RGB").tobytes(), path
+            same += 1
+    assert same > 40
+    assert len(scenes.of) == 120
+    editor, path = DrawnEditor(root), root / image_paths(0)[0]
+    first, again, other = (editor.edit(path, "the camera moved up", seed) for seed in (1, 1, 2))
+    assert first.tobytes() == again.tobytes() != other.tobytes()
+    assert first.size == Image.open(path).size
+    assert editor.edit(root / "images/other.png", "the camera moved up", 0) is None, "an image without a scene"
+    with pytest.raises(DataError, match=r"scenes\.json"):
+        DrawnEditor(tmp_path)

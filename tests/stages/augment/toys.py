@@ -1,24 +1,67 @@
-"""Parts that need no weights and note what they are asked, for tests of what is made with them."""
+"""A small MiniChange, entries of the section `augment` over it, and parts that need no weights."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
+from pydantic import TypeAdapter
 
-from m3diff.stages.augment.source import Captioned, Original
+from m3diff.datasets.minichange.generate import generate
+from m3diff.datasets.minichange.scene import MiniChange
+from m3diff.settings.compute import Compute
+from m3diff.stages.augment.params import MadeDataset
+from m3diff.stages.augment.source import Original
 from m3diff.stages.augment.writers import Written
+from tests.scoring import bench
+from tests.toy import REPOSITORY
+
+BASE = REPOSITORY / "data" / "00_base"
+SCENES = 40
+SETTINGS = {"seed": 5, "scenes": {"train": 24, "val": 4, "test": 12}, "image_px": 64, "references": 2}
+SETTINGS |= {"multi_change_share": 0.2, "oversample_types": []}
+KINDS: dict[str, dict[str, Any]] = {
+    "edits": {"editor": {"kind": "drawn"}, "writer": {"kind": "grammar"}, "edits": 2, "paraphrases": {"test": 4}},
+    "neighbours": {
+        "features": {"kind": "encoder", "model": BASE},
+        "writer": {"kind": "grammar"},
+        "candidates": 4,
+        "band": (0.75, 0.985),
+        "max_text_similarity": 0.99,
+        "references": 2,
+    },
+    "coupled_samples": {},
+}
+
+
+def draw(root: Path, **changes: Any) -> Path:
+    generate(MiniChange.model_validate(SETTINGS | {"root": root} | changes))
+    return root
+
+
+def entry(kind: str, source: Path, root: Path, /, **changes: Any) -> Any:
+    """An entry of the section, typed."""
+    values = {"kind": kind, "source": {"reader": "minichange", "root": source}, "root": root, "seed": 3}
+    return TypeAdapter(MadeDataset).validate_python(values | KINDS[kind] | changes)
+
+
+def edits(source: Path, root: Path, /, **changes: Any) -> Any:
+    return entry("edits", source, root, **changes)
+
+
+def compute(scratch: Path) -> Compute:
+    return bench.compute(scratch=scratch)
 
 
 class ToyEditor:
-    """Paints the seed; what an instruction names in `refuses` it cannot carry out, what it names in `same` shows the
+    """Paints the seed, or `paint`; an instruction with `refuses` in it cannot be carried out, with `same` shows the
     original."""
 
     identity = "toy"
 
-    def __init__(self, refuses: str = "never", same: str = "never") -> None:
-        self.refuses, self.same = refuses, same
+    def __init__(self, refuses: str = "never", same: str = "never", paint: int | None = None) -> None:
+        self.refuses, self.same, self.paint = refuses, same, paint
         self.asked: list[tuple[str, str, int]] = []
 
     def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None:
@@ -27,7 +70,8 @@ class ToyEditor:
             return None
         if self.same in instruction:
             return Image.open(image).convert("RGB")
-        return Image.new("RGB", (8, 8), (seed & 255, seed >> 8 & 255, seed >> 16 & 255))
+        paint = seed if self.paint is None else self.paint
+        return Image.new("RGB", (8, 8), (paint & 255, paint >> 8 & 255, paint >> 16 & 255))
 
 
 class ToyWriter:
@@ -36,19 +80,16 @@ class ToyWriter:
     identity = "toy"
 
     def __init__(self, short: str = "never") -> None:
-        self.short = short
-        self.asked: list[tuple[str, dict[str, str], int]] = []
+        self.short, self.asked = short, []
 
-    def write(self, task: str, facts: Sequence[Mapping[str, str]], n: int) -> list[Written]:
+    def write(self, task, facts, n) -> list[Written]:
         self.asked += [(task, dict(each), n) for each in facts]
         return [self.of(task, each, n) for each in facts]
 
-    def of(self, task: str, facts: Mapping[str, str], n: int) -> Written:
+    def of(self, task, facts, n) -> Written:
         fewer = any(self.short in text for text in facts.values())
-        told = " / ".join(facts.values())
-        return Written(
-            tuple(f"{task} {number}: {told}" for number in range(n - fewer)), Counter({"refused": 1} if fewer else {})
-        )
+        texts = [f"{task} {number}: {' / '.join(facts.values())}" for number in range(n - fewer)]
+        return Written(tuple(texts), Counter({"refused": 1} if fewer else {}))
 
 
 class ToyFeatures:
@@ -56,17 +97,17 @@ class ToyFeatures:
 
     identity = "toy"
 
-    def features(self, images: Sequence[Path]) -> np.ndarray:
+    def features(self, images: list[Path]) -> np.ndarray:
         angles = np.deg2rad([float(image.stem) for image in images])
         return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
-def original(folder: Path, name: str, text: str, split: str = "train", caption: str | None = None) -> Original:
+def original(folder: Path, name: str, text: str, split: Any = "train", caption: str | None = None) -> Original:
     image = folder / f"{name}.png"
     if not image.exists():
         Image.new("RGB", (8, 8), (len(name), 255, 255)).save(image)
     return Original(name, split, f"scene {name}", image, f"digest of {name}", text, ["color"], caption)
 
 
-def captioned(number: float, caption: str, split: str = "train", scene: str | None = None) -> Captioned:
-    return Captioned(f"n{number}", split, scene or f"s{number}", Path(f"{number}.png"), f"d{number}", caption)
+def captioned(number: float, caption: str, split: Any = "train", scene: str | None = None) -> Original:
+    return Original(f"n{number}", split, scene or f"s{number}", Path(f"{number}.png"), f"d{number}", caption)

@@ -1,56 +1,23 @@
-"""A prediction that was cut off goes on with what is missing, to the same bytes; and what names a run."""
+"""A prediction that was cut off goes on with what is missing, to the same bytes; what names a run; and its journal."""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from m3diff.models.generation import Captioner
+from m3diff.provenance import code
 from m3diff.records.errors import DataError
+from m3diff.stages.predict import stage
+from m3diff.stages.predict.journal import Answer, Journal
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import predict, run_key
-from tests.stages.predict.test_stage import ORDER, compute, settings, write_test_split
-from tests.tiny import tiny_base, tiny_checkpoint
+from tests.stages.predict.conftest import ORDER, Killed, compute, settings, write_test_split
 
 FILES = ("predictions.json", "predictions_shuffled.json", "predictions_reversed.json", "saliency.npz", "report.json")
 BATCHES = 9  # three of the pairs, three of each control
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("resume")
-    tiny_checkpoint(tiny_base(folder / "base"), folder / "model" / "checkpoint")
-    return write_test_split(folder / "mixture"), folder / "model"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("resume") / "out"
-    predict(settings(), compute(out), *folders, out)
-    return out
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Calls of the model, and after how many it is killed."""
-    told: dict[str, Any] = {"calls": 0, "end": None, "pairs": []}
-    original = Captioner.answer
-
-    def answer(self: Captioner, images: list, question: str, saliency: bool) -> tuple[list[str], Any]:
-        if told["calls"] == told["end"]:
-            raise Killed
-        told["calls"] += 1
-        told["pairs"].append(len(images) // 2)
-        return original(self, images, question, saliency)
-
-    monkeypatch.setattr(Captioner, "answer", answer)
-    return told
 
 
 def same_bytes(one: Path, other: Path) -> None:
@@ -59,130 +26,138 @@ def same_bytes(one: Path, other: Path) -> None:
 
 
 @pytest.mark.fault("04")
-@pytest.mark.parametrize("done", [0, 3, 8])
+@pytest.mark.parametrize(
+    ("done", "torn", "compute_changes"),
+    [(0, 0, {}), (3, 0, {}), (8, 0, {"workers": 2, "cpus_per_worker": 2}), (3, 5, {})],
+)
 def test_a_killed_run_captions_each_batch_once_and_writes_what_an_undisturbed_one_does(
-    done: int, folders: tuple[Path, Path], undisturbed: Path, counted: dict[str, Any], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    counted["end"] = done
+    done, torn, compute_changes, mixture, model, written, counted, tmp_path, capsys
+):
+    """Also with other workers, and where the last answer is torn: then its batch of two pairs is captioned again."""
+    out, counted["end"] = tmp_path / "out", done
     with pytest.raises(Killed):
-        predict(settings(), compute(out), *folders, out)
+        predict(settings(), compute(out), mixture, model, out)
     assert not (out / "predictions.json").exists()
+    (journal,) = (tmp_path / "out_runs" / "predict").iterdir()
+    journal.write_bytes(journal.read_bytes()[: -torn or None])
     counted["end"] = None
-    predict(settings(), compute(out), *folders, out)
-    assert counted["calls"] == BATCHES
-    same_bytes(out, undisturbed)
-
-
-def journal_of(out: Path) -> Path:
-    (file,) = (out.parent / f"{out.name}_runs" / "predict").glob("*.jsonl")
-    return file
-
-
-def test_a_batch_of_which_a_part_was_written_is_captioned_whole_again(
-    folders: tuple[Path, Path], undisturbed: Path, counted: dict[str, Any], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    counted["end"] = 3
-    with pytest.raises(Killed):
-        predict(settings(), compute(out), *folders, out)
-    file = journal_of(out)
-    file.write_bytes(file.read_bytes()[:-5])  # the last of the third batch's two pairs
-    counted.update(end=None, pairs=[])
-    predict(settings(), compute(out), *folders, out)
-    assert counted["pairs"] == [2, *(2, 1, 2), *(2, 1, 2)]
-    same_bytes(out, undisturbed)
-
-
-def test_a_run_goes_on_with_other_workers_and_says_what_it_kept(
-    folders: tuple[Path, Path],
-    undisturbed: Path,
-    counted: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "out"
-    counted["end"] = 2
-    with pytest.raises(Killed):
-        predict(settings(), compute(out), *folders, out)
-    counted["end"] = None
-    predict(settings(), compute(out, workers=2, cpus_per_worker=2), *folders, out)
-    assert counted["calls"] == BATCHES
-    assert "resumed; 3 captions of an earlier run are kept" in capsys.readouterr().out
-    same_bytes(out, undisturbed)
-
-
-def test_nothing_is_kept_of_a_run_that_ended(folders: tuple[Path, Path], counted: dict, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for times in (1, 2):
-        predict(settings(), compute(out), *folders, out)
-        assert counted["calls"] == times * BATCHES
-    assert list((tmp_path / "out_runs" / "predict").iterdir()) == []
+    predict(settings(), compute(out, **compute_changes), mixture, model, out)
+    assert [size for size, _ in counted["calls"]] == ([2, 1, 2, 2, 1, 2, 2, 1, 2] if not torn else
+                                                      [2, 1, 2, 2, 2, 1, 2, 2, 1, 2])  # fmt: skip
+    kept = {0: 0, 3: 5 - bool(torn), 8: 13}[done]
+    assert (f"resumed; {kept} captions of an earlier run are kept" in capsys.readouterr().out) == (kept > 0)
+    same_bytes(out, written[0])
+    assert list(journal.parent.iterdir()) == [], "nothing is kept of a run that ended"
 
 
 def test_a_run_killed_before_its_last_file_captions_nothing_again(
-    folders: tuple[Path, Path],
-    undisturbed: Path,
-    counted: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from m3diff.stages.predict import stage
-
-    out, write = tmp_path / "out", stage._write_saliency
-
+    mixture, model, written, counted, tmp_path, monkeypatch
+):
     def killed(*_: Any) -> None:
         raise Killed
 
+    out, write = tmp_path / "out", stage._write_saliency
     monkeypatch.setattr(stage, "_write_saliency", killed)
     with pytest.raises(Killed):
-        predict(settings(), compute(out), *folders, out)
+        predict(settings(), compute(out), mixture, model, out)
     monkeypatch.setattr(stage, "_write_saliency", write)
     monkeypatch.setattr("m3diff.stages.predict.workers.load", killed)  # not even the model is loaded
-    predict(settings(), compute(out), *folders, out)
-    assert counted["calls"] == BATCHES
-    same_bytes(out, undisturbed)
+    predict(settings(), compute(out), mixture, model, out)
+    assert len(counted["calls"]) == BATCHES
+    same_bytes(out, written[0])
 
 
-def test_what_decides_the_captions_names_a_run_and_places_do_not(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    mixture, model = folders
+def test_what_decides_the_captions_names_a_run_and_places_do_not(mixture, model, tmp_path, monkeypatch):
     shutil.copytree(mixture, tmp_path / "mixture")
     shutil.copytree(model, tmp_path / "model")
     checkpoint = tmp_path / "model" / "checkpoint"
     first = run_key(settings(), mixture, model / "checkpoint")
     assert run_key(settings(), tmp_path / "mixture", checkpoint) == first
-    changed = [settings(**{name: 3}) for name in Predict.model_fields]
-    keys = [run_key(cfg, mixture, model / "checkpoint") for cfg in changed]
-    assert len({first, *keys}) == 1 + len(changed)
+    keys = [run_key(settings(**{name: 3}), mixture, checkpoint) for name in Predict.model_fields]
     (tmp_path / "mixture" / "test" / "00001.parquet").unlink()
-    assert run_key(settings(), tmp_path / "mixture", checkpoint) not in (first, *keys)
+    keys.append(run_key(settings(), tmp_path / "mixture", checkpoint))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["model.safetensors"] = "another"
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    assert run_key(settings(), mixture, checkpoint) not in (first, *keys)
-
-
-def test_the_code_names_a_run(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from m3diff.provenance import code
-    from m3diff.stages.predict import stage
-
-    mixture, model = folders
-    first = run_key(settings(), mixture, model / "checkpoint")
+    keys.append(run_key(settings(), mixture, checkpoint))
     monkeypatch.setattr(code, "closure", lambda module, named, root: [Path(stage.__file__)])
-    assert run_key(settings(), mixture, model / "checkpoint") != first
+    keys.append(run_key(settings(), mixture, model / "checkpoint"))
+    assert len({first, *keys}) == 1 + len(keys) == 1 + len(Predict.model_fields) + 3
 
 
-def test_an_image_that_is_refused_costs_no_caption_that_was_made(
-    folders: tuple[Path, Path], counted: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_image_that_is_refused_costs_no_caption_that_was_made(model, counted, tmp_path):
     mixture = write_test_split(tmp_path / "mixture")
     image, out = mixture / f"{ORDER[3]}_after.png", tmp_path / "out"  # the only one of its question's second batch
     sound = image.read_bytes()
     image.write_bytes(b"no image")
     with pytest.raises(DataError, match=image.name):
-        predict(settings(), compute(out), mixture, folders[1], out)
-    made = counted["calls"]
+        predict(settings(), compute(out), mixture, model, out)
+    assert 0 < len(counted["calls"]) < BATCHES
     image.write_bytes(sound)
-    predict(settings(), compute(out), mixture, folders[1], out)
-    assert 0 < made < BATCHES
-    assert counted["calls"] == BATCHES
+    predict(settings(), compute(out), mixture, model, out)
+    assert len(counted["calls"]) == BATCHES
+
+
+MAP = np.array([[0.25, 0.5], [0.125, 0.0], [0.0625, 0.0625]], np.float16)
+ANSWERS = {
+    ("predictions", "toy/0"): Answer("a größer\ncube\u2028 \ud800", MAP),
+    ("predictions", "toy/1"): Answer("", MAP + 1),
+    ("control", "toy/0"): Answer("nothing", None),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "runs" / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.add(ANSWERS.items())
+    return path
+
+
+def listed(answers: dict) -> dict:
+    return {key: (caption, None if found is None else found.tolist()) for key, (caption, found) in answers.items()}
+
+
+def kept(path: Path) -> dict:
+    with Journal(path) as journal:
+        return listed(journal.answers)
+
+
+def test_answers_are_read_back_as_they_were_given_each_once_on_disk_before_the_next(file, monkeypatch):
+    assert kept(file) == listed(ANSWERS)
+    whole, synced = file.read_bytes(), []
+    assert whole.count(b"\n") == 3, "a line each, whatever the text"
+    with Journal(file) as journal:
+        found = journal.answers["predictions", "toy/0"].saliency
+        assert (found.dtype, found.shape) == (np.float16, (3, 2))
+        journal.add([(("predictions", "toy/1"), Answer("another", MAP))])
+        assert journal.answers["predictions", "toy/1"].caption == ""
+    assert file.read_bytes() == whole
+    monkeypatch.setattr("os.fsync", lambda number: synced.append(file.read_bytes().count(b"\n")))
+    with Journal(file) as journal:
+        for number in "45":
+            journal.add([(("control", number), Answer("more", None))])
+        journal.delete()
+    assert synced == [4, 5]
+    assert not file.exists()
+
+
+def test_a_torn_last_line_is_dropped_and_does_not_spoil_the_next(file):
+    whole, last = file.read_bytes(), ("control", "toy/0")
+    second = whole.index(b"\n", whole.index(b"\n") + 1) + 1
+    for cut in (len(whole) - 1, second + 1, second):
+        file.write_bytes(whole[:cut])
+        assert kept(file).keys() == ANSWERS.keys() - {last}
+        with Journal(file) as journal:
+            journal.add([(last, ANSWERS[last])])
+        assert file.read_bytes() == whole
+    lines = whole.splitlines(keepends=True)
+    file.write_bytes(lines[0] + b"\0" * 40 + b"\n" + lines[2])
+    assert list(kept(file)) == [("predictions", "toy/0")], "what follows a damaged line is dropped"
+    assert file.read_bytes() == lines[0]
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(file):
+    with Journal(file), pytest.raises(BlockingIOError, match=r"journal.jsonl: another process captions the same pairs"):
+        Journal(file).__enter__()
+    assert kept(file) == listed(ANSWERS)

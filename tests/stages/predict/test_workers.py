@@ -17,6 +17,7 @@ import ray
 import torch
 
 from m3diff.images.open import load_image
+from m3diff.models.checkpoint import read_manifest, write_manifest
 from m3diff.models.device import DeviceError
 from m3diff.models.fused import FusedMLP, FusedRMSNorm
 from m3diff.models.generation import load_captioner
@@ -25,20 +26,13 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.predict import stage, workers
 from m3diff.stages.predict.pairs import batches, read_test_pairs
 from m3diff.stages.predict.stage import predict
-from m3diff.stages.predict.workers import AHEAD, Batch, Job, caption, caption_here, caption_on_ray, images_ahead
-from tests.stages.predict.test_stage import ORDER, compute, settings, write_test_split
-from tests.tiny import tiny_base, tiny_checkpoint
+from m3diff.stages.predict.workers import AHEAD, Batch, Job, caption, caption_on_ray, images_ahead
+from tests.stages.predict.conftest import ORDER, compute, settings, write_test_split
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_test_split(tmp_path_factory.mktemp("workers") / "mixture")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workers")
-    return tiny_checkpoint(tiny_base(folder / "base"), folder / "model" / "checkpoint")
+def checkpoint(model: Path) -> Path:
+    return model / "checkpoint"
 
 
 def in_batches(mixture: Path, size: int = 1) -> list[Batch]:
@@ -47,9 +41,6 @@ def in_batches(mixture: Path, size: int = 1) -> list[Batch]:
 
 def job(checkpoint: Path, **changes: Any) -> Job:
     return Job(checkpoint, 5, compute(checkpoint, **changes))
-
-
-# Images
 
 
 class Processor:
@@ -64,100 +55,78 @@ class Processor:
             self.changed.notify_all()
         return np.asarray(image)
 
-    def wait_for(self, count: int) -> bool:
-        with self.changed:
-            return self.changed.wait_for(lambda: self.seen >= count, timeout=120)
 
-
-def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use(mixture: Path) -> None:
-    processor = Processor()
-    stream = images_ahead(in_batches(mixture), processor, threads=2)  # type: ignore[arg-type]
+def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use(mixture):
+    processor, count = Processor(), 2 * (1 + AHEAD)
+    stream = images_ahead(in_batches(mixture), processor, threads=2)
     next(stream)
-    assert processor.wait_for(2 * (1 + AHEAD)), "images of the batch and of the next two"
-    assert processor.seen == 2 * (1 + AHEAD), "and of no more"
+    with processor.changed:
+        assert processor.changed.wait_for(lambda: processor.seen >= count, timeout=120), "the batch and the next two"
+    assert processor.seen == count, "and no more"
     assert len(list(stream)) == 4
 
 
-def test_images_come_with_their_batch_in_the_order_of_its_pairs(mixture: Path, checkpoint: Path) -> None:
-    processor = load_captioner(checkpoint).processor
-    asked = in_batches(mixture, size=2)
-    found = list(images_ahead(asked, processor, threads=3))
-    for batch, images in zip(asked, found, strict=True):
+def test_images_come_with_their_batch_in_the_order_of_its_pairs(mixture, checkpoint):
+    processor, asked = load_captioner(checkpoint).processor, in_batches(mixture, size=2)
+    for batch, images in zip(asked, images_ahead(asked, processor, threads=3), strict=True):
         paths = [path for pair in batch.pairs for path in (pair.before, pair.after)]
-        for path, image in zip(paths, images, strict=True):
-            np.testing.assert_array_equal(image, processor.prepare_image(load_image(path)))
+        np.testing.assert_array_equal(images, [processor.prepare_image(load_image(path)) for path in paths])
 
 
-def test_an_image_that_is_refused_ends_the_stream_and_its_threads(mixture: Path, tmp_path: Path) -> None:
+def test_an_image_that_is_refused_ends_the_stream_and_its_threads(tmp_path):
     broken = write_test_split(tmp_path / "mixture")
     (broken / f"{ORDER[0]}_before.png").unlink()
-    stream = images_ahead(in_batches(broken), Processor(), threads=1)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=f"{ORDER[0]}_before.png: cannot be read"):
-        list(stream)
+        list(images_ahead(in_batches(broken), Processor(), threads=1))
     for thread in threading.enumerate():
         if thread.name.startswith("images"):
             thread.join(timeout=120)
             assert not thread.is_alive()
 
 
-# The model
-
-
 @pytest.mark.parametrize(("dtype", "want"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_a_checkpoint_captions_in_the_precision_of_its_own_weights(
-    dtype: str, want: torch.dtype, checkpoint: Path, mixture: Path, tmp_path: Path
-) -> None:
-    from m3diff.models.checkpoint import read_manifest, write_manifest
-
+def test_a_checkpoint_captions_in_the_precision_of_its_own_weights(dtype, want, checkpoint, mixture, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
     config = json.loads((folder / "config.json").read_text()) | {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config))
-    facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
-    write_manifest(folder, **facts)
-    captioner = workers.load(job(folder))
-    assert {parameter.dtype for parameter in captioner.model.parameters()} == {want}
-    (_, [answer]), *_ = caption_here(job(folder), in_batches(mixture)[:1])
-    assert answer.saliency is not None
+    write_manifest(folder, **{name: value for name, value in read_manifest(folder).items() if name != "files"})
+    assert {parameter.dtype for parameter in workers.load(job(folder)).model.parameters()} == {want}
+    (_, [answer]), *_ = caption(job(folder), in_batches(mixture)[:1])
     assert answer.saliency.dtype == np.float16
 
 
 @pytest.mark.fault("11")
-def test_a_gpu_that_is_asked_for_and_not_there_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_asked_for_and_not_there_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="compute.gpu: true, but torch .* sees no GPU"):
         workers.load(job(checkpoint, gpu=True))
 
 
-def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint: Path, mixture: Path) -> None:
-    kinds = {type(module) for module in workers.load(job(checkpoint)).model.modules()}
-    assert {FusedRMSNorm, FusedMLP} <= kinds
+def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixture):
     stock = load_captioner(checkpoint, 5)
-    assert not {FusedRMSNorm, FusedMLP} & {type(module) for module in stock.model.modules()}
+    kinds = [{type(module) for module in of.model.modules()} for of in (workers.load(job(checkpoint)), stock)]
+    assert {FusedRMSNorm, FusedMLP} <= kinds[0]
+    assert not {FusedRMSNorm, FusedMLP} & kinds[1]
     asked = in_batches(mixture, size=2)
-    for batch, (number, answers) in zip(asked, caption_here(job(checkpoint), asked), strict=True):
+    for batch, (number, answers) in zip(asked, caption(job(checkpoint), asked), strict=True):
         files = [file for pair in batch.pairs for file in (pair.before, pair.after)]
         images = [stock.processor.prepare_image(load_image(file)) for file in files]
         captions, maps = stock.answer(images, batch.pairs[0].question, saliency=True)
-        assert number == batch.number
-        assert [answer.caption for answer in answers] == captions
+        assert (number, [answer.caption for answer in answers]) == (batch.number, captions)
         if batch.saliency:
             np.testing.assert_allclose([answer.saliency for answer in answers], maps, atol=1e-3)
         else:
             assert [answer.saliency for answer in answers] == [None] * len(captions)
 
 
-# Workers
-
-
-@pytest.mark.parametrize(
-    ("gpu", "count", "place"), [(False, 0, "here"), (False, 2, "here"), (True, 0, "here"), (True, 2, "ray")]
-)
-def test_ray_is_for_gpus_alone(
-    gpu: bool, count: int, place: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "caption_here", lambda job, batches: "here")
-    monkeypatch.setattr(workers, "caption_on_ray", lambda job, batches: "ray")
-    assert caption(job(checkpoint, gpu=gpu, workers=count), []) == place
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("count", [0, 2])
+def test_ray_is_for_gpus_alone(gpu, count, checkpoint, monkeypatch):
+    for name in ("caption_on_ray", "answers_of"):
+        monkeypatch.setattr(workers, name, lambda *_, name=name: name)
+    monkeypatch.setattr(workers, "load", lambda job: None)
+    asked = job(checkpoint, gpu=gpu, workers=count)
+    assert caption(asked, []) == ("caption_on_ray" if gpu and count else "answers_of")
 
 
 @pytest.fixture(scope="module")
@@ -167,21 +136,16 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.slow(95)
-def test_two_ray_workers_give_what_one_process_gives(cluster: None, checkpoint: Path, mixture: Path) -> None:
-    asked = in_batches(mixture)
-    want = dict(caption_here(job(checkpoint), asked))
-    got = dict(caption_on_ray(job(checkpoint, workers=2), asked))
-    assert got.keys() == want.keys() == {batch.number for batch in asked}
-    for number, answers in want.items():
-        assert [answer.caption for answer in got[number]] == [answer.caption for answer in answers]
-        for one, other in zip(got[number], answers, strict=True):
+def same(got: Any, want: Any) -> None:
+    assert sorted(number for number, _ in got) == sorted(want), "each batch once"
+    for number, answers in got:
+        assert [answer.caption for answer in answers] == [answer.caption for answer in want[number]]
+        for one, other in zip(answers, want[number], strict=True):
             np.testing.assert_array_equal(one.saliency, other.saliency)
-    assert ray.is_initialized(), "a cluster that was there stays"
 
 
 @pytest.mark.slow(85)
-def test_a_worker_s_data_error_is_the_stage_s(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_worker_s_data_error_is_the_stage_s(cluster, checkpoint, tmp_path):
     broken = write_test_split(tmp_path / "mixture")
     (broken / "3_after.png").write_bytes(b"no image")
     with pytest.raises(DataError) as refused:
@@ -191,18 +155,14 @@ def test_a_worker_s_data_error_is_the_stage_s(cluster: None, checkpoint: Path, t
 
 
 @pytest.mark.slow
-def test_workers_that_find_no_room_are_refused_with_what_ray_has(
-    cluster: None, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "ROOM_S", 2)
-    with pytest.raises(ParamsError, match="no room for 2 workers .*: a worker needs 1 CPU, 1 GPU; .* has 4 CPU, 0 GPU"):
+def test_workers_that_find_no_room_are_refused_with_what_ray_has(cluster, checkpoint, mixture, monkeypatch):
+    monkeypatch.setattr(workers, "ROOM_S", 0)
+    with pytest.raises(ParamsError, match="0 of 2 workers: a worker needs 1 CPU, 1 GPU; .* has 4 CPU, 0 GPU"):
         list(caption_on_ray(job(checkpoint, workers=2, gpu=True), in_batches(mixture)))
 
 
 @pytest.mark.slow(80)
-def test_a_worker_s_slow_start_is_no_lack_of_room(
-    cluster: None, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_s_slow_start_is_no_lack_of_room(cluster, checkpoint, mixture, monkeypatch):
     class Slow(workers.Worker):
         def __init__(self, job: Job) -> None:
             time.sleep(3)
@@ -215,9 +175,10 @@ def test_a_worker_s_slow_start_is_no_lack_of_room(
     monkeypatch.setattr(workers, "START_S", 1)
     with pytest.raises(ConnectionError, match="1 of 1 Ray workers did not start within 1 s; .* run `m3diff predict`"):
         list(caption_on_ray(job(checkpoint, workers=1), [asked]))
-    assert ray.util.placement_group_table() == {} or {
-        group["state"] for group in ray.util.placement_group_table().values()
-    } == {"REMOVED"}, "room is given back"
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ray.available_resources()["CPU"] == 4, "room is given back"
 
 
 def die(graves: Path) -> None:
@@ -229,15 +190,9 @@ def die(graves: Path) -> None:
 @pytest.mark.slow(65)
 @pytest.mark.parametrize(("count", "at"), [(2, 12), (1, 13)])
 def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
-    count: int,
-    at: int,
-    cluster: None,
-    checkpoint: Path,
-    mixture: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    count, at, cluster, checkpoint, mixture, tmp_path, monkeypatch, capsys
+):
+    """To the same answers as those of one process; a cluster that was there stays."""
 
     class Mortal(workers.Worker):
         def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
@@ -247,24 +202,20 @@ def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
                 yield from super().caption([batch])
 
     asked = in_batches(mixture)
-    want = dict(caption_here(job(checkpoint), asked))
+    want = dict(caption(job(checkpoint), asked))
     monkeypatch.setattr(workers, "Worker", Mortal)
-    got = list(caption_on_ray(job(checkpoint, workers=count, max_failures=1), asked))
+    same(list(caption_on_ray(job(checkpoint, workers=count, max_failures=1), asked)), want)
     assert len(list(tmp_path.iterdir())) == 1, "one has died"
-    assert sorted(number for number, _ in got) == sorted(want), "each batch once"
-    for number, answers in got:
-        assert [answer.caption for answer in answers] == [answer.caption for answer in want[number]]
-        for one, other in zip(answers, want[number], strict=True):
-            np.testing.assert_array_equal(one.saliency, other.saliency)
     said = capsys.readouterr().out
     assert "predict: a worker died (" in said
     assert f"unanswered batches go to {'1 other worker(s)' if count == 2 else 'new workers'} (failure 1 of 1 " in said
+    assert ray.is_initialized()
 
 
 @pytest.mark.slow(65)
 def test_too_many_deaths_end_the_run_and_what_was_captioned_is_kept(
-    cluster: None, checkpoint: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, checkpoint, mixture, tmp_path, monkeypatch
+):
     """Each worker dies when its first answer is in the journal: with one failure allowed, two of five are."""
     out, graves, runs = tmp_path / "out", tmp_path / "graves", tmp_path / "out_runs" / "predict"
     graves.mkdir()
@@ -292,61 +243,70 @@ def test_too_many_deaths_end_the_run_and_what_was_captioned_is_kept(
         assert (out / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
+class Remote:
+    """Stands for Ray: what is asked of it, and which batches each worker is dealt. A mortal one dies at its second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mortal: bool = False) -> None:
+        self.asked: dict[str, Any] = {}
+        self.dealt: list[list[int]] = []
+        self.deaths, self.mortal = 0, mortal
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(workers, "wait_for_room", lambda compute, seconds: self.asked.update(room=compute.workers))
+        monkeypatch.setattr(ray, "remote", self.remote)
+        monkeypatch.setattr(ray, "kill", lambda worker: None)
+        monkeypatch.setattr(
+            ray, "wait", lambda refs, num_returns, timeout=None: (refs[:num_returns], refs[num_returns:])
+        )
+        monkeypatch.setattr(ray, "get", lambda refs: refs)
+
+    def remote(self, **given: Any) -> Any:
+        self.asked.update(given)
+        return lambda kind: SimpleNamespace(remote=self.actor)
+
+    def actor(self, job: Job) -> Any:
+        ready = SimpleNamespace(remote=lambda: "ready")
+        return SimpleNamespace(ready=ready, caption=SimpleNamespace(remote=self.caption))
+
+    def caption(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
+        self.dealt.append([batch.number for batch in part])
+        return self.answers(part)
+
+    def answers(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
+        for at, batch in enumerate(part):
+            if self.mortal and at == 1:
+                self.deaths += 1
+                raise ray.exceptions.ActorDiedError
+            yield batch.number, []
+
+
 @pytest.mark.parametrize("gpu", [False, True])
-def test_each_worker_is_placed_with_its_device_and_its_environment(
-    gpu: bool, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-    dealt: list[list[int]] = []
-
-    class Actor:
-        def __init__(self, _: Job) -> None:
-            self.ready = SimpleNamespace(remote=lambda: "ready")
-            self.caption = SimpleNamespace(remote=self._caption)
-
-        def _caption(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
-            dealt.append([batch.number for batch in part])
-            return iter([(batch.number, []) for batch in part])
-
-    def remote(**given: Any) -> Any:
-        asked.update(given)
-        return lambda kind: SimpleNamespace(remote=Actor)
-
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-
-    def room(bundles: list[dict[str, float]]) -> Any:
-        rooms.append(bundles)
-        return SimpleNamespace(wait=lambda timeout: True)
-
-    rooms: list[list[dict[str, float]]] = []
-    monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray.util, "placement_group", room)
-    monkeypatch.setattr(ray.util, "remove_placement_group", lambda group: None)
-    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout=None: (refs[:num_returns], refs[num_returns:]))
-    monkeypatch.setattr(ray, "get", lambda refs: refs)
+def test_each_worker_is_placed_with_its_device_and_its_environment(gpu, checkpoint, mixture, monkeypatch):
+    fake = Remote(monkeypatch)
     made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
     assert sorted(made) == [(number, []) for number in range(10, 15)]
-    assert (asked["num_cpus"], asked["num_gpus"]) == (3, int(gpu))
-    assert rooms == [[{"CPU": 3, "GPU": 1} if gpu else {"CPU": 3}] * 2]
-    assert asked["runtime_env"] == {"env_vars": workers.environment(gpu)}
-    assert dealt == [[10, 12, 14], [11, 13]]
-    dealt.clear()
+    asked = {"room": 2, "num_cpus": 3, "num_gpus": int(gpu), "runtime_env": {"env_vars": workers.environment(gpu)}}
+    assert fake.asked == asked
+    assert fake.dealt == [[10, 12, 14], [11, 13]]
+    fake.dealt.clear()
     list(caption_on_ray(job(checkpoint, workers=8), in_batches(mixture)))
-    assert dealt == [[10], [11], [12], [13], [14]], "no worker without work"
+    assert fake.dealt == [[10], [11], [12], [13], [14]], "no worker without work"
 
 
-def test_a_worker_that_dies_is_a_reason_to_try_again(
-    checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batches_of_a_dead_worker_are_dealt_again_until_too_many_died(checkpoint, mixture, monkeypatch):
+    fake = Remote(monkeypatch, mortal=True)
+    made = list(caption_on_ray(job(checkpoint, workers=1, max_failures=4), in_batches(mixture)))
+    assert sorted(number for number, _ in made) == list(range(10, 15))
+    assert (fake.deaths, fake.dealt) == (4, [list(range(at, 15)) for at in range(10, 15)])
+    with pytest.raises(ConnectionError, match="a worker died .*max_failures: 3 .* run `m3diff predict` again: what is"):
+        list(caption_on_ray(job(checkpoint, workers=1, max_failures=3), in_batches(mixture)))
+
+
+def test_a_ray_of_one_s_own_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
     ended: list[str] = []
-
-    def died(*_: Any) -> None:
-        raise ray.exceptions.ActorDiedError
-
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(workers, "start_ray", lambda compute: ended.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
-    monkeypatch.setattr(workers, "_as_they_come", died)
-    with pytest.raises(ConnectionError, match="a worker died .* run `m3diff predict` again: what is captioned"):
+    monkeypatch.setattr(workers, "_as_they_come", lambda *_: iter([1 / 0] if ended else []))
+    with pytest.raises(ZeroDivisionError):
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
     assert ended == ["start", "shutdown"]

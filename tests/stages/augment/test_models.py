@@ -1,0 +1,299 @@
+"""What makes with weights: InstructPix2Pix and features on tiny models, the search for neighbours, and writers."""
+
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from m3diff.datasets.minichange.generate import image_paths
+from m3diff.endpoint import Answer
+from m3diff.images.open import ImageError
+from m3diff.models.device import Device
+from m3diff.settings.section import ParamsError
+from m3diff.stages.augment import features as module
+from m3diff.stages.augment.editors import Pix2PixEditor, fitted, load_editor
+from m3diff.stages.augment.features import Features, nearest
+from m3diff.stages.augment.params import Clip, Drawn, Encoder, Grammar, InstructPix2Pix, Remote, Source
+from m3diff.stages.augment.writers import load_writer, read_texts, usable
+from tests.chat import chat_server
+from tests.stages.augment.tiny import clip, instruct_pix2pix, siglip
+from tests.stages.augment.toys import BASE, draw
+
+CPU = Device(gpu=False, precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("models") / "raw", image_px=128)
+
+
+@pytest.fixture(scope="module")
+def images(root: Path) -> list[Path]:
+    return [root / path for number in range(40) for path in image_paths(number)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    return {make: make(folder / make.__name__) for make in (instruct_pix2pix, clip, siglip)}
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (30, 50, 3), np.uint8)).save(tmp_path / "image.png")
+    return tmp_path / "image.png"
+
+
+def editor(model: Path, **changes: Any) -> Pix2PixEditor:
+    values = {"kind": "instruct_pix2pix", "model": model, "steps": 2, "image_px": 32} | changes
+    return load_editor(InstructPix2Pix(**values), Source(reader="pairs", root=Path("nowhere")), CPU)
+
+
+def test_the_same_seed_gives_the_same_edit_whatever_was_edited_before(folders, image):
+    one = editor(folders[instruct_pix2pix])
+    assert (one.pipeline, len(one.identity)) == (None, 64), "weights are loaded for the first edit"
+    first, other, again = (one.edit(image, "make it red", seed) for seed in (1, 2, 1))
+    alone = editor(folders[instruct_pix2pix]).edit(image, "make it red", 1)
+    assert one.pipeline.safety_checker is None
+    assert (first.size, first.mode) == ((50, 30), "RGB")
+    assert first.tobytes() == again.tobytes() == alone.tobytes() != other.tobytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": "add a cat"},
+        {"color": "blue"},
+        {"steps": 3},
+        {"guidance": 2.0},
+        {"image_guidance": 3.0},
+        {"image_px": 64},
+    ],
+    ids=str,
+)
+def test_original_instruction_steps_and_both_guidances_reach_the_pipeline(change, folders, image):
+    def edit(text: str = "make it red", color: str | None = None, **changes: Any) -> bytes:
+        if color:
+            Image.new("RGB", (50, 30), color).save(image)
+        return editor(folders[instruct_pix2pix], **changes).edit(image, text, 1).tobytes()
+
+    assert edit() != edit(**change)
+
+
+def test_a_model_that_is_not_there_or_another_one_and_a_bad_image_are_refused(folders, tmp_path):
+    (tmp_path / "no.png").write_text("no image")
+    with pytest.raises(ParamsError, match=r"holds no config\.json or model_index\.json"):
+        editor(tmp_path)
+    with pytest.raises(ParamsError, match="has the sha256"):
+        editor(folders[instruct_pix2pix], sha256="0" * 64)
+    with pytest.raises(ImageError):
+        editor(folders[instruct_pix2pix]).edit(tmp_path / "no.png", "make it red", 1)
+    with pytest.raises(ParamsError, match="has the sha256"):
+        Features(Encoder(kind="encoder", model=BASE, sha256="1" * 64), CPU)
+    with pytest.raises(ImageError):
+        Features(Encoder(kind="encoder", model=BASE), CPU).features([tmp_path / "no.png"])
+
+
+@pytest.mark.parametrize(
+    ("size", "longer", "found"),
+    [((50, 30), 32, (32, 16)), ((1000, 500), 512, (512, 256)), ((300, 400), 512, (384, 512)), ((900, 9), 64, (64, 8))],
+)
+def test_the_sides_are_multiples_of_eight_in_nearly_the_same_shape(size, longer, found):
+    assert fitted(size, longer) == found
+
+
+def test_the_editor_without_weights_is_of_its_source(root):
+    drawn = load_editor(Drawn(kind="drawn"), Source(reader="minichange", root=root), CPU)
+    assert drawn.edit(root / "images/CLEVR_default_000000.png", "the camera moved up", 1) is not None
+
+
+def test_the_bases_features_put_the_same_scene_above_another_one(images):
+    """Each scene has three images: before, after, and a distractor that shows the first again."""
+    found = Features(Encoder(kind="encoder", model=BASE), CPU).features(images)
+    assert found.shape == (120, 25 * 128)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    cosines = (found @ found.T).reshape(40, 3, 40, 3)
+    distractors = np.array([cosines[at, 0, at, 2] for at in range(40)])
+    others = np.array([np.delete(cosines[at, 0, :, 0], at).max() for at in range(40)])
+    assert np.median(others) < 0.75 < 0.98 < np.median(distractors)
+    assert (distractors > others).all()
+
+
+@pytest.mark.parametrize("make", [clip, siglip])
+def test_clip_and_siglip_give_their_image_embedding(make, folders, images, monkeypatch):
+    from transformers import AutoImageProcessor, AutoModel
+
+    features = Features(Clip(kind="clip", model=folders[make]), CPU)
+    found = features.features(images[:9])
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    assert found.shape[0] == 9
+    model, processor = (kind.from_pretrained(folders[make]) for kind in (AutoModel, AutoImageProcessor))
+    pixels = processor(images=[module.load_image(images[4])], return_tensors="pt")["pixel_values"]
+    expected = model.get_image_features(pixel_values=pixels).pooler_output[0].detach().numpy()
+    np.testing.assert_allclose(found[4], expected / np.linalg.norm(expected), atol=1e-5)
+    monkeypatch.setattr(module, "BATCH", 2)
+    np.testing.assert_allclose(features.features(images[:9]), found, atol=1e-5)
+
+
+def test_features_that_the_memory_would_not_hold_are_refused_after_the_first_batch(folders, images, monkeypatch):
+    read, real = [], module.load_image
+    monkeypatch.setattr(module, "load_image", lambda path: read.append(path) or real(path))
+    monkeypatch.setattr(module, "BATCH", 2)
+    features = Features(Clip(kind="clip", model=folders[clip]), CPU)
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=120 * 12 * 4 - 1))
+    with pytest.raises(ParamsError, match=r"120 images of a split, 12 numbers each, .* GiB of memory are free; .*clip"):
+        features.features(images)
+    assert len(read) == 2
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=120 * 12 * 4))
+    assert features.features(images).shape == (120, 12)
+
+
+def test_a_folder_of_another_model_or_without_safetensors_is_no_clip(images, tmp_path):
+    pickled = clip(tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    for folder in (BASE, pickled):
+        with pytest.raises(ParamsError, match=rf"^{folder}: is no CLIP or SigLIP .*`kind: encoder`"):
+            Features(Clip(kind="clip", model=folder), CPU).features(images[:1])
+
+
+def points(count: int, width: int = 16, groups: int = 40) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    middles = rng.normal(size=(groups, width))
+    found = middles[rng.integers(groups, size=count)] + 0.3 * rng.normal(size=(count, width))
+    return (found / np.linalg.norm(found, axis=1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+def test_the_exact_search_finds_the_nearest_others_in_order(block, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", block)
+    features = points(200)
+    cosines, numbers = nearest(features, 5, "exact")
+    whole = (features @ features.T).astype(np.float64)
+    np.fill_diagonal(whole, -2)
+    assert (numbers == np.argsort(-whole, axis=1, kind="stable")[:, :5]).mean() > 0.999
+    np.testing.assert_allclose(cosines, np.take_along_axis(whole, numbers, axis=1), atol=1e-6)
+    equal = np.tile(points(1), (6, 1))
+    assert nearest(equal, 5, "exact")[1].tolist() == [[n for n in range(6) if n != row] for row in range(6)]
+
+
+def test_the_exact_search_holds_so_many_similarities_at_once_and_no_more(monkeypatch):
+    """numpy tells tracemalloc what it takes: a block's similarities and, of 8 bytes each, their order."""
+    features = points(4000)
+    whole = nearest(features, 8, "exact")
+    monkeypatch.setattr(module, "CELLS", 100_000)
+    tracemalloc.start()
+    try:
+        cosines, numbers = nearest(features, 8, "exact")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000 * 14 + 3 * (cosines.nbytes + numbers.nbytes)
+    assert (numbers == whole[1]).all()
+    np.testing.assert_allclose(cosines, whole[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(("count", "found"), [(1, 0), (2, 1), (4, 3)])
+def test_there_are_no_more_neighbours_than_others(count, found):
+    cosines, numbers = nearest(points(count), 10, "exact")
+    assert cosines.shape == numbers.shape == (count, found)
+
+
+def test_faiss_finds_what_the_exact_search_finds_and_never_the_image_itself():
+    features = points(4000)
+    exact_cosines, exact = nearest(features, 8, "exact")
+    cosines, numbers = nearest(features, 8, "faiss")
+    assert numbers.shape == exact.shape
+    assert not (numbers == np.arange(len(features))[:, None]).any()
+    assert np.mean([len(set(a) & set(b)) / 8 for a, b in zip(numbers, exact, strict=True)]) > 0.9
+    assert (np.diff(cosines, axis=1) <= 1e-6).all(), "the most similar first"
+    same = numbers == exact
+    np.testing.assert_allclose(cosines[same], exact_cosines[same], atol=1e-5)
+    assert (nearest(features, 8, "faiss")[1] == numbers).all()
+    cosines, numbers = nearest(np.repeat(points(20), 5, axis=0), 3, "faiss")
+    assert not (numbers == np.arange(100)[:, None]).any()
+    assert (cosines > 0.999).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ("I'm just an AI, it is not within my abilities", "refused"),
+        ({"content": None, "refusal": "no"}, "refused"),
+        ("", "empty"),
+        ({"content": '["Put a c', "finish_reason": "length"}, "cut"),
+        ('["Put a cat", "Pla', "unreadable"),
+        ('{"texts": 3}', "unreadable"),
+        ("[1, 2]", "unreadable"),
+    ],
+)
+def test_a_bad_answer_gives_no_text_is_counted_and_is_not_asked_for_again(reply, reason, tmp_path):
+    facts = [{"text": "add a cat"}, {"text": "add a dog"}]
+    with chat_server('["one", "two"]') as server:
+        server.replies = {"add a cat": [reply]}
+        cfg = Remote(kind="endpoint", url=server.url, model="m")
+        bad, good = load_writer(cfg, 3, tmp_path / "answers.jsonl").write("paraphrase", facts, 2)
+        assert load_writer(cfg, 3, tmp_path / "answers.jsonl").write("paraphrase", facts, 2) == [bad, good]
+    assert (bad.texts, bad.dropped) == ((), {reason: 1})
+    assert (good.texts, good.dropped) == (("one", "two"), {})
+    assert len(server.asked) == 2
+
+
+def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(tmp_path):
+    with chat_server('["one", "two"]') as server:
+        writer = load_writer(Remote(kind="endpoint", url=server.url, model="m"), 3, tmp_path / "answers.jsonl")
+        writer.write("difference", [{"first": "a {cup}", "second": "two men"}], 7)
+        writer.write("paraphrase", [{"text": "add a cat", "first": "a sofa"}], 4)
+    assert "FIRST IMAGE: a {cup}\nSECOND IMAGE: two men\n" in server.texts[0]
+    assert " 7 " in server.texts[0]
+    assert "INSTRUCTION: add a cat\n" in server.texts[1]
+    assert [(body["seed"], body["messages"][0]["role"]) for body in server.asked] == [(3, "system")] * 2
+
+
+@pytest.mark.parametrize(
+    ("said", "n", "texts"),
+    [
+        ('["a", "b"]', 2, ["a", "b"]),
+        ('Sure! ```json\n["a"]\n```', 2, ["a"]),
+        ("1. Put it there\n2) Or here\n", 2, ["Put it there", "Or here"]),
+        ('Here:\n- "a b"\n* c', 2, ["a b", "c"]),
+        ("1. Add a [red] hat\n2. Add a hat", 2, ["Add a [red] hat", "Add a hat"]),
+        ("Sure [as asked]:\n1. a\n2. b", 2, ["a", "b"]),
+        ('Here [2]:\n```json\n["a", "b [c]"]\n```\nAll are neutral [as asked].', 2, ["a", "b [c]"]),
+        ('{"variations": ["a", "b"]}', 2, ["a", "b"]),
+        ("Put it there.", 1, ["Put it there."]),
+        ("Put a [red] hat there.", 1, ["Put a [red] hat there."]),
+        ("Put it there.", 2, None),
+        ("a\nb", 1, None),
+        ("I cannot do that", 1, None),
+        ('["a", ', 2, None),
+        ('["a", ', 1, None),
+        ('{"text": "a"}', 1, None),
+        ("[1, 2]", 1, None),
+        ("[]", 2, None),
+        ("[" * 3000, 2, None),
+    ],
+)
+def test_texts_are_read_from_a_list_in_json_or_lines(said, n, texts):
+    assert read_texts(said, n) == texts
+
+
+def test_of_the_texts_of_an_answer_empty_repeated_refusing_and_surplus_ones_are_dropped():
+    said = '["Add a cat!", "put  a\\ncat", "", "Put a cat.", "Sorry, no", "place a cat", "a cat, please"]'
+    written = usable(Answer("text", said), 2, "add a cat")
+    assert written.texts == ("put a cat", "place a cat")
+    assert written.dropped == {"repeated": 2, "empty": 1, "refused": 1, "more than asked for": 1}
+
+
+def test_minichanges_grammar_writes_as_many_as_asked_for_and_nothing_else():
+    writer = load_writer(Grammar(kind="grammar"), 3, Path("nowhere"))
+    two, none = writer.write("paraphrase", [{"text": "the lamp went out"}, {"text": "switch it off"}], 2)
+    assert two.texts == ("the lamp went out between the images", "the lamp went out and the light changed")
+    assert none.texts == ()
+    first = {"first": "at the top a small red ball", "second": "at the top a small blue ball"}
+    (told,) = writer.write("difference", [first], 2)
+    turned = "at the top the small red ball turned blue"
+    assert told.texts == (turned, f"{turned} in color")
