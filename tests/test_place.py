@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -272,9 +271,3 @@ def test_a_checkout_and_a_run_s_worktree_have_the_bytes_of_the_commit_whatever_a
     subprocess.run(["git", "clone", "-q", origin, tmp_path / "clone"], check=True)
     for name in ("m3diff", "windows.csv"):
         assert (tmp_path / "clone" / name).read_bytes() == (origin / name).read_bytes()
-
-
-def test_sockets_of_this_machine_have_107_bytes():
-    """The limit that LONGEST counts with."""
-    with socket.socket(socket.AF_UNIX) as one, pytest.raises(OSError, match="too long"):
-        one.bind("/tmp/" + "d" * 103)

@@ -208,7 +208,7 @@ def _fill(folder: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
             shutil.copyfile(path, folder / names[path])
         row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomic(folder / MANIFEST, "".join(lines).encode("utf-8", "replace"))  # a writer's half characters too
+    write_atomic(folder / MANIFEST, "".join(lines))
 
 
 def _report(name: str, kind: str, made: Made) -> AugmentReport:

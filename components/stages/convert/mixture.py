@@ -43,8 +43,9 @@ def training_samples(
 ) -> tuple[pl.DataFrame, LeftOut]:
     """Samples of the pairs that are sampled, pairs in shuffled order; COLUMNS."""
     sampled = _sample_pairs(pairs, source, cfg.no_change_share)
-    asked = sampled.with_columns(question=_questions(sampled, questions))
-    references = _explode(asked)
+    # one question a pair: its references can then share a prefix
+    chosen = random_bits(sampled["key"], QUESTION) % len(questions)
+    references = _explode(sampled.with_columns(question=pl.Series(questions, dtype=pl.String).gather(chosen)))
     full = references.filter(pl.col("reference") != "")
     distinct = full.filter(pl.struct("row", "copy", "reference").is_first_distinct())
     kept = _join(distinct) if source.samples == "joined" else _cap(distinct, cfg.most_references(source))
@@ -70,11 +71,6 @@ def _sample_pairs(pairs: pl.DataFrame, source: Source, no_change_share: float) -
         kept = kept.sort("rank", "id").head(source.max_pairs)
     repeated = kept.with_columns(copy=pl.int_ranges(pl.col("copies").cast(pl.Int64))).explode("copy")
     return repeated.with_columns(order=random_bits(random_bits(repeated["key"], ORDER), repeated["copy"]))
-
-
-def _questions(pairs: pl.DataFrame, questions: list[str]) -> pl.Series:
-    """Return one question a pair: its references can then share a prefix."""
-    return pl.Series(questions, dtype=pl.String).gather(random_bits(pairs["key"], QUESTION) % len(questions))
 
 
 def _explode(pairs: pl.DataFrame) -> pl.DataFrame:

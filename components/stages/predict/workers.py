@@ -179,8 +179,8 @@ def _start(job: Job, count: int) -> list[Any]:
         wait_for_room(job.compute.model_copy(update={"workers": count}), ROOM_S)
     except NoRoomError as error:
         raise ParamsError(f"compute.workers: {error}") from error
-    options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
-    remote = ray.remote(**options, runtime_env={"env_vars": environment(job.compute.gpu)})(Worker)
+    place = {"env_vars": environment(job.compute.gpu)}
+    remote = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), runtime_env=place)(Worker)
     workers: list[Any] = [remote.remote(job) for _ in range(count)]
     started, waiting = ray.wait([worker.ready.remote() for worker in workers], num_returns=count, timeout=START_S)
     if waiting:

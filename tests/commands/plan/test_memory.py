@@ -1,8 +1,6 @@
 """What backward keeps, counted on shapes: against a real forward pass of tiny models, and by hand at 7 B."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +32,8 @@ BLIPS = {
     llm: (BLIP2, tiny_blip2.tiny_config(llm), tiny_blip2.blip2_settings(), tiny_blip2.QUERIES)
     for llm in tiny_blip2.TEXTS
 }
-KEPT = [(TOY, way) for way in ("none", "selective")]
-KEPT += [(blip, "none") for blip in BLIPS.values()] + [(BLIPS["qwen2"], "selective")]
-each_precision = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+CASES = [(TOY, way) for way in WAYS]
+CASES += [(blip, "none") for blip in BLIPS.values()] + [(BLIPS["qwen2"], "selective")]
 
 
 class NormInOneKernel(OnShapes):
@@ -45,28 +42,6 @@ class NormInOneKernel(OnShapes):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         shapes = super().__torch_function__
         return shapes(func, types, args, kwargs) if func is F.rms_norm else func(*args, **kwargs or {})
-
-
-@contextmanager
-def saved(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Tensor]]:
-    """Every storage that autograd is handed to keep, by its address; hooks inside hooks hand on what they keep."""
-    held: dict[int, Tensor] = {}
-    known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    stock = torch.autograd.graph.saved_tensors_hooks
-
-    class Counted(stock):
-        def __init__(self, pack: Any, unpack: Any) -> None:
-            def count(tensor: Tensor) -> Any:
-                kept = pack(tensor)
-                if isinstance(kept, Tensor) and kept.untyped_storage()._cdata not in known:
-                    held[kept.untyped_storage()._cdata] = kept
-                return kept
-
-            super().__init__(count, unpack)
-
-    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", Counted)
-    with Counted(lambda tensor: tensor, lambda kept: kept):
-        yield held
 
 
 def real_step(case: tuple[Any, ...], way: str, precision: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -95,33 +70,19 @@ def counted(case: tuple[Any, ...], way: str, precision: str = "bf16", **settings
     return count_activations(model, family, way, TOKENS, SUPERVISED)
 
 
-def lasting(held: dict[str, int]) -> int:
-    """Without what is held for a moment alone."""
-    return sum(size for name, size in held.items() if name not in (LOGITS, ONE_LAYER))
-
-
-@each_precision
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_counted_on_shapes_is_what_a_real_forward_pass_leaves_allocated(way, precision):
-    model, inputs = real_step(TOY, way, precision)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("case", "way"), CASES, ids=[*WAYS, *BLIPS, "qwen2 selective"])
+def test_what_is_counted_on_shapes_is_what_a_real_forward_pass_leaves_allocated(case, way, precision):
+    model, inputs = real_step(case, way, precision)
     with NormInOneKernel(), fused_attention():
         model(**inputs)  # what is made once and cached
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             logits = model(**inputs).logits
     left = sum(event.self_cpu_memory_usage for event in profile.key_averages())
     left -= len(recomputed_layers(model)) * torch.get_rng_state().nbytes  # each layer's, on the CPU on a GPU too
-    assert lasting(counted(TOY, way, precision)) == pytest.approx(left - logits.untyped_storage().nbytes(), rel=0.03)
-
-
-@each_precision
-@pytest.mark.parametrize(("case", "way"), KEPT, ids=["m3diff", "m3diff selective", *BLIPS, "qwen2 selective"])
-def test_what_is_counted_on_shapes_is_what_autograd_is_handed_to_keep(case, way, precision, monkeypatch):
-    model, inputs = real_step(case, way, precision)
-    given = {tensor.untyped_storage()._cdata for tensor in inputs.values() if isinstance(tensor, Tensor)}
-    with saved(model, monkeypatch) as held, NormInOneKernel(), fused_attention():
-        model(**inputs)
-    kept = sum(tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in given)
-    assert lasting(counted(case, way, precision)) == pytest.approx(kept, rel=0.03 if case is TOY else 0.05)
+    held = counted(case, way, precision)
+    lasting = sum(size for name, size in held.items() if name not in (LOGITS, ONE_LAYER))
+    assert lasting == pytest.approx(left - logits.untyped_storage().nbytes(), rel=0.03 if case is TOY else 0.05)
 
 
 def test_recomputation_lowers_what_is_kept_and_names_the_layer_that_is_computed_again():

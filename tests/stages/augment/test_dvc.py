@@ -78,21 +78,6 @@ def test_a_made_dataset_comes_from_the_run_cache_and_its_folder_is_dvcs_alone(pr
     assert not (root / "mine.txt").exists(), "as docs/made-data.md warns"
 
 
-@pytest.mark.slow(15)
-def test_dvc_itself_replaces_no_folder_that_dvc_add_tracks(project):
-    mine = project / "data/01_raw/made/mine.txt"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
-    set_params(project, "augment", {})
-    set_params(project, "ingest.datasets.made", None)
-    toy.run(project, "dvc", "add", "data/01_raw/made")
-    set_params(project, "augment.made", MADE)
-    set_params(project, "ingest.datasets.made", INGESTED)
-    with pytest.raises(AssertionError, match=r"output 'data/01_raw/made' is specified in:"):
-        toy.run(project, "dvc", "repro", "augment@made")
-    assert mine.read_text() == "mine"
-
-
 PAGE = (REPOSITORY / "docs" / "made-data.md").read_text("utf-8")
 BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 

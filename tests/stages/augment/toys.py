@@ -22,7 +22,12 @@ SCENES = 40
 SETTINGS = {"seed": 5, "scenes": {"train": 24, "val": 4, "test": 12}, "image_px": 64, "references": 2}
 SETTINGS |= {"multi_change_share": 0.2, "oversample_types": []}
 KINDS: dict[str, dict[str, Any]] = {
-    "edits": {"editor": {"kind": "drawn"}, "writer": {"kind": "grammar"}, "edits": 2, "paraphrases": {"test": 4}},
+    "edits": {
+        "editor": {"kind": "drawn"},
+        "writer": {"kind": "grammar"},
+        "edits": 2,
+        "paraphrases": {"val": 1, "test": 4},
+    },
     "neighbours": {
         "features": {"kind": "encoder", "model": BASE},
         "writer": {"kind": "grammar"},

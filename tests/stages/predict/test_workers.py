@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from m3diff.models.generation import load_captioner
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict import stage, workers
+from m3diff.stages.predict.journal import Answer
 from m3diff.stages.predict.pairs import batches, read_test_pairs
 from m3diff.stages.predict.stage import predict
 from m3diff.stages.predict.workers import AHEAD, Batch, Job, caption, caption_on_ray, images_ahead
@@ -64,13 +64,6 @@ def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use(mixture
         assert processor.changed.wait_for(lambda: processor.seen >= count, timeout=120), "the batch and the next two"
     assert processor.seen == count, "and no more"
     assert len(list(stream)) == 4
-
-
-def test_images_come_with_their_batch_in_the_order_of_its_pairs(mixture, checkpoint):
-    processor, asked = load_captioner(checkpoint).processor, in_batches(mixture, size=2)
-    for batch, images in zip(asked, images_ahead(asked, processor, threads=3), strict=True):
-        paths = [path for pair in batch.pairs for path in (pair.before, pair.after)]
-        np.testing.assert_array_equal(images, [processor.prepare_image(load_image(path)) for path in paths])
 
 
 def test_an_image_that_is_refused_ends_the_stream_and_its_threads(tmp_path):
@@ -154,39 +147,6 @@ def test_a_worker_s_data_error_is_the_stage_s(cluster, checkpoint, tmp_path):
     assert "Traceback" not in str(refused.value)
 
 
-@pytest.mark.slow
-def test_workers_that_find_no_room_are_refused_with_what_ray_has(cluster, checkpoint, mixture, monkeypatch):
-    monkeypatch.setattr(workers, "ROOM_S", 0)
-    with pytest.raises(ParamsError, match="0 of 2 workers: a worker needs 1 CPU, 1 GPU; .* has 4 CPU, 0 GPU"):
-        list(caption_on_ray(job(checkpoint, workers=2, gpu=True), in_batches(mixture)))
-
-
-@pytest.mark.slow(80)
-def test_a_worker_s_slow_start_is_no_lack_of_room(cluster, checkpoint, mixture, monkeypatch):
-    class Slow(workers.Worker):
-        def __init__(self, job: Job) -> None:
-            time.sleep(3)
-            super().__init__(job)
-
-    monkeypatch.setattr(workers, "Worker", Slow)
-    monkeypatch.setattr(workers, "ROOM_S", 2)
-    [asked, *_] = in_batches(mixture)
-    assert [number for number, _ in caption_on_ray(job(checkpoint, workers=1), [asked])] == [asked.number]
-    monkeypatch.setattr(workers, "START_S", 1)
-    with pytest.raises(ConnectionError, match="1 of 1 Ray workers did not start within 1 s; .* run `m3diff predict`"):
-        list(caption_on_ray(job(checkpoint, workers=1), [asked]))
-    deadline = time.monotonic() + 60
-    while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert ray.available_resources()["CPU"] == 4, "room is given back"
-
-
-def die(graves: Path) -> None:
-    """End this process as a machine out of memory does, and leave a file for it."""
-    (graves / str(os.getpid())).touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.slow(65)
 @pytest.mark.parametrize(("count", "at"), [(2, 12), (1, 13)])
 def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
@@ -197,8 +157,9 @@ def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
     class Mortal(workers.Worker):
         def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
             for batch in batches:
-                if batch.number == at and not list(tmp_path.iterdir()):
-                    die(tmp_path)
+                if batch.number == at and not list(tmp_path.iterdir()):  # as on a machine out of memory
+                    (tmp_path / str(os.getpid())).touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
                 yield from super().caption([batch])
 
     asked = in_batches(mixture)
@@ -212,51 +173,20 @@ def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
     assert ray.is_initialized()
 
 
-@pytest.mark.slow(65)
-def test_too_many_deaths_end_the_run_and_what_was_captioned_is_kept(
-    cluster, checkpoint, mixture, tmp_path, monkeypatch
-):
-    """Each worker dies when its first answer is in the journal: with one failure allowed, two of five are."""
-    out, graves, runs = tmp_path / "out", tmp_path / "graves", tmp_path / "out_runs" / "predict"
-    graves.mkdir()
-
-    class Mortal(workers.Worker):
-        def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
-            yield from super().caption(batches[:1])
-            while sum(file.read_text().count("\n") for file in runs.iterdir()) <= len(list(graves.iterdir())):
-                time.sleep(0.05)
-            die(graves)
-
-    cfg, how = settings(batch_pairs=1), compute(out, max_failures=1, workers=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(stage, "caption", caption_on_ray)
-        patch.setattr(workers, "Worker", Mortal)
-        with pytest.raises(ConnectionError, match=r"compute.max_failures: 1 .* run `m3diff predict` again"):
-            predict(cfg, how, mixture, checkpoint.parent, out)
-    assert len(list(graves.iterdir())) == 2
-    again: list[int] = []
-    monkeypatch.setattr(stage, "caption", lambda job, todo: again.extend(b.number for b in todo) or caption(job, todo))
-    predict(cfg, how, mixture, checkpoint.parent, out)
-    assert len(again) == 13, "two of 15 are kept"
-    predict(cfg, how, mixture, checkpoint.parent, tmp_path / "other")
-    for name in ("predictions.json", "saliency.npz"):
-        assert (out / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
-
-
 class Remote:
-    """Stands for Ray: what is asked of it, and which batches each worker is dealt. A mortal one dies at its second."""
+    """Stands for a Ray of five CPUs and GPUs: what is asked of it, and which batches each worker is dealt. A mortal
+    worker dies at its second batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mortal: bool = False) -> None:
         self.asked: dict[str, Any] = {}
         self.dealt: list[list[int]] = []
-        self.deaths, self.mortal = 0, mortal
+        self.mortal, self.started, self.killed = mortal, True, 0
+        nodes = [{"Resources": {"CPU": 3 * 5, "GPU": 5}, "NodeManagerAddress": "10.0.0.7"}]
+        monkeypatch.setattr("m3diff.cluster.live_nodes", lambda: nodes)
+        monkeypatch.setattr(workers, "ROOM_S", 0)
+        for name in ("remote", "kill", "wait"):
+            monkeypatch.setattr(ray, name, getattr(self, name))
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(workers, "wait_for_room", lambda compute, seconds: self.asked.update(room=compute.workers))
-        monkeypatch.setattr(ray, "remote", self.remote)
-        monkeypatch.setattr(ray, "kill", lambda worker: None)
-        monkeypatch.setattr(
-            ray, "wait", lambda refs, num_returns, timeout=None: (refs[:num_returns], refs[num_returns:])
-        )
         monkeypatch.setattr(ray, "get", lambda refs: refs)
 
     def remote(self, **given: Any) -> Any:
@@ -267,6 +197,13 @@ class Remote:
         ready = SimpleNamespace(remote=lambda: "ready")
         return SimpleNamespace(ready=ready, caption=SimpleNamespace(remote=self.caption))
 
+    def kill(self, worker: Any) -> None:
+        self.killed += 1
+
+    def wait(self, refs: list[Any], num_returns: int, timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        ready = num_returns if self.started else 0
+        return refs[:ready], refs[ready:]
+
     def caption(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
         self.dealt.append([batch.number for batch in part])
         return self.answers(part)
@@ -274,31 +211,51 @@ class Remote:
     def answers(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
         for at, batch in enumerate(part):
             if self.mortal and at == 1:
-                self.deaths += 1
                 raise ray.exceptions.ActorDiedError
-            yield batch.number, []
+            yield batch.number, [Answer(f"of {batch.number}", None) for _ in batch.pairs]
 
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_each_worker_is_placed_with_its_device_and_its_environment(gpu, checkpoint, mixture, monkeypatch):
     fake = Remote(monkeypatch)
     made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
-    assert sorted(made) == [(number, []) for number in range(10, 15)]
-    asked = {"room": 2, "num_cpus": 3, "num_gpus": int(gpu), "runtime_env": {"env_vars": workers.environment(gpu)}}
-    assert fake.asked == asked
+    assert sorted(made) == [(number, [(f"of {number}", None)]) for number in range(10, 15)]
+    environment = {"env_vars": workers.environment(gpu)}
+    assert fake.asked == {"num_cpus": 3, "num_gpus": int(gpu), "runtime_env": environment}
     assert fake.dealt == [[10, 12, 14], [11, 13]]
     fake.dealt.clear()
-    list(caption_on_ray(job(checkpoint, workers=8), in_batches(mixture)))
-    assert fake.dealt == [[10], [11], [12], [13], [14]], "no worker without work"
+    list(caption_on_ray(job(checkpoint, workers=8, cpus_per_worker=3), in_batches(mixture)))
+    assert fake.dealt == [[10], [11], [12], [13], [14]], "no worker without work, and no room is asked for it"
 
 
-def test_the_batches_of_a_dead_worker_are_dealt_again_until_too_many_died(checkpoint, mixture, monkeypatch):
-    fake = Remote(monkeypatch, mortal=True)
-    made = list(caption_on_ray(job(checkpoint, workers=1, max_failures=4), in_batches(mixture)))
-    assert sorted(number for number, _ in made) == list(range(10, 15))
-    assert (fake.deaths, fake.dealt) == (4, [list(range(at, 15)) for at in range(10, 15)])
-    with pytest.raises(ConnectionError, match="a worker died .*max_failures: 3 .* run `m3diff predict` again: what is"):
-        list(caption_on_ray(job(checkpoint, workers=1, max_failures=3), in_batches(mixture)))
+def test_workers_without_room_or_that_do_not_start_are_refused_with_what_ray_has(checkpoint, mixture, monkeypatch):
+    fake = Remote(monkeypatch)
+    with pytest.raises(
+        ParamsError, match="^compute.workers: .*2 of 3 workers: a worker needs 6 CPU; 10.0.0.7 has 15 CPU"
+    ):
+        list(caption_on_ray(job(checkpoint, workers=3, cpus_per_worker=6), in_batches(mixture)))
+    fake.started = False
+    with pytest.raises(ConnectionError, match="2 of 2 Ray workers did not start within 600 s; .* run `m3diff predict`"):
+        list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
+    assert fake.killed == 2, "room is given back"
+
+
+def test_what_a_dead_worker_left_is_dealt_again_until_too_many_died_and_what_was_captioned_is_kept(
+    model, mixture, tmp_path, monkeypatch
+):
+    fake, cfg, out = Remote(monkeypatch, mortal=True), settings(batch_pairs=1), tmp_path / "out"
+    how = compute(out, workers=1, max_failures=4)
+    monkeypatch.setattr(stage, "caption", caption_on_ray)
+    with pytest.raises(ConnectionError, match="a worker died .*max_failures: 4 .* run `m3diff predict` again: what is"):
+        predict(cfg, how, mixture, model, out)
+    assert (fake.killed, fake.dealt) == (4, [list(range(at, 15)) for at in range(5)])
+    fake.mortal = False
+    predict(cfg, how, mixture, model, out)
+    assert fake.dealt[5:] == [list(range(5, 15))]
+    rows = json.loads((out / "predictions.json").read_text()) + json.loads(
+        (out / "predictions_reversed.json").read_text()
+    )
+    assert {int(row["caption"].removeprefix("of ")) for row in rows} == {*range(5), *range(10, 15)}
 
 
 def test_a_ray_of_one_s_own_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
