@@ -294,8 +294,8 @@ LOST: dict[str, tuple[bytes, str]] = {
         tiff(GREY.astype(np.uint8), photometric=[3], palette=[*range(256)] * 3),
         "nearly black",
     ),
-    "six bands of 16 bits": (tiff(np.concatenate([DEEP, DEEP], axis=2), 0, 0, 0), "TIFF of 6 bands of 16 bits"),
-    "four bands of no colour": (tiff(with_band(9), 0, 0, 0, photometric=[1]), "TIFF of 4 bands of 8 bits"),
+    "six bands of 16 bits": (tiff(np.concatenate([DEEP, DEEP], axis=2), 0, 0, 0), "TIFF of bands or bits"),
+    "four bands of no colour": (tiff(with_band(9), 0, 0, 0, photometric=[1]), "TIFF of bands or bits"),
     "16 bits stored apart": (tiff(DEEP * 257, planar=[2]), "one after another"),
 }
 """Files and why they are refused."""

@@ -176,6 +176,15 @@ def pair_inputs(processor: Any, pairs: list, questions: list[str]) -> dict[str, 
     return made
 
 
+@torch.no_grad()
+def saliency_map(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    """The maps of a model of pairs without a caption."""
+    is_llava = hasattr(model, "model")
+    with model.recorded_maps() as maps:
+        model.model.visual_tokens(pixel_values) if is_llava else model(pixel_values=pixel_values)
+    return model.mean_map(maps, len(pixel_values) // (2 if is_llava else 1))
+
+
 def noise_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import struct
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -21,13 +20,17 @@ HEIF = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 """Brands of files that need a plugin; iPhones write them."""
 
 
-BITS, SAMPLES_PER_PIXEL, COLOR_MAP, TILE_WIDTH, TILE_LENGTH, EXTRA_SAMPLES = 258, 277, 320, 322, 323, 338
+BITS, COLOR_MAP, TILE_WIDTH, TILE_LENGTH, EXTRA_SAMPLES = 258, 320, 322, 323, 338
 """Tags of a TIFF."""
 
 BLANK, FAINT = 4, 26
 """The standard deviation in levels below which a picture shows nothing, and the alpha below which no pixel does."""
 
 NO_IMAGE = f"is of no known image format ({', '.join(FORMATS)})"
+
+UNREAD_TIFF = (
+    "is a TIFF of bands or bits that Pillow does not read; save it with three bands, red, green, blue, of 8 bits"
+)
 
 FEW_BITS = "is nearly black once decoded: no value is above {:,} of {:,}; save it with 8 bits, all images by one scale"
 
@@ -49,23 +52,22 @@ def load_image(
     Raises:
         ImageError: unreadable or too large, or the digest differs.
     """
-    name = str(source) if isinstance(source, str | Path) else "image"
+    is_path = isinstance(source, str | Path)
+    name = str(source) if is_path else "image"
     try:
-        data = Path(source).read_bytes() if isinstance(source, str | Path) else source.read()
-    except OSError as error:
-        raise _unreadable(name, error) from error
-    if sha256 is not None and (got := hashlib.sha256(data).digest()) != sha256:
-        raise ImageError(
-            f"{name}: sha256 {got.hex()[:12]} but the samples say {sha256.hex()[:12]}; "
-            "the file changed since ingest; run `dvc repro`"
-        )
-    try:
-        with open_image(data) as image:
-            fault = None if sha256 else too_large(image, max_pixels)
-            if fault is None:
-                return to_rgb(image)
+        data = Path(source).read_bytes() if is_path else source.read()
+        digest = sha256 and hashlib.sha256(data).digest()
+        if digest and sha256 and digest != sha256:
+            fault = f"sha256 {digest.hex()[:12]} but the samples say {sha256.hex()[:12]}; the file changed since ingest"
+            fault += "; run `dvc repro`"
+        else:
+            with open_image(data) as image:
+                fault = None if sha256 else too_large(image, max_pixels)
+                if fault is None:
+                    return to_rgb(image)
     except Exception as error:  # Pillow raises some ten kinds for broken files, KeyError and struct.error among them
-        raise _unreadable(name, error) from error
+        told = error if isinstance(error, OSError | SyntaxError | ValueError) and str(error) else repr(error)
+        raise ImageError(f"{name}: cannot be read as an image ({told}); restore it or save it anew") from error
     raise ImageError(f"{name}: {fault}")
 
 
@@ -88,7 +90,7 @@ def open_image(data: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=known_formats())
     except UnidentifiedImageError:  # its message holds a memory address
-        raise UnidentifiedImageError(_told_of_tiff(data) or NO_IMAGE) from None
+        raise UnidentifiedImageError(UNREAD_TIFF if data[:4] in (b"II*\0", b"MM\0*") else NO_IMAGE) from None
     if not all(image.size):
         raise ImageError(f"has {image.width}x{image.height} pixels, so it shows nothing")
     return image
@@ -192,26 +194,3 @@ def _on_white(image: Image.Image, may_measure: bool) -> Image.Image:
             "picture; save it without"
         )
     return shown
-
-
-def _told_of_tiff(data: bytes) -> str | None:
-    """The kind of a TIFF's first picture, which Pillow cannot read; None where the bytes are no TIFF's."""
-    from PIL import TiffImagePlugin
-
-    if data[:4] not in (b"II*\0", b"MM\0*"):
-        return None
-    file = io.BytesIO(data)
-    tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
-    try:
-        file.seek(tags.next)
-        tags.load(file)
-        bands, bits = tags.get(SAMPLES_PER_PIXEL, 1), tags.get(BITS, (1,))[0]
-    except (OSError, SyntaxError, ValueError, KeyError, IndexError, TypeError, struct.error):
-        return None
-    kind = f"{bands} band{'s'[: bands > 1]} of {bits} bits"
-    return f"is a TIFF of {kind}, which Pillow does not read; save it with three bands, red, green, blue, of 8 bits"
-
-
-def _unreadable(name: str, error: Exception) -> ImageError:
-    told = error if isinstance(error, OSError | SyntaxError | ValueError) and str(error) else repr(error)
-    return ImageError(f"{name}: cannot be read as an image ({told}); restore it or save it anew")

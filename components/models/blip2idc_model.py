@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, Blip2Config, Blip2ForConditionalGeneration, Blip2Processor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from m3diff.models.layers import trims, with_visual_tokens
-from m3diff.models.processing import NormalisedImages, PromptsAndTexts
+from m3diff.models.layers import recorded, trims, with_visual_tokens
+from m3diff.models.processing import NormalisedImages, PairProcessor
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -197,8 +196,8 @@ class Blip2IDCImageProcessor(NormalisedImages):
         return np.asarray(image.convert("RGB").resize((self.side, self.side // 2), Image.Resampling.BICUBIC))
 
 
-class Blip2IDCProcessor(PromptsAndTexts):
-    """Pairs of images to model inputs, texts to tokens and back (`m3diff.models.family.PairProcessor`)."""
+class Blip2IDCProcessor(PairProcessor):
+    """Pairs of images to model inputs, texts to tokens and back."""
 
     def __init__(self, image_processor: Blip2IDCImageProcessor, tokenizer: Any, config: Blip2IDCConfig) -> None:
         self.image_processor, self.tokenizer = image_processor, tokenizer
@@ -336,14 +335,13 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
             **decoding,
         )
 
-    def generate_with_maps(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """`generate`, and `saliency_map` from the same pass of vision encoder and Q-Former."""
-        with self.recorded_attention() as recorded:
-            tokens = self.generate(**inputs)
-        return tokens, self.mean_map(recorded)
+    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+        """Within it, each cross-attention of the Q-Former adds what its queries give to each patch, [B, N]."""
+        layers: Any = self.qformer.encoder.layer
+        across = [layer.crossattention.attention for layer in layers if layer.has_cross_attention]
+        return recorded(across, patch_attention)
 
-    @torch.no_grad()
-    def saliency_map(self, pixel_values: Tensor) -> Tensor:
+    def mean_map(self, maps: list[Tensor], pairs: int) -> Tensor:
         """The attention of the queries on each pair: [B, rows, columns] over the patches of one image, sums to 1.
 
         The share of its attention that the Q-Former gives to each patch, the mean over queries, heads and layers with
@@ -351,42 +349,16 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         two images high, so an image has half the rows of the patch grid. It says where the model reads, changed or not:
         BLIP-2 has no place where the images are compared.
         """
-        with self.recorded_attention() as recorded:
-            self(pixel_values=pixel_values)
-        return self.mean_map(recorded)
-
-    @contextmanager
-    def recorded_attention(self) -> Iterator[list[Tensor]]:
-        """Within it, each cross-attention of the Q-Former adds what its queries give to each patch, [B, N]."""
-        recorded: list[Tensor] = []
-
-        def add(attention: Any, _: Any, inputs: dict[str, Any], result: Any) -> None:
-            recorded.append(patch_attention(attention, inputs["hidden_states"], inputs["encoder_hidden_states"]))
-
-        layers: Any = self.qformer.encoder.layer
-        hooks = [
-            layer.crossattention.attention.register_forward_hook(add, with_kwargs=True)
-            for layer in layers
-            if layer.has_cross_attention
-        ]
-        try:
-            yield recorded
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def mean_map(self, recorded: list[Tensor]) -> Tensor:
         vision: Any = self.config.vision_config
         side = vision.image_size // vision.patch_size
-        patches = torch.stack(recorded).mean(dim=0)[:, 1:].unflatten(1, (2, side // 2, side))
+        patches = torch.stack(maps).mean(dim=0)[:, 1:].unflatten(1, (2, side // 2, side))
         return patches.sum(dim=1) / patches.sum(dim=(1, 2, 3))[:, None, None]
 
 
-def patch_attention(attention: Any, queries: Tensor, patches: Tensor) -> Tensor:
+def patch_attention(attention: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **rest: Any) -> Tensor:
     """Softmax of queries and keys, the mean over heads and queries: [B, Q, .] and [B, N, .] to [B, N] in fp32."""
-
-    def heads(projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (attention.num_attention_heads, -1)).transpose(1, 2)
-
-    scores = heads(attention.query(queries)) @ heads(attention.key(patches)).transpose(-1, -2)
-    return (scores.float() * attention.scaling).softmax(dim=-1).mean(dim=(1, 2))
+    queries, keys = (
+        projected.unflatten(-1, (attention.num_attention_heads, -1)).transpose(1, 2)
+        for projected in (attention.query(hidden_states), attention.key(encoder_hidden_states))
+    )
+    return ((queries @ keys.transpose(-1, -2)).float() * attention.scaling).softmax(dim=-1).mean(dim=(1, 2))

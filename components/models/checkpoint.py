@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from m3diff.models import FAMILIES
-from m3diff.models.family import Family, PairProcessor
+from m3diff.models.family import Family
+from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import is_adapted, is_adapter, merge, trainable_names, unwrapped
 
 MANIFEST = "manifest.json"
@@ -56,7 +57,7 @@ def verify_manifest(folder: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     for name, want in manifest["files"].items():
-        _see(folder / name, _remedy(folder, name), want)
+        _check_file(folder / name, _remedy(folder, name), want)
     return manifest
 
 
@@ -71,7 +72,7 @@ def verify_loaded(folder: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     for name, want in _loaded(manifest).items():
-        _see(folder / name, _remedy(folder, name), want if name.endswith(WEIGHTS) else None)
+        _check_file(folder / name, _remedy(folder, name), want if name.endswith(WEIGHTS) else None)
     if edited := [name for name in edited_files(folder) if (folder / MANIFEST).is_file()]:
         logger.warning("%s: edited since it was written, used as it is now: %s", folder, ", ".join(edited))
     return manifest
@@ -83,8 +84,8 @@ def _loaded(manifest: Mapping[str, Any]) -> dict[str, str]:
     return {name: sha for name, sha in files if name.endswith((WEIGHTS, *READ)) and not name.startswith(f"{ADAPTERS}/")}
 
 
-def _see(path: Path, remedy: str, want: str | None = None) -> None:
-    """See that a file is there, no pointer, and of the digest `want`, or else, where it is JSON, that it can be read.
+def _check_file(path: Path, remedy: str, want: str | None = None) -> None:
+    """Check that a file is there, no pointer, and of the digest `want`; without one, that it can be read if it is JSON.
 
     Raises:
         CheckpointError: names the file and the remedy.
@@ -112,11 +113,10 @@ def see_whole_files(folder: Path) -> None:
     Raises:
         CheckpointError: one is cut off, a pointer of Git LFS or no JSON; names the file.
     """
-    found = [path for path in _files(folder) if not is_hidden(path, folder)]
-    for path in found:
-        if path.suffix == ".json":
-            _see(path, "fetch it again")
-    for place in sorted({path.parent for path in found if path.suffix == WEIGHTS}):
+    for path in _files(folder):
+        if path.suffix == ".json" and not is_hidden(path, folder):
+            _check_file(path, "fetch it again")
+    for place in (folder, *(path for path in folder.rglob("*") if path.is_dir() and not is_hidden(path, folder))):
         _shapes(place)
 
 
@@ -176,7 +176,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     file = folder / MANIFEST
     if file.is_file():
-        _see(file, _remedy(folder, MANIFEST))
+        _check_file(file, _remedy(folder, MANIFEST))
         manifest = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise CheckpointError(f"{file}: has no list of files; {_remedy(folder, MANIFEST)}")
@@ -245,23 +245,18 @@ def save_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"family": family, "base_sha256": base_sha256}
-    if can_save_adapters(model, FAMILIES[family]):
-        (folder / ADAPTERS).mkdir(exist_ok=True)
-        _save_adapters(model, FAMILIES[family], folder / ADAPTERS, base)
-        processor.save_pretrained(folder / ADAPTERS)
-        _see_adapters(model, folder / ADAPTERS)
-        tuned = sorted({FAMILIES[family].part_of(name) for name in tuned_weights(model, FAMILIES[family])})
-        write_manifest(folder / ADAPTERS, base=os.path.relpath(base, folder / ADAPTERS), tuned=tuned, **facts)
+    known = FAMILIES[family]
+    if all(is_adapter(name) or known.part_of(name) not in known.lora_targets for name in trainable_names(model)):
+        adapters = folder / ADAPTERS
+        adapters.mkdir(exist_ok=True)
+        parts = _save_adapters(model, known, adapters, base)
+        processor.save_pretrained(adapters)
+        write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=parts, **facts)
     merged = merge(model)
     merged.save_pretrained(folder)
-    _see_whole(merged, folder)
+    _check_whole(merged, folder)
     processor.save_pretrained(folder)
     write_manifest(folder, base=os.path.relpath(base, folder), **facts)
-
-
-def can_save_adapters(model: Any, family: Family) -> bool:
-    """True where what trained is small beside the base: no part that takes adapters trained without them."""
-    return all(is_adapter(name) or family.part_of(name) not in family.lora_targets for name in trainable_names(model))
 
 
 def tuned_weights(model: Any, family: Family) -> dict[str, Tensor]:
@@ -274,8 +269,12 @@ def tuned_weights(model: Any, family: Family) -> dict[str, Tensor]:
     }
 
 
-def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> None:
-    """`lora/` as peft writes it, `tuned.safetensors` and the configuration."""
+def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list[str]:
+    """Write `lora/` as peft does, `tuned.safetensors` and the configuration; returns the parts with tuned weights.
+
+    Raises:
+        CheckpointError: a weight that trained is not in the files that were written.
+    """
     if is_adapted(model):
         for lora in model.peft_config.values():
             lora.base_model_name_or_path = os.path.relpath(base, folder)
@@ -285,23 +284,20 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> None
         # peft names the module of the model's class, which is no part of the weights
         facts = json.loads(config.read_text()) | {"auto_mapping": None}
         config.write_text(json.dumps(facts, indent=2, sort_keys=True))
-    save_file(tuned_weights(model, family), folder / TUNED, {"format": "pt"})
+    tuned = tuned_weights(model, family)
+    save_file(tuned, folder / TUNED, {"format": "pt"})
     unwrapped(model).config.save_pretrained(folder)
-
-
-def _see_adapters(model: Any, folder: Path) -> None:
-    """See that what trained is in the folder, by name. Raises CheckpointError."""
     names = trainable_names(model)
-    lora = {f"base_model.model.{name.replace('.default.', '.')}" for name in names if is_adapter(name)}
-    found = _shapes(folder).keys() | (_shapes(folder / LORA).keys() if lora else set())
-    if missing := sorted(lora.union(name for name in names if not is_adapter(name)) - found):
+    wanted = {f"base_model.model.{name.replace('.default.', '.')}" if is_adapter(name) else name for name in names}
+    if missing := sorted(wanted - _shapes(folder).keys() - _shapes(folder / LORA).keys()):
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(names)} weights that trained are missing: {missing[:3]}"
         )
+    return sorted({family.part_of(name) for name in tuned})
 
 
-def _see_whole(merged: Any, folder: Path) -> None:
-    """See that the folder has as many numbers as the model, whose weights may bear other names there. Raises
+def _check_whole(merged: Any, folder: Path) -> None:
+    """Check that the folder has as many numbers as the model, whose weights may bear other names there. Raises
     CheckpointError."""
     distinct = {id(tensor): tensor.numel() for tensor in merged.state_dict(keep_vars=True).values()}  # once where tied
     want, found = sum(distinct.values()), sum(math.prod(shape) for shape in _shapes(folder).values())
@@ -313,7 +309,7 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
     """Shapes of the tensors in the folder's own files. Raises CheckpointError for a file that holds none."""
     shapes: dict[str, list[int]] = {}
     for path in folder.glob(f"[!.]*{WEIGHTS}"):
-        _see(path, "fetch it again")
+        _check_file(path, "fetch it again")
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
@@ -343,11 +339,11 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
     with edits_named(folder):
         if is_adapters(folder):
             return _load_adapters(folder, manifest, family, dtype, base), family
-        if not (folder / MANIFEST).is_file():
-            _shapes(folder)  # names a damaged file
+        if (folder / MANIFEST).is_file():
+            return family.load(folder, dtype), family
+        _shapes(folder)  # names a damaged file
         model = family.load(folder, dtype)
-        if not (folder / MANIFEST).is_file():
-            _see_whole(model, folder)
+        _check_whole(model, folder)
         return model, family
 
 
@@ -387,8 +383,13 @@ def _base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
 
 def place_on_base(adapters: Path, base: Path) -> None:
     """Let the manifest of a folder of adapters, which lies elsewhere now, lead to their base."""
-    facts = {name: value for name, value in verify_loaded(adapters).items() if name not in ("files", "base")}
-    write_manifest(adapters, **facts, base=os.path.relpath(base, adapters))
+    _write_copied(adapters, verify_loaded(adapters), base)
+
+
+def _write_copied(folder: Path, manifest: Mapping[str, Any], base: Path) -> None:
+    """Write the manifest of a folder that was copied, with its own files and the way to the base from there."""
+    facts = {name: value for name, value in manifest.items() if name not in ("files", "base")}
+    write_manifest(folder, **facts, base=os.path.relpath(base, folder))
 
 
 def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
@@ -405,5 +406,4 @@ def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
     if out.exists():
         raise CheckpointError(f"{out}: exists; name a folder that does not")
     shutil.copytree(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST, ".*"))
-    facts = {name: value for name, value in manifest.items() if name not in ("files", "base")}
-    write_manifest(out, **facts, base=os.path.relpath(source / manifest["base"], out))
+    _write_copied(out, manifest, source / manifest["base"])

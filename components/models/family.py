@@ -7,10 +7,10 @@ module and each family's own (`m3diff.py`) import nothing heavy; torch comes wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from m3diff.models.settings import Settings
 
@@ -19,39 +19,10 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from m3diff.models.processing import PairProcessor
+
     ImagePair = tuple[Image.Image, Image.Image]
     """Two images: before, after."""
-
-
-class PairProcessor(Protocol):
-    """Pairs of images and texts to what the model takes, and back."""
-
-    @property
-    def pad_id(self) -> int: ...
-
-    @property
-    def end_id(self) -> int: ...
-
-    def encode_prompt(self, question: str) -> tuple[int, ...]:
-        """Token ids of the prompt up to where the answer starts, with the places of the images."""
-
-    def encode_reference(self, text: str) -> list[int]:
-        """Token ids of a reference with its end token: what the loss is taken on."""
-
-    def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """An image as uint8 [rows, columns, 3], of the same shape whatever its size."""
-
-    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """Model inputs of prepared images, uint8 [2 B, rows, columns, 3]: before, after, before, after, ... On a GPU
-        where the images are; normalising is done there."""
-
-    def prompt_inputs(self, questions: list[str]) -> dict[str, Tensor]:
-        """Model inputs of the prompts of generation, one for each pair, left-padded."""
-
-    def decode(self, tokens: Tensor) -> list[str]:
-        """The texts of generated token ids [B, tokens], without special tokens and outer blanks."""
-
-    def save_pretrained(self, folder: Path, /) -> Any: ...
 
 
 ADAPTERS = "LoRA"
@@ -209,9 +180,9 @@ class Family:
             inputs: of the processor's `prompt_inputs` and `image_inputs`.
             decoding: options of transformers' `generate`.
         """
-        asked: dict[str, Any] = {**inputs, **decoding}
-        tokens, maps = model.generate_with_maps(**asked) if saliency else (model.generate(**asked), None)
-        return tokens[:, inputs["input_ids"].shape[1] :], maps
+        with model.recorded_maps() if saliency else nullcontext() as found:
+            tokens = model.generate(**inputs, **decoding)
+        return tokens[:, inputs["input_ids"].shape[1] :], model.mean_map(found, len(tokens)) if saliency else None
 
 
 def module_fields(settings: Settings) -> dict[str, Any] | None:

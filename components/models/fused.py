@@ -72,18 +72,17 @@ class FusedLora(LoraLinear):
 
 def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of one linear that gives the outputs of all, with the adapters in the weights."""
-    weights, biases = zip(*(_folded(linear) for linear in linears), strict=True)
+    weights, biases = [], []
+    for linear in linears:
+        base = getattr(linear, "base_layer", linear)
+        weight = base.weight
+        if base is not linear:
+            (adapter,) = linear.active_adapters
+            a, b = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
+            weight = torch.addmm(weight, b, a, alpha=linear.scaling[adapter])
+        weights.append(weight)
+        biases.append(base.bias)
     return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
-
-
-def _folded(layer: Any) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(layer, LoraLinear):
-        return layer.weight, layer.bias
-    linear: Any = layer
-    (adapter,) = linear.active_adapters
-    base: Any = linear.base_layer
-    a, b = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
-    return torch.addmm(base.weight, b, a, alpha=linear.scaling[adapter]), base.bias
 
 
 class FusedRMSNorm(Qwen2RMSNorm):
@@ -148,9 +147,16 @@ def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor
 
 
 class FusedDecoderLayer(Qwen2DecoderLayer):
-    """A layer whose outputs, in the last layer, are those of the supervised tokens alone."""
+    """A layer whose outputs, in the last layer, are those of the supervised tokens alone.
 
-    selective = False
+    Attributes:
+        selective: norms and SwiGLU products are recomputed in backward.
+        folds: the adapters are in the weights, so that a product takes the place of three: quicker where the linears
+            are hardly wider than the adapters' rank (`folding_pays`). In fp32 alone: bf16 would round the adapters
+            away.
+    """
+
+    selective = folds = False
     takes_kept = True  # see `trims` of layers.py
 
     def forward(  # type: ignore[override]
@@ -162,48 +168,47 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
         kept: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if self.training:
-            return self.compute(hidden_states, position_embeddings, attention_mask, layout, kept)
-        rest = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "layout": layout}
-        return super().forward(hidden_states, **rest, **kwargs)
-
-    def compute(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any,
-        attention_mask: Any,
-        layout: Layout | None,
-        kept: Tensor | None,
-    ) -> Tensor:
         """[1, T, D] to [1, T, D], or to [1, supervised, D] where `kept` holds the places of these in the last layer."""
-        attention, norm = self.self_attn, self.input_layernorm
-        normed = norm(hidden_states)
-        with self.keeping(normed, norm, hidden_states):
-            shape = (*normed.shape[:-1], -1, attention.head_dim)
-            query, key, value = (
-                project(normed).view(shape).transpose(1, 2)
-                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        heads, _ = attend(attention, query, key, value, attention_mask, layout, attention.scaling)
-        heads = heads.flatten(2)
-        if kept is not None and is_last(attention):
-            hidden_states, heads = hidden_states.index_select(1, kept), heads.index_select(1, kept)
-        middle = hidden_states + attention.o_proj(heads)
-        normed = self.post_attention_layernorm(middle)
-        with self.keeping(normed, self.post_attention_layernorm, middle):
-            gate, up = self.mlp.gate_proj(normed), self.mlp.up_proj(normed)
+        if not self.training:
+            rest = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "layout": layout}
+            return super().forward(hidden_states, **rest, **kwargs)
+        attention, mlp, x = self.self_attn, self.mlp, hidden_states[0]
+        folds = self.folds and layout is not None and not is_partitioned(attention.o_proj)
+        normed = self.input_layernorm(x)
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+        if folds and layout is not None:
+            cos, sin = (table[0] for table in position_embeddings)
+            projected = F.linear(normed, *folded(linears))
+            placed = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
+            heads = attend_rows(*placed, layout, len(x), attention.scaling)
+        else:
+            with self.keeping(normed, self.input_layernorm, x):
+                shape = (1, len(x), -1, attention.head_dim)
+                query, key, value = (project(normed).view(shape).transpose(1, 2) for project in linears)
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            heads, _ = attend(attention, query, key, value, attention_mask, layout, attention.scaling)
+            heads = heads[0].flatten(1)
+        if kept is not None and attention.layer_idx == attention.config.num_hidden_layers - 1:
+            x, heads = x.index_select(0, kept), heads.index_select(0, kept)
+        x = plus_product(x, heads, attention.o_proj, folds)
+        normed = self.post_attention_layernorm(x)
+        if folds:
+            gate, up = F.linear(normed, folded([mlp.gate_proj, mlp.up_proj])[0]).chunk(2, dim=-1)
+        else:
+            with self.keeping(normed, self.post_attention_layernorm, x):
+                gate, up = mlp.gate_proj(normed), mlp.up_proj(normed)
         product = SwiGLU.apply(gate, up)
         with self.keeping(product, SwiGLU.apply, gate, up):
-            return middle + self.mlp.down_proj(product)
+            return plus_product(x, product, mlp.down_proj, folds)[None]
 
     def keeping(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
         """Context in which `function` is recomputed in backward, where the layer is selective."""
         return recomputing(output, function, *inputs) if self.selective else nullcontext()
 
 
-class SelectiveDecoderLayer(FusedDecoderLayer):
-    selective = True
+def plus_product(x: Tensor, inputs: Tensor, linear: nn.Module, folds: bool) -> Tensor:
+    """x plus the outputs of a linear without a bias."""
+    return torch.addmm(x, inputs, folded([linear])[0].t()) if folds else x + linear(inputs)
 
 
 class FusedEncoderLayer(SiglipEncoderLayer):
@@ -227,40 +232,6 @@ class FusedEncoderLayer(SiglipEncoderLayer):
 def is_partitioned(linear: nn.Module) -> bool:
     """True where ZeRO 3 holds the weights: they are together only while the linear itself runs."""
     return any(hasattr(parameter, "ds_id") for parameter in linear.parameters())
-
-
-def is_last(attention: Any) -> bool:
-    return bool(attention.layer_idx == attention.config.num_hidden_layers - 1)
-
-
-class FoldedDecoderLayer(FusedDecoderLayer):
-    """The same with the adapters in the weights, so that a product takes the place of three: quicker where the linears
-    are hardly wider than the adapters' rank (`folding_pays`). In fp32 alone: bf16 would round the adapters away."""
-
-    def compute(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any,
-        attention_mask: Any,
-        layout: Layout | None,
-        kept: Tensor | None,
-    ) -> Tensor:
-        if layout is None or is_partitioned(self.self_attn.o_proj):
-            return super().compute(hidden_states, position_embeddings, attention_mask, layout, kept)
-        attention, mlp = self.self_attn, self.mlp
-        flat = hidden_states[0]
-        projected = F.linear(
-            self.input_layernorm(flat), *folded([attention.q_proj, attention.k_proj, attention.v_proj])
-        )
-        cos, sin = (table[0] for table in position_embeddings)
-        query, key, value = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
-        heads = attend_rows(query, key, value, layout, len(projected), attention.scaling)
-        if kept is not None and is_last(attention):
-            flat, heads = flat.index_select(0, kept), heads.index_select(0, kept)
-        middle = torch.addmm(flat, heads, folded([attention.o_proj])[0].t())
-        gates = F.linear(self.post_attention_layernorm(middle), folded([mlp.gate_proj, mlp.up_proj])[0])
-        product = SwiGLU.apply(*gates.chunk(2, dim=-1))
-        return torch.addmm(middle, product, folded([mlp.down_proj])[0].t())[None]
 
 
 class RotatedRows(torch.autograd.Function):
@@ -332,22 +303,19 @@ def make_fused(
     assert fused or not selective, "selective recomputation is of the fused norm and product"
     if adapters == "auto":
         adapters = "folded" if fused and activation_checkpointing == "none" and folding_pays(model) else "added"
+    folds = fused and not selective and adapters == "folded"
     chosen: dict[type[nn.Module], type[nn.Module]] = {} if adapters == "peft" else {LoraLinear: FusedLora}
     if fused:
-        chosen |= {
-            Qwen2RMSNorm: FusedRMSNorm,
-            Qwen2MLP: FusedMLP,
-            Qwen2DecoderLayer: FusedDecoderLayer,
-        }
-        if selective:
-            chosen[Qwen2DecoderLayer] = SelectiveDecoderLayer
-        elif adapters == "folded":
-            chosen |= {Qwen2DecoderLayer: FoldedDecoderLayer, SiglipEncoderLayer: FusedEncoderLayer}
+        chosen |= {Qwen2RMSNorm: FusedRMSNorm, Qwen2MLP: FusedMLP, Qwen2DecoderLayer: FusedDecoderLayer}
+    if folds:
+        chosen[SiglipEncoderLayer] = FusedEncoderLayer
     for module in model.modules():
         module.__class__ = ALIKE.get(type(module), type(module))
         stock = next((kind for kind in STOCK if isinstance(module, kind)), None)
         if stock:
             module.__class__ = chosen.get(stock, stock)
+        if isinstance(module, FusedDecoderLayer):
+            module.selective, module.folds = selective, folds
     if activation_checkpointing == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:

@@ -11,7 +11,8 @@ import torch
 
 from m3diff.models.checkpoint import edits_named, load_model
 from m3diff.models.device import Device
-from m3diff.models.family import Family, PairProcessor
+from m3diff.models.family import Family
+from m3diff.models.processing import PairProcessor
 
 if TYPE_CHECKING:
     from m3diff.models.family import ImagePair

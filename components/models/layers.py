@@ -157,14 +157,14 @@ def grid_positions(like_BND: Tensor, width: int, heads: int, amplitude: float) -
 
 
 @contextmanager
-def recorded(modules: Sequence[nn.Module], taken: Callable[[Any, Any, Any], Tensor]) -> Iterator[list[Tensor]]:
+def recorded(modules: Sequence[nn.Module], taken: Callable[..., Tensor]) -> Iterator[list[Tensor]]:
     """Within it, each forward of a module adds what is `taken` of it, its arguments and its result."""
     found: list[Tensor] = []
 
-    def add(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
-        found.append(taken(module, given, result))
+    def add(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        found.append(taken(module, *given, result=result, **named))
 
-    hooks = [module.register_forward_hook(add) for module in modules]
+    hooks = [module.register_forward_hook(add, with_kwargs=True) for module in modules]
     try:
         yield found
     finally:

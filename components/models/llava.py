@@ -179,11 +179,6 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
 
     config: Any
 
-    @property
-    def module(self) -> Any:
-        """The family's own module, or None."""
-        return getattr(self, self.config.MODULE)
-
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The projected features of the images, [2 B, N, W], and the tokens in each image's places, [places, W]
         each."""
@@ -353,32 +348,17 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         output.logits = output.logits.flatten(0, 1)
         return output
 
-    def _recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Within it, each pass adds where its module looks for the difference, maps of [B, N] that sum to 1."""
-        return nullcontext([]) if self.model.module is None else self.model.module.recorded_maps()
+        module = getattr(self.model, self.config.MODULE)
+        return nullcontext([]) if module is None else module.recorded_maps()
 
-    def generate_with_maps(self, *, pixel_values: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """`generate`, and `saliency_map` from the same pass of the vision encoder and the module."""
-        with self._recorded_maps() as maps:
-            tokens: Any = self.generate(pixel_values=pixel_values, **inputs)  # type: ignore[misc]
-        return tokens, self._mean_map(maps, pixel_values)
-
-    @torch.no_grad()
-    def saliency_map(self, pixel_values: Tensor) -> Tensor:
+    def mean_map(self, maps: list[Tensor], pairs: int) -> Tensor:
         """The places where the model looks for the difference of each pair, averaged over its maps: [B, rows, columns]
-        over the patch grid, sums to 1; everywhere alike without a module.
-
-        Args:
-            pixel_values: [2 B, 3, H, W]: before, after, before, after, ...
-        """
-        with self._recorded_maps() as maps:
-            self.model.visual_tokens(pixel_values)
-        return self._mean_map(maps, pixel_values)
-
-    def _mean_map(self, maps: list[Tensor], pixel_values: Tensor) -> Tensor:
+        over the patch grid, sums to 1; everywhere alike without a module."""
         side = self.config.vision_config.image_size // self.config.vision_config.patch_size
         if not maps:
-            return torch.full((len(pixel_values) // 2, side, side), 1 / side**2, device=pixel_values.device)
+            return torch.full((pairs, side, side), 1 / side**2, device=self.device)
         return torch.stack(maps).mean(dim=0).unflatten(1, (side, side))
 
 

@@ -180,8 +180,7 @@ class DifferentialPerception(nn.Module):
         """Within it, each level that `forward` works on adds where it looks for the difference: [B, N], sums to 1. Of
         its first layer, which hands on the difference itself; after it every place holds something of all."""
 
-        def looked(layer: Any, given: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> Tensor:
-            f_2BND, _, places_ND = given
+        def looked(layer: Any, f_2BND: Tensor, _: Tensor, places_ND: Tensor | None, result: Any) -> Tensor:
             return layer.saliency_map(f_2BND, result[1], places_ND)
 
         return recorded([self.level(number).layers[0] for number in range(len(self.levels))], looked)
@@ -220,7 +219,7 @@ class BareDifference(nn.Module):
         """Within it, each level that `forward` works on adds the size of what each place's difference adds to the
         features: [B, N], sums to 1."""
 
-        def sizes(projection: Any, _: Any, result: Tensor) -> Tensor:
+        def sizes(projection: Any, _: Tensor, result: Tensor) -> Tensor:
             found = (result - projection.bias).norm(dim=-1) + torch.finfo(result.dtype).tiny  # equal images: nothing
             return found / found.sum(dim=1, keepdim=True)
 

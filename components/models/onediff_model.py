@@ -118,19 +118,17 @@ class ImageReading(OwnStart):
         """The amount that each place brings to what all tokens read, [B, N], sums to 1. Separate: to the difference of
         both readings; joined: of both images together."""
         if self.separate:
-            of_1, of_2 = (self._brought(a_BTV, h, places_ND) for h in (h1_BND, h2_BND))
+            # the vector that each place brings to each token's reading, [B, T, N, V]
+            of_1, of_2 = (
+                torch.einsum("bhtn,bhno->btno", self.attention.weights(a_BTV, h, places_ND), self.attention.values(h))
+                for h in (h1_BND, h2_BND)
+            )
             sizes = (of_1 - of_2).norm(dim=-1).sum(dim=1)
         else:
             both = self.attention.norm_weighted_attention(a_BTV, self._both(h1_BND, h2_BND), places_ND)
             sizes = both.sum(dim=1).unflatten(1, (2, -1)).sum(dim=1)
         sizes = sizes + torch.finfo(sizes.dtype).tiny  # equal images: nothing
         return sizes / sizes.sum(dim=1, keepdim=True)
-
-    def _brought(self, a_BTV: Tensor, h_BND: Tensor, places_ND: Tensor | None) -> Tensor:
-        """The vector that each place brings to each token's reading, [B, T, N, V]; their sum over places is the reading
-        without its bias."""
-        weights, values = self.attention.weights(a_BTV, h_BND, places_ND), self.attention.values(h_BND)
-        return torch.einsum("bhtn,bhno->btno", weights, values)
 
 
 class DeltaLayer(nn.Module):
@@ -207,7 +205,7 @@ class VisualDeltaModule(OwnStart):
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Within it, each layer that reads images adds where it looks for the difference: [B, N], sums to 1."""
         readings = [module for module in self.modules() if isinstance(module, ImageReading)]
-        return recorded(readings, lambda reading, given, _: reading.saliency_map(*given))
+        return recorded(readings, lambda reading, *given, result: reading.saliency_map(*given))
 
     @torch.no_grad()
     def start_as_bert(self, folder: Path) -> None:

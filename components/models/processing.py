@@ -42,8 +42,8 @@ class NormalisedImages(BaseImageProcessor):
         return prepared.movedim(-1, -3).to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
 
 
-class PromptsAndTexts:
-    """Base of processors of pairs (`m3diff.models.family.PairProcessor`): prompts and texts to tokens, and back."""
+class PairProcessor:
+    """Base of processors: pairs of images and texts to what the model takes, and back."""
 
     tokenizer: Any
     image_processor: Any
@@ -51,6 +51,11 @@ class PromptsAndTexts:
 
     def encode_prompt(self, question: str) -> tuple[int, ...]:
         """Token ids of the prompt up to where the answer starts, with the places of the images."""
+        raise NotImplementedError
+
+    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
+        """Model inputs of prepared images, uint8 [2 B, rows, columns, 3]: before, after, before, after, ... On a GPU
+        where the images are; normalising is done there."""
         raise NotImplementedError
 
     def encode_reference(self, text: str) -> list[int]:
@@ -62,7 +67,7 @@ class PromptsAndTexts:
         return self.tokenizer.pad_token_id
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """The image as [rows, columns, 3] uint8."""
+        """The image as uint8 [rows, columns, 3], of the same shape whatever its size."""
         return self.image_processor.prepare_image(image)
 
     def prompt_inputs(self, questions: list[str]) -> dict[str, Tensor]:
@@ -125,7 +130,7 @@ class M3DiffImageProcessor(NormalisedImages):
         return BatchFeature({"pixel_values": self.to_pixels(prepared)})
 
 
-class M3DiffProcessor(PromptsAndTexts, ProcessorMixin):  # type: ignore[misc]  # decodes a batch
+class M3DiffProcessor(PairProcessor, ProcessorMixin):  # type: ignore[misc]  # decodes a batch
     """Pairs of images and questions to model inputs.
 
     Attributes:

@@ -14,7 +14,17 @@ from m3diff.models.m3diff_model import BareDifference, DifferentialPerception, n
 from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig
 from m3diff.models.tuning import parameter_counts, prepare, trainable_groups
 from tests.models.test_modeling import pair_inputs
-from tests.tiny import DIFFERENCE, MDP, WIDTH, tiny_base, tiny_checkpoint, tiny_model, tiny_settings, tiny_trained
+from tests.tiny import (
+    DIFFERENCE,
+    MDP,
+    WIDTH,
+    saliency_map,
+    tiny_base,
+    tiny_checkpoint,
+    tiny_model,
+    tiny_settings,
+    tiny_trained,
+)
 
 FAMILY = FAMILIES["m3diff"]
 D, N, B = 12, 5, 3
@@ -104,7 +114,7 @@ def images_of(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
     """The features and maps of some pairs."""
     pixels = pair_inputs()["pixel_values"]
     with torch.no_grad():
-        return model.eval().model.perceive(pixels), model.saliency_map(pixels)
+        return model.eval().model.perceive(pixels), saliency_map(model, pixels)
 
 
 STARTS = {"bare difference": DIFFERENCE, "MDP": {**MDP, "init_gain": 2.0}}

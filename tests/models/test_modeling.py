@@ -8,7 +8,7 @@ from transformers import LlavaOnevisionForConditionalGeneration
 
 from m3diff.models import FAMILIES
 from m3diff.models.m3diff_model import M3DiffForConditionalGeneration
-from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model
+from tests.tiny import MDP, SIDE, noise_image, saliency_map, tiny_base, tiny_config, tiny_model
 
 PATCHES = (SIDE // 8) ** 2
 
@@ -129,7 +129,7 @@ def test_before_and_after_come_in_turn_and_each_image_keeps_its_place() -> None:
         got = model.model.perceive(pixels)
         torch.testing.assert_close(got[before], want_1)
         torch.testing.assert_close(got[after], want_2)
-        maps = model.saliency_map(pixels)
+        maps = saliency_map(model, pixels)
         assert maps.shape == (3, 3, 3)
         with model.model.mdp.recorded_maps() as levels:
             model.model.mdp(one, two, states[-1][before], states[-1][after])

@@ -10,29 +10,29 @@ from transformers import ProcessorMixin
 from transformers.image_processing_utils import BatchFeature
 
 from m3diff.images.open import load_image, to_rgb
+from m3diff.models.processing import PairProcessor
 
 CHANGES_NOTHING = {"padding": (True, "longest"), "padding_side": ("left",), "truncation": (False,)}
 CHANGES_NOTHING |= {"add_special_tokens": (False,)}
 """Values of options that others' processors have, which this one keeps to anyway; as does nothing given for any."""
 
 
-class CalledWithPairs:
-    """Stands before a family's processor.
+class CalledWithPairs(PairProcessor):
+    """Mixin before a family's processor.
 
     Attributes:
         question: what is asked of a pair where nothing else is.
         family: the family of the model; the file of its processor bears its name.
     """
 
-    tokenizer: Any
-    image_processor: Any
     question: str | None
     family: str
     decode = ProcessorMixin.decode
 
     def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
         """Inputs of `generate` for pairs of RGB images, one question each."""
-        raise NotImplementedError
+        prepared = np.stack([self.prepare_image(image) for pair in pairs for image in pair])
+        return {**self.prompt_inputs(questions), **self.image_inputs(torch.from_numpy(prepared))}
 
     def to_dict(self) -> dict[str, Any]:
         """The content of processor_config.json: with the way to the file of this class."""

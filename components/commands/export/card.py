@@ -1,7 +1,9 @@
-"""The card of a shared model, README.md: what it is, what it was trained on, how well it does and what it may not."""
+"""The card of a shared model, README.md: what it is, what it was trained on, how well it does and what it may not.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+`card_FAMILY.md.j2` has the words on a family and its paper, `card.md.j2` all else.
+"""
+
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,8 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from m3diff.commands.export.families import SharedFamily
-from m3diff.commands.export.run import Dataset, Example, Trace
+from m3diff.commands.export.run import Dataset, Example, Run, Trace, read_json
 from m3diff.scoring.bootstrap import CONFIDENCE, RESAMPLES
-
-HERE = Path(__file__).parent
 
 SCORES = {
     "CIDEr": "CIDEr",
@@ -30,114 +30,95 @@ SCORES = {
 }
 """What the card shows of metrics.json, in this order; all times 100."""
 
-
-@dataclass(frozen=True)
-class Facts:
-    """All that the card is made of."""
-
-    name: str  # the folder's
-    family: SharedFamily
-    base: Path
-    base_sha256: str
-    config: Mapping[str, Any]  # config.json
-    question: str
-    max_new_tokens: int
-    datasets: list[Dataset]
-    scores: Mapping[str, Any]  # by protocol
-    report: Mapping[str, Any]  # train's
-    trace: Trace | None
-    untraced: str  # why there is no trace
-    example: Example | None
-    weights: Mapping[str, str]  # sha256 by file
+ANSWERS = {"yes": "yes", "conditions": "on conditions", "no": "no", "unstated": "not stated"}
 
 
-def write_card(facts: Facts) -> str:
-    """The text of README.md."""
+def write_card(
+    name: str,
+    run: Run,
+    family: SharedFamily,
+    manifest: Mapping[str, Any],
+    config: Mapping[str, Any],
+    datasets: list[Dataset],
+    trace: Trace | None,
+    untraced: str,
+    example: Example | None,
+    question: str,
+) -> str:
+    """The text of README.md.
+
+    Args:
+        name: of the folder.
+        manifest: of the checkpoint.
+        config: the model's config.json.
+        untraced: why there is no trace.
+    """
     environment = Environment(
-        loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    vision = facts.config["vision_config"]
-    side, patch = vision["image_size"], vision["patch_size"]
-    return environment.get_template("card.md.j2").render(
-        facts=facts,
-        front=front_matter(facts),
-        table=score_table(facts.scores),
-        types=type_table(facts.scores),
-        absent=absent_scores(facts.scores),
-        licences=licence_rows(facts.datasets),
-        recipe=recipe(facts),
-        hashes=list(hashes(facts)),
-        trained=sorted({each.spec.title for each in facts.datasets if each.trains}),
-        drawn=all(each.spec.generate is not None for each in facts.datasets if each.trains),
-        control=facts.family.control(facts.config),
-        images=f"{facts.family.images.format(side=side, half=side // 2)}, in patches of {patch}",
+    scores = read_json(run.report / "metrics.json").get("protocols", {})
+    first = {protocol.partition("/")[0]: protocol for protocol in reversed(scores)}
+    headlines = {protocol: scores[protocol] for protocol in scores if protocol in first.values()}
+    trained = [each for each in datasets if each.trains]
+    return environment.get_template(f"card_{family.name}.md.j2").render(
+        name=name,
+        run=run,
+        family=family,
+        datasets=datasets,
+        trace=trace,
+        untraced=untraced,
+        example=example,
+        question=question,
+        scores=scores,
+        report=read_json(run.model / "report.json"),
+        module=config[family.module] if family.has_module(config) else None,
+        side=config["vision_config"]["image_size"],
+        patch=config["vision_config"]["patch_size"],
+        front=front_matter(run, family, trained),
+        table=score_table(headlines),
+        types=type_table(headlines),
+        absent={score: why for each in headlines.values() for score, why in each.get("absent", {}).items()},
+        known_scores=SCORES,
+        answers=ANSWERS,
+        recipe=trace and recipe(trace.parameters),
+        hashes=hashes(manifest, trace),
+        trained=sorted({each.spec.title for each in trained}),
+        drawn=all(each.spec.generate is not None for each in trained),
         versions={name: version(name) for name in ("torch", "transformers")},
         confidence=f"{CONFIDENCE:.0%}".replace("%", " %"),
         resamples=f"{RESAMPLES:,}",
     )
 
 
-def front_matter(facts: Facts) -> str:
+def front_matter(run: Run, family: SharedFamily, trained: list[Dataset]) -> str:
     """The card's head, which model hubs read; YAML."""
     free = all(
         use.answer == "yes" and each.spec.licence.name.lower() == "apache-2.0"
-        for each in facts.datasets
-        if each.trains
+        for each in trained
         for use in (each.spec.licence.train, each.spec.licence.redistribute)
     )
-    licence = {"license": "apache-2.0"} if free else {"license": "other", "license_name": "see-data-and-licences"}
-    known = facts.family.bases.get(facts.base.name)
-    base = {"base_model": known} if known else {}
-    tags = ["image-difference-captioning", "change-captioning", *facts.family.tags]
-    head = {"language": "en", "library_name": "transformers"}
-    head |= {"pipeline_tag": "image-text-to-text"} if facts.family.reads_question else {}  # a pipeline sends a text
-    return yaml.safe_dump(licence | base | head | {"tags": tags}, sort_keys=False).strip()
+    head = {"license": "apache-2.0"} if free else {"license": "other", "license_name": "see-data-and-licences"}
+    if run.base.name in family.bases:
+        head["base_model"] = family.bases[run.base.name]
+    head |= {"language": "en", "library_name": "transformers"}
+    if family.reads_question:
+        head["pipeline_tag"] = "image-text-to-text"  # a pipeline sends a text
+    tags = ["image-difference-captioning", "change-captioning", *family.tags]
+    return yaml.safe_dump({**head, "tags": tags}, sort_keys=False).strip()
 
 
 def score_table(protocols: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each score that any protocol has, with its interval; the protocols' names first. Of each dataset its
-    headline's protocol."""
-    chosen = {name: protocols[name] for name in headlines(protocols)}
+    """A row for each score that any protocol has, with its interval; the protocols' names first."""
     pairs = ["pairs"]
-    for protocol in chosen.values():
+    for protocol in protocols.values():
         published = protocol.get("published_pairs") or 0
         note = f" of {published:,} that papers score" if protocol["pairs"] < published else ""
         pairs.append(f"{protocol['pairs']:,}{note}")
-    rows = [
-        [title, *(cell(protocol, score) for protocol in chosen.values())]
-        for score, title in SCORES.items()
-        if any(protocol.get(score) is not None for protocol in chosen.values())
-    ]
-    return [["", *(f"`{name}`" for name in chosen)], pairs, *rows]
-
-
-def headlines(protocols: Mapping[str, Any]) -> list[str]:
-    """Each dataset's first protocol."""
-    first: dict[str, str] = {}
-    for name in protocols:
-        first.setdefault(name.partition("/")[0], name)
-    return list(first.values())
-
-
-def type_table(protocols: Mapping[str, Any]) -> list[list[str]]:
-    """The share of single changes that were named wholly right, %, by change type: a row a type, and how many pairs.
-    Nothing where no grammar reads captions."""
-    by_type = {name: protocols[name].get("by_type", {}) for name in headlines(protocols)}
-    known = {
-        name: kinds
-        for name, kinds in by_type.items()
-        if any(kind.get("exact_accuracy") is not None for kind in kinds.values())
-    }
-    if not known:
-        return []
-    rows = []
-    for kind in dict.fromkeys(kind for kinds in known.values() for kind in kinds):
-        row = [kind]
-        for kinds in known.values():
-            value = kinds.get(kind, {}).get("exact_accuracy")
-            row.append("–" if value is None else f"{100 * value:.0f} % of {kinds[kind]['pairs']}")
-        rows.append(row)
-    return [["change type", *(f"`{name}`" for name in known)], *rows]
+    rows = [["", *(f"`{name}`" for name in protocols)], pairs]
+    for score, title in SCORES.items():
+        if any(protocol.get(score) is not None for protocol in protocols.values()):
+            rows.append([title, *(cell(protocol, score) for protocol in protocols.values())])
+    return rows
 
 
 def cell(protocol: Mapping[str, Any], score: str) -> str:
@@ -147,52 +128,51 @@ def cell(protocol: Mapping[str, Any], score: str) -> str:
     return "–" if value is None else f"{100 * value:.1f}{bounds}"
 
 
-def absent_scores(protocols: Mapping[str, Any]) -> dict[str, str]:
-    """Scores of the headlines that were asked for and are not there, and why."""
-    found: dict[str, str] = {}
-    for name in headlines(protocols):
-        found |= {score: why for score, why in protocols[name].get("absent", {}).items() if score in SCORES}
-    return found
-
-
-def licence_rows(datasets: list[Dataset]) -> list[tuple[str, ...]]:
-    """A row for each dataset: name, licence, and its answers to training, redistributing and showing."""
-    answers = {"yes": "yes", "conditions": "on conditions", "no": "no", "unstated": "not stated"}
-    rows = []
-    for each in datasets:
-        licence = each.spec.licence
-        uses = (licence.train, licence.redistribute, licence.show)
-        name = f"[{licence.name}]({licence.url})" if licence.url else licence.name
-        rows.append((each.name, name, *(f"{answers[use.answer]}: {use.reason}" for use in uses)))
+def type_table(protocols: Mapping[str, Any]) -> list[list[str]]:
+    """The share of single changes that were named wholly right, %, by change type: a row a type, and how many pairs.
+    Nothing where no grammar reads captions."""
+    by_type = {name: protocol.get("by_type", {}) for name, protocol in protocols.items()}
+    known = {
+        name: kinds
+        for name, kinds in by_type.items()
+        if any(kind.get("exact_accuracy") is not None for kind in kinds.values())
+    }
+    rows = [["change type", *(f"`{name}`" for name in known)]] if known else []
+    for kind in dict.fromkeys(kind for kinds in known.values() for kind in kinds):
+        values = [kinds.get(kind, {}) for kinds in known.values()]
+        shares = (each.get("exact_accuracy") for each in values)
+        cells = zip(shares, values, strict=True)
+        rows.append([kind, *("–" if x is None else f"{100 * x:.0f} % of {each['pairs']}" for x, each in cells)])
     return rows
 
 
-def recipe(facts: Facts) -> str | None:
+def recipe(parameters: Mapping[str, Any]) -> str:
     """The parameters of training, as `dvc.lock` has them; YAML."""
-    if facts.trace is None:
-        return None
-    parameters = facts.trace.parameters
     names = ["train", f"models.{parameters['train']['model']}", "convert"]
     return yaml.safe_dump({name: parameters[name] for name in names if name in parameters}, sort_keys=False).strip()
 
 
-def hashes(facts: Facts) -> Iterator[tuple[str, str, str]]:
+def hashes(manifest: Mapping[str, Any], trace: Trace | None) -> list[tuple[str, str, str]]:
     """Rows of subject, kind of hash, hash: of the weights, and of all that the trace knows."""
-    yield from ((f"`{file}`", "sha256", digest) for file, digest in facts.weights.items())
-    yield "base, content of its folder", "sha256", facts.base_sha256
-    if facts.trace is None:
-        return
-    lineage = facts.trace.lineage
+    weights = {
+        file: sha for file, sha in manifest["files"].items() if file.endswith(".safetensors") and "/" not in file
+    }
+    rows = [(f"`{file}`", "sha256", digest) for file, digest in weights.items()]
+    rows.append(("base, content of its folder", "sha256", manifest["base_sha256"]))
+    if trace is None:
+        return rows
+    lineage = trace.lineage
     dirty = ", with changes that were not committed" if lineage.git_dirty else ""
-    yield f"commit of the project that wrote this folder{dirty}", "git", lineage.git_commit
-    yield "`dvc.lock`", "sha256", lineage.dvc_lock_sha256
-    yield "test set: ids, references, images", "sha256", lineage.test_set_sha256
-    dvc = {
-        "checkpoint": lineage.checkpoint,
-        "training samples": lineage.data,
-        "validation samples": lineage.val_data,
-        "base": lineage.base,
-        "code of the model": lineage.code,
-        "`metrics.json`": lineage.metrics,
-    } | {f"raw data of `{name}`": md5 for name, md5 in lineage.raw.items()}
-    yield from ((what, "DVC", md5) for what, md5 in dvc.items())
+    return [
+        *rows,
+        (f"commit of the project that wrote this folder{dirty}", "git", lineage.git_commit),
+        ("`dvc.lock`", "sha256", lineage.dvc_lock_sha256),
+        ("test set: ids, references, images", "sha256", lineage.test_set_sha256),
+        ("checkpoint", "DVC", lineage.checkpoint),
+        ("training samples", "DVC", lineage.data),
+        ("validation samples", "DVC", lineage.val_data),
+        ("base", "DVC", lineage.base),
+        ("code of the model", "DVC", lineage.code),
+        ("`metrics.json`", "DVC", lineage.metrics),
+        *((f"raw data of `{name}`", "DVC", md5) for name, md5 in lineage.raw.items()),
+    ]

@@ -18,16 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from m3diff.commands.export.card import Facts, write_card
+from m3diff.commands.export.card import write_card
 from m3diff.commands.export.families import SHARED, SharedFamily
-from m3diff.commands.export.run import (
-    Run,
-    Trace,
-    check_licences,
-    find_example,
-    read_datasets,
-    read_json,
-)
+from m3diff.commands.export.run import Run, Trace, find_example, licence_notices, read_datasets
 from m3diff.records.errors import DataError
 
 WEIGHTS = ("[!.]*.safetensors", "[!.]*.safetensors.index.json")
@@ -59,7 +52,9 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
     if out.exists():
         raise DataError(f"{out}: exists; name a folder that does not")
     datasets = read_datasets(run)
-    notices = check_licences(datasets, allow_unlicensed)
+    # to train, and to redistribute, for a model may reproduce its training data
+    trained = [each.name for each in datasets if each.trains]
+    notices = licence_notices(trained, run.entries, ("train", "redistribute"), allow_unlicensed)
     checkpoint = run.model / "checkpoint"
     try:
         manifest = verify_manifest(checkpoint)
@@ -80,43 +75,27 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
-        weights = write_model(checkpoint, folder, family, run.max_new_tokens, QUESTION)
+        write_model(checkpoint, folder, family, run.max_new_tokens, QUESTION)
         config = json.loads((folder / "config.json").read_text())
         for file, text in family.sources(config).items():
             (folder / file).write_text(text, encoding="utf-8")
         for side in ("before", "after") if example else ():
             source = getattr(example, side)
             shutil.copyfile(source, folder / f"example_{side}{source.suffix}")
-        facts = Facts(
-            name=out.name,
-            family=family,
-            base=run.base,
-            base_sha256=manifest["base_sha256"],
-            config=config,
-            question=QUESTION,
-            max_new_tokens=run.max_new_tokens,
-            datasets=datasets,
-            scores=read_json(run.report / "metrics.json").get("protocols", {}),
-            report=read_json(run.model / "report.json"),
-            trace=trace,
-            untraced=untraced,
-            example=example,
-            weights={name: manifest["files"][name] for name in weights},
-        )
-        (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
+        card = write_card(out.name, run, family, manifest, config, datasets, trace, untraced, example, QUESTION)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         write_manifest(folder, family=manifest["family"], base_sha256=manifest["base_sha256"])
         folder.rename(out)
     return notices
 
 
-def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_tokens: int, question: str) -> list[str]:
-    """Weights, configuration and processor; returns the names of the files of weights."""
+def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_tokens: int, question: str) -> None:
+    """Write weights, configuration and processor."""
     from transformers import GenerationConfig
 
     from m3diff.models import FAMILIES
 
-    files = sorted({file for pattern in WEIGHTS for file in checkpoint.glob(pattern)})
-    for file in files:
+    for file in (file for pattern in WEIGHTS for file in checkpoint.glob(pattern)):
         shutil.copyfile(file, folder / file.name)
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     known: Any = FAMILIES[family.name].load_processor(checkpoint)
@@ -127,4 +106,3 @@ def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_to
     processing.shared_processor(family.name, known, question, config).save_pretrained(folder)
     decoding: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens} | ends
     GenerationConfig(**decoding).save_pretrained(folder)
-    return [file.name for file in files if file.suffix == ".safetensors"]

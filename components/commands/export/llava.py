@@ -14,13 +14,12 @@ The files are made to be passed on, so a dataset whose licence does not allow th
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import polars as pl
 
-from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import check_licence
+from m3diff.commands.export.run import licence_notices
 from m3diff.records.errors import DataError, readable
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
@@ -51,7 +50,12 @@ def export_llava(
     shards = {split: sorted((mixture / split).glob("*.parquet")) for split in SPLITS}
     if not any(shards.values()):
         raise DataError(f"{mixture}: holds no samples; run `m3diff convert` first")
-    _check_licences([shard for found in shards.values() for shard in found], entries, allow_unlicensed)
+    names: set[str] = set()
+    for shard in (shard for found in shards.values() for shard in found):
+        with readable(shard):
+            names |= set(pl.read_parquet(shard, columns=["dataset"])["dataset"])
+    for notice in licence_notices(sorted(names), entries, ("redistribute",), allow_unlicensed):
+        print(notice)
     out.mkdir(parents=True, exist_ok=True)
     suffix = "jsonl" if lines else "json"
     root = Path.cwd() if absolute else None
@@ -62,42 +66,27 @@ def export_llava(
     return written
 
 
-def _check_licences(shards: list[Path], entries: Mapping[str, DatasetEntry], allow_unlicensed: bool) -> None:
-    """Print what the licences ask for; raises DataError for a dataset that may not be passed on or is unknown."""
-    names: set[str] = set()
-    for shard in shards:
-        with readable(shard):
-            names |= set(pl.read_parquet(shard, columns=["dataset"])["dataset"])
-    for name in sorted(names):
-        if name not in entries:
-            raise DataError(f"{name}: in the samples, but not in ingest.datasets; run `m3diff convert` again")
-        if notice := check_licence(DATASETS[entries[name].reader], "redistribute", allow_unlicensed):
-            print(f"{name}: {notice}")
-
-
 def _write(shards: list[Path], path: Path, lines: bool, root: Path | None) -> int:
     """Write one record a line; as an array with brackets around and commas between."""
     count = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
-        for record in _records(shards, path.name, root):
-            file.write(("" if lines else ",\n" if count else "[\n") + record + ("\n" if lines else ""))
-            count += 1
+        for shard in progress(shards, f"export {path.name}", total=len(shards), unit="shard"):
+            samples = pl.read_parquet(shard).filter(pl.col("reference") != "")
+            for record in samples.select(_record(root)).write_ndjson().split("\n")[:-1]:
+                file.write(("" if lines else ",\n" if count else "[\n") + record + ("\n" if lines else ""))
+                count += 1
         if not lines:
             file.write("\n]\n" if count else "[]\n")
     return count
-
-
-def _records(shards: list[Path], name: str, root: Path | None) -> Iterator[str]:
-    for shard in progress(shards, f"export {name}", total=len(shards), unit="shard"):
-        samples = pl.read_parquet(shard).filter(pl.col("reference") != "")
-        yield from samples.select(_record(root)).write_ndjson().rstrip("\n").split("\n") if samples.height else ()
 
 
 def _record(root: Path | None) -> list[pl.Expr]:
     """A sample as a record; relative image paths below `root`, where there is one."""
     human = pl.struct(pl.lit("human").alias("from"), pl.format("<image><image>\n{}", "question").alias("value"))
     model = pl.struct(pl.lit("gpt").alias("from"), pl.col("reference").alias("value"))
-    images = pl.concat_list(_path(side, root) for side in ("before", "after"))
+    images = pl.concat_list("before", "after")
+    if root is not None:
+        images = images.list.eval(pl.element().map_elements(lambda name: str(root / name), return_dtype=pl.String))
     return [
         pl.col("id"),
         images.alias("image"),
@@ -105,8 +94,3 @@ def _record(root: Path | None) -> list[pl.Expr]:
         pl.concat_list(human, model).alias("conversations"),
         pl.struct("dataset", "split").alias("metadata"),
     ]
-
-
-def _path(column: str, root: Path | None) -> pl.Expr:
-    path = pl.col(column)
-    return path if root is None else path.map_elements(lambda name: str(root / name), return_dtype=pl.String)

@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image
 from transformers import ProcessorMixin
 
 from m3diff.commands.export.called import CalledWithPairs
@@ -31,10 +28,6 @@ class ImagePairProcessor(CalledWithPairs, ProcessorMixin, Blip2IDCProcessor):  #
     ) -> None:
         ProcessorMixin.__init__(self, image_processor, tokenizer)
         self.prompt = tuple(prompt)
-
-    def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
-        prepared = np.stack([self.prepare_image(image) for pair in pairs for image in pair])
-        return {**self.prompt_inputs(questions), **self.image_inputs(torch.from_numpy(prepared))}
 
     def questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
         """Raises ValueError for a question: it would be answered as if it had not been asked."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -44,9 +43,8 @@ class ImagePairProcessor(CalledWithPairs, M3DiffProcessor):  # type: ignore[misc
         self.tells_pairs, self.family = tells_pairs, family
 
     def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
-        prepared = np.stack([self.prepare_image(image) for pair in pairs for image in pair])
         sizes = torch.full((2 * len(pairs), 2), self.image_processor.side)
-        found = {**self.prompt_inputs(questions), "image_sizes": sizes, **self.image_inputs(torch.from_numpy(prepared))}
+        found = {**super().inputs(pairs, questions), "image_sizes": sizes}
         return {name: value for name, value in found.items() if self.tells_pairs or name not in OF_PAIRS}
 
 

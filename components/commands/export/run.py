@@ -1,7 +1,7 @@
 """Facts of the run behind a model, for its card: data and licences, scores, recipe, lineage, an example."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import DatasetSpec, check_licence
+from m3diff.datasets.spec import DatasetSpec, Use, check_licence
 from m3diff.records.errors import DataError, readable
 from m3diff.records.files import sha256
 from m3diff.records.schemas import NO_CHANGE
@@ -71,29 +71,28 @@ def read_datasets(run: Run) -> list[Dataset]:
         raise DataError(f"{file}: no such file, so what trained the model is unknown; run `m3diff convert` first")
     with readable(file):
         found = json.loads(file.read_text(encoding="utf-8"))["datasets"]
-    for name in found:
-        if name not in run.entries:
-            raise DataError(f"{name}: in the mixture, but not in ingest.datasets; run `m3diff convert` again")
     return [
-        Dataset(name, DATASETS[run.entries[name].reader], counts["pairs"], counts["samples"])
-        for name, counts in found.items()
+        Dataset(name, spec_of(name, run.entries), counts["pairs"], counts["samples"]) for name, counts in found.items()
     ]
 
 
-def check_licences(datasets: list[Dataset], allow_unlicensed: bool) -> list[str]:
-    """Conditions that the licences of the datasets that trained set for passing the model on: to train, and to
-    redistribute, for a model may reproduce its training data.
+def spec_of(name: str, entries: Mapping[str, DatasetEntry]) -> DatasetSpec:
+    """The facts of a dataset of the mixture. Raises DataError for one that the parameters do not name."""
+    if name not in entries:
+        raise DataError(f"{name}: in the mixture, but not in ingest.datasets; run `m3diff convert` again")
+    return DATASETS[entries[name].reader]
+
+
+def licence_notices(
+    names: Iterable[str], entries: Mapping[str, DatasetEntry], uses: tuple[Use, ...], allow_unlicensed: bool
+) -> list[str]:
+    """Conditions that the licences of datasets of the mixture set for these uses.
 
     Raises:
-        DataError: a licence refuses, and `allow_unlicensed` is not set.
+        DataError: a licence refuses, and `allow_unlicensed` is not set; or a dataset is unknown.
     """
-    notices = []
-    for dataset in datasets:
-        if dataset.trains:
-            for use in ("train", "redistribute"):
-                notice = check_licence(dataset.spec, use, allow_unlicensed)  # type: ignore[arg-type]
-                notices += [f"{dataset.name}: {notice}"] if notice else []
-    return notices
+    told = ((name, check_licence(spec_of(name, entries), use, allow_unlicensed)) for name in names for use in uses)
+    return [f"{name}: {notice}" for name, notice in told if notice]
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -120,14 +119,12 @@ def find_example(run: Run, datasets: list[Dataset]) -> Example | None:
         if dataset.spec.licence.redistribute.answer != "yes":
             continue
         for row in rows:
-            if row["dataset"] == dataset.name and row["id"] in captions and row["change_types"] != [NO_CHANGE]:
-                return _example(row, captions[row["id"]])
+            if row["dataset"] != dataset.name or row["id"] not in captions or row["change_types"] == [NO_CHANGE]:
+                continue
+            for side in ("before", "after"):
+                path = Path(row[side])
+                if not path.is_file() or sha256(path) != row[f"{side}_sha256"].hex():
+                    raise DataError(f"{path}: missing or changed since ingest, so no example; run `dvc repro` first")
+            caption = captions[row["id"]]
+            return Example(row["id"], Path(row["before"]), Path(row["after"]), caption, row["references"])
     return None
-
-
-def _example(row: Mapping[str, Any], caption: str) -> Example:
-    for side in ("before", "after"):
-        path = Path(row[side])
-        if not path.is_file() or sha256(path) != row[f"{side}_sha256"].hex():
-            raise DataError(f"{path}: missing or changed since ingest, so that it is no example; run `dvc repro` first")
-    return Example(row["id"], Path(row["before"]), Path(row["after"]), caption, row["references"])

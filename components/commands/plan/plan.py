@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.models import FAMILIES
-from m3diff.models.family import ADAPTERS, Family, PairProcessor, Settings, Term
+from m3diff.models.family import ADAPTERS, Family, Settings, Term
 from m3diff.records.errors import readable
 from m3diff.settings.compute import Compute
 from m3diff.settings.gpus import GPUS
@@ -26,6 +26,8 @@ from m3diff.stages.train.params import Train
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from m3diff.models.processing import PairProcessor
 
 GIGA, TERA = 1e9, 1e12
 OPTIMIZER_BYTES, GRADIENT_BYTES = 12, 4  # of a trained parameter: fp32 master and AdamW's two moments; fp32 gradient
@@ -346,7 +348,7 @@ def find_workload(
     mixture: Path,
     entries: Mapping[str, DatasetEntry],
     convert: Convert,
-    processor: PairProcessor | None,
+    processor: "PairProcessor | None",
     image_tokens: int,
     left_out: Sequence[str] = (),
 ) -> Workload:
@@ -389,7 +391,7 @@ def read_columns(shards: Sequence[Path], *columns: str) -> "pl.DataFrame":
 
 
 def counted_workload(
-    folder: Path, processor: PairProcessor | None, image_tokens: int, left_out: Sequence[str] = ()
+    folder: Path, processor: "PairProcessor | None", image_tokens: int, left_out: Sequence[str] = ()
 ) -> Workload:
     """The training split of the mixture without some datasets; token lengths by the processor's tokenizer, where there
     is one."""

@@ -24,8 +24,8 @@ from m3diff.stages.predict.pairs import PairSample
 if TYPE_CHECKING:
     import numpy as np
 
-    from m3diff.models.family import PairProcessor
     from m3diff.models.generation import Captioner
+    from m3diff.models.processing import PairProcessor
 
 AHEAD = 2  # batches whose images are prepared beforehand
 ROOM_S = 60  # within which Ray must have nodes for every worker

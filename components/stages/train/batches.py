@@ -28,7 +28,7 @@ from m3diff.stages.train.samples import RowGroups, Samples
 if TYPE_CHECKING:
     from PIL import Image
 
-    from m3diff.models.family import PairProcessor
+    from m3diff.models.processing import PairProcessor
 
 CACHED_BYTES = 1 << 30
 PREFETCHED = 4  # micro-batches made ahead

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from m3diff.models.device import Device
-from m3diff.models.family import PairProcessor
 from m3diff.models.fused import fused_attention
+from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import TrainableGroup
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError

@@ -15,7 +15,8 @@ from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS, attention_of
 from m3diff.models.checkpoint import CheckpointError, save_checkpoint, verify_manifest
 from m3diff.models.device import Device
-from m3diff.models.family import MODULE_UPDATE_RATIO, Family, PairProcessor, Settings
+from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
+from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import parameter_counts, prepare, trainable_groups, unwrapped
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic

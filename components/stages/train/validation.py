@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
-from m3diff.models.family import PairProcessor
 from m3diff.models.generation import Captioner
+from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import unwrapped
 from m3diff.stages.train.batches import Loader, Weighted, open_image
 from m3diff.stages.train.engine import sum_over_ranks, token_loss

@@ -8,6 +8,7 @@ from torch import nn
 
 from m3diff.models import FAMILIES
 from m3diff.models.tuning import parameter_counts, prepare
+from tests.tiny import saliency_map
 from tests.tiny_blip2 import PATCH, SIDE, TEXTS, WIDTH, blip2_settings, randomised, tiny_config
 
 FAMILY = FAMILIES["blip2idc"]
@@ -102,7 +103,7 @@ def by_hand(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
 
 def test_the_map_is_the_queries_attention_on_both_images_of_a_place() -> None:
     model, pixels = tiny_model(), pictures(3)
-    maps = model.saliency_map(pixels)
+    maps = saliency_map(model, pixels)
     assert maps.shape == (3, SIDE // PATCH // 2, SIDE // PATCH)
     torch.testing.assert_close(maps, by_hand(model, pixels))
     torch.testing.assert_close(maps.sum(dim=(1, 2)), torch.ones(3))
