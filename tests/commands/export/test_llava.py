@@ -112,5 +112,5 @@ def test_the_conditions_of_a_licence_are_told(tmp_path, capsys):
 
 def test_a_dataset_of_unknown_licence_is_refused(tmp_path):
     run(tmp_path, [record("a")])
-    with pytest.raises(DataError, match=r"d: in the samples, but not in ingest\.datasets; run `m3diff convert` again"):
+    with pytest.raises(DataError, match=r"d: in the mixture, but not in ingest\.datasets; run `m3diff convert` again"):
         export_llava({}, tmp_path / "mixture", tmp_path / "llava")
