@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from flows import dvc
-from m3diff.provenance.dvc import listing, object_file, whole
+from m3diff.provenance.dvc import object_file
 from m3diff.provenance.git import GitError, git, has_branch, main_tree
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
@@ -37,9 +37,8 @@ def check_remote() -> None:
         ParamsError: one does not answer.
     """
     for name, stored in dvc.kept().items():
-        files = {path: md5 for path, md5 in stored.items() if not md5.endswith(".dir")}
         try:
-            if files:
+            if files := {path: md5 for path, md5 in stored.items() if not md5.endswith(".dir")}:
                 dvc.not_in_remote(files, name)
         except dvc.DvcError as error:
             raise ParamsError(f"the DVC remote {name!r} does not answer, so nothing could be kept: {error}") from error
@@ -58,8 +57,9 @@ def push() -> tuple[str, str]:
     new: dict[str, int] = {}
     for name, stored in sorted(dvc.kept().items()):
         try:
-            missing = dvc.not_in_remote(files_of(stored), name)
-            check_cache(missing)
+            missing = dvc.not_in_remote(dvc.files_of(stored), name)
+            if bad := dvc.faults_in_cache(missing):  # DVC would send damaged bytes under the right name
+                raise DataError("; ".join(bad))
             if missing:
                 dvc.push(missing.values(), name)
             left = dvc.not_in_remote(missing, name)
@@ -78,33 +78,10 @@ def can_be_sent() -> bool:
     """Return whether cache or remote has every file that DVC keeps; else a stage has to make it again."""
     cache = dvc.cache_folder()
     for name, stored in dvc.kept().items():
-        lacking = {path: md5 for path, md5 in files_of(stored).items() if not object_file(cache, md5).is_file()}
+        lacking = {path: md5 for path, md5 in dvc.files_of(stored).items() if not object_file(cache, md5).is_file()}
         if lacking and dvc.not_in_remote(lacking, name):
             return False
     return True
-
-
-def files_of(outputs: Mapping[str, str]) -> dict[str, str]:
-    """These outputs, and the files of those that are folders: hashes by path."""
-    cache = dvc.cache_folder()
-    within = {f"{path}/{name}": md5 for path, hash_ in outputs.items() for name, md5 in listing(cache, hash_).items()}
-    return {**outputs, **within}
-
-
-def check_cache(hashes: Mapping[str, str]) -> None:
-    """See that what is to be sent is what its name says: DVC would send damaged bytes under the right name.
-
-    Args:
-        hashes: DVC's, by path, of files and of folders' lists.
-
-    Raises:
-        DataError: it is not; every damaged file is named.
-    """
-    cache = dvc.cache_folder()
-    files = {path: object_file(cache, md5) for path, md5 in hashes.items()}
-    bad = [f"{path}: {note}" for path, file in files.items() if file.is_file() and (note := whole(file, hashes[path]))]
-    if bad:
-        raise DataError("; ".join(bad))
 
 
 def commit(message: str, links: Sequence[str]) -> str:
@@ -127,12 +104,16 @@ def mend_lock() -> str | None:
     whole, before = None, dict[str, Any]()  # one that lost stages of those before it is not whole
     there = git("ls-tree", "HEAD", "--", str(LOCK))
     for commit in reversed(git("log", f"-{LOOKED_BACK}", "--format=%H", "--", str(LOCK)).splitlines() if there else []):
-        found = dvc.entries(dvc.lock_of(commit))
+        found = dvc.locked(commit)
         if found is not None and not set(before) - set(found):
             whole, before = commit, found
-    ours = dvc.entries(LOCK.read_text(encoding="utf-8", errors="replace")) if LOCK.is_file() else None
-    if ours is not None and not any(ours.get(stage) != before.get(stage) for stage in dvc.unfinished()):
-        return None
+    ours = dvc.locked()
+    if ours is not None:
+        with dvc.repository() as repo:  # the stages of which it does not know every output
+            pipeline = dvc.of_pipeline(repo)
+            lacking = {stage.addressing for stage in pipeline if not all(out.hash_info for out in stage.outs)}
+        if all(ours.get(stage) == before.get(stage) for stage in lacking):
+            return None
     if whole is not None:
         git("checkout", whole, "--", str(LOCK))
     elif LOCK.is_file():
@@ -168,7 +149,7 @@ def take_over() -> bool:
 
 def take_up(changed: Collection[str]) -> bool:
     """Replace the entries of the stages `changed` by those of the latest run; whether there was any."""
-    ours, theirs = dvc.locked(), latest()
+    ours, theirs = dvc.locked() or {}, latest()
     found = {stage: theirs[stage] for stage in changed if stage in theirs and theirs[stage] != ours.get(stage)}
     if not found:
         return False
@@ -185,7 +166,7 @@ def take_up(changed: Collection[str]) -> bool:
 
 def latest() -> dict[str, Any]:
     """The stages of the latest run by name; none before the first, and where its `dvc.lock` is no lock."""
-    return (dvc.entries(dvc.lock_of(LATEST)) if has_branch(LATEST) else None) or {}
+    return (dvc.locked(LATEST) if has_branch(LATEST) else None) or {}
 
 
 def metrics(stages: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 import yaml
 
-from m3diff.provenance.dvc import listing, object_file, whole
+from m3diff.provenance.dvc import listing, md5, object_file, whole
 from m3diff.provenance.git import git
 from m3diff.records.errors import DataError, redacted
 from m3diff.records.files import write_atomic
@@ -79,12 +79,10 @@ def repository(folder: Path | None = None, outside: str = "") -> Iterator["Repo"
     except Exception as error:
         if not outside and not isinstance(error, DvcException):
             raise
-        causes: list[str] = []
-        cause: BaseException | None = error
-        while cause is not None:
-            causes.append(str(cause))
-            cause = cause.__cause__
-        raise DvcError(outside or "dvc", 255, [*causes, *broken_lock(folder or Path())]) from error
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__) is not None:
+            causes.append(cause)
+        raise DvcError(outside or "dvc", 255, [*map(str, causes), *broken_lock(folder or Path())]) from error
 
 
 def of_pipeline(repo: "Repo") -> list["PipelineStage"]:
@@ -136,47 +134,30 @@ def status() -> dict[str, Any]:
 def is_current() -> bool:
     """Return whether `dvc.lock` and the files in git match every stage, so that DVC would run none.
 
-    Data need not be there: to link them in takes a minute for 300,000 files, and to look at them as long.
+    Data need not be there: to link them in takes a minute for 300,000 files, and to look at them as long. DVC passes
+    over a folder that is missing, and takes one with only its file of counts, which git keeps, for one that was
+    changed; so such files are compared here, and are away while DVC looks.
     """
     with repository() as repo, repo.lock:
         ours = of_pipeline(repo)
-        if not all(out.exists for stage in ours for out in stage.outs if not out.use_cache):
+        of_git = [out for stage in ours for out in stage.outs if not out.use_cache]
+        if not all(out.exists for out in of_git):
             return False  # a killed stage's, whose absence the run has committed
-        with without_outputs_in_git(stage.addressing for stage in ours) as whole:
+        files = {Path(out.fs_path): out.hash_info.value for out in of_git if Path(out.fs_path).is_file()}
+        if any(md5(file) != hash_ for file, hash_ in files.items()):
+            return False
+        content = {file: file.read_bytes() for file in files}
+        try:
+            for file in files:
+                file.unlink()
+                with contextlib.suppress(OSError):
+                    file.parent.rmdir()  # where it is empty now
             all_ = repo.index.stages
-            return whole and not any(stage.changed(allow_missing=True, upstream=all_) for stage in ours)
-
-
-@contextmanager
-def without_outputs_in_git(names: Iterable[str]) -> Iterator[bool]:
-    """Within, the outputs of these stages that git keeps are away; whether they are what `dvc.lock` says.
-
-    DVC passes over a folder that is missing, and takes one with only its file of counts for one that was changed.
-    """
-    from m3diff.provenance.dvc import md5
-
-    of_git = set(git("ls-files", "-z").split("\0"))
-    lock = locked()
-    outputs = [out for name in names for out in lock.get(name, {}).get("outs", []) if out["path"] in of_git]
-    whole = all(Path(out["path"]).is_file() and md5(Path(out["path"])) == out["md5"] for out in outputs)
-    away: dict[Path, bytes] = {}
-    try:
-        for file in [Path(out["path"]) for out in outputs if Path(out["path"]).is_file()]:
-            away[file] = file.read_bytes()
-            file.unlink()
-            with contextlib.suppress(OSError):
-                file.parent.rmdir()  # where it is empty now
-        yield whole
-    finally:
-        for file, content in away.items():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-
-
-def locked() -> dict[str, Any]:
-    """The stages of `dvc.lock` by name; none where there is no such file."""
-    file = Path("dvc.lock")
-    return (entries(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
+            return not any(stage.changed(allow_missing=True, upstream=all_) for stage in ours)
+        finally:
+            for file, held in content.items():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(held)
 
 
 def entries(text: str) -> dict[str, Any] | None:
@@ -188,15 +169,12 @@ def entries(text: str) -> dict[str, Any] | None:
         return None
 
 
-def lock_of(commit: str) -> str:
-    """The text of a commit's `dvc.lock`; empty where it has none."""
-    return git("show", f"{commit}:./dvc.lock") if git("ls-tree", commit, "--", "dvc.lock") else ""
-
-
-def unfinished() -> set[str]:
-    """The stages of which `dvc.lock` does not know every output."""
-    with repository() as repo:
-        return {stage.addressing for stage in of_pipeline(repo) if not all(out.hash_info for out in stage.outs)}
+def locked(commit: str = "") -> dict[str, Any] | None:
+    """The stages by name of the `dvc.lock` that is here, or of a commit; None where it is none or not there."""
+    if commit:
+        return entries(git("show", f"{commit}:./dvc.lock")) if git("ls-tree", commit, "--", "dvc.lock") else None
+    file = Path("dvc.lock")
+    return entries(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
 
 
 def link_data() -> None:
@@ -224,9 +202,9 @@ def kept() -> dict[str, dict[str, str]]:
     with repository() as repo:
         cache, default = Path(repo.cache.local_cache_dir), repo.config["core"].get("remote")
         for out in [out for out in repo.index.outs if out.use_cache and out.can_push and out.hash_info]:
-            remote, md5 = out.remote or default, out.hash_info.value
-            if remote and out.hash_info.name == "md5" and object_file(cache, md5).is_file():
-                found.setdefault(remote, {})[os.path.relpath(out.fs_path, repo.root_dir)] = md5
+            remote, hash_ = out.remote or default, out.hash_info.value
+            if remote and out.hash_info.name == "md5" and object_file(cache, hash_).is_file():
+                found.setdefault(remote, {})[os.path.relpath(out.fs_path, repo.root_dir)] = hash_
     return found
 
 
@@ -238,7 +216,7 @@ def not_in_remote(files: Mapping[str, str], name: str) -> dict[str, str]:
     """
     with repository(outside=f"dvc status --cloud --remote {name}") as repo:
         there = set(repo.cloud.get_remote_odb(name, "status").oids_exist(sorted(set(files.values()))))
-    return {path: md5 for path, md5 in files.items() if md5 not in there}
+    return {path: hash_ for path, hash_ in files.items() if hash_ not in there}
 
 
 def push(hashes: Iterable[str], name: str) -> None:
@@ -254,7 +232,7 @@ def push(hashes: Iterable[str], name: str) -> None:
     what = f"dvc push --remote {name}"
     with repository(outside=what) as repo:
         remote = repo.cloud.get_remote_odb(name, "push")
-        failed = transfer(repo.cache.local, remote, {HashInfo("md5", md5) for md5 in hashes}).failed
+        failed = transfer(repo.cache.local, remote, {HashInfo("md5", hash_) for hash_ in hashes}).failed
     if failed:
         raise DvcError(what, 255, [f"{len(failed)} files were refused"])
 
@@ -271,9 +249,8 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
         raise DataError(f"stage {stage} was not begun: {'; '.join(damage)}")
     said: deque[str] = deque(maxlen=12)
     outcome: Outcome | None = None
-    lock = Path("dvc.lock")
+    lock, done = Path("dvc.lock"), False
     before = lock.read_bytes() if lock.is_file() else None
-    done = False
     process = subprocess.Popen(
         [*DVC, "repro", "--single-item", stage],
         env=environment(),
@@ -307,17 +284,28 @@ def damaged(name: str) -> list[str]:
     """Describe each input of a stage whose content in the cache is damaged. DVC's links lead there,
     and DVC does not check it."""
     with repository() as repo:
-        cache = Path(repo.cache.local_cache_dir)
         read = [dep.fs_path for stage in of_pipeline(repo) if stage.addressing == name for dep in stage.deps]
-        outs = {out.fs_path: out.hash_info.value for out in repo.index.outs if out.use_cache and out.hash_info}
-    found = []
-    for path, hash_ in outs.items():
-        if any(Path(path).is_relative_to(dep) or Path(dep).is_relative_to(path) for dep in read):
-            for part, md5 in {"": hash_, **listing(cache, hash_)}.items():
-                file = object_file(cache, md5)
-                if file.is_file() and (note := whole(file, md5)):
-                    found.append(f"{os.path.relpath(os.path.join(path, part))}: {note}")
-    return found
+        outs = {
+            os.path.relpath(out.fs_path): out.hash_info.value
+            for out in repo.index.outs
+            if out.use_cache and out.hash_info
+            if any(Path(out.fs_path).is_relative_to(dep) or Path(dep).is_relative_to(out.fs_path) for dep in read)
+        }
+    return faults_in_cache(files_of(outs))
+
+
+def files_of(outputs: Mapping[str, str]) -> dict[str, str]:
+    """These outputs, and the files of those that are folders: hashes by path."""
+    cache = cache_folder()
+    within = {f"{path}/{name}": own for path, hash_ in outputs.items() for name, own in listing(cache, hash_).items()}
+    return {**outputs, **within}
+
+
+def faults_in_cache(hashes: Mapping[str, str]) -> list[str]:
+    """Describe each of these files and folders' lists, hashes by path, that is damaged in the cache."""
+    cache = cache_folder()
+    files = {path: object_file(cache, hash_) for path, hash_ in hashes.items()}
+    return [f"{path}: {note}" for path, file in files.items() if file.is_file() and (note := whole(file, hashes[path]))]
 
 
 def broken_lock(folder: Path) -> list[str]:

@@ -39,17 +39,33 @@ EXCEPTION = "Flow run encountered an exception: "  # Prefect's words before thos
 MOST_WORDS = 400  # characters of an error
 
 
-def tell(key: str, title: str, text: str, log: Callable[[str], None], checkout: Path | None = None) -> None:
-    """Send a notice, unless one of this key was sent before. Whatever goes wrong is logged, and nothing fails.
+def tell(
+    log: Callable[[str], None], key: str = "", title: str = "", text: str = "", checkout: Path | None = None
+) -> None:
+    """Send a notice, unless one of this key was sent before, after those that wait; without a key, these alone.
+    Whatever goes wrong is logged, and nothing fails. Without an address nothing waits.
 
     Args:
         checkout: the folder that the flow was started in; without one the current directory.
     """
+    address = os.environ.get(NOTIFY, "").strip()
     try:
         with kept(checkout or Path.cwd()) as notices:
-            if key not in notices["told"]:
-                notices["waiting"][key] = [title, redacted(text)]
-            send_waiting(notices, log)
+            waiting = notices["waiting"]
+            if key and key not in notices["told"]:
+                waiting[key] = [title, redacted(text)]
+            for key, (title, text) in [*waiting.items()]:
+                try:
+                    if address:
+                        send(address, title, text)
+                        notices["told"][key] = datetime.now(UTC).isoformat(timespec="seconds")
+                except Exception as error:
+                    log(
+                        f"warning: {title}: nobody was told, for {NOTIFY} does not work ({type(error).__name__}); "
+                        f"{len(waiting)} notice(s) wait for the next occasion"
+                    )
+                    break
+                del waiting[key]
     except Exception as error:
         log(f"warning: a notice was not sent: {type(error).__name__}")
 
@@ -59,39 +75,13 @@ def kept(checkout: Path) -> Iterator[dict[str, dict[str, Any]]]:
     """Open the notices that were sent (key: when) and that wait (key: title and text); other processes wait."""
     folder = checkout / FLOWS
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "notices.json"
     with lock(folder / "notices.lock"):
-        notices = read_json(file) or {"told": {}, "waiting": {}}
+        notices = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
         before = json.dumps(notices)
         yield notices
         notices["told"] = dict([*notices["told"].items()][-REMEMBERED:])
         if (after := json.dumps(notices)) != before:
-            write_atomic(file, after)
-
-
-def send_again(checkout: Path, log: Callable[[str], None]) -> None:
-    """Send what could not be sent before."""
-    with kept(checkout) as notices:
-        send_waiting(notices, log)
-
-
-def send_waiting(notices: dict[str, dict[str, Any]], log: Callable[[str], None]) -> None:
-    """Send what waits, oldest first, until one cannot be sent. Without an address nothing waits."""
-    address = os.environ.get(NOTIFY, "").strip()
-    if not address:
-        notices["waiting"].clear()
-        return
-    for key, (title, text) in [*notices["waiting"].items()]:
-        try:
-            send(address, title, text)
-        except Exception as error:
-            log(
-                f"warning: {title}: nobody was told, for {NOTIFY} does not work ({type(error).__name__}); "
-                f"{len(notices['waiting'])} notice(s) wait for the next occasion"
-            )
-            return
-        del notices["waiting"][key]
-        notices["told"][key] = datetime.now(UTC).isoformat(timespec="seconds")
+            write_atomic(folder / "notices.json", after)
 
 
 def send(address: str, title: str, text: str) -> None:
@@ -137,7 +127,7 @@ def tell_of_end(
     key = f"watch {why}" if what == "watch" and how == "failed" else f"{run.id} {how}"
     if what == "watch":
         then = "It looks again by its schedule; what it could read was taken up."
-    elif state.is_crashed():
+    elif how == "crashed":
         then = "It is started again by itself and goes on where it was killed, unless it crashed three times in a row."
     else:
         then = (
@@ -145,15 +135,14 @@ def tell_of_end(
             f"gone: `prefect deployment run m3diff/{what}`."
         )
     text = f"Run {run.name!r} of m3diff/{what} {why}. {link(run.id)}{then}"
-    tell(key, f"m3diff/{what} {how}", text, log, checkout)
+    tell(log, key, f"m3diff/{what} {how}", text, checkout)
 
 
 def reason_of(state: State) -> str:
     """The state of a run that ended and the first line of its error; for a stage also its last line of output."""
-    lines = (state.message or "").removeprefix(EXCEPTION).splitlines() or [""]
-    said = [line.strip() for line in lines[1:] if line.strip() and not line.startswith("ERROR: failed to reproduce")]
-    why = " ".join([lines[0], *said[-1:]])
-    return f"{(state.name or '').lower()}: {why[:MOST_WORDS]}"
+    first, *lines = (state.message or "").removeprefix(EXCEPTION).splitlines() or [""]
+    said = [line.strip() for line in lines if line.strip() and not line.startswith("ERROR: failed to reproduce")]
+    return f"{(state.name or '').lower()}: {' '.join([first, *said[-1:]])[:MOST_WORDS]}"
 
 
 def link(flow_run: object) -> str:
@@ -167,16 +156,17 @@ def decided(done: Done, log: Callable[[str], None]) -> None:
     decision = done.decision
     if decision is None or decision.outcome == "unchanged":
         return
-    number = decision.champion if decision.champion is not None else "none"
-    if decision.outcome == "refused":
-        word, then = "rejected", f"The champion is as before (version {number}); there is nothing to do."
-        if decision.champion is None:
-            then = "There is no champion: choose one as said above."
+    word = "rejected" if decision.outcome == "refused" else "promoted"
+    if word == "promoted":
+        number = decision.champion if decision.champion is not None else "none"
+        then = f"The champion before was {number}; `m3diff rollback --why TEXT` brings it back."
+    elif decision.champion is None:
+        then = "There is no champion: choose one as said above."
     else:
-        word, then = "promoted", f"The champion before was {number}; `m3diff rollback --why TEXT` brings it back."
+        then = f"The champion is as before (version {decision.champion}); there is nothing to do."
     because = f"Run because {'; '.join(done.reasons)}. " if done.reasons else ""
     text = f"{decision}. {because}{link(done.work.flow_run)}{then}"
-    tell(f"{done.work.flow_run} {word}", f"m3diff: a model was {word}", text, log, done.work.checkout)
+    tell(log, f"{done.work.flow_run} {word}", f"m3diff: a model was {word}", text, done.work.checkout)
 
 
 def tell_of_silence(checkout: Path, log: Callable[[str], None]) -> None:
@@ -211,4 +201,4 @@ def tell_of_silence(checkout: Path, log: Callable[[str], None]) -> None:
         "Look whether the worker is up (`make up`) and the schedule is active (`prefect deployment ls`), and at the "
         "runs that failed (`prefect flow-run ls`)."
     )
-    tell(f"silence since {since.isoformat()}", "m3diff: nothing ran well for days", said, log, checkout)
+    tell(log, f"silence since {since.isoformat()}", "m3diff: nothing ran well for days", said, checkout)

@@ -41,7 +41,6 @@ MOST_REASONS = 8  # in a commit message
 NO_REASON = "neither the data nor the parameters changed since the last registration"
 
 TRANSIENT = (75, -9, 137)  # try again later; ended by the kernel (out of memory) or by a person
-PAUSES_S: list[float] = [5, 20, 60]
 
 Reasons = Callable[[dict[str, Any], Params], list[str]]
 
@@ -168,6 +167,10 @@ def worth_retrying(task: Any, run: TaskRun, state: State) -> bool:
     return isinstance(error, ConnectionError) or getattr(error, "code", None) in TRANSIENT
 
 
+FOR_STAGES: dict[str, Any] = {"retries": 1, "retry_delay_seconds": 10, "retry_condition_fn": worth_retrying}
+FOR_SERVERS: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [5, 20, 60], "retry_condition_fn": worth_retrying}
+
+
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
 def look_before() -> dict[str, Any]:
     """See that the run can end well on this machine, and what is out of date: DVC's status, by stage. Where something
@@ -182,49 +185,28 @@ def look_before() -> dict[str, Any]:
     return dvc.status() if status and archive.take_up(status) else status
 
 
-@task(
-    name="stage",
-    task_run_name="{stage}",
-    cache_policy=NO_CACHE,
-    retries=1,
-    retry_delay_seconds=10,
-    retry_condition_fn=worth_retrying,
-)
+@task(name="stage", task_run_name="{stage}", cache_policy=NO_CACHE, **FOR_STAGES)
 def reproduce(stage: str, current: bool = False) -> State:
     """Bring one stage up to date through DVC, which is not asked where the stage is known to be current."""
     outcome = "Skipped" if current else dvc.repro(stage, get_run_logger().info)
     return Completed(name=outcome, message=f"{stage}: {outcome.lower()}", data=outcome)
 
 
-@task(name="push", task_run_name="push", cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES_S)
+@task(name="push", task_run_name="push", cache_policy=NO_CACHE, **FOR_SERVERS | {"retry_condition_fn": None})
 def push_data() -> State:
     """Send what the run made to the DVC remote, and see that it is there. Nothing points to what is not."""
     outcome, message = archive.push()
     return Completed(name=outcome, message=message, data=outcome)
 
 
-@task(
-    name="register",
-    task_run_name="register",
-    cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=PAUSES_S,
-    retry_condition_fn=worth_retrying,
-)
+@task(name="register", task_run_name="register", cache_policy=NO_CACHE, **FOR_SERVERS)
 def register_model(known: Registration | None) -> State[Registration]:
     """Log the training to MLflow and register its checkpoint, where it is not `known` already."""
     done = known or register(load_params(PARAMS))
     return Completed(name="Skipped" if done.outcome == "unchanged" else "Ran", message=str(done), data=done)
 
 
-@task(
-    name="promote",
-    task_run_name="promote",
-    cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=PAUSES_S,
-    retry_condition_fn=worth_retrying,
-)
+@task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, **FOR_SERVERS)
 def promote_model(version: int) -> State[Promotion]:
     """Let the gate decide on the version that this flow registered. To be rejected is no failure."""
     done = promote(load_params(PARAMS), rescore, version)

@@ -78,19 +78,27 @@ def page(done: Done, params: Params, champion: Mapping[str, float]) -> Iterator[
     Args:
         champion: the scores of the champion before this run, as MLflow names them; empty without one.
     """
-    yield f"# {done.state}: run `{done.work.flow_run[:8]}` of commit `{done.work.commit[:12]}`"
-    yield ""
-    yield from (f"- because {text}" for text in done.reasons)
+    work, uri = done.work, params.register_.tracking_uri
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.started))
-    yield f"- began {began}, took {duration(sum(done.seconds.values()))}; branch `{done.work.branch}`"
+    yield from (f"# {done.state}: run `{work.flow_run[:8]}` of commit `{work.commit[:12]}`", "")
+    yield from (f"- because {text}" for text in done.reasons)
+    yield f"- began {began}, took {duration(sum(done.seconds.values()))}; branch `{work.branch}`"
     if done.error:
-        yield from ("", "## What failed", "", "```", done.error, "```", "", f"Its worktree is kept: `{done.work.root}`")
+        yield from ("", "## What failed", "", "```", done.error, "```", "", f"Its worktree is kept: `{work.root}`")
     if done.decision:
         yield from ("", "## The gate", "", str(done.decision))
-    yield from scores(params, champion)
+    if found := scores(params, champion):
+        yield from ("", "## Scores", "", *table(("protocol", "score, times 100", "this run", "champion before"), found))
     ran = [(name, how, duration(done.seconds[name])) for name, how in done.outcomes.items()]
     yield from ("", "## What ran", "", *table(("task", "how", "took"), ran))
-    yield from ("", "## Where to look", "", *links(done, params))
+    yield from ("", "## Where to look", "")
+    if made := done.registration:
+        yield f"- {made.model} version {made.version}, MLflow run `{made.run_id}`"
+        if uri.startswith("http"):
+            address = f"{uri}/#/models/{made.model}/versions/{made.version}"
+            yield f"- [the version]({address}), the report among the artifacts of its run"
+    yield f"- `git show {work.branch}:dvc.lock` has the hash of everything that this run read and wrote"
+    yield f"- `git worktree add FOLDER {work.branch}`, then `dvc checkout` there, gives all of it back"
 
 
 def duration(seconds: float) -> str:
@@ -101,25 +109,22 @@ def duration(seconds: float) -> str:
     return f"{minutes:.0f} min {rest:.0f} s" if minutes < 60 else f"{minutes // 60:.0f} h {minutes % 60:02.0f} min"
 
 
-def table(head: Sequence[str], lines: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield "|---" * len(head) + "|"
-    yield from (f"| {' | '.join(line)} |" for line in lines)
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+    first, *rest = (f"| {' | '.join(line)} |" for line in (head, *lines))
+    yield from (first, "|---" * len(head) + "|", *rest)
 
 
-def scores(params: Params, champion: Mapping[str, float]) -> Iterator[str]:
-    """The headline scores of each dataset beside the champion's; nothing where this run was not evaluated."""
+def scores(params: Params, champion: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """The headline scores of each dataset beside the champion's; none where this run was not evaluated."""
     file = params.paths.report / "metrics.json"
-    if not file.is_file():
-        return
-    lines = []
-    for protocol, found in json.loads(file.read_text())["protocols"].items():
-        for name in SCORES:
-            if isinstance(value := found.get(name), int | float):
-                theirs = champion.get(f"{protocol}/{name}")
-                lines.append((protocol, name, f"{100 * value:.1f}", "" if theirs is None else f"{100 * theirs:.1f}"))
-    yield from ("", "## Scores", "")
-    yield from table(("protocol", "score, times 100", "this run", "champion before"), lines)
+    found = json.loads(file.read_text())["protocols"] if file.is_file() else {}
+    shown = {place: f"{100 * value:.1f}" for place, value in champion.items()}
+    return [
+        (protocol, name, f"{100 * own[name]:.1f}", shown.get(f"{protocol}/{name}", ""))
+        for protocol, own in found.items()
+        for name in SCORES
+        if isinstance(own.get(name), int | float)
+    ]
 
 
 def champion_scores(done: Done, params: Params) -> dict[str, float]:
@@ -129,15 +134,3 @@ def champion_scores(done: Done, params: Params) -> dict[str, float]:
     with tracking.connected(params.register_.tracking_uri) as client:
         version = client.get_model_version(done.decision.model, str(done.decision.champion))
         return dict(client.get_run(version.run_id).data.metrics) if version.run_id else {}
-
-
-def links(done: Done, params: Params) -> Iterator[str]:
-    uri = params.register_.tracking_uri
-    if done.registration:
-        made = done.registration
-        yield f"- {made.model} version {made.version}, MLflow run `{made.run_id}`"
-        if uri.startswith("http"):
-            page = f"{uri}/#/models/{made.model}/versions/{made.version}"
-            yield f"- [the version]({page}), the report among the artifacts of its run"
-    yield f"- `git show {done.work.branch}:dvc.lock` has the hash of everything that this run read and wrote"
-    yield f"- `git worktree add FOLDER {done.work.branch}`, then `dvc checkout` there, gives all of it back"

@@ -52,14 +52,18 @@ def from_champion(replay: float) -> WarmStart:
     if not 0 <= replay <= 1:
         raise ParamsError(f"replay: expected a share from 0 to 1, found {replay}")
     params = load_params(Path("params.yaml"))
-    champion = champion_of(params)
+    with tracking.connected(params.register_.tracking_uri) as client:
+        champion = find_alias(client, params.register_.model_name, CHAMPION)
     if champion is None:
         return WarmStart((), "there is no champion to begin with yet, so training begins with the base")
     changed = changed_datasets(commit_of(champion), params.ingest.datasets)
     what = f"{champion.name} version {champion.version}"
     if not changed:
         raise NothingNewError(f"no dataset changed since {what}, the champion, was trained")
-    track(champion.tags["dvc.checkpoint"])
+    file = Path(f"{BASE}.dvc")
+    entry = {"md5": champion.tags["dvc.checkpoint"], "hash": "md5", "path": BASE.name}
+    file.write_text(yaml.safe_dump({"outs": [entry]}), encoding="utf-8")
+    git("add", "--", str(file))
     others = [name for name in params.ingest.datasets if name not in changed]
     sources = yaml.safe_dump(weighted(params, others, replay), default_flow_style=True, width=4096).strip()
     said = f"begins with {what}; {', '.join(sorted(changed))} changed since and trains whole"
@@ -72,11 +76,6 @@ def again() -> WarmStart:
     """The warm start that a run which is tried again finds on its branch."""
     began = Path(f"{BASE}.dvc").is_file()
     return WarmStart((f"train.base={BASE}",) if began else (), "goes on as it began")
-
-
-def champion_of(params: Params) -> ModelVersion | None:
-    with tracking.connected(params.register_.tracking_uri) as client:
-        return find_alias(client, params.register_.model_name, CHAMPION)
 
 
 def commit_of(champion: ModelVersion) -> str:
@@ -95,7 +94,7 @@ def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
     before = LOCK.read_bytes() if LOCK.is_file() else None
     LOCK.write_text(git("show", f"{commit}:{LOCK}") + "\n", encoding="utf-8")
     try:
-        known, said = dvc.locked(), dvc.status()
+        known, said = dvc.locked() or {}, dvc.status()
     finally:
         LOCK.unlink()
         if before is not None:
@@ -108,13 +107,6 @@ def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
                 if Path(path).parts[0] not in dvc.CODE and how != "deleted":  # what is not in place is no change
                     changed.add(name)
     return changed & {*names}
-
-
-def track(md5: str) -> None:
-    """Let DVC track the champion's checkpoint as a base, and git the file that says so."""
-    file = BASE.with_name(f"{BASE.name}.dvc")
-    file.write_text(yaml.safe_dump({"outs": [{"md5": md5, "hash": "md5", "path": BASE.name}]}), encoding="utf-8")
-    git("add", "--", str(file))
 
 
 def weighted(params: Params, names: Collection[str], replay: float) -> Mapping[str, Any]:

@@ -45,7 +45,7 @@ def watch() -> State:
     """Look once. New data: start retrain. A source that cannot be asked fails the look, after the others had theirs."""
     require_own_code()
     log, checkout = get_run_logger(), Path.cwd()
-    notices.send_again(checkout, log.warning)
+    notices.tell(log.warning, checkout=checkout)
     if deployment.get_id():
         notices.tell_of_silence(checkout, log.warning)
     kept = read_json(STATE) or {}
@@ -75,10 +75,12 @@ def look(kept: dict[str, Any], log: Callable[[str], None]) -> list[str]:
         found = content(Path(folder))
         if not Path(folder).is_dir():
             log(f"{folder} is not there, and is not looked at; `dvc checkout {folder}.dvc` brings it")
-        elif found.fingerprint != known.get(folder) and not found.settled:
-            log(f"{folder} is being written to; the next look takes it up")
-        elif found.fingerprint != known.get(folder):
+        elif found.fingerprint == known.get(folder):
+            continue
+        elif found.settled:
             folders[folder] = found.fingerprint
+        else:
+            log(f"{folder} is being written to; the next look takes it up")
     sources = imports()
     if not sources and not folders:
         return []
@@ -199,13 +201,11 @@ def drop_folders() -> list[str]:
     """
     parts = re.split(f"[,{os.pathsep}]", os.environ.get(DROP, ""))
     folders = [Path(part.strip()).as_posix() for part in parts if part.strip()]
-    tracked = set(dvc_files())
-    for folder in folders:
-        if f"{folder}.dvc" not in tracked:
-            raise ParamsError(
-                f"{DROP}: {folder} is tracked by no .dvc file of the last commit; "
-                f"`dvc add {folder}`, commit {folder}.dvc, and give it relative to {Path.cwd()}"
-            )
+    if unknown := [folder for folder in folders if f"{folder}.dvc" not in dvc_files()]:
+        raise ParamsError(
+            f"{DROP}: {unknown[0]} is tracked by no .dvc file of the last commit; "
+            f"`dvc add {unknown[0]}`, commit {unknown[0]}.dvc, and give it relative to {Path.cwd()}"
+        )
     return folders
 
 
@@ -236,12 +236,12 @@ def take_up(folder: str, checkout: Path) -> str:
         repo.add([folder])
     after = tracked(folder)
     changes = {
-        "new": sorted(after.keys() - before.keys()),
-        "changed": sorted(name for name in after.keys() & before.keys() if after[name] != before[name]),
-        "removed": sorted(before.keys() - after.keys()),
+        "new": after.keys() - before.keys(),
+        "changed": {name for name in after.keys() & before.keys() if after[name] != before[name]},
+        "removed": before.keys() - after.keys(),
     }
     counts = ", ".join(f"{len(names)} {how}" for how, names in changes.items() if names)
-    names = [name for found in changes.values() for name in found]
+    names = [name for found in changes.values() for name in sorted(found)]
     return f"{folder}: {counts} ({', '.join(names[:MOST_NAMES])}{', ...' if names[MOST_NAMES:] else ''})"
 
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -64,9 +63,17 @@ class Worker(ProcessWorker):
         for id_, why in here.items():
             self._logger.info(f"flow run {id_} waits: {why}")
         due = [entry for entry in found if entry.flow_run.id not in here]
-        missed = sorted((entry.flow_run for entry in due if is_missed(entry.flow_run)), key=due_at)
-        latest = {same(run): run for run in missed}
-        earlier = {run.id: latest[same(run)].name for run in missed if run is not latest[same(run)]}
+        now = datetime.now(UTC)
+        waiting = [
+            entry.flow_run
+            for entry in due
+            if "auto-scheduled" in entry.flow_run.tags and entry.flow_run.state_name in WAITING
+        ]
+        missed = {run.id: run for run in waiting if (run.expected_start_time or now) <= now}
+        work = {id_: (run.deployment_id, json.dumps(run.parameters, sort_keys=True)) for id_, run in missed.items()}
+        by_time = sorted(missed, key=lambda id_: missed[id_].expected_start_time or now)
+        latest = {work[id_]: id_ for id_ in by_time}
+        earlier = {id_: missed[latest[work[id_]]].name for id_ in by_time if latest[work[id_]] != id_}
         for id_, name in earlier.items():
             state: State[Any] = Cancelled(name="Coalesced", message=f"flow run {name}, due later, does this work")
             await self.client.set_flow_run_state(id_, state)
@@ -92,9 +99,8 @@ class Worker(ProcessWorker):
     async def look_after_runs(self) -> None:
         """Say of runs whose process is gone that they crashed, and start the crashed ones again."""
         before = set(self.limiter.statistics().borrowers)
-        names: dict[UUID | None, str] = {
-            found.id: found.name for found in await self.client.read_deployments(flow_filter=OURS)
-        }
+        found = await self.client.read_deployments(flow_filter=OURS)
+        names: dict[UUID | None, str] = {deployment.id: deployment.name for deployment in found}
         states = [PENDING, StateType.RUNNING, CANCELLING, CRASHED]
         wanted = FlowRunFilter.model_validate({"state": {"type": {"any_": states}}})
         newest = FlowRunSort.EXPECTED_START_TIME_DESC
@@ -151,22 +157,7 @@ class Worker(ProcessWorker):
     async def tell(self, run: FlowRun, what: str, state: State[Any]) -> None:
         self._logger.warning(f"{run.name} is {state.name} now: {state.message}")
         if state.is_crashed() or state.is_failed():
-            telling = (what, run, state, self._logger.warning, Path.cwd())
-            await anyio.to_thread.run_sync(notices.tell_of_end, *telling)
-
-
-def due_at(run: FlowRun) -> datetime:
-    return run.expected_start_time or datetime.max.replace(tzinfo=UTC)
-
-
-def is_missed(run: FlowRun) -> bool:
-    """Return whether a schedule made this run, it did not begin, and it is due."""
-    return "auto-scheduled" in run.tags and run.state_name in WAITING and due_at(run) <= datetime.now(UTC)
-
-
-def same(run: FlowRun) -> tuple[UUID | None, str]:
-    """The task of a run: equal for the runs of one deployment with equal parameters."""
-    return run.deployment_id, json.dumps(run.parameters, sort_keys=True)
+            await anyio.to_thread.run_sync(notices.tell_of_end, what, run, state, self._logger.warning)
 
 
 if __name__ == "__main__":

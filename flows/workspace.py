@@ -12,9 +12,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, chdir, contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from dvc.utils.serialize import modify_yaml
@@ -176,13 +176,10 @@ def take_up_data() -> tuple[str, ...]:
     if taken:
         git(*AS_COMMITTED, "checkout", "--quiet", DATA, "--", *taken)
         git("commit", "--quiet", "--message", f"Data of {DATA}: {', '.join(taken)}")
+    left = [path for path in changed if path in by_hand]
     return (
         *(f"{path}: as on {DATA}, {git('rev-parse', '--short', DATA)}" for path in taken),
-        *(
-            f"{path}: as committed by hand; what {DATA} has of it is older and left out"
-            for path in changed
-            if path in by_hand
-        ),
+        *(f"{path}: as committed by hand; what {DATA} has of it is older and left out" for path in left),
     )
 
 
@@ -192,25 +189,22 @@ def override(file: Path, overrides: Sequence[str]) -> None:
     Raises:
         ParamsError: no `=`, a value that is not YAML, or a section that is not there.
     """
-    with modify_yaml(file) as values:
+    with modify_yaml(file) as all_:
         for text in overrides:
-            assign(values, text)
-
-
-def assign(values: Any, text: str) -> None:
-    path, equals, value = text.partition("=")
-    if not equals:
-        raise ParamsError(f"override {text!r}: expected section.parameter=value")
-    *sections, last = path.split(".")
-    for name in sections:
-        if not isinstance(values, dict) or name not in values:
-            known = values if isinstance(values, dict) else {}
-            raise ParamsError(f"override {text!r}: no section {name!r}; {closest(name, known)}")
-        values = values[name]
-    try:
-        values[last] = yaml.safe_load(value)
-    except (yaml.YAMLError, TypeError) as error:
-        raise ParamsError(f"override {text!r}: {error}") from error
+            path, equals, value = text.partition("=")
+            *sections, last = path.split(".")
+            values: Any = all_
+            for name in sections:
+                known = values if isinstance(values, dict) else {}
+                if name not in known:
+                    raise ParamsError(f"override {text!r}: no section {name!r}; {closest(name, known)}")
+                values = values[name]
+            try:
+                if not equals:
+                    raise TypeError("expected section.parameter=value")
+                values[last] = yaml.safe_load(value)
+            except (yaml.YAMLError, TypeError) as error:
+                raise ParamsError(f"override {text!r}: {error}") from error
 
 
 def share(checkout: Path, params: Params) -> tuple[str, ...]:
@@ -265,7 +259,7 @@ def read_json(file: Path) -> Any:
 
 
 @contextmanager
-def lock(file: Path, wait: bool = True) -> Iterator[IO[str]]:
+def lock(file: Path, wait: bool = True) -> Iterator[None]:
     """Hold a lock file; the kernel gives it back when the process ends, however it ends.
 
     Raises:
@@ -273,18 +267,17 @@ def lock(file: Path, wait: bool = True) -> Iterator[IO[str]]:
     """
     with file.open("a+") as held:
         fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield held
+        yield
 
 
 @contextmanager
 def alone(work: Workspace, log: Callable[[str], None]) -> Iterator[None]:
     """Within, no other flow run of this machine works on the same content. One that had to wait finds everything
     current where the other ended well, and does the work itself where it failed or died."""
-    with ExitStack() as stack:
-        file = work.checkout / FLOWS / f"tree-{work.tree}.lock"
+    with (work.checkout / FLOWS / f"tree-{work.tree}.lock").open("a") as held:
         try:
-            stack.enter_context(lock(file, wait=False))
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log("another flow run does the same work; this one waits for it")
-            stack.enter_context(lock(file))
+            fcntl.flock(held, fcntl.LOCK_EX)
         yield

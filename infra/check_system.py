@@ -4,6 +4,8 @@ here with a copied or moved checkout is made this folder's own.
 Standard library only and old syntax: it runs with whatever Python there is, to say which one is missing.
 """
 
+import contextlib
+import importlib.util
 import os
 import re
 import shlex
@@ -18,27 +20,21 @@ VERSION = "{}.{}".format(*sys.version_info)
 
 PLACE = "a path without : and $"
 
-REMEDY = {
-    PLACE: "move the checkout to another folder",
+NEEDS = {
+    PLACE: "move the checkout to another folder: PATH ends at the one, and setuptools reads a variable at the other",
     PYTHON: "Debian/Ubuntu: sudo apt install python3 python3-venv; macOS: brew install python@3.11; "
     "or name one: make PYTHON=/path/to/python3.11",
     "Python's venv": f"Debian/Ubuntu: sudo apt install python{VERSION}-venv",
-    "Python's headers": f"Debian/Ubuntu: sudo apt install python{VERSION}-dev",
-    "Java 17": "Debian/Ubuntu: sudo apt install openjdk-17-jre-headless; macOS: brew install openjdk@17; "
-    "then see that `java -version` answers",
-    "git": "Debian/Ubuntu: sudo apt install git; macOS: xcode-select --install",
-    "a C++ compiler": "Debian/Ubuntu: sudo apt install g++; macOS: xcode-select --install; or name one: export CXX=...",
-    "symbolic links": "git config core.symlinks true, then git checkout -- m3diff",
+    "Python's headers": f"for DeepSpeed's CPU communication; Debian/Ubuntu: sudo apt install python{VERSION}-dev",
+    "Java 17": "for METEOR and the PTB tokenizer; Debian/Ubuntu: sudo apt install openjdk-17-jre-headless; "
+    "macOS: brew install openjdk@17; then see that `java -version` answers",
+    "git": "for DVC and the lineage of a model; Debian/Ubuntu: sudo apt install git; macOS: xcode-select --install",
+    "a C++ compiler": "for DeepSpeed's CPU communication; Debian/Ubuntu: sudo apt install g++; "
+    "macOS: xcode-select --install; or name one: export CXX=...",
+    "symbolic links": "Python imports components/ through m3diff: git config core.symlinks true, then git checkout -- "
+    "m3diff",
 }
-
-WHY = {
-    PLACE: "PATH ends at the one, and setuptools reads a variable at the other",
-    "Python's headers": "DeepSpeed builds its CPU communication on first use",
-    "Java 17": "METEOR and the PTB tokenizer of the scores are Java programs",
-    "git": "DVC and the lineage of a model need it",
-    "a C++ compiler": "DeepSpeed builds its CPU communication on first use",
-    "symbolic links": "Python imports components/ through the link m3diff",
-}
+"""What a run needs, with why and the remedy."""
 
 
 def java_major():
@@ -51,21 +47,13 @@ def java_major():
     return int(found.group(1)) if found and answer.returncode == 0 else 0
 
 
-def has_venv():
-    try:
-        import ensurepip  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def missing():
     """Return what is missing: a list of (name, what was found instead)."""
     major, compiler = java_major(), os.environ.get("CXX", "g++")
     checks = [
         (PLACE, not re.search("[:$]", os.getcwd()), "found " + os.getcwd()),
         (PYTHON, OLDEST <= sys.version_info[:2] <= NEWEST, "found " + sys.version.split()[0] + " at " + sys.executable),
-        ("Python's venv", has_venv(), "no ensurepip in " + sys.executable),
+        ("Python's venv", importlib.util.find_spec("ensurepip") is not None, "no ensurepip in " + sys.executable),
         ("Python's headers", os.path.isfile(sysconfig.get_path("include") + "/Python.h"), "no Python.h"),
         ("Java 17", major >= 17, "found Java " + str(major) if major else "`java -version` does not answer"),
         ("git", shutil.which("git") is not None, "not on PATH"),
@@ -103,7 +91,7 @@ def adopt(venv):
                 file.write(os.fsencode(head) + text[found.end() :])
             shutil.copymode(entry.path, entry.path + ".new")
             os.replace(entry.path + ".new", entry.path)
-    if os.path.exists(os.path.join(venv, ".ready")):
+    with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(venv, ".ready"))
     return made.group(1)
 
@@ -111,8 +99,7 @@ def adopt(venv):
 def main():
     faults = missing()
     for name, found in faults:
-        why = " (" + WHY[name] + ")" if name in WHY else ""
-        print("check_system: needs " + name + why + ": " + found + "\n    " + REMEDY[name], file=sys.stderr)
+        print("check_system: needs " + name + ": " + found + "\n    " + NEEDS[name], file=sys.stderr)
     if faults:
         return 1
     other = adopt(os.path.join(os.getcwd(), ".venv"))

@@ -1,5 +1,5 @@
 """Deploy the project to Prefect's server: the work pool, an automation, the deployments of prefect.yaml. Changes that a
-person made on Prefect's page since the last time stay, and are printed."""
+person made on Prefect's page since the last time stay, unless the deployment's entry in prefect.yaml changed too."""
 
 import json
 import subprocess
@@ -8,21 +8,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from m3diff.records.files import write_atomic
 
 POOL = FLOW = "m3diff"
-RECORD = Path("services/deployed.json")
-"""The settings of the deployments as prefect.yaml had them last. What differs from these, a person changed."""
+RECORD = Path("services/entries.json")
+"""The entries of prefect.yaml as they were deployed last."""
 OF_OLD = "start crashed runs of m3diff again"  # flows/worker.py does, which knows whether the process is gone
-
-Settings = dict[str, dict[str, Any]]
-"""Of each deployment: `paused`, `concurrency_limit`, `concurrency_options`, and its schedules as `schedule SLUG`."""
+SCHEDULE = ("active", "schedule", "parameters", "max_scheduled_runs", "slug")
 
 
 def deploy() -> None:
     """Make pool, automation and deployments known to the server at PREFECT_API_URL."""
     from prefect.client.orchestration import get_client
 
+    entries = {entry["name"]: entry for entry in yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]}
+    last = json.loads(RECORD.read_text()) if RECORD.is_file() else entries
     with get_client(sync_client=True) as client:
         prepare_pool(client)
         automation = end_silent_runs()
@@ -30,15 +32,22 @@ def deploy() -> None:
             automation.create()
         for old in client.read_automations_by_name(OF_OLD):
             client.delete_automation(old.id)
-        before = {name: settings for name, (_, settings) in read(client).items()}
+        before = settings(client)
         command = [f"{Path(sys.executable).parent}/prefect", "--no-prompt", "deploy", "--all"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        last: Settings = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-        for name, (deployment, ours) in read(client).items():
-            if name in before:
-                keep_changes(client, name, deployment, before[name], ours, last.get(name, {}))
-            last[name] = ours
-        write_atomic(RECORD, json.dumps(last, indent=1))
+        for name, (id_, ours) in settings(client).items():
+            _, theirs = before.get(name, (id_, ours))
+            changed = [what for what in ours if ours[what] != theirs[what]]
+            if not changed or last.get(name) != entries.get(name):
+                continue
+            client.request(
+                "PATCH", f"/deployments/{id_}", json={what: theirs[what] for what in ours if what != "schedules"}
+            )
+            for schedule in client.request("GET", f"/deployments/{id_}/schedules").json():
+                client.request("DELETE", f"/deployments/{id_}/schedules/{schedule['id']}")
+            client.request("POST", f"/deployments/{id_}/schedules", json=theirs["schedules"])
+            print(f"m3diff/{name} stays as Prefect's page has it: {', '.join(changed)}")
+    write_atomic(RECORD, json.dumps(entries, indent=1))
 
 
 def prepare_pool(client: Any) -> None:
@@ -51,66 +60,33 @@ def prepare_pool(client: Any) -> None:
         "variables": {"type": "object", "properties": {}, "additionalProperties": False},
     }
     try:
-        pool = client.read_work_pool(POOL)
+        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
     except ObjectNotFound:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
-        return
-    client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
+    pool = client.read_work_pool(POOL)
     for what, there in (("paused", pool.is_paused), (f"limit {pool.concurrency_limit}", pool.concurrency_limit)):
         if there:
             print(f"work pool {POOL} stays as Prefect's page has it: {what}")
 
 
-def read(client: Any) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Each deployment of ours by name, as the server tells of it, and its settings."""
+def settings(client: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Each deployment of ours by name: its id, and what a person can change of it on Prefect's page."""
     found = {}
     asked = {"flows": {"name": {"any_": [FLOW]}}}
     for deployment in client.request("POST", "/deployments/filter", json=asked).raise_for_status().json():
-        limit = deployment["global_concurrency_limit"] or {}
-        settings = {
-            "paused": deployment["paused"],
-            "concurrency_limit": limit.get("limit"),
-            "concurrency_options": deployment["concurrency_options"],
-        }
-        for schedule in deployment["schedules"]:
-            kept = {name: schedule[name] for name in ("active", "schedule", "parameters", "max_scheduled_runs", "slug")}
-            kept["schedule"].pop("anchor_date", None)  # of an interval, new at each time
-            settings[f"schedule {schedule['slug'] or schedule['id']}"] = kept
-        found[deployment["name"]] = deployment, settings
-    return found
-
-
-def keep_changes(client: Any, name: str, deployment: dict[str, Any], *settings: dict[str, Any]) -> None:
-    """Put back what a person changed.
-
-    Args:
-        settings: before this deploy, now by prefect.yaml, and by prefect.yaml the last time. What was before neither as
-            now nor as the last time, a person changed.
-    """
-    before, ours, last = settings
-    ids = {f"schedule {schedule['slug'] or schedule['id']}": schedule["id"] for schedule in deployment["schedules"]}
-    for what in sorted(before.keys() | ours.keys()):
-        value = before.get(what)
-        if value in (ours.get(what), last.get(what)) or not (what in before or what in last):
-            continue
-        path, body, method = f"/deployments/{deployment['id']}", {what: value}, "PATCH"
-        if what.startswith("schedule "):
-            path, body = f"{path}/schedules/{ids.get(what, '')}".rstrip("/"), value
-            method = "POST" if what not in ids else "DELETE" if value is None else "PATCH"
-        client.request(method, path, json=[body] if method == "POST" else body)
-        print(
-            f"m3diff/{name}: {what} stays as Prefect's page has it: {said(value)}; prefect.yaml: {said(ours.get(what))}"
+        schedules = [{name: schedule[name] for name in SCHEDULE} for schedule in deployment["schedules"]]
+        for schedule in schedules:
+            schedule["schedule"].pop("anchor_date", None)  # of an interval, new at each time
+        found[deployment["name"]] = (
+            deployment["id"],
+            {
+                "paused": deployment["paused"],
+                "concurrency_limit": (deployment["global_concurrency_limit"] or {}).get("limit"),
+                "concurrency_options": deployment["concurrency_options"],
+                "schedules": sorted(schedules, key=lambda schedule: schedule["slug"] or ""),
+            },
         )
-
-
-def said(value: Any) -> str:
-    """`paused, cron 0 2 * * *`, or the value itself."""
-    if not isinstance(value, dict) or "schedule" not in value:
-        return "removed" if value is None else json.dumps(value)
-    of = value["schedule"]
-    rule = next(f"{kind} {of[kind]}" for kind in ("cron", "interval", "rrule") if of.get(kind))
-    more = f", {json.dumps(value['parameters'])}" if value["parameters"] else ""
-    return f"{'active' if value['active'] else 'paused'}, {rule}{more}"
+    return found
 
 
 def end_silent_runs() -> Any:

@@ -27,7 +27,7 @@ PERCENT = re.compile(r"(\d+)%\|")
 LEFT = re.compile(r"<([\d:]+)[,\]]")
 STEP = re.compile(r"step (\d+)/(\d+).*?\bloss ([\d.]+).*\bETA (.+)$")
 WARNING = re.compile(r"\bwarning: ")
-EVERY_S = 30.0  # between two lines on how far a stage is, where no line can be written over
+EVERY_S = 20.0  # between two lines on how far a stage is
 SHOWN = 20  # last lines of the log after a failure
 REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
 
@@ -46,90 +46,59 @@ NEXT = """next
 Commands are in .venv: bin/m3diff works as it is; after `. .venv/bin/activate` so do all of docs/commands.md"""
 
 
-class Board:
-    """Writes a line for each stage: over itself on a terminal, else anew every so often."""
-
-    def __init__(self, out: TextIO) -> None:
-        self.out, self.over = out, out.isatty()
-        self.stage, self.began, self.shown = "", 0.0, 0.0
-
-    def begin(self, stage: str) -> None:
-        self.end()
-        self.stage, self.began, self.shown = stage, time.monotonic(), time.monotonic()
-        if self.over:
-            self.write(f"{stage:<28} ...", "")
-
-    def progress(self, text: str) -> None:
-        if not self.stage:
-            return
-        if self.over:
-            self.write(f"{self.stage:<28} {text}", "")
-        elif time.monotonic() - self.shown >= EVERY_S:
-            self.shown = time.monotonic()
-            self.write(f"{self.stage:<28} {text}")
-
-    def end(self, how: str = "ran") -> None:
-        """The stage that runs is over."""
-        if self.stage:
-            self.write(f"{self.stage:<28} {how} in {lasted(time.monotonic() - self.began)}")
-            self.stage = ""
-
-    def write(self, text: str, end: str = "\n") -> None:
-        self.out.write(f"\r\x1b[K{text[:160]}{end}" if self.over else f"{text}{end}")
-        self.out.flush()
-
-
-def lasted(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
-
-
 def how_far(line: str) -> str | None:
     """Return the progress that a line reports: a training's step, a bar's percentage."""
     if found := STEP.search(line):
         step, steps, loss, left = found.groups()
         return f"{int(step) / int(steps):4.0%}  step {step} of {steps}, loss {loss}, {left} left"
     if found := PERCENT.search(line):
-        left = LEFT.search(line)
-        return f"{found[1]:>3}%" + (f"  {left[1]} left" if left else "")
+        return f"{found[1]:>3}%" + (f"  {left[1]} left" if (left := LEFT.search(line)) else "")
     return None
 
 
 def run(command: Sequence[str], log: Path, out: TextIO) -> int:
-    """Run DVC, show each stage, and keep all that is said in `log`; DVC's exit code."""
+    """Run DVC, print a line for each stage and now and then how far it is, and keep all that is said in `log`; DVC's
+    exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    board, last = Board(out), deque[str](maxlen=SHOWN)
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
-    )
+    last, stage, began, shown = deque[str](maxlen=SHOWN), "", 0.0, 0.0
+
+    def over(how: str) -> None:
+        if stage:
+            took = time.monotonic() - began
+            lasted = f"{took:.0f} s" if took < 100 else f"{took // 60:.0f} min {took % 60:02.0f} s"
+            print(f"{stage:<28} {how} in {lasted}", file=out, flush=True)
+
+    given = environment()
+    process = subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     assert process.stdout is not None
-    with log.open("w", encoding="utf-8") as file:
-        try:
+    try:
+        with log.open("w", encoding="utf-8") as file:
             for line in readable(process.stdout):
-                file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-                file.flush()
+                print(time.strftime("%H:%M:%S"), line, file=file, flush=True)
                 last.append(line)
-                show(board, line)
-            code = process.wait()
-        except KeyboardInterrupt:  # DVC and the stage were asked by the same key
-            board.end("stops")
-            process.wait()
-            raise
-    board.end("failed" if code else "ran")
+                if found := BEGUN.search(line):
+                    over("ran")
+                    stage, began, shown = found[1], time.monotonic(), time.monotonic()
+                elif found := SKIPPED.search(line):
+                    over("ran")
+                    stage, how = "", "restored" if "cached" in found[2] else "unchanged"
+                    print(f"{found[1]:<28} {how}", file=out, flush=True)
+                elif WARNING.search(line):
+                    print(f"  {line}", file=out, flush=True)
+                elif (text := how_far(line)) and stage and time.monotonic() - shown >= EVERY_S:
+                    shown = time.monotonic()
+                    print(f"{stage:<28} {text}", file=out, flush=True)
+        code = process.wait()
+    except KeyboardInterrupt:  # DVC and the stage were asked by the same key
+        over("stops")
+        process.wait()
+        raise
+    over("failed" if code else "ran")
     if code:
-        board.write("\n".join(["", *(f"  {line}" for line in last), "", f"make run: failed; all that was said: {log}"]))
+        print(
+            "", *(f"  {line}" for line in last), "", f"make run: failed; all that was said: {log}", sep="\n", file=out
+        )
     return code
-
-
-def show(board: Board, line: str) -> None:
-    if found := BEGUN.search(line):
-        board.begin(found[1])
-    elif found := SKIPPED.search(line):
-        board.end()
-        board.write(f"{found[1]:<28} {'restored' if 'cached' in found[2] else 'unchanged'}")
-    elif WARNING.search(line):
-        board.write(f"  {line}")
-    elif text := how_far(line):
-        board.progress(text)
 
 
 def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -48,7 +47,7 @@ SILENCE_S = 90  # a worker is heard every 30 s
 KEEP_S, MOST_PAUSE_S = 5, 300  # the keeper's look, and its longest wait before what ends again and again
 AT_WORK, ENDED_BADLY = ("PENDING", "RUNNING", "CANCELLING"), ("CRASHED", "FAILED")
 HANGS_S = 180  # the worker looks after its runs every 30 s, and the server ends what it did not hear of for 90 s
-LOG_BYTES, LOGS_KEPT = 10_000_000, 5
+LOG_BYTES = 30_000_000
 SERVICES = Path("services").resolve()
 BIN = Path(sys.executable).parent
 SETTINGS = SERVICES / "environment"
@@ -93,6 +92,7 @@ class Service:
 
     @property
     def record(self) -> Path:
+        """The file that says which process was started last."""
         return SERVICES / f"{self.name}.json"
 
     @property
@@ -118,11 +118,10 @@ class Service:
         return None
 
     def healthy(self) -> bool:
+        """Return whether it answers: a server itself, the worker through Prefect's server, the keeper by running."""
         process = self.process()
-        if self.name == "keeper":
-            return process is not None
         if self.port is None:
-            return process is not None and is_heard(process.create_time())
+            return process is not None and (self.name == "keeper" or is_heard(process.create_time()))
         try:
             urllib.request.urlopen(f"{self.address}{'/api' * (self.name == 'prefect')}/health", timeout=5).close()
         except OSError:
@@ -166,51 +165,32 @@ def bind() -> str:
 
 def environment(service: Service) -> dict[str, str]:
     """Return the environment of a service, and of the flows under the worker: nothing is sent out, everything is under
-    services/. Secrets are passed on here and never on a command line, which every user of the machine can read."""
+    services/. Secrets are passed on here and never on a command line, which every user of the machine can read. Where a
+    token is set, the servers' own logins are a client's, unless it was given another."""
     prefect, mlflow, _ = services()
-    given = os.environ | PRIVACY
-    if service.name == "worker":
-        given = {name: value for name, value in given.items() if name not in SERVERS_ONLY}
-    pages = ",".join(f"http://{name}:{prefect.port}" for name in (HOST, "localhost"))
-    return (
-        logins()
-        | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages}
-        | given
-        | (mlflow_store() if service.name == "mlflow" else {})
-        | {
-            "PREFECT_HOME": str(SERVICES / "prefect"),
-            "PREFECT_API_URL": f"{prefect.address}/api",
-            "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for jobs that nothing here asks for
-            "UVICORN_HTTP": "auto" if service.token in os.environ else GUARD,
-            "LC_ALL": "C.UTF-8",
-            "PYTHONUNBUFFERED": "1",
-        }
-    )
-
-
-def logins() -> dict[str, str]:
-    """Return a client's logins where a token is set: the servers' own, unless it was given another."""
-    found = {}
-    if token := os.environ.get(TOKENS[0]):
+    given, kept = os.environ | PRIVACY, SERVICES / "mlflow"
+    found = {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{HOST}:{prefect.port},http://localhost:{prefect.port}"}
+    if token := given.get(TOKENS[0]):
         found["PREFECT_API_AUTH_STRING"] = token
-    if password := os.environ.get(TOKENS[1]):
-        user = os.environ.get("MLFLOW_AUTH_ADMIN_USERNAME", "admin")
+    if password := given.get(TOKENS[1]):
+        user = given.get("MLFLOW_AUTH_ADMIN_USERNAME", "admin")
         found |= {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
-    return found
-
-
-def mlflow_store() -> dict[str, str]:
-    """Return the variables that say where MLflow keeps runs, artifacts and, with a password set, its users."""
-    kept = SERVICES / "mlflow"
-    store = {
-        "MLFLOW_BACKEND_STORE_URI": os.environ.get("M3DIFF_MLFLOW_STORE", f"sqlite:///{kept}/mlflow.db"),
-        "MLFLOW_DEFAULT_ARTIFACT_ROOT": os.environ.get("M3DIFF_MLFLOW_ARTIFACTS", (kept / "artifacts").as_uri()),
+    found |= {name: value for name, value in given.items() if service.name != "worker" or name not in SERVERS_ONLY}
+    if service.name == "mlflow":
+        found["MLFLOW_BACKEND_STORE_URI"] = given.get("M3DIFF_MLFLOW_STORE", f"sqlite:///{kept}/mlflow.db")
+        found["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = given.get("M3DIFF_MLFLOW_ARTIFACTS", (kept / "artifacts").as_uri())
+        if password:
+            found["MLFLOW_AUTH_CONFIG_PATH"] = str(kept / "auth.ini")
+            found["MLFLOW_FLASK_SERVER_SECRET_KEY"] = secrets.token_hex(32)  # of the page's forms, from start to start
+    return found | {
+        "PREFECT_HOME": str(SERVICES / "prefect"),
+        "PREFECT_API_URL": f"{prefect.address}/api",
+        "PATH": f"{BIN}{os.pathsep}{given.get('PATH', os.defpath)}",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for jobs that nothing here asks for
+        "UVICORN_HTTP": "auto" if service.token in given else GUARD,
+        "LC_ALL": "C.UTF-8",
+        "PYTHONUNBUFFERED": "1",
     }
-    if TOKENS[1] in os.environ:
-        store["MLFLOW_AUTH_CONFIG_PATH"] = str(kept / "auth.ini")
-        store["MLFLOW_FLASK_SERVER_SECRET_KEY"] = secrets.token_hex(32)  # of the page's forms, from start to start
-    return store
 
 
 def read_settings() -> None:
@@ -224,16 +204,14 @@ def read_settings() -> None:
     if SETTINGS.stat().st_mode & 0o077:
         raise ServiceError(f"{SETTINGS} is for secrets, and others can read it: chmod 600 {SETTINGS}")
     for number, line in enumerate(SETTINGS.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            words = [""]
-        if not words:
-            continue
-        name, equals, value = words[0].partition("=")
-        if len(words) > 1 or not equals or not name.isidentifier():
-            raise ServiceError(f"{SETTINGS}, line {number}: expected NAME=value, in quotes where it has a space")
-        os.environ.setdefault(name, value)
+        with suppress(ValueError):  # of quotes without an end
+            if not (words := shlex.split(line, comments=True)):
+                continue
+            name, equals, value = words[0].partition("=")
+            if len(words) == 1 and equals and name.isidentifier():
+                os.environ.setdefault(name, value)
+                continue
+        raise ServiceError(f"{SETTINGS}, line {number}: expected NAME=value, in quotes where it has a space")
 
 
 def check_settings() -> None:
@@ -314,7 +292,10 @@ def start(service: Service) -> None:
     Raises:
         ServiceError: something else listens on its port.
     """
-    prepare(service)
+    kept = SERVICES if service.port is None else SERVICES / service.name
+    kept.mkdir(parents=True, exist_ok=True)
+    if service.name == "mlflow":
+        (kept / "auth.ini").write_text(AUTH.format(kept=kept))
     with (SERVICES / "start.lock").open("a") as lock:  # `up` and the keeper may find it missing at once
         fcntl.flock(lock, fcntl.LOCK_EX)
         if service.process() is not None:
@@ -342,14 +323,6 @@ def start(service: Service) -> None:
     print(f"{service.name}: starting")
 
 
-def prepare(service: Service) -> None:
-    """Make the folder that a service writes to, and MLflow's rules for its users."""
-    kept = SERVICES if service.port is None else SERVICES / service.name
-    kept.mkdir(parents=True, exist_ok=True)
-    if service.name == "mlflow":
-        (kept / "auth.ini").write_text(AUTH.format(kept=kept))
-
-
 def end_orphans(service: Service) -> None:
     """End what a server that was killed left of itself, such as a child that holds its port. A worker's flows are no
     part of it."""
@@ -374,20 +347,14 @@ def write_record(service: Service, pid: int, unit: bool = False) -> None:
 
 
 def rotate(log: Path) -> None:
-    """Move a log that has grown past LOG_BYTES to <name>.log.1, older ones on by one, and keep LOGS_KEPT of them.
+    """Move a log that has grown past LOG_BYTES to <name>.log.1, in place of the one before.
 
     It is copied and emptied, since who writes it has it open; a line written in between is lost.
     """
-    if not log.exists() or log.stat().st_size < LOG_BYTES:
-        return
-    for number in range(LOGS_KEPT - 1, 0, -1):
-        older = log.with_name(f"{log.name}.{number}")
-        if older.exists():
-            older.replace(log.with_name(f"{log.name}.{number + 1}"))
-    copy = log.with_name(f"{log.name}.copy")
-    shutil.copyfile(log, copy)
-    copy.replace(log.with_name(f"{log.name}.1"))
-    os.truncate(log, 0)
+    if log.exists() and log.stat().st_size >= LOG_BYTES:
+        shutil.copyfile(log, copy := log.with_name(f"{log.name}.copy"))
+        copy.replace(log.with_name(f"{log.name}.1"))
+        os.truncate(log, 0)
 
 
 def is_taken(port: int) -> bool:
@@ -415,7 +382,7 @@ def run() -> None:
     check_settings()
     if keeper().process():
         raise ServiceError("keeper is up already; `make down` first")
-    prepare(keeper())
+    SERVICES.mkdir(exist_ok=True)
     write_record(keeper(), os.getpid(), unit=True)
     bring_up()
     keep()
@@ -455,31 +422,28 @@ def status() -> None:
     Raises:
         ServiceError: one is not up or does not answer, or a run hangs.
     """
-    faults, down = [], []
+    down = {}
     for service in [*services(), keeper()]:
         process = service.process()
         word = "not up" if process is None else "up" if service.healthy() else "not answering"
         since = f"since {moment(process.create_time())}" if process else ""
         place = service.address if service.port else f"pool {POOL}" if service.name == "worker" else ""
         print(f"{service.name:<9} {word:<14} {place:<24} {since:<32} {service.log}")
-        down += [f"{service.name} is {word}"] if word != "up" else []
-    if down:
-        faults.append(f"{', '.join(down)}; `make up`, or the end of its log says why")
-    if not any(text.startswith("prefect ") for text in down):
+        if word != "up":
+            down[service.name] = f"{service.name} is {word}"
+    faults = [f"{', '.join(down.values())}; `make up`, or the end of its log says why"] if down else []
+    if "prefect" not in down:
         due = {"expected_start_time": {"before_": datetime.now(UTC).isoformat()}, "tags": {"all_": ["auto-scheduled"]}}
-        print(f"last scheduled run:   {last(due, 'EXPECTED_START_TIME_DESC', 'expected_start_time')}")
-        print(
-            f"last successful run:  {last({'state': {'type': {'any_': ['COMPLETED']}}}, 'END_TIME_DESC', 'end_time')}"
-        )
+        done = {"state": {"type": {"any_": ["COMPLETED"]}}}
+        for kind, wanted, when in (("scheduled", due, "expected_start_time"), ("successful", done, "end_time")):
+            asked = {"flow_runs": wanted, "sort": f"{when.upper()}_DESC", "limit": 1}
+            runs = [
+                f"{run['name']}, {moment(run[when])}, {run['state_name']}" for run in ask("/flow_runs/filter", asked)
+            ]
+            print(f"{f'last {kind} run:':<21} {runs[0] if runs else 'none'}")
         faults += hanging()
     if faults:
         raise ServiceError("\n  ".join(faults))
-
-
-def last(wanted: dict[str, Any], sort: str, time_of: str) -> str:
-    for run in ask("/flow_runs/filter", {"flow_runs": wanted, "sort": sort, "limit": 1}):
-        return f"{run['name']}, {moment(run[time_of])}, {run['state_name']}"
-    return "none"
 
 
 def hanging() -> list[str]:
@@ -526,7 +490,7 @@ def ask(path: str, body: dict[str, Any] | None = None) -> Any:
     sent = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(f"{services()[0].address}/api{path}", sent)
     asked.add_header("Content-Type", "application/json")
-    if token := (logins() | dict(os.environ)).get("PREFECT_API_AUTH_STRING"):
+    if token := environment(services()[-1]).get("PREFECT_API_AUTH_STRING"):
         asked.add_header("Authorization", f"Basic {base64.b64encode(token.encode()).decode()}")
     with urllib.request.urlopen(asked, timeout=10) as answer:
         return json.load(answer)
@@ -574,37 +538,7 @@ def down() -> None:
         service.record.unlink(missing_ok=True)
 
 
-def prepare_team() -> None:
-    """Make what a team's stores need once: MLflow's database in PostgreSQL, the bucket, MLflow's rules for users. What
-    is there already stays. For S3, boto3 reads its own variables."""
-    store = urlsplit(os.environ.get("M3DIFF_MLFLOW_STORE", ""))
-    artifacts = urlsplit(os.environ.get("M3DIFF_MLFLOW_ARTIFACTS", ""))
-    if store.scheme == "postgresql":
-        import psycopg2
-
-        name = store.path.lstrip("/")
-        connection = psycopg2.connect(store._replace(path="/postgres").geturl())
-        connection.autocommit = True
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT 1 FROM pg_database WHERE datname = %s", (name,))
-            if cursor.fetchone() is None:
-                cursor.execute(f'CREATE DATABASE "{name}"')
-                print(f"database {name}: made")
-        connection.close()
-    if artifacts.scheme == "s3":
-        import boto3
-
-        client = boto3.client("s3", endpoint_url=os.environ.get("MLFLOW_S3_ENDPOINT_URL"))
-        if artifacts.netloc not in [known["Name"] for known in client.list_buckets()["Buckets"]]:
-            client.create_bucket(Bucket=artifacts.netloc)
-            print(f"bucket {artifacts.netloc}: made")
-    prepare(services()[1])
-
-
-COMMANDS = {
-    **{"up": up, "down": down, "status": status, "run": run, "keep": keep},
-    **{"deploy": deploy, "prepare-team": prepare_team},
-}
+COMMANDS = {"up": up, "down": down, "status": status, "run": run, "keep": keep, "deploy": deploy}
 
 
 def main(what: str) -> int:

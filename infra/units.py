@@ -1,8 +1,8 @@
 """The services as a unit of systemd, for a machine that stays on: `make install-services`, `make uninstall-services`.
 
-The unit runs `infra/services.py run`, which starts what `make up` starts, keeps it up, and has the same commands,
-environment and logs; systemd starts it with the machine and again when it ends. A person gets a unit of their own, root
-gets one of the system that runs as the owner of the checkout.
+The unit (infra/m3diff.service) runs `infra/services.py run`, which starts what `make up` starts and keeps it up;
+systemd starts it with the machine and again when it ends. A person gets a unit of their own, root gets one of the
+system that runs as the owner of the checkout.
 """
 
 import os
@@ -15,36 +15,6 @@ from pathlib import Path
 from infra.services import SERVICES, ServiceError, check_settings, keeper, read_settings, services
 
 NAME = "m3diff.service"
-MARK = "# Written by `make install-services`; `make uninstall-services` removes it.\n"
-
-# OOMPolicy: a training that runs out of memory must not take the rest with it. PrivateTmp: Ray's sockets and DVC's site
-# cache lie in /tmp and /var/tmp, and a shell looks for them there. Devices stay visible, since GPUs are devices.
-UNIT = """[Unit]
-Description=m3diff: Prefect, MLflow, worker
-Wants=network-online.target
-After=network-online.target postgresql.service
-StartLimitIntervalSec=0
-
-[Service]
-Type=exec
-{user}WorkingDirectory={folder}
-ExecStart="{python}" "{script}" run
-Restart=always
-RestartSec=10
-KillMode=control-group
-TimeoutStopSec=90
-OOMPolicy=continue
-LimitNOFILE=65536
-TasksMax=infinity
-NoNewPrivileges=yes
-LockPersonality=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-PrivateTmp=no
-{system}
-[Install]
-WantedBy={target}.target
-"""
 SYSTEM = "ProtectSystem=full\nProtectKernelTunables=yes\nProtectKernelModules=yes\n"
 """ProtectSystem leaves home, the checkout and /var as they are. A person's systemd may not set these."""
 
@@ -72,41 +42,17 @@ def unit(user: str | None) -> str:
 
     Args:
         user: whom a unit of the system runs as; None for a person's own unit.
-    """
-    return MARK + UNIT.format(
-        user=f"User={user}\n" if user else "",
-        folder=escaped(Path.cwd()),
-        python=escaped(sys.executable),
-        script=escaped(Path(__file__).with_name("services.py")),
-        system=SYSTEM if user else "",
-        target="multi-user" if user else "default",
-    )
-
-
-def escaped(path: str | Path) -> str:
-    """A path as systemd reads it: a percent sign begins one of its own words.
 
     Raises:
-        ServiceError: it has a quote, a backslash or a dollar sign.
+        ServiceError: a path has what systemd would read otherwise.
     """
-    if re.search(r"[\"'\\$\n]", str(path)):
-        raise ServiceError(f"{path}: systemd reads quotes, backslashes and dollar signs as its own; move the checkout")
-    return str(path).replace("%", "%%")
-
-
-def installed(folder: Path) -> list[str]:
-    """The units of m3diff that are there; earlier versions wrote one for each service.
-
-    Raises:
-        ServiceError: one was written for another checkout, or by another hand.
-    """
-    there = sorted([*folder.glob("m3diff*.service"), *folder.glob("m3diff*.timer")])
-    ours = f"WorkingDirectory={escaped(Path.cwd())}\n"
-    for file in there:
-        text = file.read_text()
-        if MARK not in text or (file.suffix == ".service" and ours not in text):
-            raise ServiceError(f"{file} is not of this checkout; `make uninstall-services` in its own first")
-    return [file.name for file in there]
+    paths = {"folder": Path.cwd(), "python": sys.executable, "script": Path(__file__).with_name("services.py")}
+    for path in paths.values():
+        if re.search(r"[\"'\\$\n]", str(path)):
+            raise ServiceError(f"{path}: systemd reads quotes, backslashes and $ as its own; move the checkout")
+    escaped = {name: str(path).replace("%", "%%") for name, path in paths.items()}  # % begins one of its own words
+    more = {"user": f"User={user}\n", "system": SYSTEM, "target": "multi-user"} if user else {"target": "default"}
+    return Path(__file__).with_name(NAME).read_text().format(**{"user": "", "system": ""} | escaped | more)
 
 
 def install() -> None:
@@ -134,13 +80,24 @@ def uninstall() -> None:
 
 
 def remove(folder: Path, user: str | None) -> list[str]:
-    names = installed(folder)
-    if names:
-        systemctl(folder, user, "disable", "--now", *names)
-        for name in names:
-            (folder / name).unlink()
+    """End and remove the units of this checkout; earlier versions wrote one for each service.
+
+    Raises:
+        ServiceError: one was written for another checkout, or by another hand.
+    """
+    there = sorted([*folder.glob("m3diff*.service"), *folder.glob("m3diff*.timer")])
+    mark, *lines = unit(user).splitlines()
+    (ours,) = [line for line in lines if line.startswith("WorkingDirectory=")]
+    for file in there:
+        lines = file.read_text().splitlines()
+        if mark not in lines or (file.suffix == ".service" and ours not in lines):
+            raise ServiceError(f"{file} is not of this checkout; `make uninstall-services` in its own first")
+    if there:
+        systemctl(folder, user, "disable", "--now", *(file.name for file in there))
+        for file in there:
+            file.unlink()
         systemctl(folder, user, "daemon-reload")
-    return names
+    return [file.name for file in there]
 
 
 def systemctl(folder: Path, user: str | None, *words: str) -> None:

@@ -1,11 +1,12 @@
-"""Servers of a team, for real, on this machine alone: PostgreSQL, SSH and an S3-compatible store.
+"""Servers for real, on this machine alone: those of `make up`, one of Prefect, a listener to notices, and a team's
+(PostgreSQL, SSH, an S3-compatible store).
 
-Each is a context manager that starts the server in a temporary folder on a free port of 127.0.0.1, gives what a client
-needs, and leaves nothing behind. What is not installed is named with the command that installs it.
+Each leaves nothing behind. What is not installed is named with the command that installs it.
 """
 
 import contextlib
 import getpass
+import json
 import os
 import shutil
 import signal
@@ -13,18 +14,153 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
-PATIENCE_S = 60
+import psutil
+
+PATIENCE_S, UNTIL_S = 60, 400
+REPOSITORY = Path(__file__).parents[1]
 SECRET = "only-for-tests"
 
 
 class MissingPackageError(RuntimeError):
     """A server's program is not on this machine."""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def until(condition: Callable[[], Any], seconds: float = UNTIL_S) -> Any:
+    """Wait for what is true in the end, and give it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+    return found
+
+
+def ask_prefect(api: str, method: str, path: str, body: Any = None, login: str = "") -> Any:
+    """The answer of a Prefect server, which is asked again where its SQLite is busy."""
+    import httpx
+
+    auth = tuple(login.split(":", 1)) if login else None
+    for _ in range(20):
+        answer = httpx.request(method, api + path, json=body, auth=auth, timeout=60)
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+            break
+    return answer.raise_for_status().json() if answer.content else None
+
+
+class Machine:
+    """The project's folder as a person has it: `make up`, and a second shell."""
+
+    def __init__(self, root: Path, **more: str) -> None:
+        self.prefect, self.mlflow = free_port(), free_port()
+        ours = {"M3DIFF_PREFECT_PORT": self.prefect, "M3DIFF_MLFLOW_PORT": self.mlflow}
+        self.root, self.environment = root, os.environ | {name: str(port) for name, port in ours.items()} | more
+        self.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{self.prefect}/api"
+        self.environment["PREFECT_WORKER_QUERY_SECONDS"] = "1"  # by default 10
+
+    def run(self, *command: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *command], cwd=self.root, env=self.environment, capture_output=True, text=True
+        )
+
+    def make(self, what: str) -> subprocess.CompletedProcess:
+        return self.run(str(REPOSITORY / "infra" / "services.py"), what)
+
+    def up(self) -> None:
+        started = self.make("up")
+        assert started.returncode == 0, started.stdout + started.stderr
+
+    def ask(self, path: str, body: Any = None, method: str = "") -> Any:
+        """The answer of Prefect's API; with a body by POST."""
+        login = self.environment.get("PREFECT_API_AUTH_STRING", "")
+        method = method or ("GET" if body is None else "POST")
+        return ask_prefect(self.environment["PREFECT_API_URL"], method, path, body, login)
+
+    def runs(self, *names: str) -> list[dict[str, Any]]:
+        return self.ask("/flow_runs/filter", {"flow_runs": {"name": {"any_": [*names]}}})
+
+    def states(self, *names: str) -> list[str]:
+        return sorted(run["state_name"] for run in self.runs(*names))
+
+    def begin(self, deployment: str, name: str, *more: str) -> dict[str, Any]:
+        """Run a deployment from the second shell; the flow run."""
+        done = self.run("-m", "prefect", "deployment", "run", deployment, "--flow-run-name", name, *more)
+        assert done.returncode == 0, done.stdout + done.stderr + (self.root / "services" / "worker.log").read_text()
+        (run,) = self.runs(name)
+        return run
+
+    def run_deployment(self, deployment: str, name: str) -> tuple[str, dict[str, str]]:
+        """Run it to the end; the state of the flow run, and of each of its tasks, by name."""
+        run = self.begin(deployment, name, "--watch")
+        tasks = self.ask("/task_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
+        return run["state_name"], {task["name"]: task["state_name"] for task in tasks}
+
+    def process(self, service: str) -> psutil.Process:
+        return psutil.Process(json.loads((self.root / "services" / f"{service}.json").read_text())["pid"])
+
+
+@contextlib.contextmanager
+def services_of(root: Path, **environment: str) -> Iterator[Machine]:
+    """The services of `make up` in this project."""
+    machine = Machine(root, **environment)
+    try:
+        machine.up()
+        yield machine
+    finally:
+        machine.make("down")
+
+
+@contextlib.contextmanager
+def prefect_server(home: Path, port: int = 0) -> Iterator[dict[str, str]]:
+    """A Prefect server of its own; the environment for those who use it."""
+    home.mkdir(parents=True, exist_ok=True)
+    given = str(port or free_port())
+    ours = {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{given}/api", "DO_NOT_TRACK": "true"}
+    environment = os.environ | ours | {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", given]
+    health = f"{ours['PREFECT_API_URL']}/health"
+    with started(command, home / "server.log", lambda: answers(health), 300, signal.SIGKILL, env=environment):
+        yield environment
+
+
+class Listener:
+    """A web server on this machine that keeps what it is sent, or refuses it."""
+
+    def __init__(self) -> None:
+        self.got: list[dict[str, Any]] = []
+        self.code = 200
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if outer.code == 200:
+                    outer.got.append(json.loads(body))
+                self.send_response(outer.code)
+                self.end_headers()
+
+            def log_message(self, *words: object) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"json://user:secret-word@127.0.0.1:{self.server.server_port}/hook"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+# A team's
 
 
 @dataclass(frozen=True)
@@ -86,12 +222,6 @@ class S3:
         return {"url": f"s3://{self.bucket}/dvc", "endpointurl": self.endpoint}
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def program(name: str, package: str, *folders: str) -> str:
     """The program's path.
 
@@ -106,29 +236,32 @@ def program(name: str, package: str, *folders: str) -> str:
     return found
 
 
-def wait(answers: Callable[[], bool], child: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not answers():
-        if child.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"{child.args[0]} does not answer: {log.read_text()[-2000:]}")
-        time.sleep(0.1)
-
-
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextlib.contextmanager
-def started(command: list[str], log: Path, answers: Callable[[], bool], **options: object) -> Iterator[None]:
-    """Run a server while the block runs; SIGINT, then SIGKILL, ends it with its group."""
-    with log.open("wb") as out:
+def started(
+    command: list[str],
+    log: Path,
+    is_up: Callable[[], bool],
+    patience_s: float = PATIENCE_S,
+    *signs: int,
+    **options: object,
+) -> Iterator[None]:
+    """Run a server while the block runs; SIGINT, then SIGKILL, or these signals end it with its group."""
+    with log.open("ab") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **options)
+    deadline = time.monotonic() + patience_s
     try:
-        wait(answers, child, log)
+        while not is_up():
+            if child.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} does not answer: {log.read_text()[-2000:]}")
+            time.sleep(0.1)
         yield
     finally:
-        for sign in (signal.SIGINT, signal.SIGKILL):
+        for sign in signs or (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, sign)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -214,15 +347,15 @@ def s3(bucket: str = "m3diff") -> Iterator[S3]:
     with tempfile.TemporaryDirectory(prefix="m3diff-s3-") as place:
         found = S3(free_port(), bucket)
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(found.port)]
-        with started(command, Path(place) / "log", lambda: is_alive(found.endpoint)):
+        with started(command, Path(place) / "log", lambda: answers(f"{found.endpoint}/moto-api/")):
             keys = {"aws_access_key_id": "test", "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
             boto3.client("s3", endpoint_url=found.endpoint, **keys).create_bucket(Bucket=bucket)
             yield found
 
 
-def is_alive(endpoint: str) -> bool:
+def answers(address: str) -> bool:
     try:
-        urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5).close()
+        urllib.request.urlopen(address, timeout=5).close()
     except OSError:
         return False
     return True

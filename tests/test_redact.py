@@ -49,6 +49,6 @@ def test_errors_lines_and_notices_name_none(tmp_path, monkeypatch):
     told += dvc.readable([f"{address}\n"])
     monkeypatch.setenv(notices.NOTIFY, "json://127.0.0.1:9")
     monkeypatch.setattr(notices, "send", lambda where, title, text: told.append(text))
-    notices.tell("key", "title", f"{address} is gone", pytest.fail, tmp_path)
+    notices.tell(pytest.fail, "key", "title", f"{address} is gone", tmp_path)
     assert len(told) == 5
     assert all("127.0.0.1" in text and SECRET not in text for text in told), told

@@ -122,6 +122,27 @@ def commit(root: Path, message: str) -> None:
     run(root, "git", *person, "commit", "-q", "--allow-empty", "-m", message)
 
 
+WAITS = """def evaluate(params, paths):
+    import os, time
+    folder = Path(os.environ["TOY_MARKS"])
+    (folder / "began").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.1)
+    old(params, paths)
+    with (folder / "ended").open("a") as file:
+        file.write("once ")
+"""
+"""A stage that waits to be let go on."""
+
+
+def replace_stage(root: Path, stage: str, body: str) -> str:
+    """Another function for a stage, which may call the `old` one; the text of toy.py before."""
+    text = (root / "toy.py").read_text()
+    assert f"\ndef {stage}(" in text
+    (root / "toy.py").write_text(text.replace(f"\ndef {stage}(", f"\n{body}\n\ndef old(", 1))
+    return text
+
+
 def load_and_caption(tracking_uri: str, rows: list[dict[str, str]], cwd: Path) -> tuple[str, list[str]]:
     """Load the challenger in a fresh process: the file that its code comes from, and its captions."""
     command = [sys.executable, "-c", FRESH, tracking_uri, json.dumps(rows)]

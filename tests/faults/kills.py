@@ -29,7 +29,8 @@ from m3diff.provenance.git import git
 from m3diff.registry.decisions import champions, decisions, faults, pending
 from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
-from tests.faults.machine import Flow, Starter, describe, kind, prefect_server, starter
+from tests.faults.machine import Flow, Starter, describe, kind, starter
+from tests.servers import prefect_server
 
 ALL_AT_ONCE = 0.25  # share of the kills
 SCORE = 'params["evaluate"]["gallery"] / 100'
@@ -70,12 +71,9 @@ class Told:
     wall_s: float = 0.0
     broken: list[str] = field(default_factory=list)
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-
     def fault(self, text: str) -> None:
         self.broken.append(f"after kill {len(self.kills)}: {text}")
-        self.say(f"BROKEN {self.broken[-1]}")
+        print(f"BROKEN {self.broken[-1]}", flush=True)
 
 
 def one_dataset(root: Path) -> Path:
@@ -146,13 +144,13 @@ class Killer:
         self.person = of_person(root)
 
     def first_run(self) -> None:
-        """One without kills: what others are compared with, and how long a run lasts."""
-        self.to_the_end()
-        assert not self.told.broken, self.told.broken
-        self.next_round()
-        started = time.monotonic()
-        self.to_the_end()
-        assert not self.told.broken, self.told.broken
+        """Two without kills: what others are compared with, and how long a run lasts."""
+        for number in range(2):
+            if number:
+                self.next_round()
+            started = time.monotonic()
+            self.to_the_end()
+            assert not self.told.broken, self.told.broken
         self.told.run_s = time.monotonic() - started
 
     def next_round(self) -> None:
@@ -201,7 +199,7 @@ class Killer:
                 self.next_round()
         self.killed = True
         self.told.kills.append(f"{share:.2f} of a run: {hit}")
-        self.told.say(f"kill {number}, round {self.round.number}, {self.told.kills[-1]}")
+        print(f"kill {number}, round {self.round.number}, {self.told.kills[-1]}", flush=True)
         if flow.ended(1 if flow.process.status() == psutil.STATUS_ZOMBIE else 0.3):
             self.flow = None
             if left := flow.quiet():
@@ -306,7 +304,7 @@ def run(folder: Path, kills: int, seed: int) -> Told:
         environment = stack.enter_context(prefect_server(folder / "prefect"))
         killer = Killer(root, stack.enter_context(starter(root, environment)), seed)
         told, started = killer.told, time.monotonic()
-        told.say(f"seed {seed}: a run lasts {told.run_s:.1f} s")
+        print(f"seed {seed}: a run lasts {told.run_s:.1f} s", flush=True)
         for number in range(1, kills + 1):
             killer.kill(number)
             if number % TO_THE_END == 0 or number == kills:

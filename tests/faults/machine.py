@@ -1,5 +1,4 @@
-"""Flows as processes of their own that can be killed: one Prefect server, and flow runs forked from a process that has
-imported what they need.
+"""Flows as processes of their own that can be killed, forked from a process that has imported what they need.
 
 Run as a script inside a project this file is that process: it reads a request a line (the flow's arguments, a file for
 what it prints, a mark) and forks. Beside the file come one with the flow's pid and, when it ended, one with its exit
@@ -9,7 +8,6 @@ code.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,42 +23,6 @@ MARK = "M3DIFF_TEST_FLOW"
 """The environment variable that every process of a flow bears, whatever becomes of its parents."""
 
 START_S, QUIET_S = 300, 30
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-@contextmanager
-def prefect_server(home: Path) -> Iterator[dict[str, str]]:
-    """A Prefect server of its own; the environment for those who use it."""
-    home.mkdir(parents=True, exist_ok=True)
-    port = str(free_port())
-    ours = {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "DO_NOT_TRACK": "true"}
-    environment = os.environ | ours | {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
-    with (home / "server.log").open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        wait_for_server(ours["PREFECT_API_URL"], home / "server.log")
-        yield environment
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def wait_for_server(url: str, log: Path) -> None:
-    import httpx
-
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5).is_success:
-                return
-        time.sleep(0.5)
-    raise TimeoutError(f"no Prefect server at {url} after {START_S} s: {log.read_text()[-2000:]}")
 
 
 class Flow:
@@ -112,10 +74,8 @@ class Starter:
     def __init__(self, project: Path, environment: dict[str, str]) -> None:
         self.project, self.number = project, 0
         environment = environment | {"PYTHONPATH": str(project)}
-        command, pipe = [sys.executable, __file__], subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, cwd=project, env=environment, stdin=pipe, text=True, start_new_session=True
-        )
+        pipe: Any = {"stdin": subprocess.PIPE, "text": True, "start_new_session": True}
+        self.process = subprocess.Popen([sys.executable, __file__], cwd=project, env=environment, **pipe)
 
     def start(self, **arguments: Any) -> Flow:
         """Start `full` with these arguments."""
@@ -128,9 +88,6 @@ class Starter:
         assert pid is not None, "the process that flows are forked from is gone"
         return Flow(pid, mark, log)
 
-    def close(self) -> None:
-        self.process.communicate()
-
 
 @contextmanager
 def starter(project: Path, environment: dict[str, str]) -> Iterator[Starter]:
@@ -138,7 +95,7 @@ def starter(project: Path, environment: dict[str, str]) -> Iterator[Starter]:
     try:
         yield opened
     finally:
-        opened.close()
+        opened.process.communicate()
 
 
 def number_in(file: Path, seconds: float) -> int | None:

@@ -8,33 +8,30 @@ by their inode, so that what Rust or C writes counts too, as long as Python flus
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "link", "symlink")
 FLUSHES = ("fsync", "fdatasync")
 
-Lost = Literal["names", "contents"]
-"""`names`: of what was not flushed nothing is left, new names too are gone and old ones back. `contents`: the names
-are there, as a file system writes them by itself, but a file that was not flushed is empty."""
-
-LOST: tuple[Lost, ...] = ("names", "contents")
-
 
 class Image(NamedTuple):
-    """What the folder holds when the machine is up again; folders end in `/`."""
+    """What the folder holds when the machine is up again; folders end in `/`.
+
+    `lost` is `names` (of what was not flushed nothing is left, new names too are gone and old ones back) or `contents`
+    (the names are there, as a file system writes them by itself, but a file that was not flushed is empty).
+    """
 
     before: str  # which call
-    lost: Lost
+    lost: str
     files: dict[str, bytes]
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True)
         for name, content in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if name.endswith("/"):
-                (folder / name).mkdir(parents=True, exist_ok=True)
+                (folder / name).mkdir(exist_ok=True)
             else:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
         return folder
 
@@ -64,9 +61,7 @@ class Disk:
             setattr(os, name, self.watched(name))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, real in self.real.items():
             setattr(os, name, real)
         self.power_goes("the end")
@@ -100,12 +95,10 @@ class Disk:
 
     def power_goes(self, before: str) -> None:
         shown = {self.hold(path): path for path in [self.root, *self.root.rglob("*")]}
-        visible = {inode: self.shown(path) for inode, path in shown.items() if path.is_dir()}
+        folders = {inode: path for inode, path in shown.items() if path.is_dir()}
+        visible = {inode: {each.name: each.inode() for each in os.scandir(path)} for inode, path in folders.items()}
         for lost, names in (("names", self.names), ("contents", visible)):
             self.images.append(Image(before, lost, dict(self.tree(self.root.stat().st_ino, names, ""))))
-
-    def shown(self, folder: Path) -> dict[str, int]:
-        return {entry.name: entry.inode() for entry in os.scandir(folder)}
 
     def tree(self, folder: int, names: dict[int, dict[str, int]], prefix: str) -> list[tuple[str, bytes]]:
         found = []

@@ -118,11 +118,11 @@ PLAIN = {
     "components/stages/train/state.py write_state": "see RENAMED",
     "components/stages/validate/suite.py _write": "DVC",
     "components/stages/validate/stage.py _split_and_write": "DVC",
-    "flows/dvc.py without_outputs_in_git": "in a worktree, made anew after a kill",
+    "flows/dvc.py is_current": "in a worktree, made anew after a kill",
     "flows/archive.py take_up": "in a worktree, made anew after a kill",
     "flows/watch.py take_up": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
     "flows/warm.py changed_datasets": "in a worktree whose branch is not made yet, so it is made anew after a kill",
-    "flows/warm.py track": "in a worktree whose branch is not made yet, so it is made anew after a kill",
+    "flows/warm.py from_champion": "in a worktree whose branch is not made yet, so it is made anew after a kill",
     "flows/workspace.py lock": "a lock",
 }
 """In place, and why no half of it is ever trusted. DVC: an output, which DVC removes before the stage and takes note of
@@ -151,24 +151,20 @@ def how(call: ast.Call) -> str | None:
     """Whether a call writes: `atomic`, `renamed` or `plain`."""
     called = ast.unparse(call.func)
     last = called.rpartition(".")[2]
-    texts = [word.value for word in [*call.args, *(named.value for named in call.keywords)] if is_text(word)]
+    texts = [
+        word.value
+        for word in [*call.args, *(named.value for named in call.keywords)]
+        if isinstance(word, ast.Constant) and isinstance(word.value, str)
+    ]
     if called in ("atomic", "write_atomic") or any(ast.unparse(word) == "write_atomic" for word in call.args[:1]):
         return "atomic"
     one_path = len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Dict)
     if called in ("os.replace", "os.rename", "os.link") or (last in ("rename", "replace") and one_path):
-        return None if is_of_a_table(call) else "renamed"
+        of_a_table = bool(call.args) and isinstance(call.args[0], ast.Dict)  # polars' `replace` of values
+        return None if of_a_table else "renamed"
     opened = last in ("open", "fdopen") and any(len(text) <= 3 and set(text) & set("wax+") for text in texts)
     saved = last == "save" and any(ast.unparse(word) == "path" for word in call.args)
     return "plain" if opened or saved or last in WRITERS or called in ALSO else None
-
-
-def is_text(word: ast.expr) -> bool:
-    return isinstance(word, ast.Constant) and isinstance(word.value, str)
-
-
-def is_of_a_table(call: ast.Call) -> bool:
-    """polars' `replace` of values by a dictionary."""
-    return bool(call.args) and isinstance(call.args[0], ast.Dict)
 
 
 @pytest.mark.parametrize(("kind", "listed"), [("atomic", ATOMIC), ("renamed", set(RENAMED)), ("plain", set(PLAIN))])
@@ -244,8 +240,7 @@ def test_one_that_dies_in_the_middle_of_its_bytes_leaves_the_old_one(tmp_path: P
         real = os.fdopen
 
         def half(handle: int, mode: str) -> Any:
-            file = real(handle, mode, 0)
-            file.write(NEW[: len(NEW) // 2])
+            real(handle, mode, 0).write(NEW[: len(NEW) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
         os.fdopen = half
@@ -254,8 +249,7 @@ def test_one_that_dies_in_the_middle_of_its_bytes_leaves_the_old_one(tmp_path: P
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert target.read_bytes() == OLD
     (half_written,) = [path for path in tmp_path.iterdir() if path != target]
-    assert half_written.stat().st_size == len(NEW) // 2
-    assert half_written.name.startswith(".")
+    assert (half_written.stat().st_size, half_written.name[0]) == (len(NEW) // 2, ".")
 
 
 STEPS = (2, 4)
@@ -353,27 +347,24 @@ def test_a_file_is_the_old_or_the_new_one_whenever_power_goes(tmp_path: Path) ->
     assert len(seen) >= 6
 
 
-def test_a_checkpoint_is_the_one_before_or_the_new_one_whenever_power_goes_and_the_new_one_once_it_is_written(
+def test_a_checkpoint_is_the_one_before_or_the_new_one_whenever_power_goes_and_on_the_disk_before_an_older_one_goes(
     run_dir, tmp_path
 ):
+    seen = []
     with Disk(run_dir) as disk:
         write_checkpoint(run_dir, 6)
-    seen = []
+        written = len(disk.images)
+        write_checkpoint(run_dir, 8)
     for said, place in after(disk, tmp_path / "after"):
         try:
             seen.append(taken(place))
         except AssertionError as error:
             raise AssertionError(f"{said}: {error}") from error
-    assert set(seen) == {4, 6}
-    assert seen[-2:] == [6, 6], "the training went on from it, and it is gone"
-    assert len(seen) > 20
-
-
-def test_the_newest_checkpoint_is_on_the_disk_before_an_older_one_is_removed(run_dir, tmp_path):
-    with Disk(run_dir) as disk:
-        for step in (6, 8):
-            write_checkpoint(run_dir, step)
-    assert {taken(place) for _, place in after(disk, tmp_path / "after")} == {4, 6, 8}
+    assert set(seen[:written]) == {4, 6}
+    assert seen[written : written + 2] == [6, 6], "the training went on from it, and it is gone"
+    assert {*seen} == {4, 6, 8}
+    assert seen[-2:] == [8, 8]
+    assert written > 20
 
 
 def test_a_manifest_whose_files_were_not_flushed_is_refused_in_words(tmp_path: Path) -> None:
@@ -399,35 +390,32 @@ def test_samples_mapped_for_training_are_whole_or_absent_whenever_power_goes(tmp
         assert len(samples.read_samples(folder, place)) == expected, said
 
 
-def test_captions_that_were_flushed_are_there_whenever_power_goes(tmp_path: Path) -> None:
-    root = tmp_path / "disk"
-    root.mkdir()
-    with Journal(root / "journal.jsonl") as journal:
-        journal.add([(("predictions", "0"), Answer("one", None))])
-    with Disk(root) as disk, Journal(root / "journal.jsonl") as journal:
-        for number in (1, 2):
-            journal.add([(("predictions", str(number)), Answer(f"caption {number}", None))])
-    seen = []
-    for _, place in after(disk, tmp_path / "after"):
-        with Journal(place / "journal.jsonl") as journal:
-            seen.append([pair for _, pair in journal.answers])
-    assert seen == sorted(seen)
-    assert seen[0] == ["0"]
-    assert seen[-1] == ["0", "1", "2"]
+def journal(file: Path, *numbers: str) -> list[str]:
+    """Add captions to a journal; those that are in it."""
+    with Journal(file) as opened:
+        for number in numbers:
+            opened.add([(("predictions", number), Answer(f"caption {number}", None))])
+        return [pair for _, pair in opened.answers]
 
 
-def test_answers_of_an_endpoint_are_there_whenever_power_goes(tmp_path: Path) -> None:
+def answers(file: Path, *numbers: str) -> list[str]:
+    """Keep answers of an endpoint; those that are known."""
+    opened = Answers(file)
+    for number in numbers:
+        opened.keep(number, {}, Reply("text", f"answer {number}"))
+    return list(opened.known)
+
+
+@pytest.mark.parametrize("kept", [journal, answers])
+def test_captions_and_answers_that_were_flushed_are_there_whenever_power_goes(kept, tmp_path: Path) -> None:
     root = tmp_path / "disk"
     root.mkdir()
-    Answers(root / "answers.jsonl").keep("0", {}, Reply("text", "one"))
+    kept(root / "lines.jsonl", "0")
     with Disk(root) as disk:
-        answers = Answers(root / "answers.jsonl")
-        for number in (1, 2):
-            answers.keep(str(number), {}, Reply("text", f"answer {number}"))
-    seen = [list(Answers(place / "answers.jsonl").known) for _, place in after(disk, tmp_path / "after")]
+        kept(root / "lines.jsonl", "1", "2")
+    seen = [kept(place / "lines.jsonl") for _, place in after(disk, tmp_path / "after")]
     assert seen == sorted(seen)
-    assert seen[0] == ["0"]
-    assert seen[-1] == ["0", "1", "2"]
+    assert (seen[0], seen[-1]) == (["0"], ["0", "1", "2"])
 
 
 # The record of decisions, which git writes

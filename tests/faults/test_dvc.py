@@ -19,9 +19,9 @@ from flows.workspace import FLOWS, workspace
 from m3diff.provenance.git import git
 from m3diff.registry import prune
 from tests import toy
+from tests.servers import until
 
 STAGE = "evaluate"
-WAIT = "def evaluate(params, paths):\n    import time\n    time.sleep(120)\n\n\ndef old("
 HOLD = """def evaluate(params, paths):
     import subprocess
     held = "import time; from dvc.repo import Repo\\n"
@@ -29,24 +29,17 @@ HOLD = """def evaluate(params, paths):
     other = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "held\\n"
     old(params, paths)
+"""
+SLEEP = """def evaluate(params, paths):
+    from m3diff.__main__ import die_with_parent
+    die_with_parent()
+    time.sleep(120)
+"""
 
 
-def old("""
-
-
-def replace_stage(code: str) -> str:
-    """Another body of the toy's last stage; the text before."""
-    file = Path("toy.py")
-    text = file.read_text()
-    file.write_text(text.replace("def evaluate(", code, 1))
-    return text
-
-
-def set_gallery(pairs: int) -> None:
+def set_gallery(root: Path, pairs: int = 7) -> None:
     """A parameter that puts the last stage out of date."""
-    params = yaml.safe_load(Path("params.yaml").read_text())
-    params["evaluate"]["gallery"] = pairs
-    Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
+    toy.change(root, "evaluate", gallery=pairs)
 
 
 def of_stage(root: Path) -> list[psutil.Process]:
@@ -57,28 +50,17 @@ def of_stage(root: Path) -> list[psutil.Process]:
     ]
 
 
-def wait_for(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 @pytest.mark.fault("02")
 @pytest.mark.slow(30)
 def test_a_killed_dvc_takes_its_stage_with_it_and_the_next_run_needs_no_hand(project, rng):
-    text = replace_stage(f"from m3diff.__main__ import die_with_parent\n\n\n{WAIT}")
-    text_of_stage = Path("toy.py").read_text()
-    Path("toy.py").write_text(
-        text_of_stage.replace("    time.sleep(120)", "    die_with_parent()\n    time.sleep(120)")
-    )
-    set_gallery(7)
+    text = toy.replace_stage(project, STAGE, f"import time\n\n\n{SLEEP}")
+    set_gallery(project)
     process = subprocess.Popen([*dvc.DVC, "repro", "-s", STAGE], env=dvc.environment(), start_new_session=True)
-    wait_for(lambda: of_stage(project), 120)
+    until(lambda: of_stage(project), 120)
     time.sleep(2 + 2 * rng.random())
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: not of_stage(project), 5)
+    until(lambda: not of_stage(project), 5)
     Path("toy.py").write_text(text)
     assert dvc.repro(STAGE, print) == "Ran"
     assert toy.status(project) == {}
@@ -87,8 +69,8 @@ def test_a_killed_dvc_takes_its_stage_with_it_and_the_next_run_needs_no_hand(pro
 @pytest.mark.fault("06")
 @pytest.mark.slow(30)
 def test_a_lock_that_is_held_as_a_stage_ends_is_waited_for_and_the_stage_recorded(project):
-    set_gallery(7)
-    replace_stage(HOLD)
+    set_gallery(project)
+    toy.replace_stage(project, STAGE, HOLD)
     said: list[str] = []
     assert dvc.repro(STAGE, said.append) == "Ran", said
     recorded = yaml.safe_load(Path("dvc.lock").read_text())["stages"][STAGE]
@@ -118,29 +100,16 @@ def left_by_a_killed_dvc(root: Path, kind: str, pid: int = 0) -> None:
 @pytest.mark.slow(15)
 @pytest.mark.parametrize("kind", ["empty", "half", "reused"])
 def test_what_a_killed_dvc_left_of_its_rwlock_is_removed_with_a_word(project, stranger, kind):
-    set_gallery(7)
+    set_gallery(project)
     left_by_a_killed_dvc(project, kind, stranger)
     said: list[str] = []
     assert dvc.repro(STAGE, said.append) == "Ran"
     assert said[0].startswith("removed .dvc/tmp/rwlock, which a killed process left: ")
 
 
-@pytest.mark.slow(40)
-@pytest.mark.fault("07")
-def test_the_rwlock_of_a_dvc_at_work_stays(project, monkeypatch, stranger):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    left_by_a_killed_dvc(project, "reused", stranger)
-    for command in (["python", "-m", "dvc", "repro"], []):
-        monkeypatch.setattr(
-            dvc.psutil, "Process", lambda pid, command=command: SimpleNamespace(cmdline=lambda: command)
-        )
-        dvc.repair_rwlock(pytest.fail)
-    assert (project / ".dvc" / "tmp" / "rwlock").is_file(), "of a process that is gone DVC itself takes care"
-
-
 @pytest.mark.fault("07", "S4")
-@pytest.mark.slow(15)
-def test_a_flows_worktree_has_a_rwlock_of_its_own(project):
+@pytest.mark.slow(30)
+def test_the_rwlock_of_a_dvc_at_work_and_of_a_persons_checkout_stays(project, monkeypatch, stranger):
     left_by_a_killed_dvc(project, "empty")
     said: list[str] = []
     with workspace("one", "HEAD", ["evaluate.gallery=7"], False):
@@ -148,6 +117,13 @@ def test_a_flows_worktree_has_a_rwlock_of_its_own(project):
         assert dvc.repro(STAGE, said.append) == "Ran"
     assert not any("rwlock" in line for line in said)
     assert (project / ".dvc" / "tmp" / "rwlock").read_text() == "", "the checkout is a person's"
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    left_by_a_killed_dvc(project, "reused", stranger)
+    for command in (["python", "-m", "dvc", "repro"], []):
+        process = SimpleNamespace(cmdline=lambda command=command: command)
+        monkeypatch.setattr(dvc.psutil, "Process", lambda pid, process=process: process)
+        dvc.repair_rwlock(pytest.fail)
+    assert (project / ".dvc" / "tmp" / "rwlock").is_file(), "of a process that is gone DVC itself takes care"
 
 
 CONFLICT = """<<<<<<< HEAD
@@ -199,13 +175,11 @@ def test_a_dvc_that_is_killed_as_it_writes_its_lock_leaves_the_one_before(projec
     Path("dvc.lock").write_bytes(before)
     killed = f"import os; open('dvc.lock', 'wb').write({cut!r}); os.kill(os.getpid(), 9)"
     monkeypatch.setattr(dvc, "DVC", [sys.executable, "-c", killed])
-    with pytest.raises(dvc.DvcError, match="stage evaluate"):
-        dvc.repro(STAGE, print)
-    assert Path("dvc.lock").read_bytes() == before
-    Path("dvc.lock").unlink()
-    with pytest.raises(dvc.DvcError, match="stage evaluate"):
-        dvc.repro(STAGE, print)
-    assert not Path("dvc.lock").exists()
+    for left in (before, None):
+        with pytest.raises(dvc.DvcError, match="stage evaluate"):
+            dvc.repro(STAGE, print)
+        assert (Path("dvc.lock").read_bytes() if Path("dvc.lock").exists() else None) == left
+        Path("dvc.lock").unlink(missing_ok=True)
 
 
 @pytest.mark.fault("T12")
@@ -249,8 +223,8 @@ def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeyp
         (flows / name).write_text(text)
     assert watch.read_json(watch.STATE) is None
     monkeypatch.setenv("M3DIFF_NOTIFY", "")
-    notices.send_again(project, print)
-    notices.tell("key", "title", "text", pytest.fail, project)
+    notices.tell(pytest.fail, checkout=project)
+    notices.tell(pytest.fail, "key", "title", "text", project)
 
 
 @pytest.mark.fault("T12")

@@ -30,27 +30,19 @@ def taken(seed: int, every: bool) -> set[str]:
     return {one.nodeid for one in items} - left_out - {QUICK}
 
 
-def test_the_longest_and_the_slow_ones_of_faults_are_sampled():
-    flows = FAULTS.parent / "flows/test_b.py"
-    of_faults = item(f"{flows}::test_fault", 10)
-    of_faults.get_closest_marker = lambda name: pytest.mark.slow(10).mark
-    assert is_sampled(of_faults)
-    assert is_sampled(item(f"{flows}::test_long", LONG_S))
-    assert not is_sampled(item(f"{flows}::test_slow", LONG_S - 1))
-
-
-def test_a_sample_lasts_as_long_as_it_may_at_most_and_is_the_same_for_a_seed():
+def test_a_sample_of_the_longest_and_slow_faults_lasts_as_long_as_it_may_is_the_same_for_a_seed_and_leaves_none():
+    marked = item(SLOW, 10)
+    marked.get_closest_marker = lambda name: pytest.mark.slow(10).mark
+    sampled = [is_sampled(one) for one in (marked, item(SLOW, LONG_S), item(SLOW, LONG_S - 1))]
+    assert sampled == [True, True, False]
     seconds = SECONDS | {SLOW: LONG_S - 1}
     for seed in range(20):
         assert 0 < sum(seconds[test] for test in taken(seed, every=False)) <= SAMPLE_S
         assert 0 < sum(seconds[test] for test in taken(seed, every=True) - {SLOW}) <= SAMPLE_OF_ALL_S
         assert SLOW in taken(seed, every=True)
         assert taken(seed, every=False) == taken(seed, every=False)
-
-
-@pytest.mark.parametrize("every", [False, True])
-def test_every_test_has_its_turn(every):
-    assert set().union(*(taken(seed, every) for seed in range(100))) == {*SECONDS, SLOW}
+    for every in (False, True):
+        assert set().union(*(taken(seed, every) for seed in range(100))) == {*SECONDS, SLOW}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import psutil
 from flows import FLOW_RUN
 from tests.faults.kills import Killer, Round, Told, Undisturbed, begin_to_edit, of_person, one_dataset
 from tests.faults.machine import describe, kind
-from tests.flows.test_services import Machine
+from tests.servers import Machine
 
 VICTIMS = ("worker", "server", "worker and server", "mlflow", "flow", "dvc", "stage", "all")
 SERVICES = {name: [name] for name in ("worker", "mlflow")} | {"server": ["prefect"]}
@@ -51,20 +51,14 @@ class Unattended(Killer):
         self.machine = Machine(self.root)
         self.machine.environment |= {"PREFECT_WORKER_HEARTBEAT_SECONDS": "5"}
         self.machine.make("down")
-        self.up()
-
-    def up(self) -> None:
-        done = self.machine.make("up")
-        assert done.returncode == 0, done.stdout + done.stderr
+        self.machine.up()
 
     def api(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The server's answer, once it is back."""
         deadline = time.monotonic() + ENDS_S
         while True:
             with suppress(httpx.HTTPError):
-                url = self.machine.environment["PREFECT_API_URL"] + path
-                answer = httpx.post(url, json=body, timeout=30) if body is not None else httpx.get(url, timeout=30)
-                return answer.raise_for_status().json()
+                return self.machine.ask(path, body)
             assert time.monotonic() < deadline, f"{path}: no answer"
             time.sleep(1)
 
@@ -128,17 +122,10 @@ class Unattended(Killer):
                 process.kill()
         if victim == "all":
             psutil.wait_procs(alive, timeout=20)
-            self.up()
+            self.machine.up()
         state, message = self.end(run)
-        line = {
-            "kill": number,
-            "victim": victim,
-            "after_s": round(wait, 1),
-            "while": at,
-            "hit": hit[:6],
-            "state": state,
-        }
-        line |= {"seconds": round(time.monotonic() - started, 1)}
+        line = {"kill": number, "victim": victim, "after_s": round(wait, 1), "while": at, "hit": hit[:6]}
+        line |= {"state": state, "seconds": round(time.monotonic() - started, 1)}
         return line | self.outcome(state, message)
 
     def is_over(self, run: str) -> bool:
@@ -150,11 +137,9 @@ class Unattended(Killer):
             found = self.broken()
             return {"how": "LOST" if found else "registered", "broken": found}
         if state != "HANGS":
-            said = [
-                line for line in self.machine.make("status").stderr.splitlines() if "prefect deployment run" in line
-            ]
-            if said:
-                return {"how": "told", "line": said[0], "message": message}
+            for line in self.machine.make("status").stderr.splitlines():
+                if "prefect deployment run" in line:
+                    return {"how": "told", "line": line, "message": message}
         return {"how": "HANGS" if state == "HANGS" else "LOST", "message": message}
 
     def run(self, kills: int) -> list[dict[str, Any]]:
@@ -176,7 +161,7 @@ class Unattended(Killer):
         self.done.append(line)
         with self.lines.open("a") as file:
             file.write(json.dumps(line | {"scores": self.scores}) + "\n")
-        self.told.say(json.dumps(line))
+        print(json.dumps(line), flush=True)
 
 
 def main() -> int:

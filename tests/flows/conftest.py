@@ -2,12 +2,13 @@
 
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import toy
+from tests.servers import Listener
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +43,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, Callable[[
         subprocess.run(["cp", "-a", f"{folder}/.", str(project)], check=True)
 
     return put
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    """The server that M3DIFF_NOTIFY names."""
+    listener = Listener()
+    monkeypatch.setenv("M3DIFF_NOTIFY", listener.address)
+    yield listener
+    listener.server.shutdown()

@@ -1,37 +1,45 @@
-"""prefect.yaml, against Prefect's own model and against the flows that it names."""
+"""prefect.yaml, against Prefect's own model and the flows that it names; and what a person changed on Prefect's page
+stays when the deployments are made known again."""
 
 import importlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import yaml
 from prefect.cli.deploy._models import PrefectYamlModel
 
 from infra import services
+from tests.servers import ask_prefect, prefect_server
 from tests.toy import REPOSITORY
 
-DEPLOYMENTS = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+PREFECT_YAML = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
+DEPLOYMENTS = {entry["name"]: entry for entry in PREFECT_YAML["deployments"]}
 
 
-def test_prefect_accepts_the_file():
-    made = PrefectYamlModel.model_validate(yaml.safe_load((REPOSITORY / "prefect.yaml").read_text()))
+@pytest.mark.fault("22", "m6", "29")
+def test_prefect_accepts_the_file_whose_flows_are_one_at_a_time_where_they_must_with_schedules_in_utc():
+    made = PrefectYamlModel.model_validate(PREFECT_YAML)
     assert [deployment.name for deployment in made.deployments] == ["full", "retrain", "watch"]
-
-
-@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
-def test_each_deployment_is_reached_as_m3diff_in_the_pool_that_services_makes(deployment):
-    module, _, function = deployment["entrypoint"].rpartition(".")
-    flow = getattr(importlib.import_module(module), function)
-    assert flow.name == "m3diff"
-    assert deployment["work_pool"]["name"] == services.POOL
-    assert set(deployment.get("parameters", {})) <= set(flow.parameters.properties)
+    for entry in DEPLOYMENTS.values():
+        module, _, function = entry["entrypoint"].rpartition(".")
+        flow = getattr(importlib.import_module(module), function)
+        assert (flow.name, entry["work_pool"]["name"]) == ("m3diff", services.POOL)
+        assert set(entry.get("parameters", {})) <= set(flow.parameters.properties)
+    one = {"limit": 1, "collision_strategy": "ENQUEUE"}
+    limits = {name: entry.get("concurrency_limit") for name, entry in DEPLOYMENTS.items()}
+    assert limits == {"full": None, "retrain": one, "watch": one | {"collision_strategy": "CANCEL_NEW"}}
+    (nightly,), (looks,) = DEPLOYMENTS["retrain"]["schedules"], DEPLOYMENTS["watch"]["schedules"]
+    assert len({nightly["slug"], looks["slug"], ""}) == 3
+    assert nightly["timezone"] == looks["timezone"] == "UTC"
+    assert (len(nightly["cron"].split()), looks["interval"], looks["active"]) == (5, 900, True)
 
 
 def test_a_flow_loaded_as_prefect_does_finds_dvc_itself_and_not_the_module_of_its_name_beside_it():
     code = (
         "from prefect.flows import load_flow_from_entrypoint as load\n"
-        f"for entrypoint in {[deployment['entrypoint'] for deployment in DEPLOYMENTS]}: assert load(entrypoint).name\n"
+        f"for entrypoint in {[entry['entrypoint'] for entry in DEPLOYMENTS.values()]}: assert load(entrypoint).name\n"
         "from flows import dvc\n"
         "with dvc.repository() as repo: print(repo.root_dir)"
     )
@@ -39,27 +47,82 @@ def test_a_flow_loaded_as_prefect_does_finds_dvc_itself_and_not_the_module_of_it
     assert done.stdout.strip() == str(REPOSITORY), done.stderr
 
 
-@pytest.mark.fault("22", "m6")
-def test_retraining_is_one_at_a_time_and_other_runs_go_side_by_side():
-    limits = {deployment["name"]: deployment.get("concurrency_limit") for deployment in DEPLOYMENTS}
-    one = {"limit": 1, "collision_strategy": "ENQUEUE"}
-    assert limits == {"full": None, "retrain": one, "watch": one | {"collision_strategy": "CANCEL_NEW"}}
+class Page:
+    """Prefect's server, as its page asks it."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        return ask_prefect(self.environment["PREFECT_API_URL"], method, path, body)
+
+    def deployment(self, name: str) -> dict[str, Any]:
+        return self.ask("GET", f"/deployments/name/m3diff/{name}")
+
+    def change(self, method: str, name: str, path: str = "", body: Any = None) -> None:
+        found = self.deployment(name)
+        path = path.replace("ONLY", found["schedules"][0]["id"] if found["schedules"] else "")
+        self.ask(method, f"/deployments/{found['id']}{path}", body)
+
+    def seen(self) -> list[Any]:
+        """What a person can change, of everything that `deploy` makes known."""
+        found = []
+        for name in DEPLOYMENTS:
+            entry = self.deployment(name)
+            rules = [(one["active"], one["schedule"], one["parameters"], one["slug"]) for one in entry["schedules"]]
+            for _, rule, _, _ in rules:
+                rule.pop("anchor_date", None)
+            limit = (entry["global_concurrency_limit"] or {}).get("limit")
+            found.append((name, entry["paused"], limit, entry["concurrency_options"], rules))
+        pool, queue = self.ask("GET", "/work_pools/m3diff"), self.ask("GET", "/work_pools/m3diff/queues/default")
+        switched = [(one["name"], one["enabled"]) for one in self.ask("POST", "/automations/filter", {})]
+        return [*found, pool["is_paused"], pool["concurrency_limit"], queue["is_paused"], switched]
+
+    def deploy(self) -> str:
+        """What `make up` and the unit do; what it says."""
+        command = [sys.executable, str(REPOSITORY / "infra" / "services.py"), "deploy"]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
 
-def test_a_worker_takes_two_runs_at_once_or_as_many_as_it_is_told(monkeypatch):
-    monkeypatch.delenv("M3DIFF_FLOWS", raising=False)
-    assert services.services()[-1].command[-2:] == ["--limit", "2"]
-    monkeypatch.setenv("M3DIFF_FLOWS", "7")
-    assert services.services()[-1].command[-2:] == ["--limit", "7"]
-    for wrong in ("0", "many", "-1", ""):
-        monkeypatch.setenv("M3DIFF_FLOWS", wrong)
-        with pytest.raises(services.ServiceError, match=f"M3DIFF_FLOWS={wrong}: give a number"):
-            services.services()
+NIGHTLY = {"cron": "30 4 * * *", "timezone": "UTC"}
 
 
-@pytest.mark.fault("29")
-def test_retrain_and_watch_have_schedules_with_names_of_their_own_in_utc():
-    (nightly,), (looks,) = DEPLOYMENTS[1]["schedules"], DEPLOYMENTS[2]["schedules"]
-    assert len({nightly["slug"], looks["slug"], ""}) == 3
-    assert nightly["timezone"] == looks["timezone"] == "UTC"
-    assert (len(nightly["cron"].split()), looks["interval"], looks["active"]) == (5, 900, True)
+@pytest.mark.fault("W3")
+@pytest.mark.slow(120)
+def test_what_a_person_changed_stays_and_is_said_and_what_prefect_yaml_changes_arrives(project, tmp_path):
+    with prefect_server(tmp_path / "prefect") as environment:
+        page = Page(environment)
+        assert "stays" not in page.deploy()
+        assert "stays" not in page.deploy(), "nobody changed anything"
+        (project / "services" / "entries.json").unlink()  # as after an upgrade from a version that kept no record
+        page.change("PATCH", "watch", body={"paused": True})
+        page.change("DELETE", "watch", "/schedules/ONLY")
+        page.change("PATCH", "full", body={"concurrency_limit": 1})
+        page.change("POST", "full", "/schedules", [{"active": True, "schedule": NIGHTLY, "slug": "mine"}])
+        page.change("PATCH", "retrain", body={"concurrency_limit": 3})
+        other = {"active": False, "schedule": NIGHTLY, "parameters": {"warm_start": True}}
+        page.change("PATCH", "retrain", "/schedules/ONLY", other)
+        page.ask("PATCH", "/work_pools/m3diff", {"is_paused": True, "concurrency_limit": 1})
+        page.ask("PATCH", "/work_pools/m3diff/queues/default", {"is_paused": True})
+        (automation,) = page.ask("POST", "/automations/filter", {})
+        page.ask("PATCH", f"/automations/{automation['id']}", {"enabled": False})
+        before = page.seen()
+        old = {key: automation[key] for key in ("trigger", "actions", "enabled", "description")}
+        page.ask("POST", "/automations/", old | {"name": "start crashed runs of m3diff again"})
+        for _ in range(2):
+            said = page.deploy()
+            assert page.seen() == before, "what an old automation did, the worker does now"
+            for words in ("full", "retrain", "watch"):
+                assert f"m3diff/{words} stays as Prefect's page has it: " in said
+            assert "work pool m3diff stays as Prefect's page has it: limit 1" in said
+        assert "command" not in page.ask("GET", "/work_pools/m3diff")["base_job_template"]["job_configuration"]
+
+        file = project / "prefect.yaml"
+        text = file.read_text()
+        file.write_text(text.replace("limit: 1, collision_strategy: ENQUEUE", "limit: 2, collision_strategy: ENQUEUE"))
+        assert "m3diff/retrain" not in page.deploy()
+        now = page.deployment("retrain")
+        assert (now["global_concurrency_limit"]["limit"], now["schedules"][0]["active"]) == (2, True)
+        assert page.seen()[2] == before[2], "of another deployment, whose entry is as it was"

@@ -12,14 +12,10 @@ import pytest
 import yaml
 
 from flows import dvc
+from tests import toy
+from tests.servers import until
 
-SLOW = "def synthesize(params, paths, name):\n    import time\n    time.sleep(120)\n\n\ndef old("
-
-
-def slow_down(root: Path) -> None:
-    """Make the toy's first stage last two minutes."""
-    text = (root / "toy.py").read_text()
-    (root / "toy.py").write_text(text.replace("def synthesize(", SLOW, 1))
+SLEEPS = "def synthesize(params, paths, name):\n    import time\n    time.sleep(120)\n"
 
 
 def family(root: Path) -> list[psutil.Process]:
@@ -32,13 +28,6 @@ def family(root: Path) -> list[psutil.Process]:
     return found
 
 
-def wait_until(condition, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def test_a_stage_ran_then_is_skipped_then_is_restored_from_the_run_cache(project):
     said: list[str] = []
     assert dvc.repro("synthesize@minichange", said.append) == "Ran"
@@ -48,25 +37,22 @@ def test_a_stage_ran_then_is_skipped_then_is_restored_from_the_run_cache(project
     assert dvc.repro("synthesize@minichange", said.append) == "Restored"
 
 
-def test_a_failed_stage_carries_its_own_exit_code_and_its_last_words(project):
+def test_a_failed_stage_carries_its_own_exit_code_and_its_last_words_and_a_misspelt_one_is_dvcs_error(project):
     (project / "toy.py").write_text("import sys\nprint('row 7: reference is empty', flush=True)\nsys.exit(3)\n")
     with pytest.raises(dvc.DvcError, match="row 7: reference is empty") as failed:
         dvc.repro("synthesize@minichange", lambda line: None)
     assert failed.value.code == 3
-
-
-def test_a_misspelt_stage_is_dvcs_error(project):
     with pytest.raises(dvc.DvcError, match="sinthesize"):
         dvc.repro("sinthesize", lambda line: None)
 
 
 @pytest.mark.fault("03")
 def test_an_interrupt_ends_the_stage_and_dvc(project):
-    slow_down(project)
+    toy.replace_stage(project, "synthesize", SLEEPS)
 
     def interrupt(line: str) -> None:
         if "Running stage" in line:
-            wait_until(lambda: len(family(project)) == 2)
+            until(lambda: len(family(project)) == 2)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -76,43 +62,21 @@ def test_an_interrupt_ends_the_stage_and_dvc(project):
 
 @pytest.mark.fault("02", "04")
 def test_killing_the_flow_leaves_no_stage_running(project):
-    slow_down(project)
+    toy.replace_stage(project, "synthesize", SLEEPS)
     code = "from flows import dvc; dvc.repro('synthesize@minichange', print)"
     flow = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    wait_until(
-        lambda: any(
-            "synthesize" in process.cmdline() and "repro" not in process.cmdline() for process in family(project)
-        )
-    )
+    until(lambda: any({"toy.py", "synthesize"} <= {*process.cmdline()} for process in family(project)))
     time.sleep(1)  # the stage asks to be ended with its parent after it has started
     os.kill(flow.pid, signal.SIGKILL)
     flow.wait()
-    wait_until(lambda: family(project) == [], seconds=60)
+    until(lambda: family(project) == [], 60)
 
 
-@pytest.mark.slow(15)
-@pytest.mark.fault("06")
-def test_a_lock_that_another_dvc_command_holds_is_waited_for(project):
-    held = (
-        "import time; from dvc.repo import Repo; r = Repo('.')\nwith r.lock: print('held', flush=True); time.sleep(8)"
-    )
-    other = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    assert dvc.repro("synthesize@minichange", lambda line: None) == "Ran"
-    other.wait()
-
-
-def test_log_lines_lose_colours_and_blanks_and_a_progress_bar_is_told_now_and_then():
-    bar = [f"train: {percent}%|###   | {percent}/100 [00:01<00:09, 9.9it/s]\n" for percent in range(100)]
-    lines = ["\x1b[32mloss 1.0\x1b[0m\n", "\n", *bar, "done\n"]
-    assert list(dvc.readable(lines)) == ["loss 1.0", bar[0].rstrip(), "done"]
-
-
-def test_a_progress_bar_is_told_again_after_a_few_seconds(monkeypatch):
+def test_log_lines_lose_colours_and_blanks_and_of_a_progress_bar_one_is_told_every_few_seconds(monkeypatch):
     clock = iter((0.0, 0.0, 4.9, 5.0, 5.0))
     monkeypatch.setattr(dvc.time, "monotonic", lambda: next(clock))
-    assert list(dvc.readable(["1%|#", "2%|#", "3%|#", "end"])) == ["1%|#", "3%|#", "end"]
+    lines = ["\x1b[32mloss 1.0\x1b[0m\n", "\n", "1%|#", "2%|#", "3%|#", "end"]
+    assert list(dvc.readable(lines)) == ["loss 1.0", "1%|#", "3%|#", "end"]
 
 
 def test_dvc_finds_this_environments_tools_and_a_shell_that_passes_signals_on(monkeypatch):

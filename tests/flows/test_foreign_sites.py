@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from flows import GUARD
-from tests.flows.test_services import Machine
-from tests.servers import free_port
+from tests.servers import Machine, free_port, services_of, started
 from tests.toy import REPOSITORY
 
 FOREIGN = {
@@ -51,12 +50,8 @@ OURS: dict[str, dict[str, str]] = {
     "its page by name, the API by address": {"Origin": "http://localhost:{port}"},
     "in capitals": {"Host": "LOCALHOST:{port}"},
 }
-UPGRADE = {
-    "Connection": "Upgrade",
-    "Upgrade": "websocket",
-    "Sec-WebSocket-Version": "13",
-    "Sec-WebSocket-Key": "A" * 22 + "==",
-}
+UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+UPGRADE |= {"Sec-WebSocket-Key": "A" * 22 + "=="}
 JSON = {"Content-Type": "application/json"}
 
 
@@ -95,19 +90,16 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     (folder / "echo.py").write_text(ECHO)
     command = [sys.executable, "-m", "uvicorn", "echo:app", "--port", str(port), "--lifespan", "off"]
     environment = os.environ | {"UVICORN_HTTP": GUARD, "PYTHONPATH": str(REPOSITORY)}
-    server = subprocess.Popen(command, cwd=folder, env=environment)
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            Answer(port, "GET", "/")
-            break
-        except OSError:
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    yield port
-    server.kill()
-    server.wait()
+    with started(command, folder / "log", lambda: status(port, "GET", "/") is not None, cwd=folder, env=environment):
+        yield port
+
+
+def status(port: int, *words: str, **headers: str) -> int | None:
+    """The status of an answer; None where there is none, as from what speaks another protocol than HTTP/1."""
+    try:
+        return Answer(port, *words, **headers).status
+    except (HTTPException, OSError):
+        return None
 
 
 @pytest.mark.parametrize("headers", FOREIGN.values(), ids=FOREIGN)
@@ -134,83 +126,56 @@ def test_two_hosts_or_none_are_refused(echo):
 @pytest.fixture(scope="module")
 def machine(built_once: Path) -> Iterator[Machine]:
     """The servers and the worker of `make up`, in a folder of their own."""
-    machine = Machine(built_once)
-    started = machine.make("up")
-    assert started.returncode == 0, started.stdout + started.stderr
-    yield machine
-    machine.make("down")
+    with services_of(built_once) as machine:
+        yield machine
 
 
-def deployment(machine: Machine) -> dict[str, Any]:
-    return json.loads(Answer(machine.prefect, "GET", "/api/deployments/name/m3diff/full").text)
-
-
-HARM: list[dict[str, Any]] = [
-    {"command": "touch harm"},
-    {"env": {"LD_PRELOAD": "/tmp/harm.so"}},
-    {"working_dir": "/tmp"},
-    {"image": "harm"},
+HARM: tuple[dict[str, Any], ...] = (
+    {"command": "touch harm"}, {"env": {"LD_PRELOAD": "/tmp/harm.so"}}, {"working_dir": "/tmp"}, {"image": "harm"},
+)  # fmt: skip
+STEPS = [{"prefect.deployments.steps.run_shell_script": {"script": "touch harm"}}]
+TEMPLATE = {"job_configuration": {"command": "touch harm"}, "variables": {"type": "object", "properties": {}}}
+ASKED_OF_PREFECT: list[tuple[str, str, Any]] = [
+    ("GET", "/", None),
+    ("GET", "/api/health", None),
+    ("GET", "/no/such/route", None),
+    ("OPTIONS", "/api/deployments/{id}/create_flow_run", None),
+    *(("POST", "/api/deployments/{id}/create_flow_run", {"job_variables": variables}) for variables in HARM),
+    ("POST", "/api/deployments/", {"name": "harm", "work_pool_name": "m3diff", "pull_steps": STEPS}),
+    ("PATCH", "/api/deployments/{id}", {"pull_steps": STEPS}),
+    ("DELETE", "/api/deployments/{id}", None),
+    ("PATCH", "/api/work_pools/m3diff", {"base_job_template": TEMPLATE}),
+    ("POST", "/api/admin/database/clear", {"confirm": True}),
 ]
-
-
-def asked_of_prefect(full: dict[str, Any]) -> list[tuple[str, str, Any]]:
-    """What a page would ask to run a command on the worker, and to learn what it needs for that."""
-    run = f"/api/deployments/{full['id']}/create_flow_run"
-    steps = [{"prefect.deployments.steps.run_shell_script": {"script": "touch harm"}}]
-    made = {"name": "harm", "flow_id": full["flow_id"], "work_pool_name": "m3diff", "pull_steps": steps}
-    template = {"job_configuration": {"command": "touch harm"}, "variables": {"type": "object", "properties": {}}}
-    return [
-        ("GET", "/", None),
-        ("GET", "/ui-settings", None),
-        ("GET", "/api/health", None),
-        ("GET", "/api/deployments/name/m3diff/full", None),
-        ("GET", "/no/such/route", None),
-        ("OPTIONS", run, None),
-        *(("POST", run, {"job_variables": variables}) for variables in HARM),
-        ("POST", run, {}),
-        ("POST", "/api/deployments/", made),
-        ("PATCH", f"/api/deployments/{full['id']}", {"pull_steps": steps}),
-        ("DELETE", f"/api/deployments/{full['id']}", None),
-        ("POST", f"/api/deployments/{full['id']}/pause_deployment", None),
-        ("PATCH", "/api/work_pools/m3diff", {"base_job_template": template}),
-        ("DELETE", "/api/work_pools/m3diff", None),
-        ("POST", "/api/admin/database/clear", {"confirm": True}),
-    ]
-
+"""What a page would ask to run a command on the worker, and to learn what it needs for that."""
 
 ASKED_OF_MLFLOW: list[tuple[str, str, Any]] = [
     ("GET", "/", None),
     ("GET", "/health", None),
-    ("GET", "/version", None),
-    ("GET", "/get-artifact?path=model&run_uuid=0", None),
     ("GET", "/model-versions/get-artifact?path=model&name=m3diff&version=1", None),
-    ("GET", "/api/2.0/mlflow-artifacts/artifacts", None),
     ("PUT", "/api/2.0/mlflow-artifacts/artifacts/harm", {}),
     ("POST", "/graphql", {"query": "{ __typename }"}),
-    ("POST", "/api/2.0/mlflow/experiments/create", {"name": "harm"}),
     ("POST", "/ajax-api/2.0/mlflow/experiments/create", {"name": "harm"}),
     ("POST", "/ajax-api/3.0/mlflow/assistant/message", {"message": "harm"}),
     ("OPTIONS", "/api/2.0/mlflow/experiments/create", None),
-    ("GET", "/api/2.0/mlflow/registered-models/search", None),
 ]
 
 
 def state(machine: Machine) -> list[Any]:
     """What a page would have changed."""
-    pool = json.loads(Answer(machine.prefect, "GET", "/api/work_pools/m3diff").text)
     search = Answer(machine.mlflow, "GET", "/api/2.0/mlflow/experiments/search?max_results=100")
     return [
-        {item["name"]: item["pull_steps"] for item in machine.ask("deployments", {})},
-        [run["name"] for run in machine.ask("flow_runs", {"flow_runs": {"tags": {"is_null_": True}}})],
-        (pool["base_job_template"], deployment(machine)["paused"]),
+        {item["name"]: (item["pull_steps"], item["paused"]) for item in machine.ask("/deployments/filter", {})},
+        [run["name"] for run in machine.ask("/flow_runs/filter", {"flow_runs": {"tags": {"is_null_": True}}})],
+        machine.ask("/work_pools/m3diff")["base_job_template"],
         [experiment["name"] for experiment in json.loads(search.text)["experiments"]],
     ]
 
 
 @pytest.mark.slow(90)
-def test_a_page_of_another_site_is_refused_on_every_route_and_the_machines_own_programs_are_answered(machine):
-    before = state(machine)
-    asked = [(machine.prefect, *request) for request in asked_of_prefect(deployment(machine))]
+def test_a_page_of_another_site_is_refused_on_every_route_and_a_job_takes_nothing_from_who_asks_for_it(machine):
+    before, full = state(machine), machine.ask("/deployments/name/m3diff/full")["id"]
+    asked = [(machine.prefect, way, path.replace("{id}", full), body) for way, path, body in ASKED_OF_PREFECT]
     asked += [(machine.mlflow, *request) for request in ASKED_OF_MLFLOW]
     for headers in FOREIGN.values():
         for port, method, path, body in asked:
@@ -219,27 +184,20 @@ def test_a_page_of_another_site_is_refused_on_every_route_and_the_machines_own_p
                 assert answer.status == 403, (method, path, kind, headers)
                 assert "access-control-allow-origin" not in answer.headers
     for path in ("/api/events/in", "/api/events/out", "/api/logs/out"):
-        assert Answer(machine.prefect, "GET", path, **UPGRADE | FOREIGN["another site"]).status == 403, path
+        assert status(machine.prefect, "GET", path, **UPGRADE | FOREIGN["another site"]) == 403, path
     assert state(machine) == before
 
     for name, headers in OURS.items():
-        assert Answer(machine.prefect, "GET", "/api/work_pools/m3diff", **headers).status == 200, name
+        assert status(machine.prefect, "GET", "/api/work_pools/m3diff", **headers) == 200, name
         if name not in ("another loopback address", "in capitals"):  # MLflow has a list of its own, without them
-            assert Answer(machine.mlflow, "GET", "/", **headers).status == 200, name
+            assert status(machine.mlflow, "GET", "/", **headers) == 200, name
     allowed = Answer(machine.prefect, "GET", "/api/health", Origin="http://localhost:{port}").headers
     assert allowed["access-control-allow-origin"] == f"http://localhost:{machine.prefect}"
-    assert machine.make("status").returncode == 0, "the worker is not heard"
-
-
-@pytest.mark.slow(10)
-def test_a_job_takes_no_command_no_environment_and_no_folder_from_who_asks_for_it(machine):
-    run = f"/api/deployments/{deployment(machine)['id']}/create_flow_run"
     for variables in HARM:
-        refused = Answer(
-            machine.prefect, "POST", run, {"job_variables": variables}, **{"Content-Type": "application/json"}
-        )
-        assert refused.status == 422, refused.text
-        assert next(iter(variables)) in refused.text
+        path = f"/api/deployments/{full}/create_flow_run"
+        refused = Answer(machine.prefect, "POST", path, {"job_variables": variables}, **JSON)
+        assert (refused.status, next(iter(variables)) in refused.text) == (422, True), refused.text
+    assert machine.make("status").returncode == 0, "the worker is not heard"
 
 
 TEMPORARY = """
@@ -262,16 +220,9 @@ ask()
 def test_the_server_that_prefect_starts_for_a_flow_without_one_refuses_them_too(tmp_path):
     given = {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": "", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}
     given["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "300"  # 20 s are too few beside other tests
-    flow = subprocess.Popen(
-        [sys.executable, "-c", TEMPORARY],
-        cwd=REPOSITORY,
-        env=os.environ | given,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    flow = subprocess.Popen([sys.executable, "-c", TEMPORARY], cwd=REPOSITORY, env=os.environ | given, **pipes)
     assert flow.stdout is not None
-    assert flow.stdin is not None
     port = int(next(line for line in iter(flow.stdout.readline, "") if line.startswith("asked")).split()[1])
     for headers in FOREIGN.values():
         for method, path in (("GET", "/api/health"), ("POST", "/api/flow_runs/filter"), ("POST", "/api/flow_runs/")):
@@ -279,10 +230,6 @@ def test_the_server_that_prefect_starts_for_a_flow_without_one_refuses_them_too(
     assert Answer(port, "POST", "/api/flow_runs/filter", {}, **JSON).status == 200
     flow.communicate("\n")
     assert flow.returncode == 0
-
-
-Port = tuple[str, int]
-"""The process that listens, by the word that SECURITY.md has for it, and where."""
 
 
 def table() -> dict[str, str]:
@@ -293,11 +240,9 @@ def table() -> dict[str, str]:
     return {name.strip("`"): asks for name, _, _, asks in rows}
 
 
-def listening(own: str, root: psutil.Process, names: Iterable[str]) -> Iterator[Port]:
-    """Each port that this process or one under it listens at; `own` is the row of the process itself.
-
-    Raises AssertionError where it is not an address of this machine alone, or has no row.
-    """
+def listening(own: str, root: psutil.Process, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Each port that this process or one under it listens at, with its row in SECURITY.md; `own` is that of the process
+    itself. Each must be at an address of this machine alone."""
     for process in [root, *root.children(recursive=True)]:
         try:
             words = [process.name(), *(Path(word).name for word in process.cmdline()[:4] if word[:1] != "-")]
@@ -350,7 +295,7 @@ def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_
         assert {name for name, _ in found | seen} == set(asks)
         assert {("prefect", machine.prefect), ("mlflow", machine.mlflow), ("m3diff serve", server.port)} <= found
         for name, port in found:
-            answers = {asked_plainly(port, method, "/", Host="evil.example") for method in ("GET", "POST")}
+            answers = {status(port, method, "/", Host="evil.example") for method in ("GET", "POST")}
             wanted = {"Host": {403}, "Ray's": {401, None}, "the": {None}, "nothing": {200, 405}}[
                 re.split("[ ;]", asks[name])[0]
             ]
@@ -358,11 +303,3 @@ def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_
                 wanted |= {200, 405}
             assert answers <= wanted, (name, port, answers)
     assert [path for path in (tmp_path / "train" / "home").rglob("*") if path.is_file()] == []
-
-
-def asked_plainly(port: int, *words: str, **headers: str) -> int | None:
-    """The status of an answer; None from what speaks another protocol than HTTP/1."""
-    try:
-        return Answer(port, *words, **headers).status
-    except (HTTPException, OSError):
-        return None

@@ -80,23 +80,18 @@ def kept(monkeypatch) -> dict[str, list]:
     return kept
 
 
-def test_the_page_is_an_artifact_a_file_of_the_checkout_and_a_commit(done, kept):
+def test_the_page_is_an_artifact_a_file_of_the_checkout_and_where_the_run_made_something_a_commit(done, kept):
     report.publish(done, "Run 01234567")
     (artifact,) = kept["artifact"]
     assert artifact["key"] == "run-report"
     (file,) = (done.work.checkout / "runs/reports").iterdir()
     assert file.name == "19700101-000000-01234567.md"
     assert file.read_text() == artifact["markdown"] + "\n" == Path("reports", file.name).read_text()
-    assert kept["commit"] == [("Report: Run 01234567", ("runs",))]
-    assert kept["branch"] == ["runs/0123456789ab"]
-    assert kept["log"] == []
-
-
-def test_the_page_of_a_run_that_made_nothing_is_not_committed(done, kept):
     done.outcomes = dict.fromkeys(done.outcomes, "Skipped")
-    report.publish(done, "Run 01234567")
-    assert len(kept["artifact"]) == 1
-    assert (kept["commit"], kept["branch"]) == ([], [])
+    report.publish(done, "Run 89abcdef")
+    assert len(kept["artifact"]) == 2
+    assert kept["commit"] == [("Report: Run 01234567", ("runs",))]
+    assert (kept["branch"], kept["log"]) == (["runs/0123456789ab"], [])
 
 
 def test_a_page_that_cannot_be_kept_is_a_warning(done, kept, monkeypatch):
@@ -108,9 +103,6 @@ def test_a_page_that_cannot_be_kept_is_a_warning(done, kept, monkeypatch):
     assert kept["log"] == ["the page of this run could not be kept: ConnectionError: the server is gone"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "told"),
-    [(0.04, "0.0 s"), (59.94, "59.9 s"), (200, "3 min 20 s"), (3599, "59 min 59 s"), (7260, "2 h 01 min")],
-)
-def test_a_duration_is_told_as_people_do(seconds, told):
-    assert report.duration(seconds) == told
+def test_a_duration_is_told_as_people_do():
+    told = {0.04: "0.0 s", 59.94: "59.9 s", 200: "3 min 20 s", 3599: "59 min 59 s", 7260: "2 h 01 min"}
+    assert {seconds: report.duration(seconds) for seconds in told} == told

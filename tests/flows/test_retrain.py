@@ -59,14 +59,13 @@ def test_changed_data_and_parameters_are_reasons_and_changed_code_alone_is_none(
 def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(project):
     toy.run(project, "dvc", "repro", "-q")
     assert changes(dvc.status()) == []
-    params = yaml.safe_load(Path("params.yaml").read_text())
-    params["compute"]["workers"] = 7
-    Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
+    toy.change(project, "compute", workers=7)
     plan, base = project / "components/stages/convert/stage.py", project / "data/00_base/config.json"
     plan.write_text(plan.read_text() + "\n# a comment\n")
     assert changes(dvc.status()) == []
-    params["models"]["m3diff"]["rates"]["llm"] = 0.5
-    Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
+    models = yaml.safe_load(Path("params.yaml").read_text())["models"]
+    models["m3diff"]["rates"]["llm"] = 0.5
+    toy.change(project, "models", **models)
     base.write_text("another base")
     assert sorted(changes(dvc.status())) == [
         "train: changed deps: data/00_base modified",
@@ -74,49 +73,28 @@ def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(pr
     ]
 
 
-# What was never registered
-
-
-PARAMS = toy.REPOSITORY / "params.yaml"
-
-
-@pytest.fixture
-def mlflow_has(monkeypatch, tmp_path):
-    """Say what MLflow answers for the challenger; `dvc.lock` has the checkpoint `here`."""
-    monkeypatch.setattr(retrain, "LOCK", tmp_path / "dvc.lock")
-    entry = {"path": "data/05_model/checkpoint", "md5": "here"}
-    lock = {"stages": {"train": {"outs": [entry]}, "predict": {"deps": [entry | {"md5": "older"}]}}}
-    monkeypatch.setattr(retrain, "Lock", lambda: Lock(tmp_path / "dvc.lock"))
-
-    def answer(version: Any, trained: bool = True) -> None:
-        stages = lock if trained else {"stages": {"pretrain": {"outs": [{"path": "data/00_base", "md5": "b"}]}}}
-        (tmp_path / "dvc.lock").write_text(yaml.safe_dump(stages))
-        asked = contextlib.nullcontext("client")
-        monkeypatch.setattr(retrain.tracking, "connected", lambda uri: asked if "mlflow.db" in uri else None)
-        found = {("client", "m3diff", "challenger"): version}
-        monkeypatch.setattr(retrain, "find_alias", lambda *arguments: found[arguments])
-
-    return answer
-
-
-def test_a_clone_where_nothing_was_trained_yet_has_a_reason(mlflow_has, monkeypatch):
-    params = load_params(PARAMS)
-    assert list(unregistered(params)) == ["nothing was trained yet"]
-    mlflow_has(None, trained=False)
-    monkeypatch.setattr(retrain.tracking, "connected", lambda uri: pytest.fail("no need to ask MLflow"))
-    assert list(unregistered(params)) == ["nothing was trained yet"]
-
-
 @pytest.mark.parametrize(
-    ("newest", "reason"),
+    ("trained", "newest", "reason"),
     [
-        (None, "no version of m3diff is registered yet"),
-        ("older", "m3diff version 3 is another checkpoint than the one in"),
-        ("here", None),
+        ("data/00_base", None, "nothing was trained yet"),
+        (None, None, "nothing was trained yet"),
+        ("data/05_model/checkpoint", None, "no version of m3diff is registered yet"),
+        ("data/05_model/checkpoint", "older", "m3diff version 3 is another checkpoint than the one in"),
+        ("data/05_model/checkpoint", "here", None),
     ],
 )
-def test_what_was_trained_and_not_registered_is_a_reason(mlflow_has, newest, reason):
-    mlflow_has(newest and SimpleNamespace(version="3", tags={"dvc.checkpoint": newest}))
-    found = list(unregistered(load_params(PARAMS)))
+def test_what_was_trained_and_not_registered_is_a_reason(monkeypatch, tmp_path, trained, newest, reason):
+    lock = tmp_path / "dvc.lock"
+    entry = {"path": trained, "md5": "here"}
+    stages = {"train": {"outs": [entry]}, "predict": {"deps": [entry | {"md5": "older"}]}}
+    if trained:
+        lock.write_text(yaml.safe_dump({"stages": stages if "model" in trained else {"pretrain": {"outs": [entry]}}}))
+    version = newest and SimpleNamespace(version="3", tags={"dvc.checkpoint": newest})
+    asked = {} if reason == "nothing was trained yet" else {("client", "m3diff", "challenger"): version}
+    monkeypatch.setattr(retrain, "LOCK", lock)
+    monkeypatch.setattr(retrain, "Lock", lambda: Lock(lock))
+    monkeypatch.setattr(retrain.tracking, "connected", lambda uri: contextlib.nullcontext("client"))
+    monkeypatch.setattr(retrain, "find_alias", lambda *arguments: asked[arguments])
+    found = list(unregistered(load_params(toy.REPOSITORY / "params.yaml")))
     assert len(found) == bool(reason)
     assert all(text.startswith(reason) for text in found)

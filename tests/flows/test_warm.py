@@ -4,13 +4,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
 from flows import dvc, warm
-from flows.warm import BASE, NothingNewError, changed_datasets, from_champion, weighted
+from flows.warm import BASE, NothingNewError, changed_datasets, from_champion
 from flows.workspace import workspace
 from m3diff.provenance.git import git, has_branch
 from m3diff.records.files import sha256_of_folder
@@ -22,33 +21,27 @@ MINE = Path("data/01_raw/mine")
 CHECKPOINT = Path("data/05_model/checkpoint")
 
 
-def set_params(section: str, **values: Any) -> None:
-    params = yaml.safe_load(Path("params.yaml").read_text())
-    params[section] |= values
-    Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
-
-
 @pytest.fixture
 def trained(project: Path, kept: Callable[[Path, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch) -> Path:
     """The toy with a dataset of its own, trained, and the checkpoint champion."""
-    kept(project, lambda: train_with_mine(project))
-    md5 = {out["path"]: out["md5"] for out in dvc.locked()["train"]["outs"]}[str(CHECKPOINT)]
+
+    def train_with_mine() -> None:
+        toy.write_dataset(project / MINE, toy.SPLITS)
+        datasets = yaml.safe_load(Path("params.yaml").read_text())["ingest"]["datasets"]
+        toy.change(project, "ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
+        toy.change(project, "convert", sources={"minichange": {"weight": 0.5, "samples": "one"}})
+        toy.run(project, "dvc", "config", "cache.type", "hardlink")
+        toy.run(project, "dvc", "add", "-q", str(MINE))
+        toy.commit(project, "mine")
+        toy.run(project, "dvc", "repro", "-q", "train")
+        toy.commit(project, "trained")
+
+    kept(project, train_with_mine)
+    md5 = {out["path"]: out["md5"] for out in (dvc.locked() or {})["train"]["outs"]}[str(CHECKPOINT)]
     tags = {"git.commit": git("rev-parse", "HEAD"), "dvc.checkpoint": md5}
     champion = SimpleNamespace(name="m3diff", version="3", tags=tags)
-    monkeypatch.setattr(warm, "champion_of", lambda params: champion)
+    monkeypatch.setattr(warm, "find_alias", lambda *asked: champion)
     return project
-
-
-def train_with_mine(project: Path) -> None:
-    toy.write_dataset(project / MINE, toy.SPLITS)
-    datasets = yaml.safe_load(Path("params.yaml").read_text())["ingest"]["datasets"]
-    set_params("ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
-    set_params("convert", sources={"minichange": {"weight": 0.5, "samples": "one"}})
-    toy.run(project, "dvc", "config", "cache.type", "hardlink")
-    toy.run(project, "dvc", "add", "-q", str(MINE))
-    toy.commit(project, "mine")
-    toy.run(project, "dvc", "repro", "-q", "train")
-    toy.commit(project, "trained")
 
 
 def change_mine(root: Path) -> None:
@@ -90,7 +83,7 @@ def test_a_run_begins_with_the_champion_trains_what_changed_whole_and_a_share_of
 
 
 def test_where_no_data_changed_there_is_nothing_to_go_on_with_and_without_a_champion_the_base(trained, monkeypatch):
-    set_params("train", epochs=9)
+    toy.change(trained, "train", epochs=9)
     toy.commit(trained, "other parameters")
     with (
         pytest.raises(NothingNewError, match="since m3diff version 3, the champion, was trained"),
@@ -99,7 +92,7 @@ def test_where_no_data_changed_there_is_nothing_to_go_on_with_and_without_a_cham
         pytest.fail("it began")
     assert not has_branch("runs/one")
     assert not Path(f"{BASE}.dvc").exists()
-    monkeypatch.setattr(warm, "champion_of", lambda params: None)
+    monkeypatch.setattr(warm, "find_alias", lambda *asked: None)
     with workspace("one", "HEAD", [], False, replay=0.25) as work:
         assert load_params(Path("params.yaml")).train.base == Path("data/00_base")
         assert work.overrides == ()
@@ -112,13 +105,13 @@ def test_other_raw_data_or_parameters_of_data_are_a_change_and_code_and_other_se
     lock = Path("dvc.lock").read_bytes()
     stage = trained / "components/stages/ingest/stage.py"
     stage.write_text(stage.read_text() + "\n# a comment\n")
-    set_params("train", epochs=9)
+    toy.change(trained, "train", epochs=9)
     shutil.rmtree("data/01_raw")
     toy.run(trained, "git", "checkout", "-q", "data/01_raw")
     assert changed_datasets(commit, names) == set()
     assert changed_datasets(commit, [*names, "new"]) == {"new"}
     synthesized = yaml.safe_load(Path("params.yaml").read_text())["synthesize"]
-    set_params("synthesize", minichange=synthesized["minichange"] | {"seed": 5})
+    toy.change(trained, "synthesize", minichange=synthesized["minichange"] | {"seed": 5})
     assert changed_datasets(commit, names) == {"minichange"}
     toy.write_dataset(trained / MINE, toy.SPLITS, seed=1)
     toy.run(trained, "dvc", "add", "-q", str(MINE))
@@ -127,21 +120,13 @@ def test_other_raw_data_or_parameters_of_data_are_a_change_and_code_and_other_se
     assert Path("dvc.lock").read_bytes() == lock
 
 
-def test_weights_that_are_set_are_multiplied_and_nothing_else_is_touched(trained):
-    params = load_params(Path("params.yaml"))
-    assert weighted(params, ["minichange", "mine"], 0.5) == {
-        "minichange": {"weight": 0.25, "samples": "one"},
-        "mine": {"weight": 0.5},
-    }
-    assert weighted(params, [], 0.5) == {"minichange": {"weight": 0.5, "samples": "one"}}
-
-
 def test_a_run_that_is_tried_again_goes_on_from_its_branch_whoever_is_champion_then(trained, monkeypatch):
     change_mine(trained)
     with workspace("one", "HEAD", [], False, replay=0.25) as work:
-        began = git("rev-parse", "HEAD")
-        content = sha256_of_folder(BASE)
-    monkeypatch.setattr(warm, "champion_of", lambda params: pytest.fail("asked"))
+        began, content = git("rev-parse", "HEAD"), sha256_of_folder(BASE)
+        sources = load_params(Path("params.yaml")).convert.sources
+        assert (sources["minichange"].weight, sources["minichange"].samples, "mine" in sources) == (0.125, "one", False)
+    monkeypatch.setattr(warm, "find_alias", lambda *asked: pytest.fail("asked"))
     with workspace("one", "HEAD", [], False, replay=0.25) as work:
         assert git("rev-parse", "HEAD") == began
         assert sha256_of_folder(BASE) == content
@@ -151,7 +136,6 @@ def test_a_run_that_is_tried_again_goes_on_from_its_branch_whoever_is_champion_t
 @pytest.mark.parametrize(
     ("replay", "tags", "told"),
     [
-        (-0.1, {}, "replay: expected a share from 0 to 1, found -0.1"),
         (1.5, {}, "replay: expected a share from 0 to 1, found 1.5"),
         (0.25, {"git.commit": "0" * 40}, "not in this clone"),
         (0.25, {"git.commit": None}, "does not say what it was trained from"),
@@ -159,7 +143,7 @@ def test_a_run_that_is_tried_again_goes_on_from_its_branch_whoever_is_champion_t
     ],
 )
 def test_a_share_that_is_none_and_a_champion_that_cannot_be_found_again_are_told(trained, replay, tags, told):
-    champion = warm.champion_of(None)
+    champion = warm.find_alias()
     champion.tags = {name: value for name, value in (champion.tags | tags).items() if value}
     change_mine(trained)
     with pytest.raises(ParamsError, match=told):
@@ -174,7 +158,7 @@ def test_a_checkpoint_that_the_cache_lost_comes_from_the_remote_else_the_run_is_
         toy.run(trained, "dvc", "remote", "add", "-q", "--default", "shelf", str(trained.parent / "shelf"))
         toy.run(trained, "dvc", "push", "-q")
     change_mine(trained)
-    md5 = warm.champion_of(None).tags["dvc.checkpoint"]
+    md5 = warm.find_alias().tags["dvc.checkpoint"]
     (trained / ".dvc/cache/files/md5" / md5[:2] / md5[2:]).unlink()
     if remote:
         toy.commit(trained, "a remote")

@@ -19,7 +19,8 @@ import pytest
 
 from infra import services, units
 from infra.services import Service, ServiceError
-from tests.servers import free_port
+from tests.servers import free_port, until
+from tests.toy import REPOSITORY
 
 TOKENS = {"PREFECT_SERVER_API_AUTH_STRING": "m3diff:" + "a" * 16, "MLFLOW_AUTH_ADMIN_PASSWORD": "b" * 16}
 OURS = ("M3DIFF_", "PREFECT_", "MLFLOW_")
@@ -40,49 +41,33 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return kept
 
 
-def by_name() -> dict[str, Service]:
-    return {service.name: service for service in services.services()}
-
-
-def write_settings(folder: Path, text: str, mode: int = 0o600) -> None:
-    (folder / "environment").write_text(text)
-    (folder / "environment").chmod(mode)
-
-
-def test_settings_are_read_from_the_file_and_a_shells_own_win(folder, monkeypatch):
+def test_settings_are_read_from_the_file_and_a_shells_own_win_and_what_others_can_read_is_refused(folder, monkeypatch):
     monkeypatch.setenv("M3DIFF_PREFECT_PORT", "4300")
-    lines = [
-        "# ports",
-        "",
-        "M3DIFF_PREFECT_PORT=1",
-        "M3DIFF_MLFLOW_PORT=5100",
-        "M3DIFF_MLFLOW_STORE='postgresql://a b'",
-    ]
-    write_settings(folder, "\n".join(lines))
+    file = folder / "environment"
+    file.write_text("# ports\n\nM3DIFF_PREFECT_PORT=1\nM3DIFF_MLFLOW_PORT=5100\nM3DIFF_MLFLOW_STORE='postgresql://a b'")
+    for mode in (0o640, 0o604):
+        file.chmod(mode)
+        with pytest.raises(ServiceError, match="environment is for secrets, .* chmod 600"):
+            services.read_settings()
+    file.chmod(0o600)
     services.read_settings()
     assert [service.port for service in services.services()] == [4300, 5100, None]
     assert os.environ["M3DIFF_MLFLOW_STORE"] == "postgresql://a b"
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "words"),
-    [
-        *(("A=1\n", mode, "environment is for secrets, .* chmod 600") for mode in (0o640, 0o604)),
-        *(
-            (f"B=1\n{line}\n", 0o600, "environment, line 2: expected NAME=value")
-            for line in ("A", "A=1 B=2", "1A=2", "A='b", "export A=1")
-        ),
-    ],
-)
-def test_settings_that_others_can_read_or_a_shell_would_read_otherwise_are_refused(text, mode, words, folder):
-    write_settings(folder, text, mode)
-    with pytest.raises(ServiceError, match=words):
-        services.read_settings()
-    assert "A" not in os.environ
+    for line in ("A", "A=1 B=2", "1A=2", "A='b", "export A=1"):
+        file.write_text(f"B=1\n{line}\n")
+        with pytest.raises(ServiceError, match="environment, line 2: expected NAME=value"):
+            services.read_settings()
+        assert "A" not in os.environ
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "192.168.1.2", "server.example"])
-def test_a_server_that_others_reach_needs_both_tokens_and_the_refusal_says_so(address, monkeypatch):
+def test_a_server_that_others_reach_needs_both_tokens_and_on_loopback_none_is_asked_for(address, monkeypatch):
+    for own in (None, "127.0.0.1", "127.0.0.2", "localhost"):
+        if own:
+            monkeypatch.setenv("M3DIFF_BIND", own)
+        services.check_settings()
+        for service in services.services()[:2]:
+            assert service.command[service.command.index("--host") + 1] == (own or "127.0.0.1")
     monkeypatch.setenv("M3DIFF_BIND", address)
     for missing in ([*TOKENS], [*TOKENS][1:]):
         for action in (services.up, services.run):
@@ -91,15 +76,6 @@ def test_a_server_that_others_reach_needs_both_tokens_and_the_refusal_says_so(ad
             assert [name for name in TOKENS if f"set {name} in" in str(refused.value)] == missing
         monkeypatch.setenv(missing[0], TOKENS[missing[0]])
     services.check_settings()
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
-def test_on_loopback_no_token_is_asked_for(address, monkeypatch):
-    services.check_settings()
-    monkeypatch.setenv("M3DIFF_BIND", address)
-    services.check_settings()
-    for service in services.services()[:2]:
-        assert service.command[service.command.index("--host") + 1] == address
 
 
 @pytest.mark.parametrize("given", [[], ["prefect"], ["mlflow"], ["prefect", "mlflow"]])
@@ -111,17 +87,13 @@ def test_a_server_without_a_token_is_guarded_whatever_the_shell_and_the_other_se
     for name in given:
         monkeypatch.setenv(*tokens[name])
     for service in services.services():
-        guarded = services.environment(service)["UVICORN_HTTP"] == services.GUARD
-        assert services.PRIVACY.items() <= services.environment(service).items(), "nothing is sent out"
-        assert guarded == (service.name not in given)
-
-
-def test_only_its_own_page_may_read_prefects_answers_unless_a_team_names_others(monkeypatch):
-    monkeypatch.setenv("M3DIFF_PREFECT_PORT", "4300")
-    name = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
-    assert services.environment(by_name()["prefect"])[name] == "http://127.0.0.1:4300,http://localhost:4300"
-    monkeypatch.setenv(name, "https://flows.example")
-    assert services.environment(by_name()["prefect"])[name] == "https://flows.example"
+        environment = services.environment(service)
+        assert services.PRIVACY.items() <= environment.items(), "nothing is sent out"
+        assert (environment["UVICORN_HTTP"] == services.GUARD) == (service.name not in given)
+    pages = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"  # which may read Prefect's answers
+    assert environment[pages] == "http://127.0.0.1:4200,http://localhost:4200"
+    monkeypatch.setenv(pages, "https://flows.example")
+    assert services.environment(services.services()[0])[pages] == "https://flows.example"
 
 
 @pytest.mark.parametrize(
@@ -135,12 +107,17 @@ def test_only_its_own_page_may_read_prefects_answers_unless_a_team_names_others(
         ("MLFLOW_AUTH_ADMIN_PASSWORD", "short", "16 characters at least"),
         ("M3DIFF_BIND", "::", "give an IPv4 address"),
         ("M3DIFF_PREFECT_PORT", "http", "M3DIFF_PREFECT_PORT=http: give a number from 1 to 65535"),
+        ("M3DIFF_FLOWS", "0", "M3DIFF_FLOWS=0: give a number from 1 to 1000"),
+        ("M3DIFF_FLOWS", "", "M3DIFF_FLOWS=: give a number"),
+        ("M3DIFF_MLFLOW_ARTIFACTS", "s3://bucket", r"boto3: not installed; pip install .*\[team\]"),
     ],
 )
 def test_a_setting_that_its_server_cannot_use_is_refused_before_anything_starts(
     name, value, words, folder, monkeypatch
 ):
     monkeypatch.setenv(name, value)
+    if "installed" in words:
+        monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: None)
     for what in ("up", "run"):
         with pytest.raises(ServiceError, match=words) as refused:
             services.COMMANDS[what]()
@@ -148,16 +125,9 @@ def test_a_setting_that_its_server_cannot_use_is_refused_before_anything_starts(
     assert list(folder.iterdir()) == []
 
 
-def test_a_package_that_a_team_needs_and_that_is_missing_is_named_with_the_command(monkeypatch):
-    monkeypatch.setenv("M3DIFF_MLFLOW_STORE", "postgresql://a:b@c/d")
-    monkeypatch.setenv("M3DIFF_MLFLOW_ARTIFACTS", "s3://bucket")
-    monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ServiceError, match=r"psycopg2, boto3: not installed; pip install .*\[team\]"):
-        services.check_settings()
-
-
 def test_secrets_reach_the_servers_by_environment_never_by_command_and_the_worker_has_its_own_only(monkeypatch):
     given = TOKENS | {
+        "M3DIFF_FLOWS": "7",
         "M3DIFF_MLFLOW_STORE": "postgresql://u:sesame@h/d",
         "PREFECT_API_DATABASE_CONNECTION_URL": "postgresql+asyncpg://u:sesame@h/d",
         "M3DIFF_MLFLOW_ARTIFACTS": "s3://bucket/runs",
@@ -168,40 +138,35 @@ def test_secrets_reach_the_servers_by_environment_never_by_command_and_the_worke
     commands = " ".join(word for service in services.services() for word in service.command)
     assert not any(secret in commands for secret in ("sesame", "a" * 16, "b" * 16))
     assert "--app-name basic-auth" in " ".join(mlflow.command)
-    environment = services.environment(mlflow)
-    assert environment["MLFLOW_BACKEND_STORE_URI"] == "postgresql://u:sesame@h/d"
-    assert environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] == "s3://bucket/runs"
-    assert services.environment(prefect)["PREFECT_API_DATABASE_CONNECTION_URL"].startswith(
-        "postgresql+asyncpg://u:sesame"
-    )
+    assert worker.command[-2:] == ["--limit", "7"]
+    database = "PREFECT_API_DATABASE_CONNECTION_URL"
+    stores = {
+        "MLFLOW_BACKEND_STORE_URI": given["M3DIFF_MLFLOW_STORE"],
+        "MLFLOW_DEFAULT_ARTIFACT_ROOT": "s3://bucket/runs",
+    }
+    assert stores.items() <= services.environment(mlflow).items()
+    assert services.environment(prefect)[database] == given[database]
     seen = services.environment(worker)
     assert not [name for name, value in seen.items() if "sesame" in value or name in services.SERVERS_ONLY]
-    assert seen["PREFECT_API_AUTH_STRING"] == TOKENS["PREFECT_SERVER_API_AUTH_STRING"]
-    assert (seen["MLFLOW_TRACKING_USERNAME"], seen["MLFLOW_TRACKING_PASSWORD"]) == ("admin", "b" * 16)
+    logins = {"PREFECT_API_AUTH_STRING": TOKENS["PREFECT_SERVER_API_AUTH_STRING"], "MLFLOW_TRACKING_USERNAME": "admin"}
+    assert (logins | {"MLFLOW_TRACKING_PASSWORD": "b" * 16}).items() <= seen.items()
 
 
 def test_mlflows_rules_for_users_are_ones_that_mlflow_can_read(folder):
-    services.prepare(by_name()["mlflow"])
-    read = configparser.ConfigParser()
-    read.read(folder / "mlflow" / "auth.ini")
-    assert read["mlflow"]["database_uri"] == f"sqlite:///{folder}/mlflow/users.db"
-    shipped = configparser.ConfigParser()
+    read, shipped = configparser.ConfigParser(), configparser.ConfigParser()
+    read.read_string(services.AUTH.format(kept=folder))
+    assert read["mlflow"]["database_uri"] == f"sqlite:///{folder}/users.db"
     shipped.read(Path(mlflow.__file__).with_name("server") / "auth" / "basic_auth.ini")
     assert set(shipped["mlflow"]) == set(read["mlflow"])
 
 
-def small(folder: Path, code: str) -> Service:
-    return Service("small", [sys.executable, "-c", code])
-
-
 def wait_for_end(service: Service) -> None:
-    while service.process() is not None:
-        time.sleep(0.05)
+    until(lambda: service.process() is None)
 
 
 @pytest.mark.fault("S5")
-def test_a_restart_adds_to_the_log_and_takes_nothing_from_it(folder, monkeypatch):
-    service = small(folder, "print('a line')")
+def test_a_restart_adds_to_the_log_and_a_log_that_has_grown_is_moved_on_while_it_is_written(folder, monkeypatch):
+    service = Service("small", [sys.executable, "-c", "print('a line')"])
     monkeypatch.setattr(services, "environment", lambda service: dict(os.environ))
     for _ in range(2):
         services.start(service)
@@ -209,6 +174,14 @@ def test_a_restart_adds_to_the_log_and_takes_nothing_from_it(folder, monkeypatch
     lines = service.log.read_text().splitlines()
     assert [line for line in lines if line == "a line"] == ["a line"] * 2
     assert [line[:18] for line in lines[::2]] == ["--- small started "] * 2
+    monkeypatch.setattr(services, "LOG_BYTES", 10)
+    log = folder / "long.log"
+    with log.open("a") as writer:
+        for words in ("long line 0", "long line 1", "after"):
+            print(words, file=writer, flush=True)
+            services.rotate(log)
+    kept = {path.name: path.read_text() for path in folder.glob("long*")}
+    assert kept == {"long.log": "after\n", "long.log.1": "long line 1\n"}
 
 
 LISTENS = """
@@ -230,10 +203,7 @@ def test_what_a_killed_server_left_of_itself_does_not_keep_its_port_from_the_nex
     monkeypatch.setattr(services, "environment", lambda service: dict(os.environ))
     monkeypatch.setattr(services, "services", lambda: [service])
     services.start(service)
-    deadline = time.monotonic() + 20
-    while "listens" not in service.log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: "listens" in service.log.read_text())
     killed = service.process()
     killed.kill()
     wait_for_end(service)
@@ -245,22 +215,6 @@ def test_what_a_killed_server_left_of_itself_does_not_keep_its_port_from_the_nex
     finally:
         services.down()
     assert not services.is_taken(port)
-
-
-def test_a_log_that_has_grown_is_moved_on_while_it_is_written_and_a_few_are_kept(folder, monkeypatch):
-    monkeypatch.setattr(services, "LOG_BYTES", 10)
-    log = folder / "small.log"
-    with log.open("a") as writer:
-        for number in range(services.LOGS_KEPT + 2):
-            print(f"long line {number}", file=writer, flush=True)
-            services.rotate(log)
-        assert log.read_bytes() == b""
-        print("after", file=writer, flush=True)
-        services.rotate(log)  # not long enough
-    assert log.read_text() == "after\n"
-    kept = {path.name: path.read_text() for path in folder.iterdir() if path != log}
-    newest = services.LOGS_KEPT + 1
-    assert kept == {f"small.log.{age + 1}": f"long line {newest - age}\n" for age in range(services.LOGS_KEPT)}
 
 
 def test_what_systemd_runs_brings_all_up_and_is_left_to_systemd(folder, monkeypatch, capsys):
@@ -283,29 +237,28 @@ def test_status_says_what_is_up_what_is_not_and_what_does_not_answer(folder, mon
         kept = {"pid": here.pid, "started": here.create_time(), "port": 1}
         (folder / f"{name}.json").write_text(json.dumps(kept))
     monkeypatch.setattr(Service, "healthy", lambda service: service.name == "prefect")
-    answers = {
-        "EXPECTED_START_TIME_DESC": {
-            "name": "late-owl",
-            "expected_start_time": "2026-11-21T02:00:00Z",
-            "state_name": "Late",
-        },
-        "END_TIME_DESC": {"name": "red-fox", "end_time": "2026-11-20T03:10:00+00:00", "state_name": "Completed"},
-    }
+    late = {"name": "late-owl", "expected_start_time": "2026-11-21T02:00:00Z", "state_name": "Late"}
+    well = {"name": "red-fox", "end_time": "2026-11-20T03:10:00+00:00", "state_name": "Completed"}
+    answers = {"EXPECTED_START_TIME_DESC": late, "END_TIME_DESC": well}
     monkeypatch.setattr(services, "ask", lambda path, body: [answers[body["sort"]]])
     monkeypatch.setattr(services, "hanging", list)
     assert services.main("status") == 1
     said = capsys.readouterr()
-    prefect, mlflow, worker, keeper, scheduled, successful = said.out.splitlines()
-    since = datetime.fromtimestamp(here.create_time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    assert prefect.split("  ")[0] == "prefect"
-    assert f" up             http://127.0.0.1:4200    since {since}" in prefect
-    assert str(folder / "prefect.log") in prefect
-    assert " not answering  http://127.0.0.1:5000" in mlflow
-    for line in (worker, keeper):
-        assert " not up " in line
-        assert "since" not in line
-    assert scheduled.endswith("late-owl, 2026-11-21 02:00:00 UTC, Late")
-    assert successful.endswith("red-fox, 2026-11-20 03:10:00 UTC, Completed")
+    since = datetime.fromtimestamp(here.create_time(), UTC).strftime("since %Y-%m-%d %H:%M:%S UTC")
+    for line, words in zip(
+        said.out.splitlines(),
+        (
+            ["prefect ", " up             http://127.0.0.1:4200 ", since, str(folder / "prefect.log")],
+            ["mlflow ", " not answering  http://127.0.0.1:5000 ", since],
+            ["worker ", " not up "],
+            ["keeper ", " not up "],
+            ["last scheduled run:   late-owl, 2026-11-21 02:00:00 UTC, Late"],
+            ["last successful run:  red-fox, 2026-11-20 03:10:00 UTC, Completed"],
+        ),
+        strict=True,
+    ):
+        assert [word for word in words if word not in line] == []
+        assert ("since" in line) == (since in words)
     assert "mlflow is not answering, worker is not up, keeper is not up" in said.err
 
 
@@ -331,10 +284,10 @@ is made good."""
 
 def server_says(kind: str, what: str, minutes: float, **more: Any) -> Callable[..., Any]:
     """Prefect's answers about one run that is in this state for so many minutes."""
-    time_of = (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat()
-    state = {"timestamp": time_of, "message": "row 7: no image\nmore"}
+    when = (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat()
     run = {"id": "1", "name": "owl", "deployment_id": what, "state_type": kind, "state_name": kind.title()}
-    run |= {"state": state, "expected_start_time": time_of, "end_time": time_of, "labels": more.get("labels", {})}
+    run |= {"state": {"timestamp": when, "message": "row 7: no image\nmore"}, "labels": more.get("labels", {})}
+    run |= {"expected_start_time": when, "end_time": when}
 
     def ask(path: str, body: dict[str, Any] | None = None) -> Any:
         if path == "/deployments/filter":
@@ -388,8 +341,6 @@ def test_the_keeper_starts_what_ended_and_nothing_that_nobody_started_and_waits_
     gone = json.dumps({"pid": 2**22 - 1, "started": 0.0, "port": None})
     for name in ("mlflow", "short", "worker"):
         (folder / f"{name}.json").write_text(gone)
-    from tests.toy import REPOSITORY
-
     command = [sys.executable, "-c", KEEP, str(folder), str(tmp_path / "answers")]
     with (tmp_path / "keeper.log").open("w") as log:
         keeper = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=log)
@@ -399,18 +350,17 @@ def test_the_keeper_starts_what_ended_and_nothing_that_nobody_started_and_waits_
         log = folder / f"{name}.log"
         return log.read_text().count(f"--- {name} started ") if log.exists() else 0
 
+    def pid_of(name: str) -> int:
+        return json.loads((folder / f"{name}.json").read_text())["pid"]
+
     def wait_for(name: str, starts: int) -> None:
-        deadline = time.monotonic() + 30
-        while starts_of(name) < starts:
-            assert time.monotonic() < deadline, (tmp_path / "keeper.log").read_text()
-            time.sleep(0.05)
-        while json.loads((folder / f"{name}.json").read_text())["pid"] in (2**22 - 1, *pids):
-            time.sleep(0.05)
-        pids.add(json.loads((folder / f"{name}.json").read_text())["pid"])
+        until(lambda: starts_of(name) >= starts, 30)
+        until(lambda: pid_of(name) not in (2**22 - 1, *pids), 30)
+        pids.add(pid_of(name))
 
     try:
         wait_for("mlflow", 1)
-        psutil.Process(json.loads((folder / "mlflow.json").read_text())["pid"]).kill()
+        psutil.Process(pid_of("mlflow")).kill()
         wait_for("mlflow", 2)
         assert starts_of("worker") == starts_of("short") == 0, "the server does not answer yet"
         (tmp_path / "answers").touch()
@@ -470,13 +420,6 @@ def test_systemd_itself_has_nothing_to_say_against_the_unit(user, tmp_path, monk
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_path_that_systemd_would_read_otherwise_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "a$b").mkdir()
-    monkeypatch.chdir(tmp_path / "a$b")
-    with pytest.raises(ServiceError, match="move the checkout"):
-        units.unit(None)
-
-
 @pytest.fixture
 def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A person's systemd that answers; what it was told."""
@@ -486,39 +429,40 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_a_unit_is_written_started_with_the_machine_and_removed_again_as_are_those_of_earlier_versions(
-    systemd, tmp_path
-):
-    (tmp_path / "user").mkdir()
+def test_a_unit_is_written_started_with_the_machine_and_removed_as_are_those_of_earlier_versions(systemd, tmp_path):
+    folder = tmp_path / "user"
+    folder.mkdir()
     for name in ("m3diff-worker.service", "m3diff-logs.timer"):
-        (tmp_path / "user" / name).write_text(f"{units.MARK}WorkingDirectory={tmp_path}\n")
+        (folder / name).write_text(units.unit(None))
     started = ["daemon-reload", f"enable {units.NAME}", f"restart {units.NAME}"]
-    for before in ("m3diff-logs.timer m3diff-worker.service", units.NAME):  # again is allowed
+    for before in ("m3diff-worker.service m3diff-logs.timer", units.NAME):  # again is allowed
         systemd.clear()
         units.install()
-        assert [path.name for path in (tmp_path / "user").iterdir()] == [units.NAME]
-        assert systemd == ["--version", f"disable --now {before}", "daemon-reload", *started]
+        assert [path.name for path in folder.iterdir()] == [units.NAME]
+        disable, *then = systemd[1:]
+        assert {*disable.split()} == {"disable", "--now", *before.split()}
+        assert [systemd[0], *then] == ["--version", "daemon-reload", *started]
     units.uninstall()
-    assert list((tmp_path / "user").iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
-def test_a_unit_of_another_checkout_or_hand_is_left_alone(systemd, tmp_path, monkeypatch):
+def test_a_unit_of_another_checkout_is_left_alone_and_none_is_installed_beside_services_of_make_up(
+    systemd, folder, tmp_path, monkeypatch
+):
     units.install()
     systemd.clear()
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    for action in (units.install, units.uninstall):
-        with pytest.raises(ServiceError, match="m3diff.service is not of this checkout"):
-            action()
+    for place, words in (("other", "m3diff.service is not of this checkout"), ("a$b", "move the checkout")):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        for action in (units.install, units.uninstall):
+            with pytest.raises(ServiceError, match=words):
+                action()
     assert {*systemd} <= {"--version"}
-
-
-def test_a_unit_is_not_installed_beside_services_that_make_up_started(systemd, folder, tmp_path):
+    monkeypatch.chdir(tmp_path)
     here = psutil.Process()
     (folder / "mlflow.json").write_text(json.dumps({"pid": here.pid, "started": here.create_time(), "port": 1}))
     with pytest.raises(ServiceError, match="mlflow: up already by `make up`"):
         units.install()
-    assert not (tmp_path / "user").exists()
 
 
 def test_a_machine_without_systemd_is_told_so(monkeypatch, tmp_path):

@@ -1,5 +1,5 @@
-"""A team's whole flow: servers on PostgreSQL, data by SSH, models by S3, commits by a git remote; and a second clone,
-which has nothing but these and brings the champion back."""
+"""A team's whole flow: servers on PostgreSQL, data by SSH, models by S3, commits by a git remote; a second clone, which
+has nothing but these and brings the champion back; and data by S3."""
 
 import json
 import os
@@ -10,14 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.provenance.git import git
 from tests import servers, toy
-from tests.flows.test_services import RAN, Machine
-
-pytestmark = pytest.mark.team
+from tests.flows.test_services import RAN
+from tests.servers import Machine
 
 TOKEN, PASSWORD = "m3diff:a-token-of-the-test", "a-password-of-the-test"
 DATA, CHECKPOINT = "data/01_raw/minichange", "data/05_model/checkpoint"
@@ -38,37 +36,26 @@ class Team:
 
     def __init__(self, folder: Path, postgres: servers.Postgres, ssh: servers.Ssh, s3: servers.S3) -> None:
         self.folder, self.postgres, self.ssh, self.s3 = folder, postgres, ssh, s3
-        self.machine = Machine(toy.build(folder / "first"))
-        self.machine.environment["PREFECT_API_AUTH_STRING"] = TOKEN
-        self.settle()
-        self.share()
-
-    def settle(self) -> None:
-        """What stands in services/environment."""
-        settings = self.s3.environment | {
-            "PREFECT_API_DATABASE_CONNECTION_URL": self.postgres.create("prefect").replace("://", "+asyncpg://"),
-            "M3DIFF_MLFLOW_STORE": self.postgres.create("mlflow"),
-            "M3DIFF_MLFLOW_ARTIFACTS": f"s3://{self.s3.bucket}/mlflow",
+        self.machine = Machine(toy.build(folder / "first"), PREFECT_API_AUTH_STRING=TOKEN)
+        settings = s3.environment | {
+            "PREFECT_API_DATABASE_CONNECTION_URL": postgres.create("prefect").replace("://", "+asyncpg://"),
+            "M3DIFF_MLFLOW_STORE": postgres.create("mlflow"),
+            "M3DIFF_MLFLOW_ARTIFACTS": f"s3://{s3.bucket}/mlflow",
             "PREFECT_SERVER_API_AUTH_STRING": TOKEN,
             "MLFLOW_AUTH_ADMIN_PASSWORD": PASSWORD,
         }
-        file = self.machine.root / "services" / "environment"
+        root = self.machine.root
+        file = root / "services" / "environment"
         file.parent.mkdir()
         file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
         file.chmod(0o600)
-
-    def share(self) -> None:
-        """Commit where data and MLflow are, and push; where this person's key lies is in no commit."""
-        root, url = self.machine.root, self.ssh.remote["url"]
-        params = yaml.safe_load((root / "params.yaml").read_text())
-        params["register"]["tracking_uri"] = f"http://127.0.0.1:{self.machine.mlflow}"
-        (root / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
-        toy.run(root, "dvc", "remote", "add", "-q", "-d", "team", url)
-        self.give_key(root)
+        toy.change(root, "register", tracking_uri=f"http://127.0.0.1:{self.machine.mlflow}")
+        toy.run(root, "dvc", "remote", "add", "-q", "-d", "team", ssh.remote["url"])
+        self.give_key(root)  # which is in no commit
         toy.commit(root, "the team's places")
         toy.run(root, "git", "branch", "-M", "main")
-        toy.run(self.folder, "git", "init", "-q", "--bare", "--initial-branch", "main", "origin.git")
-        toy.run(root, "git", "remote", "add", "origin", str(self.folder / "origin.git"))
+        toy.run(folder, "git", "init", "-q", "--bare", "--initial-branch", "main", "origin.git")
+        toy.run(root, "git", "remote", "add", "origin", str(folder / "origin.git"))
         toy.run(root, "git", "push", "-q", "origin", "main")
         toy.run(root, "git", "config", "m3diff.runs", "origin")
 
@@ -77,49 +64,53 @@ class Team:
             if option != "url":
                 toy.run(root, "dvc", "remote", "modify", "-q", "--local", "team", option, value)
 
-    @property
-    def logins(self) -> dict[str, str]:
-        """What a person's shell has."""
-        return self.s3.environment | {"MLFLOW_TRACKING_USERNAME": "admin", "MLFLOW_TRACKING_PASSWORD": PASSWORD}
-
 
 @pytest.fixture
 def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
     with servers.postgres() as postgres, servers.ssh() as ssh, servers.s3() as s3:
         team = Team(tmp_path, postgres, ssh, s3)
         monkeypatch.chdir(team.machine.root)
-        for name, value in team.logins.items():
+        logins = {"MLFLOW_TRACKING_USERNAME": "admin", "MLFLOW_TRACKING_PASSWORD": PASSWORD}
+        for name, value in (s3.environment | logins).items():  # what a person's shell has
             monkeypatch.setenv(name, value)
         yield team
         team.machine.make("down")
 
 
-def m3diff(root: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "m3diff", *arguments]
+def python(root: Path, *arguments: str) -> str:
+    """What a command says that runs the code of a working tree."""
     environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def captions_of(root: Path, rows: list[dict[str, str]]) -> list[str]:
-    """What the checkpoint that lies in a working tree says of pairs."""
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps(rows)], cwd=root, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def rows_of(postgres: servers.Postgres, database: str, table: str) -> int:
+    import psycopg2  # an extra's
+
+    connection = psycopg2.connect(postgres.url(database))
+    with connection, connection.cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM {table}")
+        (count,) = cursor.fetchone()
+    connection.close()
+    return count
 
 
+@pytest.mark.team
 @pytest.mark.slow(150)
 def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_that_has_only_the_remotes(team):
     first, origin = team.machine.root, team.folder / "origin.git"
-    started = team.machine.make("up")
-    assert started.returncode == 0, started.stdout + started.stderr
+    team.machine.up()
+    prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (team.machine.prefect, team.machine.mlflow))
+    assert httpx.post(f"{prefect}/api/deployments/filter", json={}).status_code == 401, "it has no token"
+    create = f"{mlflow}/api/2.0/mlflow/experiments/create"
+    assert httpx.post(create, json={"name": "of a stranger"}).status_code == 401
+    assert rows_of(team.postgres, "prefect", "deployment") == len(team.machine.ask("/deployments/filter", {})) > 0
     state, tasks = team.machine.run_deployment("m3diff/full", "first")
     assert (state, tasks) == ("Completed", RAN | {"push": "Ran"})
-    (run,) = team.machine.ask("flow_runs", {"flow_runs": {"name": {"any_": ["first"]}}})
+    (run,) = team.machine.runs("first")
+    assert rows_of(team.postgres, "mlflow", "registered_models") == 1
+    assert [*first.glob("services/*/*.db")] == [first / "services/mlflow/users.db"]
     branch = f"runs/{run['id']}"
     kept = git("for-each-ref", "--format=%(refname:short)", cwd=origin).split()
     assert set(kept) == {"main", branch, "runs/history"}
@@ -131,14 +122,14 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_that_has_only_the
     toy.run(team.folder, "git", "clone", "-q", "--single-branch", str(origin), "second")
     team.give_key(clone)
     assert not (clone / ".dvc" / "cache").exists()
-    said = m3diff(clone, "restore", "champion", "--into", str(out))
+    said = python(clone, "-m", "m3diff", "restore", "champion", "--into", str(out))
     assert f"restored to {out}" in said
     assert "missing" not in said
 
     lock = Lock(text=git("show", f"{branch}:dvc.lock", cwd=first).encode() + b"\n")
     assert (out / "dvc.lock").read_bytes() == git("show", f"{branch}:dvc.lock", cwd=first).encode() + b"\n"
     version = httpx.get(
-        f"http://127.0.0.1:{team.machine.mlflow}/api/2.0/mlflow/registered-models/alias",
+        f"{mlflow}/api/2.0/mlflow/registered-models/alias",
         params={"name": "m3diff", "alias": "champion"},
         auth=("admin", PASSWORD),
     ).raise_for_status()
@@ -155,10 +146,43 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_that_has_only_the
     assert [row["image_id"] for row in wrote] == [row["id"] for row in rows]
     wanted = [row["caption"] for row in wrote]
     assert len(set(wanted)) > 1
-    assert captions_of(out, pairs) == wanted
-    _, served = toy.load_and_caption(f"http://127.0.0.1:{team.machine.mlflow}", pairs, team.folder)
+    assert json.loads(python(out, "-c", LOAD, json.dumps(pairs))) == wanted
+    _, served = toy.load_and_caption(mlflow, pairs, team.folder)
     assert served == wanted
-    chain = m3diff(clone, "lineage", "champion")
-    assert "ok       stored model" in chain
+    assert "ok       stored model" in python(clone, "-m", "m3diff", "lineage", "champion")
     toy.run(clone, "git", "fetch", "-q", "origin", "runs/history:runs/history")
-    assert run["id"] in m3diff(clone, "history")
+    assert run["id"] in python(clone, "-m", "m3diff", "history")
+
+
+@pytest.mark.team
+@pytest.mark.slow(20)
+def test_data_goes_to_a_remote_by_s3_and_comes_back_in_another_clone(tmp_path, monkeypatch):
+    root, clone = tmp_path / "first", tmp_path / "second"
+    (root / "folder").mkdir(parents=True)
+    (root / "file.bin").write_bytes(bytes(range(256)) * 1000)
+    for number in range(5):
+        (root / "folder" / f"{number}.txt").write_text(f"file {number}")
+    toy.run(root, "git", "init", "-q")
+    toy.run(root, "dvc", "init", "-q")
+    toy.run(root, "dvc", "add", "-q", "file.bin", "folder")
+    with servers.s3() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        toy.run(root, "dvc", "remote", "add", "-q", "-d", "team", server.remote["url"])
+        toy.run(root, "dvc", "remote", "modify", "-q", "team", "endpointurl", server.remote["endpointurl"])
+        toy.commit(root, "data and where it is pushed")
+        toy.run(root, "dvc", "push", "-q")
+        toy.run(tmp_path, "git", "clone", "-q", "first", "second")
+        assert not (clone / "file.bin").exists()
+        toy.run(clone, "dvc", "pull", "-q")
+    for path in [root / "file.bin", *(root / "folder").iterdir()]:
+        assert (clone / path.relative_to(root)).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("server", "package"), [(servers.postgres, "install .* postgresql$"), (servers.ssh, "install .* openssh-server$")]
+)
+def test_a_server_that_is_missing_is_named_with_the_command_that_installs_it(server, package, monkeypatch):
+    monkeypatch.setattr(servers.shutil, "which", lambda name, path: None)
+    with pytest.raises(servers.MissingPackageError, match=package), server():
+        pass
