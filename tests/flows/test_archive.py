@@ -1,7 +1,6 @@
 """What a run made is in the remote before anything points to it, and on its branch; and what a later run takes up."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,38 +154,25 @@ def latest() -> str:
 
 
 @pytest.fixture
-def ran(project: Path, kept: Callable[[Path, Callable[[], None]], None]) -> str:
-    """The commit of a run that made data and clean records; the checkout has none of it in its `dvc.lock`."""
-
-    def run_to_validate() -> None:
-        made = list(dvc.stages())[:8]
-        assert made[-1] == "validate"
-        toy.run(project, "dvc", "repro", "-q", *made)
-        latest()
-
-    kept(project, run_to_validate)
-    return git("rev-parse", archive.LATEST)
+def ran(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The commit of a whole run; the `dvc.lock` of the current directory has none of it."""
+    shutil.copytree(trained_once, tmp_path / "toy", symlinks=True)
+    monkeypatch.chdir(tmp_path / "toy")
+    return latest()
 
 
-@pytest.mark.slow(25)
-def test_the_entries_of_an_earlier_run_make_its_stages_current_to_the_byte(project, ran):
-    before = dvc.status()
-    assert "validate" in before
+def test_the_entries_of_the_latest_run_make_its_stages_current_to_the_byte_and_its_lock_is_taken_whole(ran):
+    before, lock = dvc.status(), git("show", f"{ran}:dvc.lock") + "\n"
+    assert {"validate", "train"} <= set(before)
     assert archive.take_up(before)
-    assert set(dvc.status()) == {"convert", "train", "predict", "evaluate"}
-    assert Path("dvc.lock").read_text() == git("show", f"{ran}:dvc.lock") + "\n"
-    assert Path("data/03_clean/report.json").is_file()
-
-
-@pytest.mark.slow(30)
-def test_the_lock_of_an_earlier_run_is_taken_whole_where_nothing_is_left_to_do_then(project):
-    toy.run(project, "dvc", "repro", "-q")
-    ran = latest()
-    shutil.rmtree(project / "data")
+    assert dvc.status() == {}
+    assert Path("dvc.lock").read_text() == lock
+    git("reset", "--quiet", "--hard")
+    shutil.rmtree("data")
     git("checkout", "--", "data")
     assert not dvc.is_current()
     assert archive.take_over()
-    assert Path("dvc.lock").read_text() == git("show", f"{ran}:dvc.lock") + "\n"
+    assert Path("dvc.lock").read_text() == lock
     assert Path("data/07_report/metrics.json").is_file()
     assert not Path("data/07_report/report.html").exists(), "data are not needed for it"
     assert dvc.is_current()
@@ -195,20 +181,19 @@ def test_the_lock_of_an_earlier_run_is_taken_whole_where_nothing_is_left_to_do_t
     assert not dvc.is_current(), "DVC alone passes over a folder that is missing"
 
 
-def test_nothing_is_taken_over_where_work_is_left_and_a_stage_that_reads_something_else_is_not_made_current(
-    project, ran
-):
+def test_nothing_is_taken_over_where_work_is_left_and_a_stage_that_reads_something_else_is_not_made_current(ran):
+    toy.change(Path(), "validate", max_caption_chars=99)
+    toy.commit(Path(), "another parameter")
     lock = Path("dvc.lock").read_bytes()
     assert not archive.take_over()
     assert Path("dvc.lock").read_bytes() == lock
     assert git("status", "--porcelain") == ""
-    toy.change(project, "validate", max_caption_chars=99)
     assert archive.take_up(dvc.status())
     assert "validate" in dvc.status()
     assert "ingest@minichange" not in dvc.status()
 
 
-def test_of_stages_that_are_current_the_own_entry_stays(project, ran):
+def test_of_stages_that_are_current_the_own_entry_stays(ran):
     entry = yaml.safe_load(git("show", f"{ran}:dvc.lock"))["stages"]["synthesize@minichange"] | {"cmd": "told apart"}
     Path("dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": {"synthesize@minichange": entry}}))
     assert archive.take_up({"validate": []})

@@ -1,6 +1,8 @@
-"""A flow run as a whole: the order of its tasks, what each is given, where it ends, and what it leaves behind; and each
-task: what its state says, and when it is tried again."""
+"""A flow run as a whole: its tasks in order, where it ends, what it leaves behind; what each task says, and when it is
+tried again; the page of a run; and when the schedule trains again."""
 
+import contextlib
+import json
 import os
 import sys
 from contextlib import contextmanager
@@ -9,19 +11,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from prefect.states import Completed, Failed
 
 from flows import archive, dvc, notices, pipeline, report
 from flows.dvc import DvcError
 from flows.full import full
 from flows.pipeline import FLOW_RUN, run_pipeline
-from flows.retrain import retrain
+from flows.report import Done
+from flows.retrain import look_for_changes, retrain, unregistered
 from flows.warm import NothingNewError
 from flows.workspace import Workspace
+from m3diff.provenance.dvc import Lock
 from m3diff.records.errors import DataError
+from m3diff.registry import tracking
 from m3diff.registry.promote import Promotion
 from m3diff.registry.tracking import TrackingUnavailableError
+from m3diff.settings.load import load_params
 from m3diff.stages.register.stage import Registration
+from tests import toy
+from tests.toy import REPOSITORY
 
 REGISTRATION = Registration(outcome="registered", model="m", version=7, run_id="r")
 GATE = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}
@@ -339,3 +348,188 @@ def test_stages_are_tried_twice_servers_four_times_with_growing_pauses_and_each_
     worth = pipeline.worth_retrying
     assert [task.retry_condition_fn for task in tasks] == [None, worth, None, worth, worth], "a remote's error may pass"
     assert [task.task_run_name for task in tasks] == ["preflight", "{stage}", "push", "register", "promote"]
+
+
+# The page
+
+
+PARAMS = load_params(REPOSITORY / "params.yaml")
+
+
+@pytest.fixture
+def done(tmp_path, monkeypatch) -> Done:
+    """A run that was evaluated; the current directory holds its files."""
+    monkeypatch.chdir(tmp_path)
+    work = Workspace("0123456789ab", tmp_path, tmp_path / "checkout", "c" * 40, "tree", (), ("runs",))
+    metrics = PARAMS.paths.report / "metrics.json"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text(json.dumps({"protocols": {"d/p": {"CIDEr": 1.25, "METEOR": None}}}))
+    return Done(
+        work,
+        ["new data"],
+        started=0.0,
+        outcomes={"train": "Ran", "promote": "Rejected"},
+        seconds={"train": 3725.0, "promote": 1.25},
+        registration=Registration(outcome="registered", model="m", version=7, run_id="r1"),
+        decision=decision("refused"),
+    )
+
+
+def text(done: Done, champion: dict[str, float] | None = None, uri: str = PARAMS.register_.tracking_uri) -> str:
+    params = PARAMS.model_copy(update={"register_": PARAMS.register_.model_copy(update={"tracking_uri": uri})})
+    return "\n".join(report.page(done, params, champion or {}))
+
+
+@pytest.mark.fault("see")
+def test_the_page_says_what_came_out_why_it_ran_how_long_it_took_and_where_to_look(done):
+    found = text(done, {"d/p/CIDEr": 1.3}, "http://127.0.0.1:5000")
+    assert found.startswith(f"# Rejected: run `01234567` of commit `{'c' * 12}`")
+    for words in (
+        "- because new data",
+        "began 1970-01-01 00:00:00 UTC, took 1 h 02 min; branch `runs/0123456789ab`",
+        "m version 7 refused: why",
+        "| train | Ran | 1 h 02 min |\n| promote | Rejected | 1.2 s |",
+        "| d/p | CIDEr | 125.0 | 130.0 |",
+        "m version 7, MLflow run `r1`",
+        "[the version](http://127.0.0.1:5000/#/models/m/versions/7)",
+    ):
+        assert words in found
+    assert "METEOR" not in found
+    assert "| d/p | CIDEr | 125.0 |  |" in text(done), "without a champion"
+    (PARAMS.paths.report / "metrics.json").unlink()
+    assert "## Scores" not in text(done)
+    done.error, done.decision, done.registration = "DvcError: stage train exited with 3", None, None
+    found = text(done)
+    assert found.startswith("# Failed")
+    assert "DvcError: stage train exited with 3" in found
+    assert f"Its worktree is kept: `{done.work.root}`" in found
+
+
+@pytest.fixture
+def kept(monkeypatch) -> dict[str, list]:
+    """Where the page went."""
+    kept: dict[str, list] = {"artifact": [], "commit": [], "branch": [], "log": []}
+    monkeypatch.setattr(report, "load_params", lambda path: PARAMS)
+    monkeypatch.setattr(report, "champion_scores", lambda done, params: {})
+    monkeypatch.setattr(report, "create_markdown_artifact", lambda **artifact: kept["artifact"].append(artifact))
+    monkeypatch.setattr(archive, "commit", lambda message, links: kept["commit"].append((message, links)))
+    monkeypatch.setattr(archive, "publish", lambda branch, log: kept["branch"].append(branch))
+    logger = SimpleNamespace(info=kept["log"].append, warning=kept["log"].append)
+    monkeypatch.setattr(report, "get_run_logger", lambda: logger)
+    return kept
+
+
+def test_the_page_is_an_artifact_a_file_of_the_checkout_and_where_the_run_made_something_a_commit(done, kept):
+    report.publish(done, "Run 01234567")
+    (artifact,) = kept["artifact"]
+    assert artifact["key"] == "run-report"
+    (file,) = (done.work.checkout / "runs/reports").iterdir()
+    assert file.name == "19700101-000000-01234567.md"
+    assert file.read_text() == artifact["markdown"] + "\n" == Path("reports", file.name).read_text()
+    done.outcomes = dict.fromkeys(done.outcomes, "Skipped")
+    report.publish(done, "Run 89abcdef")
+    assert len(kept["artifact"]) == 2
+    assert kept["commit"] == [("Report: Run 01234567", ("runs",))]
+    assert (kept["branch"], kept["log"]) == (["runs/0123456789ab"], [])
+
+
+def test_a_page_that_cannot_be_kept_is_a_warning(done, kept, monkeypatch):
+    def refuses(**artifact: str) -> None:
+        raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr(report, "create_markdown_artifact", refuses)
+    report.publish(done, "Run 01234567")
+    assert kept["log"] == ["the page of this run could not be kept: ConnectionError: the server is gone"]
+
+
+def test_a_duration_is_told_as_people_do():
+    told = {0.04: "0.0 s", 59.94: "59.9 s", 200: "3 min 20 s", 3599: "59 min 59 s", 7260: "2 h 01 min"}
+    assert {seconds: report.duration(seconds) for seconds in told} == told
+
+
+# When the schedule trains again
+
+
+def changes(status: dict[str, Any]) -> list[str]:
+    """The reasons in DVC's status, where the newest version is the checkpoint of `dvc.lock`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flows.retrain.unregistered", lambda params: ["unregistered"])
+        *found, last = look_for_changes(status, None)
+    assert last == "unregistered"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [
+        ({}, []),
+        ({"convert": [{"changed deps": {"components/stages/convert": "modified"}}]}, []),
+        ({"train": [{"changed deps": {"code/train.json": "modified", "components/models": "new"}}]}, []),
+        ({"train": ["changed command"]}, []),
+        ({"code": [{"changed outs": {"data/x": "deleted"}}]}, []),
+        (
+            {"ingest@birds": [{"changed deps": {"data/01_raw/birds": "modified", "components/x": "modified"}}]},
+            ["ingest@birds: changed deps: data/01_raw/birds modified"],
+        ),
+        (
+            {
+                "train": [
+                    "changed command",
+                    {"changed deps": {"params.yaml": {"models.m3diff": "modified", "train.seed": "new"}}},
+                    {"changed outs": {"data/05_model/checkpoint": "deleted"}},
+                ]
+            },
+            [
+                "train: changed deps: params.yaml models.m3diff, train.seed",
+                "train: changed outs: data/05_model/checkpoint deleted",
+            ],
+        ),
+    ],
+)
+def test_changed_data_and_parameters_are_reasons_and_changed_code_alone_is_none(status, found):
+    assert changes(status) == found
+
+
+@pytest.mark.slow(25)
+def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(project):
+    toy.run(project, "dvc", "repro", "-q")
+    assert changes(dvc.status()) == []
+    toy.change(project, "compute", workers=7)
+    plan, base = project / "components/stages/convert/stage.py", project / "data/00_base/config.json"
+    plan.write_text(plan.read_text() + "\n# a comment\n")
+    assert changes(dvc.status()) == []
+    models = yaml.safe_load(Path("params.yaml").read_text())["models"]
+    models["m3diff"]["rates"]["llm"] = 0.5
+    toy.change(project, "models", **models)
+    base.write_text("another base")
+    assert sorted(changes(dvc.status())) == [
+        "train: changed deps: data/00_base modified",
+        "train: changed deps: params.yaml models.m3diff",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trained", "newest", "reason"),
+    [
+        ("data/00_base", None, "nothing was trained yet"),
+        (None, None, "nothing was trained yet"),
+        ("data/05_model/checkpoint", None, "no version of m3diff is registered yet"),
+        ("data/05_model/checkpoint", "older", "m3diff version 3 is another checkpoint than the one in"),
+        ("data/05_model/checkpoint", "here", None),
+    ],
+)
+def test_what_was_trained_and_not_registered_is_a_reason(monkeypatch, tmp_path, trained, newest, reason):
+    lock = tmp_path / "dvc.lock"
+    entry = {"path": trained, "md5": "here"}
+    stages = {"train": {"outs": [entry]}, "predict": {"deps": [entry | {"md5": "older"}]}}
+    if trained:
+        lock.write_text(yaml.safe_dump({"stages": stages if "model" in trained else {"pretrain": {"outs": [entry]}}}))
+    version = newest and SimpleNamespace(version="3", tags={"dvc.checkpoint": newest})
+    asked = {} if reason == "nothing was trained yet" else {("client", "m3diff", "challenger"): version}
+    monkeypatch.setattr("flows.retrain.LOCK", lock)
+    monkeypatch.setattr("flows.retrain.Lock", lambda: Lock(lock))
+    monkeypatch.setattr(tracking, "connected", lambda uri: contextlib.nullcontext("client"))
+    monkeypatch.setattr("flows.retrain.find_alias", lambda *arguments: asked[arguments])
+    found = list(unregistered(PARAMS))
+    assert len(found) == bool(reason)
+    assert all(text.startswith(reason) for text in found)

@@ -1,7 +1,6 @@
 """Training that goes on from the champion: what it begins with, what trains whole, and what trains again in part."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,27 +20,34 @@ MINE = Path("data/01_raw/mine")
 CHECKPOINT = Path("data/05_model/checkpoint")
 
 
+@pytest.fixture(scope="module")
+def trained_once(built_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy with a dataset of its own, trained."""
+    root = tmp_path_factory.mktemp("trained") / "toy"
+    shutil.copytree(built_once, root, symlinks=True)
+    toy.write_dataset(root / MINE, toy.SPLITS)
+    datasets = yaml.safe_load((root / "params.yaml").read_text())["ingest"]["datasets"]
+    toy.change(root, "ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
+    toy.change(root, "convert", sources={"minichange": {"weight": 0.5, "samples": "one"}})
+    toy.run(root, "dvc", "config", "cache.type", "hardlink")
+    toy.run(root, "dvc", "add", "-q", str(MINE))
+    toy.commit(root, "mine")
+    toy.run(root, "dvc", "repro", "-q", "train")
+    toy.commit(root, "trained")
+    return root
+
+
 @pytest.fixture
-def trained(project: Path, kept: Callable[[Path, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The toy with a dataset of its own, trained, and the checkpoint champion."""
-
-    def train_with_mine() -> None:
-        toy.write_dataset(project / MINE, toy.SPLITS)
-        datasets = yaml.safe_load(Path("params.yaml").read_text())["ingest"]["datasets"]
-        toy.change(project, "ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
-        toy.change(project, "convert", sources={"minichange": {"weight": 0.5, "samples": "one"}})
-        toy.run(project, "dvc", "config", "cache.type", "hardlink")
-        toy.run(project, "dvc", "add", "-q", str(MINE))
-        toy.commit(project, "mine")
-        toy.run(project, "dvc", "repro", "-q", "train")
-        toy.commit(project, "trained")
-
-    kept(project, train_with_mine)
+def trained(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, current directory; its checkpoint is champion."""
+    root = tmp_path / "toy"
+    toy.run(tmp_path, "cp", "-a", str(trained_once), str(root))  # hard links stay such
+    monkeypatch.chdir(root)
     md5 = {out["path"]: out["md5"] for out in (dvc.locked() or {})["train"]["outs"]}[str(CHECKPOINT)]
     tags = {"git.commit": git("rev-parse", "HEAD"), "dvc.checkpoint": md5}
     champion = SimpleNamespace(name="m3diff", version="3", tags=tags)
     monkeypatch.setattr(warm, "find_alias", lambda *asked: champion)
-    return project
+    return root
 
 
 def change_mine(root: Path) -> None:

@@ -123,8 +123,12 @@ def test_what_tools_say_is_shown_only_where_they_fail(capsys, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         finish(None)
     assert capsys.readouterr().err == "why\n"
-    said = {"file": sys.stderr}
-    monkeypatch.setattr("m3diff.stages.register.stage.register", lambda params: print("a bar", **said) or params)
+
+    def register(params: object) -> object:
+        print("a bar", file=sys.stderr)
+        return params
+
+    monkeypatch.setattr("m3diff.stages.register.stage.register", register)
     monkeypatch.setattr("m3diff.registry.promote.promote", lambda params, version: None)
     monkeypatch.setattr(make_run, "summary", lambda *done: "summary")
     assert finish(SimpleNamespace(version=1)) == "summary"
