@@ -41,7 +41,7 @@ faults: install ## every fault of tests/faults/table.py, an hour at most; SEED=N
 	@OMP_NUM_THREADS=1 timeout 3600 python -m pytest -n 2 --dist worksteal -m 'fault and not gpu and not team' $(if $(SEED),--faults-seed $(SEED))
 
 kills: install  ## N random kills of services and flows -> runs/kills/kills.jsonl; a second call goes on
-	@python -m tests.faults.unattended $(or $(N),200) $(if $(SEED),--seed $(SEED))
+	@python -m tests.faults.kills $(or $(N),200) $(if $(SEED),--seed $(SEED))
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .

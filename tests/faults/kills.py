@@ -1,17 +1,27 @@
-"""Random kills by signal 9 of any process of a flow, and what must hold whatever was killed.
+"""Random kills by signal 9, and what must hold whatever was killed: `Killer.broken`. A seed waits as long and picks in
+the same way.
 
-`run` runs flows of the toy project, one after the other, and kills a process of them (the flow, DVC, a stage, git, or
-all at once, as when the host dies) at a moment drawn from the seed; what it hits is on a line of its own. A flow that
-lives on is killed again; one that died is started again with the same parameters, as the next firing of a schedule
-would.
-When a run has ended, and after every few kills one may end, what must hold is compared (`broken`); the next runs have
-other parameters. The same seed waits as long and picks in the same way.
+    python -m tests.faults.kills 200 --seed 7            # make kills
+    python -m tests.faults.kills 200 --seed 7 --flows
+
+The first kills under `make up`, where nobody looks: the worker, Prefect's server, both, MLflow, a flow's process,
+DVC, a stage, or all at once. For each kill a run of m3diff/full begins, with weights of its own, and is let alone
+after the kill (where the whole machine was killed, `make up` follows, as at its start). A line of JSON says how it
+ended: `registered`, and all as if nothing had been killed; `told`, where the run failed and `make status` has a line
+about it; else `HANGS` or `LOST`. Project and lines are kept in the folder: a second call goes on after the last
+line.
+
+The second runs flows one after the other, and kills a process of them (the flow, DVC, a stage, git, or all at once,
+as when the host dies), more often. A flow that lives on is killed again; one that died is started again with the
+same parameters, as the next firing of a schedule would. After every few kills a run may end.
 """
 
+import argparse
 import json
 import random
 import re
 import shutil
+import sys
 import time
 from collections import Counter
 from contextlib import ExitStack, chdir, suppress
@@ -19,10 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import psutil
 import yaml
 
-from flows import archive
+from flows import FLOW_RUN, archive
 from flows.dvc import entries
 from flows.workspace import override
 from m3diff.provenance.git import git
@@ -30,7 +41,8 @@ from m3diff.registry.decisions import champions, decisions, faults, pending
 from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
 from tests.faults.machine import Flow, Starter, describe, kind, starter
-from tests.servers import prefect_server
+from tests.servers import Machine, prefect_server
+from tests.toy import store
 
 ALL_AT_ONCE = 0.25  # share of the kills
 SCORE = 'params["evaluate"]["gallery"] / 100'
@@ -63,12 +75,8 @@ class Told:
 
     seed: int
     kills: list[str] = field(default_factory=list)
-    hit: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
-    starts: int = 0
-    failed: int = 0  # runs that ended with an error after one of their processes was killed
     run_s: float = 0.0
-    wall_s: float = 0.0
     broken: list[str] = field(default_factory=list)
 
     def fault(self, text: str) -> None:
@@ -158,7 +166,6 @@ class Killer:
         self.round = Round.drawn(self.told.seed, self.round.number + 1)
 
     def start(self) -> Flow:
-        self.told.starts += 1
         self.killed = False
         self.flow = self.flows.start(ref="HEAD", overrides=self.round.overrides, reason="a test")
         return self.flow
@@ -169,7 +176,6 @@ class Killer:
         if left := flow.quiet():
             self.told.fault(f"still alive after the flow's end: {left}")
         if flow.code:
-            self.told.failed += 1
             if not self.killed:
                 self.told.fault(f"a run that nothing was killed of ended with {flow.code}: {tail(flow.log)}")
             return False
@@ -223,7 +229,6 @@ class Killer:
             for process in victims:
                 with suppress(psutil.Error):
                     signal(process)
-        self.told.hit["all" if everything else chosen] += 1
         return f"all of {said}" if everything else said
 
     def broken(self) -> list[str]:
@@ -252,8 +257,6 @@ class Killer:
     def broken_registry(self, stages: dict[str, Any], score: float) -> list[str]:
         """Of the record of decisions and of MLflow."""
         from mlflow.entities import LoggedModelStatus
-
-        from tests.toy import store
 
         client, found = store(self.root), []
         (checkpoint,) = [out["md5"] for out in stages["train"]["outs"] if out["path"].endswith("checkpoint")]
@@ -303,7 +306,7 @@ def run(folder: Path, kills: int, seed: int) -> Told:
     with ExitStack() as stack:
         environment = stack.enter_context(prefect_server(folder / "prefect"))
         killer = Killer(root, stack.enter_context(starter(root, environment)), seed)
-        told, started = killer.told, time.monotonic()
+        told = killer.told
         print(f"seed {seed}: a run lasts {told.run_s:.1f} s", flush=True)
         for number in range(1, kills + 1):
             killer.kill(number)
@@ -314,5 +317,167 @@ def run(folder: Path, kills: int, seed: int) -> Told:
                 break
         if killer.flow:
             killer.flow.quiet(0)
-        told.wall_s = time.monotonic() - started
     return told
+
+
+# Under `make up`
+
+
+VICTIMS = ("worker", "server", "worker and server", "mlflow", "flow", "dvc", "stage", "all")
+SERVICES = {name: [name] for name in ("worker", "mlflow")} | {"server": ["prefect"]}
+SERVICES["worker and server"] = ["worker", "prefect"]
+ENDS_S, STAYS_S = 900, 240  # until a run is over; how long one that crashed may stay so
+
+
+class Unattended(Killer):
+    """The services of a project, and what kills them."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.root, self.told, self.lines = folder / "toy", Told(seed), folder / "kills.jsonl"
+        self.done = [json.loads(line) for line in self.lines.read_text().splitlines()] if self.lines.exists() else []
+        self.scores = {int(version): score for version, score in (self.done[-1]["scores"] if self.done else {}).items()}
+        if not self.done:
+            shutil.rmtree(folder / "toy", ignore_errors=True)
+            shutil.rmtree(folder / "undisturbed", ignore_errors=True)
+            one_dataset(self.root)
+        else:
+            self.told.seed = self.done[0]["seed"]
+            self.undisturbed = Undisturbed(self.root, folder / "undisturbed")
+        self.machine = Machine(self.root)
+        self.machine.environment |= {"PREFECT_WORKER_HEARTBEAT_SECONDS": "5"}
+        self.machine.make("down")
+        self.machine.up()
+
+    def api(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The server's answer, once it is back."""
+        deadline = time.monotonic() + ENDS_S
+        while True:
+            with suppress(httpx.HTTPError):
+                return self.machine.ask(path, body)
+            assert time.monotonic() < deadline, f"{path}: no answer"
+            time.sleep(1)
+
+    def begin(self, number: int) -> str:
+        self.round = Round.drawn(self.told.seed, number) if number else Round(0, [])
+        deployment = self.api("/deployments/name/m3diff/full")["id"]
+        name = f"kill-{number}"
+        body = {"name": name, "parameters": {"ref": "HEAD", "overrides": self.round.overrides}}
+        return self.api(f"/deployments/{deployment}/create_flow_run", body | {"state": {"type": "SCHEDULED"}})["id"]
+
+    def end(self, run: str) -> tuple[str, str]:
+        """How a run ends: its state, and its message; `HANGS` for one that does not."""
+        began = crashed = time.monotonic()
+        while time.monotonic() - began < ENDS_S:
+            state = self.api(f"/flow_runs/{run}")["state"]
+            if state["type"] != "CRASHED":
+                crashed = time.monotonic()
+            if state["type"] in ("COMPLETED", "FAILED", "CANCELLED") or time.monotonic() - crashed > STAYS_S:
+                return state["name"], state["message"] or ""
+            time.sleep(1)
+        return "HANGS", f"{state['name']}: {state['message']}"
+
+    def victims(self, victim: str, run: str) -> list[psutil.Process]:
+        """The processes to kill; none where the flow has no such at this moment."""
+        if victim in SERVICES:
+            return self.services(SERVICES[victim])
+        ours: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.environ().get(FLOW_RUN) == run:
+                    ours["flow" if (what := kind(process)) not in ours else what].append(process)
+        if victim != "all":
+            return ours[victim]
+        services = self.services(["keeper", "worker", "prefect", "mlflow"])
+        under = [child for service in services for child in service.children(recursive=True)]
+        return [*services, *under, *(process for found in ours.values() for process in found)]
+
+    def services(self, names: list[str]) -> list[psutil.Process]:
+        """Those that are up; one that was killed may not be yet."""
+        found = []
+        for name in names:
+            with suppress(psutil.Error):
+                found.append(self.machine.process(name))
+        return found
+
+    def kill_one(self, number: int) -> dict[str, Any]:
+        draw = random.Random(f"{self.told.seed} kill {number}")
+        lasts = min(line.get("seconds", line.get("run_s")) for line in self.done)  # the machine may be less busy by now
+        victim, wait = draw.choice(VICTIMS), draw.random() * lasts
+        deadline = time.monotonic() + ENDS_S
+        while (status := self.machine.make("status")).stdout.count(" up  ") < 4:  # the keeper is at it
+            assert time.monotonic() < deadline, status.stdout
+            time.sleep(2)
+        run, started = self.begin(number), time.monotonic()
+        time.sleep(wait)
+        while not (alive := self.victims(victim, run)) and not self.is_over(run):
+            time.sleep(0.1)
+        at, hit = self.api(f"/flow_runs/{run}")["state_name"], [describe(process) for process in alive]
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
+        if victim == "all":
+            psutil.wait_procs(alive, timeout=20)
+            self.machine.up()
+        state, message = self.end(run)
+        line = {"kill": number, "victim": victim, "after_s": round(wait, 1), "while": at, "hit": hit[:6]}
+        line |= {"state": state, "seconds": round(time.monotonic() - started, 1)}
+        return line | self.outcome(state, message)
+
+    def is_over(self, run: str) -> bool:
+        return self.api(f"/flow_runs/{run}")["state_type"] in ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
+
+    def outcome(self, state: str, message: str) -> dict[str, Any]:
+        """What the end of a run came to, and what is not as it shall be."""
+        if state in ("Completed", "Rejected", "Skipped"):
+            found = self.broken()
+            return {"how": "LOST" if found else "registered", "broken": found}
+        if state != "HANGS":
+            for line in self.machine.make("status").stderr.splitlines():
+                if "prefect deployment run" in line:
+                    return {"how": "told", "line": line, "message": message}
+        return {"how": "HANGS" if state == "HANGS" else "LOST", "message": message}
+
+    def run(self, kills: int) -> list[dict[str, Any]]:
+        """So many kills in all, those of earlier calls among them."""
+        if not self.done:
+            for number in (0, -1):  # without kills: what others are compared with, and how long a run lasts
+                started = time.monotonic()
+                outcome = self.outcome(*self.end(self.begin(number)))
+                assert outcome["how"] == "registered", outcome
+            begin_to_edit(self.root)
+            lasts = round(time.monotonic() - started, 1)
+            self.add({"kill": 0, "seed": self.told.seed, "run_s": lasts} | outcome)
+        self.person = of_person(self.root)
+        for number in range(len(self.done), kills + 1):
+            self.add(self.kill_one(number))
+        return self.done[1:]
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.done.append(line)
+        with self.lines.open("a") as file:
+            file.write(json.dumps(line | {"scores": self.scores}) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="kill processes at random and see how each run ends")
+    parser.add_argument("kills", type=int)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--folder", type=Path, default=Path("runs/kills"), help="kept; a second call goes on")
+    parser.add_argument("--flows", action="store_true", help="flows alone, without `make up`")
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    if asked.flows:
+        return 1 if run(asked.folder.resolve() / f"flows-{asked.seed}", asked.kills, asked.seed).broken else 0
+    killer = Unattended(asked.folder.resolve(), asked.seed)
+    try:
+        lines = killer.run(asked.kills)
+    finally:
+        killer.machine.make("down")
+    ends = Counter((line["victim"], line["how"]) for line in lines)
+    print("\n".join(f"{count:4} {victim}: {how}" for (victim, how), count in sorted(ends.items())))
+    return 1 if any(line["how"] in ("HANGS", "LOST") for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
