@@ -35,11 +35,3 @@ def write_params(folder: Path) -> None:
         },
     }
     (folder / "params.yaml").write_text(yaml.safe_dump(profile))
-
-
-def change(section: str, **values: object) -> None:
-    """Set parameters of the run in the current directory."""
-    file = Path("params.yaml")
-    params = yaml.safe_load(file.read_text())
-    params[section] |= values
-    file.write_text(yaml.safe_dump(params))

@@ -204,17 +204,6 @@ def test_a_relative_store_or_scratch_folder_is_the_checkouts_wherever_it_lies(pr
             assert (project.parent / "scratch" / name).is_file()
 
 
-def test_what_dvc_remembers_of_a_worktree_goes_with_it(project, monkeypatch):
-    monkeypatch.delenv("DVC_SITE_CACHE_DIR", raising=False)
-    with opened() as work:
-        dvc.link_data()
-        with dvc.repository() as repo:
-            memory = Path(repo.site_cache_dir)
-        assert memory.is_relative_to(work.root)
-        assert list(memory.rglob("*.db"))
-        assert git("status", "--porcelain") == ""
-
-
 @pytest.mark.fault("T5")
 def test_the_worktree_of_a_failed_run_stays_for_a_week_and_a_sweep_takes_nothing_else(project):
     with pytest.raises(RuntimeError, match="failed"), opened() as work:
