@@ -29,14 +29,12 @@ class Guard:
         paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environment |= {"PYTHONPATH": os.pathsep.join(paths), "SOCKET_GUARD": str(folder)}
 
-    def run(self, root: Path, *command: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *command], cwd=root, env=self.environment, capture_output=True, text=True
-        )
-
-    def succeed(self, root: Path, *command: str) -> None:
-        done = self.run(root, *command)
-        assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+    def run(self, root: Path, *command: str, code: int = 0) -> str:
+        """What the command says on stderr; it ends with this code."""
+        words = [sys.executable, *command]
+        done = subprocess.run(words, cwd=root, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == code, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        return done.stderr
 
     def lines(self, file: str) -> list[str]:
         return (self.folder / file).read_text().splitlines() if (self.folder / file).exists() else []
@@ -63,9 +61,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_the_guard_sees_and_refuses_what_leaves_the_machine(call, guard, tmp_path):
-    ended = guard.run(tmp_path, "-c", f"import socket; {call}")
-    assert ended.returncode == 1
-    assert "socket guard: " in ended.stderr
+    assert "socket guard: " in guard.run(tmp_path, "-c", f"import socket; {call}", code=1)
     assert len(guard.lines("attempts")) == 1
 
 
@@ -77,7 +73,7 @@ def test_the_guard_lets_pass_what_stays_on_the_machine(guard, tmp_path):
         "socket.gethostbyname(socket.gethostname())\n"
         "one, other = socket.socketpair(); one.sendall(b'')"
     )
-    guard.succeed(tmp_path, "-c", code)
+    guard.run(tmp_path, "-c", code)
     assert guard.lines("attempts") == []
 
 
@@ -86,9 +82,8 @@ def test_the_pipeline_register_and_promote_call_nobody(guard, tmp_path):
     root = toy.build(tmp_path / "toy")
     shutil.copy(REPOSITORY / ".dvc" / "config", root / ".dvc" / "config")
     toy.commit(root, "the project's own settings of DVC")
-    guard.succeed(root, "-m", "dvc", "repro")
-    guard.succeed(root, "-m", "m3diff", "register")
-    guard.succeed(root, "-m", "m3diff", "promote")
+    for command in ("dvc repro", "m3diff register", "m3diff promote"):
+        guard.run(root, "-m", *command.split())
     time.sleep(3)  # DVC would ask for a newer version, and report, from a process that outlives it
     assert guard.lines("attempts") == []
     for words in ("-m dvc repro", "toy.py train", "toy.py evaluate", "-m m3diff register", "-m m3diff promote"):
@@ -98,14 +93,8 @@ def test_the_pipeline_register_and_promote_call_nobody(guard, tmp_path):
 
 @pytest.mark.slow(40)
 def test_the_real_stages_up_to_the_checks_of_great_expectations_call_nobody(guard, tmp_path):
-    settings = {
-        "seed": 1,
-        "scenes": {"train": 12, "val": 4, "test": 4},
-        "image_px": 128,
-        "references": 2,
-        "domain": "standard",
-    }
-    settings |= {"multi_change_share": 0.1, "oversample_types": [], "root": str(tmp_path / "raw")}
+    settings = {"seed": 1, "scenes": {"train": 12, "val": 4, "test": 4}, "image_px": 128, "references": 2}
+    settings |= {"domain": "standard", "multi_change_share": 0.1, "oversample_types": [], "root": str(tmp_path / "raw")}
     names = ("base", "records", "clean", "mixture", "model", "predictions", "report")
     profile = {
         "extends": str(REPOSITORY / "profiles" / "embedded"),
@@ -116,7 +105,7 @@ def test_the_real_stages_up_to_the_checks_of_great_expectations_call_nobody(guar
     }
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(profile))
     for stage in (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"]):
-        guard.succeed(tmp_path, "-m", "m3diff", "--params", "small.yaml", *stage)
+        guard.run(tmp_path, "-m", "m3diff", "--params", "small.yaml", *stage)
         assert guard.watched(" ".join(stage))
     assert guard.lines("attempts") == []
 

@@ -2,6 +2,7 @@
 tests/flows/test_unattended.py has a real server and worker."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -42,16 +43,11 @@ class Server:
         self.changed: list[uuid.UUID] = []
         self.crashes, self.gone, self.heard = crashes, False, heard
         self.others: list[FlowRun] = []
-        self.run = FlowRun(
-            id=uuid.uuid4(),
-            flow_id=uuid.uuid4(),
-            name="one",
-            state=state.model_copy(update={"timestamp": datetime.now(UTC) - timedelta(minutes=minutes)}),
-            state_type=state.type,
-            state_name=state.name,
-            labels=labels,
-            deployment_id=DEPLOYED[deployment].id if deployment else None,
-        )
+        since = datetime.now(UTC) - timedelta(minutes=minutes)
+        of_state = {"state": state.model_copy(update={"timestamp": since}), "state_type": state.type}
+        deployed = DEPLOYED[deployment].id if deployment else None
+        ids = {"id": uuid.uuid4(), "flow_id": uuid.uuid4(), "deployment_id": deployed}
+        self.run = FlowRun(name="one", state_name=state.name, labels=labels, **of_state, **ids)
 
     async def read_deployments(self, flow_filter: Any) -> list[Any]:
         return [*DEPLOYED.values()]
@@ -101,18 +97,17 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def process() -> Iterator[Callable[[uuid.UUID], None]]:
     """Starts a process that works for a run."""
-    running = []
+    with contextlib.ExitStack() as stack:
 
-    def start(run: uuid.UUID) -> None:
-        code = "print(1, flush=True); import time; time.sleep(60)"
-        given = os.environ | {"PREFECT__FLOW_RUN_ID": str(run)}
-        running.append(subprocess.Popen([sys.executable, "-c", code], env=given, stdout=subprocess.PIPE))
-        assert running[-1].stdout.readline()
+        def start(run: uuid.UUID) -> None:
+            code = "print(1, flush=True); import time; time.sleep(60)"
+            given = os.environ | {"PREFECT__FLOW_RUN_ID": str(run)}
+            one = stack.enter_context(subprocess.Popen([sys.executable, "-c", code], env=given, stdout=subprocess.PIPE))
+            stack.callback(one.kill)
+            assert one.stdout is not None
+            assert one.stdout.readline()
 
-    yield start
-    for one in running:
-        one.kill()
-        one.communicate()
+        yield start
 
 
 LOST = {
