@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import count, pairwise
 from pathlib import Path
@@ -72,7 +71,7 @@ PARTS = {
 
 
 OMNIDIFF = ("omnidiff_real", "omnidiff_render")
-OWN = {"reader": "pairs", "options": {"manifest": "pairs.jsonl"}}
+OWN = {"reader": "pairs", "options": {"manifest": "pairs.json"}}
 
 
 class Picture:
@@ -98,7 +97,7 @@ def write_synthetic_mixture(root: Path, samples: int = SAMPLES) -> Path:
     for name, part in parts.items():
         splits = {split: _captions(rng, part, which) for which, split in enumerate(("train", "val"))}
         (root / "raw" / name).mkdir(parents=True)
-        (_omnidiff if name in OMNIDIFF else _own)(root / "raw" / name, splits, picture)
+        _write_pairs(root / "raw" / name, splits, picture, name in OMNIDIFF)
     return _write_params(root, parts)
 
 
@@ -134,30 +133,20 @@ def _words(number: int) -> list[str]:
     return [stem + "rn"[index % 2] for index, stem in enumerate(stems)][:number]
 
 
-def _omnidiff(root: Path, splits: Splits, picture: Picture) -> None:
+def _write_pairs(root: Path, splits: Splits, picture: Picture, omnidiff: bool) -> None:
+    """A JSON list of pairs with their images; a caption of OmniDiff is a text of several sentences."""
     rows = []
-    for number, (split, captions) in enumerate(_each(splits)):
-        before, after = f"{number // 50:03d}/{number}_a.jpg", f"{number // 50:03d}/{number}_b.jpg"
-        picture(root / before, root / after)
-        words = captions[0].split()
-        text = ". ".join(" ".join(words[start : start + 24]) for start in range(0, len(words), 24)) + "."
-        row = {"before": before, "after": after, "captions": text, "change_types": ["addition"], "split": split}
+    for number, (split, captions) in enumerate((split, one) for split, some in splits.items() for one in some):
+        ending = "jpg" if omnidiff else "png"
+        row: dict[str, Any] = {side: f"{number // 1000}/{number}_{side}.{ending}" for side in ("before", "after")}
+        picture(*(root / path for path in row.values()))
+        row |= {"captions": captions, "split": split}
+        if omnidiff:
+            words = captions[0].split()
+            sentences = [" ".join(words[start : start + 24]) for start in range(0, len(words), 24)]
+            row |= {"captions": ". ".join(sentences) + ".", "change_types": ["addition"]}
         rows.append(row)
-    (root / "annotations.json").write_text(json.dumps(rows), "utf-8")
-
-
-def _own(root: Path, splits: Splits, picture: Picture) -> None:
-    """Pairs of one's own, a line of JSON each."""
-    lines = []
-    for number, (split, captions) in enumerate(_each(splits)):
-        before, after = f"{number // 1000:03d}/{number}_a.png", f"{number // 1000:03d}/{number}_b.png"
-        picture(root / before, root / after)
-        lines.append(json.dumps({"before": before, "after": after, "captions": captions, "split": split}) + "\n")
-    (root / "pairs.jsonl").write_text("".join(lines), "utf-8")
-
-
-def _each(splits: Splits) -> Iterable[tuple[str, list[str]]]:
-    return ((split, captions) for split, some in splits.items() for captions in some)
+    (root / ("annotations.json" if omnidiff else "pairs.json")).write_text(json.dumps(rows), "utf-8")
 
 
 def _write_params(root: Path, parts: dict[str, Part]) -> Path:

@@ -96,7 +96,7 @@ def test_a_question_with_the_mark_of_an_image_or_to_a_model_that_reads_none_is_r
 
 
 class Model:
-    """A captioner whose maps are given; it remembers questions."""
+    """A captioner whose maps are given; it remembers questions and the last images."""
 
     processor = SimpleNamespace(prepare_image=np.asarray, encode_prompt=lambda question: ())
     family = SimpleNamespace(reads_question=True)
@@ -106,6 +106,7 @@ class Model:
 
     def answer(self, prepared: list[np.ndarray], question: str, saliency: bool) -> Any:
         self.asked.append(question)
+        self.images = prepared
         return ["same"] * (len(prepared) // 2), self.maps
 
 
@@ -126,11 +127,12 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
             assert np.array_equal(side[20:, 20:], image[20:, 20:])
 
 
-def test_without_a_question_it_is_what_changed_and_a_model_without_maps_says_so(images):
+def test_the_image_before_comes_first_the_question_is_what_changed_and_a_model_without_maps_says_so(images):
     model: Any = Model(None)
     for question in (None, "Is a cup gone?"):
         list(caption_pairs(model, pairs(images, 1), question, None))
     assert model.asked == [QUESTION, "Is a cup gone?"]
+    assert [np.array_equal(image, noise_image(n, (40, 40))) for n, image in enumerate(model.images)] == [True, True]
     with pytest.raises(ValueError, match="overlay: this model has no saliency maps"):
         list(caption_pairs(model, pairs(images, 1), None, images / "o.png"))
 
@@ -154,7 +156,8 @@ def test_a_version_brings_its_checkpoint_and_its_own_limit_of_tokens(checkpoint,
     found = model_source.find(*store, "3", Path("base"), 64)
     assert (found.name, found.max_new_tokens) == ("m3diff/3", 5)
     assert model_source.load(found).max_new_tokens == 5
-    assert model_source.find(*store, str(checkpoint), Path("base"), 64).max_new_tokens == 64
+    found = model_source.find(*store, str(checkpoint), Path("base"), 64)
+    assert (found.name.startswith("m3diff/sha256-"), found.max_new_tokens) == (True, 64)
 
 
 @pytest.fixture

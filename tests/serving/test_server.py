@@ -21,13 +21,13 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from m3diff.__main__ import main
-from m3diff.models.generation import QUESTION, load_captioner
+from m3diff.models.generation import QUESTION
 from m3diff.serving.server import deployer
 from m3diff.settings.section import ParamsError
 from tests.serving.process import Running, command, environment, running, write_registry
 from tests.serving.toy import PARAMS, chat, form, plain, png, said
 from tests.stages.train.cluster import cluster
-from tests.tiny import noise_image, tiny_base, tiny_checkpoint
+from tests.tiny import tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
 PATIENCE_S = 300
@@ -220,26 +220,6 @@ def test_a_server_whose_output_nobody_reads_any_more_goes_on():
     process.stdout.close()
     process.stdin.close()
     assert process.wait(30) == 3
-
-
-@pytest.mark.slow(60)
-def test_a_trained_model_answers_as_it_does_alone_and_an_image_with_another_partner_as_from_a_fresh_server(tmp_path):
-    """A server that caches an image's features must pass this (docs/serving.md): A with B, then A with C."""
-    folder = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
-    images = [noise_image(number) for number in range(6)]
-    pairs = [(one, other) for one in images for other in images if one is not other]
-    captioner = load_captioner(folder, 64)
-    want = [captioner.caption([pair])[0] for pair in pairs]
-    assert len(set(want)) > 1
-    with running(tmp_path, "--model", str(folder), toy=False, answer_s=PATIENCE_S) as server:
-        with httpx.Client(base_url=server.address, timeout=PATIENCE_S) as client:
-            for (one, other), caption in zip(pairs, want, strict=True):
-                answer = client.post("/caption", **form(png(one), png(other), overlay="true")).json()
-                assert answer["caption"] == caption
-                assert answer["overlay"].keys() == {"before", "after"}
-            assert answer["model"].startswith("m3diff/sha256-")
-            refused = client.post("/caption", **form(BEFORE, AFTER, question="a <image>"))
-        assert (refused.status_code, refused.json()["error"]) == (422, "special_token")
 
 
 def damaged(root: Any) -> list[str]:
