@@ -41,7 +41,7 @@ def test_stock_rows_compute_by_transformers_and_pefts_own_modules(bench):
     from benchmarks.levers import chosen_variants
 
     kinds = {"stock": set(), "packed, all else stock": set(), "packed, adapters": {"FusedLora"}}
-    kinds |= {"unpacked: + layers": {"FusedDecoderLayer"}, "packed": {"FusedLora", "FoldedDecoderLayer"}}
+    kinds |= {"unpacked: + layers": {"FusedDecoderLayer"}, "packed": {"FusedLora", "FusedDecoderLayer"}}
     for name, wanted in kinds.items():
         bench.take(*chosen_variants([name], gpu=False, precision="fp32"))
         ours = {type(m).__name__ for m in bench.model.modules() if type(m).__module__ == "m3diff.models.fused"}
