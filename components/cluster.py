@@ -117,7 +117,15 @@ def wait_for_room(compute: Compute, seconds: float) -> None:
     """
     deadline, said = time.monotonic() + seconds, False
     while (found := places(compute)) < compute.workers:
-        lack = f"the nodes of Ray have room for {found} of {compute.workers} workers: {have_and_need(compute)}"
+        needs = per_worker(compute)
+        nodes = [
+            f"{node['NodeManagerAddress']} has "
+            + ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in needs)
+            for node in live_nodes()
+        ]
+        need = ", ".join(f"{amount} {name}" for name, amount in needs.items())
+        lack = f"the nodes of Ray have room for {found} of {compute.workers} workers: a worker needs {need}; "
+        lack += ", ".join(nodes)
         if time.monotonic() >= deadline:
             raise NoRoomError(f"{lack}; start another node and run again, or lower compute.workers or what each needs")
         if not said:
@@ -132,16 +140,6 @@ def places(compute: Compute) -> int:
         min(int(node["Resources"].get(name, 0) // amount) for name, amount in per_worker(compute).items())
         for node in live_nodes()
     )
-
-
-def have_and_need(compute: Compute) -> str:
-    """`a worker needs 2 CPU; 10.0.0.7 has 1 CPU`."""
-    needs = per_worker(compute)
-    nodes = [
-        f"{node['NodeManagerAddress']} has " + ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in needs)
-        for node in live_nodes()
-    ]
-    return f"a worker needs {', '.join(f'{amount} {name}' for name, amount in needs.items())}; {', '.join(nodes)}"
 
 
 def live_nodes() -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,14 @@ def picture(path: Path, color: str = "red") -> Path:
     return path
 
 
-def by_writer(url: str) -> None:
-    Remote(kind="endpoint", url=url, model="m")
+BY_WRITER, BY_JUDGE = partial(Remote, kind="endpoint", model="m"), partial(JudgeSettings, model="m")
 
 
-def by_judge(url: str) -> None:
-    JudgeSettings(url=url, model="m")
-
-
-@pytest.mark.parametrize("take", [endpoint_url, by_writer, by_judge])
+@pytest.mark.parametrize(
+    "take",
+    [endpoint_url, lambda url: BY_WRITER(url=url), lambda url: BY_JUDGE(url=url)],
+    ids=["plain", "writer", "judge"],
+)
 def test_a_url_with_a_key_or_a_user_or_of_no_server_is_refused_by_one_rule_wherever_it_stands(take):
     for url in ("http://127.0.0.1:8000/v1", "https://api.example.org/v1", "http://[::1]:8000/v1"):
         take(url)

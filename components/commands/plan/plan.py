@@ -44,8 +44,7 @@ class DoesNotFit(ParamsError):
     """The run needs more memory than its GPUs have."""
 
 
-@dataclass(frozen=True)
-class SourceCount:
+class SourceCount(NamedTuple):
     """The share of a dataset in an epoch. A pair that is used twice counts twice."""
 
     pairs: int

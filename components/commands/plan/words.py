@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from m3diff.commands.plan.plan import RESERVE, TERA, Plan, SourceCount, Workload, read_columns, recomputed_flops
+from m3diff.commands.plan.plan import RESERVE, TERA, Plan, read_columns, recomputed_flops
 from m3diff.models.family import Settings
 from m3diff.records.errors import readable
 from m3diff.settings.compute import Compute
@@ -42,18 +42,16 @@ def _workload_lines(train: Train, plan: Plan) -> Iterator[str]:
     for name, count in plan.parameters.items():
         yield f"  {name:<28} {count / 1e6:>12,.2f} M"
     yield f"counted: {load.counted}"
-    rows: list[tuple[str, Workload | SourceCount, str]] = [
-        (
-            f"{use.dataset} {use.split}",
-            use.used,
-            f" of {use.published:,} published pairs{'' if use.counted else '; references estimated'}",
-        )
-        for use in load.splits
-    ]
+    rows = [] if load.splits else [(name, *count, "") for name, count in load.sources.items()]
+    for use in load.splits:
+        estimated = "" if use.counted else "; references estimated"
+        of = f" of {use.published:,} published pairs{estimated}"
+        rows.append((f"{use.dataset} {use.split}", *use.used, of))
     if load.splits:
-        rows.append(("sum", load, f" of {sum(use.published for use in load.splits):,} published pairs"))
-    for name, of, published in rows or [(name, source, "") for name, source in load.sources.items()]:
-        yield f"  {name:<28} {of.pairs:>9,} pairs {of.references:>9,} references{published}"
+        of = f" of {sum(use.published for use in load.splits):,} published pairs"
+        rows.append(("sum", load.pairs, load.references, of))
+    for name, pairs, references, of in rows:
+        yield f"  {name:<28} {pairs:>9,} pairs {references:>9,} references{of}"
     if load.splits and set(load.sources) == set(SOURCES):
         yield f"  {'the paper':<28} {f'{PAIRS // 1000}k':>9} pairs {f'{SAMPLES // 1000}k':>9} references"
     yield (

@@ -120,10 +120,13 @@ def paraphrase(text: str, caption: str | None = None) -> list[str]:
     changes = read_instruction(text) or ()
     shown = read_description(caption) if caption else None
     known = tuple(_informed(change, shown.things) if shown else change for change in changes)
+    # templates that say what an object was need its state, which may not be known; its name holds size and colour
+    stateless = [
+        each for each in known if each.type not in ("size", "color") and getattr(each.before, "state", None) is None
+    ]
     found = []
     for number, said in enumerate(references(known, WORDS) if known else []):
-        unsaid = [each for each in known if OLD in TEMPLATES[each.type][number] and not _says_what_was(each)]
-        if said != text and not unsaid:
+        if said != text and not any(OLD in TEMPLATES[each.type][number] for each in stateless):
             found.append(said)
     return found
 
@@ -135,10 +138,6 @@ def _informed(change: Change, things: Sequence[Thing]) -> Change:
         return change
     meant = [thing for thing in things if (thing.cell, name(thing)) == (before.cell, name(before))]
     return replace(change, before=replace(before, state=meant[0].state)) if len(meant) == 1 else change
-
-
-def _says_what_was(change: Change) -> bool:
-    return change.type in ("size", "color") or (change.before is not None and change.before.state is not None)
 
 
 def difference(first: str, second: str, count: int) -> list[str]:

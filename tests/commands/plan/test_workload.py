@@ -191,46 +191,46 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def converted(folder: Path, train_on: dict[str, Any], **changes: Any) -> tuple[ConvertReport, Workload]:
-    """What convert wrote of both datasets, every count of the files expected, and what the plan says before."""
+def validated(folder: Path, **train_on: Any) -> dict[str, Any]:
+    """Both datasets through ingest and validate, every count of the files expected."""
     fields = {name: {"train_on": splits, "expected_pairs": "published"} for name, splits in train_on.items()}
-    run = {name: make_entry(name, folder / name, **fields[name]) for name in COUNTED}
-    for name in run:
+    for name in fields:
         run_ingest(folder / name, name, name, **fields[name])
+    run = {name: make_entry(name, folder / name, **fields[name]) for name in fields}
     run_validate(folder, run)
-    cfg = convert_section(questions=REPOSITORY / "profiles/questions.yaml", references_per_pair=None, **changes)
+    return run
+
+
+def converted(folder: Path, run: dict[str, Any], samples: str = "each") -> tuple[ConvertReport, Workload]:
+    """What convert writes of them, and what the plan says before."""
+    asked = {"questions": REPOSITORY / "profiles/questions.yaml", "references_per_pair": None}
+    cfg = convert_section(**asked, sources={name: {"samples": samples} for name in run})
     return convert(cfg, run, folder / "clean", folder / "mixture"), published_workload(run, cfg)
 
 
 @pytest.mark.parametrize(
-    ("train_on", "samples", "spot"),
-    [
-        (["train"], "each", (2, 3)),
-        (["train", "val"], "each", (4, 18)),
-        (["train", "val"], "one", (4, 4)),
-        (["train", "val"], "joined", (4, 4)),
-    ],
+    ("train_on", "cases"),
+    [(["train"], {"each": (2, 3)}), (["train", "val"], {"one": (4, 4), "joined": (4, 4), "each": (4, 18)})],
+    ids=["train", "train and val"],
 )
-def test_the_plan_counts_the_pairs_and_samples_that_convert_writes(sources, train_on, samples, spot):
-    named = {name: {"samples": samples} for name in COUNTED}
-    report, load = converted(sources, dict.fromkeys(COUNTED, train_on), sources=named)
-    written = {name: (counts.pairs["train"], counts.samples["train"]) for name, counts in report.datasets.items()}
-    assert {name: (use.pairs, use.references) for name, use in load.sources.items()} == written
-    assert written["spot_the_diff"] == spot
-    mixture = counted_workload(sources / "mixture/train", None, IMAGE_TOKENS)
-    assert mixture.sources == load.sources, "the plan after convert is the plan before"
-    if samples != "each":
-        return
+def test_the_plan_counts_the_pairs_and_samples_that_convert_writes(sources, train_on, cases):
+    run = validated(sources, **dict.fromkeys(COUNTED, train_on))
+    for samples, spot in cases.items():
+        report, load = converted(sources, run, samples)
+        written = {name: (counts.pairs["train"], counts.samples["train"]) for name, counts in report.datasets.items()}
+        assert load.sources == written
+        assert written["spot_the_diff"] == spot
+        mixture = counted_workload(sources / "mixture/train", None, IMAGE_TOKENS)
+        assert mixture.sources == load.sources, "the plan after convert is the plan before"
     raw = pl.concat([pl.read_parquet(sources / f"records/{name}/records.parquet") for name in COUNTED])
-    written = pl.read_parquet(sources / "mixture/train/*.parquet").join(raw, left_on="pair", right_on="id")
-    counts = written.group_by("dataset", "own_split").agg(pl.col("pair").n_unique(), pl.len()).iter_rows()
-    by_split = {(use.dataset, use.split): use.used for use in load.splits}
-    assert by_split == {(name, split): SourceCount(*counts) for name, split, *counts in counts}
-    assert [use.published for use in load.splits] == ([3, 3, 1, 1] if len(train_on) == 2 else [3, 1])
+    found = pl.read_parquet(sources / "mixture/train/*.parquet").join(raw, left_on="pair", right_on="id")
+    counts = found.group_by("dataset", "own_split").agg(pl.col("pair").n_unique(), pl.len()).iter_rows()
+    assert {(use.dataset, use.split, *use.used) for use in load.splits} == set(counts), "of all references"
+    assert [use.published for use in load.splits] == [3, 3, 1, 1][:: 3 - len(train_on)]
 
 
 def test_a_dataset_that_trains_on_none_of_its_splits_is_neither_planned_nor_written(sources):
-    report, load = converted(sources, {"spot_the_diff": ["train"], "birds_to_words": []})
+    report, load = converted(sources, validated(sources, spot_the_diff=["train"], birds_to_words=[]))
     assert load.sources == {"spot_the_diff": SourceCount(2, 3)}
     assert (report.pairs["train"], report.samples["train"]) == (2, 3)
     birds = report.datasets["birds_to_words"]
