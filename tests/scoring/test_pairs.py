@@ -214,14 +214,12 @@ def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_word
 
 
 def test_the_protocols_of_a_part_are_those_of_the_dataset_of_its_name():
-    spec = DATASETS["omnidiff"]
+    spec, change = DATASETS["omnidiff"], DATASETS["clevr_change"]
     for part in {protocol.part for protocol in spec.protocols}:
         assert {protocol.part for protocol in protocols_of(str(part), spec)} == {part}
-    assert protocols_of("mine", spec) == (Protocol("test", n=None),)
-    change = DATASETS["clevr_change"]
-    assert protocols_of("mine", change) == change.protocols
     on_val = replace(change, protocols=(replace(change.protocols[1], split="val"),))
-    assert protocols_of("mine", on_val) == (Protocol("test", n=None),)
+    assert protocols_of("mine", spec) == protocols_of("mine", on_val) == (Protocol("test", n=None),)
+    assert protocols_of("mine", change) == change.protocols
 
 
 def test_the_reader_that_ingest_reports_says_which_dataset_it_is(tmp_path: Path):

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.datasets.spec import Protocol
-from m3diff.scoring.bootstrap import score_of
-from m3diff.scoring.metrics import ALL, METRICS, MetricScores, gate_metrics, spice
+from m3diff.scoring.metrics import ALL, METRICS, MetricScores, spice
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.run import compute_metrics
-from m3diff.stages.evaluate.stage import evaluate
 from tests.scoring import bench
 
 SHARED = Path(__file__).parents[3] / "shared" / "real"
@@ -307,19 +304,7 @@ def test_the_time_limit_of_spice_counts_captions_and_the_cube_of_long_ones(toy: 
     assert toy.spice(limit_s=2) > 0
 
 
-def test_evaluate_shows_spice_like_any_other_score(toy: Bench):
-    folders = bench.write(toy.folder / "run")
-    out = toy.folder / "out"
-    cfg = bench.config(metrics=["CIDEr", "SPICE"], gallery=0)
-    report = evaluate(cfg, bench.compute(spice_dir=toy.jars), *folders, out)
-    (name,) = report.protocols
-    value = report.protocols[name].scores["SPICE"]
-    assert value is not None
-    assert json.loads((out / "headline.json").read_text())[name]["SPICE"] == pytest.approx(100 * value, abs=0.01)
-    table = pq.read_table(out / "scores.parquet")
-    assert score_of(table, name, METRICS["SPICE"].resampled["SPICE"]) == pytest.approx(value)
-    assert f"{100 * value:.1f}" in (out / "report.html").read_text()
-    assert "SPICE" in gate_metrics(["SPICE"])
+def test_captions_without_a_tuple_have_no_score_and_say_so(toy: Bench):
     toy.fails("value = lambda item: None")
     assert toy.alone().absent["SPICE"].startswith("no caption names an object")
 
