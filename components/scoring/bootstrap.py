@@ -5,7 +5,7 @@ whole test set, such as CIDEr's document frequencies, stay fixed: only the pairs
 says how a score would move on other pairs of this kind, not how it moves from one training to another.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -127,23 +127,18 @@ def statistics(rows: pa.Table, column: str) -> np.ndarray | None:
     return found
 
 
-def resample(*parts: np.ndarray, resamples: int | None = None, seed: int = SEED) -> list[np.ndarray]:
+def resample(*parts: np.ndarray) -> list[np.ndarray]:
     """Sums over pairs drawn with replacement, as many as there are, of columns that are drawn alike: each [pairs, k] ->
     [resamples, k]."""
-    values = np.hstack(parts)
-    count = RESAMPLES if resamples is None else resamples
-    sums = np.concatenate([counts @ values for counts in drawn(len(values), count, seed)])
-    return np.split(sums, np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
-
-
-def drawn(pairs: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """Counts of each pair, float64 [some resamples, pairs], until there are `resamples`."""
-    rng = np.random.default_rng(seed)
+    values, sums, rng = np.hstack(parts), [], np.random.default_rng(SEED)
+    pairs = len(values)
     size = max(1, CELLS // pairs)
-    for start in range(0, resamples, size):
-        rows = min(size, resamples - start)
+    for start in range(0, RESAMPLES, size):
+        rows = min(size, RESAMPLES - start)
         places = rng.integers(0, pairs, (rows, pairs)) + np.arange(rows)[:, None] * pairs
-        yield np.bincount(places.ravel(), minlength=rows * pairs).reshape(rows, pairs).astype(np.float64)
+        counts = np.bincount(places.ravel(), minlength=rows * pairs).reshape(rows, pairs)
+        sums.append(counts.astype(np.float64) @ values)
+    return np.split(np.concatenate(sums), np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
 
 
 def bounds(scores: np.ndarray, confidence: float) -> Interval | None:
