@@ -9,7 +9,7 @@ import pytest
 from m3diff.commands.compare import as_text, compare
 from m3diff.records.errors import DataError
 from tests.scoring import bench
-from tests.scoring.pages import evidence, gallery_of, table, write_scores
+from tests.scoring.bench import evidence, gallery_of, table, write_scores
 
 
 @pytest.fixture(scope="module")

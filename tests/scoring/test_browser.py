@@ -14,7 +14,7 @@ from m3diff.commands.compare import compare
 from m3diff.stages.evaluate.report import write_report
 from tests.browser import Watch, chromium
 from tests.scoring import bench
-from tests.scoring.pages import evidence, write_scores
+from tests.scoring.bench import evidence, write_scores
 
 DESKTOP, PHONE = {"width": 1400, "height": 1000}, {"width": 390, "height": 844}
 

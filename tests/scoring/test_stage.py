@@ -17,7 +17,7 @@ from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.scoring import bench
-from tests.scoring.pages import gallery_of
+from tests.scoring.bench import gallery_of
 
 PROTOCOL = "toy/test"
 
