@@ -210,6 +210,7 @@ def test_a_worker_whose_parent_is_gone_ends_itself_and_its_children(tmp_path: Pa
 def test_a_spice_that_dies_costs_only_its_own_score_and_leaves_the_package_alone(tmp_path: Path, monkeypatch):
     for name in (*JARS, *NASHORN):
         (tmp_path / name).touch()
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path / "table"))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", "exit 1"))
     package = Path(spice.__file__).parent
     before = sorted(os.listdir(package)), sorted(os.listdir(package / "lib"))

@@ -64,6 +64,7 @@ def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_wi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folders = bench.write(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path / "table"))
     monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "sleep 1000"))
     for path in (
         folders.predictions / "predictions_shuffled.json",

@@ -44,7 +44,7 @@ Job = dict[str, Any]
 Item = tuple[str, list[str]]
 
 
-def ptb(folder: Path) -> Callable[[Job], list[str]]:
+def ptb(folder: Path, read_job: Callable[[], Job]) -> list[str]:
     """Job {"captions": [str]} -> their tokens, joined by spaces. A sentinel at the end proves that no line slipped.
 
     The command and what is left out of its answer are those of pycocoevalcap's PTBTokenizer.
@@ -54,20 +54,17 @@ def ptb(folder: Path) -> Callable[[Job], list[str]]:
     jar = Path(module.__file__).with_name(module.STANFORD_CORENLP_3_4_1_JAR)
     command = ["java", "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
 
-    def tokenise(job: Job) -> list[str]:
-        captions = [*job["captions"], SENTINEL]
-        (folder / "captions").write_bytes("\n".join(captions).encode())
-        answer = subprocess.run([*command, "captions"], cwd=folder, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-        lines = answer.stdout.decode().split("\n")[: len(captions)]
-        tokens = [" ".join(w for w in line.rstrip().split(" ") if w not in module.PUNCTUATIONS) for line in lines]
-        if len(tokens) != len(captions) or tokens[-1] != SENTINEL:
-            raise RuntimeError(f"the tokenizer gave {len(tokens)} lines for {len(captions)} captions")
-        return tokens[:-1]
-
-    return tokenise
+    captions = [*read_job()["captions"], SENTINEL]
+    (folder / "captions").write_bytes("\n".join(captions).encode())
+    answer = subprocess.run([*command, "captions"], cwd=folder, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    lines = answer.stdout.decode().split("\n")[: len(captions)]
+    tokens = [" ".join(w for w in line.rstrip().split(" ") if w not in module.PUNCTUATIONS) for line in lines]
+    if len(tokens) != len(captions) or tokens[-1] != SENTINEL:
+        raise RuntimeError(f"the tokenizer gave {len(tokens)} lines for {len(captions)} captions")
+    return tokens[:-1]
 
 
-def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
+def meteor(folder: Path, read_job: Callable[[], Job]) -> list[list[float]]:
     """Job {"items": [[prediction, [reference]]], "shards"} -> the 23 statistics of each.
 
     A Java program keeps its whole paraphrase table in memory, 5 million entries that take it 15 s to read, so each
@@ -80,21 +77,18 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
     with gzip.open(home / "data" / "paraphrase-en.gz") as file:
         table = file.read()
 
-    def compute(job: Job) -> list[list[float]]:
-        nonlocal table
-        items = job["items"]
-        shards = max(1, min(job["shards"], len(items) // ITEMS_A_SHARD))
-        with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
-            file.writelines(matching_paraphrases(table, items))
-        table = b""
-        order = sorted(range(len(items)), key=lambda i: needs_normalising(items[i]))
-        parts = [order[part * len(order) // shards : (part + 1) * len(order) // shards] for part in range(shards)]
-        with ThreadPoolExecutor(shards) as pool:
-            found = pool.map(lambda part: ask_meteor(folder, part, [items[i] for i in parts[part]]), range(shards))
-            answers = dict(zip(order, chain.from_iterable(found), strict=True))
-        return [answers[i] for i in range(len(items))]
-
-    return compute
+    job = read_job()
+    items = job["items"]
+    shards = max(1, min(job["shards"], len(items) // ITEMS_A_SHARD))
+    with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
+        file.writelines(matching_paraphrases(table, items))
+    table = b""
+    order = sorted(range(len(items)), key=lambda i: needs_normalising(items[i]))
+    parts = [order[part * len(order) // shards : (part + 1) * len(order) // shards] for part in range(shards)]
+    with ThreadPoolExecutor(shards) as pool:
+        found = pool.map(lambda part: ask_meteor(folder, part, [items[i] for i in parts[part]]), range(shards))
+        answers = dict(zip(order, chain.from_iterable(found), strict=True))
+    return [answers[i] for i in range(len(items))]
 
 
 def matching_paraphrases(table: bytes, items: list[Item]) -> Iterator[bytes]:
@@ -165,7 +159,7 @@ def last_words(log: Path) -> str:
     return " / ".join([line for line in lines if not NOT_WORDS.match(line)][-3:])[-600:] or "none"
 
 
-def spice(folder: Path) -> Callable[[Job], list[float | None]]:
+def spice(folder: Path, read_job: Callable[[], Job]) -> list[float | None]:
     """Job {"items": [[prediction, [reference]]], "jars": the CoreNLP files, "modules": of Nashorn, "cache": a folder
     for parsed captions or null, "parses": whether a caption is not in it} -> F of each.
 
@@ -175,27 +169,25 @@ def spice(folder: Path) -> Callable[[Job], list[float | None]]:
 
     program = Path(package.__file__).with_name("spice-1.0.jar")
 
-    def compute(job: Job) -> list[float | None]:
-        shutil.copy(program, folder)  # Java looks for its libraries beside the file that a link points to
-        shutil.copytree(program.with_name("lib"), folder / "lib", copy_function=os.symlink)
-        for jar in job["jars"]:
-            (folder / "lib" / Path(jar).name).symlink_to(jar)
-        items = [{"image_id": f"{i:09}", "test": test, "refs": refs} for i, (test, refs) in enumerate(job["items"])]
-        (folder / "items.json").write_text(json.dumps(items), encoding="utf-8")
-        cache = ["-cache", job["cache"]] if job["cache"] else []
-        files = [str(folder / "items.json"), *cache, "-out", str(folder / "scores.json")]
-        command = ["java", "-jar", f"-Xmx{heap()}G", program.name, *files, "-subset", "-silent"]
-        environment = spice_environment(folder, job)
-        done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-        (folder / program.name).unlink()
-        if done.returncode != 0:
-            killed = " (killed, as for lack of memory)" if done.returncode == -signal.SIGKILL else ""
-            raise RuntimeError(f"SPICE ended with status {done.returncode}{killed}")
-        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
-        values = {one["image_id"]: one["scores"]["All"]["f"] for one in scores}
-        return [None if (f := values[item["image_id"]]) is None or f != f else float(f) for item in items]
-
-    return compute
+    job = read_job()
+    shutil.copy(program, folder)  # Java looks for its libraries beside the file that a link points to
+    shutil.copytree(program.with_name("lib"), folder / "lib", copy_function=os.symlink)
+    for jar in job["jars"]:
+        (folder / "lib" / Path(jar).name).symlink_to(jar)
+    items = [{"image_id": f"{i:09}", "test": test, "refs": refs} for i, (test, refs) in enumerate(job["items"])]
+    (folder / "items.json").write_text(json.dumps(items), encoding="utf-8")
+    cache = ["-cache", job["cache"]] if job["cache"] else []
+    files = [str(folder / "items.json"), *cache, "-out", str(folder / "scores.json")]
+    command = ["java", "-jar", f"-Xmx{heap()}G", program.name, *files, "-subset", "-silent"]
+    environment = spice_environment(folder, job)
+    done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    (folder / program.name).unlink()
+    if done.returncode != 0:
+        killed = " (killed, as for lack of memory)" if done.returncode == -signal.SIGKILL else ""
+        raise RuntimeError(f"SPICE ended with status {done.returncode}{killed}")
+    scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    values = {one["image_id"]: one["scores"]["All"]["f"] for one in scores}
+    return [None if (f := values[item["image_id"]]) is None or f != f else float(f) for item in items]
 
 
 def spice_environment(folder: Path, job: Job) -> dict[str, str]:
@@ -228,21 +220,23 @@ def heap() -> int:
 
 def main() -> None:
     name, seconds, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    run = {"PTB": ptb, "METEOR": meteor, "SPICE": spice}[name](folder)  # METEOR's table is read before its job is known
-    job = json.load(sys.stdin)
 
     def end(*_: object) -> None:
         """For a parent that was itself killed: otherwise it ends the group, and earlier."""
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    for number in (signal.SIGALRM, signal.SIGTERM):
-        signal.signal(number, end)
-    signal.alarm(seconds)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: at once
+    def read_job() -> Job:
+        job: Job = json.load(sys.stdin)
+        for number in (signal.SIGALRM, signal.SIGTERM):
+            signal.signal(number, end)
+        signal.alarm(seconds)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: at once
+        return job
+
     try:
-        answer = {"value": run(job)}
+        answer = {"value": {"PTB": ptb, "METEOR": meteor, "SPICE": spice}[name](folder, read_job)}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     (folder / "result.part").write_text(json.dumps(answer), encoding="utf-8")
