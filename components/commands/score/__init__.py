@@ -117,12 +117,11 @@ def find_references(
     counts = files.Counts(None) if benchmark is None else files.published_counts(benchmark, protocol)
     if benchmark and data:
         own = files.from_data(benchmark, data)
-        taken = [name_of(pair) for pair in pairs_of(benchmark.name, own) if takes(protocol, pair)]
-        counts = files.counts_of(own, taken, protocol)
+        counts = files.counts_of(own, protocol)
         if references is None:
             return own, counts
     if references:
-        return files.from_coco(references), counts
+        return files.from_coco(references, benchmark.name if benchmark else references.stem), counts
     assert benchmark is not None
     draws = f", which `m3diff synthesize {benchmark.name}` draws" if benchmark.spec.generate else ""
     raise DataError(
@@ -130,19 +129,6 @@ def find_references(
         f"{', '.join(benchmark.spec.files)}{draws}, or with ingest's records.parquet; or --references with its COCO "
         f"captions. The dataset's page: {benchmark.spec.page}"
     )
-
-
-def pairs_of(dataset: str, references: files.References) -> list[EvalPair]:
-    """The pairs without captions, and without their images, of which scores know nothing."""
-    nothing = Path(), Path(), b"", b""
-    return [
-        EvalPair(f"{dataset}/{name}", dataset, *nothing, texts, change_types)
-        for name, (texts, change_types) in references.pairs.items()
-    ]
-
-
-def name_of(pair: EvalPair) -> str:
-    return pair.id.removeprefix(f"{pair.dataset}/")
 
 
 def find_pairs(
@@ -154,8 +140,7 @@ def find_pairs(
         DataError: as `score`.
     """
     found = files.read_predictions(path, find.finder(references.pairs, dataset))
-    of_protocol = {name_of(pair): pair for pair in pairs_of(dataset, references) if takes(protocol, pair)}
-    taken = {name: references.pairs[name] for name in of_protocol}
+    taken = {name: pair for name, pair in references.pairs.items() if takes(protocol, pair)}
     if not taken:
         raise DataError(f"{dataset}: no pair of the references is one of protocol {protocol.name!r}")
     try:
@@ -179,10 +164,10 @@ def find_pairs(
         notes.append("ids such as {!r} were taken for {!r}".format(*matched.renamed))
     if rest := len(matched.captions) - len(captions):
         notes.append(f"{rest:,} captions of pairs that {protocol.name!r} does not take were left out")
-    said, texts = list(captions.values()), [taken[name].texts for name in captions]
+    said, texts = list(captions.values()), [taken[name].references for name in captions]
     notes += find.notes_of_captions(said, list(chain(*texts)), protocol)
     notes += notes_of_marks(said, texts) + notes_of_marks(list(chain(*texts)), what="references")
-    return [replace(of_protocol[name], prediction=caption) for name, caption in captions.items()], faults, notes
+    return [replace(taken[name], prediction=caption) for name, caption in captions.items()], faults, notes
 
 
 def metrics_of(protocol: Protocol, references: files.References, spice_dir: Path | None) -> dict[str, Metric]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from m3diff.commands.score.files import Benchmark, Counts, Prediction, Reference, published_counts
+from m3diff.commands.score.files import Benchmark, Counts, Prediction, published_counts
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
+from m3diff.scoring.pairs import EvalPair
 
 EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
 SCENE = re.compile(r"(?:CLEVR_(?P<kind>semantic|nonsemantic)_)?0*(?P<number>\d+)(?P<distractor>_n)?")
@@ -129,12 +130,12 @@ def level(ids: int, counts: Counts) -> str:
 
 
 def faults_of_predictions(
-    rows: int, matched: Matched, taken: Mapping[str, Reference], known: Iterable[str], counts: Counts
+    rows: int, matched: Matched, taken: Mapping[str, EvalPair], known: Iterable[str], counts: Counts
 ) -> list[str]:
     """Unknown and missing ids, with the likely reason."""
     faults = [not_known(matched.unknown, rows, list(known), counts)] if matched.unknown else []
     missing = [name for name in taken if name not in matched.captions]
-    wordless = [name for name, reference in taken.items() if not any(text.strip() for text in reference.texts)]
+    wordless = [name for name, pair in taken.items() if not any(text.strip() for text in pair.references)]
     if missing and missing == wordless:
         faults.append(
             f"no caption for {some(missing)}, the {len(missing)} pairs of which every reference is empty: they were "
@@ -156,12 +157,12 @@ def too_long(captions: Mapping[str, str]) -> list[str]:
     ]
 
 
-def split_references(pairs: Mapping[str, Reference]) -> list[str]:
+def split_references(pairs: Mapping[str, EvalPair]) -> list[str]:
     """References that are the words, or the characters, of one."""
     split = {
-        name: texts
-        for name, (texts, _) in pairs.items()
-        if len(texts) > 2 and all(len(text.split()) < 2 for text in texts)
+        name: pair.references
+        for name, pair in pairs.items()
+        if len(pair.references) > 2 and all(len(text.split()) < 2 for text in pair.references)
     }
     if len(split) <= MANY * len(pairs):
         return []
@@ -173,10 +174,10 @@ def split_references(pairs: Mapping[str, Reference]) -> list[str]:
     ]
 
 
-def notes_of_file(pairs: Mapping[str, Reference], known: Iterable[Benchmark]) -> list[str]:
+def notes_of_file(pairs: Mapping[str, EvalPair], known: Iterable[Benchmark]) -> list[str]:
     """Notes on a file of references without a benchmark: joined text, and the faults of benchmarks whose numbers it
     has."""
-    texts = [text for reference in pairs.values() for text in reference.texts]
+    texts = [text for pair in pairs.values() for text in pair.references]
     notes = []
     for benchmark in known:
         protocol = benchmark.protocol(None)
@@ -198,9 +199,9 @@ def notes_of_file(pairs: Mapping[str, Reference], known: Iterable[Benchmark]) ->
     return notes
 
 
-def faults_of_references(pairs: Mapping[str, Reference], counts: Counts, protocol: Protocol) -> list[str]:
+def faults_of_references(pairs: Mapping[str, EvalPair], counts: Counts, protocol: Protocol) -> list[str]:
     """Differences of a file of references from those of the benchmark."""
-    texts = [text for reference in pairs.values() for text in reference.texts]
+    texts = [text for pair in pairs.values() for text in pair.references]
     fault = ""
     if counts.pairs is not None and len(pairs) != counts.pairs:
         fault = f"{len(pairs):,} pairs, the benchmark has {counts.pairs:,}"
@@ -212,7 +213,7 @@ def faults_of_references(pairs: Mapping[str, Reference], counts: Counts, protoco
         else:
             fault += level(len(pairs), counts)
     elif protocol.references == "joined":
-        several = sum(len(reference.texts) > 1 for reference in pairs.values())
+        several = sum(len(pair.references) > 1 for pair in pairs.values())
         words = [len(text.split()) for text in texts]
         longer = sum(count > protocol.max_words for count in words) if protocol.max_words is not None else 0
         if several:

@@ -15,8 +15,8 @@ from m3diff.datasets.spec import DatasetSpec, Protocol, Published
 from m3diff.datasets.tables import DELIMITERS, read_values
 from m3diff.records.errors import DataError, readable
 from m3diff.scoring.grammar import Grammar
-from m3diff.scoring.pairs import without_surrogates
-from m3diff.scoring.protocols import protocols_of
+from m3diff.scoring.pairs import EvalPair, without_surrogates
+from m3diff.scoring.protocols import protocols_of, takes
 
 IDS = (
     "image_id", "id", "img_id", "uid", "pair_id", "pair", "image", "img", "file_name", "filename", "name",
@@ -218,13 +218,6 @@ def benchmarks() -> dict[str, Benchmark]:
     return dict(sorted((found | own).items()))
 
 
-class Reference(NamedTuple):
-    """A pair's references and change types; no types where they are unknown."""
-
-    texts: list[str]
-    change_types: list[str]
-
-
 class Counts(NamedTuple):
     """Numbers of the pairs of a protocol. None: not known."""
 
@@ -236,16 +229,20 @@ class Counts(NamedTuple):
 
 
 class References(NamedTuple):
-    """By the pair's id, in the file's order."""
+    """Pairs by name, in the file's order: without captions, and without their images, of which scores know nothing."""
 
-    pairs: dict[str, Reference]
+    pairs: dict[str, EvalPair]
     records: int | None = None  # of the annotation file, over all of `pairs`
     image_pairs: int | None = None
     grammar: Grammar | None = None  # reads captions back into changes
     as_scored: bool = False  # a COCO file: what it holds is scored as it stands
 
 
-def from_coco(path: Path) -> References:
+def bare_pair(dataset: str, name: str, references: list[str], change_types: list[str]) -> EvalPair:
+    return EvalPair(f"{dataset}/{name}", dataset, Path(), Path(), b"", b"", references, change_types)
+
+
+def from_coco(path: Path, dataset: str) -> References:
     """{"images": [{"id"}], "annotations": [{"image_id", "caption"}]}; an image may stand there several times.
 
     Raises:
@@ -272,7 +269,7 @@ def from_coco(path: Path) -> References:
         )
     if not texts:
         raise DataError(f"{path}: holds no image; is it the right file?")
-    return References({name: Reference(found, []) for name, found in texts.items()}, as_scored=True)
+    return References({name: bare_pair(dataset, name, found, []) for name, found in texts.items()}, as_scored=True)
 
 
 def from_data(benchmark: Benchmark, path: Path) -> References:
@@ -283,7 +280,7 @@ def from_data(benchmark: Benchmark, path: Path) -> References:
     """
     records = path if path.suffix == ".parquet" else path / "records.parquet"
     if records.is_file():
-        return from_records(records)
+        return from_records(records, benchmark.name)
     if not path.is_dir():
         raise DataError(f"{path}: no such folder; name the one that holds {', '.join(benchmark.spec.files)}")
     rows = [row for row in benchmark.spec.read(path) if row.split == "test"]
@@ -296,24 +293,27 @@ def from_data(benchmark: Benchmark, path: Path) -> References:
     if not rows:
         raise DataError(f"{path}: has no test pair; is it the whole dataset?")
     pairs = {
-        row.name: Reference(list(map(without_surrogates, row.references)) or [""], row.change_types) for row in rows
+        row.name: bare_pair(
+            benchmark.name, row.name, list(map(without_surrogates, row.references)) or [""], row.change_types
+        )
+        for row in rows
     }
     grammar = Grammar.load(path / "grammar.json") if benchmark.spec.grammar else None
     images = {(row.before, row.after) for row in rows}
     return References(pairs, sum(row.raw_rows for row in rows), len(images), grammar)
 
 
-def from_records(path: Path) -> References:
+def from_records(path: Path, dataset: str) -> References:
     import pyarrow.parquet as pq
 
     columns = ["id", "dataset", "split", "references", "change_types", "before", "after"]
     with readable(path, "run `m3diff ingest` again"):
         rows = pq.read_table(path, columns=columns, filters=[("split", "=", "test")]).to_pylist()
-    pairs = {
-        row["id"].removeprefix(f"{row['dataset']}/"): Reference(row["references"] or [""], row["change_types"] or [])
-        for row in rows
-        if row["id"] is not None
-    }
+    pairs = {}
+    for row in rows:
+        if row["id"] is not None:
+            name = row["id"].removeprefix(f"{row['dataset']}/")
+            pairs[name] = bare_pair(dataset, name, row["references"] or [""], row["change_types"] or [])
     if not pairs:
         raise DataError(f"{path}: has no record of the split 'test'")
     rules = path.with_name("grammar.json")
@@ -321,9 +321,9 @@ def from_records(path: Path) -> References:
     return References(pairs, None, len(images), Grammar.load(rules) if rules.is_file() else None)
 
 
-def counts_of(references: References, taken: Iterable[str], protocol: Protocol) -> Counts:
+def counts_of(references: References, protocol: Protocol) -> Counts:
     """Numbers of the pairs that a protocol takes."""
-    pairs = [references.pairs[name].texts for name in taken]
+    pairs = [pair.references for pair in references.pairs.values() if takes(protocol, pair)]
     whole = len(pairs) == len(references.pairs)
     return Counts(
         pairs=len(pairs),

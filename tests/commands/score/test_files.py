@@ -10,7 +10,7 @@ import pytest
 
 from m3diff.__main__ import DATA_REFUSED
 from m3diff.commands.score.faults import faults_of_predictions, match, notes_of_captions
-from m3diff.commands.score.files import Counts, Prediction, Reference, benchmarks, published_counts, read_predictions
+from m3diff.commands.score.files import Counts, Prediction, bare_pair, benchmarks, published_counts, read_predictions
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
@@ -215,7 +215,10 @@ def test_an_unknown_id_stands_beside_the_known_one_of_its_letters(wrong: str):
 
 def faults(given: str, **counts: int) -> list[str]:
     """Of captions of these ids, a letter or digit each, for the pairs 0 to 4."""
-    found, pairs = [Prediction(name, "x") for name in given], {str(n): Reference(["a"], []) for n in range(5)}
+    found, pairs = (
+        [Prediction(name, "x") for name in given],
+        {str(n): bare_pair("iedit", str(n), ["a"], []) for n in range(5)},
+    )
     known = Counts(len(pairs), **counts)
     return faults_of_predictions(len(found), match(found, pairs, "iedit", known), pairs, pairs, known)
 
