@@ -322,28 +322,26 @@ def charts(curves: Path) -> list[dict[str, Any]]:
     curves.csv."""
     with curves.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
+    columns = list(rows[0]) if rows else []
 
-    def column(name: str, factor: float = 1.0) -> list[tuple[float, float]]:
-        return [(float(row["step"]), factor * float(row[name])) for row in rows if row.get(name)]
+    def line(column: str, style: str, name: str = "", dots: bool = False, factor: float = 1.0) -> Line:
+        points = [(float(row["step"]), factor * float(row[column])) for row in rows if row.get(column)]
+        return Line(name or column, points, style, dots)
 
-    def each(prefix: str, styles: Sequence[str] = STYLES, title: str | None = None, dots: bool = False) -> list[Line]:
-        names = [name for name in (rows[0] if rows else ()) if name.startswith(prefix)]
-        return [
-            Line(name if title is None else title + name.removeprefix(prefix), column(name), style, dots)
-            for name, style in zip(names, cycle(styles))
-        ]
+    def each(prefix: str) -> list[Line]:
+        found = (column for column in columns if column.startswith(prefix))
+        return [line(column, style) for column, style in zip(found, cycle(STYLES))]
 
-    loss = column("loss")
-    parts = each("val_loss_", STYLES[2:], "validation, ", dots=True)
-    lines_of_loss = [
-        Line("each step", loss, "faint"),
-        Line("training, running mean", smooth(loss), "main"),
-        Line("validation", column("val_loss"), "second", dots=True),
-        *(parts if len(parts) > 1 else []),  # of one dataset the line is that of val_loss
-    ]
-    cider = [Line("CIDEr", column("val_cider", 100), "second", dots=True)]
+    loss = line("loss", "faint", "each step")
+    mean = Line("training, running mean", smooth(loss.points), "main")
+    losses = [loss, mean, line("val_loss", "second", "validation", dots=True)]
+    parts = [column for column in columns if column.startswith("val_loss_")]
+    if len(parts) > 1:  # of one dataset the line is that of val_loss
+        for column, style in zip(parts, cycle(STYLES[2:])):
+            losses.append(line(column, style, f"validation, {column.removeprefix('val_loss_')}", dots=True))
+    cider = [line("val_cider", "second", "CIDEr", dots=True, factor=100)]
     figures = (
-        ("Loss", "per supervised token and training step, log scale", lines_of_loss, True),
+        ("Loss", "per supervised token and training step, log scale", losses, True),
         ("Learning rate", "per training step", each("lr_"), False),
         ("Update of the module", "RMS over that of the features, log scale", each("module_update_ratio"), True),
         ("Score of the module", "gate on each level's update, mean of a step", each("module_score"), False),
