@@ -135,16 +135,13 @@ def group_pairs(pairs: list[EvalPair]) -> Groups:
 def split_by(numbered: list[tuple[int, str]]) -> dict[int, list[str]]:
     """The ids of each number, in order; nothing where all have the same."""
     numbers = sorted({number for number, _ in numbered})
-    if len(numbers) < 2:
-        return {}
-    return {each: [i for number, i in numbered if number == each] for each in numbers}
+    return {each: [i for number, i in numbered if number == each] for each in numbers if len(numbers) > 1}
 
 
 def fewest_words(pair: EvalPair) -> int:
     """The lower bound of the length of the pair's references, empty ones left out."""
-    counts = [len(reference.split()) for reference in pair.references if reference.strip()]
-    mean = sum(counts) / max(1, len(counts))
-    return max((fewest for fewest in LENGTHS if fewest <= mean), default=1)
+    counts = [len(reference.split()) for reference in pair.references if reference.strip()] or [1]
+    return max(fewest for fewest in LENGTHS if fewest <= sum(counts) / len(counts))
 
 
 class PublishedRow(NamedTuple):
@@ -162,23 +159,19 @@ def published_rows(benchmark: str, change_type: str | None = None) -> list[Publi
 
     A result that several papers print is there once.
     """
-    rows: list[tuple[dict[str, str], dict[str, float | None]]] = []
+    rows: dict[tuple[str, str], tuple[dict[str, str], dict[str, float | None]]] = {}
     if change_type is None:
-        of_benchmark = [row for row in read("results.csv") if row["benchmark"] == benchmark]
-        first_to_print = {(row["method"], row["cider"]): row for row in reversed(of_benchmark)}
-        rows = [
-            (row, {name: float(row[column]) if row[column] else None for column, name in COLUMNS.items()})
-            for row in list(first_to_print.values())[::-1]
-        ]
+        for row in read("results.csv"):
+            if row["benchmark"] == benchmark:
+                scores = {name: float(row[column]) if row[column] else None for column, name in COLUMNS.items()}
+                rows.setdefault((row["method"], row["cider"]), (row, scores))
     elif benchmark == "clevr_change" and change_type in BY_TYPE:
-        nothing: dict[str, float | None] = dict.fromkeys(PUBLISHED_SCORES)
-        rows = [
-            (row | {"source": BY_TYPE_SOURCE}, nothing | {"CIDEr": float(row[BY_TYPE[change_type]])})
-            for row in read("clevr_change_cider_by_type.csv")
-        ]
+        for row in read("clevr_change_cider_by_type.csv"):
+            scores = dict.fromkeys(PUBLISHED_SCORES) | {"CIDEr": float(row[BY_TYPE[change_type]])}
+            rows[row["method"], ""] = row | {"source": BY_TYPE_SOURCE}, scores
     return [
         PublishedRow(row["method"], row["venue"], scores, row["source"], chosen_on_test(row["method"], benchmark))
-        for row, scores in rows
+        for row, scores in rows.values()
     ]
 
 

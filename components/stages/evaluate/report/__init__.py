@@ -175,16 +175,13 @@ def rank(rows: list[Row]) -> list[Row]:
     for column in zip(*([cell.text for cell in row.cells] for row in rows if "*" not in row.marks), strict=True):
         values = sorted({float(text) for text in column if text != ABSENT}, reverse=True)
         places.append({f"{value:.1f}": place for place, value in enumerate(values[:2], BEST)} if values[1:] else {})
-    return [
-        row
-        if "*" in row.marks
-        else row._replace(
-            cells=tuple(
-                cell._replace(rank=place.get(cell.text, 0)) for cell, place in zip(row.cells, places, strict=True)
-            )
-        )
-        for row in rows
-    ]
+    ranked = []
+    for row in rows:
+        if "*" not in row.marks:
+            marked = (cell._replace(rank=of.get(cell.text, 0)) for cell, of in zip(row.cells, places, strict=True))
+            row = row._replace(cells=tuple(marked))
+        ranked.append(row)
+    return ranked
 
 
 def plain(name: str) -> str:
@@ -394,29 +391,26 @@ def render(evidence: Evidence, store: ImageStore) -> str:
     first = evidence.protocols[0]
     readable = scores[first.name].scores.get("change_type_accuracy") is not None
     parsed = [evidence.parsed[pair.id] for pair in first.pairs if readable and pair.id in evidence.parsed]
-    return (
-        templates()
-        .get_template("report.html.j2")
-        .render(
-            report=evidence.report,
-            datasets=list(dict.fromkeys(one.dataset for one in evidence.protocols)),
-            first=scores[first.name],
-            columns=columns,
-            without_rare_words=any(of.groups.get("distractors", {}).get("CIDEr") == 0 for of in scores.values()),
-            overview=overview(scores, columns, evidence.notes),
-            parts=protocol_parts(evidence, all_columns, columns),
-            alarms=alarms(parsed),
-            confusion=confusion_table(parsed),
-            charts=charts(evidence.curves) if evidence.curves.is_file() else [],
-            gallery=gallery([run], evidence.metrics, rights, saliency, store),
-            gallery_title="All pairs",
-            gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
-            image_rights=rights,
-            images_inside=store.is_inside,
-            has_saliency=bool(saliency),
-            absent=absent_scores(scores),
-            control_pairs=sum(pair.shuffled_prediction is not None for pair in first.pairs),
-        )
+    page = templates().get_template("report.html.j2")
+    return page.render(
+        report=evidence.report,
+        datasets=list(dict.fromkeys(one.dataset for one in evidence.protocols)),
+        first=scores[first.name],
+        columns=columns,
+        without_rare_words=any(of.groups.get("distractors", {}).get("CIDEr") == 0 for of in scores.values()),
+        overview=overview(scores, columns, evidence.notes),
+        parts=protocol_parts(evidence, all_columns, columns),
+        alarms=alarms(parsed),
+        confusion=confusion_table(parsed),
+        charts=charts(evidence.curves) if evidence.curves.is_file() else [],
+        gallery=gallery([run], evidence.metrics, rights, saliency, store),
+        gallery_title="All pairs",
+        gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
+        image_rights=rights,
+        images_inside=store.is_inside,
+        has_saliency=bool(saliency),
+        absent=absent_scores(scores),
+        control_pairs=sum(pair.shuffled_prediction is not None for pair in first.pairs),
     )
 
 
