@@ -69,7 +69,7 @@ PUBLISHED = dict(
         strict=True,
     )
 )
-"""Of the 1,000 captions that coco-caption brings with it."""
+"""Scores of the 1,000 captions that coco-caption brings with it."""
 
 SHOWN = ("CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy")
 ALL_METRICS = tuple(name for name in METRICS if name != "judge")

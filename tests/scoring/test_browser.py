@@ -97,7 +97,7 @@ DECODE = """async all => {
 
 
 def drawn_images(within: Locator) -> int:
-    """How many images are there and decoded, those below the window too."""
+    """The number of images that are there and decoded, those below the window too."""
     return within.locator("img").evaluate_all(DECODE)
 
 
@@ -161,7 +161,7 @@ def test_pairs_are_sorted_a_view_sets_filter_and_order_and_a_type_in_the_table_l
 
 
 def blues(page: Page) -> list[int]:
-    """How blue the slide is at a quarter and at three quarters of its width; the toy's images turn bluer."""
+    """The blue of the slide at a quarter and at three quarters of its width; the toy's images turn bluer."""
     picture = Image.open(io.BytesIO(page.locator("#slide").screenshot())).convert("RGB")
     return [picture.getpixel((round(picture.width * place), picture.height // 4))[2] for place in (0.25, 0.75)]
 
@@ -261,7 +261,7 @@ def test_a_phone_needs_no_sideways_scrolling(new_page, pages: Pages):
 
 
 def test_it_works_in_a_frame_that_may_run_scripts_and_nothing_else(browser: Browser, pages: Pages):
-    """As MLflow shows artifacts: a page from memory in a sandbox, without its folder, storage or clipboard."""
+    """A page as MLflow shows artifacts: from memory in a sandbox, without its folder, storage or clipboard."""
     page = browser.new_page(viewport=DESKTOP)
     watch = Watch(page)
     page.set_content("<iframe sandbox='allow-scripts' style='width: 1300px; height: 900px'></iframe>")

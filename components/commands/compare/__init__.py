@@ -23,7 +23,7 @@ from m3diff.stages.evaluate.report import Row, Table, in_papers_units, plain, te
 from m3diff.stages.evaluate.report.gallery import ImageStore, RunPairs, gallery, rights_of
 
 INSIDE_MB = 24
-"""Of images; of more, all stand in a folder beside the page."""
+"""MB of images that the page holds; of more, all are files of a folder beside it."""
 Scores = dict[str, dict[str, dict[str, PairValue]]]
 """Protocol -> pair id -> column -> value."""
 

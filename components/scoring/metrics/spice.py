@@ -41,16 +41,16 @@ ARTIFACTS = (
     "org.openjdk.nashorn:nashorn-core:15.4",
     *(f"org.ow2.asm:{name.removesuffix('-7.3.1.jar')}:7.3.1" for name in ASM),
 )
-"""Of `JARS` and `NASHORN`, as Maven calls them."""
+"""Maven's names of `JARS` and `NASHORN`."""
 FIRST_WITHOUT_JAVASCRIPT = 15
 REMEDY = (
     f"needs {JARS[0]} and {JARS[1]}, which nothing here downloads: take them from "
     "http://nlp.stanford.edu/software/stanford-corenlp-full-2015-12-09.zip (384 MB) and name their folder in "
     "compute.spice_dir"
 )
-"""Where no folder is named at all."""
+"""The remedy where no folder is named at all."""
 SECONDS_A_CAPTION = 1
-"""What the time limit allows for each caption of up to 20 words beside its fixed part; of a longer one the cube of its
+"""The time limit's seconds for each caption of up to 20 words, beside its fixed part; of a longer one the cube of its
 length, up to LONGEST_S. Two idle cores parse 50 of 10 words a second, two that other work shares 4."""
 LONGEST_S = 900
 LONGEST_KEPT = 500  # bytes; LMDB takes no longer key

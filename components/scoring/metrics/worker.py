@@ -38,7 +38,7 @@ ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
 NOT_WORDS = re.compile(r"at \S+\(|\.\.\. \d+ more|(NOTE: )?Picked up |$")
 """Starts of the lines of Java's output that say nothing of a failure: frames of a stack, options."""
 PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
-"""Of java.base: SPICE's serialiser looks into them, which Java 16 and later forbid."""
+"""Packages of java.base that SPICE's serialiser looks into, which Java 16 and later forbid."""
 GIB = 1 << 30
 Job = dict[str, Any]
 Item = tuple[str, list[str]]

@@ -32,7 +32,7 @@ BASE64 = 4 / 3
 """Bytes in the page to a byte of an image."""
 
 Mark = tuple[str, bool]
-"""What a clause names, and whether it is right."""
+"""A part of a clause, and its verdict."""
 
 
 class ImageRights(NamedTuple):
