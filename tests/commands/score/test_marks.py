@@ -21,7 +21,7 @@ TEXTS = [
 ]
 KNOWN = [[text, f"now {text}"] for text in TEXTS]
 REFERENCES = {str(number): texts for number, texts in enumerate(KNOWN)}
-REAL = Path(__file__).parents[3] / "shared" / "real"
+REAL = Path(__file__).parents[4] / "shared" / "real"
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published annotations are not beside the project")
 
 MARKS = {

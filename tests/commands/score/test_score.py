@@ -17,7 +17,7 @@ from tests.commands.score import traps
 from tests.layouts import edit_json, run_ingest, write_clevr, write_json
 from tests.scoring.bench import GRAMMAR, PUBLISHED, fake_java
 
-REAL = Path(__file__).parents[3] / "shared" / "real" / "coco_caption"
+REAL = Path(__file__).parents[4] / "shared" / "real" / "coco_caption"
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published COCO files are not beside the project")
 CLEVR = {"000001.png": "it became red", "000012.png": "the cube turned red"}
 DISTRACTORS = {f"{name}_n": "nothing has changed" for name in CLEVR}
