@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
 from m3diff.datasets import DATASETS
@@ -74,6 +75,10 @@ PUBLISHED = dict(
 SHOWN = ("CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy")
 ALL_METRICS = tuple(name for name in METRICS if name != "judge")
 CURVES = "step,epoch,loss,lr_vision,lr_projector,lr_module,lr_llm,grad_norm,val_loss,val_loss_toy,val_cider"
+
+
+REAL = REPOSITORY.parent / "shared" / "real"
+needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published annotations are not beside the project")
 
 
 class Folders(NamedTuple):

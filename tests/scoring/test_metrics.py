@@ -36,9 +36,7 @@ from m3diff.scoring.metrics import (
 )
 from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, differences, roc_auc
 from tests.scoring import bench
-
-REAL = Path(__file__).parents[3] / "shared" / "real" / "coco_caption"
-needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published COCO files are not beside the project")
+from tests.scoring.bench import REAL, needs_real
 
 SIX = {str(i): [f"the {word} cube turned red", "it is red"] for i, word in enumerate("abcdef")}
 SIX_PREDICTIONS = {i: texts[0] if int(i) % 2 else "the cube is gone" for i, texts in SIX.items()}
@@ -139,8 +137,12 @@ def test_scores_of_one_pair_and_of_captions_without_words_are_those_of_pycocoeva
 @needs_real
 def test_scores_of_cocos_captions_are_those_of_pycocoevalcap():
     """The 1,000 predictions published with coco-caption, as tokens."""
-    references = json.loads(next(REAL.glob("*references_after_tokenization.json")).read_text(encoding="utf-8"))
-    results = json.loads(next(REAL.glob("*results_after_tokenization.json")).read_text(encoding="utf-8"))
+    references = json.loads(
+        next((REAL / "coco_caption").glob("*references_after_tokenization.json")).read_text(encoding="utf-8")
+    )
+    results = json.loads(
+        next((REAL / "coco_caption").glob("*results_after_tokenization.json")).read_text(encoding="utf-8")
+    )
     predictions = {i: texts[0] for i, texts in results.items()}
     assert len(predictions) == 1000
     assert_equal_to_stock({i: references[i] for i in predictions}, predictions)

@@ -23,10 +23,7 @@ from m3diff.scoring.metrics.spice import JARS, NASHORN
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.run import HEADLINE, EvaluateReport, compute_metrics, headline, merge, summarise
 from tests.scoring import bench
-from tests.scoring.bench import fake_java
-
-REAL = Path(__file__).parents[3] / "shared" / "real" / "coco_caption"
-needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published COCO files are not beside the project")
+from tests.scoring.bench import REAL, fake_java, needs_real
 
 COCO = ("CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE")
 
@@ -72,7 +69,7 @@ def published() -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def load(name: str):
-    return json.loads(next(REAL.glob(f"*{name}")).read_text(encoding="utf-8"))
+    return json.loads(next((REAL / "coco_caption").glob(f"*{name}")).read_text(encoding="utf-8"))
 
 
 @pytest.mark.fault("18")

@@ -23,7 +23,6 @@ from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.run import compute_metrics
 from tests.scoring import bench
 
-SHARED = Path(__file__).parents[3] / "shared" / "real"
 JARS = spice.JARS + spice.NASHORN
 
 STAND_IN = """
@@ -329,16 +328,16 @@ def test_no_program_outlives_a_killed_parent(toy: Bench):
     assert not list((toy.folder / "temporary").glob("m3diff-spice-*/spice-1.0.jar"))
 
 
-real = pytest.mark.skipif(not (SHARED / "spice").is_dir(), reason="the jars are not here")
+real = pytest.mark.skipif(not (bench.REAL / "spice").is_dir(), reason="the jars are not here")
 
 
 @real
 @pytest.mark.slow(120)
 def test_the_real_program_gives_the_published_score_and_the_second_time_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    coco = SHARED / "coco_caption"
+    coco = bench.REAL / "coco_caption"
     files = [str(coco / "en_captions_val2014_fakecap_results.json"), "--references"]
-    files += [str(coco / "en_captions_val2014.json"), "--spice-dir", str(SHARED / "spice")]
+    files += [str(coco / "en_captions_val2014.json"), "--spice-dir", str(bench.REAL / "spice")]
     reports = []
     for _ in range(2):
         start = time.monotonic()
@@ -346,7 +345,7 @@ def test_the_real_program_gives_the_published_score_and_the_second_time_at_once(
         seconds = time.monotonic() - start
         reports.append(json.loads(capsys.readouterr().out))
     assert reports[0] == reports[1]
-    assert main(["score", "--check-spice", "--spice-dir", str(SHARED / "spice")]) == 0
+    assert main(["score", "--check-spice", "--spice-dir", str(bench.REAL / "spice")]) == 0
     assert "works " in capsys.readouterr().out
     assert reports[0]["scores"]["SPICE"] == pytest.approx(0.1329, abs=5e-5)
     assert seconds < 15 * max(1, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from m3diff.datasets.minichange.generate import CHANGE_TYPES, LEVELS, references, sample_types
 from m3diff.scoring.marks import notes_of_marks
 from tests.commands.score.conftest import Run
+from tests.scoring.bench import REAL, needs_real
 
 TEXTS = [
     "the lamp on the table is gone",
@@ -21,8 +21,6 @@ TEXTS = [
 ]
 KNOWN = [[text, f"now {text}"] for text in TEXTS]
 REFERENCES = {str(number): texts for number, texts in enumerate(KNOWN)}
-REAL = Path(__file__).parents[4] / "shared" / "real"
-needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published annotations are not beside the project")
 
 MARKS = {
     "special tokens or tags": [

@@ -15,10 +15,8 @@ from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.metrics.spice import check_spice
 from tests.commands.score import traps
 from tests.layouts import edit_json, run_ingest, write_clevr, write_json
-from tests.scoring.bench import GRAMMAR, PUBLISHED, fake_java
+from tests.scoring.bench import GRAMMAR, PUBLISHED, REAL, fake_java, needs_real
 
-REAL = Path(__file__).parents[4] / "shared" / "real" / "coco_caption"
-needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published COCO files are not beside the project")
 CLEVR = {"000001.png": "it became red", "000012.png": "the cube turned red"}
 DISTRACTORS = {f"{name}_n": "nothing has changed" for name in CLEVR}
 
@@ -27,7 +25,7 @@ DISTRACTORS = {f"{name}_n": "nothing has changed" for name in CLEVR}
 @pytest.mark.slow
 def test_the_published_scores_of_coco_captions_are_printed(capsys, monkeypatch):
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=de")  # a German comma once broke METEOR
-    files = [str(next(REAL.glob(name))) for name in ("*fakecap_results.json", "*val2014.json")]
+    files = [str(next((REAL / "coco_caption").glob(name))) for name in ("*fakecap_results.json", "*val2014.json")]
     assert main(["score", files[0], "--references", files[1], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {name: round(value, 4) for name, value in told["scores"].items()} == PUBLISHED
