@@ -269,7 +269,7 @@ def test_a_fault_in_one_metric_is_raised_and_leaves_no_process(tmp_path: Path, m
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", f"echo $$ >> {tmp_path}/pid; sleep 1000"))
 
     def wrong(pairs, groups, tools):
-        while not (tmp_path / "pid").is_file():
+        while not ((tmp_path / "pid").is_file() and (tmp_path / "pid").read_text()):
             time.sleep(0.05)
         raise ZeroDivisionError
 
