@@ -124,11 +124,11 @@ def train(params: Params, args: argparse.Namespace) -> None:
     model, mixture = params.models[params.train.model], params.paths.mixture
     from m3diff.commands.plan.plan import Run, check_memory
     from m3diff.commands.plan.words import count_words
-    from m3diff.registry.model_source import see_base
+    from m3diff.models.checkpoint import see_whole_files
     from m3diff.registry.tracking import followed
     from m3diff.stages.train.stage import train as run
 
-    see_base(params.train.base)
+    see_whole_files(params.train.base)
     check_memory(Run(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture))
     if (words := count_words(params.train.base, mixture)) and (warning := words.warning()):
         print(f"train: warning: {warning}", flush=True)
@@ -241,9 +241,9 @@ def plan(params: Params, args: argparse.Namespace) -> None:
     model = params.models[params.train.model]
     from m3diff.commands.plan.plan import Run, check_fits, make_plan, plan_alignment
     from m3diff.commands.plan.words import alignment_lines, count_words, print_plan, short_run
-    from m3diff.registry.model_source import see_base
+    from m3diff.models.checkpoint import see_whole_files
 
-    see_base(params.train.base)
+    see_whole_files(params.train.base)
     run = Run(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
     made, (before, uncounted) = make_plan(run), plan_alignment(run)
     kind = args.gpu or params.compute.gpu_kind

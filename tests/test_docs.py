@@ -77,7 +77,7 @@ def section(blocks: list[tuple[str, str]], key: str) -> dict[str, Any]:
 def kitchen(code, blocks, monkeypatch) -> DatasetSpec:
     code("components/datasets/kitchen.py")
     ((name, module),) = line(blocks, "components/datasets/__init__.py").items()
-    monkeypatch.setitem(DATASETS.modules, name, module)
+    monkeypatch.setitem(DATASETS, name, module)
     return DATASETS[name]
 
 
@@ -133,7 +133,7 @@ def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch,
 
     code("components/scoring/metrics/length.py")
     ((name, module),) = line(blocks, "components/scoring/metrics/__init__.py").items()
-    monkeypatch.setitem(METRICS.modules, name, module)
+    monkeypatch.setitem(METRICS, name, module)
     folders = bench.write(tmp_path)
     bench.run(folders, tmp_path / "out", metrics=section(blocks, "metrics")["metrics"])
     rows = {row["id"]: row["length"] for row in pq.read_table(tmp_path / "out" / "scores.parquet").to_pylist()}
@@ -160,7 +160,7 @@ def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
 def settings(code, blocks, monkeypatch) -> Any:
     code("components/models/adapted_vision.py")
     ((name, module),) = line(blocks, "components/models/__init__.py").items()
-    monkeypatch.setitem(FAMILIES.modules, name, module)
+    monkeypatch.setitem(FAMILIES, name, module)
     return TypeAdapter(FAMILIES[name].settings).validate_python(section(blocks, "small_gpu")["small_gpu"])
 
 

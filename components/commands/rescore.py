@@ -55,7 +55,7 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, on: str
             limit = int(version.tags.get(TOKENS, params.predict.max_new_tokens))
             base = params.train.base if is_adapters(folder) else None
             score(params, Source(version.name, folder, limit, base), made)
-            if tracking.lifecycle(client, version.run_id) is None:
+            if tracking.find_run(client, version.run_id) is None:
                 lost = f"MLflow has lost the run of version {version.version}"
                 print(f"promote: {lost}; its scores are not kept", flush=True)
             else:

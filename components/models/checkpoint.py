@@ -25,6 +25,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.family import Family
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import is_adapted, is_adapter, merge, trainable_names, unwrapped
+from m3diff.records.errors import DataError
 
 MANIFEST = "manifest.json"
 ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"
@@ -36,7 +37,7 @@ GIT_LFS = b"version https://git-lfs"
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(ValueError):
+class CheckpointError(DataError):
     """A checkpoint folder is incomplete, damaged, or not what it was taken for."""
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.records.errors import readable
-from m3diff.records.files import write_atomic
 
 PACKAGE = "m3diff"
 HOUSE = Path(__file__).resolve().parents[1]
@@ -30,15 +29,10 @@ def key_of(facts: Mapping[str, Any], module: Path, named: Iterable[str] = ()) ->
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def write_digests(stage: str, module: Path, named: Iterable[str] = ()) -> None:
-    """Write `code/<stage>.json`."""
-    write_atomic(FOLDER / f"{stage}.json", json.dumps(digests(module, named), indent=1) + "\n")
-
-
 def edited(stage: str) -> list[str]:
     """Files of a stage whose meaning is another than `code/<stage>.json` has; all is well where this is empty."""
-    recorded, now = _recorded(stage), current(stage)
-    return [name for name, meaning in recorded.items() if now[name] != meaning]
+    now = current(stage)
+    return [name for name, meaning in _recorded(stage).items() if now[name] != meaning]
 
 
 def current(stage: str) -> dict[str, str]:

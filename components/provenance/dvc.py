@@ -79,13 +79,15 @@ class Lock:
 
         DVC keeps the entry of a dataset that was taken out of `params.yaml`; only its name identifies it.
         """
-        return {
-            key: value
-            for stage, entries in self.stages.items()
-            if "@" not in stage or stage.partition("@")[2] in datasets
-            for sections in entries.get("params", {}).values()
-            for key, value in sections.items()
-        }
+        found: dict[str, Any] = {}
+        for stage in self.stages:
+            if "@" not in stage or stage.partition("@")[2] in datasets:
+                found |= self.ran_with(stage)
+        return found
+
+    def ran_with(self, stage: str) -> dict[str, Any]:
+        """The parameters that a stage ran with, by section; empty where it has none or never ran."""
+        return self.stages.get(stage, {}).get("params", {}).get("params.yaml", {})
 
     def output(self, stage: str, name: str) -> Path | None:
         """The path of a stage's output, by its last name."""

@@ -1,13 +1,14 @@
 """Lists of what lies in one module each: datasets, model families, metrics."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Lazy(MutableMapping[str, T]):
+class Lazy(UserDict[str, T]):
     """Objects by name, each imported from its module when it is first asked for.
 
     Whoever imports the list imports none of them, so that the code of a stage is its own and that of the names which
@@ -20,28 +21,13 @@ class Lazy(MutableMapping[str, T]):
             attribute: the name that the object has in its module.
             modules: dotted names of the modules, by the name of the object.
         """
-        self.attribute, self.modules = attribute, dict(modules)
-        self._given: dict[str, T] = {}
+        self.attribute, self.data = attribute, dict[str, Any](modules)
 
     def __getitem__(self, name: str) -> T:
-        if name in self._given:
-            return self._given[name]
-        found: T = getattr(import_module(self.modules[name]), self.attribute)
-        return found
+        found: Any = self.data[name]
+        return getattr(import_module(found), self.attribute) if isinstance(found, str) else found
 
-    def __setitem__(self, name: str, value: T) -> None:
-        self.modules.setdefault(name, type(value).__module__)
-        self._given[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.modules[name]
-        self._given.pop(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.modules)
-
-    def __len__(self) -> int:
-        return len(self.modules)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.modules
+    @property
+    def modules(self) -> dict[str, str]:
+        """The dotted names of the modules."""
+        return {name: of if isinstance(of, str) else type(of).__module__ for name, of in self.data.items()}

@@ -13,17 +13,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mlflow.entities.model_registry import RegisteredModel
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from m3diff.provenance.git import commit_at, common_dir, git, main_tree, run, who, words
 from m3diff.records.errors import DataError, redacted
 from m3diff.records.tables import aligned
+from m3diff.registry.tracking import registered
 
 NAME = "runs/history"
 FILE = "decisions.jsonl"  # of earlier releases
@@ -121,11 +121,11 @@ def _tip(repository: Path) -> str | None:
     if tip := commit_at(BRANCH, repository):
         return tip
     file = common_dir(repository) / BRANCH  # git takes an empty one for none
-    if not file.exists() and run("show-ref", "--verify", "--quiet", BRANCH, cwd=repository).returncode:
-        return None
-    if tip := commit_at(BRANCH, repository):  # another process made the branch meanwhile
-        return tip
-    raise DataError(f"{NAME}: names no commit; {DAMAGED}")
+    there = file.exists() or run("show-ref", "--verify", "--quiet", BRANCH, cwd=repository).returncode == 0
+    tip = commit_at(BRANCH, repository)  # which another process made meanwhile
+    if there and tip is None:
+        raise DataError(f"{NAME}: names no commit; {DAMAGED}")
+    return tip
 
 
 def _read(repository: Path, tip: str | None) -> list[Decision]:
@@ -191,15 +191,13 @@ def append(repository: Path, entry: Entry, pending: bool = False) -> Decision:
 def pending(repository: Path) -> Decision | None:
     """The move that was recorded and perhaps not made, since its process was killed."""
     commit = commit_at(PENDING, repository)
-    if commit is None or not holds(repository, BRANCH, commit):
-        return None  # killed before it was recorded: then nothing was moved
-    return _read(repository, commit)[-1]
+    recorded = commit is not None and holds(repository, BRANCH, commit)  # else it was killed before, and moved nothing
+    return _read(repository, commit)[-1] if recorded else None
 
 
 def settled(repository: Path) -> None:
-    """The pending move was made, or recorded as not done."""
-    if commit_at(PENDING, repository) is not None:
-        write_ref(repository, PENDING)
+    """The pending move, if there is one, was made, or recorded as not done."""
+    write_ref(repository, PENDING)
 
 
 def write_ref(repository: Path, ref: str, commit: str = "", expected: str = "") -> bool:
@@ -328,74 +326,54 @@ def agree(client: MlflowClient, repository: Path, model: str) -> None:
     Raises:
         DataError: decisions are missing; both ends are named.
     """
-    known = _known(client, model)[1]
-    if known is not None and not holds(repository, BRANCH, known[1]):
+    there = registered(client, model)
+    number, _, commit = (there.tags.get(TAG, "") if there else "").partition(" ")
+    known = number.isdecimal() and len(commit) == 40  # else a person wrote it
+    if known and not holds(repository, BRANCH, commit):
         for remote in git("remote", cwd=repository).split():
             catch_up(repository, remote)
-        if not holds(repository, BRANCH, known[1]):
-            raise DataError(_missing(repository, model, *known))
+        if not holds(repository, BRANCH, commit):
+            ours = _tip(repository)
+            here = f"ends at {ours} with {len(_read(repository, ours))}" if ours else "is not there"
+            remedy = (
+                f"fetch it from the clone that decided: git fetch CLONE +{BRANCH}:{BRANCH}. If none has it any more, "
+                f"delete the tag {TAG!r} of the model on MLflow's page: what was rolled back is then judged anew"
+            )
+            if commit_at(commit, repository):
+                remedy = f"that commit is in this clone: git update-ref {BRANCH} {commit}"
+            raise DataError(
+                f"decisions are missing: MLflow knows {number} of model {model!r}, the last one in commit {commit}, "
+                f"but the branch {NAME} of {repository.resolve()} {here}, and git's remotes do not have it. Nothing is "
+                f"decided; {remedy}"
+            )
     let_know(client, repository, model)
 
 
 def let_know(client: MlflowClient, repository: Path, model: str) -> None:
     """Write the tag."""
-    tip, (there, known) = _tip(repository), _known(client, model)
+    tip, there = _tip(repository), registered(client, model)
     if tip is not None and there is not None:
-        number = len(_read(repository, tip))
-        if known != (number, tip):
-            client.set_registered_model_tag(model, TAG, f"{number} {tip}")
-
-
-def _known(client: MlflowClient, model: str) -> tuple[RegisteredModel | None, tuple[int, str] | None]:
-    """The model, and its tag's number and commit; None where there is no tag, or one that a person wrote."""
-    there = next(iter(client.search_registered_models(f"name = '{model}'")), None)
-    number, _, commit = (there.tags.get(TAG, "") if there else "").partition(" ")
-    return there, (int(number), commit) if number.isdecimal() and len(commit) == 40 else None
-
-
-def _missing(repository: Path, model: str, number: int, commit: str) -> str:
-    ours = _tip(repository)
-    here = f"ends at {ours} with {len(_read(repository, ours))}" if ours else "is not there"
-    if commit_at(commit, repository):
-        remedy = f"that commit is in this clone: git update-ref {BRANCH} {commit}"
-    else:
-        remedy = (
-            f"fetch it from the clone that decided: git fetch CLONE +{BRANCH}:{BRANCH}. If none has it any more, "
-            f"delete the tag {TAG!r} of the model on MLflow's page: what was rolled back is then judged anew"
-        )
-    return (
-        f"decisions are missing: MLflow knows {number} of model {model!r}, the last one in commit {commit}, but the "
-        f"branch {NAME} of {repository.resolve()} {here}, and git's remotes do not have it. Nothing is "
-        f"decided; {remedy}"
-    )
+        known = f"{len(_read(repository, tip))} {tip}"
+        if there.tags.get(TAG) != known:
+            client.set_registered_model_tag(model, TAG, known)
 
 
 def warn(text: str) -> None:
     print(f"warning: record of decisions: {redacted(text)}", file=sys.stderr, flush=True)
 
 
-# For a terminal
-
-
 def table(found: Sequence[Decision]) -> str:
-    """The record, one line a decision, its reason below."""
-    head = ("", "at", "who", "model", "champion", "outcome", "flow run")
-    rows = [
-        (
-            *(str(one.number), one.at, one.who, one.model),
-            *(f"{one.from_ or '-'} -> {one.to or '-'}", one.outcome, one.flow_run or "-"),
-        )
-        for one in found
-    ]
-    first, *lines = aligned([head, *rows])
-    return "\n".join([first, *(text for pair in zip(lines, _reasons(found), strict=True) for text in pair)])
-
-
-def _reasons(found: Sequence[Decision]) -> Iterator[str]:
-    registries: dict[str, int] = {}
+    """The record for a terminal, one line a decision, its reason below."""
+    rows: list[Sequence[str]] = [("", "at", "who", "model", "champion", "outcome", "flow run")]
+    reasons, registries = [], dict[str, int]()
     for one in found:
-        anew = one.registry is not None and registries.get(one.model, one.registry) != one.registry
+        moved = f"{one.from_ or '-'} -> {one.to or '-'}"
+        rows.append((str(one.number), one.at, one.who, one.model, moved, one.outcome, one.flow_run or "-"))
+        note = ""
         if one.registry is not None:
+            if registries.get(one.model, one.registry) != one.registry:
+                note = "(another registry: version numbers begin again) "
             registries[one.model] = one.registry
-        note = "(another registry: version numbers begin again) " if anew else ""
-        yield f"{' ' * len(str(found[-1].number))}  {note}{one.why or 'no reason was given'}"
+        reasons.append(f"{' ' * len(str(found[-1].number))}  {note}{one.why or 'no reason was given'}")
+    first, *lines = aligned(rows)
+    return "\n".join([first, *(text for pair in zip(lines, reasons, strict=True) for text in pair)])

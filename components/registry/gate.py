@@ -47,14 +47,12 @@ class Verdict(BaseModel):
 
 def judge_first(cfg: Promote, challenger: pa.Table) -> Verdict:
     """There is no champion: any score is enough, but no guarded one that is there may be no number."""
-    score = score_of(challenger, cfg.protocol, scores()[cfg.metric])
-    held = [name for name in cfg.guards if scores()[name].column in challenger.column_names]
-    broken = [name for name in held if score_of(challenger, cfg.protocol, scores()[name]) is None]
-    if score is None or broken:
-        return no_score(cfg, *([cfg.metric] if score is None else []), *broken)
-    pairs = rows_of(challenger, cfg.protocol).num_rows
-    reason = f"there was no champion; {cfg.metric} {score:.4f} over {pairs} pairs of {cfg.protocol}"
-    return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=score)
+    held = [name for name in cfg.guards if resampled()[name].column in challenger.column_names]
+    if missing := [name for name in (cfg.metric, *held) if score(cfg, challenger, name) is None]:
+        return no_score(cfg, missing)
+    pairs, value = rows_of(challenger, cfg.protocol).num_rows, score(cfg, challenger, cfg.metric)
+    reason = f"there was no champion; {cfg.metric} {value:.4f} over {pairs} pairs of {cfg.protocol}"
+    return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=value)
 
 
 def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
@@ -63,33 +61,28 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     Raises:
         ValueError: they do not hold the same pairs of the protocol.
     """
-    asked = (cfg.metric, *cfg.guards)
-    missing = [name for name in asked if score_of(challenger, cfg.protocol, scores()[name]) is None]
-    if missing:
-        return no_score(cfg, *missing)
+    if missing := [name for name in (cfg.metric, *cfg.guards) if score(cfg, challenger, name) is None]:
+        return no_score(cfg, missing)
     if odd := [*unlike(cfg, challenger, champion)]:
         return refused("; ".join([*odd, "evaluate and register again"]))
-    found = compare(challenger, champion, cfg.protocol, scores()[cfg.metric], cfg.confidence)
+    found = compare(challenger, champion, cfg.protocol, resampled()[cfg.metric], cfg.confidence)
     if found is None:
         return refused(f"the champion has no {cfg.metric} on {cfg.protocol}")
-    guards = {
-        name: Guarded(
-            challenger=score_of(challenger, cfg.protocol, scores()[name]),
-            champion=score_of(champion, cfg.protocol, scores()[name]),
-            tolerance=tolerance,
-        )
-        for name, tolerance in cfg.guards.items()
-    }
+    guards = {}
+    for name, tolerance in cfg.guards.items():
+        ours, theirs = (score(cfg, table, name) for table in (challenger, champion))
+        guards[name] = Guarded(challenger=ours, champion=theirs, tolerance=tolerance)
     pairs, interval = rows_of(challenger, cfg.protocol).num_rows, found.interval
     measured = (
         f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
     )
-    if interval is not None:
+    faults = [*worse(guards)]
+    if interval is None:
+        faults.insert(0, "too few pairs for an interval")
+    else:
         measured += f", {100 * cfg.confidence:g} % interval {interval.low:+.4f} to {interval.high:+.4f}"
-    faults = ["too few pairs for an interval"] if interval is None else []
-    if interval is not None and interval.low <= cfg.min_gain:
-        faults.append(f"its lower bound does not exceed {cfg.min_gain:g}")
-    faults += worse(guards)
+        if interval.low <= cfg.min_gain:
+            faults.insert(0, f"its lower bound does not exceed {cfg.min_gain:g}")
     reasons = faults
     if not faults:
         held = ", ".join(f"{name} {guard.challenger:.4f}, had {guard.champion:.4f}" for name, guard in guards.items())
@@ -111,16 +104,18 @@ def refused(reason: str) -> Verdict:
     return Verdict(outcome="refused", reason=reason)
 
 
-def no_score(cfg: Promote, *names: str) -> Verdict:
-    return refused(
-        f"it has no {' and no '.join(names)} on {cfg.protocol}: see `absent` in its metrics.json, or name others in "
-        "the section promote"
-    )
+def no_score(cfg: Promote, names: list[str]) -> Verdict:
+    remedy = "see `absent` in its metrics.json, or name others in the section promote"
+    return refused(f"it has no {' and no '.join(names)} on {cfg.protocol}: {remedy}")
 
 
-def scores() -> dict[str, Resampled]:
+def resampled() -> dict[str, Resampled]:
     """Every score that can be compared pair by pair."""
     return resampled_scores(METRICS)
+
+
+def score(cfg: Promote, table: pa.Table, name: str) -> float | None:
+    return score_of(table, cfg.protocol, resampled()[name])
 
 
 def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
@@ -139,7 +134,7 @@ def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[s
 
 def without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
     """The pairs whose value of a score is null; none of a file that does not have the score."""
-    rows, column = rows_of(table, cfg.protocol), scores()[name].column
+    rows, column = rows_of(table, cfg.protocol), resampled()[name].column
     return set(rows.filter(rows[column].is_null())["id"].to_pylist()) if column in rows.column_names else set()
 
 
@@ -147,7 +142,7 @@ def can_be_judged(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> boo
     """True where the champion's file holds the challenger's pairs, and for them every score that the gate asks for."""
     ours, theirs = (sorted(rows_of(table, cfg.protocol)["id"].to_pylist()) for table in (challenger, champion))
     return ours == theirs and all(
-        score_of(champion, cfg.protocol, scores()[name]) is not None
+        score(cfg, champion, name) is not None
         and without_value(cfg, name, champion) <= without_value(cfg, name, challenger)
         for name in (cfg.metric, *cfg.guards)
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict
 
 from m3diff.provenance.code import FOLDER, edited
 from m3diff.provenance.dvc import Lock, dvc_hash
@@ -28,59 +27,15 @@ TOKENS = "predict.max_new_tokens"  # tag: the length limit that its scores were 
 FLOW_RUN = "prefect.flow_run"
 RAW = "dvc.raw."
 CODE = "dvc.code"
+IDENTITY = (VERSION, CODE, TOKENS)
+"""Tags that make two registrations the same version."""
+
+RESULTS = ("dvc.data", "dvc.val_data", "dvc.metrics", "dvc.lock.sha256", "test_set.sha256")
+"""Tags, with those of raw data, that a new evaluation of the same version changes."""
+
 ADAPTERS = "adapters"
 """The folder in a checkpoint that holds what trained alone."""
 FORBIDDEN = re.compile(r"[^\w.\- ]")  # in what a tag names after `hours.`
-
-
-class Lineage(BaseModel):
-    """All hashes are DVC's (md5, `.dir` for a folder) where not said otherwise."""
-
-    model_config = ConfigDict(frozen=True)
-
-    data: str  # the samples that trained
-    val_data: str  # the samples that were only scored while training
-    checkpoint: str
-    code: str  # of predict: with the checkpoint and the length limit, what decides a caption
-    max_new_tokens: int
-    base: str  # the pre-trained model that the training began with
-    base_sha256: str  # its content, as the checkpoint names it
-    metrics: str
-    dvc_lock_sha256: str
-    test_set_sha256: str
-    git_commit: str
-    git_dirty: bool  # parameters, code or the `.dvc` file of a dataset differ from the commit
-    raw: dict[str, str] = {}  # each dataset's root as ingest read it, by name
-    weights_sha256: str | None = None  # of the checkpoint; None where its manifest lists no weights
-    adapters: str | None = None  # of the checkpoint, where MLflow keeps them alone
-    flow_run: str | None = None  # Prefect's id; None where a person registered
-    hours: dict[str, float] = {}  # of training, by device; empty where no measurement of it is there
-
-    def identity(self) -> dict[str, str]:
-        """The tags that make two registrations the same version."""
-        return {VERSION: self.checkpoint, CODE: self.code, TOKENS: str(self.max_new_tokens)}
-
-    def results(self) -> dict[str, str]:
-        """The tags that a new evaluation of the same version changes."""
-        return {
-            "dvc.data": self.data,
-            "dvc.val_data": self.val_data,
-            "dvc.metrics": self.metrics,
-            "dvc.lock.sha256": self.dvc_lock_sha256,
-            "test_set.sha256": self.test_set_sha256,
-        } | {f"{RAW}{name}": md5 for name, md5 in self.raw.items()}
-
-    def tags(self) -> dict[str, str]:
-        known = {
-            "dvc.base": self.base,
-            "base.sha256": self.base_sha256,
-            "git.commit": self.git_commit,
-            "git.dirty": str(self.git_dirty).lower(),
-            WEIGHTS: self.weights_sha256,
-            "dvc.adapters": self.adapters,
-            FLOW_RUN: self.flow_run,
-        } | {f"hours.{FORBIDDEN.sub('_', kind)}": f"{hours:.4g}" for kind, hours in self.hours.items()}
-        return self.identity() | self.results() | {tag: value for tag, value in known.items() if value is not None}
 
 
 def code_path(tags: Mapping[str, str]) -> Path:
@@ -89,15 +44,16 @@ def code_path(tags: Mapping[str, str]) -> Path:
     return MODEL_CODE if tags.get(CODE, "").endswith(".dir") else PREDICT_CODE
 
 
-def read_lineage(params: Params, lock: Lock) -> Lineage:
-    """Collect the lineage of the checkpoint in the working tree.
+def read_lineage(params: Params, lock: Lock) -> dict[str, str]:
+    """The lineage of the checkpoint in the working tree: the tags of its version. A hash is DVC's (md5, `.dir` for a
+    folder) where its tag does not name another.
 
     Raises:
         DataError: the working tree is not what `dvc.lock` says, or is no git repository.
     """
     if changed := edited("predict"):
         raise DataError(f"{changed[0]}: has changed since `dvc repro` ran; run it again")
-    paths = params.paths
+    paths, base = params.paths, params.train.base
     checkpoint = paths.model / "checkpoint"
     adapters = kept_alone(params.register_, checkpoint)
     results = (paths.report / "report.html", paths.report / "scores.parquet")
@@ -105,25 +61,28 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
         lock.current(seen)
     code = git("status", "--porcelain", "--", ".", ":!dvc.lock", f":!{FOLDER}", ":!data")  # what DVC writes may differ
     data = git("status", "--porcelain", "--untracked-files=all", "--", "*.dvc")
-    return Lineage(
-        data=lock.current(paths.mixture / "train"),
-        val_data=lock.current(paths.mixture / "val"),
-        checkpoint=lock.current(checkpoint),
-        code=lock.current(PREDICT_CODE),
-        max_new_tokens=lock.params(())["predict"]["max_new_tokens"],
-        base=lock.current(params.train.base),
-        base_sha256=read_base_sha256(checkpoint, params.train.base),
-        metrics=lock.current(paths.report / "metrics.json"),
-        dvc_lock_sha256=lock.sha256,
-        test_set_sha256=hash_test_set(paths),
-        git_commit=git("rev-parse", "HEAD"),
-        git_dirty=bool(code or data),
-        raw={name: lock.recorded(entry.root, f"ingest@{name} deps") for name, entry in params.ingest.datasets.items()},
-        weights_sha256=weights_sha256(checkpoint / "manifest.json"),
-        adapters=dvc_hash(adapters) if adapters else None,
-        flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
-        hours=training_hours(params.compute.scratch / "train_speed.json"),
-    )
+    found = {
+        VERSION: lock.current(checkpoint),
+        CODE: lock.current(PREDICT_CODE),
+        TOKENS: str(lock.params(())["predict"]["max_new_tokens"]),
+        "dvc.data": lock.current(paths.mixture / "train"),  # the samples that trained
+        "dvc.val_data": lock.current(paths.mixture / "val"),
+        "dvc.base": lock.current(base),  # the pre-trained model that the training began with
+        "base.sha256": read_base_sha256(checkpoint, base),
+        "dvc.metrics": lock.current(paths.report / "metrics.json"),
+        "dvc.lock.sha256": lock.sha256,
+        "test_set.sha256": hash_test_set(paths),
+        "git.commit": git("rev-parse", "HEAD"),
+        "git.dirty": str(bool(code or data)).lower(),  # parameters, code or a `.dvc` file differ from the commit
+        WEIGHTS: weights_sha256(checkpoint / "manifest.json"),
+        "dvc.adapters": dvc_hash(adapters) if adapters else None,
+        FLOW_RUN: os.environ.get("M3DIFF_FLOW_RUN"),
+    }
+    for name, entry in params.ingest.datasets.items():
+        found[f"{RAW}{name}"] = lock.recorded(entry.root, f"ingest@{name} deps")  # as ingest read it
+    for kind, hours in training_hours(params.compute.scratch / "train_speed.json").items():
+        found[f"hours.{FORBIDDEN.sub('_', kind)}"] = f"{hours:.4g}"
+    return {tag: value for tag, value in found.items() if value is not None}
 
 
 def kept_alone(cfg: Register, checkpoint: Path) -> Path | None:

@@ -37,19 +37,32 @@ def find(tracking_uri: str, model_name: str, model: str, base: Path, max_new_tok
         DataError: there is no such folder or version, MLflow has lost its checkpoint, or the folder holds no model.
         TrackingUnavailableError: MLflow does not answer.
     """
-    from m3diff.models.checkpoint import CheckpointError, is_adapters, read_manifest
+    from m3diff.models.checkpoint import is_adapters, read_manifest
 
     folder = Path(model)
     if folder.is_dir():
         folder = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-        try:
-            manifest = read_manifest(folder)
-        except CheckpointError as error:
-            raise DataError(str(error)) from error
-        as_written = f"{json.dumps(manifest, indent=2)}\n".encode()
+        as_written = f"{json.dumps(read_manifest(folder), indent=2)}\n".encode()
         name = f"sha256-{hashlib.sha256(as_written).hexdigest()[:12]}"
     else:
-        name, folder, max_new_tokens = _download(tracking_uri, model_name, model, max_new_tokens)
+        from mlflow.exceptions import MlflowException  # takes seconds to import, and a folder needs none of it
+
+        from m3diff.registry.tracking import connected
+        from m3diff.registry.versions import download_checkpoint, find_version
+
+        with connected(tracking_uri) as client:
+            try:
+                version = find_version(client, model_name, model)
+            except DataError as error:
+                remedy = "name one of these, or a folder: --model data/05_model/checkpoint"
+                raise DataError(f"{error}; {remedy}") from error
+            try:
+                folder = download_checkpoint(version)
+            except (MlflowException, OSError) as error:
+                lost = f"{model_name} version {version.version}: MLflow has lost its checkpoint"
+                raise DataError(f"{lost}; `m3diff restore {version.version}` may have it") from error
+        name = version.version
+        max_new_tokens = int(version.tags.get("predict.max_new_tokens", max_new_tokens))
     return Source(f"{model_name}/{name}", folder, max_new_tokens, base if is_adapters(folder) else None)
 
 
@@ -61,28 +74,10 @@ def load(source: Source) -> "Captioner":
     """
     from transformers.utils import logging
 
-    from m3diff.models.checkpoint import CheckpointError
     from m3diff.models.generation import load_captioner
 
     logging.disable_progress_bar()  # a second at most, and its line would stand beside the caption
-    try:
-        return load_captioner(source.folder, source.max_new_tokens, base=source.base)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
-
-
-def see_base(folder: Path) -> None:
-    """See that the files of a base can be read; nothing where it is not there.
-
-    Raises:
-        DataError: weights are cut off or a file is no JSON; names the file.
-    """
-    from m3diff.models.checkpoint import CheckpointError, see_whole_files
-
-    try:
-        see_whole_files(folder)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
+    return load_captioner(source.folder, source.max_new_tokens, base=source.base)
 
 
 def version_of(tracking_uri: str, model_name: str, alias: str) -> str:
@@ -97,24 +92,3 @@ def version_of(tracking_uri: str, model_name: str, alias: str) -> str:
 
     with connected(tracking_uri) as client:
         return f"{model_name}/{find_version(client, model_name, alias).version}"
-
-
-def _download(tracking_uri: str, model_name: str, model: str, max_new_tokens: int) -> tuple[str, Path, int]:
-    """A version's number, its checkpoint, where MLflow keeps it if that is on this machine, and its limit of tokens."""
-    from mlflow.exceptions import MlflowException  # takes seconds to import, and a folder needs none of it
-
-    from m3diff.registry.tracking import connected
-    from m3diff.registry.versions import download_checkpoint, find_version
-
-    with connected(tracking_uri) as client:
-        try:
-            version = find_version(client, model_name, model)
-        except DataError as error:
-            told = f"{error}; name one of these, or a folder: --model data/05_model/checkpoint"
-            raise DataError(told) from error
-        try:
-            found = download_checkpoint(version)
-        except (MlflowException, OSError) as error:
-            lost = f"{model_name} version {version.version}: MLflow has lost its checkpoint"
-            raise DataError(f"{lost}; `m3diff restore {version.version}` may have it") from error
-        return str(version.version), found, int(version.tags.get("predict.max_new_tokens", max_new_tokens))

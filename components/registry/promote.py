@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
@@ -46,10 +45,6 @@ class Promotion(Verdict):
     min_gain: float
     confidence: float
     scored_again: bool = False  # the champion, on the challenger's test set
-
-    @property
-    def champion_now(self) -> int | None:
-        return self.challenger if self.outcome in ("promoted", "first") else self.champion
 
     def __str__(self) -> str:
         return f"{self.model} version {self.challenger} {self.outcome}: {self.reason}"
@@ -128,7 +123,7 @@ def attempt(
             raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
         challenger = find_version(client, name, CHALLENGER if version is None else str(version))
         if finished is not None and finished.action == "promote" and finished.to == int(challenger.version):
-            return promotion_of(finished)
+            return Promotion(**finished.gate, **{ours: getattr(finished, theirs) for ours, theirs in NAMED.items()})
         seen, known = record.decisions(repository), alias_of(client, name, CHAMPION)
     champion = client.get_model_version(name, str(known)) if known is not None else None
     back = rolled_back_by(client, seen, challenger)
@@ -193,11 +188,6 @@ NAMED = {"outcome": "outcome", "reason": "why", "model": "model", "challenger": 
 """Fields of a promotion that an entry of the record has itself; the rest of a promotion is its numbers."""
 
 
-def promotion_of(decision: Decision) -> Promotion:
-    """A decision of the gate, as the record has it."""
-    return Promotion(**decision.gate, **{ours: getattr(decision, theirs) for ours, theirs in NAMED.items()})
-
-
 def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: list[Decision]) -> bool:
     """Record a decision and carry it out; a refusal that is the model's last decision already is not repeated.
 
@@ -212,15 +202,14 @@ def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: 
         gate=json.loads(decision.model_dump_json(exclude=set(NAMED))),
         **{theirs: getattr(decision, ours) for ours, theirs in NAMED.items()},
     )
-    if decision.champion_now == decision.challenger:
+    if decision.outcome != "refused":
         return make_move(client, repository, entry) is not None
-
-    def facts(entry: Entry) -> dict[str, Any]:  # not when it was made, nor when the champion was scored
-        numbers = {key: value for key, value in entry.gate.items() if key != "scored_again"}
-        return entry.model_dump(include={"action", "from_", "to", "outcome", "why"}) | numbers
-
-    ours = of_registry(client, seen, decision.model)
-    if not ours or facts(ours[-1]) != facts(entry):
+    facts = {"action", "from_", "to", "outcome", "why", "gate"}  # not when it was made
+    last = [made.model_dump(include=facts) for made in of_registry(client, seen, decision.model)[-1:]]
+    refusal = entry.model_dump(include=facts)
+    for found in (refusal, *last):
+        found["gate"].pop("scored_again", None)  # nor when the champion was
+    if last != [refusal]:
         record.append(repository, identified(client, entry))
     return True
 

@@ -4,7 +4,9 @@ Kept are the newest versions, all that an alias names (champion, previous, chall
 one began with. A run's parameters, curves, scores and report stay in MLflow.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from mlflow.entities.model_registry import ModelVersion
@@ -17,7 +19,7 @@ from m3diff.provenance.dvc import LOCK, Lock, listing, object_file, read_lock, t
 from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository, run, words
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.lineage import FLOW_RUN
+from m3diff.registry.lineage import FLOW_RUN, VERSION
 from m3diff.registry.versions import STORED, aliases_of, delete_model, in_words, model_of, stored_bytes, versions_of
 from m3diff.stages.register.params import Register
 
@@ -63,30 +65,28 @@ def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> Plan:
         why = reasons(versions, aliases_of(client, cfg.model_name), keep)
         kept = [version for version in versions if int(version.version) in why]
         removed = [version for version in versions if version not in kept]
-        plan = make_plan(client, why, kept, removed)
+        ours, others = commits(removed), commits(kept)
+        branches = branches_of(removed, others)
+        hindrances = list(hindering(kept, branches))
+        shared = {version.source for version in kept}
+        stored = {version.source: version for version in removed if version.source not in shared}
+        plan = Plan(
+            keep=why,
+            remove=[int(version.version) for version in removed],
+            weights_bytes=sum(stored_bytes(client, version) for version in stored.values()),
+            branches=branches,
+            data_bytes=0 if hindrances else data_bytes(ours, {*others, "HEAD"}),
+            gc=[] if hindrances or not removed else gc_command(),
+            kept_data=hindrances,
+        )
         if yes and removed:
             for branch in plan.branches:
                 delete_branch(branch)
             if plan.gc:
                 dvc.call(Path(), *plan.gc, "--force")
             for version in removed:
-                delete_version(client, version, kept)
+                delete_version(client, version, shared)
     return plan
-
-
-def make_plan(client: MlflowClient, why: dict[int, str], kept: list[ModelVersion], removed: list[ModelVersion]) -> Plan:
-    branches = branches_of(removed, commits(kept))
-    hindrances = list(hindering(kept, branches))
-    own = {version.source: version for version in removed if version.source not in {other.source for other in kept}}
-    return Plan(
-        keep=why,
-        remove=[int(version.version) for version in removed],
-        weights_bytes=sum(stored_bytes(client, version) for version in own.values()),
-        branches=branches,
-        data_bytes=0 if hindrances else data_bytes(commits(removed), {*commits(kept), "HEAD"}),
-        gc=[] if hindrances or not removed else gc_command(),
-        kept_data=hindrances,
-    )
 
 
 def reasons(versions: list[ModelVersion], aliases: dict[int, list[str]], keep: int) -> dict[int, str]:
@@ -99,7 +99,7 @@ def reasons(versions: list[ModelVersion], aliases: dict[int, list[str]], keep: i
         number = todo.pop()
         base = by_number[number].tags.get("dvc.base")
         for other, version in by_number.items():
-            if other not in why and base is not None and version.tags.get("dvc.checkpoint") == base:
+            if other not in why and base is not None and version.tags.get(VERSION) == base:
                 why[other] = f"version {number} was trained from it"
                 todo.append(other)
     return dict(sorted(why.items(), reverse=True))
@@ -118,8 +118,7 @@ def branches_of(removed: Iterable[ModelVersion], kept: Collection[str]) -> list[
     """The removed versions' branches runs/<flow run>, here and as known of remotes, which alone hold no kept commit."""
     names = {f"{RUNS}{version.tags[FLOW_RUN]}" for version in removed if FLOW_RUN in version.tags}
     known = git("for-each-ref", "--format=%(refname)", "refs/heads", "refs/remotes").split()
-    in_use = {line.removeprefix("branch ") for line in git("worktree", "list", "--porcelain").splitlines()}
-    wanted = {ref for ref in known if branch_name(ref) in names} - in_use
+    wanted = {ref for ref in known if branch_name(ref) in names} - {*worktrees("branch")}
     for commit in kept:
         if (holding := holding_refs(commit)) <= wanted:
             wanted -= holding
@@ -132,8 +131,7 @@ def holding_refs(commit: str) -> set[str]:
 
 def branch_name(reference: str) -> str:
     """`runs/x` of `refs/heads/runs/x` and of `refs/remotes/origin/runs/x`."""
-    place, _, name = reference.removeprefix("refs/").partition("/")
-    return name if place == "heads" else name.partition("/")[2]
+    return re.sub("refs/(heads|remotes/[^/]+)/", "", reference)
 
 
 def delete_branch(reference: str) -> None:
@@ -145,7 +143,7 @@ def delete_branch(reference: str) -> None:
     if reference.startswith("refs/heads/"):
         git("branch", "--quiet", "-D", name)
         return
-    remote = reference.removeprefix("refs/remotes/").partition("/")[0]
+    remote = reference.split("/")[2]
     done = run("push", "--quiet", remote, "--delete", name)
     if done.returncode and b"remote ref does not exist" not in done.stderr:
         raise DataError(
@@ -173,10 +171,9 @@ def hindering(kept: Iterable[ModelVersion], branches: Collection[str]) -> Iterat
 
 
 def lock_sha256(commit: str) -> str | None:
-    try:
+    with suppress(DataError):
         return read_lock(commit).sha256
-    except DataError:
-        return None
+    return None
 
 
 def gc_command() -> list[str]:
@@ -191,21 +188,23 @@ def gc_command() -> list[str]:
 
 def torn_trees() -> list[Path]:
     """The working trees of this repository whose `dvc.lock` is none."""
-
-    def is_torn(file: Path) -> bool:
+    torn = []
+    for tree in working_trees():
         try:
-            Lock(file)
+            Lock(tree / LOCK)
         except DataError:
-            return file.is_file()
-        return False
-
-    return [tree for tree in working_trees() if is_torn(tree / LOCK)]
+            torn += [tree] if (tree / LOCK).is_file() else []
+    return torn
 
 
 def working_trees() -> list[Path]:
-    lines = git("worktree", "list", "--porcelain").splitlines()
-    trees = [Path(line.removeprefix("worktree ")) for line in lines if line.startswith("worktree ")]
-    return [tree for tree in trees if (tree / ".dvc").is_dir()]
+    return [Path(tree) for tree in worktrees("worktree") if (Path(tree) / ".dvc").is_dir()]
+
+
+def worktrees(what: str) -> list[str]:
+    """The `worktree` (its folder) or the `branch` of each of git's working trees."""
+    lines = (line.partition(" ") for line in git("worktree", "list", "--porcelain").splitlines())
+    return [value for name, _, value in lines if name == what]
 
 
 def data_bytes(removed: Collection[str], kept: Collection[str]) -> int:
@@ -215,20 +214,19 @@ def data_bytes(removed: Collection[str], kept: Collection[str]) -> int:
     def hashes_of(commits: Collection[str]) -> set[str]:
         found: set[str] = set()
         for commit in commits:
-            try:
+            with suppress(DataError):  # a commit without dvc.lock or params.yaml tracks nothing
                 roots = set(tracked(commit, read_lock(commit)).values())
-            except DataError:
-                continue  # a commit without dvc.lock or params.yaml tracks nothing
-            found |= roots | {part for root in roots for part in listing(cache, root).values()}
+                found |= roots | {part for root in roots for part in listing(cache, root).values()}
         return found
 
     files = [object_file(cache, hash_) for hash_ in hashes_of(removed) - hashes_of(kept)]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def delete_version(client: MlflowClient, version: ModelVersion, kept: Iterable[ModelVersion]) -> None:
-    """Weights first, the version last; its run stays, and says that the weights are gone."""
-    if (version.source or "").startswith(STORED) and version.source not in {other.source for other in kept}:
+def delete_version(client: MlflowClient, version: ModelVersion, shared: Collection[str | None]) -> None:
+    """Weights first, the version last; its run stays, and says that the weights are gone. `shared`: the stored models
+    of kept versions."""
+    if (version.source or "").startswith(STORED) and version.source not in shared:
         try:
             delete_model(client, model_of(client, version))
         except MlflowException as error:

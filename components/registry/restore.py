@@ -10,20 +10,20 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import yaml
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from pydantic import BaseModel, ConfigDict
 
 from m3diff.provenance import dvc
 from m3diff.provenance.dvc import LOCK, Lock, dvc_hash, listing, lookup, tracked
 from m3diff.provenance.git import find_commit, git, read
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.lineage import ADAPTERS, RAW, code_path, weights_sha256
+from m3diff.registry.lineage import ADAPTERS, RAW, VERSION, WEIGHTS, code_path, weights_sha256
 from m3diff.registry.versions import commit_of, download_checkpoint, find_version
 from m3diff.stages.register.params import Register
 
@@ -38,19 +38,18 @@ NAMED = (
 """Links of the chain that a version's tags name: the link, the stage and the last name of its output, the tag."""
 
 
-class Check(BaseModel):
+class Check(NamedTuple):
     """A line of a lineage: a hash, and whether all places that bear it agree."""
 
-    model_config = ConfigDict(frozen=True)
-
     what: str  # a part of the chain, as `raw data` or `checkpoint`
-    where: str
+    where: Path | str
     hash: str
     outcome: Outcome
-    note: str  # where it is kept, or what is wrong and the remedy
+    note: str = ""  # where it is kept, or what is wrong and the remedy
 
     def __str__(self) -> str:
-        return f"{self.outcome:8} {self.what:12} {self.where:38} {self.hash:<12.12}  {self.note}".rstrip()
+        line = f"{self.outcome:8} {self.what:12} {self.where!s:38} {self.hash:<12.12}  {self.note}"
+        return line.rstrip()
 
 
 def sound(checks: Iterable[Check]) -> bool:
@@ -59,14 +58,13 @@ def sound(checks: Iterable[Check]) -> bool:
 
 def compared(what: str, where: Path | str, named: str | None, found: str | None, note: str = "") -> Check:
     """A hash that one place names and another has; None where it has none."""
-    outcome: Outcome = "ok"
     if named is None:
-        outcome, note = "missing", "the version does not name it"
-    elif found is None:
-        outcome, note = "missing", note or "not there"
-    elif named != found:
-        outcome, note = "differs", f"{note or 'there'} is {found:.12}"
-    return Check(what=what, where=str(where), hash=named or found or "", outcome=outcome, note=note)
+        return Check(what, where, found or "", "missing", "the version does not name it")
+    if found is None:
+        return Check(what, where, named, "missing", note or "not there")
+    if named != found:
+        return Check(what, where, named, "differs", f"{note or 'there'} is {found:.12}")
+    return Check(what, where, named, "ok", note)
 
 
 # The chain
@@ -88,7 +86,7 @@ def lineage(cfg: Register, version: str) -> list[Check]:
             commit = find_commit(commit_of(found))
             objects = Objects(commit, dvc.read_lock(commit))
         except DataError as error:
-            return [Check(what="commit", where="git", hash=commit_of(found), outcome="missing", note=str(error))]
+            return [Check("commit", "git", commit_of(found), "missing", str(error))]
         return list(chain(found, objects))
 
 
@@ -98,40 +96,29 @@ def chain(version: ModelVersion, objects: "Objects") -> Iterator[Check]:
     if not named:
         yield compared("raw data", "of each dataset", None, None)
     for name in named:
-        ran = lock.stages.get(f"ingest@{name}", {}).get("params", {}).get("params.yaml", {})
-        root = Path(ran.get(f"ingest.datasets.{name}", {}).get("root", name))
+        root = Path(lock.ran_with(f"ingest@{name}").get(f"ingest.datasets.{name}", {}).get("root", name))
         recorded = lock.hashes(root).get(f"ingest@{name} deps")
         yield objects.linked("raw data", root, tags[f"{RAW}{name}"], recorded, read=False)
-        yield held(objects, "records", f"ingest@{name}", name)
-    yield held(objects, "records", "validate", "records.parquet")
+        yield objects.output("records", f"ingest@{name}", name)
+    yield objects.output("records", "validate", "records.parquet")
     for split in ("train", "val", "test"):
-        yield held(objects, "mixture", "convert", split, tags)
-    ran = lock.stages.get("train", {}).get("params", {}).get("params.yaml", {})
-    base = Path(ran.get("train", {}).get("base", ""))
+        yield objects.output("mixture", "convert", split, tags)
+    base = Path(lock.ran_with("train").get("train", {}).get("base", ""))
     for what, path, tag in (("base", base, "dvc.base"), ("model code", code_path(tags), "dvc.code")):
         hashes = lock.hashes(path)
         yield objects.linked(what, path, tags.get(tag), hashes.get("predict deps", hashes.get("train deps")))
-    yield held(objects, "checkpoint", "train", "checkpoint", tags)
-    yield from of_stored(version, objects.cache, tags.get("dvc.checkpoint", ""))
-    yield held(objects, "predictions", "predict", "predictions.json")
-    yield held(objects, "metrics", "evaluate", "metrics.json", tags)
+    yield objects.output("checkpoint", "train", "checkpoint", tags)
+    yield from of_stored(version, objects.cache, tags.get(VERSION, ""))
+    yield objects.output("predictions", "predict", "predictions.json")
+    yield objects.output("metrics", "evaluate", "metrics.json", tags)
     text = read(commit, LOCK)
     in_commit = None if text is None else hashlib.sha256(text).hexdigest()
     yield compared("dvc.lock", commit[:12], tags.get("dvc.lock.sha256"), in_commit, "the commit's")
-    clean = tags.get("git.dirty") == "false"
-    note = "" if clean else "parameters, code or a .dvc file were not committed when it was registered"
-    yield Check(what="commit", where="git", hash=commit, outcome="ok" if clean else "differs", note=note)
-
-
-def held(objects: "Objects", what: str, stage: str, name: str, tags: Mapping[str, str] | None = None) -> Check:
-    """An output of a stage, by its last name: the version's tag where there is one, dvc.lock, and the content."""
-    path = objects.lock.output(stage, name)
-    if path is None:
-        note = f"{LOCK} has no output {name} of {stage}"
-        return Check(what=what, where=name, hash="", outcome="missing", note=note)
-    recorded = objects.lock.hashes(path)[f"{stage} outs"]
-    tag = next((tag for _, *where, tag in NAMED if where == [stage, name]), None)
-    return objects.linked(what, path, tags.get(tag) if tags is not None and tag else recorded, recorded)
+    if tags.get("git.dirty") == "false":
+        yield Check("commit", "git", commit, "ok")
+    else:
+        note = "parameters, code or a .dvc file were not committed when it was registered"
+        yield Check("commit", "git", commit, "differs", note)
 
 
 def of_stored(version: ModelVersion, cache: Path, checkpoint: str) -> Iterator[Check]:
@@ -153,7 +140,7 @@ def of_stored(version: ModelVersion, cache: Path, checkpoint: str) -> Iterator[C
     manifest = dvc.object_file(cache, files.get("manifest.json", "none"))
     if manifest.is_file():
         weights, base = weights_sha256(manifest), json.loads(manifest.read_text()).get("base_sha256")
-        yield compared("weights", "the checkpoint's manifest", version.tags.get("weights.sha256"), weights)
+        yield compared("weights", "the checkpoint's manifest", version.tags.get(WEIGHTS), weights)
         yield compared("base", "the checkpoint's manifest", version.tags.get("base.sha256"), base)
 
 
@@ -163,7 +150,15 @@ class Objects:
     def __init__(self, commit: str, lock: Lock) -> None:
         self.commit, self.lock, self.cache = commit, lock, dvc.cache_folder()
         self.tracked = tracked(commit, lock)
-        self.absent: dict[Path, str] | None = None  # what the cache or the remote lacks, in DVC's words
+
+    def output(self, what: str, stage: str, name: str, tags: Mapping[str, str] | None = None) -> Check:
+        """An output of a stage, by its last name: the version's tag where there is one, dvc.lock, and the content."""
+        path = self.lock.output(stage, name)
+        if path is None:
+            return Check(what, name, "", "missing", f"{LOCK} has no output {name} of {stage}")
+        recorded = self.lock.hashes(path)[f"{stage} outs"]
+        tag = next((tag for _, *where, tag in NAMED if where == [stage, name]), None)
+        return self.linked(what, path, tags.get(tag) if tags is not None and tag else recorded, recorded)
 
     def linked(self, what: str, path: Path, named: str | None, recorded: str | None, read: bool = True) -> Check:
         """A hash that a version's tag names and dvc.lock records; where they agree, its content."""
@@ -182,17 +177,28 @@ class Objects:
             note = "; ".join(f"{part.where}: {part.note}" for part in bad) or f"its {len(found)} parts are kept"
         elif outcome == "missing" and dvc.hash_in_git(self.commit, path) == hash_:
             outcome, note = "ok", "in git"
-        elif outcome == "missing" and path in self.tracked and self.in_remote(path):
-            outcome, note = "ok", "in the remote"
-        elif outcome == "missing" and path.exists() and path not in self.tracked and dvc_hash(path) == hash_:
+        elif outcome == "missing" and path in self.tracked:
+            states = {state for place, state in self.absent.items() if place.is_relative_to(path)}
+            if states == {"deleted"}:
+                outcome, note = "ok", "in the remote"
+        elif outcome == "missing" and path.exists() and dvc_hash(path) == hash_:
             note = "on this disk alone; `dvc add` it, and commit its .dvc file, so that it can be brought back"
-        return Check(what=what, where=str(path), hash=hash_, outcome=outcome, note=note)
+        return Check(what, path, hash_, outcome, note)
 
-    def in_remote(self, path: Path) -> bool:
-        if self.absent is None:
-            self.absent = ask_remote(self.commit)
-        states = [state for place, state in self.absent.items() if place.is_relative_to(path)]
-        return bool(states) and all(state == "deleted" for state in states)  # from the cache, but not from the remote
+    @cached_property
+    def absent(self) -> dict[Path, str]:
+        """Data of the commit that the cache or the remote lacks: `deleted` (from the cache), `new` or `missing`. DVC
+        takes a folder for pushed when its list is there, which it writes after the folder's files."""
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / "tree"
+            dvc.add_worktree(self.commit, folder)
+            try:
+                states = json.loads(dvc.call(folder, "status", "--cloud", "--json"))
+            except DataError:
+                states = {}  # no remote, or none that answers
+            finally:
+                git("worktree", "remove", "--force", str(folder))
+        return {Path(path): state for path, state in states.items()}
 
 
 def in_cache(cache: Path, hash_: str, read: bool) -> tuple[Outcome, str]:
@@ -207,24 +213,6 @@ def in_cache(cache: Path, hash_: str, read: bool) -> tuple[Outcome, str]:
         if outcome != "ok":
             return outcome, f"{name}: {note}"
     return "ok", "in the cache"
-
-
-def ask_remote(commit: str) -> dict[Path, str]:
-    """Data of the commit that the cache or the remote lacks, by path: `deleted` (from the cache), `new` or `missing`.
-
-    DVC takes a folder for pushed when its list is there, which it writes after the folder's files.
-    """
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "tree"
-        dvc.add_worktree(commit, folder)
-        try:
-            return {
-                Path(path): state for path, state in json.loads(dvc.call(folder, "status", "--cloud", "--json")).items()
-            }
-        except DataError:
-            return {}  # no remote, or none that answers
-        finally:
-            git("worktree", "remove", "--force", str(folder))
 
 
 # Bringing it back
@@ -254,24 +242,17 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
         raise DataError(f"{folder}: exists; name another with --into, or remove it: git worktree remove {folder}")
     lock = dvc.read_lock(commit)
     dvc.add_worktree(commit, folder)
-    failed = pull(folder)
-    return folder, [
-        check.model_copy(update={"note": failed}) if check.outcome == "missing" else check
-        for check in verify(folder, commit, lock, tags)
-    ]
-
-
-def pull(folder: Path) -> str:
-    """Bring back from remote and cache what can be. Returns DVC's error, in words: each file is checked later."""
     remote = dvc.call(folder, "remote", "list").strip()
     faults = [] if remote else ["there is no DVC remote, and the cache here does not have it"]
     fetch = [("fetch", "--quiet")] if remote else []
     for command in [*fetch, ("checkout", "--quiet", "--allow-missing")]:
         try:
             dvc.call(folder, *command)
-        except DataError as error:
+        except DataError as error:  # each file is checked below
             faults.append(str(error))
-    return faults[0] if faults else ""
+    why = faults[0] if faults else ""
+    checks = verify(folder, commit, lock, tags)
+    return folder, [check._replace(note=why) if check.outcome == "missing" else check for check in checks]
 
 
 def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Iterator[Check]:
@@ -282,10 +263,9 @@ def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Itera
         yield compared("data", path, named, there[path])
     values = yaml.safe_load((folder / "params.yaml").read_text(encoding="utf-8"))
     for stage in dvc.current_stages(commit, lock):
-        ran = lock.stages[stage].get("params", {}).get("params.yaml", {})
-        other = [name for name, value in ran.items() if lookup(values, name) != value]
+        other = [name for name, value in lock.ran_with(stage).items() if lookup(values, name) != value]
         note = f"ran with other {', '.join(other)}" if other else ""
-        yield Check(what="parameters", where=stage, hash="", outcome="differs" if other else "ok", note=note)
+        yield Check("parameters", stage, "", "differs" if other else "ok", note)
     if tags:
         yield compared("dvc.lock", LOCK, tags.get("dvc.lock.sha256"), Lock(folder / LOCK).sha256)
         yield compared("model code", code, tags.get("dvc.code"), there[code])

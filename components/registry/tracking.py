@@ -24,12 +24,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlflow
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+import psutil
+from mlflow.entities import Metric, Param, Run
+from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -148,6 +149,11 @@ def _anchor(database: Path) -> None:
 # Experiments, runs, and who writes to them
 
 
+def registered(client: MlflowClient, name: str) -> RegisteredModel | None:
+    """The registered model with its aliases and tags; None where there is none."""
+    return next(iter(client.search_registered_models(f"name = '{name}'")), None)
+
+
 def experiment_id(client: MlflowClient, name: str) -> str:
     """The experiment's id, made where there is none; beside a sqlite store its artifacts are in `artifacts/`.
 
@@ -171,26 +177,24 @@ def known_experiment(client: MlflowClient, name: str) -> str | None:
     """
     known = client.get_experiment_by_name(name)
     if known is not None and known.lifecycle_stage == DELETED:
-        raise DataError(
-            f"register.experiment: {name!r} was deleted in MLflow, which takes nothing of it until it is restored: "
-            f"{restore('experiments', known.experiment_id)}, then `m3diff register` (nothing was lost)"
-        )
+        raise deleted(f"register.experiment: {name!r}", "experiments", known.experiment_id)
     return known.experiment_id if known is not None else None
 
 
-def restore(kind: Literal["experiments", "runs"], key: str) -> str:
-    """MLflow's command that brings back what somebody deleted."""
+def deleted(what: str, kind: Literal["experiments", "runs"], key: str) -> DataError:
+    """The error of what somebody deleted, with MLflow's command that brings it back."""
     store = re.sub(r"//[^/@]*@", "//USER:PASSWORD@", mlflow.get_tracking_uri())
-    option = {"experiments": "--experiment-id", "runs": "--run-id"}[kind]
-    return f"MLFLOW_TRACKING_URI={shlex.quote(store)} mlflow {kind} restore {option} {key}"
+    command = f"MLFLOW_TRACKING_URI={shlex.quote(store)} mlflow {kind} restore --{kind[:-1]}-id {key}"
+    return DataError(
+        f"{what} was deleted in MLflow, which takes nothing of it until it is restored: {command}, then `m3diff "
+        "register` (nothing was lost)"
+    )
 
 
-def lifecycle(client: MlflowClient, run_id: str | None) -> str | None:
-    """`active` or `deleted`; None where MLflow has no such run, as after `mlflow gc`."""
-    if not run_id:
-        return None
+def find_run(client: MlflowClient, run_id: str | None) -> Run | None:
+    """The run; None where MLflow has no such run, as after `mlflow gc`."""
     try:
-        return str(client.get_run(run_id).info.lifecycle_stage)
+        return client.get_run(run_id) if run_id else None
     except MlflowException as error:
         if error.error_code != GONE:
             raise
@@ -206,13 +210,7 @@ def is_over(tags: Mapping[str, str], begun_ms: int) -> bool:
     host, _, pid = tags.get(PROCESS, "").rpartition(":")
     if host != socket.gethostname() or not pid.isdecimal():
         return time.time() - begun_ms / 1000 > FORGOTTEN_S
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return int(pid) == os.getpid()
+    return int(pid) == os.getpid() or not psutil.pid_exists(int(pid))
 
 
 def taken_up(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
@@ -223,13 +221,13 @@ def taken_up(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
     return run_id
 
 
-def of_weights(client: MlflowClient, experiment: str, weights: str | None, max_new_tokens: int) -> str | None:
+def of_weights(client: MlflowClient, experiment: str, weights: str | None, max_new_tokens: str) -> str | None:
     """The newest run of these weights that was captioned with this limit, else one that was not captioned yet."""
     if not weights:
         return None
     same = f"tags.`{WEIGHTS}` = '{weights}'"
     found = client.search_runs([experiment], same, order_by=["attributes.start_time DESC"])
-    for limit in (str(max_new_tokens), None):
+    for limit in (max_new_tokens, None):
         for run in found:
             if run.data.tags.get(TOKENS) == limit:
                 return run.info.run_id
@@ -255,8 +253,8 @@ def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]
 def log_params(client: MlflowClient, run_id: str, tree: Mapping[str, Any]) -> None:
     """Nested parameters by their path; what the run has stays, since MLflow takes a parameter once."""
     known = client.get_run(run_id).data.params
-    params = [Param(name, str(value)) for name, value in flatten(tree).items() if name not in known]
-    _log(client, run_id, "params", params)
+    new = [Param(name, str(value)) for name, value in flatten(tree).items() if name not in known]
+    _log(client, run_id, "params", new)
 
 
 def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
@@ -288,22 +286,14 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
 
 
 def _log(client: MlflowClient, run_id: str, kind: str, entries: list[Any]) -> None:
-    size = BATCH[kind]
-    for start in range(0, len(entries), size):
-        client.log_batch(run_id, **{kind: entries[start : start + size]})  # type: ignore[arg-type]
-
-
-def log_dataset(client: MlflowClient, run_id: str, name: str, source: Path, digest: str) -> None:
-    """The run's training data, named by DVC's hash of it."""
-    dataset = Dataset(name, digest, source_type="dvc", source=json.dumps({"path": str(source), "md5": digest}))
-    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+    for start in range(0, len(entries), BATCH[kind]):
+        client.log_batch(run_id, **{kind: entries[start : start + BATCH[kind]]})  # type: ignore[arg-type]
 
 
 # A training's run, while it trains and when its scores are there
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """A run's name and parameters, and where it is kept."""
 
     tracking_uri: str
@@ -400,9 +390,10 @@ def completed(description: Description, model: Path, metrics: Path) -> None:
         weights = weights_sha256(model / "checkpoint" / "manifest.json") or ""
         with connected(description.tracking_uri) as client:
             experiment = experiment_id(client, description.experiment)
-            known = of_weights(client, experiment, weights, description.max_new_tokens)
+            limit = str(description.max_new_tokens)
+            known = of_weights(client, experiment, weights, limit)
             run_id = known or description.open(client, {WEIGHTS: weights})
-            client.set_tag(run_id, TOKENS, str(description.max_new_tokens))
+            client.set_tag(run_id, TOKENS, limit)
             log_params(client, run_id, description.params)
             log_curves(client, run_id, model / "curves.csv")
             log_scores(client, run_id, metrics, int(time.time() * 1000))

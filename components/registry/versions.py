@@ -2,46 +2,48 @@
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlflow
 import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow.entities import LoggedModel
-from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.store.entities import PagedList
 from mlflow.tracking import MlflowClient
 
 from m3diff.records.errors import DataError, readable
 from m3diff.records.tables import aligned
 from m3diff.registry import tracking
-from m3diff.registry.lineage import FLOW_RUN
+from m3diff.registry.lineage import FLOW_RUN, VERSION
+from m3diff.registry.tracking import registered
 from m3diff.stages.register.params import Register
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
 SCORES = "scores.parquet"
 STORED = "models:/m-"  # the source of a version whose files register stored
 NONE = "–"
+T = TypeVar("T")
 
 
-def registered(client: MlflowClient, name: str) -> RegisteredModel | None:
-    """The registered model with its aliases and tags; None where there is none."""
-    return next(iter(client.search_registered_models(f"name = '{name}'")), None)
+def every_page(search: Callable[..., PagedList[T]], *asked: Any) -> Iterator[T]:
+    """What a search of MLflow's client finds, page by page."""
+    page = search(*asked)
+    yield from page
+    while page.token:
+        page = search(*asked, page_token=page.token)
+        yield from page
 
 
 def versions_of(client: MlflowClient, name: str, where: str = "") -> list[ModelVersion]:
     """Newest first."""
-    found: list[ModelVersion] = []
-    token: str | None = None
-    while True:
-        page = client.search_model_versions(f"name = '{name}'{where}", page_token=token)
-        found += page
-        if not (token := page.token):
-            return sorted(found, key=lambda version: -int(version.version))
+    found = every_page(client.search_model_versions, f"name = '{name}'{where}")
+    return sorted(found, key=lambda version: -int(version.version))
 
 
 def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:
@@ -86,18 +88,14 @@ def put_alias(client: MlflowClient, name: str, alias: str, version: int | None) 
 
 
 def run_of(version: ModelVersion) -> str:
-    assert version.run_id is not None, (
-        f"{version.name} version {version.version} was not made by register: it has no run"
-    )
+    assert version.run_id is not None, f"{version.name} version {version.version} has no run: register did not make it"
     return version.run_id
 
 
 def commit_of(version: ModelVersion) -> str:
     commit = version.tags.get("git.commit")
     if commit is None:
-        raise DataError(
-            f"{version.name} version {version.version}: names no git.commit, so it was not made by register"
-        )
+        raise DataError(f"{version.name} version {version.version}: has no git.commit: register did not make it")
     return commit
 
 
@@ -120,14 +118,14 @@ def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Ta
     Raises:
         DataError: MLflow's copy is damaged, or no scores.parquet.
     """
-    if not version.run_id:  # made by hand, not by register
+    if not (run := version.run_id):  # made by hand, not by register
         return None
     places = [SCORES] if tested_on(version) == on else []
     for place in [*places, f"{scored_again(on)}/{SCORES}"]:
-        if has_artifact(client, run_of(version), place):
+        if has_artifact(client, run, place):
             with tempfile.TemporaryDirectory() as scratch:
-                file = Path(client.download_artifacts(run_of(version), place, scratch))
-                with readable(file, f"MLflow's copy in run {run_of(version)} is damaged: evaluate and register again"):
+                file = Path(client.download_artifacts(run, place, scratch))
+                with readable(file, f"MLflow's copy in run {run} is damaged: evaluate and register again"):
                     table = pq.read_table(file)
                     assert {"protocol", "id"} <= {*table.column_names}, "it has no columns protocol and id"
                     return table
@@ -135,9 +133,8 @@ def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Ta
 
 
 def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
-    folder = path.rpartition("/")[0] or None
     try:
-        return any(artifact.path == path for artifact in client.list_artifacts(run_id, folder))
+        return any(found.path == path for found in client.list_artifacts(run_id, path.rpartition("/")[0] or None))
     except MlflowException as error:
         if error.error_code != tracking.GONE:
             raise
@@ -205,14 +202,29 @@ def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dict[str
     Raises:
         TrackingUnavailableError: MLflow does not answer.
     """
+    found = []
     with tracking.connected(cfg.tracking_uri) as client:
         aliases = aliases_of(client, cfg.model_name)
-        found = versions_of(client, cfg.model_name)
-        return [
-            {"version": int(one.version), "aliases": aliases.get(int(one.version), [])}
-            | _facts(client, one, protocol, scores)
-            for one in found
-        ]
+        for version in versions_of(client, cfg.model_name):
+            number, tags = int(version.version), version.tags
+            run = tracking.find_run(client, version.run_id)
+            logged = run.data.metrics if run else {}
+            hours = {tag.removeprefix("hours."): float(tags[tag]) for tag in tags if tag.startswith("hours.")}
+            facts = {
+                "version": number,
+                "aliases": aliases.get(number, []),
+                "registered": time.strftime("%Y-%m-%d %H:%M", time.gmtime(version.creation_timestamp / 1000)),
+                "scores": {name: logged[key] for name in scores if (key := f"{protocol}/{name}") in logged},
+                "weights_bytes": stored_bytes(client, version),
+                "hours": hours,
+                "commit": tags.get("git.commit"),
+                "dirty": tags.get("git.dirty") == "true",  # parameters or code differed from the commit
+                "run": run.info.run_name if run else None,
+                "flow_run": tags.get(FLOW_RUN),
+                "checkpoint": tags.get(VERSION),
+            }
+            found.append(facts)
+    return found
 
 
 def aliases_of(client: MlflowClient, name: str) -> dict[int, list[str]]:
@@ -222,26 +234,6 @@ def aliases_of(client: MlflowClient, name: str) -> dict[int, list[str]]:
     for alias, version in sorted(model.aliases.items()) if model else ():
         found.setdefault(int(version), []).append(alias)
     return found
-
-
-def _facts(client: MlflowClient, version: ModelVersion, protocol: str, scores: Sequence[str]) -> dict[str, Any]:
-    tags = version.tags
-    try:
-        run = client.get_run(version.run_id) if version.run_id else None
-    except MlflowException:  # a person removed it
-        run = None
-    found = run.data.metrics if run else {}
-    return {
-        "registered": time.strftime("%Y-%m-%d %H:%M", time.gmtime(version.creation_timestamp / 1000)),
-        "scores": {name: found[key] for name in scores if (key := f"{protocol}/{name}") in found},
-        "weights_bytes": stored_bytes(client, version),
-        "hours": {tag.removeprefix("hours."): float(hours) for tag, hours in tags.items() if tag.startswith("hours.")},
-        "commit": tags.get("git.commit"),
-        "dirty": tags.get("git.dirty") == "true",  # parameters or code differed from the commit
-        "run": run.info.run_name if run else None,
-        "flow_run": tags.get(FLOW_RUN),
-        "checkpoint": tags.get("dvc.checkpoint"),
-    }
 
 
 def table(found: Sequence[Mapping[str, Any]], protocol: str, scores: Sequence[str]) -> str:

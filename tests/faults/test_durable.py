@@ -36,7 +36,7 @@ from tests.toy import REPOSITORY
 ATOMIC = {
     "components/stages/augment/kinds.py _edit",
     "components/stages/augment/stage.py _fill",
-    "components/provenance/code.py write_digests",
+    "components/stages/code/stage.py code",
     "components/commands/compare/__init__.py compare",
     "components/datasets/minichange/generate.py generate",
     "components/scoring/metrics/spice.py keep",

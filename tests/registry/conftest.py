@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from m3diff.registry.decisions import Decision, decisions, faults
 from m3diff.registry.promote import Promotion, promote, rollback
 from m3diff.registry.versions import CHALLENGER, SCORES
 from m3diff.settings.load import load_params
-from m3diff.settings.tree import Params
 from tests.registry.team import team  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
 
@@ -36,66 +35,73 @@ def scores(cider: float, pairs: int = PAIRS, seed: int = 0, protocol: str = PROT
 
 
 class Registry:
-    """The project's registered model."""
+    """The project's registered model, and the git repository that keeps its record."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, uri = root, f"sqlite:///{root}/mlflow.db"
-        self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    def __init__(self, root: Path, store: Path) -> None:
         self.plain = load_params(REPOSITORY / "params.yaml")
-        self.params = self.of(root)
+        subprocess.run(["git", "init", "-q", str(root)], check=True)
+        shutil.copy(store, root / "mlflow.db")
+        self.open(root)
         self.experiment = self.client.create_experiment("m3diff", artifact_location=(root / "artifacts").as_uri())
         self.client.create_registered_model("m3diff")
         self.gate(guards={})
 
-    def of(self, root: Path) -> Params:
-        """Parameters of the store in a folder."""
+    def open(self, root: Path) -> None:
         store, scratch = {"tracking_uri": f"sqlite:///{root}/mlflow.db"}, {"scratch": root / "scratch"}
         register, compute = self.plain.register_, self.plain.compute
         changes = {"register_": register.model_copy(update=store), "compute": compute.model_copy(update=scratch)}
-        return self.plain.model_copy(update=changes)
+        self.root, self.params = root, self.plain.model_copy(update=changes)
+        self.client = MlflowClient(store["tracking_uri"], store["tracking_uri"])
 
     def copy(self, root: Path) -> "Registry":
-        """Store and record once more, for a test to break."""
-        root.mkdir()
+        """Store and record once more, for a test to change; artifacts of before stay where they are."""
+        root.mkdir(exist_ok=True)
         shutil.copy(self.root / "mlflow.db", root)
         shutil.copytree(self.root / ".git", root / ".git")
-        made = copy(self)
-        made.root, made.params = root, self.of(root).model_copy(update={"promote": self.params.promote})
-        uri = made.params.register_.tracking_uri
-        made.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        made, promote = copy(self), self.params.promote
+        made.open(root)
+        made.params = made.params.model_copy(update={"promote": promote})
         return made
 
     def gate(self, **changes: object) -> None:
         cfg = type(self.params.promote).model_validate(self.params.promote.model_dump() | changes)
         self.params = self.params.model_copy(update={"promote": cfg})
 
-    def add(self, table: pa.Table | None = None, test_set: str = "one", **tags: str) -> ModelVersion:
-        """A version with these scores becomes the challenger."""
+    def add(self, table: pa.Table | float | None = None, test_set: str = "one", seed: int = 0, **tags: str) -> int:
+        """The number of a new version, the challenger, with these scores or this CIDEr."""
         run = self.client.create_run(self.experiment).info.run_id
+        table = scores(table, seed=seed) if isinstance(table, float) else table
         if table is not None:
             pq.write_table(table, self.root / SCORES)
             self.client.log_artifact(run, str(self.root / SCORES))
         facts = {"test_set.sha256": test_set} | {name.replace("__", "."): value for name, value in tags.items()}
         version = self.client.create_model_version("m3diff", "file:///nowhere", run, tags=facts)
         self.client.set_registered_model_alias("m3diff", CHALLENGER, version.version)
-        return version
+        return int(version.version)
 
     def decide(self, version: int | None = None, again: bool = False) -> Promotion:
-        return promote(self.params, rescore, version, again)
+        return promote(self.params, rescore, version, again, self.root)
+
+    def grow(self, *ciders: float, **tags: str) -> list[str]:
+        """Decide on a new version of each CIDEr; the outcomes."""
+        return [self.decide(self.add(cider, **tags)).outcome for cider in ciders]
 
     def rollback(self, to: int | None = None, why: str = "") -> Decision:
-        return rollback(self.params, to, why)
+        return rollback(self.params, to, why, self.root)
 
     def point(self, alias: str, version: int) -> None:
         """By hand, as on MLflow's page."""
         self.client.set_registered_model_alias("m3diff", alias, str(version))
 
+    def version(self, number: int) -> ModelVersion:
+        return self.client.get_model_version("m3diff", str(number))
+
     def aliases(self) -> dict[str, int]:
         return {alias: int(version) for alias, version in self.client.get_registered_model("m3diff").aliases.items()}
 
     def entries(self) -> list[Decision]:
-        assert faults() == []
-        return decisions()
+        assert faults(self.root) == []
+        return decisions(self.root)
 
     def record(self) -> list[str]:
         return [entry.outcome for entry in self.entries()]
@@ -110,7 +116,41 @@ def elsewhere() -> Iterator[None]:
 @pytest.fixture
 def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """In a git repository without a commit, the current directory."""
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
-    return Registry(tmp_path)
+    return Registry(tmp_path, empty_store)
+
+
+@pytest.fixture(scope="session")
+def grown_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Registry]:
+    made: dict[str, Registry] = {}
+
+    def build(state: str) -> Registry:
+        if state not in made:
+            made[state] = registry = Registry(tmp_path_factory.mktemp("grown"), empty_store)
+            if state == "waiting":
+                registry.grow(1.0)
+                for cider in (5.0, 4.0, 3.0):
+                    registry.add(cider, seed=1)
+            elif state == "rolled back":
+                registry.grow(1.0, dvc__checkpoint="of 1.0")
+                registry.grow(2.0, dvc__checkpoint="of 2.0")
+                registry.rollback(why="worse on the new camera")
+            else:
+                registry.grow(1.0, 2.0, 3.0)
+        return made[state]
+
+    return build
+
+
+def copied(state: str) -> Callable[..., Registry]:
+    @pytest.fixture
+    def fixture(grown_once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+        monkeypatch.chdir(tmp_path)
+        return grown_once(state).copy(tmp_path)
+
+    return fixture
+
+
+three = copied("three")  # versions 1, 2 and 3 were champion one after the other
+rolled_back = copied("rolled back")  # version 2 was champion and was rolled back to 1
+waiting = copied("waiting")  # champion 1 (1.0); versions 2 (5.0), 3 (4.0) and 4 (3.0) wait

@@ -16,7 +16,7 @@ from m3diff.records.errors import DataError
 from m3diff.registry import decisions as record
 from m3diff.registry import promote
 from m3diff.registry.decisions import champions, decisions, faults, pending
-from tests.registry.conftest import Registry, scores
+from tests.registry.conftest import Registry
 
 WRITES = ("hash-object", "commit-tree", "update-ref")
 
@@ -46,27 +46,14 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-# The version that a flow registered itself
-
-
-def test_a_flow_promotes_its_own_version_and_not_the_one_that_the_alias_names(registry):
-    """A registers 5.0, B registers 4.0 before A promotes."""
-    registry.add(scores(1.0))
-    registry.decide()
-    a, b = (int(registry.add(scores(score, seed=1)).version) for score in (5.0, 4.0))
-    assert registry.aliases()["challenger"] == b
-    first = registry.decide(version=a)
-    assert (first.outcome, first.challenger, first.champion) == ("promoted", a, 1)
-    second = registry.decide(version=b)
-    assert (second.outcome, second.challenger, second.champion) == ("refused", b, a)
-    assert registry.aliases() == {"challenger": b, "champion": a, "previous": 1}
-
-
-def test_a_version_that_is_not_there_is_named_with_those_that_are(registry):
-    registry.add(scores(1.0))
-    with pytest.raises(DataError, match=r"model 'm3diff' has no version '7'; there are \[1\]"):
-        registry.decide(version=7)
-    assert registry.record() == []
+def test_a_flow_promotes_its_own_version_and_not_the_one_that_the_alias_names(waiting):
+    with pytest.raises(DataError, match=r"model 'm3diff' has no version '7'; there are \[4, 3, 2, 1\]"):
+        waiting.decide(version=7)
+    first = waiting.decide(version=2)
+    assert (first.outcome, first.challenger, first.champion) == ("promoted", 2, 1)
+    second = waiting.decide(version=4)
+    assert (second.outcome, second.challenger, second.champion) == ("refused", 4, 2)
+    assert waiting.aliases() == {"challenger": 4, "champion": 2, "previous": 1}
 
 
 # The champion moves while a version is judged
@@ -86,51 +73,41 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object]) -> 
     return seen
 
 
-@pytest.fixture
-def judged(registry) -> Registry:
-    """Champion 1 (1.0); versions 2 (5.0), 3 (4.0) and 4 (3.0) wait."""
-    registry.add(scores(1.0))
-    registry.decide()
-    for score in (5.0, 4.0, 3.0):
-        registry.add(scores(score, seed=1))
-    return registry
-
-
-def test_a_champion_that_another_machine_moved_meanwhile_is_judged_against_anew(judged, monkeypatch):
-    seen = meanwhile(monkeypatch, lambda times: judged.point("champion", 2) if times == 1 else None)
-    decision = judged.decide(version=3)
+def test_a_champion_that_another_machine_moved_meanwhile_is_judged_against_anew(waiting, monkeypatch):
+    seen = meanwhile(monkeypatch, lambda times: waiting.point("champion", 2) if times == 1 else None)
+    decision = waiting.decide(version=3)
     assert seen == [1, 2]
     assert (decision.outcome, decision.champion) == ("refused", 2)
-    assert judged.aliases()["champion"] == 2
-    assert judged.record() == ["first", "moved elsewhere", "refused"]
-    agrees(judged)
+    assert waiting.aliases()["champion"] == 2
+    assert waiting.record() == ["first", "moved elsewhere", "refused"]
+    agrees(waiting)
 
 
-def test_a_champion_that_moves_again_and_again_ends_in_try_again(judged, monkeypatch):
-    seen = meanwhile(monkeypatch, lambda times: judged.point("champion", 3 + times % 2))
+def test_a_champion_that_moves_again_and_again_ends_in_try_again(waiting, monkeypatch):
+    seen = meanwhile(monkeypatch, lambda times: waiting.point("champion", 3 + times % 2))
     with pytest.raises(BlockingIOError, match="moved 5 times while the version was judged.*try again"):
-        judged.decide(version=2)
+        waiting.decide(version=2)
     assert seen == [1, 4, 3, 4, 3]
 
 
-def test_a_rollback_meanwhile_counts_although_the_champion_is_the_same_again(judged, monkeypatch):
+def test_a_rollback_meanwhile_counts_although_the_champion_is_the_same_again(waiting, monkeypatch):
     """Judged against 1; meanwhile another machine promoted it, a person saw that it is bad and went back to 1."""
 
     def there_and_back(times: int) -> None:
         if times == 1:
             with monkeypatch.context() as other:
                 other.setattr(promote, "alone", lambda *_: nullcontext())
-                assert judged.decide(version=2).outcome == "promoted"
-            judged.rollback(why="bad")
+                assert waiting.decide(version=2).outcome == "promoted"
+            waiting.rollback(why="bad")
 
     meanwhile(monkeypatch, there_and_back)
-    decision = judged.decide(version=2)
+    decision = waiting.decide(version=2)
     assert (decision.outcome, "rolled it back" in decision.reason) == ("refused", True)
-    assert judged.record() == ["first", "promoted", "rolled back", "refused"]
-    agrees(judged)
+    assert waiting.record() == ["first", "promoted", "rolled back", "refused"]
+    agrees(waiting)
 
 
-def test_directly_before_the_alias_moves_the_champion_is_read_once_more(judged, monkeypatch):
+def test_directly_before_the_alias_moves_the_champion_is_read_once_more(waiting, monkeypatch):
     real, moved = MlflowClient.set_registered_model_alias, []
 
     def overtaken(client, name, alias, version):
@@ -140,15 +117,15 @@ def test_directly_before_the_alias_moves_the_champion_is_read_once_more(judged, 
             real(client, name, "champion", "2")
 
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", overtaken)
-    decision = judged.decide(version=3)
+    decision = waiting.decide(version=3)
     assert (decision.outcome, decision.champion) == ("refused", 2)
     assert ("champion", 3) not in moved
-    assert judged.record() == ["first", "promoted", "not done", "moved elsewhere", "refused"]
-    not_done = judged.entries()[2]
+    assert waiting.record() == ["first", "promoted", "not done", "moved elsewhere", "refused"]
+    not_done = waiting.entries()[2]
     assert (not_done.of, not_done.to) == (2, 3)
     assert not_done.why.startswith("decision 2 was not carried out: it was to follow version 1, and the champion is 2")
-    assert judged.aliases() == {"challenger": 4, "champion": 2}
-    agrees(judged)
+    assert waiting.aliases() == {"challenger": 4, "champion": 2}
+    agrees(waiting)
 
 
 def held(registry: Registry, lock: str) -> bool:
@@ -161,31 +138,31 @@ def held(registry: Registry, lock: str) -> bool:
 
 
 def test_one_promote_at_a_time_judges_while_a_rollback_need_not_wait_and_nobody_moves_beside_a_move(
-    judged, monkeypatch
+    waiting, monkeypatch
 ):
     locks = []
-    meanwhile(monkeypatch, lambda times: locks.append((held(judged, "promote"), held(judged, "record"))))
+    meanwhile(monkeypatch, lambda times: locks.append((held(waiting, "promote"), held(waiting, "record"))))
     real = MlflowClient.set_registered_model_alias
 
     def move(*args):
-        locks.append(held(judged, "record"))
+        locks.append(held(waiting, "record"))
         real(*args)
 
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", move)
-    judged.decide(version=2)
+    waiting.decide(version=2)
     assert locks == [(True, False), True, True]
-    judged.rollback()
+    waiting.rollback()
     assert locks[3:] == [True], "of a rollback too"
 
 
-def test_of_four_processes_at_once_the_best_version_is_champion_in_the_end(judged):
-    judged.add(scores(2.0, seed=1))
-    children = [in_child(lambda version=version: judged.decide(version)) for version in (5, 4, 3, 2)]
+def test_of_four_processes_at_once_the_best_version_is_champion_in_the_end(waiting):
+    waiting.add(2.0, seed=1)
+    children = [in_child(lambda version=version: waiting.decide(version)) for version in (5, 4, 3, 2)]
     assert [ended(child) for child in children] == [0, 0, 0, 0]
-    assert judged.aliases()["champion"] == 2
-    assert set(judged.record()[1:]) <= {"promoted", "refused"}
-    assert len(judged.record()) == 5
-    agrees(judged)
+    assert waiting.aliases()["champion"] == 2
+    assert set(waiting.record()[1:]) <= {"promoted", "refused"}
+    assert len(waiting.record()) == 5
+    agrees(waiting)
 
 
 # Kills
@@ -226,48 +203,17 @@ def killed_at(registry: Registry, act: Callable[[Registry], object], at: int | N
     return int((registry.root / "writes").read_text()) if at is None else -1
 
 
-def first(registry: Registry) -> None:
-    registry.add(scores(1.0))
-
-
-def better(registry: Registry) -> None:
-    for score in (1.0, 2.0):
-        registry.add(scores(score))
-        if score == 1.0:
-            registry.decide()
-
-
-def third(registry: Registry) -> None:
-    for score in (1.0, 2.0, 3.0):
-        registry.add(scores(score))
-        registry.decide()
-
-
-def worse(registry: Registry) -> None:
-    better(registry)
-    registry.decide()
-    registry.add(scores(1.5))
-
-
+DECIDE, ROLLBACK = Registry.decide, Registry.rollback
+THIRD, SECOND = {"challenger": 3, "champion": 3, "previous": 2}, {"challenger": 2, "champion": 2, "previous": 1}
 KILLS = {
-    "first": (first, Registry.decide, 6, [{"challenger": 1, "champion": 1}]),
-    "promoted": (better, Registry.decide, 7, [{"challenger": 2, "champion": 2, "previous": 1}]),
-    "refused": (worse, Registry.decide, 3, [{"challenger": 3, "champion": 2, "previous": 1}]),
-    "rolled back": (
-        third,
-        Registry.rollback,
-        7,
-        [{"challenger": 3, "champion": 3, "previous": 2}, {"challenger": 3, "champion": 2, "previous": 1}],
-    ),
-    "rolled back to the last": (
-        lambda registry: (better(registry), registry.decide()),
-        Registry.rollback,
-        7,
-        [{"challenger": 2, "champion": 2, "previous": 1}, {"challenger": 2, "champion": 1}],
-    ),
+    "first": ((1.0,), DECIDE, 6, [{"challenger": 1, "champion": 1}]),
+    "promoted": ((1.0, 2.0), DECIDE, 7, [SECOND]),
+    "refused": ((1.0, 2.0, 1.5), DECIDE, 3, [SECOND | {"challenger": 3}]),
+    "rolled back": ((1.0, 2.0, 3.0), ROLLBACK, 7, [THIRD, SECOND | {"challenger": 3}]),
+    "rolled back to the last": ((1.0, 2.0), ROLLBACK, 7, [SECOND, {"challenger": 2, "champion": 1}]),
 }
-"""What is there, what is killed, how many durable writes it makes (two git objects, the refs, the aliases), and the
-aliases that there may be in the end: of a rollback, those before it where it was killed before it was recorded."""
+"""The CIDErs that are there, what is killed, how many durable writes it makes (two git objects, the refs, the aliases),
+and the aliases that there may be in the end: of a rollback, those before it where it was killed unrecorded."""
 
 
 @pytest.mark.slow(20)
@@ -276,8 +222,11 @@ def test_killed_at_any_durable_write_the_next_promote_leaves_one_champion_that_t
     name, registry, tmp_path, monkeypatch
 ):
     """Before the first write, between any two, and after the last one."""
-    build, act, writes, ends = KILLS[name]
-    build(registry)
+    ciders, act, writes, ends = KILLS[name]
+    registry.grow(*ciders[:-1])
+    registry.add(ciders[-1])
+    if act is ROLLBACK:
+        registry.decide()
     whole = registry.copy(tmp_path / "whole")
     monkeypatch.chdir(whole.root)
     assert killed_at(whole, act, None) == writes
@@ -290,7 +239,6 @@ def test_killed_at_any_durable_write_the_next_promote_leaves_one_champion_that_t
         killed_at(broken, act, at)
         decision = broken.decide()
         assert broken.aliases() in ends, f"killed before write {at}"
-        assert decision.champion_now == broken.aliases()["champion"]
         assert broken.record().count(name.removesuffix(" to the last")) == (0 if broken.aliases() != ends[-1] else 1)
         agrees(broken)
         outcomes.add(decision.outcome)
@@ -299,31 +247,29 @@ def test_killed_at_any_durable_write_the_next_promote_leaves_one_champion_that_t
     assert outcomes == {"rolled back": {"unchanged", "refused"}}.get(name.removesuffix(" to the last"), {name})
 
 
-def test_a_killed_promotion_that_somebody_overtook_is_recorded_as_not_done(judged, tmp_path, monkeypatch):
-    """Killed before the aliases moved; then another machine made version 2 champion."""
-    killed_at(judged, lambda registry: registry.decide(version=4), 4)
+@pytest.mark.parametrize("overtaken", ["moved", "deleted"])
+def test_a_killed_promotion_that_somebody_overtook_is_recorded_as_not_done(waiting, overtaken):
+    """Killed before the aliases moved; then another machine made version 2 champion, or a person deleted version 4."""
+    killed_at(waiting, lambda registry: registry.decide(version=4), 4)
     assert [entry.to for entry in decisions()] == [1, 4]
-    judged.point("champion", 2)
-    decision = judged.decide(version=4)
-    assert (decision.outcome, decision.champion) == ("refused", 2)
-    assert judged.record() == ["first", "promoted", "not done", "moved elsewhere", "refused"]
-    agrees(judged)
+    if overtaken == "moved":
+        waiting.point("champion", 2)
+        decision = waiting.decide(version=4)
+        assert (decision.outcome, decision.champion) == ("refused", 2)
+        assert waiting.record() == ["first", "promoted", "not done", "moved elsewhere", "refused"]
+    else:
+        waiting.client.delete_model_version("m3diff", "4")
+        assert waiting.decide(version=3).outcome == "promoted"
+        assert "version 4 is gone" in waiting.entries()[2].why
+        assert waiting.record() == ["first", "promoted", "not done", "promoted"]
+    agrees(waiting)
 
 
-def test_a_killed_promotion_of_a_version_that_was_deleted_is_recorded_as_not_done(judged):
-    killed_at(judged, lambda registry: registry.decide(version=4), 4)
-    judged.client.delete_model_version("m3diff", "4")
-    assert judged.decide(version=3).outcome == "promoted"
-    assert "version 4 is gone" in judged.entries()[2].why
-    assert judged.record() == ["first", "promoted", "not done", "promoted"]
-    agrees(judged)
-
-
-def test_the_next_rollback_too_finishes_what_was_killed(judged):
-    killed_at(judged, lambda registry: registry.decide(version=2), 4)
-    assert judged.aliases()["champion"] == 1
-    judged.rollback()
-    assert judged.record() == ["first", "promoted", "rolled back"]
-    assert judged.aliases()["champion"] == 1
-    agrees(judged)
-    assert judged.decide(version=2).outcome == "refused"
+def test_the_next_rollback_too_finishes_what_was_killed(waiting):
+    killed_at(waiting, lambda registry: registry.decide(version=2), 4)
+    assert waiting.aliases()["champion"] == 1
+    waiting.rollback()
+    assert waiting.record() == ["first", "promoted", "rolled back"]
+    assert waiting.aliases()["champion"] == 1
+    agrees(waiting)
+    assert waiting.decide(version=2).outcome == "refused"

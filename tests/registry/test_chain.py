@@ -1,22 +1,25 @@
-"""The chain behind a version: every link is there, and a fault in any of them is named."""
+"""The chain behind a version: every link is there, a fault in any of them is named, and it comes back from remotes."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
-import mlflow
 import pytest
+import yaml
 
 from m3diff.__main__ import main
-from m3diff.provenance.dvc import Lock, dvc_hash, md5
+from m3diff.provenance.dvc import Lock, dvc_hash, md5, object_file
 from m3diff.registry import restore as chain_of
 from m3diff.registry.lineage import weights_sha256
 from m3diff.registry.restore import compared, lineage, of_stored, sound
 from m3diff.settings.load import load_params
 from tests import toy
 from tests.registry.team import Team
+
+CHECKPOINT, PREDICTIONS = "data/05_model/checkpoint", "data/06_predictions/predictions.json"
 
 
 @pytest.fixture
@@ -25,12 +28,28 @@ def project(team: Team, monkeypatch: pytest.MonkeyPatch) -> Team:
     return team
 
 
-def chain(version: str = "1") -> list:
-    return lineage(load_params().register_, version)
+def faults() -> list[tuple[str, str, str]]:
+    checks = lineage(load_params().register_, "1")
+    return [(check.outcome, check.what, str(check.where)) for check in checks if check.outcome != "ok"]
 
 
-def faults(version: str = "1") -> list[tuple[str, str, str]]:
-    return [(check.outcome, check.what, check.where) for check in chain(version) if check.outcome != "ok"]
+@pytest.fixture
+def change() -> Iterator[Callable[..., None]]:
+    """Write a file anew, or take it away; it is put back at the end."""
+    with ExitStack() as stack:
+
+        def put_back(path: Path, mode: int, content: bytes) -> None:
+            path.unlink(missing_ok=True)
+            path.write_bytes(content)
+            path.chmod(mode)
+
+        def change(path: Path, text: str | None = None) -> None:
+            stack.callback(put_back, path, path.stat().st_mode, path.read_bytes())
+            path.unlink()
+            if text is not None:
+                path.write_text(text)
+
+        yield change
 
 
 def test_the_chain_goes_from_raw_data_to_the_commit_and_holds(project, capsys):
@@ -42,56 +61,23 @@ def test_the_chain_goes_from_raw_data_to_the_commit_and_holds(project, capsys):
         "metrics", "dvc.lock", "commit",
     ]  # fmt: skip
     assert all(line.startswith("ok ") for line in lines)
-    recorded = Lock().hashes(Path("data/05_model/checkpoint"))["train outs"]
+    recorded = Lock().hashes(Path(CHECKPOINT))["train outs"]
     assert recorded[:12] in next(line for line in lines if "checkpoint" in line)
 
 
-@pytest.mark.slow(12)
-def test_what_only_the_remote_has_is_found_there(project, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(project.clone(tmp_path))
-    said = [check for check in chain() if check.what == "checkpoint"]
-    assert [(check.outcome, check.note) for check in said] == [("ok", "in the remote")]
-    assert faults() == [], "without a cache its manifest cannot be read, but nothing is wrong"
-    assert toy.run(Path.cwd(), "git", "worktree", "list").count("\n") == 1
-
-
-def cut(path: Path) -> Callable[[], None]:
-    """Take a file away and give back what puts it there again."""
-    mode, content = path.stat().st_mode, path.read_bytes()
-    path.unlink()
-
-    def back() -> None:
-        path.unlink(missing_ok=True)
-        path.write_bytes(content)
-        path.chmod(mode)
-
-    return back
-
-
-def in_cache(path: str, of: Team) -> Path:
-    hash_ = next(iter(Lock(of.project / "dvc.lock").hashes(Path(path)).values()))
-    return of.project / ".dvc/cache/files/md5" / hash_[:2] / hash_[2:]
-
-
 @pytest.mark.fault("09")
-def test_a_damaged_object_of_the_cache_is_named(project):
-    place = in_cache("data/06_predictions/predictions.json", project)
-    back = cut(place)
-    try:
-        place.write_text("damaged")
-        assert faults() == [("differs", "predictions", "data/06_predictions/predictions.json")]
-    finally:
-        back()
-
-
-def test_what_neither_cache_nor_remote_has_is_missing(project):
-    place = in_cache("data/06_predictions/predictions.json", project)
-    put_back = [cut(place), cut(project.remote / "files/md5" / place.parent.name / place.name)]
-    try:
-        assert faults() == [("missing", "predictions", "data/06_predictions/predictions.json")]
-    finally:
-        for back in put_back:
-            back()
+def test_another_content_in_the_cache_the_remote_or_mlflow_is_named(project, change):
+    hash_ = Lock().hashes(Path(PREDICTIONS))["predict outs"]
+    cached = object_file(project.project / ".dvc/cache", hash_)
+    change(cached, "damaged")
+    assert faults() == [("differs", "predictions", PREDICTIONS)]
+    change(cached)
+    change(object_file(project.remote, hash_))
+    assert faults() == [("missing", "predictions", PREDICTIONS)]
+    (word,) = (project.database.parent / "artifacts").rglob("word.txt")
+    for text in ("another", None):
+        change(word, text)
+        assert faults() == [("differs", "stored model", "models:/m3diff/1"), ("missing", "predictions", PREDICTIONS)]
 
 
 @pytest.mark.parametrize(
@@ -109,53 +95,37 @@ def test_what_neither_cache_nor_remote_has_is_missing(project):
         ("dvc.lock.sha256", "0" * 64, "differs", "dvc.lock"),
         ("git.dirty", "true", "differs", "commit"),
         ("git.commit", "0" * 40, "missing", "commit"),
+        ("dvc.raw.", None, "missing", "raw data"),
     ],
 )
-def test_a_tag_that_says_something_else_is_named(project, tag, value, outcome, what):
-    client = project.client
-    before = client.get_model_version("m3diff", "1").tags.get(tag)
-    client.set_model_version_tag("m3diff", "1", tag, value)
-    try:
-        assert (outcome, what) in [(found, link) for found, link, _ in faults()]
-        assert main(["lineage", "1"]) == 3
-    finally:
-        if before is None:
-            client.delete_model_version_tag("m3diff", "1", tag)
-        else:
-            client.set_model_version_tag("m3diff", "1", tag, before)
+def test_a_tag_that_says_something_else_or_is_not_there_is_named(project, monkeypatch, tag, value, outcome, what):
+    """Of the version as MLflow gives it."""
+    real = chain_of.find_version
 
+    def find_version(*asked: object) -> SimpleNamespace:
+        found = real(*asked)
+        tags = {name: kept for name, kept in found.tags.items() if value or not name.startswith(tag)}
+        return SimpleNamespace(name="m3diff", version="1", tags=tags | ({tag: value} if value else {}))
 
-def test_another_checkpoint_in_mlflow_than_in_dvc_is_named(project):
-    mlflow.set_tracking_uri(project.uri)
-    (word,) = (project.database.parent / "artifacts").rglob("word.txt")
-    back = cut(word)
-    try:
-        word.write_text("another")
-        assert faults() == [("differs", "stored model", "models:/m3diff/1")]
-        word.unlink()
-        assert faults() == [("differs", "stored model", "models:/m3diff/1")]
-    finally:
-        back()
+    monkeypatch.setattr(chain_of, "find_version", find_version)
+    assert (outcome, what) in [(found, link) for found, link, _ in faults()]
+    assert main(["lineage", "1"]) == 3
 
 
 @pytest.mark.parametrize("tag", ["right", "wrong"])
 def test_a_version_that_keeps_adapters_alone_is_compared_with_those_of_the_checkpoint(tmp_path, tag, monkeypatch):
-    checkpoint = tmp_path / "checkpoint"
+    checkpoint, cache = tmp_path / "checkpoint", tmp_path / "cache"
     (checkpoint / "adapters" / "lora").mkdir(parents=True)
     for name in ("model.safetensors", "adapters/tuned.safetensors", "adapters/lora/adapter.safetensors"):
         (checkpoint / name).write_text(name)
     (checkpoint / "manifest.json").write_text(json.dumps({"base_sha256": "b", "files": {"model.safetensors": "w"}}))
     files = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if path.is_file()}
-    cache = tmp_path / "cache"
     entries = [{"md5": md5(files[name]), "relpath": name} for name in sorted(files)]
-    for entry in entries:
-        place = cache / "files/md5" / entry["md5"][:2] / entry["md5"][2:]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(files[entry["relpath"]], place)
     whole = dvc_hash(checkpoint)
-    place = cache / "files/md5" / whole[:2] / whole[2:]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(entries))
+    contents = {md5(path): path.read_text() for path in files.values()} | {whole: json.dumps(entries)}
+    for hash_, content in contents.items():
+        object_file(cache, hash_).parent.mkdir(parents=True, exist_ok=True)
+        object_file(cache, hash_).write_text(content)
     named = dvc_hash(checkpoint / "adapters") if tag == "right" else "0" * 32
     tags = {"dvc.adapters": named, "weights.sha256": weights_sha256(checkpoint / "manifest.json"), "base.sha256": "b"}
     version = SimpleNamespace(name="m3diff", version="1", tags=tags)
@@ -167,18 +137,72 @@ def test_a_version_that_keeps_adapters_alone_is_compared_with_those_of_the_check
 
 def test_two_hashes_agree_differ_or_are_missing():
     assert sound([compared("x", "y", "a", "a")])
-    assert [compared("x", "y", *pair).outcome for pair in (("a", "b"), ("a", None), (None, "a"), (None, None))] == [
-        "differs", "missing", "missing", "missing",
-    ]  # fmt: skip
+    pairs = {("a", "b"): "differs", ("a", None): "missing", (None, "a"): "missing", (None, None): "missing"}
+    assert {pair: compared("x", "y", *pair).outcome for pair in pairs} == pairs
 
 
-def test_a_version_without_raw_data_says_so(project):
-    client = project.client
-    tags = {tag: value for tag, value in client.get_model_version("m3diff", "1").tags.items() if "dvc.raw." in tag}
-    for tag in tags:
-        client.delete_model_version_tag("m3diff", "1", tag)
-    try:
-        assert faults() == [("missing", "raw data", "of each dataset")]
-    finally:
-        for tag, value in tags.items():
-            client.set_model_version_tag("m3diff", "1", tag, value)
+# A fresh clone and the remotes alone give a version's data, parameters and checkpoint back
+
+PARTS = ("data/01_raw/minichange", "data/02_records/minichange", "data/04_mixture/test", CHECKPOINT)
+
+
+@pytest.fixture
+def clone(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    clone = team.clone(tmp_path)
+    monkeypatch.chdir(clone)
+    assert not (clone / CHECKPOINT).exists()
+    return clone
+
+
+@pytest.mark.fault("S1", "T17")
+@pytest.mark.slow(25)
+def test_a_version_comes_back_in_a_fresh_clone_with_the_same_hashes_past_dvcs_own_hooks(team, clone, tmp_path, capsys):
+    assert [check.note for check in lineage(load_params().register_, "1") if check.what == "checkpoint"] == [
+        "in the remote"
+    ]
+    assert faults() == [], "without a cache its manifest cannot be read, but nothing is wrong"
+    assert toy.run(clone, "git", "worktree", "list").count("\n") == 1
+    toy.run(clone, "dvc", "install")
+    out = tmp_path / "out"
+    for _ in range(2):  # and again where a person removed the folder
+        shutil.rmtree(out, ignore_errors=True)
+        capsys.readouterr()
+        assert main(["restore", "1", "--into", "../out"]) == 0
+    assert [dvc_hash(out / part) for part in PARTS] == [dvc_hash(team.project / part) for part in PARTS]
+    for file in ("params.yaml", "dvc.lock", "data/07_report/metrics.json"):
+        assert (out / file).read_bytes() == (team.project / file).read_bytes()
+    assert toy.status(out) == {}
+    said = capsys.readouterr().out
+    assert f"restored to {out}" in said
+    for line in ("checkpoint   data/05_model/checkpoint", "parameters   train", "dvc.lock     dvc.lock"):
+        assert f"ok       {line}" in said
+    assert "missing" not in said
+
+
+@pytest.mark.fault("09")
+@pytest.mark.slow(15)
+def test_a_branch_needs_no_mlflow_and_of_a_remote_that_lost_a_file_the_rest_is_restored(team, clone, tmp_path, capsys):
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    params["register"]["tracking_uri"] = "http://127.0.0.1:9"
+    Path("params.yaml").write_text(yaml.safe_dump(params))
+    broken = Path(shutil.copytree(team.remote, tmp_path / "remote"))
+    toy.run(clone, "dvc", "remote", "modify", "--local", "store", "url", str(broken))
+    lost = object_file(broken, dvc_hash(team.project / CHECKPOINT / "word.txt"))
+    lost.chmod(0o644)
+    lost.unlink()
+    assert main(["restore", "runs/first", "--into", str(tmp_path / "lost")]) == 3
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if line.split()[1:3] == ["data", CHECKPOINT]]
+    assert line.split()[0] in ("missing", "differs")
+    assert "NOT restored, see above" in said
+    assert "ok       data         data/04_mixture/train" in said
+
+
+def test_what_is_not_there_or_is_there_already_is_refused_in_words(project, tmp_path, capsys):
+    for arguments, message in (
+        (["restore", "7"], "model 'm3diff' has no version '7'; there are [1]"),
+        (["restore", "runs/none"], "commit runs/none: not in this clone, nor has origin"),
+        (["restore", "challenger", "--into", str(tmp_path)], "exists; name another with --into"),
+    ):
+        assert main(arguments) == 3
+        assert message in capsys.readouterr().err

@@ -1,6 +1,8 @@
-"""What people delete in MLflow, and version numbers that begin again: who is champion then, and what is said to do."""
+"""What people delete in MLflow and in the record: who is champion then, and what is said to do."""
 
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,20 +11,13 @@ import pytest
 from click.testing import CliRunner
 from mlflow.cli import gc
 
+from m3diff.provenance.git import commit_at, git
 from m3diff.records.errors import DataError
-from m3diff.registry.decisions import Entry, append, decisions, table
-from tests.registry.conftest import Registry, scores
+from m3diff.registry import promote as module
+from m3diff.registry.decisions import BRANCH, TAG, Entry, append, decisions, table
+from m3diff.registry.promote import make_move
+from tests.registry.conftest import Registry
 from tests.registry.test_promote import Rescoring
-
-
-@pytest.fixture
-def rolled_back(registry) -> Registry:
-    """Version 2 was champion and was rolled back to 1."""
-    for score in (1.0, 2.0):
-        registry.add(scores(score), dvc__checkpoint=f"checkpoint of {score}")
-        registry.decide()
-    registry.rollback(why="worse on the new camera")
-    return registry
 
 
 def anew(registry: Registry) -> None:
@@ -30,12 +25,6 @@ def anew(registry: Registry) -> None:
     registry.client.delete_registered_model("m3diff")
     time.sleep(0.01)  # when it was made tells one from the other, in ms
     registry.client.create_registered_model("m3diff")
-
-
-def empty_bin(registry: Registry) -> None:
-    store = registry.params.register_.tracking_uri
-    done = CliRunner().invoke(gc, ["--backend-store-uri", store], env={"MLFLOW_TRACKING_URI": store})
-    assert done.exit_code == 0, done.output
 
 
 def remedies(text: str) -> list[int]:
@@ -49,12 +38,8 @@ def remedies(text: str) -> list[int]:
 @pytest.mark.fault("T9")
 def test_a_new_version_is_not_taken_for_the_rolled_back_one_of_its_number(rolled_back):
     anew(rolled_back)
-    outcomes = []
-    for score in (1.3, 1.6, 1.7):
-        rolled_back.add(scores(score))
-        outcomes.append(rolled_back.decide().outcome)
-    assert outcomes == ["first", "promoted", "promoted"]
-    assert rolled_back.record()[3:] == outcomes, "nothing was moved elsewhere"
+    assert rolled_back.grow(1.3, 1.6, 1.7) == ["first", "promoted", "promoted"]
+    assert rolled_back.record()[3:] == ["first", "promoted", "promoted"], "nothing was moved elsewhere"
     assert rolled_back.rollback().to == 2
     assert rolled_back.decide(version=3).outcome == "refused"
     told = table(decisions()).splitlines()
@@ -65,44 +50,38 @@ def test_a_new_version_is_not_taken_for_the_rolled_back_one_of_its_number(rolled
 @pytest.mark.parametrize("same", ["run", "content"])
 def test_the_rolled_back_model_under_another_number_is_still_rolled_back(rolled_back, same):
     """Its version is deleted and it is registered once more, or it is registered in another store."""
-    client, old = rolled_back.client, rolled_back.client.get_model_version("m3diff", "2")
+    client, old = rolled_back.client, rolled_back.version(2)
     if same == "run":
         client.delete_model_version("m3diff", "2")
-        client.create_model_version("m3diff", "file:///nowhere", old.run_id, tags={"test_set.sha256": "one"})
+        made = client.create_model_version("m3diff", "file:///nowhere", old.run_id, tags={"test_set.sha256": "one"})
+        newest = int(made.version)
     else:
         anew(rolled_back)
-        rolled_back.add(scores(1.0))
-        rolled_back.decide()
-        rolled_back.add(scores(2.0), dvc__checkpoint="checkpoint of 2.0")
-    newest = max(int(version.version) for version in client.search_model_versions("name = 'm3diff'"))
+        rolled_back.grow(1.0)
+        newest = rolled_back.add(2.0, dvc__checkpoint="of 2.0")
     refused = rolled_back.decide(version=newest)
     assert (refused.outcome, "worse on the new camera" in refused.reason) == ("refused", True)
     assert rolled_back.decide(version=newest, again=True).outcome == "promoted"
     assert rolled_back.decide(version=newest).outcome == "unchanged"
-    rolled_back.add(scores(3.0))
-    assert rolled_back.decide().outcome == "promoted"
+    assert rolled_back.grow(3.0) == ["promoted"]
     assert rolled_back.rollback().to == newest, "it was accepted"
 
 
 @pytest.mark.fault("T9")
-def test_a_store_put_back_to_a_backup_gives_a_number_to_another_run(rolled_back, tmp_path, monkeypatch):
-    backup = rolled_back.copy(tmp_path / "backup")
-    for score in (3.0, 4.0):
-        rolled_back.add(scores(score))
-        rolled_back.decide()
+def test_a_store_put_back_to_a_backup_gives_a_number_to_another_run(rolled_back, tmp_path):
+    backup = (tmp_path / "mlflow.db").read_bytes()
+    rolled_back.grow(3.0, 4.0)
     rolled_back.rollback(to=1)
     assert rolled_back.decide().outcome == "refused"
-    (tmp_path / "mlflow.db").write_bytes((backup.root / "mlflow.db").read_bytes())
-    for score in (5.0, 6.0):
-        rolled_back.add(scores(score))
-        assert rolled_back.decide().outcome == "promoted"
+    (tmp_path / "mlflow.db").write_bytes(backup)
+    assert rolled_back.grow(5.0, 6.0) == ["promoted", "promoted"]
     assert rolled_back.rollback().to == 3
 
 
 @pytest.mark.fault("T9")
 def test_lines_of_earlier_releases_hold_for_the_registry_that_was_there_when_they_were_written(registry):
     for score in (1.0, 2.0):
-        registry.add(scores(score))
+        registry.add(score)
     registry.point("champion", 1)
     plain = {"model": "m3diff", "why": "bad"}
     append(Path("."), Entry(action="promote", from_=1, to=2, outcome="promoted", **plain))
@@ -110,9 +89,7 @@ def test_lines_of_earlier_releases_hold_for_the_registry_that_was_there_when_the
     assert registry.decide().reason.endswith("m3diff promote --again")
     time.sleep(1.1)  # such a line says when to the second
     anew(registry)
-    for score in (1.3, 1.6):
-        registry.add(scores(score))
-        registry.decide()
+    registry.grow(1.3, 1.6)
     assert registry.record()[2:] == ["refused", "first", "promoted"]
 
 
@@ -120,65 +97,51 @@ def test_lines_of_earlier_releases_hold_for_the_registry_that_was_there_when_the
 def test_a_killed_promotion_of_another_registry_moves_nothing_in_this_one(rolled_back):
     entry = Entry(action="promote", model="m3diff", from_=1, to=2, outcome="promoted", why="better", registry=7)
     append(Path("."), entry, pending=True)
-    rolled_back.add(scores(0.5))
-    assert rolled_back.decide().outcome == "refused"
+    assert rolled_back.grow(0.5) == ["refused"]
     assert rolled_back.aliases()["champion"] == 1
     (not_done,) = [line for line in rolled_back.entries() if line.outcome == "not done"]
     assert "the registered model is another one now" in not_done.why
 
 
-# What people delete
-
-
-def take_alias(registry: Registry) -> None:
-    registry.client.delete_registered_model_alias("m3diff", "champion")
-
-
-def take_version(registry: Registry) -> None:
-    registry.client.delete_model_version("m3diff", "2")
+# What people delete in MLflow
 
 
 @pytest.mark.fault("T10", "S2")
-@pytest.mark.parametrize(("delete", "back"), [(take_alias, 2), (take_version, 1)])
-def test_without_its_alias_no_worse_model_becomes_champion_and_the_remedy_works(registry, delete, back):
-    for score in (1.0, 2.0):
-        registry.add(scores(score))
-        registry.decide()
-    delete(registry)
-    registry.add(scores(0.1))
-    refused = [registry.decide(), registry.decide()]
-    assert {(one.outcome, one.champion_now) for one in refused} == {("refused", None)}
-    assert "champion" not in registry.aliases()
-    assert remedies(refused[0].reason) == [back, 3]
-    assert registry.record()[2:] == ["moved elsewhere", "refused"]
+@pytest.mark.parametrize(("delete", "back"), [("alias", 3), ("version", 2)])
+def test_without_its_alias_no_worse_model_becomes_champion_and_the_remedy_works(three, delete, back):
+    if delete == "alias":
+        three.client.delete_registered_model_alias("m3diff", "champion")
+    else:
+        three.client.delete_model_version("m3diff", "3")
+    three.add(0.1)
+    refused = [three.decide(), three.decide()]
+    assert {(one.outcome, one.champion) for one in refused} == {("refused", None)}
+    assert "champion" not in three.aliases()
+    assert remedies(refused[0].reason) == [back, 4]
+    assert three.record()[3:] == ["moved elsewhere", "refused"]
     with pytest.raises(DataError, match=f"nothing to roll back.*m3diff rollback --to {back}"):
-        registry.rollback()
-    registry.rollback(to=back, why="the alias was gone")
-    assert registry.aliases()["champion"] == back
-    assert registry.decide().outcome == "refused"
-    registry.add(scores(3.0))
-    assert registry.decide().outcome == "promoted"
-    assert registry.rollback().to == back
+        three.rollback()
+    three.rollback(to=back, why="the alias was gone")
+    assert three.aliases()["champion"] == back
+    assert three.decide().outcome == "refused"
+    assert three.grow(4.0) == ["promoted"]
+    assert three.rollback().to == back
 
 
 @pytest.mark.fault("T10")
-def test_a_version_accepted_where_the_alias_was_gone_can_be_rolled_back_to_the_one_before(registry):
-    for score in (1.0, 2.0, 0.1):
-        registry.add(scores(score))
-        if score != 0.1:
-            registry.decide()
-    take_alias(registry)
-    accepted = remedies(registry.decide().reason)[-1]
-    assert registry.rollback(to=accepted, why="accepted without a comparison").to == 3
-    assert registry.aliases() == {"challenger": 3, "champion": 3, "previous": 2}
-    assert registry.rollback().to == 2
+def test_a_version_accepted_where_the_alias_was_gone_can_be_rolled_back_to_the_one_before(three):
+    three.client.delete_registered_model_alias("m3diff", "champion")
+    three.add(0.1)
+    accepted = remedies(three.decide().reason)[-1]
+    assert three.rollback(to=accepted, why="accepted without a comparison").to == 4
+    assert three.aliases() == {"challenger": 4, "champion": 4, "previous": 3}
+    assert three.rollback().to == 3
 
 
 @pytest.mark.fault("T10")
 def test_where_no_former_champion_is_left_the_way_on_is_said(registry):
-    registry.add(scores(1.0))
-    registry.decide()
-    registry.add(scores(2.0))
+    registry.grow(1.0)
+    registry.add(2.0)
     registry.client.delete_model_version("m3diff", "1")
     refused = registry.decide()
     assert (refused.outcome, remedies(refused.reason)) == ("refused", [2])
@@ -186,62 +149,125 @@ def test_where_no_former_champion_is_left_the_way_on_is_said(registry):
     assert registry.decide().outcome == "unchanged"
 
 
-def in_bin(registry: Registry) -> None:
-    registry.client.delete_run(registry.client.get_model_version("m3diff", "1").run_id)
+def delete(registry: Registry, what: str) -> None:
+    """Something of version 1."""
+    run = registry.client.get_run(registry.version(1).run_id).info
+    stored = Path(run.artifact_uri.removeprefix("file://")) / "scores.parquet"
+    if what in ("run in the bin", "run gone"):
+        registry.client.delete_run(run.run_id)
+    if what == "run gone":
+        store = registry.params.register_.tracking_uri
+        done = CliRunner().invoke(gc, ["--backend-store-uri", store], env={"MLFLOW_TRACKING_URI": store})
+        assert done.exit_code == 0, done.output
+    if what == "experiment in the bin":
+        registry.client.delete_experiment(registry.experiment)
+    if what == "scores":
+        stored.unlink()
+    if what == "half of the scores":
+        stored.write_bytes(b"PAR1")
 
 
-def gone(registry: Registry) -> None:
-    in_bin(registry)
-    empty_bin(registry)
-
-
-def scores_missing(registry: Registry) -> None:
-    scores_of(registry, "1").unlink()
-
-
-def scores_damaged(registry: Registry) -> None:
-    scores_of(registry, "1").write_bytes(b"PAR1")
-
-
-def scores_of(registry: Registry, version: str) -> Path:
-    run = registry.client.get_run(registry.client.get_model_version("m3diff", version).run_id)
-    return Path(run.info.artifact_uri.removeprefix("file://")) / "scores.parquet"
-
-
-def experiment_in_bin(registry: Registry) -> None:
-    registry.client.delete_experiment(registry.experiment)
+DELETED = {"run in the bin": 0, "experiment in the bin": 0, "run gone": 1, "scores": 1, "half of the scores": 1}
+"""What is deleted of the champion, and whether it is then scored again."""
 
 
 @pytest.mark.fault("T10")
-@pytest.mark.parametrize(
-    ("delete", "scored_again"),
-    [(in_bin, False), (experiment_in_bin, False), (gone, True), (scores_missing, True), (scores_damaged, True)],
-)
-@pytest.mark.parametrize("checkpoint", ["kept", "lost"])
-def test_a_champion_whose_run_or_scores_are_deleted_is_compared_or_refused_with_a_remedy(
-    registry, monkeypatch, delete: Callable[[Registry], None], scored_again, checkpoint
-):
-    registry.add(scores(1.0), test_set="new")
-    registry.decide()
-    registry.add(scores(2.0, seed=1), test_set="new")
+@pytest.mark.parametrize("what", DELETED)
+def test_a_champion_whose_run_or_scores_are_deleted_is_compared_or_refused_with_a_remedy(registry, monkeypatch, what):
+    registry.grow(1.0, test_set="new")
+    registry.add(2.0, seed=1, test_set="new")
+    delete(registry, what)
     rescoring = Rescoring(registry, monkeypatch)
-    if checkpoint == "lost":
+    if DELETED[what]:
         rescoring.error = FileNotFoundError("no checkpoint")
-    delete(registry)
-    decision = registry.decide()
-    if scored_again and checkpoint == "lost":
+        decision = registry.decide()
         assert (decision.outcome, remedies(decision.reason)) == ("refused", [2])
-        registry.rollback(to=2)
-        assert registry.aliases()["champion"] == 2
-    else:
-        assert (decision.outcome, decision.scored_again) == ("promoted", scored_again)
+        rescoring.error = None
+    decision = registry.decide()
+    assert (decision.outcome, decision.scored_again) == ("promoted", bool(DELETED[what]))
 
 
 @pytest.mark.fault("T10")
-@pytest.mark.parametrize("delete", [gone, scores_missing])
-def test_a_challenger_without_run_or_scores_is_refused_and_a_version_made_by_hand_too(registry, delete):
-    registry.add(scores(1.0))
-    delete(registry)
+@pytest.mark.parametrize("what", ["run gone", "scores"])
+def test_a_challenger_without_run_or_scores_is_refused(registry, what):
+    registry.add(1.0)
+    delete(registry, what)
     assert "run `m3diff register` again" in registry.decide().reason
-    registry.client.create_model_version("m3diff", "file:///nowhere")
-    assert registry.decide(version=2).outcome == "refused"
+
+
+# A record that lost decisions is seen by what MLflow knows of it, and nothing is decided by what is left
+
+
+def tag(registry: Registry) -> str | None:
+    return registry.client.get_registered_model("m3diff").tags.get(TAG)
+
+
+def fork() -> None:
+    git("update-ref", BRANCH, f"{BRANCH}^")
+    append(Path(), Entry(action="promote", model="other", from_=None, to=1, outcome="refused", why="elsewhere"))
+
+
+LOST: dict[str, Callable[[], object]] = {
+    "deleted": lambda: git("update-ref", "-d", BRANCH),
+    "the last commit dropped": lambda: git("update-ref", BRANCH, f"{BRANCH}^"),
+    "all but the first dropped": lambda: git("update-ref", BRANCH, f"{BRANCH}~2"),
+    "forked": fork,
+}
+
+
+@pytest.mark.fault("T14")
+@pytest.mark.parametrize("lose", LOST.values(), ids=LOST)
+def test_nothing_is_decided_by_a_record_that_lost_decisions_and_the_remedy_brings_them_back(rolled_back, lose):
+    before, aliases = commit_at(BRANCH), rolled_back.aliases()
+    assert tag(rolled_back) == f"3 {before}"
+    subprocess.run(["git", "clone", "-q", "--bare", ".", "origin.git"], check=True)
+    lose()
+    left = commit_at(BRANCH)
+    for decide in (rolled_back.decide, lambda: rolled_back.decide(again=True), lambda: rolled_back.rollback(to=1)):
+        with pytest.raises(DataError) as refused:
+            decide()
+        for said in ("MLflow knows 3 ", str(before), left or "is not there", "runs/history"):
+            assert said in str(refused.value)
+    assert (rolled_back.aliases(), commit_at(BRANCH), tag(rolled_back)) == (aliases, left, f"3 {before}")
+    subprocess.run(["git", "remote", "add", "origin", "./origin.git"], check=True)
+    if lose is fork:  # what the remote has does not follow
+        with pytest.raises(DataError, match="decisions are missing"):
+            rolled_back.decide()
+        subprocess.run(str(refused.value).rpartition("in this clone: ")[2].split(), check=True)
+    again = rolled_back.decide()
+    assert (again.outcome, "rolled it back" in again.reason) == ("refused", True)
+    assert tag(rolled_back) == f"4 {commit_at(BRANCH)}"
+
+
+@pytest.mark.fault("T14")
+def test_where_no_clone_has_it_any_more_a_person_lets_the_gate_begin_anew(rolled_back, tmp_path):
+    shutil.rmtree(tmp_path / ".git")
+    subprocess.run(["git", "init", "-q"], check=True)
+    with pytest.raises(DataError, match=f"git fetch CLONE.*delete the tag {TAG!r} of the model on MLflow's page"):
+        rolled_back.decide()
+    rolled_back.client.delete_registered_model_tag("m3diff", TAG)
+    assert rolled_back.decide().outcome == "promoted"
+    assert tag(rolled_back) == f"{len(rolled_back.entries())} {commit_at(BRANCH)}"
+
+
+@pytest.mark.fault("T14")
+@pytest.mark.parametrize("known", [None, "", "by hand", "2", "2 3f2a", "killed"])
+def test_mlflow_is_brought_up_where_it_knows_less_or_nothing(rolled_back, known):
+    if known == "killed":  # between the record and the tag
+        entry = Entry(action="promote", model="m3diff", from_=1, to=2, outcome="promoted", why="", previous=1)
+        make_move(rolled_back.client, Path(), entry)
+    elif known is None:
+        rolled_back.client.delete_registered_model_tag("m3diff", TAG)
+    else:
+        rolled_back.client.set_registered_model_tag("m3diff", TAG, known)
+    rolled_back.decide()
+    assert tag(rolled_back) == f"{len(rolled_back.entries())} {commit_at(BRANCH)}"
+
+
+@pytest.mark.fault("T14")
+def test_a_record_that_is_lost_while_a_version_is_judged_decides_nothing(rolled_back, monkeypatch):
+    judged = module.verdict_on
+    monkeypatch.setattr(module, "verdict_on", lambda *given: (LOST["deleted"](), judged(*given))[1])
+    with pytest.raises(DataError, match="decisions are missing"):
+        rolled_back.grow(3.0)
+    assert rolled_back.aliases()["champion"] == 1

@@ -1,180 +1,90 @@
-"""What goes to MLflow: names, steps, values, sizes of requests; and a store that does not answer."""
+"""MLflow's store: its place and its absence, what goes to it, and a training's run, written to while it trains."""
 
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import mlflow
 import pytest
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
-from mlflow.utils.validation import _validate_metric_name
+from mlflow.entities import Run
 
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.tracking import TrackingUnavailableError, connected, flatten
+from m3diff.registry.lineage import weights_sha256
+from m3diff.registry.tracking import Description, TrackingUnavailableError, completed, connected, followed
+from tests.servers import free_port
 
-URI = "sqlite:///services/mlflow/mlflow.db"
-
-
-class Client:
-    """Keeps what it is given, request by request."""
-
-    def __init__(self) -> None:
-        self.requests: list[dict] = []
-
-    def log_batch(self, run_id: str, **values) -> None:
-        assert run_id == "run"
-        self.requests.append(values)
-
-    def get_run(self, run_id: str) -> SimpleNamespace:
-        metrics = {metric.key: metric.value for metric in self.logged("metrics")}
-        return SimpleNamespace(data=SimpleNamespace(params={"section.known": "as it was"}, metrics=metrics))
-
-    def get_metric_history(self, run_id: str, name: str) -> list:
-        return [metric for metric in self.logged("metrics") if metric.key == name]
-
-    def log_inputs(self, run_id: str, datasets) -> None:
-        assert run_id == "run"
-        self.requests.append({"datasets": datasets})
-
-    def logged(self, kind: str) -> list:
-        return [value for request in self.requests for value in request.get(kind, [])]
+URI, LOCAL = "sqlite:///services/mlflow/mlflow.db", "sqlite:///mlflow.db"
 
 
 @pytest.fixture
-def client() -> Client:
-    return Client()
+def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an empty store, current directory."""
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)
-def restore(monkeypatch):
+def own_settings(monkeypatch):
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    yield
-    mlflow.set_tracking_uri("")
 
 
-def test_nested_values_become_one_level():
-    assert flatten({"a": {"b": 1, "c": [2, {"d": None}]}, "e": {}}) == {"a.b": 1, "a.c.0": 2, "a.c.1.d": None}
-    assert flatten({"a": {"b": 1}}, separator="/") == {"a/b": 1}
+def test_what_is_logged_keeps_to_mlflows_names_and_batches_and_no_point_is_logged_twice(store):
+    """MLflow takes 100 parameters or 1000 points in a request, and a parameter once."""
+    curves, metrics = store / "curves.csv", store / "metrics.json"
+    head, steps = "step,epoch,loss,module_score/17,val_cider\n", range(2, 1302)
+    later = "".join(f"{step},{step / 2},{1 / step},,{'0.7' if step == 9 else ''}\n" for step in steps)
+    odd = {"by_type": {"less + more (50 %)": {"CIDEr": 2.5}}}
+    scores = {"CIDEr": 1.5, "SPICE": None, "intervals": {"CIDEr": {"low": 1}}}
+    metrics.write_text(json.dumps({"rows_out": 3, "note": "n", "protocols": {"d/p": scores | odd}}))
+    with connected(LOCAL) as client:
+        run = client.create_run(tracking.experiment_id(client, "m3diff")).info.run_id
+        client.log_param(run, "section.known", "as it was")
+        many = {str(number): number for number in range(250)}
+        tracking.log_params(client, run, {"section": {"known": 1, "list": [2, {"d": None}], "empty": {}} | many})
+        for text in ("1,0.5,2.5,0.1,\n", f"1,0.5,2.5,0.1,\n{later}", f"1,0.5,2.5,0.1,\n{later}"):
+            curves.write_text(head + text)
+            tracking.log_curves(client, run, curves)
+        tracking.log_scores(client, run, metrics, 99)
+        data = client.get_run(run).data
+        found = {name: client.get_metric_history(run, name) for name in data.metrics}
+    assert data.params == {
+        **{"section.known": "as it was", "section.list.0": "2", "section.list.1.d": "None"},
+        **{f"section.{number}": str(number) for number in range(250)},
+    }
+    points = {name: [(point.step, point.value) for point in history] for name, history in found.items()}
+    assert points == {
+        "train/epoch": [(1, 0.5), *((step, step / 2) for step in steps)],
+        "train/loss": [(1, 2.5), *((step, 1 / step) for step in steps)],
+        "train/module_score/17": [(1, 0.1)],
+        "train/val_cider": [(9, 0.7)],
+        "rows_out": [(0, 3.0)],
+        "d/p/CIDEr": [(0, 1.5)],
+        "d/p/intervals/CIDEr/low": [(0, 1.0)],
+        "d/p/by_type/less _ more _50 __/CIDEr": [(0, 2.5)],
+    }
+    assert {point.timestamp for name in ("rows_out", "d/p/CIDEr") for point in found[name]} == {99}
 
 
-def test_params_go_in_batches_that_mlflow_takes(client):
-    tracking.log_params(client, "run", {"section": {"known": 1} | {str(number): number for number in range(250)}})
-    assert [len(request["params"]) for request in client.requests] == [100, 100, 50]
-    assert [(p.key, p.value) for p in client.logged("params")] == [(f"section.{n}", str(n)) for n in range(250)]
-
-
-def test_every_column_of_the_curves_is_a_metric_by_step_and_an_empty_cell_is_no_point(client, tmp_path):
-    curves = tmp_path / "curves.csv"
-    names = "step,epoch,loss,lr_vision,module_score/17,val_cider"
-    curves.write_text(f"{names}\n1,0.5,2.5,0.1,0.5,\n")
-    tracking.log_curves(client, "run", curves)
-    first = [("train/epoch", 0.5, 1), ("train/loss", 2.5, 1), ("train/lr_vision", 0.1, 1)]
-    first += [("train/module_score/17", 0.5, 1)]
-    assert [(m.key, m.value, m.step) for m in client.logged("metrics")] == first
-    curves.write_text(f"{names}\n1,0.5,2.5,0.1,0.5,\n2,1.0,1.5,0.2,,0.7\n")
-    second = [("train/epoch", 1.0, 2), ("train/loss", 1.5, 2), ("train/lr_vision", 0.2, 2), ("train/val_cider", 0.7, 2)]
-    for _ in range(2):
-        tracking.log_curves(client, "run", curves)
-        assert [(m.key, m.value, m.step) for m in client.logged("metrics")] == first + second, "a point is logged once"
-
-
-def test_long_curves_go_in_batches_that_mlflow_takes(client, tmp_path):
-    rows = "".join(f"{step},{step / 10}\n" for step in range(1, 2502))
-    (tmp_path / "curves.csv").write_text(f"step,loss\n{rows}")
-    tracking.log_curves(client, "run", tmp_path / "curves.csv")
-    assert [len(request["metrics"]) for request in client.requests] == [1000, 1000, 501]
-    assert [metric.step for metric in client.logged("metrics")] == list(range(1, 2502))
-
-
-@pytest.mark.parametrize("folder", [".", ".dvc/tmp/exps/standalone/tmpabc", ".dvc/tmp/exps/tmpabc"])
-def test_a_sqlite_store_is_the_project_s_also_where_dvc_runs_an_experiment_in_a_copy(folder, tmp_path, monkeypatch):
-    copy = tmp_path / folder
-    copy.mkdir(parents=True, exist_ok=True)
-    monkeypatch.chdir(copy)
-    assert tracking.resolve("sqlite:///services/mlflow/mlflow.db") == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
-    assert tracking.resolve("sqlite:////elsewhere/mlflow.db") == "sqlite:////elsewhere/mlflow.db"
-    assert (tmp_path / "services" / "mlflow").is_dir()
-    assert (copy / "services").exists() == (folder == ".")
-    assert tracking.resolve("http://host:5000") == "http://host:5000"
-
-
-def test_scores_are_metrics_and_what_is_no_number_is_left_out(client, tmp_path):
-    metrics = tmp_path / "metrics.json"
-    metrics.write_text(
-        json.dumps(
-            {
-                "rows_out": 3,
-                "note": "n",
-                "protocols": {"d/p": {"CIDEr": 1.5, "SPICE": None, "intervals": {"CIDEr": {"low": 1}}}},
-            }
-        )
-    )
-    tracking.log_scores(client, "run", metrics, 99)
-    assert [(m.key, m.value, m.timestamp, m.step) for m in client.logged("metrics")] == [
-        ("rows_out", 3.0, 99, 0),
-        ("d/p/CIDEr", 1.5, 99, 0),
-        ("d/p/intervals/CIDEr/low", 1.0, 99, 0),
-    ]
-
-
-def test_a_name_that_mlflow_refuses_is_logged_under_one_that_it_takes(client, tmp_path):
-    name = "d/p/by_type/less + more (50 %)/CIDEr"
-    (tmp_path / "metrics.json").write_text(json.dumps({name: 1.0}))
-    tracking.log_scores(client, "run", tmp_path / "metrics.json", 0)
-    (logged,) = client.logged("metrics")
-    assert logged.key == "d/p/by_type/less _ more _50 __/CIDEr"
-    with pytest.raises(MlflowException):
-        _validate_metric_name(name)
-    _validate_metric_name(logged.key)
-
-
-def test_the_training_data_is_named_by_dvcs_hash(client):
-    tracking.log_dataset(client, "run", "mixture", Path("data/train"), "abc.dir")
-    (found,) = client.logged("datasets")
-    dataset, (tag,) = found.dataset, found.tags
-    assert (dataset.name, dataset.digest, dataset.source_type) == ("mixture", "abc.dir", "dvc")
-    assert json.loads(dataset.source) == {"path": "data/train", "md5": "abc.dir"}
-    assert (tag.key, tag.value) == ("mlflow.data.context", "training")
-
-
-class Experiments:
-    def __init__(self, known: str | None) -> None:
-        self.known, self.created = known, []
-
-    def get_experiment_by_name(self, name: str):
-        return SimpleNamespace(experiment_id=self.known, lifecycle_stage="active") if self.known else None
-
-    def create_experiment(self, name: str, **options: str) -> str:
-        self.created.append((name, options))
-        return "new"
-
-
-def test_a_new_experiment_has_its_artifacts_beside_a_sqlite_store_or_where_a_server_says_and_a_known_one_is_used(
-    tmp_path,
+def test_a_sqlite_store_is_the_project_s_also_where_dvc_runs_an_experiment_in_a_copy_and_needs_sqlalchemy(
+    tmp_path, monkeypatch
 ):
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    experiments = Experiments(None)
-    assert tracking.experiment_id(experiments, "m3diff") == "new"
-    assert experiments.created == [("m3diff", {"artifact_location": (tmp_path / "artifacts" / "m3diff").as_uri()})]
-    mlflow.set_tracking_uri("http://127.0.0.1:1")
-    served = Experiments(None)
-    assert tracking.experiment_id(served, "m3diff") == "new"
-    assert served.created == [("m3diff", {})]
-    known = Experiments("7")
-    assert (tracking.experiment_id(known, "m3diff"), known.created) == ("7", [])
-
-
-def test_where_only_mlflows_client_is_installed_a_sqlite_store_is_refused_in_words(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    for folder in (".dvc/tmp/exps/standalone/tmpabc", ".dvc/tmp/exps/tmpabc", "."):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        assert tracking.resolve(URI) == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
+        assert tracking.resolve("sqlite:////elsewhere/mlflow.db") == "sqlite:////elsewhere/mlflow.db"
+        assert (Path("services").exists(), (tmp_path / "services" / "mlflow").is_dir()) == (folder == ".", True)
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"tracking_uri sqlite:///a/b.db: .* -e '\.\[train\]'\); else name a server"):
         tracking.resolve("sqlite:///a/b.db")
@@ -182,74 +92,61 @@ def test_where_only_mlflows_client_is_installed_a_sqlite_store_is_refused_in_wor
     assert tracking.resolve("http://127.0.0.1:5000") == "http://127.0.0.1:5000"
 
 
-def test_inside_connected_mlflows_own_functions_use_the_store_and_few_retries(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with connected("sqlite:///x.db") as client:
-        assert isinstance(client, MlflowClient)
-        assert mlflow.get_tracking_uri() == f"sqlite:///{tmp_path}/x.db"
+def test_an_experiment_has_its_artifacts_beside_a_sqlite_store_or_where_a_server_says_and_a_known_one_is_used(
+    store, monkeypatch
+):
+    with connected(LOCAL) as client:
+        assert mlflow.get_tracking_uri() == f"sqlite:///{store}/mlflow.db"
         assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
         assert os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] == "false"
+        made = tracking.experiment_id(client, "m3diff")
+        assert client.get_experiment(made).artifact_location == (store / "artifacts" / "m3diff").as_uri()
+        assert tracking.experiment_id(client, "m3diff") == made
+    mlflow.set_tracking_uri("http://127.0.0.1:1")
+    created = []
+    served = SimpleNamespace(get_experiment_by_name=lambda name: None, create_experiment=lambda *a: created.append(a))
+    tracking.experiment_id(served, "m3diff")
+    assert created == [("m3diff",)]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def test_a_server_that_does_not_answer_is_named_with_the_remedy():
+def test_a_server_that_does_not_answer_is_named_with_the_remedy_also_where_it_went_away_meanwhile(store, monkeypatch):
     uri = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(TrackingUnavailableError, match=r"make up.*nothing was lost") as refused, connected(uri):
         pytest.fail("entered")
     assert f"MLflow at {uri} does not answer" in str(refused.value)
-
-
-def test_an_error_inside_is_the_servers_absence_where_it_went_away_and_itself_where_it_is_there(tmp_path, monkeypatch):
-    def gone(uri: str) -> None:
-        if checks.append(uri) or len(checks) == 2:
-            raise TrackingUnavailableError("gone")
-
-    checks: list[str] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(tracking, "check_alive", gone)
-        with pytest.raises(TrackingUnavailableError, match="gone"), connected("http://127.0.0.1:1"):
-            raise KeyError("what mlflow raises when a connection breaks")
-    assert checks == ["http://127.0.0.1:1"] * 2
-    with pytest.raises(KeyError), connected(f"sqlite:///{tmp_path}/mlflow.db"):
+    with pytest.raises(KeyError), connected(LOCAL):
         raise KeyError("a bug")
+    checks = iter([None, TrackingUnavailableError("gone")])
 
+    def check(uri: str) -> None:
+        if error := next(checks):
+            raise error
 
-MAKES_TABLES = """
-import sys
-from m3diff.registry import tracking
-with tracking.connected(sys.argv[1]) as client:
-    print(len(client.search_experiments()))
-"""
+    monkeypatch.setattr(tracking, "check_alive", check)
+    with pytest.raises(TrackingUnavailableError, match="gone"), connected(uri):
+        raise KeyError("what mlflow raises when a connection breaks")
 
 
 @pytest.mark.slow(15)
 def test_two_processes_at_once_find_a_new_store_whole(tmp_path):
-    command = [sys.executable, "-c", MAKES_TABLES, f"sqlite:///{tmp_path}/new/mlflow.db"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    program = "import sys; from m3diff.registry.tracking import connected; connected(sys.argv[1]).__enter__()"
+    command = [sys.executable, "-c", program, f"sqlite:///{tmp_path}/new/mlflow.db"]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in both:
-        out, err = process.communicate()
-        assert (process.returncode, out) == (0, "1\n"), err
+        _, err = process.communicate()
+        assert process.returncode == 0, err
 
 
 @pytest.mark.fault("P14")
 @pytest.mark.parametrize("how", ["copied", "moved"])
 def test_a_store_that_came_here_with_its_checkout_has_its_artifacts_here_and_none_of_the_original_s(
-    how: str,
-    empty_store: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    how, empty_store, tmp_path, monkeypatch, capsys
+):
     first, there = tmp_path / "first", tmp_path / "there & 50%"
     (first / "services/mlflow").mkdir(parents=True)
     shutil.copy(empty_store, first / "services/mlflow/mlflow.db")
     monkeypatch.chdir(first)
-    with tracking.connected(URI) as client:
+    with connected(URI) as client:
         run = client.create_run(tracking.experiment_id(client, "m3diff"))
         elsewhere = client.create_experiment("team", artifact_location=(tmp_path / "shared/artifacts").as_uri())
     kept = first / "services/mlflow/artifacts/m3diff" / run.info.run_id / "artifacts"
@@ -259,15 +156,131 @@ def test_a_store_that_came_here_with_its_checkout_has_its_artifacts_here_and_non
     assert capsys.readouterr().err == ""
     (shutil.copytree(first, there) if how == "copied" else first.rename(there))
     monkeypatch.chdir(there)
-    with tracking.connected(URI) as client:
-        said = capsys.readouterr().err
+    with connected(URI) as client:
+        assert capsys.readouterr().err.count("\n") == 1
         client.log_text(run.info.run_id, "1.9", "scores.json")
         assert client.get_experiment(elsewhere).artifact_location == (tmp_path / "shared/artifacts").as_uri()
         assert client.get_experiment_by_name("m3diff").artifact_location.startswith(there.as_uri())
-    assert (str(first), said.count("\n")) == (str(first), 1)
-    written = {file.read_text() for file in (there / "services").rglob("scores.json")}
-    assert written == {"1.9"}
+    assert {file.read_text() for file in (there / "services").rglob("scores.json")} == {"1.9"}
     if how == "copied":
         assert {file.read_text() for file in (first / "services").rglob("scores.json")} == {"1.1"}
-    with tracking.connected(URI):
+    with connected(URI):
         assert "came from" not in capsys.readouterr().err
+
+
+# A training's run
+
+PARAMS = {"train": {"seed": 7, "epochs": 2.5}, "models": {"m3diff": {"lora": {"rank": 8}}}}
+FIRST, SECOND = "step,loss,val_loss\n1,2.5,\n2,1.5,1.75\n", "3,1.25,\n"
+WHOLE = [(1, 2.5), (2, 1.5), (3, 1.25)]
+
+
+class Training:
+    """A training that ended, and what its store holds of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.model, self.curves, self.metrics = root / "model", root / "curves.csv", root / "metrics.json"
+        self.client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+        self.metrics.write_text(json.dumps({"protocols": {"toy/all": {"CIDEr": 1.25}}}))
+        self.write("a")
+
+    def write(self, weights: str) -> None:
+        (self.model / "checkpoint").mkdir(parents=True, exist_ok=True)
+        manifest = {"files": {"model.safetensors": weights, "config.json": "same"}}
+        (self.model / "checkpoint" / "manifest.json").write_text(json.dumps(manifest))
+        (self.model / "curves.csv").write_text(FIRST + SECOND)
+
+    def followed(self, work: Callable[[], object] = bool, key: str = "key", uri: str = LOCAL) -> None:
+        with followed(Description(uri, "m3diff", "m3diff", PARAMS, 32), self.model, key, self.curves):
+            work()
+
+    def completed(self, max_new_tokens: int = 32, uri: str = LOCAL) -> None:
+        completed(Description(uri, "m3diff", "m3diff", PARAMS, max_new_tokens), self.model, self.metrics)
+
+    def runs(self) -> list[Run]:
+        experiment = self.client.get_experiment_by_name("m3diff")
+        return list(self.client.search_runs([experiment.experiment_id])) if experiment else []
+
+    @property
+    def run(self) -> Run:
+        (run,) = self.runs()
+        return run
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        history = self.client.get_metric_history(self.run.info.run_id, f"train/{name}")
+        return [(point.step, point.value) for point in history]
+
+
+@pytest.fixture
+def training(store, monkeypatch) -> Training:
+    monkeypatch.setattr(tracking, "EVERY_S", 0.05)
+    return Training(store)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until, "not within a minute"
+        time.sleep(0.05)
+
+
+def test_curves_are_in_the_run_after_a_checkpoint_and_the_rest_when_it_ends(training):
+    def work() -> None:
+        wait_for(lambda: bool(training.runs()))
+        training.curves.write_text(FIRST)
+        wait_for(lambda: training.points("val_loss") == [(2, 1.75)])
+        assert training.points("loss") == WHOLE[:2]
+        assert training.run.info.status == "RUNNING"
+
+    training.followed(work)
+    run = training.run
+    assert (run.info.status, training.points("loss"), training.points("val_loss")) == ("FINISHED", WHOLE, [(2, 1.75)])
+    assert run.data.params == {"train.seed": "7", "train.epochs": "2.5", "models.m3diff.lora.rank": "8"}
+    assert run.data.tags["weights.sha256"] == weights_sha256(training.model / "checkpoint" / "manifest.json")
+    training.followed(key="other")
+    assert len(training.runs()) == 2, "another training"
+
+
+@pytest.mark.parametrize(("how", "status"), [(SystemExit(143), "KILLED"), (ValueError("no"), "FAILED")])
+def test_a_run_that_was_ended_goes_on_as_the_same_run_and_logs_no_point_twice(how, status, training):
+    def work() -> None:
+        training.curves.write_text(FIRST)
+        raise how
+
+    with pytest.raises(type(how)):
+        training.followed(work)
+    assert (training.run.info.status, training.points("loss")) == (status, WHOLE[:2])
+    assert "weights.sha256" not in training.run.data.tags
+    training.followed()
+    assert (training.run.info.status, training.points("loss")) == ("FINISHED", WHOLE)
+
+
+def test_the_scores_go_to_the_run_of_the_training_and_of_another_length_limit_to_another(training, monkeypatch):
+    training.followed()
+    assert training.run.info.run_name.startswith("m3diff 20")
+    for _ in range(2):
+        training.completed()
+    assert (training.run.data.metrics["toy/all/CIDEr"], training.run.info.status) == (1.25, "FINISHED")
+    training.completed(max_new_tokens=8)
+    assert sorted(run.data.tags["predict.max_new_tokens"] for run in training.runs()) == ["32", "8"]
+    training.write("b")
+    monkeypatch.setenv("DVC_EXP_NAME", "lower-rate")
+    monkeypatch.setenv("M3DIFF_FLOW_RUN", "4711")
+    training.completed()
+    assert len(training.runs()) == 3, "other weights"
+    (named,) = [run for run in training.runs() if run.info.run_name == "lower-rate"]
+    assert named.data.tags["prefect.flow_run"] == "4711"
+
+
+def test_a_store_that_does_not_answer_hinders_no_training_and_is_caught_up_with(training, capsys):
+    gone = f"http://127.0.0.1:{free_port()}"
+    training.followed(lambda: time.sleep(0.3), uri=gone)
+    training.completed(uri=gone)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in said] == [
+        "train: MLflow does not take the curves now",
+        "evaluate: MLflow does not take the scores now",
+    ]
+    assert "does not answer" in said[0]
+    training.completed()
+    assert (training.points("loss"), training.run.data.metrics["toy/all/CIDEr"]) == (WHOLE, 1.25)

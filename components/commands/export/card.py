@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from m3diff.commands.export.families import SharedFamily
 from m3diff.commands.export.run import Dataset, Example, Run, Trace, read_json
+from m3diff.registry.lineage import CODE, RAW, VERSION
 from m3diff.scoring.bootstrap import CONFIDENCE, RESAMPLES
 
 SCORES = {
@@ -161,18 +162,18 @@ def hashes(manifest: Mapping[str, Any], trace: Trace | None) -> list[tuple[str, 
     rows.append(("base, content of its folder", "sha256", manifest["base_sha256"]))
     if trace is None:
         return rows
-    lineage = trace.lineage
-    dirty = ", with changes that were not committed" if lineage.git_dirty else ""
+    tags = trace.lineage
+    dirty = ", with changes that were not committed" if tags["git.dirty"] == "true" else ""
     return [
         *rows,
-        (f"commit of the project that wrote this folder{dirty}", "git", lineage.git_commit),
-        ("`dvc.lock`", "sha256", lineage.dvc_lock_sha256),
-        ("test set: ids, references, images", "sha256", lineage.test_set_sha256),
-        ("checkpoint", "DVC", lineage.checkpoint),
-        ("training samples", "DVC", lineage.data),
-        ("validation samples", "DVC", lineage.val_data),
-        ("base", "DVC", lineage.base),
-        ("code of the model", "DVC", lineage.code),
-        ("`metrics.json`", "DVC", lineage.metrics),
-        *((f"raw data of `{name}`", "DVC", md5) for name, md5 in lineage.raw.items()),
+        (f"commit of the project that wrote this folder{dirty}", "git", tags["git.commit"]),
+        ("`dvc.lock`", "sha256", tags["dvc.lock.sha256"]),
+        ("test set: ids, references, images", "sha256", tags["test_set.sha256"]),
+        ("checkpoint", "DVC", tags[VERSION]),
+        ("training samples", "DVC", tags["dvc.data"]),
+        ("validation samples", "DVC", tags["dvc.val_data"]),
+        ("base", "DVC", tags["dvc.base"]),
+        ("code of the model", "DVC", tags[CODE]),
+        ("`metrics.json`", "DVC", tags["dvc.metrics"]),
+        *((f"raw data of `{tag.removeprefix(RAW)}`", "DVC", tags[tag]) for tag in tags if tag.startswith(RAW)),
     ]

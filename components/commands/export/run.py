@@ -13,14 +13,13 @@ from m3diff.datasets.spec import DatasetSpec, Use, check_licence
 from m3diff.records.errors import DataError, readable
 from m3diff.records.files import sha256
 from m3diff.records.schemas import NO_CHANGE
-from m3diff.registry.lineage import Lineage
 from m3diff.stages.ingest.params import DatasetEntry
 
 
 class Trace(NamedTuple):
     """Facts of the checkpoint in `dvc.lock`: its lineage, and the parameters that the stages ran with."""
 
-    lineage: Lineage
+    lineage: Mapping[str, str]  # the tags of a version
     parameters: Mapping[str, Any]  # by section, such as `train`
 
 

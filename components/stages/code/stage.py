@@ -1,10 +1,12 @@
 """Stage `code`: what each stage of dvc.yaml runs with these parameters, written to `code/<stage>.json`."""
 
+import json
 import shutil
 
 from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
-from m3diff.provenance.code import FOLDER, HOUSE, write_digests
+from m3diff.provenance.code import FOLDER, HOUSE, digests
+from m3diff.records.files import write_atomic
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.tree import Params
 
@@ -13,7 +15,8 @@ def code(params: Params) -> None:
     """Write the digests of every stage, those of a dataset's stages by its name, and remove all others."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     for stage, modules in named(params).items():
-        write_digests(stage, HOUSE / "stages" / stage.partition("@")[0] / "stage.py", modules)
+        found = digests(HOUSE / "stages" / stage.partition("@")[0] / "stage.py", modules)
+        write_atomic(FOLDER / f"{stage}.json", json.dumps(found, indent=1) + "\n")
 
 
 def named(params: Params) -> dict[str, list[str]]:

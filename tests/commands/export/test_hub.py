@@ -28,7 +28,6 @@ from m3diff.models.generation import QUESTION
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.records.schemas import RECORD_SCHEMA
-from m3diff.registry.lineage import Lineage
 from tests.layouts import make_entry
 from tests.tiny import BASE, MDP, colour_image, tiny_base, tiny_checkpoint, tiny_settings
 from tests.toy import REPOSITORY
@@ -319,11 +318,12 @@ def card_of(run: Run, out: Path, allow_unlicensed: bool = False) -> tuple[dict[s
     return yaml.safe_load(front), text
 
 
-LINEAGE = Lineage(
-    data="d" * 32 + ".dir", val_data="v" * 32 + ".dir", checkpoint="c" * 32 + ".dir", code="e" * 32 + ".dir",
-    max_new_tokens=8, base="b" * 32 + ".dir", base_sha256="0" * 64, metrics="m" * 32, dvc_lock_sha256="1" * 64,
-    test_set_sha256="2" * 64, git_commit="3" * 40, git_dirty=True, raw={"toy": "f" * 32 + ".dir"},
-)  # fmt: skip
+LINEAGE = {
+    "dvc.data": "d" * 32 + ".dir", "dvc.val_data": "v" * 32 + ".dir", "dvc.checkpoint": "c" * 32 + ".dir",
+    "dvc.code": "e" * 32 + ".dir", "predict.max_new_tokens": "8", "dvc.base": "b" * 32 + ".dir",
+    "base.sha256": "0" * 64, "dvc.metrics": "m" * 32, "dvc.lock.sha256": "1" * 64, "test_set.sha256": "2" * 64,
+    "git.commit": "3" * 40, "git.dirty": "true", "dvc.raw.toy": "f" * 32 + ".dir",
+}  # fmt: skip
 
 
 def test_without_a_report_and_a_lock_the_card_says_so(shared: Shared) -> None:
@@ -350,8 +350,8 @@ def test_the_card_has_scores_with_intervals_recipe_and_lineage(shared: Shared, t
     assert "SPICE is not there: needs a jar" in text
     recipe = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0])
     assert recipe == {"train": {"model": "mine", "seed": 7}, "models.mine": {"lora": {"rank": 2}}}
-    for digest in (LINEAGE.data, LINEAGE.checkpoint, LINEAGE.git_commit, LINEAGE.raw["toy"], LINEAGE.test_set_sha256):
-        assert f"`{digest}`" in text
+    for tag in ("dvc.data", "dvc.checkpoint", "git.commit", "dvc.raw.toy", "test_set.sha256"):
+        assert f"`{LINEAGE[tag]}`" in text
     assert "changes that were not committed" in text
     assert "is not recorded" not in text
 

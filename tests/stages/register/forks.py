@@ -15,8 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ class Forks:
     """The parent's side."""
 
     def __init__(self, project: Path) -> None:
-        environment = os.environ | {"PYTHONPATH": str(project)}
+        environment, pipe = os.environ | {"PYTHONPATH": str(project)}, subprocess.PIPE
         command = [sys.executable, "-u", __file__]
-        pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=project, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def register(self, root: Path, at_once: int = 1, kill_at: int | None = None, lock: bool = True) -> list[int]:
@@ -37,12 +35,8 @@ class Forks:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         request = {"root": str(root), "at_once": at_once, "kill_at": kill_at, "lock": lock}
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.communicate()
 
 
 class Writes:
@@ -65,8 +59,7 @@ class Writes:
 
         @event.listens_for(sqlalchemy.Engine, "before_cursor_execute")
         def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
-            verb = statement.split()[0].upper()
-            if verb in ("INSERT", "UPDATE", "DELETE"):
+            if statement.split()[0].upper() in ("INSERT", "UPDATE", "DELETE"):
                 connection.info.setdefault("changes", []).append(" ".join(statement.split()[:3]))
 
         @event.listens_for(sqlalchemy.Engine, "commit")
@@ -86,8 +79,7 @@ class Writes:
 
         def log_artifacts(self_: Any, folder: str, place: str | None = None) -> None:
             self.before(f"folder {Path(place or '.').name}")
-            first = min(path for path in Path(folder).iterdir() if path.is_file())
-            of_file(self_, str(first), place)
+            of_file(self_, str(min(path for path in Path(folder).iterdir() if path.is_file())), place)
             self.before(f"the rest of folder {Path(place or '.').name}")
             of_folder(self_, folder, place)
 
@@ -117,17 +109,14 @@ def serve() -> None:
 def meet_before_the_version(stage: Any, place: Path) -> None:
     """Let three registrations that share no lock see no version all of them, as those of several machines may."""
     find = stage.find_version
-    seen: list[bool] = []
 
     def meeting(*arguments: Any) -> Any:
-        found = find(*arguments)
-        if not seen:
-            seen.append(True)
-            place.mkdir(exist_ok=True)
-            (place / str(os.getpid())).touch()
-            deadline = time.monotonic() + 60
-            while len(list(place.iterdir())) < 3 and time.monotonic() < deadline:
-                time.sleep(0.02)
+        found, stage.find_version = find(*arguments), find
+        place.mkdir(exist_ok=True)
+        (place / str(os.getpid())).touch()
+        deadline = time.monotonic() + 60
+        while len(list(place.iterdir())) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
         return found
 
     stage.find_version = meeting
@@ -145,15 +134,6 @@ def fork(work: Callable[[], None]) -> int:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
-
-
-@contextmanager
-def opened(project: Path) -> Iterator[Forks]:
-    forks = Forks(project)
-    try:
-        yield forks
-    finally:
-        forks.close()
 
 
 if __name__ == "__main__":

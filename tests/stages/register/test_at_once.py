@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 from mlflow.entities import LoggedModelStatus
 
-from tests.stages.register import forks
+from tests.stages.register.conftest import project
 from tests.stages.register.forks import KILLED, Forks
 from tests.toy import store
 
 SAMPLE, SEED = 5, 20261122
+NEEDED = ("INTO runs", "INTO logged_models", "INTO model_versions", "file report.html", "INTO registered_model")
 
 
 @pytest.fixture(scope="module")
 def warm(trained_once: Path) -> Iterator[Forks]:
-    with forks.opened(trained_once) as opened:
-        yield opened
+    forks = Forks(trained_once)
+    yield forks
+    forks.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +30,6 @@ def undisturbed(warm: Forks, trained_once: Path, empty_store: Path, tmp_path_fac
     root = project(trained_once, empty_store, tmp_path_factory.mktemp("undisturbed"))
     assert warm.register(root) == [0]
     return left(root), (root / "services/writes.txt").read_text().splitlines()
-
-
-def project(trained_once: Path, empty_store: Path, folder: Path) -> Path:
-    root = folder / "toy"
-    shutil.copytree(trained_once, root, symlinks=True)
-    (root / "services/mlflow").mkdir(parents=True)
-    shutil.copy(empty_store, root / "services/mlflow/mlflow.db")
-    return root
-
-
-@pytest.fixture
-def root(trained_once: Path, empty_store: Path, tmp_path: Path) -> Path:
-    return project(trained_once, empty_store, tmp_path)
 
 
 def left(root: Path) -> dict[str, Any]:
@@ -56,10 +45,9 @@ def left(root: Path) -> dict[str, Any]:
     stored = {path.parent.name: path for path in folders.glob("models/*/artifacts")}
     assert set(stored) == {model.model_id for model in models}, "no files of a model that is gone"
     (files,) = [sorted(str(file.relative_to(path)) for file in path.rglob("*")) for path in stored.values()]
-    ours = [{tag: run.data.tags[tag] for tag in versions[0].tags} for run in runs]
     return {
         "runs": [(run.info.status, run.info.run_name, run.data.params, sorted(run.data.metrics)) for run in runs],
-        "tags": ours,
+        "tags": [{tag: run.data.tags[tag] for tag in versions[0].tags} for run in runs],
         "inputs": [[data.dataset.digest for data in run.inputs.dataset_inputs] for run in runs],
         "artifacts": [sorted(found.path for found in client.list_artifacts(run.info.run_id)) for run in runs],
         "models": [(model.name, model.status == LoggedModelStatus.READY) for model in models],
@@ -72,20 +60,12 @@ def left(root: Path) -> dict[str, Any]:
 @pytest.mark.fault("m1")
 @pytest.mark.slow(30)
 @pytest.mark.parametrize("lock", [True, False], ids=["one machine", "three machines"])
-def test_three_registrations_at_once_make_one_version_of_one_run(warm, root, undisturbed, lock):
+def test_three_registrations_at_once_make_one_version_of_one_run(
+    warm, trained_once, empty_store, tmp_path, undisturbed, lock
+):
+    root = project(trained_once, empty_store, tmp_path)
     assert warm.register(root, at_once=3, lock=lock) == [0, 0, 0]
     assert left(root) == undisturbed[0]
-
-
-def killed_and_again(warm: Forks, root: Path, at: int) -> dict[str, Any]:
-    assert warm.register(root, kill_at=at) == [KILLED]
-    assert warm.register(root) == [0]
-    return left(root)
-
-
-def writes_to_kill_before(writes: list[str], sample: bool) -> list[int]:
-    every = list(range(1, len(writes)))
-    return sorted(random.Random(SEED).sample(every, SAMPLE)) if sample else every
 
 
 @pytest.mark.fault("m2")
@@ -99,20 +79,15 @@ def test_killed_before_any_of_its_writes_it_leaves_nothing_pending_and_the_next_
 ):
     """Killed after a write is killed before the next one: nothing durable is between the two."""
     expected, writes = undisturbed
-    assert len(writes) > 20
     print(f"{len(writes)} durable writes")
-    for needed in (
-        "INTO runs",
-        "INTO logged_models",
-        "INTO model_versions",
-        "file report.html",
-        "INTO registered_model",
-    ):
-        assert [name for name in writes if needed in name], writes
-    wrong = {}
-    for at in writes_to_kill_before(writes, sample):
+    assert len(writes) > 20
+    assert all(any(needed in name for name in writes) for needed in NEEDED), writes
+    kills, wrong = list(range(1, len(writes))), {}
+    for at in sorted(random.Random(SEED).sample(kills, SAMPLE)) if sample else kills:
         root = project(trained_once, empty_store, tmp_path / str(at))
-        if (found := killed_and_again(warm, root, at)) != expected:
+        assert warm.register(root, kill_at=at) == [KILLED]
+        assert warm.register(root) == [0]
+        if (found := left(root)) != expected:
             wrong[f"{at}: before {writes[at]}"] = {key: found[key] for key in found if found[key] != expected[key]}
         shutil.rmtree(root)
     assert wrong == {}, wrong
