@@ -14,7 +14,7 @@ import pytest
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from m3diff.commands.rescore import rescore
+from m3diff.commands import rescore as rescoring_of
 from m3diff.registry.decisions import Decision, decisions, faults
 from m3diff.registry.promote import Promotion, promote, rollback
 from m3diff.registry.versions import CHALLENGER, SCORES
@@ -80,7 +80,7 @@ class Registry:
         return int(version.version)
 
     def decide(self, version: int | None = None, again: bool = False) -> Promotion:
-        return promote(self.params, rescore, version, again, self.root)
+        return promote(self.params, rescoring_of.rescore, version, again, self.root)
 
     def grow(self, *ciders: float, **tags: str) -> list[str]:
         """Decide on a new version of each CIDEr; the outcomes."""
@@ -154,3 +154,53 @@ def copied(state: str) -> Callable[..., Registry]:
 three = copied("three")  # versions 1, 2 and 3 were champion one after the other
 rolled_back = copied("rolled back")  # version 2 was champion and was rolled back to 1
 waiting = copied("waiting")  # champion 1 (1.0); versions 2 (5.0), 3 (4.0) and 4 (3.0) wait
+
+
+# A champion of another test set
+
+
+class Rescoring:
+    """What stands in for the stages: the champion's checkpoint is one of a name, its captions have a known score."""
+
+    def __init__(self, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.registry, self.calls, self.places, self.cider = registry, [], [], 1.0
+        self.here, self.error, self.really = "new", None, mlflow.artifacts.download_artifacts
+        monkeypatch.setattr(rescoring_of, "hash_test_set", lambda paths: self.here)
+        monkeypatch.setattr(rescoring_of, "headline", lambda report: report)
+        monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
+        monkeypatch.setattr("m3diff.stages.predict.stage.predict", self.predict)
+        monkeypatch.setattr("m3diff.stages.evaluate.stage.evaluate", self.evaluate)
+
+    def download(self, artifact_uri: str | None = None, *, dst_path: str | None = None, **of_run: str) -> str:
+        if artifact_uri is None:
+            return self.really(dst_path=dst_path, **of_run)
+        if self.error:
+            raise self.error
+        found = Path(dst_path or self.registry.root / "stored") / "artifacts" / "checkpoint"
+        found.mkdir(parents=True, exist_ok=True)
+        (found / "of.txt").write_text(artifact_uri)
+        return str(found)
+
+    def predict(self, cfg, compute, mixture, model, out) -> None:
+        assert (compute, mixture) == (self.registry.params.compute, self.registry.params.paths.mixture)
+        out.mkdir()
+        self.places.append(out)
+        (out / "captions.txt").write_text((model / "checkpoint" / "of.txt").read_text())
+        self.calls.append(((out / "captions.txt").read_text(), cfg.max_new_tokens, cfg.batch_pairs))
+
+    def evaluate(self, cfg, compute, records, clean, predictions, model, out) -> dict:
+        params = self.registry.params
+        assert (cfg, records, clean) == (params.evaluate, params.paths.records, params.paths.clean)
+        assert (predictions / "captions.txt").is_file()
+        out.mkdir()
+        pq.write_table(scores(self.cider), out / SCORES)
+        (out / "metrics.json").write_text("{}")
+        return {"toy/total": {"CIDEr": 150.0}}
+
+
+@pytest.fixture
+def rescoring(registry, monkeypatch) -> Rescoring:
+    """Version 1 is champion, scored 9.0 on the test set "old"; version 2 is scored 1.5 on the test set "new"."""
+    registry.grow(9.0, test_set="old", predict__max_new_tokens="17")
+    registry.add(1.5, seed=1, test_set="new")
+    return Rescoring(registry, monkeypatch)

@@ -16,8 +16,7 @@ from m3diff.records.errors import DataError
 from m3diff.registry import promote as module
 from m3diff.registry.decisions import BRANCH, TAG, Entry, append, decisions, table
 from m3diff.registry.promote import make_move
-from tests.registry.conftest import Registry
-from tests.registry.test_promote import Rescoring
+from tests.registry.conftest import Registry, Rescoring
 
 
 def anew(registry: Registry) -> None:

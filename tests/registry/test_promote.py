@@ -5,10 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import mlflow
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
@@ -23,8 +20,7 @@ from m3diff.records.errors import DataError
 from m3diff.registry import promote, versions
 from m3diff.registry.decisions import champions, decisions
 from m3diff.registry.lineage import PREDICT_CODE
-from m3diff.registry.versions import SCORES
-from tests.registry.conftest import PAIRS, PROTOCOL, Registry, scores
+from tests.registry.conftest import PAIRS, PROTOCOL, scores
 from tests.toy import REPOSITORY
 
 
@@ -113,51 +109,6 @@ def test_a_challenger_without_scores_or_without_those_of_the_gate_is_refused(reg
 # A champion of another test set
 
 
-class Rescoring:
-    """What stands in for the stages: the champion's checkpoint is one of a name, its captions have a known score."""
-
-    def __init__(self, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.registry, self.calls, self.cider = registry, [], 1.0
-        self.here, self.error, self.really = "new", None, mlflow.artifacts.download_artifacts
-        monkeypatch.setattr(rescore, "hash_test_set", lambda paths: self.here)
-        monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
-        monkeypatch.setattr("m3diff.stages.predict.stage.predict", self.predict)
-        monkeypatch.setattr("m3diff.stages.evaluate.stage.evaluate", self.evaluate)
-
-    def download(self, artifact_uri: str | None = None, *, dst_path: str, **of_run: str) -> str:
-        if artifact_uri is None:
-            return self.really(dst_path=dst_path, **of_run)
-        if self.error:
-            raise self.error
-        found = Path(dst_path) / "artifacts" / "checkpoint"
-        found.mkdir(parents=True)
-        (found / "of.txt").write_text(artifact_uri)
-        return str(found)
-
-    def predict(self, cfg, compute, mixture, model, out) -> None:
-        assert (compute, mixture) == (self.registry.params.compute, self.registry.params.paths.mixture)
-        assert out.is_relative_to(compute.scratch)
-        out.mkdir()
-        (out / "captions.txt").write_text("captions")
-        self.calls.append(((model / "checkpoint" / "of.txt").read_text(), cfg.max_new_tokens, cfg.batch_pairs))
-
-    def evaluate(self, cfg, compute, records, clean, predictions, model, out) -> None:
-        params = self.registry.params
-        assert (cfg, records, clean) == (params.evaluate, params.paths.records, params.paths.clean)
-        assert (predictions / "captions.txt").read_text() == "captions"
-        out.mkdir()
-        pq.write_table(scores(self.cider), out / SCORES)
-        (out / "metrics.json").write_text("{}")
-
-
-@pytest.fixture
-def rescoring(registry, monkeypatch) -> Rescoring:
-    """Version 1 is champion, scored 9.0 on the test set "old"; version 2 is scored 1.5 on the test set "new"."""
-    registry.grow(9.0, test_set="old", predict__max_new_tokens="17")
-    registry.add(1.5, seed=1, test_set="new")
-    return Rescoring(registry, monkeypatch)
-
-
 @pytest.mark.fault("23", "S2")
 def test_a_champion_of_another_test_set_is_captioned_and_scored_again_and_its_scores_kept(registry, rescoring, capsys):
     decision = registry.decide()
@@ -169,7 +120,8 @@ def test_a_champion_of_another_test_set_is_captioned_and_scored_again_and_its_sc
     assert f"{PREDICT_CODE} has changed since it was registered" in said
     kept = {found.path for found in registry.client.list_artifacts(registry.version(1).run_id, "scored_again/new")}
     assert kept == {"scored_again/new/scores.parquet", "scored_again/new/metrics.json"}
-    assert list(registry.params.compute.scratch.glob("promote/*")) == [], "the scratch folder is gone"
+    scratch = registry.params.compute.scratch
+    assert (rescoring.places[0].is_relative_to(scratch), list(scratch.glob("promote/*"))) == (True, []), "it is gone"
     registry.add(1.1, seed=2, test_set="new")
     registry.point("champion", 1)
     again = registry.decide()

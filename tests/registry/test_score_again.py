@@ -2,9 +2,7 @@
 
 import shutil
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -29,89 +27,36 @@ from m3diff.stages.register import stage
 from tests.tiny import tiny_base
 from tests.toy import REPOSITORY
 
-PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
 
-
-class Stages:
-    """In the place of find, predict and evaluate: they note what they get and write a file each."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-        self.calls: list[Any] = []
-        self.kept: list[Any] = []
-        self.source, self.registered_with = Source("m3diff/7", root / "stored", 11, None), "another"
-        monkeypatch.setattr(module, "find", lambda *given: self.calls.append(("find", *given)) or self.source)
-        monkeypatch.setattr("m3diff.stages.predict.stage.predict", self.predict)
-        monkeypatch.setattr("m3diff.stages.evaluate.stage.evaluate", self.evaluate)
-        monkeypatch.setattr(module, "headline", lambda report: {"toy/total": {"CIDEr": report.cider}})
-        monkeypatch.setattr(module.tracking, "connected", lambda uri: nullcontext(self))
-        monkeypatch.setattr(module, "find_version", self.find_version)
-        monkeypatch.setattr(module, "hash_test_set", self.hashed)
-
-    def find_version(self, client: object, name: str, number: str) -> Any:
-        assert number == "7"
-        return SimpleNamespace(run_id="run", tags={"test_set.sha256": self.registered_with})
-
-    def log_artifact(self, run: str, file: str, to: str) -> None:
-        self.kept.append((run, Path(file), to))
-
-    def hashed(self, paths: Any) -> str:
-        assert (paths.predictions / "predictions.json").is_file()
-        return "this one"
-
-    def predict(self, cfg: Any, compute: Any, mixture: Path, model: Path, out: Path) -> None:
-        weights = (model / "checkpoint" / "weights").read_text()
-        self.calls.append(("predict", cfg.max_new_tokens, mixture, weights))
-        out.mkdir(parents=True)
-        (out / "predictions.json").write_text(weights)
-
-    def evaluate(self, cfg: Any, compute: Any, records: Path, clean: Path, predictions: Path, model: Path, out: Path):
-        assert (predictions / "predictions.json").is_file()
-        self.calls.append(("evaluate", records, clean))
-        out.mkdir(parents=True)
-        (out / "report.html").write_text("the page")
-        return SimpleNamespace(cider=150.0)
-
-
-@pytest.fixture
-def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "stored").mkdir()
-    (tmp_path / "stored" / "weights").write_text("weights of seven")
-    return Stages(monkeypatch, tmp_path)
-
-
-def test_a_version_captions_the_test_set_with_its_own_limit_and_its_scores_are_kept(stages):
-    place, scores = score_model(PARAMS, "champion", Path("base"))
-    assert place == PARAMS.compute.scratch / "evaluated" / "m3diff-7"
+def test_a_version_captions_the_test_set_with_its_own_limit_and_its_scores_are_kept(registry, rescoring):
+    params, run = registry.params, registry.version(1).run_id
+    place, scores = score_model(params, "champion", Path("base"))
+    assert place == params.compute.scratch / "evaluated" / "m3diff-1"
     assert scores == {"toy/total": {"CIDEr": 150.0}}
-    cfg, paths = PARAMS.register_, PARAMS.paths
-    assert stages.calls == [
-        ("find", cfg.tracking_uri, "m3diff", "champion", Path("base"), PARAMS.predict.max_new_tokens),
-        ("predict", 11, paths.mixture, "weights of seven"),
-        ("evaluate", paths.records, paths.clean),
-    ]
-    assert (place / "predictions/predictions.json").read_text() == "weights of seven"
-    to = "scored_again/this one"
-    assert stages.kept == [("run", place / "report" / name, to) for name in ("scores.parquet", "metrics.json")]
+    assert rescoring.calls == [("models:/m3diff/1/artifacts/checkpoint", 17, params.predict.batch_pairs)]
+    assert (place / "predictions/captions.txt").is_file()
+    kept = {found.path for found in registry.client.list_artifacts(run, "scored_again/new")}
+    assert kept == {f"scored_again/new/{name}" for name in ("scores.parquet", "metrics.json")}
     (place / "older").touch()
-    stages.registered_with = "this one"
-    score_model(PARAMS, "champion", Path("base"))
-    assert len(stages.kept) == 2, "nothing more: its run has them"
+    rescoring.here = "old"
+    score_model(params, "champion", Path("base"))
+    assert registry.client.list_artifacts(run, "scored_again/old") == [], "its run has them"
     assert not (place / "older").exists(), "made anew"
-    assert [file.name for file in place.parent.iterdir()] == ["m3diff-7"], "nothing half made is left"
+    assert [file.name for file in place.parent.iterdir()] == ["m3diff-1"], "nothing half made is left"
 
 
 def test_of_a_folder_nothing_is_kept_adapters_are_led_to_their_base_and_nothing_is_written_over(
-    stages, tmp_path, monkeypatch, capsys
+    registry, rescoring, tmp_path, monkeypatch, capsys
 ):
-    stages.source, placed = Source("m3diff/sha256-1", tmp_path / "stored", 64, Path("base")), []
+    folder, placed = Path(rescoring.download("of a folder")), []
+    monkeypatch.setattr(module, "find", lambda *given: Source("m3diff/sha256-1", folder, 64, Path("base")))
     monkeypatch.setattr("m3diff.models.checkpoint.place_on_base", lambda *given: placed.append(given))
-    place, _ = score_model(PARAMS, str(tmp_path / "stored"), Path("base"), Path("mine"))
-    assert (place, stages.kept) == (Path("mine"), [])
-    ((folder, base),) = placed
-    assert (folder.name, base) == ("checkpoint", Path("base"))
+    place, _ = score_model(registry.params, str(folder), Path("base"), Path("mine"))
+    assert (place, rescoring.calls[0][:2]) == (Path("mine"), ("of a folder", 64))
+    ((copied, base),) = placed
+    assert (copied.name, base) == ("checkpoint", Path("base"))
     with pytest.raises(DataError, match="mine: exists; name a folder that does not"):
-        score_model(PARAMS, str(tmp_path / "stored"), Path("base"), Path("mine"))
+        score_model(registry.params, str(folder), Path("base"), Path("mine"))
     assert main(["--params", str(REPOSITORY / "profiles/embedded.yaml"), "evaluate", "--out", "mine"]) == 2
     assert "--out and --base need --model" in capsys.readouterr().err
 

@@ -25,10 +25,8 @@ class PyfuncCaptioner(PythonModel):
         from m3diff.models.generation import load_captioner
 
         checkpoint, cfg = Path(context.artifacts["checkpoint"]), context.model_config
-        if cfg.get("base"):
-            self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], base=Path(cfg["base"]))
-        else:
-            self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"])
+        of_adapters = {"base": Path(cfg["base"])} if cfg.get("base") else {}
+        self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], **of_adapters)
 
     def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> list[str]:
         """Caption each row.
