@@ -39,7 +39,7 @@ def own_settings(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_what_is_logged_keeps_to_mlflows_names_and_batches_and_no_point_is_logged_twice(store):
+def test_what_is_logged_keeps_to_mlflows_names_and_batches_and_no_point_is_logged_twice(store, monkeypatch):
     """MLflow takes 100 parameters or 1000 points in a request, and a parameter once."""
     curves, metrics = store / "curves.csv", store / "metrics.json"
     head, steps = "step,epoch,loss,module_score/17,val_cider\n", range(2, 1302)
@@ -47,6 +47,14 @@ def test_what_is_logged_keeps_to_mlflows_names_and_batches_and_no_point_is_logge
     odd = {"by_type": {"less + more (50 %)": {"CIDEr": 2.5}}}
     scores = {"CIDEr": 1.5, "SPICE": None, "intervals": {"CIDEr": {"low": 1}}}
     metrics.write_text(json.dumps({"rows_out": 3, "note": "n", "protocols": {"d/p": scores | odd}}))
+    real, largest = MlflowClient.log_batch, {"params": 0, "metrics": 0}
+
+    def log_batch(client: MlflowClient, run_id: str, **entries: list) -> None:
+        ((kind, found),) = entries.items()
+        largest[kind] = max(largest[kind], len(found))
+        real(client, run_id, **entries)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
     with connected(LOCAL) as client:
         run = client.create_run(tracking.experiment_id(client, "m3diff")).info.run_id
         client.log_param(run, "section.known", "as it was")
@@ -74,6 +82,7 @@ def test_what_is_logged_keeps_to_mlflows_names_and_batches_and_no_point_is_logge
         "d/p/by_type/less _ more _50 __/CIDEr": [(0, 2.5)],
     }
     assert {point.timestamp for name in ("rows_out", "d/p/CIDEr") for point in found[name]} == {99}
+    assert largest == {"params": 100, "metrics": 1000}
 
 
 def test_a_sqlite_store_is_the_project_s_also_where_dvc_runs_an_experiment_in_a_copy_and_needs_sqlalchemy(
