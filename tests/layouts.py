@@ -7,13 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
+from m3diff.datasets.minichange.language import grammar
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import IngestReport, ingest
+from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
+from m3diff.stages.validate.rules import Rule, bad_rows
 from m3diff.stages.validate.stage import validate
 from m3diff.stages.validate.suite import ValidateReport
 
@@ -94,6 +99,15 @@ def run_validate(
     cfg = Validate.model_validate(fields | changes)
     entries = ingested(folder) if entries is None else entries
     return validate(cfg, entries, cache or image_cache(folder), folder / "records", folder / "clean")
+
+
+def judge_by_polars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validate without the second judgement of great-expectations, which other tests compare with the first."""
+
+    def run_suite(found: pl.DataFrame, rules: list[Rule], *_: Any) -> tuple[set[str], list[str]]:
+        return set(bad_rows(found, rules)["rules"].explode().drop_nulls()), []
+
+    monkeypatch.setattr(stage, "run_suite", run_suite)
 
 
 def ingested(folder: Path) -> dict[str, DatasetEntry]:
@@ -301,3 +315,55 @@ def write_nlvr(root: Path) -> Path:
     with Image.open(root / "images/dev/dev-850-0-img0.png") as image:
         image.save(root / "images/dev/dev-850-0-img0.png", "JPEG")
     return root
+
+
+BIRDS = [
+    ("11", "22", "train", 'Animal 1 is "bigger"'),
+    ("22", "11", "train", "other way"),
+    ("11", "22", "train", "a tab\tand\nlines"),
+    ("1", "2", "val", "d"),
+    ("1", "2", "test", "e"),
+]
+
+
+def write_bird_folder(root: Path) -> Path:
+    write_birds(root / "birds-to-words-v1.0.tsv", BIRDS)
+    for photo in (1, 2, 11, 22):
+        save_picture(root / f"images/{photo}.jpg", photo)
+    return root
+
+
+def write_manifest(root: Path, name: str, **renamed: str) -> Path:
+    """A pair of one's own, its columns renamed."""
+    row = {"before": "a.png", "after": "b.png", "captions": "the mug left", "split": "train"}
+    for number, image in enumerate(("a.png", "b.png")):
+        save_picture(root / image, number)
+    row = {renamed.get(field, field): value for field, value in row.items()}
+    if name.endswith(".csv"):
+        (root / name).write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
+    else:
+        write_json(root / name, [row])
+    return root
+
+
+def write_minichange(root: Path) -> Path:
+    write_json(write_clevr(root) / "grammar.json", grammar())
+    return root
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "birds_to_words": write_bird_folder,
+    "clevr_change": write_clevr,
+    "clevr_dc": write_clevr_dc,
+    "emu_edit": write_emu,
+    "iedit": write_iedit,
+    "levir_cc": write_levir,
+    "magicbrush": write_magicbrush,
+    "minichange": write_minichange,
+    "nlvr2": write_nlvr,
+    "omnidiff": lambda root: write_manifest(root, "annotations.json"),
+    "pairs": lambda root: write_manifest(root, "pairs.csv"),
+    "spot_the_diff": write_spot,
+    "syned": write_syned,
+}
+"""A small folder of each dataset."""

@@ -24,7 +24,7 @@ from m3diff import endpoint as module
 from m3diff.endpoint import Answer, Answers, Endpoint, Question, data_url, endpoint_url, is_plain_png
 from m3diff.images.open import ImageError, load_image
 from m3diff.scoring.metrics.judge import JudgeSettings
-from m3diff.settings.load import explain
+from m3diff.settings.explain import explain
 from m3diff.settings.section import ParamsError
 from m3diff.stages.augment.params import Remote
 from tests.chat import CUT_BODY, Server, chat_server

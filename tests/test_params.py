@@ -15,7 +15,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from m3diff.settings.load import RENAMED, load_params
+from m3diff.settings.explain import RENAMED
+from m3diff.settings.load import load_params
 from m3diff.settings.rules import absent_paths, check_paths, licensed
 from m3diff.settings.section import FrozenDict, ParamsError
 from m3diff.settings.tree import Params
@@ -96,8 +97,8 @@ VALUES: list[tuple[str, Any, str]] = [
     # one value against others
     ("train.model", "m3dif", "did you mean 'm3diff'? expected one of blip2idc, blip2idc_stacked, difference"),
     (EXTRA, OMNIDIFF | {"reader": "omnidif"}, "did you mean 'omnidiff'? expected one of birds_to_words, clevr_change"),
-    (EXTRA, OMNIDIFF | {"options": {"manifst": "a"}}, "unknown option; did you mean 'manifest'? known keys: columns"),
-    (EXTRA, OMNIDIFF | {"options": {"manifest": 3}}, "Input should be a valid string (found 3)"),
+    (EXTRA, OMNIDIFF | {"options": {"manifst": "a"}}, "unknown key; did you mean 'manifest'? known keys: columns"),
+    (EXTRA, OMNIDIFF | {"options": {"manifest": 3}}, "expected text (found 3)"),
     (EXTRA, OMNIDIFF | {"expected_pairs": "published"}, PUBLISHED.format("'extra'") + "call the dataset one of omni"),
     (f"{MINE}.expected_pairs", "published", PUBLISHED.format("'minichange'") + "write the counts, or null"),
     ("ingest.datasets.my/pairs", OMNIDIFF, "a dataset's name has only letters, digits, _ and -"),
@@ -221,7 +222,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "augment.made.source.reader: did you mean 'magicbrush'?",
             "augment.made.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix",
-            "augment.second.source.options.tst: unknown option; did you mean 'test'? known keys: test",
+            "augment.second.source.options.tst: unknown key; did you mean 'test'? known keys: test",
         ],
     ),
     "made in the end of a split that its authors keep out of training": (

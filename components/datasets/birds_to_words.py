@@ -29,6 +29,7 @@ from m3diff.datasets.spec import (
     SplitCount,
     TableRow,
     broken,
+    merged,
 )
 from m3diff.datasets.tables import read_table
 
@@ -39,26 +40,26 @@ def read(
     root: Path, manifest: str = "birds-to-words-v1.0.tsv", images: str = "images", suffix: str = ".jpg"
 ) -> Iterator[Row]:
     """Yield a row per pair and split, at the place of its first paragraph; broken rows stand alone."""
-    merged: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
-    for where, row, fault in read_table(root / manifest, COLUMNS):
-        ids = [str(row[column]).rstrip("/").rsplit("/", 1)[-1] for column in COLUMNS[:2]]
-        if fault or not all(map(str.isdecimal, ids)):
-            fault = fault or "image URL: expected https://www.inaturalist.org/photos/<number>"
-            yield broken(row["split"], where, fault)
-        else:
-            merged.setdefault((*ids, row["split"]), []).append((where, row["description"]))
-    for (first, second, split), found in merged.items():
-        pair = f"{images}/{first}{suffix}", f"{images}/{second}{suffix}"
-        name, source = f"{first}_{second}", " and ".join(where for where, _ in found)
-        yield Row(name, split, name, *pair, [text for _, text in found], [], source, raw_rows=len(found))
+
+    def rows() -> Iterator[Row]:
+        for where, row, fault in read_table(root / manifest, COLUMNS):
+            ids = [str(row[column]).rstrip("/").rsplit("/", 1)[-1] for column in COLUMNS[:2]]
+            if fault or not all(map(str.isdecimal, ids)):
+                fault = fault or "image URL: expected https://www.inaturalist.org/photos/<number>"
+                yield broken(row["split"], where, fault)
+            else:
+                name, pair = "_".join(ids), [f"{images}/{photo}{suffix}" for photo in ids]
+                yield Row(name, row["split"], name, *pair, [row["description"]], [], where)
+
+    return merged(rows())
 
 
 PUBLISHED = Published(
-    part="birds_to_words",
-    title="Birds-to-Words",
-    train=SplitCount(2_685, 12_890, repeated=23),
-    val=SplitCount(325, 1_556, repeated=6),
-    test=SplitCount(337, 1_604),
+    "birds_to_words",
+    "Birds-to-Words",
+    SplitCount(2_685, 12_890, repeated=23),
+    SplitCount(325, 1_556, repeated=6),
+    SplitCount(337, 1_604),
 )
 SPEC = DatasetSpec(
     title="Birds-to-Words",

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import read_json, read_splits
+from m3diff.datasets.files import read_json
 from m3diff.datasets.spec import (
     UNSTATED,
     WITH_SPICE,
@@ -31,7 +31,7 @@ from m3diff.datasets.spec import (
     SplitCount,
     TableRow,
     broken,
-    fault_of_scene,
+    scenes_in,
 )
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
@@ -45,15 +45,14 @@ def read(root: Path) -> Iterator[Row]:
     no_change = read_json(root / "no_change_captions.json", dict)
     types = _types(root / "type_mapping.json")
     seen: set[str] = set()
-    for split, scenes in read_splits(root / "splits.json").items():
-        for position, scene in enumerate(scenes):
-            if wrong := fault_of_scene(scene):
-                yield broken(split, f"splits.json, {split}[{position}]", f"scene: {wrong}")
-                continue
-            key = f"CLEVR_default_{scene:06d}.png"
-            seen.add(key)
-            yield _pair(scene, split, captions, "change_captions.json", key, types[f"{scene:06d}.png"])
-            yield _pair(scene, split, no_change, "no_change_captions.json", key, [NO_CHANGE])
+    for split, scene, broken_row in scenes_in(root / "splits.json"):
+        if broken_row:
+            yield broken_row
+            continue
+        key = f"CLEVR_default_{scene:06d}.png"
+        seen.add(key)
+        yield _pair(scene, split, captions, "change_captions.json", key, types[f"{scene:06d}.png"])
+        yield _pair(scene, split, no_change, "no_change_captions.json", key, [NO_CHANGE])
     for file, captioned, end in (("change_captions.json", captions, ""), ("no_change_captions.json", no_change, "_n")):
         for key in sorted(captioned.keys() - seen):
             wrong = "split: the scene is in no list of splits.json"

@@ -14,7 +14,7 @@ which block of 8,000 numbers holds which action is not documented, so change typ
 from collections.abc import Iterator
 from pathlib import Path
 
-from m3diff.datasets.files import read_json, read_splits
+from m3diff.datasets.files import read_json
 from m3diff.datasets.spec import (
     UNSTATED,
     WITH_SPICE,
@@ -24,7 +24,7 @@ from m3diff.datasets.spec import (
     Row,
     SplitCount,
     broken,
-    fault_of_scene,
+    scenes_in,
 )
 
 
@@ -32,16 +32,15 @@ def read(root: Path) -> Iterator[Row]:
     """Yield a row per scene of `split.json` in its order, then the captioned scenes that are in no split."""
     captions = read_json(root / "captions.json", dict)
     seen: set[str] = set()
-    for split, scenes in read_splits(root / "split.json").items():
-        for position, scene in enumerate(scenes):
-            if wrong := fault_of_scene(scene):
-                yield broken(split, f"split.json, {split}[{position}]", f"scene: {wrong}")
-                continue
-            key, name = str(scene), f"{scene:06d}.png"
-            seen.add(key)
-            fault = None if key in captions else f"captions: captions.json has no key {key!r}"
-            images = f"bef/{scene}.png", f"aft/{scene}.png"
-            yield Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
+    for split, scene, wrong in scenes_in(root / "split.json"):
+        if wrong:
+            yield wrong
+            continue
+        key, name = str(scene), f"{scene:06d}.png"
+        seen.add(key)
+        fault = None if key in captions else f"captions: captions.json has no key {key!r}"
+        images = f"bef/{scene}.png", f"aft/{scene}.png"
+        yield Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
     for key in sorted(captions.keys() - seen):
         yield broken(None, f"captions.json, {key}", "split: the scene is in no list of split.json", key, key)
 

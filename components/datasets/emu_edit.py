@@ -15,8 +15,9 @@ validates. No paper's scores of these pairs as they are here are known, so the p
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, broken
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, as_rows
 from m3diff.datasets.tables import column_names, read_shards, shards
 from m3diff.records.errors import DataError
 
@@ -34,21 +35,15 @@ def read(root: Path) -> Iterator[Row]:
                     f"{path}: no column {AFTER}: it is of emu_edit_test_set, in which validation and test are swapped; "
                     "fetch emu_edit_test_set_generations"
                 )
-        for where, row, fault in read_shards(root, pattern, FIELDS, (BEFORE, AFTER)):
-            if fault:
-                yield broken(split, where, fault)
-            else:
-                name = f"{'validation' if split == 'val' else split}-{row['idx']}"
-                yield Row(name, split, name, row[BEFORE], row[AFTER], [row["instruction"]], [], where)
+        yield from as_rows(split, read_shards(root, pattern, FIELDS, (BEFORE, AFTER)), _row)
 
 
-PUBLISHED = Published(
-    part="emu_edit",
-    title="Emu Edit",
-    train=SplitCount(0, 0),
-    val=SplitCount(3_589, 3_589),
-    test=SplitCount(2_022, 2_022),
-)
+def _row(split: str, where: str, edit: dict[str, Any]) -> Row:
+    name = f"{'validation' if split == 'val' else split}-{edit['idx']}"
+    return Row(name, split, name, edit[BEFORE], edit[AFTER], [edit["instruction"]], [], where)
+
+
+PUBLISHED = Published("emu_edit", "Emu Edit", SplitCount(0, 0), SplitCount(3_589, 3_589), SplitCount(2_022, 2_022))
 NOT_SOLD = Permission("conditions", "credit the authors; no commercial use")
 SPEC = DatasetSpec(
     title="Emu Edit",

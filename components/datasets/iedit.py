@@ -15,8 +15,8 @@ differ in size.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from m3diff.datasets.files import read_json
 from m3diff.datasets.spec import (
     UNSTATED,
     WITH_SPICE,
@@ -26,9 +26,9 @@ from m3diff.datasets.spec import (
     Row,
     SplitCount,
     TableRow,
-    broken,
-    fault_in,
+    as_rows,
 )
+from m3diff.datasets.tables import read_records
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
@@ -36,22 +36,21 @@ FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:
     """Yield a row per record."""
+
+    def row(split: str, where: str, record: dict[str, Any]) -> Row:
+        uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
+        return Row(uid, split, uid, *pair, record["sents"], [], where)
+
     for split, file in FILES.items():
-        for number, record in enumerate(read_json(root / file, list)):
-            source = f"{file}, record {number}"
-            if fault := fault_in(record, FIELDS):
-                yield broken(split, source, fault)
-            else:
-                uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
-                yield Row(uid, split, uid, *pair, record["sents"], [], source)
+        yield from as_rows(split, read_records(root, file, FIELDS), row)
 
 
 PUBLISHED = Published(
-    part="iedit",
-    title="IEdit",
-    train=SplitCount(3_061, 3_061, image_pairs=2_507),
-    val=SplitCount(383, 1_149, repeated=4, image_pairs=357),
-    test=SplitCount(495, 1_485, image_pairs=446),
+    "iedit",
+    "IEdit",
+    SplitCount(3_061, 3_061, image_pairs=2_507),
+    SplitCount(383, 1_149, repeated=4, image_pairs=357),
+    SplitCount(495, 1_485, image_pairs=446),
 )
 SPEC = DatasetSpec(
     title="IEdit",
@@ -59,7 +58,7 @@ SPEC = DatasetSpec(
     paper="Expressing Visual Relationships via Language (Tan et al., ACL 2019)",
     licence=UNSTATED,
     read=read,
-    files=("train.json", "valid.json", "test.json"),
+    files=tuple(FILES.values()),
     task="edit",
     published=(PUBLISHED,),
     table=TableRow(pairs=3_939, words=8, over_20=0.02, human=True, distractors=False),

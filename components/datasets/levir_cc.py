@@ -67,11 +67,7 @@ def _fault_of_tokens(sentences: list[Any]) -> str | None:
 
 
 PUBLISHED = Published(
-    part="levir_cc",
-    title="LEVIR-CC",
-    train=SplitCount(6_815, 34_075),
-    val=SplitCount(1_333, 6_665),
-    test=SplitCount(1_929, 9_645),
+    "levir_cc", "LEVIR-CC", SplitCount(6_815, 34_075), SplitCount(1_333, 6_665), SplitCount(1_929, 9_645)
 )
 CCEXPERT = "Meize0729/CCExpert: llava/train/llava_trainer_eval.py"
 RSICC = "Chen-Yang-Liu/RSICC: eval.py, its subsets; Meize0729/CCExpert, its texts"

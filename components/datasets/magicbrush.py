@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe, read_json
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, broken, fault_in
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, as_rows, broken, fault_in
 from m3diff.datasets.tables import read_shards
 
 FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}
@@ -36,15 +36,15 @@ TURN_FIELDS = {"input": str, "instruction": str}
 def read(root: Path, test: str | None = "test") -> Iterator[Row]:
     """Yield a row per turn."""
     for split, pattern in FILES.items():
-        for where, row, fault in read_shards(root, pattern, FIELDS, (BEFORE, AFTER)):
-            if fault:
-                yield broken(split, where, fault)
-            else:
-                name = f"{row['img_id']}-{row['turn_index']}"
-                yield Row(name, split, row["img_id"], row[BEFORE], row[AFTER], [row["instruction"]], [], where)
+        yield from as_rows(split, read_shards(root, pattern, FIELDS, (BEFORE, AFTER)), _turn)
     if test is not None:
         for img_id, turns in read_json(root / test / SESSIONS, dict).items():
             yield from _session(test, img_id, turns)
+
+
+def _turn(split: str, where: str, turn: dict[str, Any]) -> Row:
+    name, scene = f"{turn['img_id']}-{turn['turn_index']}", turn["img_id"]
+    return Row(name, split, scene, turn[BEFORE], turn[AFTER], [turn["instruction"]], [], where)
 
 
 def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:

@@ -18,13 +18,23 @@ them true; of train only "about 86,373" is known, and nothing of test1, so no co
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, broken, fault_in
-from m3diff.datasets.tables import read_json_lines
+from m3diff.datasets.spec import (
+    DatasetSpec,
+    Found,
+    Licence,
+    Permission,
+    Protocol,
+    Row,
+    as_rows,
+    fault_in,
+    merged,
+)
+from m3diff.datasets.tables import read_table
 
 PARTS = {"train": "train", "val": "dev", "test": "test1"}
 FIELDS = {"sentence": str, "label": str, "identifier": str}
@@ -32,31 +42,28 @@ FIELDS = {"sentence": str, "label": str, "identifier": str}
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:
     """Yield a row per pair with a true sentence, at the place of its first; broken lines stand alone."""
+
+    def row(split: str, where: str, line: dict[str, Any]) -> Row:
+        pair, part = line["identifier"].rpartition("-")[0], PARTS[split]
+        folder = f"{images}/{part}/{line['directory']}" if part == "train" else f"{images}/{part}"
+        sides = f"{folder}/{pair}-img0.png", f"{folder}/{pair}-img1.png"
+        return Row(pair, split, pair.rpartition("-")[0], *sides, [line["sentence"]], [], where)
+
     for split, part in PARTS.items():
-        merged: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-        for where, record, fault in read_json_lines(root / f"data/{part}.json"):
-            if fault := fault or _fault(record, part):
-                yield broken(split, where, fault)
-            elif record["label"] == "True":
-                merged.setdefault(record["identifier"].rpartition("-")[0], []).append((where, record))
-        for pair, found in merged.items():
-            first = found[0][1]
-            folder = f"{images}/{part}/{first['directory']}" if part == "train" else f"{images}/{part}"
-            sides = f"{folder}/{pair}-img0.png", f"{folder}/{pair}-img1.png"
-            texts = [record["sentence"] for _, record in found]
-            source = " and ".join(where for where, _ in found)
-            yield Row(pair, split, pair.rpartition("-")[0], *sides, texts, [], source, raw_rows=len(found))
+        yield from merged(as_rows(split, _lines(root / f"data/{part}.json", part), row))
 
 
-def _fault(record: Mapping[str, Any], part: str) -> str | None:
-    """The fault of a line of a split's file."""
-    if fault := fault_in(record, FIELDS | ({"directory": int} if part == "train" else {})):
-        return fault
-    if record["label"] not in ("True", "False"):
-        return f"label: expected 'True' or 'False', found {describe(record['label'])}"
-    if not re.fullmatch(rf"{part}-\d+-\d+-\d+", record["identifier"]):
-        return f"identifier: expected {part}-<set>-<pair>-<sentence>, found {describe(record['identifier'])}"
-    return None
+def _lines(path: Path, part: str) -> Iterator[Found]:
+    """The lines of a split's file that are true, or have a fault."""
+    fields = FIELDS | ({"directory": int} if part == "train" else {})
+    for where, line, wrong in read_table(path, (), ".jsonl"):
+        fault = wrong or fault_in(line, fields)
+        if not fault and line["label"] not in ("True", "False"):
+            fault = f"label: expected 'True' or 'False', found {describe(line['label'])}"
+        if not fault and not re.fullmatch(rf"{part}-\d+-\d+-\d+", line["identifier"]):
+            fault = f"identifier: expected {part}-<set>-<pair>-<sentence>, found {describe(line['identifier'])}"
+        if fault or line["label"] == "True":
+            yield where, line, fault
 
 
 CITED = Permission("conditions", "sentences: credit the authors; photos: their owners', research alone")

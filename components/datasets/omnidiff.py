@@ -48,19 +48,9 @@ def read(
         yield row._replace(change_types=types, fault=fault)
 
 
-REAL = Published(
-    part="omnidiff_real",
-    title="OmniDiff-Real",
-    train=SplitCount(7_007, 7_007),
-    val=SplitCount(799, 799),
-    test=SplitCount(803, 803),
-)
+REAL = Published("omnidiff_real", "OmniDiff-Real", SplitCount(7_007, 7_007), SplitCount(799, 799), SplitCount(803, 803))
 RENDER = Published(
-    part="omnidiff_render",
-    title="OmniDiff-Render",
-    train=SplitCount(5_445, 5_445),
-    val=SplitCount(777, 777),
-    test=SplitCount(767, 767),
+    "omnidiff_render", "OmniDiff-Render", SplitCount(5_445, 5_445), SplitCount(777, 777), SplitCount(767, 767)
 )
 PAPER = "arXiv 2503.11093, the multi-change setting: a paragraph against its single reference"
 SPEC = DatasetSpec(

@@ -131,12 +131,7 @@ def read(
                 first = same.source.split(" and ")[0]
                 yield _typed(row._replace(fault=f"id: {first} has the same id, but other images, split or scene"))
             else:
-                merged[row.name] = same._replace(
-                    references=same.references + row.references,
-                    source=f"{same.source} and {row.source}",
-                    raw_rows=same.raw_rows + 1,
-                    questions=same.questions + row.questions,
-                )
+                merged[row.name] = same.joined(row)
     for row in map(_typed, merged.values()):
         told = [each for each in row.references if not (isinstance(each, str) and each.strip().casefold() in nothing)]
         yield row._replace(references=told, without_caption=bool(nothing and row.references) and not told)

@@ -1,11 +1,11 @@
 """The schema of a dataset's file, the rows that its reader yields, and the check of its licence."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from m3diff.datasets.files import describe, describe_kind
+from m3diff.datasets.files import describe, describe_kind, read_splits
 from m3diff.records.errors import DataError
 
 
@@ -32,10 +32,29 @@ class Row(NamedTuple):
     questions: tuple[Question, ...] = ()  # that the references answer, where the annotations hold any
     without_caption: bool = False  # the dataset's entry says that its texts stand for no caption: it is passed over
 
+    def joined(self, other: "Row", shared: str = "") -> "Row":
+        """This row with the references and questions of another of the same pair; `shared` as in `merged`."""
+        return self._replace(
+            references=self.references + other.references,
+            source=f"{self.source} and {other.source.removeprefix(shared)}",
+            raw_rows=self.raw_rows + other.raw_rows,
+            questions=self.questions + other.questions,
+        )
+
 
 def broken(split: Any, source: str, fault: str | None, scene: Any = None, name: Any = None) -> Row:
     """A row that cannot be read, where it stands, and why."""
     return Row(name, split, scene, None, None, [], [], source, fault)
+
+
+Found = tuple[str, dict[str, Any], str | None]
+"""Where a row stands, its values by column (None where absent), and what is wrong with it."""
+
+
+def as_rows(split: str, found: Iterable[Found], make: Callable[[str, str, dict[str, Any]], Row]) -> Iterator[Row]:
+    """A row of `make(split, place, values)` for each that was found, and a broken one for each with a fault."""
+    for where, values, fault in found:
+        yield broken(split, where, fault) if fault else make(split, where, values)
 
 
 class Single(NamedTuple):
@@ -50,10 +69,35 @@ class Single(NamedTuple):
     fault: str | None = None  # what the reader itself found wrong
 
 
+def merged(rows: Iterable[Row], shared: str = "") -> Iterator[Row]:
+    """Rows of one name and split as one, at the place of the first; before them, rows with a fault, each alone.
+
+    Args:
+        shared: what the sources of all rows begin with; it is said once.
+    """
+    found: dict[tuple[Any, Any], Row] = {}
+    for row in rows:
+        key = row.name, row.split
+        if row.fault:
+            yield row
+        else:
+            found[key] = found[key].joined(row, shared) if key in found else row
+    yield from found.values()
+
+
 def fault_of_scene(value: Any) -> str | None:
     """The fault of a scene's number; None for a whole number from 0."""
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return None if is_number else f"expected a number from 0, found {describe(value)}"
+
+
+def scenes_in(path: Path) -> Iterator[tuple[str, Any, Row | None]]:
+    """Split and number of each scene of a file of splits, and a broken row where that is no number of a scene."""
+    for split, scenes in read_splits(path).items():
+        for position, scene in enumerate(scenes):
+            wrong = fault_of_scene(scene)
+            row = broken(split, f"{path.name}, {split}[{position}]", f"scene: {wrong}") if wrong else None
+            yield split, scene, row
 
 
 def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import read_json
 from m3diff.datasets.spec import (
     UNSTATED,
     WITH_SPICE,
@@ -31,9 +30,10 @@ from m3diff.datasets.spec import (
     Row,
     SplitCount,
     TableRow,
-    broken,
-    fault_in,
+    as_rows,
+    merged,
 )
+from m3diff.datasets.tables import read_records
 from m3diff.records.schemas import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}
@@ -41,28 +41,23 @@ FIELDS = {"img_id": str, "sentences": list}
 
 def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> Iterator[Row]:
     """Yield a row per `img_id` of a split, at the place of its first record; broken records stand alone."""
+
+    def row(split: str, where: str, record: dict[str, Any]) -> Row:
+        name, image = f"{record['img_id']}.png", f"{images}/{record['img_id']}"
+        return Row(name, split, name, f"{image}{suffix}", f"{image}_2{suffix}", record["sentences"], [], where)
+
     for split in SPLITS:
         file = f"annotations/{split}.json"
-        merged: dict[str, list[tuple[int, list[Any]]]] = {}
-        for number, record in enumerate(read_json(root / file, list)):
-            if fault := fault_in(record, FIELDS):
-                yield broken(split, f"{file}, record {number}", fault)
-            else:
-                merged.setdefault(record["img_id"], []).append((number, record["sentences"]))
-        for img_id, found in merged.items():
-            pair = f"{images}/{img_id}{suffix}", f"{images}/{img_id}_2{suffix}"
-            sentences = [sentence for _, some in found for sentence in some]
-            source = f"{file}, record {' and '.join(str(number) for number, _ in found)}"
-            name = f"{img_id}.png"
-            yield Row(name, split, name, *pair, sentences, [], source, raw_rows=len(found))
+        found = read_records(root, file, FIELDS)
+        yield from merged(as_rows(split, found, row), f"{file}, record ")
 
 
 PUBLISHED = Published(
-    part="spot_the_diff",
-    title="Spot-the-Diff",
-    train=SplitCount(8_566, 17_676, empty=53, repeated=3, wordless=37, records=9_524),
-    val=SplitCount(1_493, 3_310, empty=6, wordless=4, records=1_634),
-    test=SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
+    "spot_the_diff",
+    "Spot-the-Diff",
+    SplitCount(8_566, 17_676, empty=53, repeated=3, wordless=37, records=9_524),
+    SplitCount(1_493, 3_310, empty=6, wordless=4, records=1_634),
+    SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
 )
 SPEC = DatasetSpec(
     title="Spot-the-Diff",

@@ -114,13 +114,7 @@ def _lines(root: Path, file: str) -> Iterator[tuple[str, int | None, str, str | 
             yield f"{file}, line {number}", int(idx) if usable else None, text.strip(), fault
 
 
-PUBLISHED = Published(
-    part="syned",
-    title="Syned",
-    train=SplitCount(3_050, 3_050),
-    val=SplitCount(539, 539),
-    test=SplitCount(2_022, 10_053),
-)
+PUBLISHED = Published("syned", "Syned", SplitCount(3_050, 3_050), SplitCount(539, 539), SplitCount(2_022, 10_053))
 NOT_SOLD = Permission("conditions", "credit the authors of Syned and of Emu Edit; no commercial use")
 SPEC = DatasetSpec(
     title="Syned",

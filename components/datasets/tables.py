@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m3diff.datasets.files import describe, parse_json, read_json, read_text
-from m3diff.datasets.spec import Row, fault_in
+from m3diff.datasets.spec import Found, Row, fault_in
 from m3diff.records.errors import DataError
 
 SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
@@ -48,18 +48,6 @@ def _column(manifest: Path, group: int, column: str) -> Any:
     return pq.ParquetFile(manifest).read_row_group(group, [column]).column(0).to_pylist()
 
 
-def has_images(schema: pa.Schema) -> bool:
-    """True if a column holds images or other bytes, or any kind of list of them."""
-    types = [getattr(column.type, "value_type", column.type) for column in schema]
-    are_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-    return any(
-        {part.name for part in each} == {"bytes", "path"}
-        if pa.types.is_struct(each)
-        else any(is_(each) for is_ in are_bytes)
-        for each in types
-    )
-
-
 def rows_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """Rows of a Parquet file by some or all of its columns, a row group at a time, each image as an `Embedded`."""
     file = pq.ParquetFile(path)
@@ -78,8 +66,10 @@ def _detached(value: Any, path: Path, group: int, row: int, column: str, item: i
     image = isinstance(value, dict) and value.keys() == {"bytes", "path"}
     if image and value["bytes"] is None:
         return value["path"]
+    if not image and not isinstance(value, bytes):
+        return value
     data = value["bytes"] if image else value
-    suffix = next((end for start, end in SUFFIXES.items() if isinstance(data, bytes) and data.startswith(start)), "")
+    suffix = next((end for start, end in SUFFIXES.items() if data.startswith(start)), "")
     if not image and not suffix:
         return value
     return Embedded(hashlib.sha256(data).hexdigest()[:32] + suffix, path, group, row, column, item)
@@ -88,21 +78,13 @@ def _detached(value: Any, path: Path, group: int, row: int, column: str, item: i
 def unpacked(rows: Iterable[Row], folder: Path) -> Iterator[Row]:
     """The rows with each embedded image as the path of a file in `folder`, written where it is not there yet."""
     for row in rows:
-        yield row._replace(before=_unpacked(row.before, folder), after=_unpacked(row.after, folder))
+        images = [folder / side.name if isinstance(side, Embedded) else side for side in (row.before, row.after)]
+        for image, path in zip((row.before, row.after), images, strict=True):
+            if isinstance(image, Embedded) and not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(image.read())
+        yield row._replace(before=images[0], after=images[1])
 
-
-def _unpacked(image: Any, folder: Path) -> Any:
-    if not isinstance(image, Embedded):
-        return image
-    path = folder / image.name
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(image.read())
-    return path
-
-
-Found = tuple[str, dict[str, Any], str | None]
-"""Where a row stands, its values by column (None where absent), and what is wrong with it."""
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SEP_LINE = re.compile(r'"?sep=(.)"?(\r\n|\r|\n)', re.IGNORECASE)
@@ -112,18 +94,22 @@ SHARD = re.compile(r"-(\d{5})-of-(\d{5})\b")
 """Which of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet."""
 
 
-def read_table(path: Path, required: Sequence[str]) -> Iterator[Found]:
-    """Every row of the manifest.
+def read_table(path: Path, required: Sequence[str], suffix: str | None = None) -> Iterator[Found]:
+    """Every row of the manifest; arguments as of `read_values`.
 
     Raises:
         DataError: the file cannot be read, or a required column is missing from its header.
     """
-    for where, value in read_values(path, required):
+    for where, value in read_values(path, required, suffix=suffix):
         yield _row(where, value, required)
 
 
 def read_values(
-    path: Path, required: Sequence[str], delimiter: str | None = None, rows: str | None = None
+    path: Path,
+    required: Sequence[str],
+    delimiter: str | None = None,
+    rows: str | None = None,
+    suffix: str | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """The place and the value of every row; a DataError stands for a row that cannot be read.
 
@@ -132,11 +118,12 @@ def read_values(
         delimiter: of a CSV or TSV file, where it is another than the suffix tells.
         rows: where in a JSON file the rows stand (a path, as of `pick`); they may be an object, too, whose keys are the
             column `key`. None: the file is a list.
+        suffix: that tells the format, where it is not the file's own.
 
     Raises:
         DataError: the file cannot be read, or a required column is missing from its header.
     """
-    suffix = path.suffix.lower()
+    suffix = suffix or path.suffix.lower()
     if suffix in DELIMITERS:
         return _delimited(path, delimiter, required)
     if suffix == ".jsonl":
@@ -162,12 +149,6 @@ def _json_rows(path: Path, rows: str) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{path}: rows: expected a list or an object at {rows!r}, found {describe(found)}")
     named = ((key, value if isinstance(value, dict) else {"value": value}) for key, value in found.items())
     return ((f"{path.name}, {key}", {"key": key} | value) for key, value in named)
-
-
-def read_json_lines(path: Path) -> Iterator[Found]:
-    """Every line of a file of JSON objects that may be called otherwise than .jsonl."""
-    for where, value in _json_lines(path):
-        yield _row(where, value, ())
 
 
 def _row(where: str, value: Any, required: Sequence[str]) -> Found:
@@ -225,6 +206,12 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path.name}, line {number}", error
 
 
+def read_records(root: Path, file: str, fields: Mapping[str, type]) -> Iterator[Found]:
+    """Every record of a JSON list, which has these fields with these types."""
+    for number, record in enumerate(read_json(root / file, list)):
+        yield f"{file}, record {number}", record, fault_in(record, fields)
+
+
 def shards(root: Path, pattern: str) -> list[Path]:
     """The files of a split of the Hugging Face hub, in order.
 
@@ -279,11 +266,7 @@ def _parquet(path: Path, required: Sequence[str], columns: Sequence[str] | None 
     """Rows by `columns`, or by all that there are."""
     _check_header(path, column_names(path), required)
     try:
-        if has_images(pq.read_schema(path)):
-            rows: Iterable[dict[str, Any]] = rows_of(path, columns)
-        else:
-            rows = pq.read_table(path, columns=columns and list(columns)).to_pylist()
-        yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows))
+        yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows_of(path, columns)))
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
 

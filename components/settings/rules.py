@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError, create_model
 
 from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
@@ -19,8 +19,9 @@ from m3diff.models.m3diff import LARGE_BASE, SMALL_BASE
 from m3diff.models.onediff import LLAVA_BASE
 from m3diff.scoring.metrics import METRICS, gate_metrics
 from m3diff.scoring.protocols import protocols_of
+from m3diff.settings.explain import explain
 from m3diff.settings.gpus import GPUS
-from m3diff.settings.section import FrozenDict, ParamsError, closest, shown
+from m3diff.settings.section import FrozenDict, ParamsError, Section, closest
 from m3diff.settings.tree import Params
 from m3diff.stages.augment.params import MANIFEST, Drawn, Edits
 from m3diff.stages.ingest.params import DatasetEntry
@@ -71,21 +72,13 @@ def wrong_reader(where: str, reader: str, options: Mapping[str, Any]) -> Iterato
     if reader not in DATASETS:
         yield f"{where}.reader: {closest(reader, DATASETS)}"
         return
-    arguments = dict(list(inspect.signature(DATASETS[reader].read).parameters.items())[1:])
-    for name, value in options.items():
-        if name not in arguments:
-            yield f"{where}.options.{name}: unknown option; {closest(name, arguments, of='keys')}"
-            continue
-        try:
-            TypeAdapter(arguments[name].annotation).validate_python(value)
-        except ValidationError as error:
-            for fault in error.errors():
-                at = ".".join(str(part) for part in (name, *fault["loc"]) if "[" not in str(part))
-                words = fault["msg"].removeprefix("Value error, ")
-                yield f"{where}.options.{at}: {words} (found {shown(fault['input'])})"
-    for name, argument in arguments.items():
-        if argument.default is inspect.Parameter.empty and name not in options:
-            yield f"{where}.options.{name}: missing; the reader {reader!r} needs it"
+    arguments = [*inspect.signature(DATASETS[reader].read).parameters.values()][1:]
+    fields: dict[str, Any] = {one.name: (one.annotation, one.default) for one in arguments}
+    taken = create_model("Options", __base__=Section, **fields)
+    try:
+        taken.model_validate(options)
+    except ValidationError as error:
+        yield from explain(error, options, taken, f"{where}.options")
 
 
 def origin(params: Params, name: str) -> str:

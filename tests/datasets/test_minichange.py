@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -30,12 +29,9 @@ from m3diff.datasets.minichange.language import (
     references,
 )
 from m3diff.datasets.minichange.levels import (
-    CLOTHS,
     LEVELS,
-    TEXTURES,
     VISIBLE,
     Pair,
-    place_of,
     sample_types,
     seen,
     square,
@@ -47,7 +43,6 @@ from m3diff.datasets.minichange.scene import (
     WIDTHS,
     ZOOMS,
     Change,
-    Domain,
     Mark,
     MiniChange,
     Scene,
@@ -100,12 +95,20 @@ def settings(root: Path, **changes) -> MiniChange:
     return MiniChange.model_validate(SMALL | {"root": root} | changes)
 
 
-@pytest.fixture(scope="module", params=LEVELS)
-def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """A small benchmark of each level and domain, written over an older and larger one."""
+    roots = {key: tmp_path_factory.mktemp("-".join(key)) / key[0] for key in PINNED}
+    generate(settings(roots["grid", "standard"], scenes={"train": 0, "val": 0, "test": 31}, image_px=32))
+    for (level, domain), root in roots.items():
+        generate(settings(root, level=level, domain=domain))
+    return roots
+
+
+@pytest.fixture(params=LEVELS)
+def small(request: pytest.FixtureRequest, made: dict[tuple[str, str], Path]) -> Path:
     """A small benchmark of each level."""
-    root = tmp_path_factory.mktemp("minichange") / request.param
-    generate(settings(root, level=request.param))
-    return root
+    return made[request.param, "standard"]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -116,17 +119,11 @@ def pairs(request: pytest.FixtureRequest) -> list[Pair]:
     return [sampler.sample_pair(rng, sample_types(rng, number, multi_change_share=0.3)) for number in range(96)]
 
 
-def digest_of(root: Path) -> str:
-    return hashlib.sha256(
-        b"".join(path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file())
-    ).hexdigest()[:32]
-
-
-@pytest.mark.parametrize(("level", "domain"), PINNED)
-def test_the_bytes_of_a_small_benchmark_are_pinned(tmp_path, level, domain):
-    generate(settings(tmp_path / "small", level=level, domain=domain))
-    assert digest_of(tmp_path / "small") == PINNED[level, domain]
-    assert len([path for path in (tmp_path / "small").rglob("*") if path.is_file()]) == 3 * 30 + 6
+def test_the_bytes_of_a_small_benchmark_are_pinned(made):
+    for key, root in made.items():
+        files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+        assert hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:32] == PINNED[key], key
+        assert len(files) == 3 * 30 + 6
 
 
 DRAW = """
@@ -146,14 +143,13 @@ print(digest.hexdigest())
 """
 
 
-@pytest.mark.parametrize("scenes", [8, pytest.param(200, marks=pytest.mark.slow(90))])
-def test_the_bytes_are_the_same_on_a_cpu_without_the_newest_vector_instructions(scenes):
+def test_the_bytes_are_the_same_on_a_cpu_without_the_newest_vector_instructions():
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     newest = " ".join(name for name in __cpu_dispatch__ if __cpu_features__.get(name))
     drawn = [
         subprocess.run(
-            [sys.executable, "-c", DRAW, str(scenes)],
+            [sys.executable, "-c", DRAW, "8"],
             env=os.environ | disabled,
             capture_output=True,
             text=True,
@@ -185,38 +181,15 @@ def test_the_embedded_run_has_the_pinned_parameters_and_nothing_trains_on_the_sh
     assert (other.scenes["train"], other.scenes["val"], other.scenes["test"] >= 100) == (0, 0, True)
 
 
-def test_each_domain_has_a_look_and_the_shifted_one_no_shade_table_or_camera_of_the_other():
-    assert tuple(LOOKS) == get_args(Domain)
-    standard, shifted = LOOKS["standard"], LOOKS["shifted"]
-    assert standard.rgb.keys() == shifted.rgb.keys()
-    assert standard.table.keys() == shifted.table.keys()
-    far = 25.0  # grey levels, of 441
-    for mine, theirs in ((standard.rgb, shifted.rgb), (standard.table, shifted.table)):
-        for shade in mine:
-            distances = {other: float(np.linalg.norm(np.subtract(theirs[shade], mine[other]))) for other in mine}
-            assert min(distances.values()) > far, shade
-            if mine is standard.rgb:
-                assert min(distances, key=distances.get) == shade, "a person would call it by another name"
-    assert standard.tilt is None
-    assert shifted.tilt is not None
-
-
-def test_the_shifted_domain_has_the_scenes_and_words_of_the_standard_one_in_other_pixels(tmp_path):
-    few = {"scenes": {"train": 0, "val": 0, "test": 12}, "image_px": 64}
-    roots = {domain: tmp_path / domain for domain in LOOKS}
-    for domain, root in roots.items():
-        generate(settings(root, domain=domain, **few))
+def test_the_shifted_domain_has_the_scenes_and_words_of_the_standard_one_in_other_pixels(made):
+    one, two = made["grid", "standard"], made["grid", "shifted"]
     for file in ("scenes.json", *SPEC.files):
-        standard, shifted = ((root / file).read_text() for root in roots.values())
-        assert standard == shifted.replace('"domain": "shifted"', '"domain": "standard"')
-    for path in roots["standard"].rglob("*.png"):
-        one, two = (
-            np.asarray(Image.open(at), dtype=int)
-            for at in (path, roots["shifted"] / path.relative_to(tmp_path / "standard"))
+        assert (one / file).read_text() == (two / file).read_text().replace(
+            '"domain": "shifted"', '"domain": "standard"'
         )
-        assert one.shape == two.shape
-        assert np.abs(one - two).mean() > 10
-    assert Counter(row.split for row in SPEC.read(roots["shifted"])) == {"test": 24}
+    for path in one.rglob("*.png"):
+        images = (np.asarray(Image.open(at), dtype=int) for at in (path, two / path.relative_to(one)))
+        assert np.abs(np.subtract(*images)).mean() > 10
 
 
 @pytest.mark.parametrize("domain", LOOKS)
@@ -299,41 +272,21 @@ def test_a_folder_with_other_files_is_refused_and_nothing_of_it_removed(tmp_path
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_an_older_benchmark_in_the_folder_is_replaced(tmp_path):
-    few = {"train": 1, "val": 0, "test": 1}
-    for scenes in (few | {"test": 3}, few):
-        generate(settings(tmp_path / "mini", scenes=scenes, image_px=32))
-    assert len(list((tmp_path / "mini/images").iterdir())) == 2
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("scenes", {"train": 1}, "expected train, val, test"),
         ("scenes", {"train": -1, "val": 1, "test": 1}, "each 0 or more"),
         ("scenes", {"train": 0, "val": 0, "test": 0}, "one of them more than 0"),
-        ("scenes", {"train": 1, "val": 0, "dev": 1}, "scenes"),
         ("references", 6, "less than or equal to 5"),
-        ("references", 0, "greater than or equal to 1"),
         ("image_px", 31, "greater than or equal to 32"),
         ("multi_change_share", 1.1, "less than or equal to 1"),
-        ("multi_change_share", -0.1, "greater than or equal to 0"),
-        ("seed", -1, "greater than or equal to 0"),
-        ("level", "hard", "'grid' or 'free'"),
-        ("domain", "moon", "'standard' or 'shifted'"),
         ("oversample_types", ["shape"], "oversample_types"),
     ],
 )
 def test_settings_beyond_their_limits_are_refused(tmp_path, field, value, message):
     with pytest.raises(ValueError, match=message):
         settings(tmp_path, **{field: value})
-
-
-def test_settings_at_their_limits_are_taken_and_frozen(tmp_path):
-    edge = settings(tmp_path, scenes={"train": 0, "val": 0, "test": 1}, references=1, image_px=32, seed=0)
-    assert edge.scenes == {"train": 0, "val": 0, "test": 1}
-    with pytest.raises(TypeError, match="frozen"):
-        edge.scenes["train"] = 3
 
 
 def test_types_run_through_the_deck_by_number_and_others_come_on_top():
@@ -381,18 +334,6 @@ def test_only_what_the_changes_say_differs_between_the_scenes(pairs):
                 assert differing & ({"kind"} if change.type == "substitution" else allowed)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_object_added_with_another_change_takes_no_place_that_was_just_freed(level):
-    rng = np.random.default_rng(2)
-    for _ in range(30):
-        *_, changes = LEVELS[level].sample_pair(rng, ("disappearance", "addition", "removal"))
-        if level == "grid":
-            assert len({(change.before or change.after).cell for change in changes}) == 3
-        else:
-            went, came = (next(c for c in changes if c.type == kind) for kind in ("disappearance", "addition"))
-            assert max(abs(a - b) for a, b in zip(went.before.center, came.after.center, strict=True)) >= 0.2
-
-
 @pytest.mark.parametrize(("level", "shift", "zoom"), [("grid", 0.011, 0.016), ("free", 0.05, 0.051)])
 def test_camera_and_lamp_do_what_the_word_says(level, shift, zoom):
     words, rng, sampler = set(), np.random.default_rng(2), LEVELS[level]
@@ -427,43 +368,6 @@ def test_a_distractor_moves_camera_and_light_by_less_than_a_quarter_of_a_change(
     noises = [view.noise for view in views]
     assert 0.2 < np.mean([noise > 0 for noise in noises]) < 0.4
     assert 0.5 <= min(filter(None, noises)) < max(noises) <= 2.0
-
-
-@pytest.mark.parametrize(("level", "counts", "marks"), [("grid", {3, 4, 5}, {0, 1}), ("free", {6, 7, 8}, {0, 1, 2})])
-def test_scenes_hold_so_many_objects_in_their_places_and_what_must_be_there(level, counts, marks):
-    rng = np.random.default_rng(6)
-    scenes = [LEVELS[level].sample_scene(rng, ("die", "doll")) for _ in range(200)]
-    assert {len(scene.things) for scene in scenes} == counts
-    assert {len(scene.marks) for scene in scenes} == marks
-    assert {thing.size for scene in scenes for thing in scene.things} == {*WIDTHS[level]}
-    for scene in scenes:
-        cells = [each.cell for each in (*scene.things, *scene.marks)]
-        assert {"die", "doll"} <= {thing.kind for thing in scene.things}
-        if level == "grid":
-            assert len({*cells}) == len(cells)
-            continue
-        for each in (*scene.things, *scene.marks):
-            x, y = scene.view.project(each.center)
-            assert each.cell == int(x * 3) + 3 * int(y * 3) == place_of((x, y))
-            assert min(abs(value - border) for value in (x, y) for border in (1 / 3, 2 / 3)) > 0.029
-            assert 0.099 < min(x, y) < max(x, y) < 0.901
-    assert 0.04 < np.mean([scene.view.brightness < 0.7 for scene in scenes]) < 0.2
-
-
-def test_objects_of_the_free_level_have_every_look_and_most_overlap():
-    rng = np.random.default_rng(0)
-    scenes = [FREE.sample_scene(rng) for _ in range(120)]
-    assert {thing.texture for scene in scenes for thing in scene.things} == set(TEXTURES)
-    assert {scene.cloth for scene in scenes} == set(CLOTHS)
-    covered = [
-        seen(square(thing), map(square, scene.things[k + 1 :])) < 0.98
-        for scene in scenes
-        for k, thing in enumerate(scene.things)
-    ]
-    assert 0.2 < np.mean(covered) < 0.6
-    assert np.mean([max(Counter(thing.cell for thing in scene.things).values()) > 1 for scene in scenes]) > 0.75
-    plain = [replace(s, cloth="weave", things=tuple(replace(t, texture="plain") for t in s.things)) for s in scenes]
-    assert [*map(describe_scene, plain)] == [*map(describe_scene, scenes)], "no word names a texture or a table"
 
 
 def opened(scene: Scene, thing: Thing, view: View) -> float:
@@ -559,70 +463,26 @@ BOX, SIGN = Thing("box", "red", "small", 2), Thing("sign", "blue", "large", 7, "
 )
 def test_the_second_paraphrase_by_hand(change, text):
     assert references((change,), 2)[1] == text
-
-
-def test_no_change_is_said_in_sentences_that_the_grammar_knows():
     assert references((), 5) == list(NO_CHANGE_SENTENCES) == grammar()["no_change"]
-    assert references((), 2) == ["nothing changed", "nothing has changed"]
 
 
-def test_a_scene_is_described_cell_by_cell_in_reading_order():
+def test_a_scene_is_described_in_reading_order_and_from_left_to_right_at_one_place():
     things = (
-        SIGN,
-        BOX,
-        Thing("arrow", "red", "small", 0, "up"),
-        Thing("doll", "white", "large", 1, "waving"),
-        Thing("doll", "white", "large", 3, "down"),
-        Thing("die", "green", "small", 8, 4),
+        *(SIGN, BOX, Thing("arrow", "red", "small", 0, "up"), Thing("doll", "white", "large", 1, "waving")),
+        *(Thing("doll", "white", "large", 3, "down"), Thing("die", "green", "small", 8, 4)),
+        *(Thing("ball", "red", "medium", 0, dx=0.05), Thing("cone", "white", "large", 0, dx=-0.04)),
     )
-    scene = Scene(things, marks=(Mark(5),))
+    scene = Scene(things, marks=(Mark(5), Mark(0, dx=0.08)), level="free")
     assert list(describe_cells(scene)) == [0, 1, 2, 3, 5, 7, 8]
+    assert describe_cells(scene)[0].startswith(
+        "a large white cone and a small red arrow pointing up and a medium red b"
+    )
     assert describe_scene(scene) == (
-        "at the top left a small red arrow pointing up, at the top a large white doll waving, "
+        "at the top left a large white cone, at the top left a small red arrow pointing up, "
+        "at the top left a medium red ball, at the top left a mark, at the top a large white doll waving, "
         "at the top right a small red box, at the left a large white doll with arms down, at the right a mark, "
         "at the bottom a large blue sign reading K, at the bottom right a small green die with four dots"
     )
-
-
-def test_several_objects_at_one_place_are_described_from_left_to_right():
-    things = (
-        Thing("box", "red", "medium", 1, dx=0.05),
-        Thing("ball", "blue", "small", 0, dx=0.02),
-        Thing("cone", "white", "large", 1, dx=-0.04),
-    )
-    scene = Scene(things, marks=(Mark(1, dx=0.08),), level="free")
-    assert describe_scene(scene) == (
-        "at the top left a small blue ball, at the top a large white cone, at the top a medium red box, "
-        "at the top a mark"
-    )
-    assert describe_cells(scene) == {0: "a small blue ball", 1: "a large white cone and a medium red box and a mark"}
-
-
-@pytest.mark.parametrize("domain", LOOKS)
-@pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_a_change_moves_more_pixels_than_its_distractor(change_type, domain):
-    """The largest local difference (over 4 x 4 pixels, in the channel that differs most) is the change's, but in one
-    pair of five: raised arms and a red box that turns purple are small."""
-    rng = np.random.default_rng(8)
-    won = 0
-    for _ in range(20):
-        before, after, distractor, _ = LEVELS["grid"].sample_pair(rng, (change_type,))
-        frames = [np.asarray(render(s, 96, rng, domain), dtype=np.float32) for s in (before, after, distractor)]
-        changed, jittered = (
-            np.abs(frame - frames[0]).max(-1).reshape(24, 4, 24, 4).mean((1, 3)).max() for frame in frames[1:]
-        )
-        won += changed > jittered
-    assert won >= 16
-
-
-def test_the_later_of_two_objects_covers_the_earlier():
-    below, above = (Thing("box", "red", "large", 4), Thing("box", "blue", "medium", 4))
-    shades = []
-    for things in ((below, above), (above, below)):
-        image = render(Scene(things, level="free"), 96, np.random.default_rng(0))
-        shades.append(np.asarray(image, dtype=int)[48, 48])
-    assert shades[0][2] - shades[0][0] > 60
-    assert shades[1][0] - shades[1][2] > 60
 
 
 @pytest.mark.parametrize("scenes", [240, pytest.param(1200, marks=pytest.mark.slow)])

@@ -21,8 +21,8 @@ from tests.layouts import run_ingest, run_validate, save_picture, write_json
 Write = Callable[[Path], Any]
 
 
-def as_json(name: str, value: Any) -> Write:
-    return lambda root: write_json(root / name, value)
+def as_json(value: Any) -> Write:
+    return lambda root: write_json(root / "p.json", value)
 
 
 def as_lines(name: str, rows: list[Any]) -> Write:
@@ -55,6 +55,17 @@ PLAIN = two(lambda before, after, split: {"before": before, "after": after, "cap
 DEV = [row | {"split": {"train": "Train", "val": "validation"}[row["split"]]} for row in PLAIN]
 IMAGES = {"images": "images", "split": "split", "id": None}
 
+PARTS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": [{"type": "image"}, {"type": "image"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "it fell"}]},
+]
+LLAVA, SWIFT = talk("human", "gpt", "from", "value"), talk("user", "assistant", "role", "content")
+COLUMNS = IMAGES | {"images": "image", "captions": "conversations"}
+BY_KEY = {"before": "a/{key}.png", "after": "b/{key}.png", "captions": "value"}
+NESTED = {"before": "x.files.0", "after": "x.files.-1", "captions": "t.*.raw", "split": "m.s"}
+SPOT = {"dataset": "Spot-the-Diff"}
+HEADER = "before,after,captions\n"
 LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
     "a pattern": (both(as_lines("p-0.jsonl", PLAIN[:1]), as_lines("p-1.jsonl", PLAIN[1:])), {"manifest": "p-*.jsonl"}),
     "a pattern over folders": (
@@ -62,142 +73,55 @@ LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
         {"manifest": "*/p.jsonl"},
     ),
     "a file for each split": (
-        as_text(
-            train__csv="before,after,captions\na/1.png,b/1.png,it fell\n",
-            dev__csv="before,after,captions\na/2.png,b/2.png,it fell\n",
-        ),
+        as_text(train__csv=f"{HEADER}a/1.png,b/1.png,it fell\n", dev__csv=f"{HEADER}a/2.png,b/2.png,it fell\n"),
         {"manifest": {"train": "train.csv", "val": "dev.csv"}},
     ),
-    "splits of other names": (
-        as_json("p.json", DEV),
-        {"manifest": "p.json", "splits": {"Train": "train", "validation": "val"}},
-    ),
+    "splits of other names": (as_json(DEV), {"splits": {"Train": "train", "validation": "val"}}),
     "templates": (
         as_text(p__csv="number,captions,split\n1,it fell,train\n2,it fell,val\n"),
         {"manifest": "p.csv", "columns": {"before": "a/{number}.png", "after": "b/{number}.png"}},
     ),
-    "captions by key": (
-        as_json("p.json", {"1": ["it fell"], "2": ["it fell"]}),
-        {
-            "manifest": "p.json",
-            "columns": {"before": "a/{key}.png", "after": "b/{key}.png", "captions": "value"},
-            "split": "test",
-        },
-    ),
+    "captions by key": (as_json({"1": ["it fell"], "2": ["it fell"]}), {"columns": BY_KEY, "split": "test"}),
     "records by key": (
-        as_json("p.json", {row["before"]: {k: v for k, v in row.items() if k != "before"} for row in PLAIN}),
-        {"manifest": "p.json", "columns": {"before": "key"}},
+        as_json({row["before"]: {k: v for k, v in row.items() if k != "before"} for row in PLAIN}),
+        {"columns": {"before": "key"}},
     ),
     "rows below a key, nested": (
         as_json(
-            "p.json",
-            {
-                "info": {},
-                "data": {
-                    "rows": two(lambda a, b, s: {"x": {"files": [a, b]}, "m": {"s": s}, "t": [{"raw": "it fell"}]})
-                },
-            },
+            {"data": {"rows": two(lambda a, b, s: {"x": {"files": [a, b]}, "m": {"s": s}, "t": [{"raw": "it fell"}]})}}
         ),
-        {
-            "manifest": "p.json",
-            "rows": "data.rows",
-            "columns": {"before": "x.files.0", "after": "x.files.-1", "captions": "t.*.raw", "split": "m.s"},
-        },
+        {"rows": "data.rows", "columns": NESTED},
     ),
     "a filter": (
-        as_json("p.json", [PLAIN[0], {"lang": "fr", "split": "train"}, PLAIN[1]]),
-        {"manifest": "p.json", "where": {"lang": [None, "en"]}},
+        as_json([PLAIN[0], {"lang": "fr", "split": "train"}, PLAIN[1]]),
+        {"where": {"lang": [None, "en"]}},
     ),
     "semicolons": (
         as_text(p__csv="before;after;captions;split\na/1.png;b/1.png;it fell;train\na/2.png;b/2.png;it fell;val\n"),
         {"manifest": "p.csv", "delimiter": ";"},
     ),
     "LLaVA": (
-        as_json(
-            "p.json",
-            two(
-                lambda a, b, s: {
-                    "id": f"{a}#0",
-                    "image": [a, b],
-                    "conversations": talk("human", "gpt", "from", "value"),
-                }
-            ),
-        ),
-        {"manifest": "p.json", "columns": IMAGES | {"images": "image", "captions": "conversations"}, "split": "train"},
+        as_json(two(lambda a, b, s: {"id": f"{a}#0", "image": [a, b], "conversations": LLAVA})),
+        {"columns": {**COLUMNS, "split": "split"}, "split": "train"},
     ),
     "M4-Instruct": (
         as_json(
-            "p.json",
-            two(
-                lambda a, b, s: {
-                    "sample_id": 7,
-                    "image": [a, b],
-                    "conversations": talk("human", "gpt", "from", "value"),
-                    "metadata": {"dataset": "Spot-the-Diff", "split": s, "question_type": "open-ended"},
-                }
-            )
-            + [{"sample_id": 8, "image": ["c.png"], "conversations": [], "metadata": {"dataset": "VQA"}}],
+            two(lambda a, b, s: {"image": [a, b], "conversations": LLAVA, "metadata": SPOT | {"split": s}})
+            + [{"image": ["c.png"], "conversations": [], "metadata": {"dataset": "VQA"}}]
         ),
-        {
-            "manifest": "p.json",
-            "columns": {"images": "image", "captions": "conversations", "split": "metadata.split"},
-            "where": {"metadata.dataset": "Spot-the-Diff"},
-        },
-    ),
-    "the project's own export": (
-        as_json(
-            "p.json",
-            two(
-                lambda a, b, s: {
-                    "id": f"mini/{a}#0",
-                    "image": [a, b],
-                    "images": [a, b],
-                    "conversations": talk("human", "gpt", "from", "value"),
-                    "metadata": {"dataset": "mini", "split": s},
-                }
-            ),
-        ),
-        {
-            "manifest": "p.json",
-            "columns": {"images": "images", "captions": "conversations", "split": "metadata.split", "id": None},
-        },
+        {"columns": COLUMNS | {"split": "metadata.split"}, "where": {"metadata.dataset": "Spot-the-Diff"}},
     ),
     "LLaMA-Factory, Alpaca": (
-        as_json("p.json", two(lambda a, b, s: {"instruction": "?", "output": "it fell", "images": [a, b], "split": s})),
-        {"manifest": "p.json", "columns": IMAGES | {"captions": "output"}},
-    ),
-    "LLaMA-Factory, ShareGPT": (
-        as_json(
-            "p.json",
-            two(lambda a, b, s: {"images": [a, b], "conversations": talk("human", "gpt", "from", "value"), "split": s}),
-        ),
-        {"manifest": "p.json", "columns": IMAGES | {"captions": "conversations"}},
+        as_json(two(lambda a, b, s: {"instruction": "?", "output": "it fell", "images": [a, b], "split": s})),
+        {"columns": IMAGES | {"captions": "output"}},
     ),
     "ms-swift": (
-        as_lines(
-            "p.jsonl",
-            two(
-                lambda a, b, s: {"images": [a, b], "messages": talk("user", "assistant", "role", "content"), "split": s}
-            ),
-        ),
-        {"manifest": "p.jsonl", "columns": IMAGES | {"captions": "messages"}},
+        as_json(two(lambda a, b, s: {"images": [a, b], "messages": SWIFT, "split": s})),
+        {"columns": IMAGES | {"captions": "messages"}},
     ),
     "messages in parts": (
-        as_lines(
-            "p.jsonl",
-            two(
-                lambda a, b, s: {
-                    "images": [a, b],
-                    "messages": [
-                        {"role": "system", "content": "be brief"},
-                        {"role": "user", "content": [{"type": "image"}, {"type": "image"}]},
-                        {"role": "assistant", "content": [{"type": "text", "text": "it fell"}]},
-                    ],
-                    "split": s,
-                }
-            ),
-        ),
-        {"manifest": "p.jsonl", "columns": IMAGES | {"captions": "messages"}},
+        as_json(two(lambda a, b, s: {"images": [a, b], "messages": PARTS, "split": s})),
+        {"columns": IMAGES | {"captions": "messages"}},
     ),
     "nested Parquet": (
         lambda root: pl.DataFrame(
@@ -206,6 +130,8 @@ LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
         {"manifest": "p.parquet", "columns": {"images": "images", "captions": "sentences.*.raw", "split": "meta.s"}},
     ),
 }
+for _, options in LAYOUTS.values():
+    options.setdefault("manifest", "p.json")
 
 
 def read(root: Path, **options: Any) -> list[Any]:
@@ -294,12 +220,10 @@ def test_a_row_that_is_no_pair_stands_alone_with_what_is_wrong(tmp_path, row, fa
     assert found.fault.startswith(fault)
 
 
-def test_files_of_a_pattern_are_named_with_their_folder_and_a_pattern_without_a_file_is_refused(tmp_path):
+def test_files_of_a_pattern_are_named_with_their_folder(tmp_path):
     write, options = LAYOUTS["a pattern over folders"]
     write(tmp_path)
     assert [row.source for row in read(tmp_path, **options)] == ["x/p.jsonl, line 1", "y/p.jsonl, line 1"]
-    with pytest.raises(DataError, match=r"\*\.tsv: no file is called so; correct `manifest` or the root"):
-        read(tmp_path, manifest="*.tsv")
     (tmp_path / "p[1].jsonl").write_text(json.dumps(PLAIN[0]))
     assert len(read(tmp_path, manifest="p[1].jsonl")) == 1
 
@@ -313,24 +237,38 @@ def test_the_same_pair_in_two_files_of_different_splits_is_a_contradiction(tmp_p
     ]
 
 
-def test_a_header_must_have_what_a_template_or_a_path_begins_with(tmp_path):
-    (tmp_path / "m.csv").write_text("number,captions,split\n1,x,train\n")
-    with pytest.raises(DataError, match=r"m\.csv: no column name; found number, captions, split"):
-        read(tmp_path, manifest="m.csv", columns={"before": "a/{name}.png", "after": "{number}"})
-
-
 def test_a_row_that_cannot_be_parsed_is_no_row_that_a_filter_passes_over(tmp_path):
     (tmp_path / "m.jsonl").write_text(json.dumps(PLAIN[0] | {"lang": "en"}) + '\n{"lang": \n')
     bad, good = read(tmp_path, manifest="m.jsonl", where={"lang": "en"})
     assert (bad.source, good.fault) == ("m.jsonl, line 2", None)
 
 
-def test_rows_that_are_neither_a_list_nor_an_object_are_refused(tmp_path):
-    write_json(tmp_path / "m.json", {"data": 3})
-    with pytest.raises(
-        DataError, match=r"m\.json: rows: expected a list or an object at 'data', found a whole number 3"
-    ):
-        read(tmp_path, manifest="m.json", rows="data")
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        (
+            "m.json",
+            '{"data": 3}',
+            {"rows": "data"},
+            r"m\.json: rows: expected a list or an object at 'data', found a wh",
+        ),
+        ("m.txt", "x", {}, r"m\.txt: unknown kind of manifest; use \.csv"),
+        ("m.csv", "before\na\n", {}, r"m\.csv: no column after, captions, split; found before"),
+        (
+            "m.csv",
+            "n,captions,split\n",
+            {"columns": {"before": "{x}", "after": "{n}"}},
+            r"m\.csv: no column x; found n, ",
+        ),
+        ("m.parquet", None, {}, r"m\.parquet: no such file; correct `manifest` or the root"),
+        ("*.tsv", None, {}, r"\*\.tsv: no file is called so; correct `manifest` or the root"),
+    ],
+)
+def test_a_manifest_that_cannot_be_used_is_named_with_its_remedy(tmp_path, name, content, options, message):
+    if content:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, manifest=name, **options)
 
 
 def test_paths_lead_into_nested_values_and_a_column_of_the_whole_name_comes_first():

@@ -1,6 +1,5 @@
 """The one list: every dataset's file owns its layout, licence, counts and protocols; a licence is obeyed."""
 
-import json
 import re
 import sys
 from collections import Counter
@@ -11,65 +10,58 @@ import pytest
 import yaml
 
 from m3diff.datasets import DATASETS, clevr_change, omnidiff
-from m3diff.datasets.spec import UNSTATED, DatasetSpec, Licence, Permission, check_licence
+from m3diff.datasets.spec import UNSTATED, Permission, check_licence
 from m3diff.records.errors import DataError
-from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.protocols import takes
 from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from tests.layouts import write_clevr
 
 REAL = Path("../shared/real")
 
 USES = ("train", "redistribute", "show")
-EXAMPLES = {  # a row or entry as it stands in the annotation files
-    "birds_to_words": "https://www.inaturalist.org/photos/13985343 <tab>",
-    "clevr_change": '"CLEVR_default_000123.png": ["the tiny cylinder changed to brown"',
-    "clevr_dc": '"123": ["the small cyan cube has been added"',
-    "emu_edit": '{"instruction": "Add a goat outside the fence", "image": ..., "task": "add"',
-    "iedit": '"uid": "Reddit_1012"',
-    "levir_cc": '{"filepath": "val", "filename": "val_000001.png", "imgid": 6815, "split": "val", "changeflag": 1',
-    "magicbrush": '{"img_id": "242679", "turn_index": 1, "source_img": ..., "mask_img": ..., "instruction": "Put a cat',
-    "minichange": '"CLEVR_default_000123.png": ["at the top the small red box turned blue"',
-    "nlvr2": '"label": "True", "identifier":',
-    "omnidiff": '{"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ..."',
-    "pairs": "a/1.png,b/1.png,the lamp is out,train",
-    "spot_the_diff": '{"img_id": "235", "sentences": [',
-    "syned": "183 <INSTRUCT> Add a duck on the box of food.",
-}
-PERMISSIONS = {  # train, redistribute, show
-    "birds_to_words": "conditions conditions conditions",
-    "clevr_change": "unstated unstated unstated",
-    "clevr_dc": "unstated unstated unstated",
-    "emu_edit": "conditions conditions conditions",
-    "iedit": "unstated unstated unstated",
-    "levir_cc": "unstated unstated unstated",
-    "magicbrush": "conditions conditions conditions",
-    "minichange": "yes yes yes",
-    "nlvr2": "conditions conditions conditions",
-    "omnidiff": "unstated unstated unstated",
-    "pairs": "yes yes yes",
-    "spot_the_diff": "unstated unstated unstated",
-    "syned": "conditions conditions conditions",
+FACTS = {  # answers to train, redistribute and show; part of a row or entry as it is in the annotation files
+    "birds_to_words": ("conditions", "https://www.inaturalist.org/photos/13985343 <tab>"),
+    "clevr_change": ("unstated", '"CLEVR_default_000123.png": ["the tiny cylinder changed to brown"'),
+    "clevr_dc": ("unstated", '"123": ["the small cyan cube has been added"'),
+    "emu_edit": ("conditions", '{"instruction": "Add a goat outside the fence", "image": ..., "task": "add"'),
+    "iedit": ("unstated", '"uid": "Reddit_1012"'),
+    "levir_cc": (
+        "unstated",
+        '{"filepath": "val", "filename": "val_000001.png", "imgid": 6815, "split": "val", "changef',
+    ),
+    "magicbrush": (
+        "conditions",
+        '{"img_id": "242679", "turn_index": 1, "source_img": ..., "mask_img": ..., "instructi',
+    ),
+    "minichange": ("yes", '"CLEVR_default_000123.png": ["at the top the small red box turned blue"'),
+    "nlvr2": ("conditions", '"label": "True", "identifier":'),
+    "omnidiff": ("unstated", '{"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ..."'),
+    "pairs": ("yes", "a/1.png,b/1.png,the lamp is out,train"),
+    "spot_the_diff": ("unstated", '{"img_id": "235", "sentences": ['),
+    "syned": ("conditions", "183 <INSTRUCT> Add a duck on the box of food."),
 }
 
 
-def module_doc(name: str) -> str:
-    return sys.modules[f"m3diff.datasets.{name}"].__doc__ or ""
-
-
-def test_the_list_is_complete_and_each_entry_is_its_file_s():
+def test_the_list_is_complete_and_each_entry_is_its_file_s_and_frozen():
     folder = Path("components/datasets")
     owners = {path.stem for path in folder.glob("*.py") if "SPEC = DatasetSpec(" in path.read_text()}
     owners |= {path.parent.name for path in folder.glob("*/__init__.py") if "SPEC = DatasetSpec(" in path.read_text()}
     assert set(DATASETS) == owners
     for name, spec in DATASETS.items():
         assert spec is sys.modules[f"m3diff.datasets.{name}"].SPEC
+        for value in (spec, spec.licence, spec.licence.train, *spec.published, *spec.protocols):
+            with pytest.raises(FrozenInstanceError):
+                setattr(value, fields(value)[0].name, "other")
+    assert all(count == 1 for count in Counter(spec.files for spec in DATASETS.values()).values())
+    assert [name for name, spec in DATASETS.items() if spec.grammar] == ["minichange"]
+    assert [name for name, spec in DATASETS.items() if spec.generate] == ["minichange"]
+    assert {name: spec.never_train for name, spec in DATASETS.items() if spec.never_train} == {"magicbrush": ("val",)}
 
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_every_docstring_gives_page_licence_layout_and_an_example_row(name):
-    told, spec = module_doc(name), DATASETS[name]
-    assert EXAMPLES[name] in told
+    spec, (answer, example) = DATASETS[name], FACTS[name]
+    told = sys.modules[f"m3diff.datasets.{name}"].__doc__ or ""
+    assert example in told
     for file in spec.files:
         if name != "omnidiff":  # its layout is not known; an option names the file
             part = re.escape(file).replace("train", r"(train|\{train,val(id)?,test\})").replace("valid", r"\S*valid\S*")
@@ -78,32 +70,18 @@ def test_every_docstring_gives_page_licence_layout_and_an_example_row(name):
         assert f"Page: {spec.page}" in told
         wanted = "states no" if spec.licence is UNSTATED else spec.licence.name
         assert wanted in told or "Licence unknown" in told
-
-
-@pytest.mark.parametrize("name", DATASETS)
-def test_licences_are_typed_and_complete(name):
-    licence = DATASETS[name].licence
-    assert isinstance(licence, Licence)
-    assert licence.name
-    stated = ("birds_to_words", "emu_edit", "magicbrush", "minichange", "nlvr2", "syned")
-    assert (licence.url is None) == (name not in stated)
+    assert (spec.licence.url is None) == (answer == "unstated" or name == "pairs")
     for use in USES:
-        permission = getattr(licence, use)
-        assert isinstance(permission, Permission)
-        assert len(permission.reason) > 10
-    assert " ".join(getattr(licence, use).answer for use in USES) == PERMISSIONS[name]
-
-
-def with_answer(answer: str, use: str) -> DatasetSpec:
-    spec = DATASETS["minichange"]
-    return replace(spec, licence=replace(spec.licence, name="L1", **{use: Permission(answer, "because")}))
+        permission = getattr(spec.licence, use)
+        assert (permission.answer, len(permission.reason) > 10) == (answer, True)
 
 
 @pytest.mark.parametrize("override", [False, True])
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("answer", ["yes", "conditions", "unstated", "no"])
 def test_what_a_licence_allows_is_allowed_and_what_it_excludes_refused_unless_asked_for(answer, use, override):
-    spec = with_answer(answer, use)
+    spec = DATASETS["minichange"]
+    spec = replace(spec, licence=replace(spec.licence, name="L1", **{use: Permission(answer, "because")}))
     notice = f"MiniChange (licence: L1): {use}: because"
     refused = not override and (answer == "no" or (answer == "unstated" and use == "redistribute"))
     if refused:
@@ -113,22 +91,6 @@ def test_what_a_licence_allows_is_allowed_and_what_it_excludes_refused_unless_as
         assert "--allow-unlicensed" in str(error.value)
     else:
         assert check_licence(spec, use, override) == (None if answer == "yes" else notice)
-
-
-def test_an_override_is_never_the_default():
-    with pytest.raises(DataError, match=r"Spot-the-Diff \(licence: none stated\): redistribute: .* states no licence"):
-        check_licence(DATASETS["spot_the_diff"], "redistribute")
-    assert "states no licence" in (check_licence(DATASETS["spot_the_diff"], "train") or "")
-
-
-def test_everything_of_a_dataset_is_frozen():
-    for spec in DATASETS.values():
-        for value in (spec, spec.licence, spec.licence.train, *spec.published, *spec.protocols):
-            with pytest.raises(FrozenInstanceError):
-                setattr(value, fields(value)[0].name, "other")
-        assert isinstance(spec.files, tuple)
-        assert isinstance(spec.published, tuple)
-        assert isinstance(spec.protocols, tuple)
 
 
 def test_every_task_is_one_of_the_questions_file():
@@ -175,15 +137,6 @@ def test_the_row_of_each_dataset_is_that_of_the_paper_s_table():
     }
 
 
-def test_parts_sum_to_the_paper_s_table_but_for_spot_the_diff_whose_release_is_smaller():
-    differing = {
-        name: (sum(sum(part.pairs().values()) for part in spec.published), spec.table.pairs)
-        for name, spec in DATASETS.items()
-        if spec.table and sum(sum(part.pairs().values()) for part in spec.published) != spec.table.pairs
-    }
-    assert differing == {"spot_the_diff": (11_329, 13_192)}
-
-
 def test_a_part_is_found_by_the_dataset_s_name_and_the_only_one_by_any():
     assert omnidiff.SPEC.part("omnidiff_render") is omnidiff.RENDER
     assert omnidiff.SPEC.part("mine") is None
@@ -219,22 +172,13 @@ def test_protocols_name_pairs_that_papers_score(tmp_path):
     own = {name for name, spec in DATASETS.items() if not any(protocol.source for protocol in spec.protocols)}
     assert own == {"emu_edit", "magicbrush", "minichange", "nlvr2", "pairs"}
     names = [row.name for row in clevr_change.read(write_clevr(tmp_path)) if row.split == "test"]
-    scored = {
-        protocol.name: [name for name in names if re.fullmatch(protocol.ids, name)]
-        for protocol in clevr_change.SPEC.protocols
-        if not protocol.change_types
-    }
-    assert scored == {
-        "total": ["000001.png", "000001.png_n", "000012.png", "000012.png_n"],
-        "semantic": ["000001.png", "000012.png"],
-        "distractor": ["000001.png_n", "000012.png_n"],
-    }
-    assert {protocol.name: protocol.n for protocol in clevr_change.SPEC.protocols} == {
-        "total": 7_970,
-        "semantic": 3_985,
-        "distractor": 3_985,
-        **dict.fromkeys(("color", "material", "add", "drop", "move"), 797),
-    }
+    by_name = {protocol.name: protocol for protocol in clevr_change.SPEC.protocols}
+    for name, ids in (("total", names), ("semantic", names[::2]), ("distractor", names[1::2])):
+        assert [each for each in names if re.fullmatch(by_name[name].ids, each)] == ids
+    assert names[:2] == ["000001.png", "000001.png_n"]
+    counts = {name: protocol.n for name, protocol in by_name.items()}
+    halves = {"total": 7_970, "semantic": 3_985, "distractor": 3_985}
+    assert counts == halves | dict.fromkeys(("color", "material", "add", "drop", "move"), 797)
     parts = [(protocol.part, protocol.n) for protocol in omnidiff.SPEC.protocols]
     assert parts == [("omnidiff_real", 803), ("omnidiff_render", 767)]
 
@@ -260,30 +204,6 @@ def test_the_settings_of_each_protocol_that_is_not_the_plain_one():
         "omnidiff": "real",
         "spot_the_diff": "single-change",
     }
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real annotations are not beside the project")
-def test_the_pairs_of_each_change_type_are_counted_in_the_real_files(tmp_path):
-    for file in ("splits.json", "type_mapping.json"):
-        (tmp_path / file).write_bytes((REAL / "clevr_change" / file).read_bytes())
-    scenes = [n for part in json.loads((tmp_path / "splits.json").read_text()).values() for n in part]
-    captions = {f"CLEVR_default_{scene:06d}.png": ["x"] for scene in scenes}
-    for file in ("change_captions.json", "no_change_captions.json"):
-        (tmp_path / file).write_text(json.dumps(captions))
-    pairs = [
-        EvalPair(f"c/{row.name}", "c", Path(), Path(), b"", b"", ["x"], row.change_types, "x", None)
-        for row in clevr_change.read(tmp_path)
-        if row.split == "test"
-    ]
-    for protocol in clevr_change.SPEC.protocols:
-        assert sum(takes(protocol, pair) for pair in pairs) == protocol.n
-
-
-def test_annotation_files_tell_the_layouts_apart():
-    assert all(count == 1 for count in Counter(spec.files for spec in DATASETS.values()).values())
-    assert [name for name, spec in DATASETS.items() if spec.grammar] == ["minichange"]
-    assert [name for name, spec in DATASETS.items() if spec.generate] == ["minichange"]
-    assert {name: spec.never_train for name, spec in DATASETS.items() if spec.never_train} == {"magicbrush": ("val",)}
 
 
 def test_the_list_is_light_to_import():

@@ -7,16 +7,12 @@ bytes read, not decoded; that is for ingest and validate. Each mistake that is k
 """
 
 import inspect
-import json
 import os
 import re
-import shlex
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from itertools import chain, count, islice, product, repeat
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import normalize
@@ -53,41 +49,29 @@ LOOKED = 1_000
 """Images whose first bytes are looked at; ingest decodes every one."""
 
 HEADER = "before,after,captions,split"
-TAR = "tar -C {root} -xf {path}"
-ARCHIVES = {
-    ".zip": "unzip {path} -d {root}",
-    ".gz": "gunzip {path}",
-    ".bz2": "bunzip2 {path}",
-    ".xz": "unxz {path}",
-    ".zst": "unzstd --rm {path}",
-    ".7z": "7z x -o{root} {path}",
-    ".rar": "unrar x {path} {root}/",
-} | dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz"), TAR)
-RENAMED = {".ndjson": ".jsonl", ".jl": ".jsonl", ".tab": ".tsv", ".pq": ".parquet", ".parq": ".parquet"}
-ARROW = (
-    "import sys, pyarrow as a, pyarrow.parquet as q; p = sys.argv[1]; f = open(p, 'rb').read(6) == b'ARROW1'; "
-    "q.write_table((a.ipc.open_file if f else a.ipc.open_stream)(p).read_all(), p + '.parquet')"
-)
-VIDEO = (
-    "is a video, and pairs are images; take frames of it: `ffmpeg -i {path} -vf fps=1 {root}/%05d.png`, and write "
-    f"pairs.csv with the header {HEADER}"
-)
+NO_TABLE = f"is no table that is read; write .csv, .tsv, .json, .jsonl or .parquet with {HEADER}"
+TAR = "is an archive; unpack it: `tar -C {root} -xf {path}`"
 BY_SUFFIX: dict[str, str] = {
+    **dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz"), TAR),
+    ".zip": "is an archive; unpack it: `unzip {path} -d {root}`",
+    ".gz": "is compressed; unpack it: `gunzip {path}`",
+    ".bz2": "is compressed; unpack it: `bunzip2 {path}`",
+    ".xz": "is compressed; unpack it: `unxz {path}`",
+    **dict.fromkeys((".zst", ".7z", ".rar"), "is an archive, which is not read; unpack it"),
+    **dict.fromkeys((".ndjson", ".jl"), "call it as tables are called: `mv {path} {stem}.jsonl`"),
+    ".tab": "call it as tables are called: `mv {path} {stem}.tsv`",
+    **dict.fromkeys((".pq", ".parq"), "call it as tables are called: `mv {path} {stem}.parquet`"),
+    **dict.fromkeys((".arrow", ".feather"), "is no table that is read; write it as Parquet (`Dataset.to_parquet`)"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), "is a spreadsheet; save it as CSV (UTF-8) with " + HEADER),
+    **dict.fromkeys((".txt", ".xml", ".yaml", ".yml", ".h5", ".pkl"), NO_TABLE),
     **dict.fromkeys(
-        (".txt", ".xml", ".yaml", ".yml", ".h5", ".pkl"),
-        f"is no table that is read; write .csv, .tsv, .json, .jsonl or .parquet with {HEADER}",
+        (".mp4", ".avi", ".mov", ".mkv", ".webm"),
+        f"is a video, and pairs are images; take frames of it: `ffmpeg -i {{path}} -vf fps=1 {{root}}/%05d.png`, and "
+        f"write pairs.csv with the header {HEADER}",
     ),
-    **{end: f"is an archive, which is not read; unpack it: `{command}`" for end, command in ARCHIVES.items()},
-    **dict.fromkeys(RENAMED, "call it as tables are called: `mv {path} {renamed}`"),
-    **dict.fromkeys((".arrow", ".feather"), f"write it as Parquet: `python -c {shlex.quote(ARROW)} {{path}}`"),
-    **dict.fromkeys(
-        (".xlsx", ".xls", ".ods", ".numbers"),
-        f"is a spreadsheet, which is not read; save it as CSV (UTF-8) with the header {HEADER}",
-    ),
-    **dict.fromkeys((".mp4", ".avi", ".mov", ".mkv", ".webm"), VIDEO),
     ".dvc": "is DVC's pointer to data that are not here; fetch them: `dvc pull {path}`",
 }
-"""A file that is no table, by its suffix: what is wrong with it, and the remedy."""
+"""A file that is no table, by the first of these ends of its name: what is wrong with it, and the remedy."""
 
 FAULTS: dict[str, str] = {
     "has the same id": "one id is one pair: give each its own, or read without ids: options: {columns: {id: null}}",
@@ -104,6 +88,15 @@ CONTENTS: tuple[tuple[Callable[[bytes], bool], str], ...] = (
     (lambda data: True, "is of no known image format; write PNG or JPEG"),
 )
 """A file that is called as images are: by its first bytes, what it is instead, and the remedy."""
+
+ALIKE: tuple[tuple[Callable[[str], str], str], ...] = (
+    (lambda path: path.replace("\\", "/"), "paths have slashes and no backslashes"),
+    (str.strip, "a blank at an end belongs to no path"),
+    (lambda path: normalize("NFC", path), "the letters are the same in another Unicode form"),
+    (str.lower, "large and small letters differ"),
+    (lambda path: os.path.splitext(path)[0], "the suffix is another"),
+)
+"""By what a missing image is found under another name, and how the two names differ."""
 
 
 class Finding(NamedTuple):
@@ -134,10 +127,10 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     licence = DATASETS[entry.reader].licence
     uses = ", ".join(f"{use}: {getattr(licence, use).answer}" for use in ("train", "redistribute", "show"))
     lines.append(f"  licence: {licence.name} ({uses})")
-    files = _annotation_files(entry)
-    lines += [f"  {'found  ' if _is_there(root, file) else 'MISSING'} {file}" for file in files]
+    there = {file: _is_there(root, file) for file in _annotation_files(entry)}
+    lines += [f"  {'found  ' if found else 'MISSING'} {file}" for file, found in there.items()]
     lines += [f"  {note}" for note in notes]
-    if not all(_is_there(root, file) for file in files):
+    if not all(there.values()):
         return Finding([*lines, "  fetch the missing files again; nothing was read"], sound=False)
     found, sound, asked = ([], True, guessed) if guessed else _read(name, entry)
     open_ones = [doubt for doubt in asked if doubt.answers and (known or not doubt.sure)]
@@ -164,9 +157,8 @@ def _check_folder(root: Path) -> None:
     try:
         list(root.iterdir())
     except OSError as error:
-        raise DataError(
-            f"{root}: cannot be read: {error.strerror}; check its rights: `chmod u+rx {quoted(root)}`"
-        ) from error
+        remedy = f"check its rights: `chmod u+rx {quoted(root)}`"
+        raise DataError(f"{root}: cannot be read: {error.strerror}; {remedy}") from error
 
 
 class Recognised(NamedTuple):
@@ -190,8 +182,7 @@ def recognise(root: Path, taken: Container[str] = (), reader: str | None = None)
         DataError: it is none.
     """
     if not reader:
-        if other := _foreign(root):
-            raise DataError(f"{root}: {other}")
+        _refuse_foreign(root)
         shares = {
             name: (sum(_is_there(root, file) for file in spec.files) / len(spec.files), len(spec.files))
             for name, spec in DATASETS.items()
@@ -242,23 +233,22 @@ def _free(name: str | None, root: Path, taken: Container[str]) -> str:
     return next(each for each in chain((name or folder, folder), numbered) if each not in taken)
 
 
-def _foreign(root: Path) -> str | None:
-    """The name and remedy of a folder with pairs in a form that no reader takes for its own; else None."""
-    names = {path.name for path in root.iterdir()}
-    if "change_multi_captions.json" in names:
-        return (
-            "this is CARD's folder of Spot-the-Diff, whose captions are joined and cut at 60 words; take the original, "
-            "which is scored by CARD's protocol, too (multi-change): `git clone "
+def _refuse_foreign(root: Path) -> None:
+    """Refuse a folder with pairs in a form that no reader takes for its own, with the remedy."""
+    info = root / "dataset_info.json"
+    if (root / "change_multi_captions.json").exists():
+        raise DataError(
+            f"{root}: this is CARD's folder of Spot-the-Diff, whose captions are joined and cut at 60 words; take the "
+            "original, which is scored by CARD's protocol, too (multi-change): `git clone "
             "https://github.com/harsh19/spot-the-diff`, folder data, reader spot_the_diff"
         )
-    if "dataset_info.json" in names and '"m3diff_' in (root / "dataset_info.json").read_text("utf-8", "replace"):
-        return (
-            "this is what `m3diff export-llava` wrote of datasets that are in ingest.datasets already; name the folder "
-            "of one of these, or, in another project, the folder of the images as root with the file in it: "
-            "options: {manifest: train.json, columns: {images: images, captions: conversations, "
+    if info.exists() and '"m3diff_' in info.read_text("utf-8", "replace"):
+        raise DataError(
+            f"{root}: this is what `m3diff export-llava` wrote of datasets that are in ingest.datasets already; name "
+            "the folder of one of these, or, in another project, the folder of the images as root with the file in "
+            "it: options: {manifest: train.json, columns: {images: images, captions: conversations, "
             "split: metadata.split, id: null}}"
         )
-    return None
 
 
 def _unknown(root: Path, reasons: str) -> str:
@@ -287,22 +277,20 @@ def _annotation_files(entry: DatasetEntry) -> list[str]:
 
 def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]:
     """Counts and problems of a folder whose annotation files are all there, whether there are none, and doubts."""
-    spec, files = DATASETS[entry.reader], _annotation_files(entry)
+    spec = DATASETS[entry.reader]
     try:
         own_splits = entry.model_copy(update={"train_on": ("train",)})
         read = list(spec.read(entry.root, **entry.options))
         table, _ = to_table(name, own_splits, map(_place, read))
     except DataError as error:
         header = re.fullmatch(r"(.+): no column (.+); found .*", str(error), re.DOTALL)
-        fault = header and f"{os.path.relpath(header[1], entry.root)}, header: {header[2]}: is missing"
-        remedies = _remedies([fault] if fault else [], _of_columns(entry, files, [fault] if fault else []))
-        return [f"  CANNOT BE READ {error}", *remedies], False, []
+        faults = [f"{os.path.relpath(header[1], entry.root)}, header: {header[2]}: is missing"] if header else []
+        return [f"  CANNOT BE READ {error}", *_mended(_of_columns(entry, faults))], False, []
     rows = table.select(["split", "references", "before", "after", "source", "fault"]).to_pylist()
     faults = [f"{row['source']}: {row['fault']}" for row in rows if row["fault"]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])
-    paths = [path for path in images if INSIDE not in path]
-    missing = [path for path in paths if not os.path.isfile(path)]
-    empty = [path for path in paths if os.path.isfile(path) and not os.path.getsize(path)]
+    size = {path: os.path.getsize(path) if os.path.isfile(path) else None for path in images if INSIDE not in path}
+    missing, empty = ([path for path, found in size.items() if found == wanted] for wanted in (None, 0))
     asked = list(doubts(read, entry.options, entry.reader == "pairs"))
     unknown = [row for row in rows if row["split"] and row["split"] not in SPLITS]
     problems = {
@@ -310,15 +298,14 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
         "splits that are none of train, val, test": [f"{row['source']}: split {row['split']!r}" for row in unknown],
         "missing images": missing,
         "images without a byte": empty,
-        "files that are no images": list(_no_images(path for path in paths if path not in {*missing, *empty})),
+        "files that are no images": list(_no_images(path for path, found in size.items() if found)),
         "captions and pairs to look at": [
             *(doubt.question for doubt in asked if not doubt.answers),
             *_of_rows(read),
             *_of_flags(entry, read),
         ],
     }
-    parts = spec.published
-    nearest = min(parts, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
+    nearest = min(spec.published, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
     lines = _counts(spec.part(name) or nearest, rows)
     lines.append(f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty")
     if entry.options.get("pairs_only"):
@@ -330,16 +317,14 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     lines += _first("pairs without a caption, which are passed over", passed)
     if wordless := sum(not str(text).strip() for row in rows for text in row["references"]):
         lines.append(f"  empty captions: {wordless:,}, which train nothing")
-    names = {str(row.split) for row in read} - {"None"}
-    others, left = sorted(names - {*SPLITS}), [split for split in SPLITS if split not in names]
-    example = dict(zip(others, chain(left, repeat("train")), strict=False))
-    say = f"say which splits {', '.join(others)} are, for example {options(splits=example)} (reader pairs)"
-    lines += _remedies(
-        faults,
-        _of_columns(entry, files, faults),
-        _of_images(entry, files, read, missing) if faults or missing else (),
-        [say] if unknown else (),
-    )
+    remedies = [remedy for words, remedy in FAULTS.items() if any(words in fault for fault in faults)]
+    if no_pair := _counted(faults):
+        take = options(pairs_only=True)
+        remedies.append(f"{no_pair} are no pair and cannot be read yet; take the others: {take} (reader pairs)")
+    remedies += _of_columns(entry, faults)
+    remedies += _of_images(entry, read, {*missing}) if faults or missing else ()
+    remedies += _of_splits(read) if unknown else ()
+    lines += _mended(remedies)
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
     return lines, bool(rows) and not any(problems.values()), asked
@@ -356,22 +341,19 @@ def _place(row: Row) -> Row:
 
 def _counts(published: Any, rows: list[dict[str, Any]]) -> list[str]:
     """A line per split: pairs, references and the published ones. A difference is shown, and no fault by itself."""
-    pairs, references = Counter(row["split"] for row in rows), Counter[str]()
-    for row in rows:
-        references[row["split"]] += len(row["references"])
     heading = f"  {'split':6}{'pairs':>9}{'references':>12}"
     lines = [heading + (f"   published: {'pairs':>8}{'references':>12} ({published.title})" if published else "")]
-    differs = False
     for split in SPLITS:
-        line = f"  {split:6}{pairs[split]:9,}{references[split]:12,}"
+        own = [row for row in rows if row["split"] == split]
+        references = sum(len(row["references"]) for row in own)
+        line = f"  {split:6}{len(own):9,}{references:12,}"
         if published:
             known = getattr(published, split)
-            wrong = known.pairs != pairs[split] or known.references not in (None, references[split])
+            wrong = known.pairs != len(own) or known.references not in (None, references)
             given = "?" if known.references is None else f"{known.references:,}"
             line += f"{known.pairs:22,}{given:>12}{'  differs' if wrong else ''}"
-            differs = differs or wrong
         lines.append(line)
-    if differs:
+    if any(line.endswith("  differs") for line in lines):
         lines.append(f"  not the release of {published.title}: a part, another version, or other data in its layout")
     return lines
 
@@ -384,15 +366,10 @@ def _first(what: str, problems: list[str]) -> list[str]:
     return [f"  {what}: {len(problems):,}", *(f"    {problem}" for problem in problems[:FIRST]), *more]
 
 
-def _remedies(faults: list[str], *others: Iterable[str]) -> list[str]:
-    """A line each for the remedies of faults, and for others."""
-    found = [remedy for words, remedy in FAULTS.items() if any(words in fault for fault in faults)]
-    if no_pair := _counted(faults):
-        found.append(
-            f"{no_pair} are no pair and cannot be read yet; take the others: {options(pairs_only=True)} (reader pairs)"
-        )
-    found += chain(*others)
-    return ["  what mends it:", *(f"    {line}" for line in found)] if found else []
+def _mended(remedies: Iterable[str]) -> list[str]:
+    """The lines of remedies under their heading; none where there is no remedy."""
+    lines = [f"    {remedy}" for remedy in remedies]
+    return ["  what mends it:", *lines] if lines else []
 
 
 def _counted(faults: Iterable[str]) -> str:
@@ -402,18 +379,20 @@ def _counted(faults: Iterable[str]) -> str:
     return ", ".join(f"{number:,} with {kind}" for kind, number in sorted(found.items()))
 
 
+def options(**values: Any) -> str:
+    """Options of an entry as one writes them in params.yaml."""
+    return f"options: {as_yaml(values)}"
+
+
 def _in_folder(root: Path) -> Iterator[str]:
     """Mistakes that the names of a folder's files tell, where no table of pairs can be read."""
-    files = sorted(path for path in root.iterdir() if path.name[0] != ".")
-    for path in files:
-        suffix = path.suffix.lower()
-        if suffix in ARCHIVES and (".tar." in path.name.lower() or (path.is_file() and tarfile.is_tarfile(path))):
-            suffix = ".tar"
-        if suffix in BY_SUFFIX and not (path.is_dir() and suffix in (".txt", ".xml", ".yaml", ".yml", ".h5", ".pkl")):
-            renamed = quoted(path.with_suffix(RENAMED.get(suffix, "")))
-            yield f"{path.name}: " + BY_SUFFIX[suffix].format(path=quoted(path), root=quoted(root), renamed=renamed)
-    folders = [path for path in files if path.is_dir()]
-    has_images = any(is_image(path.name) for path in files)
+    paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
+    folders = [path for path in paths if path.is_dir()]
+    for path in paths:
+        what = next((what for end, what in BY_SUFFIX.items() if path.name.lower().endswith(end)), None)
+        if what and path.is_file():
+            yield f"{path.name}: {what.format(path=quoted(path), root=quoted(root), stem=quoted(path.with_suffix('')))}"
+    has_images = any(is_image(path.name) for path in paths)
     if not manifests(root):
         yield from _images_alone(root, folders, has_images)
     for folder in folders:
@@ -430,23 +409,14 @@ def _images_alone(root: Path, folders: list[Path], has_images: bool) -> Iterator
     holding: dict[str, set[str]] = {}
     for folder in folders:
         with suppress(OSError):
-            holding[folder.name] = {path.name for path in folder.iterdir() if is_image(path.name)}
-    holding = {name: images for name, images in holding.items() if images}
-    pairs = called_as_sides([folder.name for folder in folders])
-    if len(pairs) == 1 and all(side in holding for side in pairs[0]):
-        sides = pairs[0]
-        before, after = (holding[side] for side in sides)
-        stems = {Path(name).stem for name in before} & {Path(name).stem for name in after}
-        same = len(before & after)
-        if before == after:
-            yield f"{sides[0]}/ and {sides[1]}/ hold {same:,} pairs of images, but no file has captions; {write}"
-        else:
-            why = "under other suffixes" if len(stems) > same else "of the same name"
-            yield (
-                f"{sides[0]}/ and {sides[1]}/ hold {len(before):,} and {len(after):,} images, {same:,} of the same "
-                f"name and {len(stems) - same:,} under other suffixes ({min(before ^ after)} has no partner {why}); "
-                + write
-            )
+            if images := {path.name for path in folder.iterdir() if is_image(path.name)}:
+                holding[folder.name] = images
+    pairs = called_as_sides([*holding])
+    if len(pairs) == 1:
+        before, after = (holding[side] for side in pairs[0])
+        alone = "no file has captions" if before == after else f"{min(before ^ after)} has no partner of its name"
+        counts = f"{len(before):,} and {len(after):,} images, {len(before & after):,} of them of the same name"
+        yield f"{pairs[0][0]}/ and {pairs[0][1]}/ hold {counts}; {alone}; {write}"
     elif holding or has_images:
         where = ", ".join(f"{name}/" for name in holding) or "the folder"
         yield f"{where}: holds images, but no file says which are a pair and what changed; {write}"
@@ -455,137 +425,54 @@ def _images_alone(root: Path, folders: list[Path], has_images: bool) -> Iterator
 FAR = re.compile(r"/|~|\$|\\\\|[A-Za-z]:\\|[A-Za-z][A-Za-z0-9+.-]*:/|\.\.[/\\]")
 """What a path begins with that does not lead into the root."""
 
-START = r"^|[^[:alnum:]_./-]"
-END = r"[,;|\"[:cntrl:]]"
-NAME = r"[^,;|\"[:cntrl:]]*\.(png|PNG|jpe?g|JPE?G|webp|gif|tiff?|bmp)"
-BLANKS = f"s/(^|{END}) +({NAME})/\\1\\2/g; s/({NAME}) +({END}|$)/\\1\\3/g"
-"""For sed: blanks around the name of an image that fills its field."""
 
-
-def _of_images(entry: DatasetEntry, files: list[str], rows: list[Row], missing: list[str]) -> Iterator[str]:
-    """Why images are not found where the rows name them, and the command or the option that mends it.
-
-    Args:
-        files: the dataset's annotation files, relative to the root.
-        missing: paths of images that are not there.
-    """
-    gone, root = {*missing}, entry.root
-    named = (value for row in rows for value in (row.before, row.after))
-    values = list(dict.fromkeys(value for value in named if isinstance(value, str) and value))
-    lost = [value for value in values if os.path.join(root, value) in gone or FAR.match(value)]
-    if slashes := next((value for value in lost if "\\" in value), None):
-        yield f"{slashes}: has backslashes; paths have slashes: {_replace(root, files, chr(92), '/')}"
+def _of_images(entry: DatasetEntry, rows: list[Row], missing: Container[str]) -> Iterator[str]:
+    """Why the first image is not found where a row names it, what it is called, and the option that mends it."""
+    root, arguments = entry.root, inspect.signature(DATASETS[entry.reader].read).parameters
+    named = dict.fromkeys(side for row in rows for side in (row.before, row.after) if isinstance(side, str) and side)
+    lost = [name for name in named if os.path.join(root, name) in missing or FAR.match(name)]
+    if not lost:
         return
-    if blanks := next((value for value in lost if value != value.strip()), None):
-        yield f"{blanks!r}: begins or ends in a blank; remove it: {_edit(root, files, BLANKS)}"
-        return
-    if far := next((value for value in lost if FAR.match(value)), None):
-        yield _from_afar(root, files, far)
-    if near := [value for value in lost if not FAR.match(value)]:
-        yield _where_it_is(entry, files, rows, values, near)
-
-
-def _from_afar(root: Path, files: list[str], value: str) -> str:
-    """The remedy of an absolute path or an address: how the part in front of the root's is taken away."""
-    parts = value.split("/")
-    ends = ("/".join(parts[number:]) for number in range(1, len(parts)))
-    if end := next((end for end in ends if end and (root / unquote(end)).is_file()), None):
-        new = f"{root.absolute().as_uri()}/" if value.startswith("file:") else ""
-        start = value.removesuffix(end)
-        return f"{value}: is {end} in {root}; paths are relative to it: {_replace(root, files, start, new, START)}"
-    if "://" in value and not value.startswith("file:"):
-        return f"{value}: is an address; download the images into {root} and write their paths"
-    return (
-        f"{value}: leads out of the root; copy the images into {root} and write their paths, relative to it, or, where "
-        "the file says the right place, name the images' folder in the entry: image_root"
-    )
-
-
-def _replace(root: Path, files: list[str], old: str, new: str, start: str = "") -> str:
-    """The command that replaces a part of paths as it is written in the files; where it is not there, what to do.
-
-    Args:
-        start: a regular expression of what stands in front of it and stays.
-    """
-    ways: tuple[Callable[[str], str], ...] = (str,)
-    if not files[0].lower().endswith((".csv", ".tsv")):  # JSON may escape letters, and slashes
-        ways = tuple(partial(_escaped, *form) for form in product((True, False), ("/", "\\/")))
-    texts = [(root / file).read_text("utf-8", "replace") for file in files if not file.endswith(".parquet")]
-    way = next((way for way in ways if any(way(old) in text for text in texts)), None)
-    if way is None:
-        return f"write {new!r} for {old!r} in {', '.join(files)} or in the template of the column"
-    pattern, by = re.sub(r"[][\\.*^$+?(){}|#]", r"\\\g<0>", way(old)), re.sub(r"[\\&#]", r"\\\g<0>", way(new))
-    return _edit(root, files, f"s#({start}){pattern}#\\1{by}#g")
-
-
-def _escaped(ascii: bool, slash: str, text: str) -> str:
-    return json.dumps(text, ensure_ascii=ascii)[1:-1].replace("/", slash)
-
-
-def _edit(root: Path, files: list[str], script: str) -> str:
-    """The command that edits the files in place, by GNU's sed as by that of macOS."""
-    return f"`sed -i.bak -E {shlex.quote(script)} {' '.join(quoted(root / file) for file in files)}`"
-
-
-def options(**values: Any) -> str:
-    """Options of an entry as one writes them in params.yaml."""
-    return f"options: {as_yaml(values)}"
-
-
-def _where_it_is(entry: DatasetEntry, files: list[str], rows: list[Row], values: list[str], lost: list[str]) -> str:
-    """The remedy of the first missing image; `values` are all paths that the rows name."""
-    root, name = entry.root, lost[0]
-    arguments = inspect.signature(DATASETS[entry.reader].read).parameters
-    if os.path.islink(root / name):
-        return f"{name}: is a symbolic link to {os.readlink(root / name)}, which leads to no file; copy the file there"
-    above, to = root.resolve().parent, root.resolve().name
-    if os.path.isfile(above / name) and "manifest" in arguments:
-        file = entry.options.get("manifest", arguments["manifest"].default)
-        moved = f"{to}/{file}" if isinstance(file, str) else {split: f"{to}/{each}" for split, each in file.items()}
-        return f"{name}: is found from the folder above; take {above} as root: {options(manifest=moved)}"
-    walk = ((folder, each) for folder, _, names in os.walk(root) for each in sorted(names))
+    name, above = lost[0], root.resolve().parent
+    parts = unquote(name).replace("\\", "/").split("/")
+    ends = ["/".join(parts[number:]) for number in range(1, len(parts))]
+    end = next((end for end in ends if end and (root / end).is_file()), None)
+    walk = ((folder, each) for folder, _, files in os.walk(root) for each in sorted(files))
     there = [os.path.relpath(os.path.join(folder, each), root) for folder, each in islice(walk, LISTED)]
-    if same := next((each for each in there if normalize("NFC", each) == normalize("NFC", name)), None):
-        return f"{name}: there is {same}, the same letters in another Unicode form; {_rename(root, values)}"
-    stem, suffix = os.path.splitext(name)
-    other = next((each for each in there if os.path.splitext(each)[0] == stem and is_image(each)), None)
-    command = ""
-    if other and all(value in lost for value in values if value.endswith(suffix)):
-        command = f": {_replace(root, files, suffix, os.path.splitext(other)[1])}"
-    if case := next((each for each in there if each.lower() == name.lower()), None):
-        return f"{name}: there is {case}; large and small letters differ, write names as the files have them{command}"
-    if other:
-        return f"{name}: there is {other}; write the suffix that the files have{command}"
-    if deeper := next((each for each in there if each.endswith(f"/{name}")), None):
-        return f"{name}: there is {deeper}; {_in_folder_below(entry, there, rows, lost)}"
-    if number := re.fullmatch(r"(.*\D)?(\d+)\.0(\D*)", name):
-        return f"{name}: {number[2]}.0 is a whole number that pandas made a float; write {{column:d}} in the template"
-    return f"{name}: is nowhere below {root}; fetch the images and put them there"
-
-
-def _rename(root: Path, values: list[str]) -> str:
-    """The command that gives files the Unicode form that the table has."""
-    form = next((form for form in ("NFC", "NFD") if all(normalize(form, value) == value for value in values)), None)
-    if form is None:
-        return "the table has names in both forms: write it in one"
-    code = (
-        "import os, sys, unicodedata as u; [os.rename(os.path.join(d, n), os.path.join(d, u.normalize(sys.argv[1], n)))"
-        " for d, s, f in os.walk(sys.argv[2], topdown=False) for n in s + f]"
-    )
-    return f"rename the files: `python -c {shlex.quote(code)} {form} {quoted(root)}`"
+    alike = ((other, how) for key, how in ALIKE for other in there if key(other) == key(name))
+    if FAR.match(name) and end:
+        yield f"{name}: is {end} in {root}; paths are relative to it: write them without what stands in front"
+    elif FAR.match(name) and "://" in name and not name.startswith("file:"):
+        yield f"{name}: is an address; download the images into {root} and write their paths"
+    elif FAR.match(name):
+        yield (
+            f"{name}: leads out of the root; copy the images into {root} and write their paths, relative to it, or, "
+            "where the file says the right place, name the images' folder in the entry: image_root"
+        )
+    elif os.path.islink(root / name):
+        yield f"{name}: is a symbolic link to {os.readlink(root / name)}, which leads to no file; copy the file there"
+    elif os.path.isfile(above / name) and "manifest" in arguments:
+        file, to = entry.options.get("manifest", arguments["manifest"].default), root.resolve().name
+        moved = f"{to}/{file}" if isinstance(file, str) else {split: f"{to}/{each}" for split, each in file.items()}
+        yield f"{name}: is found from the folder above; take {above} as root: {options(manifest=moved)}"
+    elif found := next(alike, None):
+        yield f"{name!r}: there is {found[0]!r}: {found[1]}; write names as the files have them"
+    elif deeper := next((each for each in there if each.endswith(f"/{name}")), None):
+        yield f"{name}: there is {deeper}; {_in_folder_below(entry, there, rows, lost)}"
+    elif number := re.fullmatch(r"(.*\D)?(\d+)\.0(\D*)", name):
+        yield f"{name}: {number[2]}.0 is a whole number that pandas made a float; write {{column:d}} in the template"
+    else:
+        yield f"{name}: is nowhere below {root}; fetch the images and put them there"
 
 
 def _in_folder_below(entry: DatasetEntry, there: list[str], rows: list[Row], lost: list[str]) -> str:
     """The option that names the folder of images which the rows name without it."""
     arguments = inspect.signature(DATASETS[entry.reader].read).parameters
-    found = {
-        value: each.removesuffix(value) for each in reversed(there) for value in lost if each.endswith(f"/{value}")
-    }
+    found = {name: each.removesuffix(name) for each in reversed(there) for name in lost if each.endswith(f"/{name}")}
     if "columns" not in arguments:
         folder = found[lost[0]]
         images = entry.options.get("images", getattr(arguments.get("images"), "default", None))
-        command = f"`mv {quoted(entry.root / folder)}* {quoted(entry.root)}`"
-        return f"name the folder: {options(images=folder + images)}" if images else f"move them: {command}"
+        return f"name the folder: {options(images=folder + images)}" if images else f"move them out of {folder}"
     named = dict(entry.options.get("columns", {}))
     columns = {side: named.get(side, side) for side in ("before", "after")}
     if images := named.pop("images", None):
@@ -597,6 +484,14 @@ def _in_folder_below(entry: DatasetEntry, there: list[str], rows: list[Row], los
             return f"write it as {folder}{lost[0]}"
         columns[side] = folder + name if "{" in name else f"{folder}{{{name}}}"
     return f"name the folder: {options(columns=named | columns)}"
+
+
+def _of_splits(rows: list[Row]) -> Iterator[str]:
+    """The option that says what splits of other names are."""
+    names = {str(row.split) for row in rows} - {"None"}
+    others, left = sorted(names - {*SPLITS}), [split for split in SPLITS if split not in names]
+    example = dict(zip(others, chain(left, repeat("train")), strict=False))
+    yield f"say which splits {', '.join(others)} are, for example {options(splits=example)} (reader pairs)"
 
 
 def _of_rows(rows: list[Row]) -> Iterator[str]:
@@ -627,9 +522,9 @@ def _of_flags(entry: DatasetEntry, rows: list[Row]) -> Iterator[str]:
         )
 
 
-def _of_columns(entry: DatasetEntry, files: list[str], faults: list[str]) -> Iterator[str]:
+def _of_columns(entry: DatasetEntry, faults: list[str]) -> Iterator[str]:
     """Files that call a column otherwise than the others, with the option that names both."""
-    named = dict(entry.options.get("columns", {}))
+    files, named = _annotation_files(entry), dict(entry.options.get("columns", {}))
     matches = (re.match(r"(.+?), (?:line|record|row|header)[^:]*: (.+): is missing", fault) for fault in faults)
     missing = {
         (match[1], column) for match in matches if match and match[1] in files for column in match[2].split(", ")

@@ -10,9 +10,7 @@ The order of two images is that of the names of their columns, folders and files
 
 import os
 import re
-import shlex
 import unicodedata
-from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -20,12 +18,10 @@ from itertools import chain, combinations, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-
 from m3diff.datasets import pairs
-from m3diff.datasets.files import parse_json, quoted, read_text
+from m3diff.datasets.files import parse_json, read_text
 from m3diff.datasets.pairs import files_called
-from m3diff.datasets.tables import DELIMITERS, Embedded, column_names, read_values, rows_of, sep_line
+from m3diff.datasets.tables import DELIMITERS, Embedded, column_names, read_values, sep_line
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.doubts import Doubt
@@ -46,19 +42,8 @@ RANK = {word: rank for rank, words in WORDS.items() for word in words.split()}
 NUMBERS = {"zero": "0", "one": "1", "two": "2", "three": "3"}
 ORDINALS = {"st", "nd", "rd", "th"}
 NOUNS = (
-    "images",
-    "image",
-    "imgs",
-    "img",
-    "photo",
-    "picture",
-    "pic",
-    "frame",
-    "path",
-    "filename",
-    "file",
-    "name",
-    "url",
+    *("images", "image", "imgs", "img", "photo", "picture", "pic", "frame"),
+    *("path", "filename", "file", "name", "url"),
 )
 """What else a name says of an image; `beforeimg` is `before`."""
 
@@ -79,14 +64,13 @@ class Order(NamedTuple):
 def words_in(name: str) -> list[str]:
     """The words and numbers of a name in small letters without accents, split at signs, digits and capitals."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
-    found = re.findall(r"\d+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+", plain)
-    return [_without_noun(word.lower()) for word in found if word.lower() not in ORDINALS]
-
-
-def _without_noun(word: str) -> str:
-    rests = [word.removeprefix(noun) for noun in NOUNS] + [word.removesuffix(noun) for noun in NOUNS]
-    rest = next((rest for rest in rests if rest != word and (rest in RANK or rest in ("a", "b"))), word)
-    return NUMBERS.get(rest, rest)
+    found = []
+    for word in map(str.lower, re.findall(r"\d+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+", plain)):
+        rests = (rest for noun in NOUNS for rest in (word.removeprefix(noun), word.removesuffix(noun)) if rest != word)
+        rest = next((rest for rest in rests if rest in RANK or rest in ("a", "b")), word)
+        if word not in ORDINALS:
+            found.append(NUMBERS.get(rest, rest))
+    return found
 
 
 def order(first: Sequence[str], second: Sequence[str], numbers: bool = True) -> Order | None:
@@ -111,20 +95,17 @@ def order(first: Sequence[str], second: Sequence[str], numbers: bool = True) -> 
     if ranks[0] or ranks[1]:  # photo, photo_edited
         (rank,) = ranks[0] or ranks[1]
         return None if rank == 1 else Order((rank == 0) == bool(ranks[0]), False)
-    return _numbered(first, second, left + right) if numbers or {*left, *right} == {"a", "b"} else None
-
-
-def _numbered(first: Sequence[str], second: Sequence[str], different: Sequence[str]) -> Order | None:
-    """By `a` and `b`, by one number that differs, or by dates that begin with the year."""
+    different = left + right
     if sorted(different) == ["a", "b"]:
         return Order(first.count("a") > second.count("a"), False)
-    if not different or not all(word.isdecimal() for word in different):
+    if not numbers or not different or not all(word.isdecimal() for word in different):
         return None
-    one, two = ([int(word) for word in words if word.isdecimal()] for words in (first, second))
-    differ = sum(a != b for a, b in zip(one, two, strict=False))
-    if len(one) != len(two) or (differ > 1 and not all(1900 <= numbers[0] < 2200 for numbers in (one, two))):
+    before, after = ([int(word) for word in words if word.isdecimal()] for words in (first, second))
+    differ = sum(a != b for a, b in zip(before, after, strict=False))
+    if len(before) != len(after) or before == after:
         return None
-    return Order(one < two, False) if one != two else None
+    are_dates = all(1900 <= date[0] < 2200 for date in (before, after))
+    return Order(before < after, False) if differ == 1 or are_dates else None
 
 
 def order_of_columns(first: str, second: str, values: tuple[Iterable[object], Iterable[object]]) -> Order | None:
@@ -134,8 +115,7 @@ def order_of_columns(first: str, second: str, values: tuple[Iterable[object], It
     paths = [[value for value in column if isinstance(value, str)] for column in values]
     by_value = None
     if all(paths):
-        one, two = map(_constant, paths)
-        by_value = order(one, two, numbers=min(map(len, paths)) >= ROWS_FOR_NUMBERS)
+        by_value = order(*map(_constant, paths), numbers=min(map(len, paths)) >= ROWS_FOR_NUMBERS)
     if by_name is None or by_value is None:
         return by_name or by_value
     return by_name if by_name.first == by_value.first or not by_value.sure else None
@@ -202,6 +182,7 @@ DATA = {
     *("model", "source", "date", "time", "index", "tokens"),
 }
 """Last words in the names of columns that tell something of a caption and are none."""
+READING = {"delimiter": "its columns are separated by {!r}", "rows": "its rows stand under {!r}"}
 SAMPLE = 200
 """Rows that a guess looks at."""
 ENTRIES = 8
@@ -211,6 +192,7 @@ DOCUMENTED = ("pairs.csv", "annotations.json")
 PARTS = {"part", "shard", "chunk"}
 NUMBER = re.compile(r"[-+\d.,:\s]+")
 UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]{4}")
+SIDES = ("before", "after")
 KEPT = ("images", "question")
 """Fields without a column of their own name unless an entry names one."""
 ALIASES = {
@@ -290,31 +272,34 @@ def split_called(name: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+def is_image(value: Any) -> bool:
+    """True if a value names an image, by its suffix."""
+    return isinstance(value, str) and value.strip().lower().endswith(IMAGES)
+
+
 def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     """Guess how one table is read, or those of several splits, of which it is one."""
     options: dict[str, Any] = {"manifest": manifest}
-    notes, by_split, aliases = [], not isinstance(manifest, str), dict[str, str]()
+    notes, by_split = [], not isinstance(manifest, str)
     if not isinstance(manifest, str):
         notes.append(f"{', '.join(manifest.values())}: a file for each split")
     elif manifest != path.name:
         notes.append(f"{manifest}: numbered parts of one table")
     reading, rows = _sample(path)
-    if "delimiter" in reading:
-        notes.append(f"{path.name}: its columns are separated by {reading['delimiter']!r}: option `delimiter`")
-    if "rows" in reading:
-        notes.append(f"{path.name}: its rows stand under {reading['rows']!r}: option `rows`")
+    notes += [f"{path.name}: {READING[name].format(value)}: option `{name}`" for name, value in reading.items()]
     values = _by_column(rows)
-    columns, told, doubts = _columns(root, path, values)
+    columns, doubts, unread = _columns(root, path, values)
     if any(field != name for field, name in columns.items()):
         shown = {field: name if isinstance(name, str) else " and ".join(name) for field, name in columns.items()}
         named = ", ".join(f"{field} is {name}" for field, name in shown.items() if field != name)
         notes.append(f"{path.name}: has the columns {', '.join(rows[0])}, read as: {named}")
-    notes += told
+    if unread:
+        notes.append(f"{path.name}: text that is not read: {', '.join(unread)}")
     split = next((name for name in values if _plain(name) in NAMES["split"]), None)
     if split not in (None, "split") and not by_split:
         columns["split"] = split
-    captions = columns["captions"]
-    if "images" in columns and "id" in values and any(isinstance(each, list) for each in values.get(str(captions), [])):
+    captions = values.get(str(columns["captions"]), [])
+    if "images" in columns and "id" in values and any(isinstance(each, list) for each in captions):
         columns["id"] = None
     if renamed := {field: name for field, name in columns.items() if field != name or field in KEPT}:
         options["columns"] = renamed
@@ -324,10 +309,9 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
         notes.append(f"{path.name}: no column tells the split, so all pairs are {options['split']}: option `split`")
     if not by_split and "split" not in options:
         names = {row.split for row in pairs.read(root, **options) if isinstance(row.split, str)} - set(SPLITS)
-        aliases = {name: split for name in sorted(names) if (split := split_called(name))}
-    if aliases:
-        options["splits"] = aliases
-        notes.append(f"{path.name}: its splits have other names: option `splits`")
+        if aliases := {name: split for name in sorted(names) if (split := split_called(name))}:
+            options["splits"] = aliases
+            notes.append(f"{path.name}: its splits have other names: option `splits`")
     return Guess(options, notes, doubts)
 
 
@@ -363,21 +347,11 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     header's names."""
     suffix, reading, header = path.suffix.lower(), dict[str, Any](), list[str]()
     if suffix == ".parquet":
-        names = column_names(path)
-        try:
-            return reading, list(islice(rows_of(path), SAMPLE)) or [dict.fromkeys(names)]
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
-    if suffix in DELIMITERS:
-        named, text = sep_line(read_text(path))
-        line = text.lstrip().splitlines()[0]
-        best = named or max(SEPARATORS, key=line.count)
-        if not named and line.count(best) and best != DELIMITERS[suffix]:
-            reading["delimiter"] = best
-        if comments := re.match(r"(#.*\n)+", text):
-            _check_comments(path, comments[0].count("\n"), text)
-        header = [name.strip().strip('"') for name in line.split(best)]
-        _check_header(path, header, best)
+        header = column_names(path)
+    elif suffix in DELIMITERS:
+        delimiter, header = _header(path)
+        if delimiter:
+            reading["delimiter"] = delimiter
     elif suffix == ".json" and (rows_at := _rows_in(path)):
         reading["rows"] = rows_at
     wrong, rows = f"{path}: has no row that is an object with before, after, captions and split", list[dict[str, Any]]()
@@ -393,6 +367,31 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return reading, rows or [dict.fromkeys(header)]
 
 
+def _header(path: Path) -> tuple[str | None, list[str]]:
+    """The delimiter of a CSV or TSV file where its suffix tells another, and the names of its columns.
+
+    Raises:
+        DataError: the file begins with comments, or with a pair.
+    """
+    named, text = sep_line(read_text(path))
+    first, *rest = text.lstrip().splitlines()
+    best = named or max(SEPARATORS, key=first.count)
+    if comments := re.match(r"(#.*\n)+", text):  # a single one with as many columns as the next line is a header
+        count = comments[0].count("\n")
+        if count > 1 or not any(first.count(each) == rest[0].count(each) > 0 for each in SEPARATORS):
+            raise DataError(f"{path}: begins with a comment; remove the first {count} line(s)")
+    header = [name.strip().strip('"') for name in first.split(best)]
+    sides = iter(("before", "after"))
+    fields = [
+        next(sides, "unused") if is_image(name) else "split" if split_called(name) else "captions" for name in header
+    ]
+    if "after" in fields:
+        raise DataError(
+            f"{path}: has no header, its first line is a pair already; write this line above it: {best.join(fields)}"
+        )
+    return best if not named and first.count(best) and best != DELIMITERS[path.suffix.lower()] else None, header
+
+
 def _rows_in(path: Path) -> str | None:
     """The key of a JSON object whose value is the list of rows; None where the file is no such object.
 
@@ -400,11 +399,8 @@ def _rows_in(path: Path) -> str | None:
         DataError: several are; names them.
     """
     value = parse_json(read_text(path), str(path))
-    lists = (
-        [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
-        if isinstance(value, dict)
-        else []
-    )
+    items = value.items() if isinstance(value, dict) else ()
+    lists = [key for key, rows in items if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
     if len(lists) > 1:
         entries = "; ".join(f"options: {{manifest: {path.name}, rows: {key}}}" for key in lists)
         raise DataError(
@@ -412,33 +408,6 @@ def _rows_in(path: Path) -> str | None:
             f"(train.json, val.json), or say which one is read: {entries}"
         )
     return lists[0] if lists else None
-
-
-def _check_comments(path: Path, count: int, text: str) -> None:
-    """Refuse lines of comments above the header; one line with as many columns as the next is a header itself."""
-    first, *rest = text.splitlines()
-    if count > 1 or not any(first.count(each) and first.count(each) == rest[0].count(each) for each in SEPARATORS):
-        raise DataError(f"{path}: begins with a comment; remove it: `sed -i.bak '1,{count}d' {quoted(path)}`")
-
-
-def _check_header(path: Path, header: list[str], delimiter: str) -> None:
-    """Refuse a table whose first line is a pair, with the command that writes a header above it."""
-    sides = iter(("before", "after"))
-    named = [
-        next(sides, "unused") if is_image(name) else "split" if split_called(name) else "captions" for name in header
-    ]
-    if "after" in named:
-        new, rest = quoted(f"{path}.new"), "tail -c +4" if path.read_bytes().startswith(BOM_UTF8) else "cat"
-        header_line = shlex.quote(delimiter.join(named))
-        raise DataError(
-            f"{path}: has no header, its first line is a pair already; write one above it: "
-            f"`(echo {header_line}; {rest} {quoted(path)}) > {new} && mv {new} {quoted(path)}`"
-        )
-
-
-def is_image(value: Any) -> bool:
-    """True if a value names an image, by its suffix."""
-    return isinstance(value, str) and value.strip().lower().endswith(IMAGES)
 
 
 def _plain(name: str) -> str:
@@ -464,8 +433,18 @@ def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     }
 
 
-def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, Any], list[str], list[Doubt]]:
-    """The columns of the images, the captions and their questions; notes and doubts."""
+Choice = tuple[dict[str, Any], list[Doubt]]
+"""Columns by field, and a doubt where there are others."""
+
+
+def _choice(answers: Sequence[dict[str, Any]], question: str) -> Choice:
+    """The first answer, and the question where there are several; no column where there is none."""
+    doubt = Doubt(question, [{"columns": answer} for answer in answers])
+    return (answers[0], [doubt] if len(answers) > 1 else []) if answers else ({}, [])
+
+
+def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, Any], list[Doubt], list[str]]:
+    """The columns of images, captions and their questions; doubts; and the columns of text that are not read."""
     images, doubts = _images(values)
     if not images:
         images, doubts = _templates(root, values)
@@ -483,27 +462,24 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[d
             f"{path}: has the columns {found}; none holds captions: add a column `captions` with a text or a list of "
             "texts for each pair (captions that stand in another file belong in this one)"
         )
-    answers = [{"captions": names[0] if len(names) == 1 else names} for names in candidates]
     taken = dict.fromkeys(name.split(".*.")[0] for names in candidates for name in names)
-    if len(candidates) > 1:
-        question = f"{path.name}: the columns {', '.join(taken)} could each hold the captions; which do?"
-        doubts = [*doubts, Doubt(question, [{"columns": answer} for answer in answers])]
+    captions, doubt = _choice(
+        [{"captions": names[0] if len(names) == 1 else names} for names in candidates],
+        f"{path.name}: the columns {', '.join(taken)} could each hold the captions; which do?",
+    )
+    doubts = doubts + doubt
     for name, column in rest.items():
         tasks = list(dict.fromkeys(value for value in column if isinstance(value, str)))
         if "task" in {*words_in(name)} and 1 < len(tasks) < ENTRIES:
             question = f"{path.name}: the column {name} names several tasks; the rows of which say what changed?"
-            doubts = [*doubts, Doubt(question, [*({"where": {name: task}} for task in tasks), {}])]
-    columns: dict[str, Any] = images | answers[0]
+            doubts.append(Doubt(question, [*({"where": {name: task}} for task in tasks), {}]))
     rest = {name: column for name, column in rest.items() if name not in taken}
     asked = _question(rest) if any({*words_in(name)} & CAPTIONS for name in taken) else None
-    if asked:
-        columns["question"] = asked
-    others = [name for name, column in rest.items() if _is_text(column) and name not in (asked or "")]
-    notes = [f"{path.name}: text that is not read: {', '.join(others)}"] if others else []
-    return columns, notes, doubts
+    columns = images | captions | ({"question": asked} if asked else {})
+    return columns, doubts, [name for name, each in rest.items() if _is_text(each) and name not in (asked or "")]
 
 
-def _images(values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt]]:
+def _images(values: Mapping[str, list[Any]]) -> Choice:
     """The columns of both images: those that hold images, one with a list of them, or two that are called so."""
     named = [name for name, column in values.items() if _holds_images(column)]
     listed = [name for plain in NAMES["images"] for name in values if _plain(name) == plain]
@@ -514,30 +490,26 @@ def _images(values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt
     if lists and len(pairs) != 1:
         return _list_of_images(lists[0], values[lists[0]])
     if not pairs:
-        text = [name for name, column in values.items() if all(isinstance(each, str | Embedded) for each in column)]
-        worded = {
+        text = [
             name
-            for name in text
-            for v in values[name]
-            if isinstance(v, str) and (" " in v.strip() or NUMBER.fullmatch(v))
-        }
-        pairs = called_as_sides([name for name in text if name not in worded])
-    if not pairs:
-        return {}, []
-    answers = [dict(zip(("before", "after"), pair, strict=True)) for pair in pairs]
-    if len(pairs) == 1:
-        return answers[0], []
-    columns = ", ".join(dict.fromkeys(name for pair in pairs for name in pair))
-    question = f"the columns {columns} hold images, and their names do not tell which is before and which is after"
-    return answers[0], [Doubt(question, [{"columns": answer} for answer in answers])]
+            for name, column in values.items()
+            if all(isinstance(each, str | Embedded) for each in column)
+            and not any(isinstance(v, str) and (" " in v.strip() or NUMBER.fullmatch(v)) for v in column)
+        ]
+        pairs = called_as_sides(text)
+    columns = ", ".join(dict.fromkeys(chain(*pairs)))
+    return _choice(
+        [dict(zip(SIDES, pair, strict=True)) for pair in pairs],
+        f"the columns {columns} hold images, and their names do not tell which is before and which is after",
+    )
 
 
 def _in_parts(values: Mapping[str, list[Any]]) -> dict[str, str]:
     """The paths of two images among the parts of a message: {"type": "image", "image": "a.png"}."""
     for name, column in values.items():
         for place, turn in enumerate(column[0] if column and isinstance(column[0], list) else []):
-            parts = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
             key = "content" if isinstance(turn, dict) and "content" in turn else "value"
+            parts = turn.get(key) if isinstance(turn, dict) else None
             found = [
                 f"{name}.{place}.{key}.{number}.{kind}"
                 for number, part in enumerate(parts if isinstance(parts, list) else [])
@@ -545,11 +517,11 @@ def _in_parts(values: Mapping[str, list[Any]]) -> dict[str, str]:
                 if is_image(value)
             ]
             if len(found) == 2:
-                return dict(zip(("before", "after"), found, strict=True))
+                return dict(zip(SIDES, found, strict=True))
     return {}
 
 
-def _list_of_images(name: str, column: list[Any]) -> tuple[dict[str, str], list[Doubt]]:
+def _list_of_images(name: str, column: list[Any]) -> Choice:
     """The list as it is; a doubt where its first images are called as images after are."""
     two = [value for value in column if isinstance(value, list) and len(value) == 2]
     told = order_of_columns("", "", ([value[0] for value in two], [value[1] for value in two]))
@@ -566,7 +538,7 @@ def _holds_images(column: list[Any]) -> bool:
     return images > 0 and 2 * images >= len(column)
 
 
-def _templates(root: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt]]:
+def _templates(root: Path, values: Mapping[str, list[Any]]) -> Choice:
     """`before/{name}.png` and `after/{name}.png`, where a column names an image in each of two folders."""
     folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
     pairs = choose(folders, [[] for _ in folders]) if len(folders) < 9 else []
@@ -574,29 +546,22 @@ def _templates(root: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, s
         value = next((value for value in column if isinstance(value, str | int)), "")
         for end in ("", *IMAGES):
             holding = [p for p in pairs if all(os.path.isfile(root / folder / f"{value}{end}") for folder in p)]
-            answers = [
-                {side: f"{folder}/{{{name}}}{end}" for side, folder in zip(("before", "after"), pair, strict=True)}
-                for pair in holding
-            ]
-            if len(answers) == 1:
-                return answers[0], []
+            answers = [{side: f"{at}/{{{name}}}{end}" for side, at in zip(SIDES, p, strict=True)} for p in holding]
             if answers:
-                question = (
-                    f"the folders {', '.join(sorted({*chain(*holding)}))} do not tell by their names which is before"
-                )
-                return answers[0], [Doubt(question, [{"columns": answer} for answer in answers])]
+                called = ", ".join(sorted({*chain(*holding)}))
+                return _choice(answers, f"the folders {called} do not tell by their names which is before")
     return {}, []
 
 
 def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
     """The columns that could hold the captions, alone or several together; one such list where that is clear."""
     named = [
-        n for n, column in values.items() if words_in(n)[-1:] and words_in(n)[-1] not in DATA and _is_texts(column)
+        n for n, column in values.items() if words_in(n)[-1:] and words_in(n)[-1] not in DATA and _may_be_text(column)
     ]
     strong = [name for name in named if {*words_in(name)} & CAPTIONS]
     if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
         strong = ["captions"]
-    of_pair = [name for name in strong if not _captions_one_image(name)]
+    of_pair = [name for name in strong if not _is_of_one_image(name)]
     texts = [name for name in named if _is_text(values[name])]
     pool = of_pair or [*dict.fromkeys(strong + texts)] or [name for name in named if {*words_in(name)} & WEAK]
     if len(pool) < 2:
@@ -608,12 +573,11 @@ def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
     return [*([_inner(name, values[name])] for name in pool), *together]
 
 
-def _captions_one_image(name: str) -> bool:
+def _is_of_one_image(name: str) -> bool:
     """True if a column of captions is called as those of one of the two images: source_caption, image1_text."""
-    words = {*words_in(name)}
-    return bool(words & {*RANK} and words & CAPTIONS - {*RANK}) or bool(
-        words & {*NOUNS} and re.search(r"\d|_[ab]_", name)
-    )
+    words, ranks = {*words_in(name)}, {*RANK}
+    is_called_by_side = bool(words & ranks) and bool(words & CAPTIONS - ranks)
+    return is_called_by_side or bool(words & {*NOUNS} and re.search(r"\d|_[ab]_", name))
 
 
 def _inner(name: str, column: list[Any]) -> str:
@@ -632,12 +596,10 @@ def _question(values: Mapping[str, list[Any]]) -> str | None:
         for name, column in values.items()
         if {*words_in(name)} & QUESTIONS and words_in(name)[-1] not in DATA and any(str(v).strip() for v in column)
     ]
-    if len(asked) < 2:
-        return asked[0] if asked else None
-    return " ".join(f"{{{name}}}" for name in asked)
+    return " ".join(f"{{{name}}}" for name in asked) if len(asked) > 1 else next(iter(asked), None)
 
 
-def _is_texts(column: list[Any]) -> bool:
+def _may_be_text(column: list[Any]) -> bool:
     """True if a column may hold captions: texts or lists, of which not all are numbers; an empty one may."""
     values = [value for value in column if value != ""]
     usable = (isinstance(v, list) and not all(isinstance(e, int | float) for e in v) for v in values)
@@ -646,10 +608,8 @@ def _is_texts(column: list[Any]) -> bool:
 
 def _is_text(column: list[Any]) -> bool:
     """True if a column holds a text of several words, or lists of these; some scripts put no spaces between words."""
+    texts = chain(*(value if isinstance(value, list) else [value] for value in column))
     return any(
-        isinstance(text, str)
-        and not NUMBER.fullmatch(text)
-        and (" " in text.strip() or UNSPACED.search(text) is not None)
-        for value in column
-        for text in (value if isinstance(value, list) else [value])
+        isinstance(text, str) and not NUMBER.fullmatch(text) and (" " in text.strip() or bool(UNSPACED.search(text)))
+        for text in texts
     )

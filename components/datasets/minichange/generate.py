@@ -7,7 +7,7 @@ processes do not matter.
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -43,17 +43,6 @@ class Scenes(NamedTuple):
 def image_paths(number: int) -> list[str]:
     """Paths of the images of one scene, in the order of FOLDERS."""
     return [f"{folder}/CLEVR_{word}_{number:06d}.png" for folder, word in FOLDERS.items()]
-
-
-def as_json(settings: MiniChange, scenes: Iterable[tuple[str, Scene]]) -> str:
-    """The text of the file, a line for each image."""
-    head = {"level": settings.level, "domain": settings.domain, "image_px": settings.image_px}
-    lines = ",\n".join(f"{json.dumps(path)}: {json.dumps(_plain(scene))}" for path, scene in scenes)
-    return f'{json.dumps(head)[:-1]}, "scenes": {{\n{lines}\n}}}}\n'
-
-
-def _plain(scene: Scene) -> dict[str, Any]:
-    return {name: value for name, value in asdict(scene).items() if name != "level"}
 
 
 def read_scenes(root: Path) -> Scenes:
@@ -106,8 +95,13 @@ def generate(settings: MiniChange) -> None:
         scenes = list(progress(written, "synthesize", total=total, unit="scene"))
     for name, content in _annotations(settings, scenes, splits).items():
         write_atomic(settings.root / name, json.dumps(content, indent=1) + "\n")
-    shown = ((path, scene) for each in scenes for path, scene in zip(image_paths(each.number), each.shown, strict=True))
-    write_atomic(settings.root / FILE, as_json(settings, shown))
+    head = json.dumps({"level": settings.level, "domain": settings.domain, "image_px": settings.image_px})
+    lines = []
+    for scene in scenes:
+        for path, shown in zip(image_paths(scene.number), scene.shown, strict=True):
+            values = {name: value for name, value in asdict(shown).items() if name != "level"}
+            lines.append(f"{json.dumps(path)}: {json.dumps(values)}")
+    write_atomic(settings.root / FILE, f'{head[:-1]}, "scenes": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 
 def _empty(root: Path) -> None:

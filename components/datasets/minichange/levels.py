@@ -62,20 +62,42 @@ Pair = tuple[Scene, Scene, Scene, tuple[Change, ...]]
 """Before, after its changes, distractor, and the changes."""
 
 
+class Jitter(NamedTuple):
+    """The largest change of camera and light that is a distractor and never mentioned; `least`: of the shift."""
+
+    x: float
+    least: float
+    most: float
+    zoom: float
+    brightness: float
+    lamp: float
+
+
 @dataclass(frozen=True)
 class Sampler:
-    """A level: its camera, lamp and sizes, and how scenes are sampled. `sample_pair` is the same for all."""
+    """A level: its camera, lamp and sizes, and how scenes are sampled.
+
+    On the free level the camera zooms, and the lamp goes out or on, from what they are.
+    """
 
     name: str
-    moves: dict[str, tuple[float, float]]  # of the camera
+    move: float  # of the camera, in frame units
     dark: float  # brightness when the lamp is out, or the factor to it
-    is_relative: bool  # the camera zooms, and the lamp goes out or on, from what they are
     tries: int  # to change one scene before another is sampled
+    jitters: Jitter
     sample_scene: Callable[..., Scene]  # with these kinds in it
-    jitter: Callable[[np.random.Generator, View], View]  # camera, light and noise of a distractor, never mentioned
-    add: Callable[[np.random.Generator, View, set[int]], Thing]  # a new object, none of these places where one fits
-    substitute: Callable[[np.random.Generator, Thing], Thing]
     is_clear: Callable[[Scene, Scene, list[Change]], bool]
+
+    @property
+    def moves(self) -> dict[str, tuple[float, float]]:
+        """How far the camera moves, by word."""
+        by = self.move
+        return {"left": (-by, 0.0), "right": (by, 0.0), "up": (0.0, -by), "down": (0.0, by)}
+
+    @property
+    def is_free(self) -> bool:
+        """True of the level free."""
+        return self.name == "free"
 
     def sample_pair(self, rng: np.random.Generator, types: tuple[str, ...]) -> Pair:
         """Sample a scene and change it.
@@ -95,19 +117,37 @@ class Sampler:
     def moved(self, view: View, word: str) -> View:
         """The view after the camera has moved or zoomed as the word says."""
         if word in ZOOMS:
-            return replace(view, zoom=view.zoom * ZOOMS[word] if self.is_relative else ZOOMS[word])
+            return replace(view, zoom=view.zoom * ZOOMS[word] if self.is_free else ZOOMS[word])
         x, y = self.moves[word]
         return replace(view, x=view.x + x, y=view.y + y)
 
     def lit(self, view: View, word: str) -> View:
         """The view after the lamp went "out" or came "on"."""
-        if self.is_relative:
+        if self.is_free:
             return replace(view, brightness=view.brightness * (self.dark if word == "out" else 1 / self.dark))
         return replace(view, brightness=self.dark if word == "out" else LIT)
 
+    def jitter(self, rng: np.random.Generator, view: View) -> View:
+        """The view after a shift of camera, light and noise that is a distractor and never mentioned."""
+        limits = self.jitters
+        while True:
+            x, y = (float(value) for value in rng.uniform(-limits.x, limits.x, 2))
+            if limits.least**2 <= x * x + y * y <= limits.most**2:
+                break
+        zoom, brightness = (float(rng.uniform(1 - by, 1 + by)) for by in (limits.zoom, limits.brightness))
+        return replace(
+            view,
+            x=view.x + x,
+            y=view.y + y,
+            zoom=view.zoom * zoom,
+            brightness=view.brightness * brightness,
+            lamp=view.lamp + float(rng.uniform(-limits.lamp, limits.lamp)),
+            noise=_noise(rng),
+        )
+
     def in_order(self, scene: Scene) -> Scene:
         """On the grid things are in the order of their places; on the free level a later one covers an earlier one."""
-        if self.name == "free":
+        if self.is_free:
             return scene
         things = sorted(scene.things, key=lambda thing: thing.cell)
         return replace(scene, things=tuple(things), marks=tuple(sorted(scene.marks)))
@@ -130,7 +170,7 @@ class Sampler:
             elif change_type == "addition":
                 touched = [*things, *marks, *(change.before for change in changes)]
                 taken = {each.cell for each in touched if each is not None}
-                change = Change(change_type, after=self.add(rng, before.view, taken))
+                change = Change(change_type, after=self._added(rng, before.view, taken))
                 things.append(change.after)
             else:
                 kind = NEEDS.get(change_type)
@@ -151,14 +191,25 @@ class Sampler:
 
     def mark(self, thing: Thing) -> Mark:
         """The print that an object leaves which is removed."""
-        return Mark(thing.cell, thing.dx, thing.dy) if self.name == "free" else Mark(thing.cell)
+        return Mark(thing.cell, thing.dx, thing.dy) if self.is_free else Mark(thing.cell)
+
+    def _added(self, rng: np.random.Generator, view: View, taken: set[int]) -> Thing:
+        """A new object; on the grid at none of these places."""
+        if self.is_free:
+            return sample_free_thing(rng, view)
+        return sample_grid_thing(rng, pick(rng, [cell for cell in range(9) if cell not in taken]))
 
     def _changed(self, rng: np.random.Generator, thing: Thing, change_type: str) -> Thing | None:
         """The object gone, replaced, in another size or colour; by any other type, in another state of its kind."""
         if change_type in ("disappearance", "removal"):
             return None
         if change_type == "substitution":
-            return self.substitute(rng, thing)
+            kind = str(other(rng, KINDS, thing.kind))
+            if not self.is_free:
+                return replace(sample_grid_thing(rng, thing.cell, kind), size=thing.size, dx=thing.dx, dy=thing.dy)
+            state = pick(rng, STATES[kind]) if kind in STATES else None
+            color, texture = str(pick(rng, COLORS)), str(pick(rng, TEXTURES))
+            return replace(thing, kind=kind, state=state, color=color, texture=texture)
         if change_type == "size":
             return replace(thing, size=str(other(rng, tuple(WIDTHS[self.name]), thing.size)))
         if change_type == "color":
@@ -204,31 +255,9 @@ def _sample_grid_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()
     kinds = list(must_hold) + [None] * (count - len(must_hold))
     things = [sample_grid_thing(rng, int(cell), kind) for cell, kind in zip(cells, kinds, strict=False)]
     marks = (Mark(int(cells[count])),) if rng.random() < 0.2 else ()
-    view = _jitter_grid(rng, View(brightness=GRID_DARK if rng.random() < 0.1 else LIT))
+    view = LEVELS["grid"].jitter(rng, View(brightness=GRID_DARK if rng.random() < 0.1 else LIT))
     things.sort(key=lambda thing: thing.cell)
     return Scene(tuple(things), marks, str(pick(rng, BACKGROUNDS)), view)
-
-
-def _jitter_grid(rng: np.random.Generator, view: View) -> View:
-    """The small shift of camera, light and noise that is a distractor and never mentioned."""
-    return replace(
-        view,
-        x=view.x + float(rng.uniform(-0.01, 0.01)),
-        y=view.y + float(rng.uniform(-0.01, 0.01)),
-        zoom=view.zoom * float(rng.uniform(0.985, 1.015)),
-        brightness=view.brightness * float(rng.uniform(0.96, 1.04)),
-        lamp=view.lamp + float(rng.uniform(-0.3, 0.3)),
-        noise=float(rng.uniform(0.5, 2.0)) if rng.random() < 0.3 else 0.0,
-    )
-
-
-def _add_on_grid(rng: np.random.Generator, view: View, taken: set[int]) -> Thing:
-    return sample_grid_thing(rng, pick(rng, [cell for cell in range(9) if cell not in taken]))
-
-
-def _substitute_on_grid(rng: np.random.Generator, thing: Thing) -> Thing:
-    kind = str(other(rng, KINDS, thing.kind))
-    return replace(sample_grid_thing(rng, thing.cell, kind), size=thing.size, dx=thing.dx, dy=thing.dy)
 
 
 def _in_frame(before: Scene, after: Scene, changes: list[Change]) -> bool:
@@ -334,23 +363,6 @@ def _inside_third(value: float, margin: float = MARGIN) -> bool:
     return all(abs(value - border) >= margin for border in THIRDS)
 
 
-def _jitter_free(rng: np.random.Generator, view: View) -> View:
-    """The shift of camera, light and noise that is a distractor and never mentioned."""
-    while True:
-        x, y = (float(value) for value in rng.uniform(-0.05, 0.05, 2))
-        if 0.02**2 <= x * x + y * y <= 0.05**2:
-            break
-    return replace(
-        view,
-        x=view.x + x,
-        y=view.y + y,
-        zoom=view.zoom * float(rng.uniform(0.95, 1.05)),
-        brightness=view.brightness * float(rng.uniform(0.9, 1.1)),
-        lamp=view.lamp + float(rng.uniform(-0.4, 0.4)),
-        noise=_noise(rng),
-    )
-
-
 def _noise(rng: np.random.Generator) -> float:
     return float(rng.uniform(0.5, 2.0)) if rng.random() < 0.3 else 0.0
 
@@ -439,44 +451,23 @@ def _sample_free_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()
             return scene
 
 
-def _add_freely(rng: np.random.Generator, view: View, taken: set[int]) -> Thing:
-    return sample_free_thing(rng, view)
-
-
-def _substitute_freely(rng: np.random.Generator, thing: Thing) -> Thing:
-    kind = str(other(rng, KINDS, thing.kind))
-    state = pick(rng, STATES[kind]) if kind in STATES else None
-    color, texture = str(pick(rng, COLORS)), str(pick(rng, TEXTURES))
-    return replace(thing, kind=kind, state=state, color=color, texture=texture)
-
-
-def _moves(by: float) -> dict[str, tuple[float, float]]:
-    return {"left": (-by, 0.0), "right": (by, 0.0), "up": (0.0, -by), "down": (0.0, by)}
-
-
 LEVELS: dict[str, Sampler] = {
     "grid": Sampler(
-        "grid",
-        _moves(0.2),
-        GRID_DARK,
-        False,
-        1,
-        _sample_grid_scene,
-        _jitter_grid,
-        _add_on_grid,
-        _substitute_on_grid,
-        _in_frame,
+        name="grid",
+        move=0.2,
+        dark=GRID_DARK,
+        tries=1,
+        jitters=Jitter(x=0.01, least=0.0, most=0.0142, zoom=0.015, brightness=0.04, lamp=0.3),
+        sample_scene=_sample_grid_scene,
+        is_clear=_in_frame,
     ),
     "free": Sampler(
-        "free",
-        _moves(0.22),
-        FREE_DARK,
-        True,
-        4,
-        _sample_free_scene,
-        _jitter_free,
-        _add_freely,
-        _substitute_freely,
-        _is_clear,
+        name="free",
+        move=0.22,
+        dark=FREE_DARK,
+        tries=4,
+        jitters=Jitter(x=0.05, least=0.02, most=0.05, zoom=0.05, brightness=0.1, lamp=0.4),
+        sample_scene=_sample_free_scene,
+        is_clear=_is_clear,
     ),
 }

@@ -15,47 +15,11 @@ import yaml
 from m3diff.datasets.spec import Row
 
 SAY_NOTHING = {
-    *[
-        "nan",
-        "none",
-        "null",
-        "nil",
-        "n/a",
-        "n.a",
-        "k.a",
-        "na",
-        "<na>",
-        "nat",
-        "undefined",
-        "missing",
-        "empty",
-        "blank",
-        "unknown",
-        "unlabeled",
-        "string",
-        "tbd",
-        "todo",
-        "fixme",
-    ],
-    *[
-        "xxx",
-        "test",
-        "caption",
-        "skip",
-        "skipped",
-        "true",
-        "false",
-        "keine",
-        "aucun",
-        "ninguno",
-        "нет",
-        "无",
-        "なし",
-        "없음",
-        "\\n",
-    ],
-    *("to do", "no caption", "no captions", "no description", "not available", "not applicable", "no text"),
-    *("without caption", "no answer", "not annotated", "keine angabe"),
+    *("nan", "none", "null", "nil", "n/a", "n.a", "k.a", "na", "<na>", "nat", "undefined", "missing", "empty"),
+    *("blank", "unknown", "unlabeled", "string", "tbd", "todo", "fixme", "xxx", "test", "caption", "skip", "skipped"),
+    *("true", "false", "keine", "aucun", "ninguno", "нет", "无", "なし", "없음", "\\n", "to do", "no caption"),
+    *("no captions", "no description", "not available", "not applicable", "no text", "without caption", "no answer"),
+    *("not annotated", "keine angabe"),
 }
 LIST = re.compile(
     r"""\s*(
@@ -170,8 +134,9 @@ def _separators(rows: Sequence[Row]) -> Iterator[Doubt]:
     """The first sign that stands between texts in many captions."""
     texts = [(row, text) for row in rows for text in row.references if isinstance(text, str)]
     for sign in SEPARATORS:
-        of_language = sign in (";", "\n", "\t", " / ")
-        found = [(row, text) for row, text in texts if _parts_at(sign, text, 2 if of_language else 1)]
+        least = 2 if sign in (";", "\n", "\t", " / ") else 1  # words of a part
+        cut = [(each, [part.split() for part in each[1].split(sign) if part.strip()]) for each in texts]
+        found = [each for each, parts in cut if len(parts) > 1 and min(map(len, parts)) >= least]
         if found and len(found) >= MANY * len(texts):
             row, text = found[0]
             yield Doubt(
@@ -180,12 +145,6 @@ def _separators(rows: Sequence[Row]) -> Iterator[Doubt]:
                 [{"separator": sign}, {"separator": ""}],
             )
             return
-
-
-def _parts_at(sign: str, text: str, words: int) -> bool:
-    """True if a sign cuts a text into several parts of at least so many words."""
-    parts = [part.split() for part in text.split(sign) if part.strip()]
-    return len(parts) > 1 and all(len(part) >= words for part in parts)
 
 
 def _nothing(rows: Sequence[Row], known: Sequence[str] | None) -> Iterator[Doubt]:

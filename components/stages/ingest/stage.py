@@ -4,11 +4,10 @@ Image bytes enter here and nowhere else: later stages depend on the records, whi
 not on the dataset's folder. Each dataset is a stage of its own in DVC, so that a new one leaves the others alone.
 """
 
-import inspect
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from m3diff.images.cache import check_images
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
-from m3diff.settings.section import ParamsError
 from m3diff.stages.ingest.doubts import as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
 
@@ -60,9 +58,13 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     Raises:
         DataError: the root is no folder, an annotation file cannot be used, there is no pair, or the meaning of
             captions is in doubt.
-        ParamsError: the reader does not know one of the options.
     """
-    read = list(_rows(name, entry))
+    if not entry.root.is_dir():
+        raise DataError(
+            f"ingest.datasets {name!r}: root {entry.root} is no folder; fetch the dataset (one that makes itself: "
+            f"`m3diff synthesize {name}`) or correct `root` in params.yaml"
+        )
+    read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
     _refuse_doubts(name, entry, read)
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -77,20 +79,6 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
         write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")
     report = _report(name, entry, table, annotation_rows, images, unread)
     return report.write(out / f"{name}.json")
-
-
-def _rows(name: str, entry: DatasetEntry) -> Iterator[Row]:
-    read = DATASETS[entry.reader].read
-    if not entry.root.is_dir():
-        raise DataError(
-            f"ingest.datasets {name!r}: root {entry.root} is no folder; fetch the dataset (one that makes itself: "
-            f"`m3diff synthesize {name}`) or correct `root` in params.yaml"
-        )
-    try:
-        inspect.signature(read).bind(entry.root, **entry.options)
-    except TypeError as error:
-        raise ParamsError(f"ingest.datasets {name!r}: options of reader {entry.reader}: {error}") from error
-    return read(entry.root, **entry.options)
 
 
 def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row]) -> None:

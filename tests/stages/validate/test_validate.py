@@ -19,11 +19,11 @@ from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.stages.validate import suite
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.stage import expected_pairs, too_many_bad
 from m3diff.stages.validate.suite import ValidateReport
 from tests.layouts import (
     edit_json,
     image_cache,
+    judge_by_polars_alone,
     make_entry,
     run_ingest,
     run_validate,
@@ -39,6 +39,11 @@ KEY = "CLEVR_default_000005.png"
 @pytest.fixture
 def raw(tmp_path) -> Path:
     return write_clevr(tmp_path / "raw")
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    judge_by_polars_alone(monkeypatch)
 
 
 def quarantine(folder: Path) -> dict[str, str]:
@@ -122,16 +127,6 @@ def test_each_bad_row_is_quarantined_with_its_reason_and_the_others_are_kept_who
     assert json.loads((tmp_path / "clean/report.json").read_text())["references_respaced"] == len(separators)
 
 
-def test_rows_of_no_split_are_a_share_of_their_dataset():
-    """One row of six: its split is not known, so there is no other split that it is a part of."""
-    row = {"dataset": "mini", "own_split": "train", "rules": ["image"], "source": "a", "reason": "b"}
-    clean = pl.DataFrame([row] * 5)
-    bad = pl.DataFrame([row | {"own_split": None}], schema=clean.schema)
-    assert list(too_many_bad(0.17, clean, bad)) == []
-    (line,) = too_many_bad(0.16, clean, bad)
-    assert line.startswith("mini without a split: 1 of 6 rows are bad, more than validate.max_quarantined_share = 0.16")
-
-
 @pytest.mark.fault("14")
 def test_each_split_of_each_dataset_above_the_threshold_is_refused_and_the_quarantine_is_there(raw):
     write_clevr(raw.parent / "more", {"train": list(range(20, 60)), "val": [], "test": [70]})
@@ -198,50 +193,27 @@ def test_a_split_that_trains_is_judged_by_what_it_was(raw, expect):
     assert "mini train" not in str(refused.value)
 
 
-def test_counts_are_those_after_quarantine_but_for_a_training_pair_that_is_left_out_for_test(raw, expect):
+@pytest.mark.fault("16")
+def test_a_lost_test_pair_is_named_and_refused_unless_allowed_and_counts_are_those_after_quarantine(raw, expect):
+    """A repeated row of a test pair that stays is no lost pair; a training pair that is left out for test counts."""
+    edit_json(raw / "splits.json", lambda splits: splits["test"].append(12))
+    (raw / "sc_images/CLEVR_semantic_000001.png").unlink()
     (raw / "sc_images/CLEVR_semantic_000003.png").unlink()
     for folder, kind in (("images", "default"), ("sc_images", "semantic")):
         shutil.copy(raw / f"{folder}/CLEVR_{kind}_000012.png", raw / f"{folder}/CLEVR_{kind}_000008.png")
     run_ingest(raw)
-    with pytest.raises(DataError, match=r"mini train: 5 pairs, but 6 are expected"):
-        expect("published")
-    report = expect("published", COUNTS | {"train": 5})
-    assert (report.leaks, report.rows_out) == (1, 10)
-
-
-def test_a_lost_test_pair_is_named_with_its_reason_and_refused_unless_allowed(raw, expect):
-    (raw / "sc_images/CLEVR_semantic_000012.png").unlink()
-    run_ingest(raw)
     with pytest.raises(DataError, match=r"mini: 1 test pairs are lost, .*allow_lost_test_pairs") as refused:
         run_validate(raw.parent, allow_lost_test_pairs=False)
-    assert "mini/000012.png: after: " in str(refused.value)
-    assert "mini/000012.png_n" not in str(refused.value)
-    report = expect("published")  # allowed, so the benchmark's count is not held against what is left
+    assert "mini/000001.png: after: " in str(refused.value)
+    with pytest.raises(DataError, match=r"mini train: 5 pairs, but 6 are expected"):
+        expect("published")
+    report = expect({"train": 5})
     (lost,) = report.datasets["mini"].lost_test_pairs
-    assert lost.startswith("mini/000012.png: after: ")
-    assert report.datasets["mini"].pairs["test"] == 3
-    with pytest.raises(DataError, match=r"mini test: 4 pairs, but 5 are expected"):
-        expect("published", COUNTS | {"test": 5})
+    assert lost.startswith("mini/000001.png: after: ")
+    assert (report.leaks, report.datasets["mini"].pairs) == (1, {"test": 3, "train": 4, "val": 2})
 
 
-@pytest.mark.fault("16")
-def test_a_repeated_row_of_a_test_pair_that_stays_is_no_lost_pair(raw):
-    edit_json(raw / "splits.json", lambda splits: splits["test"].append(12))
-    run_ingest(raw)
-    report = run_validate(raw.parent, allow_lost_test_pairs=False)
-    assert (report.quarantined, report.datasets["mini"].lost_test_pairs) == (2, [])
-
-
-def test_published_counts_are_those_of_the_entry_s_part_or_refused_with_the_known_names():
-    entry = make_entry("omnidiff", Path(), expected_pairs="published")
-    assert expected_pairs({"omnidiff_render": entry}) == {"omnidiff_render": {"train": 5_445, "val": 777, "test": 767}}
-    with pytest.raises(DataError, match=r"'real': expected_pairs: .*known: omnidiff_real, omnidiff_render"):
-        expected_pairs({"real": entry})
-    with pytest.raises(DataError, match=r"'own': expected_pairs: .*known: none"):
-        expected_pairs({"own": make_entry("pairs", Path(), expected_pairs="published")})
-
-
-def test_datasets_are_read_in_the_order_of_their_entries_and_others_are_passed_over(raw):
+def test_datasets_are_read_in_the_order_of_their_entries_and_others_are_passed_over(raw, quick):
     run_ingest(raw, name="first")
     run_ingest(write_spot(raw.parent / "spot"), "spot_the_diff", "other")
     run_ingest(raw, name="removed")
@@ -272,30 +244,29 @@ def test_records_that_are_missing_empty_or_of_another_program_are_refused_with_t
 
 
 @pytest.mark.fault("09")
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("side", ["images/CLEVR_default_000005.png", "nsc_images/CLEVR_nonsemantic_000005.png"])
-def test_an_image_that_changed_since_ingest_is_refused(raw, side, cached):
+@pytest.mark.parametrize("change", ["another before", "another after", "without cache", "removed", "restored"])
+def test_an_image_that_changed_since_ingest_is_refused(raw, change):
+    side = "images/CLEVR_default" if change == "another before" else "nsc_images/CLEVR_nonsemantic"
+    path = raw / f"{side}_000005.png"
+    data = path.read_bytes()
+    if change == "restored":
+        path.unlink()
     run_ingest(raw)
-    save_picture(raw / side, 99)
-    if not cached:
+    if change == "removed":
+        path.unlink()
+    elif change == "restored":
+        path.write_bytes(data)
+    else:
+        save_picture(path, 99)
+    if change == "without cache":
         image_cache(raw.parent).unlink()
-    others = 1 if side.startswith("images") else 0
-    with pytest.raises(DataError, match=rf"{side} changed since ingest, with {others} others; run `m3diff ingest`"):
+    others = 1 if change == "another before" else 0
+    told = (
+        rf"captions\.json, {KEY}: (before|after): .*{path.name} changed since ingest, with {others} others; run `m3diff"
+    )
+    with pytest.raises(DataError, match=told):
         run_validate(raw.parent)
     assert list((raw.parent / "clean").iterdir()) == []
-
-
-def test_an_image_that_was_removed_or_restored_since_ingest_is_refused(raw):
-    path = raw / "sc_images/CLEVR_semantic_000008.png"
-    data = path.read_bytes()
-    run_ingest(raw)
-    path.unlink()
-    with pytest.raises(DataError, match=r"captions\.json, CLEVR_default_000008\.png: after: .* changed since ingest"):
-        run_validate(raw.parent)
-    run_ingest(raw)
-    path.write_bytes(data)
-    with pytest.raises(DataError, match="changed since ingest"):
-        run_validate(raw.parent)
 
 
 def test_a_touched_image_of_the_same_content_is_no_change_and_what_ingest_decoded_is_not_read_again(raw, monkeypatch):
@@ -307,7 +278,7 @@ def test_a_touched_image_of_the_same_content_is_no_change_and_what_ingest_decode
     assert run_validate(raw.parent).images == 18
 
 
-def test_every_count_of_the_report(raw):
+def test_every_count_of_the_report(raw, quick):
     edit_json(
         raw / "change_captions.json",
         lambda references: references.update({KEY: ["<b>", "x"], "CLEVR_default_000009.png": ["a\nb", "c  d", ""]}),
@@ -432,22 +403,11 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
     assert outputs(raw.parent) == first
 
 
-@pytest.mark.parametrize(
-    ("field", "least", "too_little"),
-    [
-        ("max_quarantined_share", 0, -0.1),
-        ("max_quarantined_share", 1, 1.1),
-        ("max_leaked_share", 0, -0.1),
-        ("max_leaked_share", 1, 1.1),
-        ("max_caption_chars", 1, 0),
-        ("max_image_pixels", 1, 0),
-        ("near_duplicate_max_diff", 0, -1),
-        ("near_duplicate_max_diff", 255, 256),
-    ],
-)
-def test_the_section_s_limits_are_kept(field, least, too_little):
-    fields = {"max_quarantined_share": 0, "max_caption_chars": 9, "max_image_pixels": 9, "allow_test_leakage": False}
-    fields |= {"near_duplicate_max_diff": None, "allow_lost_test_pairs": False, "max_leaked_share": 0}
-    assert getattr(Validate.model_validate(fields | {field: least}), field) == least
-    with pytest.raises(ValueError, match=field):
-        Validate.model_validate(fields | {field: too_little})
+@pytest.mark.parametrize("share", ["max_quarantined_share", "max_leaked_share"])
+def test_the_section_s_limits_are_kept(share):
+    fields = {"max_quarantined_share": 0, "max_caption_chars": 1, "max_image_pixels": 1, "allow_test_leakage": False}
+    fields |= {"near_duplicate_max_diff": 255, "allow_lost_test_pairs": False, "max_leaked_share": 1}
+    Validate.model_validate(fields)
+    wrong = {share: 1.1, "max_caption_chars": 0, "max_image_pixels": 0, "near_duplicate_max_diff": 256}
+    with pytest.raises(ValueError, match="4 validation errors"):
+        Validate.model_validate(fields | wrong)

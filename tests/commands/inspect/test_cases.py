@@ -1,0 +1,773 @@
+"""What people do with folders of their own, and what `m3diff data check` says: read, asked, refused or mended."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import re
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from m3diff.__main__ import DATA_REFUSED, main
+from m3diff.commands.inspect.check import check
+from m3diff.records.errors import DataError
+from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.ingest.stage import ingest
+from tests.layouts import run_ingest, save_picture, write_json
+
+Write = Callable[[Path], Any]
+READ, ASKED, REFUSED, IN_DOUBT, MENDED = "read", "asked", "refused", "in doubt", "mended"
+"""Read as it is; read once a question is answered by an entry; refused; refused by ingest, too, for what the captions
+are; mended by what is printed."""
+
+AWKWARD = "it's #1 & 100% Köln [x] $HOME"
+"""A folder's name that a shell and a pattern each take for something else."""
+HEADER = "before,after,captions,split"
+PAIR = "0.png,0_2.png,it fell,train"
+TEXT = f"{HEADER}\n{PAIR}\n"
+ROW = dict(zip(HEADER.split(","), PAIR.split(","), strict=True))
+SAYS = ("the lamp is gone", "a car left", "the door is open", "a tree was cut")
+SPLIT = ("train", "train", "val", "test")
+IN_TEST = ("test", "train", "train", "train")
+TALK = [{"from": "human", "value": "<image><image>\nWhat changed?"}, {"from": "gpt", "value": "it fell"}]
+LLAVA = {"id": "7", "image": ["0.png", "0_2.png"], "conversations": TALK}
+EXPORT = LLAVA | {"images": LLAVA["image"], "metadata": {"dataset": "minichange", "split": "train"}}
+IMAGE = pa.struct([("bytes", pa.large_binary()), ("path", pa.null())])
+LFS = b"version https://git-lfs.github.com/spec/v1\n"
+
+
+def images(root: Path) -> None:
+    for number in range(2):
+        save_picture(root / f"{number}.png", number)
+        save_picture(root / f"{number}_2.png", number, 99)
+
+
+def pictures(root: Path, *folders: str) -> None:
+    for number in range(4):
+        for shade, folder in enumerate(folders or ("p", "q")):
+            save_picture(root / folder / f"{number}.png", number, 90 * shade)
+
+
+def by(*writes: Write) -> Write:
+    return lambda root: [write(root) for write in writes]
+
+
+def put(name: str, data: bytes = b"") -> Write:
+    def write(root: Path) -> None:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+
+    return write
+
+
+def text(name: str, data: str = TEXT, encoding: str = "utf-8") -> Write:
+    """Four images beside a file."""
+    return by(images, put(name, data.encode(encoding)))
+
+
+def table(*lines: str) -> Write:
+    return text("pairs.csv", "".join(f"{line}\n" for line in lines))
+
+
+def rows(value: Any, name: str = "pairs.json") -> Write:
+    return text(name, json.dumps(value))
+
+
+def row(**fields: Any) -> Write:
+    """A list of one pair with other values."""
+    return rows([ROW | fields])
+
+
+def splits(*values: Any) -> Write:
+    return rows([ROW | {"split": value, "id": str(number)} for number, value in enumerate(values)])
+
+
+def four(**columns: Any) -> list[dict[str, Any]]:
+    """Four rows; a column is a function of the row's number, a list of four, or one value."""
+    return [
+        {n: c(i) if callable(c) else c[i] if isinstance(c, list | tuple) else c for n, c in columns.items()}
+        for i in range(4)
+    ]
+
+
+P, Q = "p/{}.png".format, "q/{}.png".format
+PLAIN = four(before=P, after=Q, captions=SAYS, split=SPLIT)
+SIDES = {"before": P, "after": Q}
+
+
+def store(root: Path, name: str, value: list[dict[str, Any]]) -> None:
+    if name.endswith(".csv"):
+        pl.DataFrame(value).write_csv(root / name)
+    elif name.endswith(".jsonl"):
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in value))
+    else:
+        write_json(root / name, value)
+
+
+def files(**named: list[dict[str, Any]]) -> Write:
+    """Pictures and tables; __ in a name for a dot."""
+    return lambda root: (pictures(root), *(store(root, name.replace("__", "."), each) for name, each in named.items()))
+
+
+def columns(**named: Any) -> Write:
+    return files(data__csv=four(**named))
+
+
+def pairs(split: tuple[str, ...] = SPLIT, **named: Any) -> Write:
+    return columns(**SIDES, **named, split=split)
+
+
+def says(*texts: str, split: tuple[str, ...] = ("train", "train", "train", "val")) -> Write:
+    return pairs(split, caption=[*texts, *SAYS][:4])
+
+
+def lists(caption: Any) -> Write:
+    return files(data__json=four(**SIDES, caption=caption, split=SPLIT))
+
+
+def talk(*questions: str) -> Write:
+    """LLaVA's records, a question a row."""
+    turns = [
+        [{"from": "human", "value": f"<image>\n<image>\n{question}"}, {"from": "gpt", "value": answer}]
+        for question, answer in zip((questions * 4)[:4], SAYS, strict=True)
+    ]
+    return files(data__json=four(image=lambda n: [P(n), Q(n)], conversations=turns, split=SPLIT))
+
+
+def folders(names: tuple[str, ...], others: tuple[str, ...]) -> Write:
+    return lambda root: [
+        save_picture(root / folder / name, number)
+        for folder, each in (("before", names), ("after", others))
+        for number, name in enumerate(each)
+    ]
+
+
+def moved(path: str, name: str = "pairs.csv", data: str | None = None) -> Write:
+    """A table that names an image by `path`, which is in the folder a b."""
+    return by(
+        text(name, data or f"{HEADER}\n{path},0_2.png,it fell,train\n"),
+        lambda root: save_picture(root / "a b/0.png", 7),
+    )
+
+
+def from_top(form: str) -> Write:
+    return lambda root: moved(form.format(root=root, quoted=root.as_uri()))(root)
+
+
+def parquet(name: str, found: Mapping[str, Any]) -> Write:
+    return by(images, lambda root: pq.write_table(pa.table(dict(found)), root / name))
+
+
+def inside(kind: Callable[[pa.DataType], pa.DataType], listed: bool = True, sides: tuple[str, ...] = ()) -> Write:
+    """Images in a Parquet file, as a column of this type holds them."""
+
+    def write(root: Path) -> None:
+        images(root.parent)
+        found = [{"bytes": (root.parent / name).read_bytes(), "path": None} for name in ("0.png", "0_2.png")]
+        held = {"images": pa.array([found], kind(IMAGE))} if listed else {}
+        for side, image in zip(() if listed else sides or ("before", "after"), found, strict=not listed):
+            held[side] = pa.array([image if sides else image["bytes"]], kind(IMAGE))
+        rest = {"captions": pa.array(["it fell"], pa.large_string()), "split": pa.array(["train"]).dictionary_encode()}
+        pq.write_table(pa.table(held | rest), root / "data.parquet")
+
+    return write
+
+
+def numbered(*numbers: Any) -> Write:
+    """A table whose column `id` pandas has made floats."""
+    sides = {side: [f"{n}{end}.png" for n in (0, 1)] for side, end in (("before", ""), ("after", "_2"))}
+    return parquet("p.parquet", sides | {"id": [*numbers], "captions": ["it fell"] * 2, "split": ["train"] * 2})
+
+
+def packed(name: str, kind: str = "w:gz") -> Write:
+    def write(root: Path) -> None:
+        images(root)
+        with tarfile.open(root / name, kind) as file:
+            info = tarfile.TarInfo("pairs.csv")
+            info.size = len(TEXT)
+            file.addfile(info, io.BytesIO(TEXT.encode()))
+
+    return write
+
+
+def zipped(root: Path) -> None:
+    images(root)
+    with zipfile.ZipFile(root / "pairs.csv.zip", "w") as file:
+        file.writestr("pairs.csv", TEXT)
+
+
+def loop(root: Path) -> None:
+    row()(root)
+    (root / "0.png").unlink()
+    (root / "0.png").symlink_to("0.png")
+
+
+def linked(root: Path) -> None:
+    row()(root)
+    (root / "0.png").rename(root.parent / "0.png")
+    (root / "0.png").symlink_to(root.parent / "0.png")
+
+
+def two_forms(root: Path) -> None:
+    """The table has one Unicode form, the files and their folder have the other."""
+    name, other = (normalize(form, "Köln/é 1.png") for form in ("NFC", "NFD"))
+    table(HEADER, f"{name},0_2.png,der Käse fiel,train")(root)
+    save_picture(root / other, 7)
+
+
+def below(write: Write) -> Write:
+    """The images are in folders below that the rows do not name."""
+
+    def written(root: Path) -> None:
+        write(root)
+        for path in list(root.glob("*.png")):
+            folder = root / ("a {b}" if "_" in path.name else "c d")
+            folder.mkdir(exist_ok=True)
+            path.rename(folder / path.name)
+
+    return written
+
+
+def levir(root: Path) -> None:
+    for side in "AB":
+        save_picture(root / f"images/train/{side}/1.png", ord(side))
+    record = {"filename": "1.png", "split": "train", "changeflag": 0}
+    sentence = {"raw": " nothing differs .", "tokens": ["nothing", "differs", "."]}
+    write_json(root / "LevirCCcaptions.json", {"images": [record | {"sentences": [sentence]}]})
+
+
+def own_edits(end: str) -> Write:
+    """A file for each split, each with a name of its own for the captions."""
+    named = {"train": "instruction", "valid": "prompt"}
+    found = {
+        file: [{"before": f"{n}.png", "after": f"{n}_2.png", name: "move the box"}]
+        for n, (file, name) in enumerate(named.items())
+    }
+    return by(images, lambda root: [store(root, f"{file}.{end}", value) for file, value in found.items()])
+
+
+COUNTS = [
+    LLAVA,
+    LLAVA | {"id": "1", "image": ["0.png"]},
+    LLAVA | {"id": "2", "image": "0.png"},
+    {"id": "3", "conversations": TALK},
+    LLAVA | {"id": "4", "image": []},
+    LLAVA | {"id": "5", "image": ["0.png"] * 3},
+    LLAVA | {"id": "6", "conversations": TALK * 2},
+]
+THREE = {
+    f"{split}__csv": four(**SIDES, caption=SAYS)[start:end]
+    for split, start, end in (("train", 0, 2), ("val", 2, 3), ("test", 3, 4))
+}
+BY_SPLIT = "manifest: {train: train.csv, val: val.csv, test: test.csv}"
+NAMES = {k: [v] for k, v in ROW.items()}
+
+CASES: dict[str, tuple[Write, str, list[str]]] = {
+    # how a table is written
+    "semicolons": (table(HEADER.replace(",", ";"), PAIR.replace(",", ";")), READ, ["by ';': option", "delimiter: ;}"]),
+    "tabs": (table(HEADER.replace(",", "\t"), PAIR.replace(",", "\t")), READ, [r'delimiter: "\t"']),
+    "a byte order mark": (text("pairs.csv", encoding="utf-8-sig"), READ, ["train         1           1"]),
+    "sep=;": (text("pairs.csv", f"sep=;\r\n{TEXT.replace(',', ';')}"), READ, []),
+    "sep=; behind a mark": (text("pairs.csv", f"\ufeffsep=;\n{TEXT.replace(',', ';')}"), READ, []),
+    "sep=; between quotes": (text("pairs.csv", f'"SEP=;"\r\n{TEXT.replace(",", ";")}'), READ, []),
+    "sep=, in a .tsv": (text("pairs.tsv", f"sep=,\n{TEXT}"), READ, []),
+    "decimal commas": (text("p.csv", "before;after;x;captions;split\n0.png;0_2.png;0,5;it fell, so;train\n"), READ, []),
+    "a comment that is the header": (text("pairs.csv", f"#{TEXT}"), READ, []),
+    "line ends of old Macintosh": (text("pairs.csv", TEXT.replace("\n", "\r")), READ, []),
+    "brackets in a file's name": (text("pairs[final].csv"), READ, []),
+    "commas not quoted": (table(HEADER, "0.png,0_2.png,a, b,train"), REFUSED, ["line 2: row", "double quotes"]),
+    "a quote never closed": (table(HEADER, '0.png,0_2.png,"it fell,train'), REFUSED, ["correct the quotes there"]),
+    "comments": (text("pairs.csv", f"# by us\n# in 2024\n{TEXT}"), REFUSED, ["remove the first 2 line(s)"]),
+    "no header": (table(PAIR.replace(",", ";")), REFUSED, ["write this line above it: before;after;captions;split"]),
+    "an empty table": (put("pairs.csv"), REFUSED, ["pairs.csv: the file is empty; fetch it again"]),
+    "a header alone": (table(HEADER), REFUSED, ["NO PAIR at all"]),
+    "JSON Lines cut short": (text("p.jsonl", f'{json.dumps(ROW)}\n{{"be'), REFUSED, ["line 2: row: ", "cut off there"]),
+    "JSON cut short": (put("p.json", b'[{"before": "0.p'), REFUSED, ["p.json: line 1 column 13", "fetch it again"]),
+    "rows below a key": (rows({"info": {}, "data": [ROW]}), READ, ["under 'data': option `rows`", "rows: data"]),
+    "two keys of rows": (rows({"a": [ROW], "b": [ROW]}), REFUSED, ["a, b; write", "{manifest: pairs.json, rows: b}"]),
+    # names of columns
+    "capitals": (table(HEADER.title(), PAIR), READ, ["before is Before", "{before: Before, after: After, capt"]),
+    "other names": (table("vorher,nachher,Änderung", "0.png,0_2.png,es fiel"), READ, ["captions is Änderung"]),
+    "names that tell nothing": (table("x,y", "1,2"), REFUSED, ["columns x, y; none names two", "options: {col"]),
+    "braces": (table("{x},y}", "0.png,0_2.png"), REFUSED, ["has the columns nothing; none names two images"]),
+    "a mask beside": (columns(mask=P, after=Q, after_mask=P, before=P, caption=SAYS), READ, ["{captions: caption}"]),
+    "three frames": (
+        by(columns(frame1=P, frame2=Q, frame3="r/{}.png".format, caption=SAYS), lambda root: pictures(root, "r")),
+        ASKED,
+        ["before: frame1, after: frame2", "before: frame2, after: frame3"],
+    ),
+    "folders that say so": (
+        by(
+            columns(x="after/{}.png".format, y="before/{}.png".format, t=SAYS), lambda r: pictures(r, "before", "after")
+        ),
+        READ,
+        ["{before: y, after: x, captions: t}"],
+    ),
+    "folders against the columns": (
+        by(
+            columns(before="after/{}.png".format, after="before/{}.png".format, t=SAYS),
+            lambda root: pictures(root, "before", "after"),
+        ),
+        ASKED,
+        ["do not tell which is before"],
+    ),
+    "a list turned round": (
+        by(
+            files(data__json=four(images=lambda n: [f"after/{n}.png", f"before/{n}.png"], caption=SAYS, split=SPLIT)),
+            lambda root: pictures(root, "before", "after"),
+        ),
+        ASKED,
+        ["before: images.1, after: images.0"],
+    ),
+    "folders that tell nothing": (
+        by(columns(name=str, caption=SAYS), lambda root: pictures(root, "cam_l", "cam_r")),
+        ASKED,
+        ["before: 'cam_l/{name}.png'", "before: 'cam_r/{name}.png'"],
+    ),
+    "captions by the images' name": (
+        by(folders(("1.png",), ("1.png",)), lambda root: write_json(root / "texts.json", {"1": ["it fell"]})),
+        READ,
+        ["columns: {before: 'before/{key}.png', after: 'after/{key}.png', captions: value}"],
+    ),
+    # splits
+    "no split": (table("before,after,captions", "0.png,0_2.png,a b"), READ, ["all pairs are train", "split: train}"]),
+    "splits of other names": (
+        splits("Train", "validation", "dev", "testing"),
+        READ,
+        ["splits: {Train: train, dev: val, testing: test, validation: val}"],
+    ),
+    "restval": (splits("train", "restval", "val", "test"), READ, []),
+    "words in splits": (splits("Train ", "validation_1", "dev-clean", "test-other", "val2017"), READ, []),
+    "a split that says nothing": (splits("part 3"), MENDED, ["split 'part 3'", "{splits: {part 3: train}}"]),
+    "splits that are numbers": (splits(0, 1, "2", 0), MENDED, ["{splits: {'0': train, '1': val, '2': test}}"]),
+    "is_train": (splits(True, False), MENDED, ["options: {splits: {'False': train, 'True': val}}"]),
+    "one split of no known name": (splits("train", "val", "holdout"), MENDED, ["{splits: {holdout: test}}"]),
+    # which table
+    "a file for each split": (files(**THREE), READ, ["a file for each split", BY_SPLIT]),
+    "parts of each split": (
+        by(images, *(put(f"{n}.jsonl", json.dumps(ROW | {"id": n}).encode()) for n in ("train-0", "train-1", "val-0"))),
+        READ,
+        ["manifest: {train: train-*.jsonl, val: val-0.jsonl}", "train         2           2"],
+    ),
+    "numbered parts": (files(part_1__csv=PLAIN[:2], part_2__csv=PLAIN[2:]), READ, ["manifest: part_*.csv"]),
+    "numbered versions": (files(v1__csv=PLAIN, v2__csv=PLAIN), ASKED, ["manifest: v1.csv", "manifest: v2.csv"]),
+    "a backup": (files(labels__csv=PLAIN, backup__csv=PLAIN), ASKED, ["backup.csv, labels.csv", "which one"]),
+    "a backup of one split": (files(**THREE, train_old__csv=THREE["val__csv"]), ASKED, [BY_SPLIT, "t: train_old.csv"]),
+    "another file of one split": (
+        files(train__jsonl=PLAIN[:2], valid__jsonl=PLAIN[2:], itm_valid__jsonl=PLAIN),
+        ASKED,
+        ["manifest: {train: train.jsonl, val: valid.jsonl}", "manifest: itm_valid.jsonl"],
+    ),
+    "all beside the splits": (files(**THREE, all__csv=PLAIN), ASKED, ["manifest: all.csv"]),
+    "the documented table": (files(archive__json=PLAIN, pairs__csv=PLAIN), READ, ["not read: archive.json"]),
+    "notes beside": (files(labels__csv=PLAIN, notes__csv=four(who="x", text="it is")), READ, ["not read: notes.csv"]),
+    # which captions
+    "two columns": (
+        pairs(caption=SAYS, description=SAYS),
+        ASKED,
+        ["captions: caption}", "captions: description}", "captions: [caption, description]"],
+    ),
+    "two languages": (pairs(caption_de=SAYS, caption_en=SAYS), ASKED, ["caption_de"]),
+    "languages in an object": (
+        files(data__json=four(**SIDES, captions=lambda n: {"de": SAYS[n], "en": SAYS[n]}, split=SPLIT)),
+        ASKED,
+        ["captions: captions.de", "captions: captions.en"],
+    ),
+    "numbered columns": (pairs(caption1=SAYS, caption2=["x y", "", "", ""]), READ, ["[caption1, caption2]", "     3"]),
+    "captions of each image": (
+        pairs(before_caption=SAYS, change_caption=SAYS, after_caption=SAYS),
+        READ,
+        ["captions: change_caption", "not read: before_caption, after_caption"],
+    ),
+    "notes in a column": (pairs(caption=SAYS, notes="it rained"), READ, ["not read: notes"]),
+    "the kind of change": (pairs(change_type="moved", caption=SAYS), READ, ["is caption"]),
+    "an instruction that is the caption": (pairs(instruction=SAYS), READ, ["captions: instruction"]),
+    "tasks in a column": (pairs(task=["edit", "vqa"] * 2, caption=SAYS), ASKED, ["where: {task: edit}"]),
+    "no captions": (table("before,after", "0.png,0_2.png"), REFUSED, ["none holds captions", "in another file belong"]),
+    "captions called differently": (own_edits("json"), MENDED, ["{columns: {captions: [instruction, prompt]}}"]),
+    "captions called differently, CSV": (own_edits("csv"), MENDED, ["{columns: {captions: [instruction, prompt]}}"]),
+    # captions that are lists, or none
+    "mixed quotes": (says("""["the man's hat", 'a car']"""), IN_DOUBT, ["line 2: captions are a list", "in 1 rows"]),
+    "a tuple": (says("""("the man's hat", 'a car')"""), IN_DOUBT, ["line 2"]),
+    "an array": (says("array(['a b', 'c d'], dtype=object)"), IN_DOUBT, ["line 2"]),
+    "NumPy's print": (says("['a b' 'c d']"), IN_DOUBT, ["line 2"]),
+    "a set": (says("{'a b', 'c d'}"), IN_DOUBT, ["line 2"]),
+    "an object": (says(*SAYS[:2], "{'en': 'a b'}"), IN_DOUBT, ["line 4: captions are an object"]),
+    "a list without quotes": (says("[a b, c d]"), IN_DOUBT, ["line 2", "`json.dumps(captions)`"]),
+    "a list in a list": (lists(lambda n: ['["a b", "c d"]']), IN_DOUBT, ["record 0"]),
+    "words of a caption": (lists(lambda n: SAYS[n].split()), IN_DOUBT, ["single words", "' '.join"]),
+    "a JSON list in quotes": (table(HEADER, '0.png,0_2.png,"[""a b"", ""c""]",train'), READ, ["1           2"]),
+    "brackets in a sentence": (says("(left) it is gone (right)", "it says [EXIT]", "a {red} box", "(off)"), READ, []),
+    "a bar between": (says("a b|c d"), ASKED, ["'|'", "separator: '|'", "separator: ''"]),
+    "semicolons between": (says("a b; c d", "e; f"), ASKED, ["separator: ;"]),
+    "lines": (says("a b\nc d"), ASKED, [r'separator: "\n"']),
+    "no word in training": (says("nan", "TODO", "?"), READ, ["line 2: ", "no_caption: ['?', TODO, nan]"]),
+    "a number": (says("1"), READ, ["no_caption: ['1']"]),
+    "an empty one in training": (says("", "  "), READ, ["empty captions: 2"]),
+    "no word in test": (says("None", split=IN_TEST), ASKED, ["1 of them in test"]),
+    "an empty one in test": (says("", split=IN_TEST), ASKED, ["no_caption: ['']"]),
+    "words that say something": (says("none of it moved", "no change", "removed"), READ, ["{captions: caption}"]),
+    "captions that are a number": (row(captions=7), REFUSED, ["expected a list of text", "a list of texts"]),
+    # questions
+    "the task's question": (talk("What has changed?"), READ, ["captions: conversations"]),
+    "the question in full": (talk("What has changed between the two images?"), READ, ["captions: conversations"]),
+    "one of another task": (talk("Is there a car?"), ASKED, ["'Is there a car?' (4)"]),
+    "several": (
+        talk("What changed?", "How many boxes are there?"),
+        ASKED,
+        [
+            "'What changed?' (2); 'How many boxes are there?' (2)",
+            "where: {conversations.0.value:",
+            "all_ask_what_changed",
+        ],
+    ),
+    "a column of questions": (
+        pairs(question="How many?", answer=SAYS),
+        ASKED,
+        ["How many?' (4)", "question: question"],
+    ),
+    "an instruction and its input": (
+        pairs(instruction="Look.", input=["Count.", "Count.", "", "Count."], output=SAYS),
+        ASKED,
+        ["question: '{instruction} {input}'"],
+    ),
+    # what other programs write
+    "LLaVA": (rows([LLAVA], "train.json"), READ, ["like pairs", "conversations, id: null}", "split: train"]),
+    "ms-swift": (
+        rows([{"images": LLAVA["image"], "messages": [{"role": "assistant", "content": "it fell"}]}]),
+        READ,
+        ["columns: {images: images, captions: messages}"],
+    ),
+    "M4-Instruct": (
+        rows([{"sample_id": 0} | {key: EXPORT[key] for key in ("image", "conversations", "metadata")}]),
+        READ,
+        ["columns: {images: image, captions: conversations, split: metadata.split}"],
+    ),
+    "images in the parts of a message": (
+        rows([{"m": [{"role": "user", "content": [{"image": "0.png"}, {"image": "0_2.png"}]}], "caption": "it fell"}]),
+        READ,
+        ["before: m.0.content.0.image, after: m.0.content.1.image"],
+    ),
+    "in Parquet": (inside(lambda each: each, False, ("end_frame", "start_frame")), READ, ["before: start_frame"]),
+    "large lists": (inside(pa.large_list), READ, [" 0 missing"]),
+    "lists of a fixed size": (inside(lambda each: pa.list_(each, 2)), READ, [" 0 missing"]),
+    "bytes alone": (inside(lambda _: pa.binary(), listed=False), READ, [" 0 missing"]),
+    "large bytes alone": (inside(lambda _: pa.large_binary(), listed=False), READ, [" 0 missing"]),
+    "ids as floats": (numbered(1.0, None), READ, []),
+    "0, 1, 2, 3 images and 2 answers": (rows(COUNTS, "sft.json"), MENDED, ["1 with 2 answers, 1 with 3 images"]),
+    "LEVIR-CC's layout": (levir, MENDED, ["no_change: {changeflag: "]),
+    "the project's own export": (
+        by(rows([EXPORT], "train.json"), lambda root: write_json(root / "dataset_info.json", {"m3diff_train": {}})),
+        REFUSED,
+        ["`m3diff export-llava` wrote", "split: metadata.split"],
+    ),
+    "Syned's folder, not whole": (
+        by(rows({"train": [0]}, "splits.json"), put("instructions_with_idx_train_split.txt")),
+        REFUSED,
+        ["looks like syned", "MISSING gt_augmented_test_clean.json", "fetch the missing files again"],
+    ),
+    "CARD's folder": (rows({}, "change_multi_captions.json"), REFUSED, ["CARD's folder", "reader spot_the_diff"]),
+    # what is no table
+    "an empty folder": (lambda root: None, REFUSED, ["it holds nothing", "Expected one of: "]),
+    "an Excel file": (put("p.xlsx", b"PK\3\4"), REFUSED, ["p.xlsx: is a spreadsheet", "save it as CSV (UTF-8)"]),
+    "an Excel file called CSV": (put("p.csv", b"PK\3\4" + bytes(99)), REFUSED, ["by its content", "CSV (UTF-8)"]),
+    "a text file": (put("p.txt", b"x"), REFUSED, ["p.txt: is no table that is read; write .csv"]),
+    "an Arrow file": (put("p.arrow", b"x"), REFUSED, ["p.arrow: is no table", "write it as Parquet"]),
+    "a video": (put("clip.mp4"), REFUSED, ["clip.mp4: is a video, and pairs are images", "`ffmpeg -i "]),
+    "a pointer of DVC": (put("images.dvc", b"outs:"), REFUSED, ["images.dvc: is DVC's pointer", "`dvc pull "]),
+    "a table in Git LFS": (put("pairs.csv", LFS), REFUSED, ["pairs.csv: is a pointer of Git LFS", "lfs pull`"]),
+    "one folder of images": (lambda r: images(r / "images"), REFUSED, ["images/: holds images, but no file", HEADER]),
+    "two folders": (folders(("1.png",), ("1.png",)), REFUSED, ["1 and 1 images, 1 of them", "no file has captions"]),
+    "two folders of other names": (folders(("1.png",), ("1.jpg",)), REFUSED, ["0 of them", "1.jpg has no partner"]),
+    # encodings, archives, names of files
+    "Latin-1": (text("pairs.csv", TEXT.replace("it", "die Tür"), "latin-1"), MENDED, ["`iconv -f WINDOWS-1252"]),
+    "unused byte": (by(images, put("p.csv", TEXT.encode().replace(b"it", b"\xfc\x81"))), MENDED, ["`iconv -f LATIN1"]),
+    "UTF-16": (text("pairs.csv", TEXT, "utf-16"), MENDED, ["`iconv -f UTF-16 "]),
+    "UTF-16 without its mark": (text("pairs.csv", TEXT, "utf-16-le"), MENDED, ["`iconv -f UTF-16LE "]),
+    "UTF-16, big end first": (text("p.jsonl", json.dumps(ROW), "utf-16-be"), MENDED, ["`iconv -f UTF-16BE "]),
+    "gzip called CSV": (by(images, put("pairs.csv", gzip.compress(TEXT.encode()))), MENDED, ["`mv "]),
+    "Parquet called CSV": (by(parquet("x", NAMES), lambda r: (r / "x").rename(r / "p.csv")), MENDED, ["`mv "]),
+    ".csv.gz": (by(images, put("pairs.csv.gz", gzip.compress(TEXT.encode()))), MENDED, ["`gunzip "]),
+    ".json.bz2": (by(images, put("p.json.bz2", bz2.compress(json.dumps([ROW]).encode()))), MENDED, ["`bunzip2 "]),
+    ".csv.xz": (by(images, put("p.csv.xz", lzma.compress(TEXT.encode()))), MENDED, ["`unxz "]),
+    ".csv.zip": (zipped, MENDED, ["`unzip "]),
+    ".tar": (packed("pairs.tar", "w"), MENDED, ["`tar -C "]),
+    ".tar.gz": (packed("pairs.tar.gz"), MENDED, ["`tar -C "]),
+    ".tgz": (packed("pairs.TGZ"), MENDED, ["`tar -C "]),
+    ".ndjson": (text("pairs.ndjson", json.dumps(ROW)), MENDED, ["`mv "]),
+    ".tab": (text("pairs.tab", TEXT.replace(",", "\t")), MENDED, ["`mv "]),
+    ".pq": (parquet("p.pq", NAMES), MENDED, ["`mv "]),
+    "a folder too high": (lambda r: ((r / "my").mkdir(), row()(r / "my")), MENDED, ["`m3diff data "]),
+    "a folder too deep": (by(images, lambda r: put("pairs.csv", TEXT.encode())(r.parent)), MENDED, ["`m3diff data "]),
+    # images that are not where the rows say
+    "an image missing": (row(before="9.png"), REFUSED, ["missing images: 1", "9.png: is nowhere below"]),
+    "a path of 5,000 letters": (row(before="a" * 5_000), REFUSED, ["missing images: 1", "is nowhere below"]),
+    "an address": (row(before="https://x.example/9.png"), REFUSED, ["/9.png: is an address; download the images into"]),
+    "an absolute path": (from_top("{root}/a b/0.png"), READ, ["images 2, of them 0 missing"]),
+    "file:///": (from_top("{quoted}/a%20b/0.png"), READ, [" 0 missing"]),
+    "file:///, not escaped": (from_top("file://{root}/a b/0.png"), READ, [" 0 missing"]),
+    "file://localhost": (from_top("file://localhost{root}/a b/0.png"), READ, [" 0 missing"]),
+    "file:/": (from_top("file:{root}/a b/0.png"), READ, [" 0 missing"]),
+    **{
+        f"elsewhere: {path}": (
+            moved(path),
+            REFUSED,
+            [f"{path}: is a b/0.png in ", "paths are relative to it: write them"],
+        )
+        for path in (
+            *("/mnt/x.y/a b/0.png", "$HOME/data/a b/0.png", "C:\\data\\a b\\0.png", "s3://ours/a b/0.png"),
+            *("https://x.example/a b/0.png", "file:///mnt/x/a%20b/0.png", "../a b/0.png", "~/a b/0.png"),
+        )
+    },
+    "out of the root": (row(before="/mnt/9.png"), REFUSED, ["/mnt/9.png: leads out of the root", "image_root"]),
+    "backslashes": (moved(r"a b\0.png"), REFUSED, ["there is 'a b/0.png': paths have slashes"]),
+    "blanks": (row(before=" 0.png"), REFUSED, ["' 0.png': there is '0.png': a blank"]),
+    "another suffix": (row(before="0.jpg"), REFUSED, ["'0.jpg': there is '0.png': the suffix is another"]),
+    "capitals in a name": (row(before="0.PNG"), REFUSED, ["'0.PNG': there is '0.png': large and small letters differ"]),
+    "another Unicode form": (two_forms, REFUSED, ["letters are the same in another Unicode form"]),
+    "a link to itself": (loop, REFUSED, ["0.png: is a symbolic link to 0.png, which leads to no file"]),
+    "a link out of the root": (linked, MENDED, ["follow_links: true"]),
+    "images in folders below": (below(row()), MENDED, ["columns: {before: 'c d/{before}', after: 'a {{b}}/{after}'}"]),
+    "a list of images, below": (below(rows([LLAVA])), MENDED, ["{image.0}"]),
+    "images beside the folder": (by(lambda r: images(r.parent), put("p.csv", TEXT.encode())), MENDED, ["as root: "]),
+    "an id twice": (rows([ROW | {"id": 1}, ROW | {"id": 1, "before": "1.png"}]), MENDED, ["{columns: {id: null}}"]),
+    "one image on both sides": (row(after="0.png"), REFUSED, ["both images are 0.png (1 such pairs); name both"]),
+    "an image without a byte": (by(row(), put("0.png")), REFUSED, ["images without a byte: 1"]),
+    "a web page": (by(row(), put("0.png", b"<!DOCTYPE html>")), REFUSED, ["no images: 1", "0.png: is a web page"]),
+    "an image in Git LFS": (by(row(), put("0.png", LFS)), REFUSED, ["0.png: is a pointer of Git LFS; fetch it"]),
+    "HEIC": (by(row(), put("0.png", b"\0\0\0\x18ftypmp42")), REFUSED, ["is a video or HEIC; convert it to PNG"]),
+}
+
+
+def look(root: Path, entry: Mapping[str, Any] | None = None) -> tuple[bool, str]:
+    """Whether the folder is sound, and all that check says."""
+    try:
+        return (found := check(root, {"own": DatasetEntry.model_validate(entry)} if entry else {})).sound, "\n".join(
+            found.lines
+        )
+    except DataError as error:
+        return False, str(error)
+
+
+def entries(told: str) -> list[dict[str, Any]]:
+    """The entries that are printed for params.yaml, without their names."""
+    lines = told[told.index("ingest.datasets in params.yaml:") :].split("\n")[1:]
+    return [next(iter(yaml.safe_load(line).values())) for line in lines if line.startswith("    ")]
+
+
+def counts(told: str) -> list[str]:
+    return [line for line in told.split("\n") if re.match("  (train|val|test|images) ", line)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_is_read_asked_about_refused_or_mended_and_what_is_printed_works(tmp_path, name):
+    """Entries read the folder as it was checked, and no question is asked twice; remedies are applied as printed."""
+    write, kind, words = CASES[name]
+    root = tmp_path / "up" / (AWKWARD if kind == MENDED else "raw")
+    root.mkdir(parents=True)
+    write(root)
+    sound, told = look(root)
+    assert [each for each in words if each not in told] == [], told
+    assert (sound, "  ASK " in told) == (kind == READ, kind == ASKED), told
+    if kind == IN_DOUBT:
+        with pytest.raises(DataError, match="captions are in doubt"):
+            run_ingest(root, "pairs", "own", **entries(told)[0]["options"])
+    if kind == MENDED:
+        assert is_mended(told, root), told
+    found = entries(told) if kind in (READ, ASKED) else []
+    assert len(found) == 1 or kind != READ
+    for entry in found:
+        again, answered = look(root, entry)
+        assert again or (kind == ASKED and "  ASK " in answered), (
+            answered
+        )  # a second question, of this column's captions
+        assert kind != READ or "no_caption" in told or counts(answered) == counts(told)
+        if again:
+            report = run_ingest(root, "pairs", "own", **entry["options"])
+            assert (report.faults, bool(report.pairs)) == (0, True)
+
+
+def is_mended(told: str, root: Path, more: int = 1) -> bool:
+    """Whether the folder is sound once the printed command or option is applied, and `more` that are printed then."""
+    programs = ("iconv", "unzip", "tar", "gunzip", "bunzip2", "unxz", "mv", "m3diff")
+    command = next((part for part in re.findall(r"`([^`]+)`", told) if part.startswith(programs)), None)
+    if command:
+        if command.startswith("m3diff data check "):
+            words = subprocess.run(f"printf '%s\\n' {command}", shell=True, capture_output=True, text=True, check=True)
+            root = Path(words.stdout.splitlines()[-1])
+        elif (ran := subprocess.run(command, shell=True, capture_output=True, text=True)).returncode:
+            pytest.skip(ran.stderr) if ran.returncode == 127 else pytest.fail(ran.stderr)
+        sound, told = look(root)
+        return sound or (more > 0 and is_mended(told, root, more - 1))
+    (entry,) = entries(told)
+    line = next((line for line in told.splitlines()[:-1] if "options: {" in line), "")
+    if option := re.search(r"options: (\{.*\})", line):
+        entry["options"] = entry.get("options", {}) | yaml.safe_load(option[1])
+    if above := re.search(r"take (.*) as root", line):
+        entry["root"] = above[1]
+    if "by the reader pairs" in line:
+        entry["reader"] = "pairs"
+    if "follow_links: true" in told:
+        entry["follow_links"] = True
+    return look(Path(entry["root"]), entry)[0]
+
+
+ORDERED = """before_path after_path, original edited, start end, previous_frame current_frame, current next, t1 t2,
+    T0 T1, pre post, img_2019 img_2023, scan_2019_05 scan_2020_01, sourceImg targetImg, first last,
+    picture picture_edited, posted_before prepared_after, folder_1 folder_2, image_one image_two, imageA imageB,
+    beforeimg afterimg, vorher nachher, avant après, 变化前 变化后, input.url output.url"""
+UNORDERED = """left_cam right_cam, x y, photo picture, newspaper prediction, forward starter,
+    last_image current_image, before_old before_older, new_before picture, p_12 q_11"""
+"""Whole words decide: `new` and `pre` are no words of newspaper and prediction; `last` may be the one before."""
+
+
+@pytest.mark.parametrize("names", [*ORDERED.split(","), *UNORDERED.split(",")])
+def test_whole_words_of_two_columns_tell_which_is_before_in_any_order_or_both_orders_are_asked_for(tmp_path, names):
+    before, after = names.split()
+    for number, sides in enumerate(({before: P, after: Q}, {after: Q, before: P})):
+        root = tmp_path / str(number)
+        columns(**sides, caption=SAYS, split=SPLIT)(root)
+        sound, told = look(root)
+        found = [tuple(entry["options"]["columns"][side] for side in ("before", "after")) for entry in entries(told)]
+        if names in ORDERED.split(","):
+            assert (sound, found) == (True, [(before, after)]), told
+        else:
+            assert (sound, sorted(found)) == (False, sorted([(before, after), (after, before)])), told
+
+
+def test_a_doubt_of_an_entry_by_hand_is_asked_too_and_refused_by_ingest_with_the_first_row(tmp_path):
+    options = {"manifest": "data.csv", "columns": {"captions": "caption"}}
+    says("nan")(tmp_path)
+    sound, told = look(tmp_path, {"reader": "pairs", "root": str(tmp_path), "options": options})
+    assert (sound, "options: {no_caption: [nan]}" in told) == (False, True)
+    with pytest.raises(DataError, match=r"(?s)data\.csv, line 2: .*options: \{no_caption: \[nan\]\}"):
+        run_ingest(tmp_path, "pairs", "own", **options)
+
+
+def test_pairs_whose_captions_stand_for_none_are_passed_over_and_counted(tmp_path, capsys):
+    root = tmp_path / "raw"
+    pictures(root)
+    texts = [["nan"], ["a car left", "NaN "], ["-"], ["a tree was cut"]]
+    store(root, "data.json", four(**SIDES, captions=texts, split=SPLIT))
+    report = run_ingest(root, "pairs", "own", manifest="data.json", no_caption=["nan", "-"])
+    assert (report.rows_in, report.pairs, report.references) == (4, {"test": 1, "train": 1}, {"test": 1, "train": 1})
+    assert "2 pairs without a caption are passed over, first data.json, record 0" in capsys.readouterr().out
+    report = run_ingest(root, "pairs", "own", manifest="data.json", no_caption=[])
+    assert report.references == {"test": 1, "train": 3, "val": 1}
+
+
+def test_one_text_of_several_captions_is_cut_at_the_separator(tmp_path):
+    says("a b | c d |", "e")(tmp_path)
+    options = {"manifest": "data.csv", "columns": {"captions": "caption"}}
+    assert run_ingest(tmp_path, "pairs", "own", **options, separator="|").references == {"train": 4, "val": 1}
+    assert run_ingest(tmp_path, "pairs", "own", **options, separator="").references == {"train": 3, "val": 1}
+
+
+@pytest.mark.parametrize(
+    ("write", "ids"),
+    [
+        (numbered(1.0, None), ["1", "1.png|1_2.png"]),
+        (numbered(1.0, float("nan")), ["1", "1.png|1_2.png"]),
+        (numbered(2.0**53, 3.0), ["9007199254740992", "3"]),
+        (numbered(0.5, 1.0), ["id: expected text, found a number 0.5"]),
+        (numbered("1.0", "2"), ["1.0", "2"]),
+        (from_top("{quoted}/a%20b/0.png"), ["a b/0.png|0_2.png"]),
+        (text("pairs.csv", f"sep=,\n{TEXT}"), ["0.png|0_2.png"]),
+    ],
+)
+def test_names_are_those_of_the_same_table_in_plain_form(tmp_path, write, ids):
+    root = tmp_path / "raw"
+    root.mkdir()
+    write(root)
+    told = look(root)[1]
+    (entry,) = entries(told)
+    ingest("mine", DatasetEntry.model_validate(entry), tmp_path / "cache", tmp_path / "out")
+    found = pq.read_table(tmp_path / "out/mine/records.parquet")["id"].to_pylist()
+    assert [str(each).removeprefix("mine/") for each in found] == ids or (None in found and ids[0] in told)
+
+
+@pytest.mark.parametrize("number", [7, 7.0, "7", "7.0"])
+def test_a_number_in_a_template_is_whole(tmp_path, number):
+    save_picture(tmp_path / "000007.png", 1)
+    save_picture(tmp_path / "b/7.png", 2)
+    write_json(tmp_path / "m.json", [{"n": number, "captions": "it fell"}])
+    options = {"manifest": "m.json", "split": "train", "columns": {"before": "{n:06}.png", "after": "b/{n:d}.png"}}
+    assert look(tmp_path, {"reader": "pairs", "root": tmp_path, "options": options})[0]
+
+
+def test_rows_that_are_no_pair_are_counted_when_they_are_passed_over(tmp_path):
+    rows(COUNTS, "sft.json")(tmp_path)
+    options = {"manifest": "sft.json", "split": "train", "pairs_only": True}
+    options["columns"] = {"images": "image", "captions": "conversations", "id": None}
+    sound, told = look(tmp_path, {"reader": "pairs", "root": tmp_path, "options": options})
+    assert "  passed over by pairs_only: 2 with 0 images, 2 with 1 images, 1 with 2 answers, 1 with 3 images" in told
+    assert (sound, counts(told)[0].split()) == (True, ["train", "1", "1"])
+
+
+@pytest.mark.parametrize("where", ["recognised", "given", "second of two"])
+@pytest.mark.parametrize("kept", [0, 3, 4, 11, 300, -1, -8, -40])
+def test_a_parquet_file_that_is_cut_short_is_named(tmp_path, kept, where):
+    root = tmp_path / "raw"
+    root.mkdir()
+    inside(pa.list_)(root)
+    data, name = (root / "data.parquet").read_bytes(), "zcut.parquet" if where == "second of two" else "cut.parquet"
+    (root / name).write_bytes(data[:kept])
+    if where != "second of two":
+        (root / "data.parquet").unlink()
+    entry = {"reader": "pairs", "root": root, "options": {"manifest": "*.parquet", "columns": {"images": "images"}}}
+    sound, told = look(root, None if where == "recognised" else entry)
+    assert (sound, name in told) == (False, True), told
+    assert "fetch it again" in told or "write it again" in told
+    with pytest.raises(DataError, match=name):
+        ingest("mine", DatasetEntry.model_validate(entry), tmp_path / "cache", tmp_path / "out")
+
+
+def test_a_parquet_file_that_is_damaged_inside_is_read_or_named(tmp_path):
+    root = tmp_path / "raw"
+    root.mkdir()
+    inside(pa.list_)(root)
+    data = (root / "data.parquet").read_bytes()
+    options = {"manifest": "data.parquet", "columns": {"images": "images"}}
+    entry = DatasetEntry(reader="pairs", root=root, options=options)
+    for start in range(4, len(data) - 8, len(data) // 24):
+        (root / "data.parquet").write_bytes(data[:start] + b"\xff" * 8 + data[start + 8 :])
+        assert "data.parquet" in look(root)[1]
+        try:
+            ingest("mine", entry, tmp_path / "cache", tmp_path / "out")
+        except DataError as error:
+            assert "data.parquet" in str(error)  # noqa: PT017
+
+
+def test_the_command_prints_what_check_says_and_exits_by_it(tmp_path, capsys, monkeypatch):
+    row()(tmp_path)
+    assert main(["data", "check", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path} looks like pairs\n  licence: ")
+    (tmp_path / "0.png").unlink()
+    assert main(["data", "check", str(tmp_path), "--reader", "pairs"]) == DATA_REFUSED
+    assert capsys.readouterr().out.startswith(f"{tmp_path} is read as pairs\n")
+    with pytest.raises(SystemExit):
+        main(["data", "check", str(tmp_path), "--reader", "pears"])
+    assert "invalid choice: 'pears'" in capsys.readouterr().err
+    with pytest.raises(DataError, match=re.escape(f"is a file; name its folder: `m3diff data check {tmp_path}`")):
+        check(tmp_path / "pairs.json", {})
+
+    def refuse(path: Path, *_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for method, told in (("iterdir", "rights: `chmod u+rx "), ("read_bytes", "permissions: `chmod u+r ")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, refuse)
+            with pytest.raises(DataError, match=f"cannot be read: Permission denied; check its {re.escape(told)}"):
+                check(tmp_path, {})
