@@ -5,7 +5,7 @@ follows from the records alone, so DVC watches them and no image folder.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -215,39 +215,41 @@ def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) ->
 
     Rows of no split, which are all bad, are a share of the dataset's.
     """
-    of_split = ["dataset", "own_split"]
-    rows = pl.concat([clean.select(of_split), quarantine.select(of_split)])
-    faults = []
-    for (dataset, split), bad in quarantine.filter(pl.col("rules") != [LEAK]).group_by(of_split, maintain_order=True):
-        total = rows.filter(pl.col("dataset") == dataset, split is None or pl.col("own_split") == split).height
-        if bad.height > Fraction(str(share)) * total:
-            faults.append(
-                f"{dataset} {split or 'without a split'}: {bad.height} of {total} rows are bad, more than "
-                f"validate.max_quarantined_share = {share}; the first:\n" + _first(_reasons(bad))
-            )
-    return faults
+    bad = quarantine.filter(pl.col("rules") != [LEAK])
+    return [
+        f"{dataset} {split or 'without a split'}: {count} of {total} rows are bad, more than "
+        f"validate.max_quarantined_share = {share}; the first:\n{first}"
+        for (dataset, split), count, total, first in _above(share, bad, [clean, quarantine], ["dataset", "own_split"])
+    ]
 
 
 def too_many_leaked(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
     """A sentence for each dataset with a larger share of its training rows, whatever its files call them, in a test
     set."""
-    train = pl.concat([clean["dataset", "split"], quarantine["dataset", "split"]]).filter(split="train")
-    faults = []
-    for (dataset,), leaked in quarantine.filter(pl.col("rules").list.contains(LEAK)).group_by(
-        "dataset", maintain_order=True
-    ):
-        total = train.filter(dataset=dataset).height
-        if leaked.height > Fraction(str(share)) * total:
-            faults.append(
-                f"{dataset}: {leaked.height} of {total} training pairs are in a test set, more than "
-                f"validate.max_leaked_share = {share}, so its splits do not hold; remove these pairs from its training "
-                "split and run `m3diff ingest` again; the first:\n" + _first(_reasons(leaked))
-            )
-    return faults
+    leaked = quarantine.filter(pl.col("rules").list.contains(LEAK))
+    train = [rows.filter(split="train") for rows in (clean, quarantine)]
+    return [
+        f"{dataset}: {count} of {total} training pairs are in a test set, more than validate.max_leaked_share = "
+        f"{share}, so its splits do not hold; remove these pairs from its training split and run `m3diff ingest` "
+        f"again; the first:\n{first}"
+        for (dataset,), count, total, first in _above(share, leaked, train, ["dataset"])
+    ]
 
 
-def _reasons(rows: pl.DataFrame) -> list[str]:
-    return [f"{row['source']}: {row['reason']}" for row in rows.iter_rows(named=True)]
+def _above(
+    share: float, some: pl.DataFrame, rows: list[pl.DataFrame], by: list[str]
+) -> Iterator[tuple[tuple[Any, ...], int, int, str]]:
+    """Each group of rows that are more than this share of all in the group: its key, both counts, the first reasons.
+
+    A key's null is no condition.
+    """
+    every = pl.concat([each.select(by) for each in rows])
+    for key, found in some.group_by(by, maintain_order=True):
+        conditions = [pl.col(name) == value for name, value in zip(by, key, strict=True) if value is not None]
+        total = every.filter(conditions).height
+        if found.height > Fraction(str(share)) * total:
+            reasons = [f"{row['source']}: {row['reason']}" for row in found.iter_rows(named=True)]
+            yield key, found.height, total, _first(reasons)
 
 
 def _first(lines: list[str]) -> str:
