@@ -110,6 +110,8 @@ def _count(records: pl.DataFrame) -> Statistics:
     words, sentences = counted["words"], int(counted["sentences"].sum())
     vocabulary = _vocabulary(references["reference"])
     by_split = dict(records["split"].value_counts().iter_rows())
+    worded = records["references"].list.eval(pl.element().filter(pl.element() != ""))
+    per_pair = dict(worded.list.len().value_counts().iter_rows())
     number = max(references.height, 1)
     return Statistics(
         pairs=records.height,
@@ -123,7 +125,7 @@ def _count(records: pl.DataFrame) -> Statistics:
         vocabulary=vocabulary.height,
         over_20=int((words > LONG).sum()) / number,
         lengths=_lengths(words),
-        per_pair=_bars(records["references"].list.eval(pl.element().filter(pl.element() != "")).list.len()),
+        per_pair=[Bar(str(n), per_pair.get(n, 0)) for n in range(min(per_pair), max(per_pair) + 1)],
         frequent=[Bar(*row) for row in vocabulary.filter(pl.col("word").str.len_chars() > 3).head(TOP_WORDS).rows()],
         change_types=_types(records["change_types"]),
     )
@@ -145,11 +147,6 @@ def _lengths(words: pl.Series) -> list[Bar]:
         Bar(f"{n * step}" if step == 1 else f"{n * step}–{n * step + step - 1}", counts.get(n, 0))
         for n in range(longest // step + 1)
     ]
-
-
-def _bars(values: pl.Series) -> list[Bar]:
-    counts = dict(values.value_counts().iter_rows())
-    return [Bar(str(n), counts.get(n, 0)) for n in range(min(counts), max(counts) + 1)]
 
 
 def _types(types: pl.Series) -> list[Bar]:

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,7 +93,17 @@ def generate(settings: MiniChange) -> None:
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         written = pool.map(partial(_write_scene, settings, splits["train"]), range(total), chunksize=32)
         scenes = list(progress(written, "synthesize", total=total, unit="scene"))
-    for name, content in _annotations(settings, scenes, splits).items():
+    key = "CLEVR_default_{:06d}.png".format
+    no_change = references((), settings.references)
+    typed = {each: [f"{scene.number:06d}.png" for scene in scenes if each in scene.types] for each in CHANGE_TYPES}
+    annotations = {
+        "change_captions.json": {key(scene.number): scene.references for scene in scenes},
+        "no_change_captions.json": {key(scene.number): no_change for scene in scenes},
+        "splits.json": {split: list(numbers) for split, numbers in splits.items()},
+        "type_mapping.json": typed,
+        "grammar.json": grammar(tuple(WIDTHS[settings.level])),
+    }
+    for name, content in annotations.items():
         write_atomic(settings.root / name, json.dumps(content, indent=1) + "\n")
     head = json.dumps({"level": settings.level, "domain": settings.domain, "image_px": settings.image_px})
     lines = []
@@ -131,19 +141,3 @@ def _write_scene(settings: MiniChange, training: range, number: int) -> Written:
         path = settings.root / name
         render(scene, settings.image_px, rng, settings.domain).save(path, compress_level=4)
     return Written(number, types, references(changes, settings.references), shown)
-
-
-def _annotations(settings: MiniChange, scenes: list[Written], splits: dict[str, range]) -> dict[str, Any]:
-    """The content of each annotation file, by name."""
-    key = "CLEVR_default_{:06d}.png".format
-    no_change = references((), settings.references)
-    return {
-        "change_captions.json": {key(scene.number): scene.references for scene in scenes},
-        "no_change_captions.json": {key(scene.number): no_change for scene in scenes},
-        "splits.json": {split: list(numbers) for split, numbers in splits.items()},
-        "type_mapping.json": {
-            change_type: [f"{scene.number:06d}.png" for scene in scenes if change_type in scene.types]
-            for change_type in CHANGE_TYPES
-        },
-        "grammar.json": grammar(tuple(WIDTHS[settings.level])),
-    }

@@ -33,6 +33,8 @@ CAMERA = {
     "out": "zoomed out",
 }
 LAMP = {"out": "went out", "on": "came on"}
+STATE = {"arrow": " pointing {}", "doll": " with arms {}", "sign": " reading {}", "die": " with {} dots"}
+"""How a thing is described by what its kind can show; a doll that waves is waving."""
 
 INVERSE: dict[str, dict] = {
     "viewpoint": {
@@ -175,8 +177,13 @@ def grammar(sizes: tuple[str, ...] = SIZES) -> dict:
 
 
 def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
+    was = _thing(sizes)  # the object before, whose name tells what it was where no other word does
+    if "{old_" not in template and change_type in ("size", "color"):
+        was = _thing(sizes, change_type)
+    elif change_type == "substitution":
+        was = f"(?P<before>{was})"
     words = {
-        "{object}": f"(?P<object>{_object(change_type, '{old_' in template, sizes)})",
+        "{object}": f"(?P<object>{was})",
         "{new}": f"(?P<{'object' if change_type == 'addition' else 'after'}>{_thing(sizes)})",
         "{place}": f"(?P<place>{'|'.join(sorted(PLACES, key=len, reverse=True))})",
         "{camera}": f"(?P<place>(?P<after>{'|'.join(CAMERA.values())}))",
@@ -188,13 +195,6 @@ def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
         words |= {f"{{{slot}}}": f"(?P<after>{'|'.join(known)})", f"{{old_{slot}}}": f"(?P<before>{'|'.join(known)})"}
     pattern = re.sub(r"\{\w+\}", lambda slot: words[slot[0]], template)
     return re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
-
-
-def _object(change_type: str, says_before: bool, sizes: tuple[str, ...]) -> str:
-    """An object's name; what it was stands in `before`, where the change is of its name and no other word says it."""
-    if says_before or change_type not in ("size", "color", "substitution"):
-        return _thing(sizes)
-    return f"(?P<before>{_thing(sizes)})" if change_type == "substitution" else _thing(sizes, change_type)
 
 
 def _thing(sizes: tuple[str, ...], before: str = "") -> str:
@@ -210,7 +210,10 @@ def describe_scene(scene: Scene) -> str:
 
 def describe_things(scene: Scene) -> list[tuple[int, str]]:
     """Each thing and mark with its place, in reading order: by place, and from left to right within one."""
-    told = [(thing.cell, thing.center[0], _describe_thing(thing)) for thing in scene.things]
+    told = []
+    for thing in scene.things:
+        state = STATE[thing.kind].format(_number(thing.state) or thing.state) if thing.kind in STATE else ""
+        told.append((thing.cell, thing.center[0], f"a {name(thing)}{' waving' if thing.state == 'waving' else state}"))
     told += [(mark.cell, mark.center[0], "a mark") for mark in scene.marks]
     return [(cell, text) for cell, _, text in sorted(told)]
 
@@ -221,13 +224,3 @@ def describe_cells(scene: Scene) -> dict[int, str]:
     for cell, text in describe_things(scene):
         places[cell] = f"{places[cell]} and {text}" if cell in places else text
     return places
-
-
-def _describe_thing(thing: Thing) -> str:
-    state = {
-        "arrow": lambda: f" pointing {thing.state}",
-        "doll": lambda: " waving" if thing.state == "waving" else f" with arms {thing.state}",
-        "sign": lambda: f" reading {thing.state}",
-        "die": lambda: f" with {_number(thing.state)} dots",
-    }.get(thing.kind, lambda: "")
-    return f"a {name(thing)}{state()}"
