@@ -29,7 +29,6 @@ from m3diff.stages.evaluate.report.gallery import (
     caption_of,
     draw_images,
     load_small,
-    most_similar_first,
     read_saliency,
 )
 from tests.scoring import bench
@@ -506,12 +505,6 @@ def test_a_pair_of_two_protocols_has_the_scores_of_both_and_one_entry(root: Path
 def test_right_and_wrong_are_told_where_a_grammar_reads_most_captions(mumbled, graded, root: Path, tmp_path: Path):
     pairs = [replace(pair, prediction="x") if n < mumbled else pair for n, pair in enumerate(bench.pairs(root))]
     assert gallery_of(draw(evidence(root, pairs), tmp_path))["graded"] is graded
-
-
-def test_the_reference_most_like_the_prediction_comes_first_and_the_others_follow():
-    references = ["it vanished", "the cube is gone", "the red cube is gone away now my friend"]
-    assert most_similar_first("the red cube is gone", references) == [references[1], references[2], references[0]]
-    assert most_similar_first("", ["", "a"]) == ["", "a"]
 
 
 def test_a_large_image_is_shown_small_and_upright_and_reads_back(tmp_path: Path):

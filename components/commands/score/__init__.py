@@ -242,25 +242,20 @@ def lines(report: ScoreReport) -> Iterator[str]:
 
 def published_lines(report: ScoreReport) -> Iterator[str]:
     """The rows that are next to this one by the headline score, and this one among them."""
-
-    def line(method: str, venue: str, scores: dict[str, float | None], end: str) -> str:
-        figures = "".join(f"{'-' if value is None else f'{value:.1f}':>9}" for value in scores.values())
-        return f"    {' '.join((method, venue)).strip()[:26]:26}{figures}{end}"
-
     by = report.headline
-    ours = 100 * (report.scores.get(by) or 0.0)
-    above = [row for row in report.published if (row["scores"][by] or 0.0) > ours]
-    below = report.published[len(above) :]
-    shown = above[-NEIGHBOURS:] + below[:NEIGHBOURS]
     mine = {name: None if (value := report.scores.get(name)) is None else 100 * value for name in PUBLISHED_SCORES}
+    above = [row for row in report.published if (row["scores"][by] or 0.0) > 100 * (report.scores.get(by) or 0.0)]
+    below = report.published[len(above) :]
     yield f"  published figures beside it, by {by} ({len(above)} above, {len(below)} below):"
     yield f"    {'':26}" + "".join(f"{name:>9}" for name in PUBLISHED_SCORES)
-    rows = [
-        line(row["method"], row["venue"], row["scores"], "  + chosen on test" if row["chosen_on_test"] else "")
-        for row in shown
-    ]
-    other = "" if report.pairs == report.published_pairs else "  * other pairs"
-    rows.insert(len(above[-NEIGHBOURS:]), line("these captions", "", mine, other))
-    yield from rows
-    yield from sorted({f"    source: {row['source']}" for row in shown})
-    yield from (f"    + {row['method']}: {row['chosen_on_test']}" for row in shown if row["chosen_on_test"])
+    ours = {"method": "these captions", "venue": "", "scores": mine, "chosen_on_test": None}
+    before, after = above[-NEIGHBOURS:], below[:NEIGHBOURS]
+    for row in (*before, ours, *after):
+        end = "  + chosen on test" if row["chosen_on_test"] else ""
+        if row is ours and report.pairs != report.published_pairs:
+            end = "  * other pairs"
+        figures = "".join(f"{'-' if value is None else f'{value:.1f}':>9}" for value in row["scores"].values())
+        name = f"{row['method']} {row['venue']}".strip()[:26]
+        yield f"    {name:26}{figures}{end}"
+    yield from sorted({f"    source: {row['source']}" for row in (*before, *after)})
+    yield from (f"    + {row['method']}: {row['chosen_on_test']}" for row in (*before, *after) if row["chosen_on_test"])
