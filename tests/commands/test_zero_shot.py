@@ -152,11 +152,6 @@ def test_a_server_that_goes_on_failing_leaves_no_result_and_what_it_answered(ser
     with pytest.raises(ConnectionError, match="what it answered is kept: run the command again"):
         run(tmp_path, asked_of(server))
     assert not (tmp_path / "scratch/evaluated").exists()
-    kept = len((tmp_path / "scratch/zero_shot.jsonl").read_bytes().splitlines())
-    server.replies["pair 0?"] = [bench.PREDICTIONS["toy/0"]]
-    server.asked.clear()
-    assert predictions(run(tmp_path, asked_of(server))) == bench.PREDICTIONS
-    assert len(server.asked) == 6 - kept
     server.replies = {"pair": [404]}
     with pytest.raises(ParamsError, match="model 'unknown': NotFoundError"):
         run(tmp_path, asked_of(server, model="unknown"))

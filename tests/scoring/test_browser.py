@@ -221,18 +221,6 @@ def test_the_keyboard_does_everything(page: Page):
     assert page.evaluate("document.activeElement.dataset.id") == "toy/1"
 
 
-def test_a_table_is_copied_and_saved(page: Page):
-    tables = page.locator(".save").first
-    tables.locator("summary").click()
-    with page.expect_download() as download:
-        tables.locator("a", has_text="scores.csv").click()
-    assert download.value.suggested_filename == "scores.csv"
-    assert Path(download.value.path()).read_text().startswith("Protocol,n,CIDEr,")
-    tables.locator("button", has_text="copy LaTeX").click()
-    assert page.evaluate("getSelection().toString()").startswith("\\begin{tabular}")
-    tables.locator("button", has_text="copied").wait_for(timeout=20000)
-
-
 def test_images_of_the_folder_are_found(new_page, pages: Pages):
     assert drawn_images(new_page(pages.beside).locator("#cards")) == 15
 

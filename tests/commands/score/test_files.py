@@ -10,7 +10,7 @@ import pytest
 
 from m3diff.__main__ import DATA_REFUSED
 from m3diff.commands.score.faults import faults_of_predictions, match, notes_of_captions
-from m3diff.commands.score.files import Counts, Prediction, bare_pair, benchmarks, published_counts, read_predictions
+from m3diff.commands.score.files import Counts, Prediction, bare_pair, read_predictions
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
@@ -295,19 +295,6 @@ def test_traps_of_a_known_benchmark_are_noted_without_its_name(command: Run):
     joined = {name: [". ".join(texts)] for name, texts in traps.merged().items()}
     assert "note: 3 of 5 pairs have one reference of several sentences" in command(traps.CAPTIONS, joined)[1]
     assert "joined text?" not in command(traps.CAPTIONS, traps.merged())[1]
-
-
-def test_published_counts_of_the_benchmarks():
-    known = benchmarks()
-    for name, protocol, counts in (
-        ("spot_the_diff", None, Counts(1_270, 2_107, 7, 1_404, None)),
-        ("spot_the_diff", "multi-change", Counts(1_270, 1_270, 7, 1_404, None)),
-        ("iedit", None, Counts(495, 1_485, 0, None, 446)),
-        ("clevr_change", "color", Counts(797)),
-        ("minichange", None, Counts(None)),
-    ):
-        assert published_counts(known[name], known[name].protocol(protocol)) == counts
-    assert [one.name for one in known["omnidiff_render"].protocols] == ["render"]
 
 
 TEST, SINGLE = Protocol("test", n=3), DATASETS["spot_the_diff"].protocols[0]
