@@ -14,6 +14,7 @@ from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring import bootstrap
 from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics, gate_metrics, mean_of, of_each_group
+from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.scoring import bench
 from tests.scoring.bench import gallery_of
@@ -159,3 +160,11 @@ def test_every_protocol_is_scored_on_its_own_pairs_and_a_benchmark_that_lacks_so
     assert [row["id"] for row in table if row["protocol"] == "toy/even"] == ["toy/0", "toy/2", "toy/4"]
     of_total = {row["id"]: row["CIDEr"] for row in table if row["protocol"] == "toy/total"}
     assert of_total["toy/0"] != next(row["CIDEr"] for row in table if row["protocol"] == "toy/even")  # own word weights
+
+
+def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = bench.write(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(JavaMissing, match="install a Java runtime"):
+        bench.run(folders, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
