@@ -84,9 +84,12 @@ def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     for name, count in (("shuffled", counts.get("control")), ("reversed", counts.get("reversed"))):
         path = predictions / f"predictions_{name}.json"
         controls.append(read_predictions(path, found.keys(), count) if path.is_file() and count != 0 else {})
-    captions = {i: (found[i], *(control.get(i) for control in controls)) for i in pairs if i in found}
-    fields = ("prediction", "shuffled_prediction", "reversed_prediction")
-    captioned = [replace(pairs[i], **dict(zip(fields, texts, strict=True))) for i, texts in captions.items()]
+    shuffled, swapped = controls
+    captioned = [
+        replace(pair, prediction=found[i], shuffled_prediction=shuffled.get(i), reversed_prediction=swapped.get(i))
+        for i, pair in pairs.items()
+        if i in found
+    ]
     return captioned, len(pairs)
 
 

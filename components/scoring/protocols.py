@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
@@ -103,7 +103,7 @@ def apply(protocol: Protocol, pairs: Iterable[EvalPair]) -> list[EvalPair]:
     for pair in taken:
         references = [". ".join(pair.references)] if protocol.references == "joined" else pair.references
         said = {name: getattr(pair, name) for name in ("prediction", "shuffled_prediction", "reversed_prediction")}
-        cuts = {name: text if text is None else cut(text) for name, text in said.items()}
+        cuts: dict[str, Any] = {name: text if text is None else cut(text) for name, text in said.items()}
         scored.append(replace(pair, references=[cut(reference) for reference in references], **cuts))
     return scored
 
