@@ -154,18 +154,15 @@ class Done:
     parameters: dict[str, int]
 
 
-def parameters_of(figures: dict[str, Any]) -> dict[str, int]:
-    counts = {name: figures[f"parameters_{name}"] for name in ("trainable", "frozen")}
-    return counts | figures["parameters"]
-
-
 def done(folder: Path) -> Done:
+    figures = json.loads((folder / "figures.json").read_text())
+    counts = {name: figures[f"parameters_{name}"] for name in ("trainable", "frozen")}
     return Done(
         weights=load_file(folder / "checkpoint" / "model.safetensors"),
         losses=[float(row["loss"]) for row in read_curve(folder)],
         said=(folder / "log").read_text(),
         masks=json.loads((folder / "masks.json").read_text()),
-        parameters=parameters_of(json.loads((folder / "figures.json").read_text())),
+        parameters=counts | figures["parameters"],
     )
 
 
@@ -257,15 +254,12 @@ def test_losses_are_those_of_the_rule_as_a_dense_mask_in_fp32(short: Path) -> No
         assert done(short / f"zero {stage}").losses == pytest.approx(dense.losses, rel=5e-4), stage
 
 
-def test_zero_stages_train_alike_in_bf16(short: Path) -> None:
-    want = done(short / "zero 1").losses
-    for stage in (0, 2, 3):
-        assert done(short / f"zero {stage}").losses == pytest.approx(want, rel=1e-4), stage
-
-
-def test_what_trains_is_counted_before_adapters_are_merged_in_every_stage(short: Path, place: Place) -> None:
+def test_zero_stages_train_alike_in_bf16_and_count_what_trains_before_adapters_are_merged(
+    short: Path, place: Place
+) -> None:
     from m3diff.stages.train.loop import prepare_model
 
+    losses = done(short / "zero 1").losses
     made, family = place.part("counted", SHORT).made, FAMILIES["m3diff"]
     model, _ = prepare_model(made.cfg, made.model, made.compute, family)
     want = parameter_counts(model, family)
@@ -273,19 +267,17 @@ def test_what_trains_is_counted_before_adapters_are_merged_in_every_stage(short:
     assert all(want[part] for part in family.parts)
     for stage in (0, 1, 2, 3):
         assert done(short / f"zero {stage}").parameters == want, stage
+        assert done(short / f"zero {stage}").losses == pytest.approx(losses, rel=1e-4), stage
 
 
-def test_a_fault_in_validation_loses_no_step(short: Path) -> None:
-    resumed, whole = done(short / "unvalidated"), done(short / "zero 1")
+@pytest.mark.parametrize("name", ["unvalidated", "ended"])
+def test_a_run_that_failed_goes_on_to_the_same_losses_and_weights(name: str, short: Path) -> None:
+    resumed, whole = done(short / name), done(short / "zero 1")
     assert "resumed after step 2 of 5" in resumed.said
-    assert "validation after step 2 " in resumed.said
-    assert_same(resumed.weights, whole.weights)
-
-
-def test_a_run_that_ended_in_the_middle_goes_on_to_the_same_weights(short: Path) -> None:
-    resumed, whole = done(short / "ended"), done(short / "zero 1")
-    assert "resumed after step 2 of 5" in resumed.said
-    assert resumed.losses == whole.losses
+    if name == "ended":
+        assert resumed.losses == whole.losses
+    else:
+        assert "validation after step 2 " in resumed.said
     assert_same(resumed.weights, whole.weights)
 
 

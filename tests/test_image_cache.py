@@ -1,7 +1,6 @@
 import hashlib
 import io
 import os
-import struct
 import sys
 import zlib
 from pathlib import Path
@@ -16,6 +15,7 @@ from m3diff.images import check as image_check
 from m3diff.images.cache import check_images
 from m3diff.images.check import ImageCheck, check_image
 from tests.layouts import save_picture
+from tests.test_images import png_chunks
 
 
 def frame_of(folder: Path, *names: str) -> pl.DataFrame:
@@ -35,16 +35,6 @@ def encoded(format: str, **options) -> bytes:
     return buffer.getvalue()
 
 
-def png_with(width: int, height: int, pixels: bytes) -> bytes:
-    """A PNG whose checksums are right, whatever its pixels are."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
-
-
 @pytest.mark.fault("15")
 def test_every_png_mode_is_sound(tmp_path):
     modes = ["RGB", "RGBA", "L", "P", "1", "LA"]
@@ -62,9 +52,9 @@ def test_broken_files_are_told_apart(tmp_path):
         "half.jpg": (encoded("JPEG")[:700], "does not decode: image file is truncated"),
         "half.gif": (encoded("GIF")[:900], "does not decode"),
         "flipped.png": (noise[:200] + bytes([noise[200] ^ 1]) + noise[201:], "does not decode: broken PNG file"),
-        "short.png": (png_with(16, 16, b"\0" * 100), "does not decode: image file is truncated"),
+        "short.png": (png_chunks(16, 16, 8, 0, zlib.compress(b"\0" * 100)), "does not decode: image file is truncated"),
         "bomb.png": (
-            png_with(60_000, 60_000, b"\0" * 100),
+            png_chunks(60_000, 60_000, 8, 0, zlib.compress(b"\0" * 100)),
             "has 60000x60000 pixels, 3,600,000,000 padded to a square, more than 10,000",
         ),
     }
@@ -85,18 +75,6 @@ def test_what_is_no_file_is_never_opened(tmp_path):
     assert found == ["is no regular file", "is no regular file", loop, "is missing", "is missing"]
 
 
-def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
-    save_picture(tmp_path / "a.png", 1)
-
-    def refuse(path, **options):
-        raise PermissionError(13, "Permission denied", path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(image_cache.os, "stat", refuse)
-        *_, verdict = image_cache._stat(str(tmp_path / "a.png"))
-    assert verdict == "cannot be read: Permission denied"
-
-
 def test_a_check_has_digest_format_size_and_thumbnail_of_the_file(tmp_path):
     image = Image.linear_gradient("L").resize((40, 24)).rotate(180)
     image.save(tmp_path / "a.jpg", quality=90)
@@ -115,6 +93,9 @@ def test_a_known_content_is_hashed_and_not_decoded(tmp_path, monkeypatch):
     digest = hashlib.sha256(b"no image").digest()
     monkeypatch.setattr(image_check, "known_digests", frozenset([digest]))
     assert check_image(str(tmp_path / "a.png"), 1) == ImageCheck(str(tmp_path / "a.png"), digest, None)
+    gone = str(tmp_path / "gone.png")  # meanwhile
+    assert check_image(str(tmp_path), 1) == ImageCheck(str(tmp_path), None, "is no regular file")
+    assert check_image(gone, 1) == ImageCheck(gone, None, "cannot be read: No such file or directory")
 
 
 def test_a_row_per_distinct_path_has_the_digest_of_its_bytes(tmp_path):
@@ -144,7 +125,7 @@ def read_paths(monkeypatch) -> list[list[str]]:
     return asked
 
 
-def test_only_new_and_changed_files_are_read_again(tmp_path, read_paths):
+def test_only_new_and_changed_files_are_read_again_and_all_by_another_decoder(tmp_path, read_paths, monkeypatch):
     names = [f"{number}.png" for number in range(4)]
     for number, name in enumerate(names):
         save_picture(tmp_path / name, number)
@@ -157,6 +138,9 @@ def test_only_new_and_changed_files_are_read_again(tmp_path, read_paths):
     assert read_paths == [names, ["1.png", "2.png", "4.png"]]
     changed = [old != new for old, new in zip(first["digest"], again["digest"], strict=False)]
     assert changed == [False, False, True, False]
+    monkeypatch.setattr(image_cache, "DECODER", "another")
+    verdicts(tmp_path, "0.png", "2.png")
+    assert read_paths[2:] == [["0.png", "2.png"]]
 
 
 def test_a_file_put_in_place_of_another_with_its_time_and_size_is_read(tmp_path):
@@ -180,29 +164,14 @@ def test_a_moved_image_is_known_by_its_content(tmp_path):
     assert cached["decoder"].unique().to_list() == [image_check.DECODER]
 
 
-def test_bad_files_are_not_cached_since_a_limit_may_change(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"no image")
-    save_picture(tmp_path / "b.png", 1)
-    verdicts(tmp_path, "a.png", "b.png", max_pixels=255)
-    assert pl.read_parquet(tmp_path / "cache.parquet").height == 0
-    assert verdicts(tmp_path, "b.png", max_pixels=256) == ["ok"]
-
-
-def test_a_lower_limit_of_pixels_holds_for_cached_images(tmp_path):
+def test_a_limit_of_pixels_may_change_bad_files_are_not_cached_and_sound_ones_are_judged_again(tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
     save_picture(tmp_path / "a.png", 1)
-    assert verdicts(tmp_path, "a.png", max_pixels=256) == ["ok"]
-    assert verdicts(tmp_path, "a.png", max_pixels=255) == [
-        "has 16x16 pixels, 256 padded to a square, more than 255; save it smaller"
-    ]
-    assert verdicts(tmp_path, "a.png", max_pixels=256) == ["ok"]
-
-
-def test_another_decoder_decodes_anew(tmp_path, read_paths, monkeypatch):
-    save_picture(tmp_path / "a.png", 1)
-    verdicts(tmp_path, "a.png")
-    monkeypatch.setattr(image_cache, "DECODER", "another")
-    verdicts(tmp_path, "a.png")
-    assert read_paths == [["a.png"], ["a.png"]]
+    large = "has 16x16 pixels, 256 padded to a square, more than 255; save it smaller"
+    for limit, verdict in ((255, large), (256, "ok"), (255, large), (256, "ok")):
+        assert verdicts(tmp_path, "a.png", "bad.png", max_pixels=limit)[0] == verdict
+        cached = pl.read_parquet(tmp_path / "cache.parquet")["path"].to_list()
+        assert str(tmp_path / "bad.png") not in cached
 
 
 def test_hard_links_are_read_once(tmp_path, read_paths):
@@ -281,9 +250,3 @@ def test_a_ray_cluster_gives_the_same_verdicts(tmp_path, monkeypatch):
     finally:
         ray.shutdown()
     assert here.count("ok") == 19
-
-
-def test_what_became_no_file_meanwhile_is_a_check_without_a_digest(tmp_path):
-    assert check_image(str(tmp_path), 1) == ImageCheck(str(tmp_path), None, "is no regular file")
-    gone = str(tmp_path / "gone.png")
-    assert check_image(gone, 1) == ImageCheck(gone, None, "cannot be read: No such file or directory")

@@ -58,16 +58,20 @@ def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(image), -1))
 
 
-def png(bits: int, colour: int, rows: list[bytes]) -> bytes:
-    """A PNG file by hand; colour 0: grey, 2: RGB, 4: grey with alpha, 6: RGB with alpha."""
+def png_chunks(width: int, height: int, bits: int, colour: int, pixels: bytes) -> bytes:
+    """A PNG file whose checksums are right, whatever its compressed pixels are."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def png(bits: int, colour: int, rows: list[bytes]) -> bytes:
+    """A PNG file by hand; colour 0: grey, 2: RGB, 4: grey with alpha, 6: RGB with alpha."""
     width = len(rows[0]) // ({0: 1, 2: 3, 4: 2, 6: 4}[colour] * bits // 8)
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, len(rows), bits, colour, 0, 0, 0))
-    data = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
-    return b"\x89PNG\r\n\x1a\n" + head + data + chunk(b"IEND", b"")
+    return png_chunks(width, len(rows), bits, colour, zlib.compress(b"".join(b"\0" + row for row in rows)))
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
@@ -108,11 +112,8 @@ def test_what_is_transparent_is_white(mode: str, tmp_path: Path) -> None:
     opened = load_image(tmp_path / "a.png")
     red = (60, 60, 60) if mode == "LA" else (200, 0, 0)
     assert [opened.getpixel((x, 0)) for x in (0, 1)] == [red, (255, 255, 255)]
-
-
-def test_half_transparent_is_half_white(tmp_path: Path) -> None:
-    Image.new("RGBA", (1, 1), (100, 0, 0, 128)).save(tmp_path / "a.png")
-    assert load_image(tmp_path / "a.png").getpixel((0, 0)) == (177, 127, 127)
+    Image.new("RGBA", (1, 1), (100, 0, 0, 128)).save(tmp_path / "half.png")
+    assert load_image(tmp_path / "half.png").getpixel((0, 0)) == (177, 127, 127)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "LAB"])

@@ -37,6 +37,9 @@ def extent(picture: np.ndarray) -> tuple[int, int, int, int]:
 def test_a_map_that_is_even_outlines_nothing():
     assert (drawn(even()) == GREY).all()
     assert (drawn(with_shares(1, 3, 1.9)) == GREY).all()
+    image = Image.new("RGB", (20, 20), GREY)
+    outlined(image, with_shares(0, 0, 5))
+    assert (np.asarray(image) == GREY).all(), "what is given is not drawn on"
 
 
 def test_the_outline_is_around_its_cell_and_the_image_stays_inside_and_outside():
@@ -56,22 +59,12 @@ def test_the_colour_says_how_many_shares_a_cell_has(shares, colours):
     assert has(picture, THICK) == (THICK in colours)
 
 
-def test_the_scale_is_the_same_for_a_finer_map():
-    coarse, fine = even(5, 5), even(10, 10)
-    coarse[1, 3] *= 3.5
-    fine[2:4, 6:8] *= 3.5
-    assert (drawn(coarse) == drawn(fine)).all()
-
-
 def test_neighbours_share_one_outline():
     grid = even()
     grid[1, 1:3] *= 2.5
     sides = list(borders(grid * grid.size >= 2))
     assert len(sides) == 6
     assert ((0.4, 0.2), (0.4, 0.4)) not in sides
-
-
-def test_sides_of_a_cell_in_the_corner():
     inside = np.zeros((2, 4), bool)
     inside[1, 3] = True
     assert set(borders(inside)) == {
@@ -83,26 +76,19 @@ def test_sides_of_a_cell_in_the_corner():
 
 
 @pytest.mark.parametrize(
-    ("size", "cell", "wanted"), [((100, 50), (2, 4), (80, 15, 100, 35)), ((50, 100), (4, 2), (15, 80, 35, 100))]
+    ("size", "grid", "cell", "wanted"),
+    [
+        ((100, 50), (5, 5), (2, 4), (80, 15, 100, 35)),
+        ((50, 100), (5, 5), (4, 2), (15, 80, 35, 100)),
+        *((size, (2, 4), (1, 3), (0.75 * size[0], 0.5 * size[1], *size)) for size in ((100, 50), (50, 100), (80, 80))),
+    ],
 )
-def test_the_map_covers_the_square_that_the_image_is_padded_to(size, cell, wanted):
-    assert extent(drawn(with_shares(*cell, 2.5), size)) == pytest.approx(wanted, abs=3)
-
-
-@pytest.mark.parametrize("size", [(100, 50), (50, 100), (80, 80)])
-def test_a_map_that_is_no_square_covers_the_image_itself(size):
-    grid = even(2, 4)
-    grid[1, 3] *= 2.5
-    wanted = (0.75 * size[0], 0.5 * size[1], size[0], size[1])
-    assert extent(drawn(grid, size)) == pytest.approx(wanted, abs=3)
+def test_a_square_map_covers_the_square_that_the_image_is_padded_to_and_any_other_the_image(size, grid, cell, wanted):
+    shares = even(*grid)
+    shares[cell] *= 2.5
+    assert extent(drawn(shares, size)) == pytest.approx(wanted, abs=3)
 
 
 def test_at_the_edge_the_whole_line_is_seen():
     assert fitted(((0.0, 0.0), (0.2, 0.0)), (100, 100), 3) == ((2, 2), (20, 2))
     assert fitted(((0.8, 1.0), (1.0, 1.0)), (100, 100), 3) == ((80, 97), (97, 97))
-
-
-def test_the_image_that_is_given_is_not_drawn_on():
-    image = Image.new("RGB", (20, 20), GREY)
-    outlined(image, with_shares(0, 0, 5))
-    assert (np.asarray(image) == GREY).all()

@@ -1,5 +1,6 @@
 """A LLaVA-OneVision and an M3Diff small enough for a test, made from nothing."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
 from m3diff.models import FAMILIES
@@ -77,8 +79,9 @@ def scale_features(model: torch.nn.Module) -> None:
             parameter.mul_(15)
 
 
-def tiny_base(folder: Path, seed: int = 0) -> Path:
-    """A LLaVA-OneVision directory with the project's tokenizer and random weights."""
+def tiny_base(folder: Path, seed: int = 0, first_release: bool = False) -> Path:
+    """A LLaVA-OneVision directory with the project's tokenizer and random weights; or as the first release of 0.5 B
+    was, its names of weights longer, the head the embeddings, and the template in JSON."""
     torch.manual_seed(seed)
     tokenizer = FAMILIES["m3diff"].load_processor(BASE).tokenizer
     config = tiny_config(vocab_size=len(tokenizer)).to_dict()
@@ -86,6 +89,7 @@ def tiny_base(folder: Path, seed: int = 0) -> Path:
     config |= {"model_type": "llava_onevision", "image_token_index": token("<image>")}
     config |= {"video_token_index": token("<video>")}
     config["text_config"] |= {"eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>")}
+    config["text_config"]["tie_word_embeddings"] = first_release
     config.pop("mdp")
     base_config = LlavaOnevisionForConditionalGeneration.config_class.from_dict(config)
     model = LlavaOnevisionForConditionalGeneration(base_config)
@@ -98,6 +102,13 @@ def tiny_base(folder: Path, seed: int = 0) -> Path:
         chat_template=tokenizer.chat_template,
     )
     processor.save_pretrained(folder)
+    if first_release:
+        weights = load_file(folder / "model.safetensors")
+        longer = {name.replace("vision_tower.", "vision_tower.vision_model."): weights[name] for name in weights}
+        save_file(longer, folder / "model.safetensors", {"format": "pt"})
+        template = (folder / "chat_template.jinja").read_text()
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+        (folder / "chat_template.jinja").unlink()
     return folder
 
 
@@ -113,6 +124,7 @@ def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) 
 
 
 VDM = {"vision_feature_layers": (1, 2), "tokens": 3, "layers": 4, "width": 12, "heads": 2, "mlp_ratio": 2}
+SEPARATE = VDM | {"images": "separate", "norm": "size", "layers": 3}
 
 
 def onediff_settings(module: dict | None = VDM, rank: int = 2, **rates: float | None) -> OneDiffSettings:
@@ -140,9 +152,10 @@ def tiny(case: str, folder: Path) -> tuple[Path, Any]:
 
     if case.startswith("blip2idc"):
         return tiny_blip2(folder, "qwen2" if "Qwen2" in case else "opt"), blip2_settings()
-    base = write_llava15(folder) if "1.5" in case else tiny_base(folder, seed=2)  # which says no token twice
+    # of this seed it says no token twice
+    base = write_llava15(folder) if "1.5" in case else tiny_base(folder, 2, first_release="without" in case)
     if case.startswith("onediff"):
-        return base, onediff_settings(VDM | ({"images": "separate", "norm": "size"} if "1.5" in case else {}))
+        return base, onediff_settings(VDM | (SEPARATE | {"projection": "shared"} if "1.5" in case else {}))
     return base, tiny_settings({"m3diff difference": DIFFERENCE, "m3diff": MDP}.get(case))
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import Blip2ForConditionalGeneration, PreTrainedTokenizerFast
 
@@ -135,30 +134,16 @@ def randomised(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def tiny_blip2(folder: Path, llm: str = "opt", seed: int = 0) -> Path:
-    """A BLIP-2 with random weights as it is published: two shards with their index, and every other file's name."""
+    """A BLIP-2 with random weights as it is published: shards with their index, and every other file's name."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(published_config(llm), indent=2))
     torch.manual_seed(seed)
-    model = randomised(Blip2ForConditionalGeneration(tiny_config(llm)))
-    write_shards(model, folder)
+    randomised(Blip2ForConditionalGeneration(tiny_config(llm))).save_pretrained(folder, max_shard_size="60KB")
+    (folder / "config.json").write_text(json.dumps(published_config(llm), indent=2))
     write_processor(folder)
     eos = published_config(llm)["text_config"]["eos_token_id"]
     generation = {"_from_model_config": True, "bos_token_id": 2, "eos_token_id": eos, "pad_token_id": 1}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
-
-
-def write_shards(model: torch.nn.Module, folder: Path) -> None:
-    weights: dict[str, torch.Tensor] = {}
-    for name, weight in model.named_parameters():  # a head that is the embeddings is there once
-        weights[name] = weight.detach().contiguous()
-    names = sorted(weights)
-    index: dict[str, str] = {}
-    for number, chosen in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), start=1):
-        file = f"model-0000{number}-of-00002.safetensors"
-        save_file({name: weights[name] for name in chosen}, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(chosen, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def write_processor(folder: Path) -> None:

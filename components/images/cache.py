@@ -21,13 +21,7 @@ from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 
 Schema = dict[str, type[pl.DataType]]
-STAT: Schema = {
-    "path": pl.String,
-    "size": pl.Int64,
-    "mtime_ns": pl.Int64,
-    "inode": pl.UInt64,
-    "device": pl.UInt64,
-}
+STAT: Schema = {"path": pl.String, "size": pl.Int64, "mtime_ns": pl.Int64, "inode": pl.UInt64, "device": pl.UInt64}
 CHECK: Schema = {
     "digest": pl.Binary,
     "verdict": pl.String,

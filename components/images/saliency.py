@@ -1,6 +1,6 @@
 """A saliency map over its image: outlines around what the model looked at, on one scale for every pair and model.
 
-A map sums to 1 over its cells (`saliency_map` of the model), so a cell's value times the number of cells says how many
+A map sums to 1 over its cells (`mean_map` of the model), so a cell's value times the number of cells says how many
 times its even share it has. Regions above 2, 3 and 4 shares are outlined, thin to thick, and the image stays as it is.
 """
 

@@ -67,11 +67,6 @@ class Layout:
         tokens = len(self.places)
         return torch.ones((), dtype=torch.bool, device=self.rows.device).expand(1, 1, tokens, tokens)
 
-    def rectangles(self, placed: Tensor) -> tuple[Tensor, ...]:
-        """[P, heads, d] as [B, heads, S, d] of each rectangle."""
-        parts = placed.split([count * size for count, size in self.shapes])
-        return tuple(part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True))
-
 
 class ToRows(torch.autograd.Function):
     """[T, D] to [P, D]; what stands where there is no token is of no consequence, and gets no gradient."""
@@ -140,8 +135,13 @@ def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, tokens: int, scaling: float | None
 ) -> Tensor:
     """SDPA of each rectangle: [P, heads, d] each to [T, heads d]."""
-    each = zip(*(layout.rectangles(placed) for placed in (query, key, value)), layout.masks, strict=True)
-    out = [sdpa(q, k, v, mask, scaling).flatten(0, 1).flatten(1) for q, k, v, mask in each]
+    sizes = [count * size for count, size in layout.shapes]
+    out = []
+    for shape, mask, *parts in zip(
+        layout.shapes, layout.masks, *(placed.split(sizes) for placed in (query, key, value)), strict=True
+    ):
+        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
+        out.append(sdpa(q, k, v, mask, scaling).flatten(0, 1).flatten(1))
     return FromRows.apply(torch.cat(out) if len(out) > 1 else out[0], layout.places, tokens)
 
 

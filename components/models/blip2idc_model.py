@@ -329,10 +329,7 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         pictures are encoded within `forward`, where ZeRO 3 has the queries together."""
         visual = self(pixel_values=pixel_values).pooler_output
         return self.language_model.generate(
-            input_ids=input_ids,
-            inputs_embeds=self.embeds(input_ids, visual),
-            attention_mask=attention_mask,
-            **decoding,
+            input_ids=input_ids, inputs_embeds=self.embeds(input_ids, visual), attention_mask=attention_mask, **decoding
         )
 
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:

@@ -17,12 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import (
-    Qwen2DecoderLayer,
-    Qwen2MLP,
-    Qwen2RMSNorm,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm, apply_rotary_pos_emb
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
 from m3diff.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows, compiled

@@ -128,12 +128,7 @@ class MultiHeadAttention(nn.Module):
 
 @lru_cache(maxsize=8)
 def sincos_positions(
-    side: int,
-    width: int,
-    heads: int,
-    amplitude: float,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
+    side: int, width: int, heads: int, amplitude: float, dtype: torch.dtype = torch.float32, device: torch.device = CPU
 ) -> Tensor:
     """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y. Computed in fp32
     on the CPU, whatever the device around: they are kept for every later model, as each precision and device takes

@@ -6,7 +6,7 @@ then of the B images after: what treats both alike treats them at once. What the
 `MDPConfig`, with the reason for the choice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -122,21 +122,33 @@ def sums_of(x: Tensor, score: Tensor) -> Tensor:
     return torch.stack([x.double().square().sum(), score.double().sum()])
 
 
-class DifferentialPerception(nn.Module):
+class OverLevels(nn.Module):
+    """A module of one set of weights for all levels, or of one for each."""
+
+    def __init__(self, cfg: Any, new: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.cfg = cfg
+        count = 1 if cfg.share_levels else len(cfg.vision_feature_layers)
+        self.levels = nn.ModuleList(new() for _ in range(count))
+
+    def level(self, number: int) -> Any:
+        return self.levels[0 if self.cfg.share_levels else number]
+
+    def both(self, features_1: list[Tensor], features_2: list[Tensor]) -> list[tuple[Any, Tensor, Tensor]]:
+        """The module of each level, and the features before and after that it works on."""
+        count = len(self.cfg.vision_feature_layers)
+        assert len(features_1) == len(features_2) == count, "one feature map per level"
+        return [(self.level(number), features_1[number], features_2[number]) for number in range(count)]
+
+
+class DifferentialPerception(OverLevels):
     """The MDP module over all levels, equation (8)."""
 
     _sums: list[Tensor] | None = None  # of each forward, while they are recorded
 
     def __init__(self, cfg: MDPConfig, width: int) -> None:
-        super().__init__()
-        self.cfg, self.width = cfg, width
-        count = 1 if cfg.share_levels else len(cfg.vision_feature_layers)
-        self.levels = nn.ModuleList(DifferentialLevel(cfg, width) for _ in range(count))
-
-    def level(self, number: int) -> DifferentialLevel:
-        module = self.levels[0 if self.cfg.share_levels else number]
-        assert isinstance(module, DifferentialLevel)
-        return module
+        super().__init__(cfg, lambda: DifferentialLevel(cfg, width))
+        self.width = width
 
     def forward(
         self, features_1: list[Tensor], features_2: list[Tensor], last_1: Tensor, last_2: Tensor
@@ -148,14 +160,13 @@ class DifferentialPerception(nn.Module):
             last_1, last_2: the features that the base would hand to the projector, [B, N, D].
         Returns: F'_1, F'_2, each [B, N, D].
         """
-        assert len(features_1) == len(features_2) == len(self.cfg.vision_feature_layers), "one feature map per level"
         last = torch.cat([last_1, last_2])
         out = last if self.cfg.residual else torch.zeros_like(last)
         places = grid_positions(last_1, self.width, self.cfg.heads, self.cfg.pos_embed_scale)
         sums: list[Tensor] = []
-        for number, (f1, f2) in enumerate(zip(features_1, features_2, strict=True)):
+        for level, f1, f2 in self.both(features_1, features_2):
             f = torch.cat([f1, f2])
-            ft, score = self.level(number)(f, places)
+            ft, score = level(f, places)
             update = score.repeat(2, 1, 1) * (ft - f if self.cfg.residual else ft)
             out = out + update  # (8)
             if self._sums is not None:
@@ -183,10 +194,10 @@ class DifferentialPerception(nn.Module):
         def looked(layer: Any, f_2BND: Tensor, _: Tensor, places_ND: Tensor | None, result: Any) -> Tensor:
             return layer.saliency_map(f_2BND, result[1], places_ND)
 
-        return recorded([self.level(number).layers[0] for number in range(len(self.levels))], looked)
+        return recorded([level.layers[0] for level in self.levels], looked)  # type: ignore[misc, index]  # of layers
 
 
-class BareDifference(nn.Module):
+class BareDifference(OverLevels):
     """The control in the MDP module's place: F' = F + W (F_2 - F_1) for both images, summed over the levels; W is one
     projection, or one for each level.
 
@@ -195,24 +206,15 @@ class BareDifference(nn.Module):
     """
 
     def __init__(self, cfg: DifferenceConfig, width: int) -> None:
-        super().__init__()
-        self.cfg = cfg
-        count = 1 if cfg.share_levels else len(cfg.vision_feature_layers)
-        self.levels = nn.ModuleList(Projection(width, width, cfg.init_gain) for _ in range(count))
-
-    def level(self, number: int) -> Projection:
-        projection = self.levels[0 if self.cfg.share_levels else number]
-        assert isinstance(projection, Projection)
-        return projection
+        super().__init__(cfg, lambda: Projection(width, width, cfg.init_gain))
 
     def forward(
         self, features_1: list[Tensor], features_2: list[Tensor], last_1: Tensor, last_2: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Arguments and result as of `DifferentialPerception`: levels [B, N, D] before and after, the last features."""
-        assert len(features_1) == len(features_2) == len(self.cfg.vision_feature_layers), "one feature map per level"
         update = torch.zeros_like(last_1)
-        for number, (f1, f2) in enumerate(zip(features_1, features_2, strict=True)):
-            update = update + self.level(number)(f2 - f1)
+        for level, f1, f2 in self.both(features_1, features_2):
+            update = update + level(f2 - f1)
         return last_1 + update, last_2 + update
 
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:

@@ -1,7 +1,6 @@
 """What tests/gpu asks of a GPU, forced on a CPU: its own tests where `compute.gpu: true` computes on the CPU, and the
 branches that a CPU never takes, on tensors without storage."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from m3diff.models import FAMILIES, attention, fused
 from m3diff.models.device import Device, environment
+from m3diff.models.layers import grid_positions, with_visual_tokens
 from m3diff.models.tuning import unwrapped
 from m3diff.stages.train import runtimes
 from m3diff.stages.train.engine import token_loss
@@ -24,10 +24,8 @@ from m3diff.stages.train.state import MOMENTS, start_moments
 from tests.gpu import test_gpu
 from tests.gpu.choices import first_batch
 from tests.models.llava15 import write_llava15
-from tests.models.test_onediff import settings as onediff_settings
 from tests.stages.train.toy import recipe, run
-from tests.tiny import MDP, tiny_base, tiny_settings
-from tests.tiny_blip2 import blip2_settings, tiny_blip2
+from tests.tiny import MDP, onediff_settings, tiny, tiny_settings
 
 
 @pytest.fixture
@@ -109,20 +107,16 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-BASES: dict[str, Callable[[Path], Any]] = {
-    "m3diff": lambda folder: recipe(tiny_base(folder), model=tiny_settings(MDP | {"pos_embed_scale": 3.0})),
-    "onediff": lambda folder: recipe(write_llava15(folder / "llava-1.5-7b-hf"), model=onediff_settings()),
-    "blip2idc": lambda folder: recipe(tiny_blip2(folder, "qwen2"), model=blip2_settings()),
-}
-
-
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("case", ["m3diff", "onediff on LLaVA-1.5", "blip2idc on Qwen2"])
 def test_a_micro_batch_waits_for_nothing(
-    name: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward on a device without values, while the module's contribution is recorded too."""
-    made, family, device = BASES[name](tmp_path / "base"), FAMILIES[name], Device(gpu=False, precision="bf16")
-    made = made.changed(precision="bf16", micro_batch=4)
+    base, settings = tiny(case, tmp_path / "base")
+    family, device = FAMILIES[settings.family], Device(gpu=False, precision="bf16")
+    if case == "m3diff":
+        settings = tiny_settings(MDP | {"pos_embed_scale": 3.0})
+    made = recipe(base, model=settings, precision="bf16", micro_batch=4)
     model, processor = prepare_model(made.cfg, made.model, made.compute, family)
     batch = first_batch(made, mixture, processor, device)
     model.to("meta")
@@ -136,8 +130,6 @@ def test_a_micro_batch_waits_for_nothing(
 
 
 def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit() -> None:
-    from m3diff.models.layers import with_visual_tokens
-
     torch.manual_seed(0)
     ids, visual = torch.tensor([[3, 9, 9, 1, 9, 3], [9, 3, 9, 9, 1, 1]]), torch.randn(6, 4, requires_grad=True)
     embeds, weight = torch.randn(2, 6, 4, requires_grad=True), torch.randn(2, 6, 4)
@@ -167,11 +159,10 @@ def test_what_the_profiles_recompute_changes_no_loss_where_the_weights_are_share
     """OneDiff's profile: a whole Llama trains, in bf16, with ZeRO 3."""
     losses = []
     for kept in ("none", "selective"):
-        made = BASES["onediff"](tmp_path / kept).changed(model=onediff_settings(rank=0), micro_batch=2, epochs=1)
-        done = run(
-            made.changed(precision="bf16", zero_stage=3, activation_checkpointing=kept), mixture, tmp_path / kept
-        )
-        losses.append(done.column("loss"))
+        (tmp_path / kept).mkdir()
+        how = {"precision": "bf16", "zero_stage": 3, "activation_checkpointing": kept, "micro_batch": 2, "epochs": 1}
+        made = recipe(write_llava15(tmp_path / kept / "base"), model=onediff_settings(rank=0), **how)
+        losses.append(run(made, mixture, tmp_path / kept).column("loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
@@ -229,8 +220,6 @@ def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(
 
 
 def test_positions_are_computed_and_copied_once_for_a_precision_and_a_device() -> None:
-    from m3diff.models.layers import grid_positions
-
     for dtype in (torch.float32, torch.bfloat16):
         for device in ("cpu", "meta"):
             like = torch.zeros(1, 9, 12, dtype=dtype, device=device)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -80,16 +79,6 @@ def published_config(vocabulary: int, image: int, pad: int) -> dict:
     }
 
 
-def published_name(name: str) -> str:
-    """The name on the hub of a weight of today's LlavaForConditionalGeneration."""
-    inner = name.removeprefix("model.")
-    if inner.startswith("vision_tower."):
-        return inner.replace("vision_tower.", "vision_tower.vision_model.", 1)
-    if inner.startswith("language_model."):
-        return inner.replace("language_model.", "language_model.model.", 1)
-    return {"lm_head.weight": "language_model.lm_head.weight"}.get(name, inner)
-
-
 def write_llava15(folder: Path) -> Path:
     """The whole directory, its weights random."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,8 +86,6 @@ def write_llava15(folder: Path) -> Path:
     token = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     ids = {each["content"]: each["id"] for each in token}
     config = published_config(vocabulary, ids["<image>"], ids["<pad>"])
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT}))
     processing = {
         "crop_size": {"height": SIDE, "width": SIDE},
@@ -114,22 +101,12 @@ def write_llava15(folder: Path) -> Path:
     (folder / "preprocessor_config.json").write_text(json.dumps(processing))
     names = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "processor_class": "LlavaProcessor"}
     (folder / "processor_config.json").write_text(json.dumps(names))
-    write_shards(folder, config)
-    return folder
-
-
-def write_shards(folder: Path, config: dict) -> None:
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(LlavaConfig.from_dict(config))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    named = {published_name(name): weight.contiguous() for name, weight in model.state_dict().items()}
-    index: dict[str, str] = {}
-    size = -(-len(named) // 3)
-    for number, start in enumerate(range(0, len(named), size), start=1):
-        part = dict(list(named.items())[start : start + size])
-        file = f"model-0000{number}-of-00003.safetensors"
-        save_file(part, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    model.save_pretrained(folder, max_shard_size="30KB")  # by the names of the release
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -3,30 +3,30 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS
-from m3diff.models.checkpoint import (
-    ADAPTERS,
-    export_checkpoint,
-    folder_sha256,
-    is_adapters,
-    load_model,
-    read_manifest,
-)
+from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, folder_sha256, is_adapters, load_model, read_manifest
+from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.fused import FusedLora
 from m3diff.models.generation import Captioner, load_captioner
+from m3diff.models.settings import Rates
 from m3diff.models.tuning import prepare, trainable_names, unwrapped
+from m3diff.stages.train.batches import MicroBatch, complete
+from m3diff.stages.train.engine import attention_inputs
+from m3diff.stages.train.packing import pack
 from tests.tiny import (
     CASES,
     colour_image,
@@ -66,6 +66,68 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, FAMILIES[settings.family], base, settings, checkpoint)
 
 
+def without_module(settings: Any) -> Any:
+    return replace(settings, module=None, rates=Rates(**dict(settings.rates) | {"module": None}))
+
+
+def stock_of(case: Case) -> Any:
+    """transformers' own model of the base, and its weights by the names on disk."""
+    (name,) = json.loads((case.base / "config.json").read_text())["architectures"]
+    stored = {k: w for file in case.base.glob("*.safetensors") for k, w in load_file(file).items()}
+    return getattr(transformers, name).from_pretrained(
+        case.base, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval(), stored
+
+
+def test_every_weight_of_the_base_is_loaded_the_module_alone_is_new_and_keeps_no_name_from_others(
+    case: Case, tmp_path: Path
+) -> None:
+    stock, stored = stock_of(case)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(case.family.load_base(case.base, case.settings, torch.float32, "eager"))
+    ours, again, theirs = (dict(model.named_parameters()) for model in (*models, stock))
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert {case.family.part_of(name) for name in ours.keys() - theirs.keys()} <= set(case.family.new)
+    assert all(torch.equal(weight, again[name]) for name, weight in ours.items()), "from the seed alone"
+    assert models[0].config._attn_implementation == "eager"
+    models[0].save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors").keys()
+    assert all(".mdp." in name or ".vdm." in name for name in written ^ stored.keys())
+
+
+def test_without_its_module_a_model_is_transformers_own_on_the_same_base(case: Case) -> None:
+    plain = case.family.load_base(case.base, without_module(case.settings), torch.float32, "sdpa")
+    stock, _ = stock_of(case)
+    given = ["input_ids", "attention_mask", "pixel_values"]
+    given += ["image_sizes", "batch_num_images"] if "onevision" in stock.config.model_type else []
+    inputs = pair_inputs(case.family.load_processor(case.base, plain.config), PAIRS[:2], [QUESTION] * 2)
+    with torch.no_grad():
+        want = stock(**{name: inputs[name] for name in given}).logits
+    torch.testing.assert_close(case.logits(plain), want, rtol=1e-5, atol=1e-5)
+
+
+def test_transformers_own_class_refuses_a_module_that_it_would_drop(case: Case, tmp_path: Path) -> None:
+    stock = type(stock_of(case)[0])
+    case.family.load_base(case.base, without_module(case.settings), torch.float32, "sdpa").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [stock.__name__]
+    assert type(stock.from_pretrained(tmp_path)) is stock
+    if case.settings.module is None:
+        assert type(stock.from_pretrained(case.checkpoint)) is stock
+        return
+    for folder in (case.checkpoint, case.checkpoint / ADAPTERS):
+        with pytest.raises(Exception, match=r"vision_feature_select_strategy|mdp|vdm"):
+            stock.from_pretrained(folder)(**pair_inputs(case.family.load_processor(case.base), PAIRS[:1], [QUESTION]))
+
+
+def test_a_trained_model_is_a_base_whose_module_is_not_made_anew(case: Case) -> None:
+    torch.manual_seed(99)
+    again = case.family.load_base(case.checkpoint, case.settings, torch.float32, "sdpa")
+    torch.testing.assert_close(case.logits(again), case.logits(load_model(case.checkpoint)[0]), rtol=0, atol=0)
+    assert case.family.faults(case.settings, json.loads((case.checkpoint / "config.json").read_text())) == []
+
+
 def test_every_parameter_is_in_one_part_and_trains_as_the_settings_say(case: Case) -> None:
     model = case.family.load_base(case.base, case.settings, torch.float32, "sdpa")
     parts = {case.family.part_of(name) for name, _ in model.named_parameters()}
@@ -103,6 +165,9 @@ def test_the_processor_is_the_protocols(case: Case) -> None:
     reference = processor.encode_reference("the red ball moved")
     assert reference[-1] == processor.end_id
     assert processor.decode(torch.tensor([reference[:-1]])) == ["the red ball moved"]
+    if case.family.reads_question:
+        with pytest.raises(ValueError, match="the question has <image>, the mark of an image's place in a prompt"):
+            processor.encode_prompt("What is new in <image>?")
 
 
 def test_the_planned_configuration_is_the_bases_or_the_published_one(case: Case, tmp_path: Path) -> None:
@@ -211,8 +276,68 @@ def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case: Case) -
     np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
     pixels = captioner.processor.image_inputs(torch.from_numpy(np.stack(images)))["pixel_values"]
     np.testing.assert_array_equal(maps, saliency_map(captioner.model, pixels).numpy().astype(np.float16))
-    looks = case.name != "m3diff without a module"
-    assert (np.abs(maps[0].astype(float) - maps[1]).max() > 1e-3) == looks, "maps that are all alike would show nothing"
+    assert not captioner.model.training
+    if case.name == "m3diff without a module":
+        np.testing.assert_allclose(maps, 1 / maps[0].size, atol=1e-3)
+    else:
+        assert np.abs(maps[0].astype(float) - maps[1]).max() > 1e-3, "maps that are all alike would show nothing"
+
+
+def trains(case: Case, dtype: torch.dtype) -> Any:
+    """A fused model as it trains, with adapters that have moved."""
+    torch.manual_seed(3)
+    model = case.family.load_base(case.base, case.settings, torch.float32, KERNELS)
+    scale_features(model)
+    prepare(model, case.family, case.settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    case.family.fuse(model, "none")
+    return model.to(dtype).train()
+
+
+@pytest.mark.parametrize("captions", [(2,), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")], ids=str
+)
+def test_packed_equals_unpacked(captions: tuple[int, ...], dtype: torch.dtype, kernel: Any, case: Case) -> None:
+    model = trains(case, dtype)
+    processor = case.family.load_processor(case.base, model.config)
+    rng = np.random.default_rng(0)
+    prompt = processor.encode_prompt(QUESTION)
+    groups = [[(prompt, rng.integers(5, 30, rng.integers(1, 9)).tolist()) for _ in range(n)] for n in captions]
+
+    def loss_of(chosen: list, pairs: list, kernel: Any) -> torch.Tensor:
+        device = Device(False, "fp32", kernel)
+        batch = complete(MicroBatch(pack(chosen), torch.empty(0), torch.empty(0)), device, processor.pad_id)
+        images = np.stack([processor.prepare_image(image) for pair in pairs for image in pair])
+        inputs = processor.image_inputs(torch.from_numpy(images)) | attention_inputs(batch, device)
+        inputs |= {"pixel_values": inputs["pixel_values"].to(dtype), "use_cache": False}
+        asked = {"input_ids": batch.packed.input_ids, "position_ids": batch.packed.position_ids}
+        logits = model(**asked, **inputs, logits_to_keep=batch.packed.supervised).logits
+        return torch.nn.functional.cross_entropy(logits, batch.packed.labels, reduction="sum")
+
+    def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    together = loss_of(groups, PAIRS[: len(groups)], kernel)
+    packed = gradients(together)
+    assert {name for name, p in model.named_parameters() if p.requires_grad and "lora_" in name} <= packed.keys()
+    each = [([[one]], PAIRS[n : n + 1]) for n, members in enumerate(groups) for one in members]
+    alone = sum(loss_of(*one, "sdpa") for one in each)
+    unpacked = gradients(alone)
+    assert packed.keys() == unpacked.keys()
+    # a branch that saw a sibling, another pair's picture, or a position off by one, moves both by more than 1e-3
+    loss_tolerance, tolerance = (1e-6, 1e-4) if dtype == torch.float32 else (1e-14, 1e-12)
+    torch.testing.assert_close(together, alone, rtol=loss_tolerance, atol=0)
+    whole = torch.stack([gradient.norm() for gradient in unpacked.values()]).norm()
+    for name, gradient in unpacked.items():
+        assert (packed[name] - gradient).norm() < tolerance * max(gradient.norm(), 1e-2 * whole), name
+    if len(captions) > 1:
+        assert abs(float(loss_of(groups, PAIRS[: len(groups)][::-1], "sdpa") - together)) > 1e-3
 
 
 @pytest.mark.parametrize("way", ["none", "selective", "full"])

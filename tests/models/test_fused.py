@@ -1,14 +1,9 @@
 """Fused kernels against transformers' and peft's own: the same logits and gradients, and what backward keeps."""
 
-import subprocess
-import sys
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.requirements import Requirement
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import create_mask
@@ -171,35 +166,3 @@ def test_only_a_fused_attention_kernel_is_let_run() -> None:
         score = torch.randn(1, 1, 4, 4, requires_grad=True)  # no fused kernel gives a mask's gradient
         with pytest.raises(RuntimeError, match="No available kernel"):
             nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=score)
-
-
-def bare_machine(folder: Path) -> Path:
-    """A folder of links to torch, transformers, peft and what they require, for an interpreter with nothing else."""
-    todo, seen = ["torch", "transformers", "peft"], set()
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        distribution = metadata.distribution(name)
-        needs = [Requirement(line) for line in distribution.requires or []]
-        todo += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
-        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
-            if not (folder / top).exists():
-                (folder / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
-    return folder
-
-
-@pytest.mark.slow(25)
-def test_the_model_needs_torch_transformers_and_peft_alone(tmp_path: Path) -> None:
-    repository = str(Path(__file__).parents[2])
-    script = (
-        "import sys, m3diff.models.generation, m3diff.models.processing\n"
-        "import m3diff.models.m3diff_model, m3diff.models.fused, m3diff.stages.train.packing\n"
-        "absent = {'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'pydantic', 'm3diff.settings.section'}\n"
-        "print(sorted(absent & set(sys.modules)))"
-    )
-    environment = {"PYTHONPATH": f"{bare_machine(tmp_path)}:{repository}", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-S", "-c", script], env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[]\n"

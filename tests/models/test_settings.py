@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, asdict
@@ -14,8 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from m3diff.models import FAMILIES
 from m3diff.models.blip2idc import Augment
 from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig, module_config
+from m3diff.models.onediff_settings import VDMConfig
 from m3diff.models.settings import Lora
-from tests.tiny import MDP, tiny_settings
+from tests.tiny import MDP, SEPARATE, VDM, onediff_settings, tiny_settings
 from tests.tiny_blip2 import blip2_settings, published_config
 
 TRAINED = json.loads(json.dumps(asdict(MDPConfig(**MDP))))
@@ -130,12 +132,7 @@ def test_settings_cannot_be_changed() -> None:
         (BLIP2, "rates", {**BLIP2["rates"], "llm": 0}, ["llm must be above 0"]),
         (BLIP2, "delays", {"vision": 1.0}, ["vision must be 0 or more and under 1"]),
         (BLIP2, "augment", {"flip": 0.5}, ["flip"]),
-        (
-            BLIP2,
-            "augment",
-            {"blur": 1.5, "jpeg": -0.1},
-            ["blur must be from 0 to 1, found 1.5", "jpeg must be from"],
-        ),
+        (BLIP2, "augment", {"blur": 1.5, "jpeg": -0.1}, ["blur must be from 0 to 1, found 1.5", "jpeg must be from"]),
         (BLIP2, "augment", {"sigma": [0.5, 0.1]}, ["sigma must be above 0, the least first, found [0.5, 0.1]"]),
         (BLIP2, "augment", {"sigma": [0, 0.1]}, ["found [0.0, 0.1]"]),
         (BLIP2, "augment", {"quality": [90, 60]}, ["quality must be from 1 to 100, the least first, found [90, 60]"]),
@@ -193,11 +190,7 @@ def test_a_wrong_field_in_a_configuration_is_named(fields: dict, fault: str) -> 
         (None, {"mdp": None}, []),
         (MDP, {"mdp": TRAINED, "vision_config": {"num_hidden_layers": 2, "hidden_size": 16}}, []),
         (MDP, {"mdp": TRAINED | {"heads": 4}}, ["which it keeps; set heads to 4 instead of 2"]),
-        (
-            MDP,
-            {"model_type": "onediff", "vdm": {}},
-            ["needs one of LLaVA-OneVision, M3Diff in train.base, and it has"],
-        ),
+        (MDP, {"model_type": "onediff", "vdm": {}}, ["needs one of LLaVA-OneVision, M3Diff in train.base, and it has"]),
         (None, {"model_type": "llava"}, ["M3Diff in train.base, and it has a llava"]),
         (None, {"model_type": "m3diff"}, []),
         (None, {"vision_feature_layer": [1, 2], "vision_config": {"num_hidden_layers": 2}}, ["found [1, 2]"]),
@@ -210,6 +203,70 @@ def test_what_the_base_cannot_give_is_a_fault(module: dict | None, base: dict | 
     assert len(found) == len(faults)
     for text, fault in zip(found, faults, strict=True):
         assert fault in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layers": 3}, "3 of them, but only 2 of the layers read the images"),
+        ({"heads": 5}, "heads: 5 does not divide width 768"),
+        ({"init_gain": 1.0}, "init_gain above 0 needs images separate and norm size"),
+        ({"start": "bert", "norm": "pre"}, "start: bert needs norm post"),
+        ({"tokens": 0}, "tokens must be 1 or more, found 0"),
+        ({"images": "both"}, "images must be joined or separate, found 'both'"),
+        ({"place": "end"}, "place must be after or between or before, found 'end'"),
+        ({"vision_feature_layers": (8, 8)}, "vision_feature_layers must be distinct, rising"),
+    ],
+)
+def test_impossible_fields_of_the_vdm_are_refused(fields: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        VDMConfig(**fields)
+
+
+CLIP = {"model_type": "clip_vision_model", "num_hidden_layers": 4, "image_size": 28, "patch_size": 14}
+LLAVA = {"model_type": "llava", "vision_config": CLIP, "vision_feature_layer": -2}
+PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+SIGLIP = {"model_type": "siglip_vision_model"}
+PAPER = asdict(VDMConfig())
+
+
+@pytest.mark.parametrize(
+    ("module", "base", "fault"),
+    [
+        (VDM, LLAVA, None),
+        (PAPER, PUBLISHED, None),
+        (VDM | {"vision_feature_layers": (1, 5)}, None, None),
+        (VDM | {"vision_feature_layers": (1, 5)}, LLAVA, "5 lies beyond the 4 layers of the vision encoder"),
+        (VDM | {"vision_feature_layers": (1, 5)}, {"model_type": "onediff", "vision_config": SIGLIP}, None),
+        (SEPARATE | {"pos_embed_scale": 3.0, "tokens": 7}, LLAVA, "binds each to a patch, so set them to 4, not 7"),
+        (VDM, {"model_type": "llava", "vision_config": {"model_type": "dinov2"}}, "and train.base has dinov2"),
+        (VDM, {"model_type": "llava", "vision_config": {}}, "and train.base has none"),
+        (PAPER, PUBLISHED | {"vdm": PAPER | {"tokens": 16}}, "set tokens to 16 instead of 32"),
+        (VDM, PUBLISHED | {"vdm": None}, "set null instead of {"),
+        (None, PUBLISHED | {"vdm": None}, None),
+        *((module, LLAVA | {"vision_feature_layer": at}, None) for module in (VDM, None) for at in (-5, 0, 4)),
+        *(
+            (module, LLAVA | {"vision_feature_layer": at}, f"one whole number from -5 to 4, found {at}")
+            for module in (VDM, None)
+            for at in ([-2, -1], -6, 5)
+        ),
+        *(
+            (module, LLAVA | {"vision_feature_select_strategy": "full"}, "is full, which keeps CLIP's class token")
+            for module in (VDM, None)
+        ),
+        *(
+            (module, LLAVA | {"model_type": kind}, f"one of LLaVA-OneVision, LLaVA-1.5, OneDiff .* it has a {kind}")
+            for module in (VDM, None)
+            for kind in ("blip-2", "m3diff", "llava_next")
+        ),
+    ],
+)
+def test_what_the_base_cannot_give_onediff_is_a_fault(
+    module: dict | None, base: dict | None, fault: str | None
+) -> None:
+    found = FAMILIES["onediff"].faults(onediff_settings(module), base)
+    assert len(found) == (fault is not None)
+    assert not fault or re.search(fault.replace("[", r"\[").replace("{", r"\{"), found[0])
 
 
 def changed(**sections: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A shared folder does without the project what the project does with the checkpoint."""
+"""A shared folder does without the project what the project does with the checkpoint, for every family."""
 
 import json
 import os
@@ -6,8 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,29 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from m3diff.__main__ import DATA_REFUSED, main
-from m3diff.commands.export.folder import export_hub
+from m3diff.commands.export.families import SHARED
+from m3diff.commands.export.folder import export_hub, export_model, write_model
 from m3diff.commands.export.run import Run, Trace
 from m3diff.images.open import load_image
-from m3diff.models.checkpoint import load_model, verify_manifest
+from m3diff.models import FAMILIES
+from m3diff.models.checkpoint import MANIFEST, load_model, read_manifest, verify_manifest
 from m3diff.models.generation import QUESTION
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.records.schemas import RECORD_SCHEMA
 from tests.layouts import make_entry
-from tests.tiny import BASE, MDP, colour_image, tiny_base, tiny_checkpoint, tiny_settings
+from tests.models.llava15 import write_llava15
+from tests.tiny import (
+    BASE,
+    MDP,
+    SEPARATE,
+    colour_image,
+    onediff_settings,
+    tiny_base,
+    tiny_checkpoint,
+    tiny_settings,
+)
+from tests.tiny_blip2 import blip2_settings, tiny_blip2
 from tests.toy import REPOSITORY
 
 HERE = Path(__file__).parent
@@ -38,27 +52,42 @@ PAIRS = 4
 EMBEDDED = str(REPOSITORY / "profiles/embedded.yaml")
 MODULE = MDP | {"init_gain": 1.0}  # so that a tiny model says other tokens of images that are swapped
 SHA256 = ("before_sha256", "after_sha256")
-PROCESSING_FILES = ("called.py", "images.py", "processing.py", "processing_m3diff.py")
 MAX_NEW_TOKENS = 8  # as use_hub.py asks for
+CASES: dict[str, tuple[Callable[[Path], Path], Any]] = {
+    "m3diff": (lambda folder: tiny_base(folder, seed=2), tiny_settings(MODULE)),
+    "m3diff without a module": (lambda folder: tiny_base(folder, seed=2), tiny_settings(None)),
+    "onediff on LLaVA-OneVision": (lambda folder: tiny_base(folder, seed=3), onediff_settings(SEPARATE)),
+    "onediff on LLaVA-1.5": (write_llava15, onediff_settings(SEPARATE)),
+    "onediff without a module on LLaVA-1.5": (write_llava15, onediff_settings(None)),
+    "blip2idc with OPT": (tiny_blip2, blip2_settings()),
+    "blip2idc with Qwen2": (lambda folder: tiny_blip2(folder, "qwen2"), blip2_settings()),
+}
 
 
 @dataclass(frozen=True)
 class Shared:
     """A run, its model as a folder to share, and the test pairs."""
 
+    name: str
     run: Run
     folder: Path
     pairs: list[tuple[str, str]]
 
+    @property
+    def family(self) -> str:
+        return self.name.partition(" ")[0]
+
+    @property
+    def reads_question(self) -> bool:
+        return self.family != "blip2idc"
+
+    @property
+    def has_module(self) -> bool:
+        return self.reads_question and "without" not in self.name
+
 
 def untraced() -> Trace:
     raise DataError("dvc.lock: no such file, so nothing was trained yet; run `dvc repro` first")
-
-
-def make_run(root: Path, mdp: Mapping[str, Any] | None = MODULE) -> Run:
-    """What the stages leave of an M3Diff."""
-    base = tiny_base(root / "base", seed=2)
-    return run_of(root, base, tiny_settings(None if mdp is None else dict(mdp)))
 
 
 def run_of(root: Path, base: Path, settings: Any) -> Run:
@@ -69,21 +98,20 @@ def run_of(root: Path, base: Path, settings: Any) -> Run:
     pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), root / "clean" / "records.parquet")
     counts = {"pairs": {"train": 7, "val": 1, "test": PAIRS}, "samples": {"train": 1_234, "val": 1, "test": PAIRS}}
     write_json(root / "mixture" / "report.json", {"datasets": {"toy": counts}})
-    run = Run(
-        entries={"toy": make_entry("pairs", root)},
-        base=base,
-        max_new_tokens=MAX_NEW_TOKENS,
-        mixture=root / "mixture",
-        clean=root / "clean",
-        model=root / "model",
-        predictions=root / "predictions",
-        report=root / "report",
-        trace=untraced,
-    )
+    names = ("mixture", "clean", "model", "predictions", "report")
+    places = {name: root / name for name in names}
+    entries = {"toy": make_entry("pairs", root)}
+    run = Run(entries=entries, base=base, max_new_tokens=MAX_NEW_TOKENS, trace=untraced, **places)
     said = texts(run, wanted(run, [(row["before"], row["after"]) for row in rows], QUESTION))
     predictions = [{"image_id": row["id"], "caption": text} for row, text in zip(rows, said, strict=True)]
     write_json(run.predictions / "predictions.json", predictions)
     return run
+
+
+def make_run(root: Path) -> Run:
+    """What the stages leave of an M3Diff."""
+    write_base, settings = CASES["m3diff"]
+    return run_of(root, write_base(root / "base"), settings)
 
 
 def record(images: Path, number: int) -> dict[str, Any]:
@@ -102,10 +130,19 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content))
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@cache
+def trained(checkpoint: Path) -> tuple[Any, Any, Any]:
+    model, family = load_model(checkpoint)
+    return model, family, family.load_processor(checkpoint)
+
+
 def wanted(run: Run, pairs: list[tuple[str, str]], question: str) -> list[list[int]]:
     """The project's own tokens of each pair, one pair at a time."""
-    model, family = load_model(run.model / "checkpoint")
-    processor = family.load_processor(run.model / "checkpoint")
+    model, family, processor = trained(run.model / "checkpoint")
     decoding = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "eos_token_id": processor.end_id}
     decoding |= {"pad_token_id": processor.pad_id}
     found = []
@@ -119,196 +156,250 @@ def wanted(run: Run, pairs: list[tuple[str, str]], question: str) -> list[list[i
 
 
 def texts(run: Run, tokens: list[list[int]]) -> list[str]:
-    _, family = load_model(run.model / "checkpoint")
-    tokenizer = family.load_processor(run.model / "checkpoint").tokenizer
+    tokenizer = trained(run.model / "checkpoint")[2].tokenizer
     return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in tokens]
 
 
-def bare(tmp: Path, script: Path, *arguments: str | Path, cwd: Path | None = None) -> str:
-    """What a script prints in an environment without the project and its packages (see bare.py)."""
+def without_a_weight(folder: Path, part: str) -> Path:
+    weights = load_file(folder / "model.safetensors")
+    del weights[next(name for name in weights if part in name)]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def ask(tmp: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What folders answer in an environment without the project and its packages (see bare.py and use_hub.py)."""
+    write_json(tmp / "requests.json", requests)
     left_out = ("PYTHONPATH", "PYTEST_CURRENT_TEST")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"HF_HOME": str(tmp / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", str(HERE / "bare.py"), str(script), *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd or tmp, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-P", HERE / "bare.py", HERE / "use_hub.py", tmp / "requests.json", tmp / "answers.json"]
+    done = subprocess.run(list(map(str, command)), cwd=tmp, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def ask(tmp: Path, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    write_json(tmp / "requests.json", requests)
-    bare(tmp, HERE / "use_hub.py", tmp / "requests.json", tmp / "answers.json")
-    return json.loads((tmp / "answers.json").read_text())
+    told = read_json(tmp / "answers.json")
+    assert told["missing"] == ["m3diff", "peft", "ray", "mlflow", "pyarrow"]
+    return told["answers"]
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    root = tmp_path_factory.mktemp("run")
-    run = make_run(root)
-    assert export_hub(run, root / "out" / "tiny-model") == []
-    pairs = [(str(root / "images" / f"{n}a.png"), str(root / "images" / f"{n}b.png")) for n in range(PAIRS)]
-    return Shared(run, root / "out" / "tiny-model", pairs)
+def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shared]:
+    """The shared model of each case."""
+    found = {}
+    for name, (write_base, settings) in CASES.items():
+        root = tmp_path_factory.mktemp("run")
+        run = run_of(root, write_base(root / "base"), settings)
+        assert export_hub(run, root / "out" / "tiny-model") == []
+        pairs = [(str(root / "images" / f"{n}a.png"), str(root / "images" / f"{n}b.png")) for n in range(PAIRS)]
+        found[name] = Shared(name, run, root / "out" / "tiny-model", pairs)
+    return found
 
 
-def chat(images: Sequence[str], question: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def shared(every: dict[str, Shared]) -> Shared:
+    return every["m3diff"]
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest, every: dict[str, Shared]) -> Shared:
+    return every[request.param]
+
+
+def chat(images: Any, question: str) -> list[dict[str, Any]]:
     parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 
 
-@pytest.fixture(scope="module")
-def answers(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What the folder answers in a bare environment, by the name of the request."""
-    tmp = tmp_path_factory.mktemp("bare")
-    folder, pairs = str(shared.folder), shared.pairs
-    without = shutil.copytree(shared.folder, tmp / "without-a-weight")
-    weights = load_file(without / "model.safetensors")
-    del weights[next(name for name in weights if "mdp" in name)]
-    save_file(weights, without / "model.safetensors", {"format": "pt"})
-    requests: dict[str, dict[str, Any]] = {
-        "one": {"images": pairs[0]},
-        "all": {"images": pairs},
-        "all, asked": {"images": pairs, "text": OTHER_QUESTION},
+def requests_of(case: Shared, tmp: Path) -> dict[str, dict[str, Any]]:
+    """What each folder is asked."""
+    again = str(tmp / case.name / "again")
+    block = tmp / f"{case.name}.py"
+    block.write_text(re.findall(r"```python\n(.*?)```", (case.folder / "README.md").read_text(), re.DOTALL)[0])
+    found: dict[str, dict[str, Any]] = {
+        "all": {"images": case.pairs},
+        "all, asked": {"images": case.pairs, "text": OTHER_QUESTION},
+        "swapped": {"images": [pair[::-1] for pair in case.pairs], "return_tensors": "pt"},
+        "saved": {"save": again},
+        "saved, all": {"folder": again, "images": case.pairs},
+        "saved, prompt": {"folder": again, "prompt": case.pairs[0]},
+        "chats": {"chat": [chat(pair, OTHER_QUESTION) for pair in case.pairs]},
+        "card": {"run": str(block)},
+    }
+    if case.has_module:
+        part = {"m3diff": "mdp", "onediff": "vdm"}[case.family]
+        broken = without_a_weight(Path(shutil.copytree(case.folder, tmp / case.name / "broken")), part)
+        found["without a weight"] = {"folder": str(broken), "images": case.pairs}
+    return found
+
+
+def requests_of_m3diff(pairs: list[tuple[str, str]], tmp: Path) -> dict[str, dict[str, Any]]:
+    one = pairs[0]
+    return {
+        "one": {"images": one},
         "each asked": {"images": pairs, "text": [QUESTION, OTHER_QUESTION, OTHER_QUESTION, QUESTION]},
-        "swapped": {"images": [pair[::-1] for pair in pairs], "return_tensors": "pt"},
-        "three images": {"images": [*pairs[0], pairs[1][0]]},
+        "three images": {"images": [*one, pairs[1][0]]},
         "no images": {"images": []},
         "two questions": {"images": pairs, "text": [QUESTION, QUESTION]},
-        "a prompt": {"images": pairs[0], "text": "<image><image>What changed?"},
-        "numpy": {"images": pairs[0], "return_tensors": "np"},
+        "a prompt": {"images": one, "text": "<image><image>What changed?"},
+        "numpy": {"images": one, "return_tensors": "np"},
         "stock": {"load": "LlavaOnevisionForConditionalGeneration"},
         "stock, no head": {"load": "LlavaOnevisionModel"},
         "untrusted": {"load": "AutoModelForImageTextToText"},
-        "options that change nothing": {"images": pairs[0], "videos": None, "padding": True, "truncation": False},
-        "padded to a length": {"images": pairs[0], "padding": "max_length"},
-        "a video": {"images": pairs[0], "videos": ["a.mp4"]},
-        "tensors": {"images": pairs[0], "tensors": True},
-        "a chat": {"chat": chat(pairs[0], OTHER_QUESTION)},
-        "chats": {"chat": [chat(pair, OTHER_QUESTION) for pair in pairs]},
-        "a pipeline": {"pipeline": chat(pairs[0], OTHER_QUESTION)},
-        "a system's message": {"chat": [{"role": "system", "content": "Be brief."}, *chat(pairs[0], QUESTION)]},
-        "a chat about one image": {"chat": chat(pairs[0][:1], QUESTION)},
-        "saved": {"save": str(tmp / "again")},
+        "options that change nothing": {"images": one, "videos": None, "padding": True, "truncation": False},
+        "padded to a length": {"images": one, "padding": "max_length"},
+        "a video": {"images": one, "videos": ["a.mp4"]},
+        "tensors": {"images": one, "tensors": True},
+        "a chat": {"chat": chat(one, OTHER_QUESTION)},
+        "a pipeline": {"pipeline": chat(one, OTHER_QUESTION)},
+        "a system's message": {"chat": [{"role": "system", "content": "Be brief."}, *chat(one, QUESTION)]},
+        "a chat about one image": {"chat": chat(one[:1], QUESTION)},
         "saved in parts": {"save": str(tmp / "parts"), "options": {"max_shard_size": "50KB"}},
-        "saved, all": {"folder": str(tmp / "again"), "images": pairs},
-        "without a weight": {"folder": str(without), "images": pairs},
     }
-    told = ask(tmp, [{"folder": folder} | request for request in requests.values()])
-    assert told["missing"] == ["m3diff", "peft", "ray", "mlflow", "pyarrow"]
-    return dict(zip(requests, told["answers"], strict=True), at=tmp).__getitem__
 
 
-@pytest.mark.slow(20)
-def test_without_the_project_the_tokens_are_the_projects(shared: Shared, answers: Callable[[str], Any]) -> None:
-    want = wanted(shared.run, shared.pairs, QUESTION)
-    assert answers("all") == {"tokens": want}
-    assert answers("one") == {"tokens": want[:1]}
-    assert len({tuple(row) for row in want}) > 1, "tokens that are all alike would show no order"
+@pytest.fixture(scope="module")
+def answers(every: dict[str, Shared], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each folder answers in a bare environment, by the name of the request."""
+    tmp = tmp_path_factory.mktemp("bare")
+    asked = []
+    for name, case in every.items():
+        (tmp / name).mkdir()
+        requests = requests_of(case, tmp) | (requests_of_m3diff(case.pairs, tmp) if name == "m3diff" else {})
+        asked += [(name, request, {"folder": str(case.folder)} | content) for request, content in requests.items()]
+    found: dict[str, dict[str, Any]] = {name: {"at": tmp / name} for name in every}
+    for (name, request, _), answer in zip(asked, ask(tmp, [content for *_, content in asked]), strict=True):
+        found[name][request] = answer
+    return found
 
 
-def test_a_question_is_asked_as_the_project_asks_it(shared: Shared, answers: Callable[[str], Any]) -> None:
+def test_without_the_project_the_tokens_are_the_projects(case: Shared, answers: dict[str, dict[str, Any]]) -> None:
+    told, want = answers[case.name], wanted(case.run, case.pairs, QUESTION)
+    assert told["all"] == told["saved, all"] == {"tokens": want}
+    assert told["saved"] == {}
+    sees = case.name != "m3diff without a module"
+    assert (len({tuple(row) for row in want}) > 1) == sees, "tokens that are all alike would show no order"
+    assert told["swapped"] == {"tokens": wanted(case.run, [pair[::-1] for pair in case.pairs], QUESTION)}
+    assert (told["swapped"] != told["all"]) == sees, "the order must show"
+    known = trained(case.run.model / "checkpoint")[2]
+    of_pairs = (
+        ["batch_num_images", "image_sizes"] if case.reads_question and "without a module on" not in case.name else []
+    )
+    assert told["saved, prompt"]["input_ids"] == known.prompt_inputs([QUESTION])["input_ids"].tolist()
+    assert told["saved, prompt"]["inputs"] == sorted(["attention_mask", "input_ids", "pixel_values", *of_pairs])
+    if case.reads_question:
+        other = {"tokens": wanted(case.run, case.pairs, OTHER_QUESTION)}
+        assert told["all, asked"] == told["chats"] == other
+    else:
+        assert "ValueError: text: BLIP2IDC reads no question" in told["all, asked"]["error"]
+    if case.has_module:
+        error = told["without a weight"]["error"]
+        assert "1 weights are missing or of another shape, so it is no LLaVA" in error
+
+
+def test_the_code_of_the_card_runs_as_it_stands(case: Shared, answers: dict[str, dict[str, Any]]) -> None:
+    predicted = {row["image_id"]: row["caption"] for row in read_json(case.run.predictions / "predictions.json")}
+    before, after = case.pairs[1]
+    swapped = texts(case.run, wanted(case.run, [(after, before)], QUESTION))
+    assert answers[case.name]["card"] == {"said": [predicted["toy/1"], predicted["toy/1"], *swapped]}
+    assert f'The model, in the run\'s predictions: "{predicted["toy/1"]}"' in (case.folder / "README.md").read_text()
+
+
+def test_each_way_of_asking_is_answered_as_the_project_asks(shared: Shared, answers: dict[str, dict[str, Any]]) -> None:
+    told = answers["m3diff"]
     default, other = (wanted(shared.run, shared.pairs, question) for question in (QUESTION, OTHER_QUESTION))
     assert default != other
-    assert answers("all, asked") == {"tokens": other}
-    assert answers("each asked") == {"tokens": [default[0], other[1], other[2], default[3]]}
+    assert told["each asked"] == {"tokens": [default[0], other[1], other[2], default[3]]}
+    assert told["one"] == told["options that change nothing"] == told["tensors"] == {"tokens": default[:1]}
+    assert told["a chat"] == {"tokens": other[:1]}
+    assert told["a pipeline"]["generated_text"].strip() == texts(shared.run, other)[0]
 
 
-def test_the_calls_of_the_cards_tag_are_answered_as_the_projects(shared: Shared, answers: Callable[[str], Any]) -> None:
-    want = wanted(shared.run, shared.pairs, OTHER_QUESTION)
-    assert yaml.safe_load((shared.folder / "README.md").read_text().split("---\n")[1])["pipeline_tag"]
-    assert answers("a chat") == {"tokens": want[:1]}
-    assert answers("chats") == {"tokens": want}
-    assert answers("a pipeline")["generated_text"].strip() == texts(shared.run, want)[0]
-    assert answers("options that change nothing") == answers("tensors") == answers("one")
-
-
-def test_the_project_reads_what_transformers_saved_again(
-    shared: Shared, answers: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
+def test_the_project_reads_the_folder_and_what_transformers_saved_again(
+    shared: Shared, answers: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    again, parts = answers["m3diff"]["at"] / "again", answers["m3diff"]["at"].parent / "parts"
     said = {}
-    for folder in (shared.folder, answers("at") / "again", answers("at") / "parts"):
+    for folder in (shared.folder, again, parts):
         assert main(["--params", EMBEDDED, "caption", *shared.pairs[0], "--model", str(folder)]) == 0
         said[folder.name] = capsys.readouterr().out
     assert len(set(said.values())) == 1
-    assert len(list((answers("at") / "parts").glob("*.safetensors"))) > 1
-    next((answers("at") / "parts").glob("*.safetensors")).unlink()
-    assert main(["--params", EMBEDDED, "caption", *shared.pairs[0], "--model", str(folder)]) == DATA_REFUSED
+    assert len(list(parts.glob("*.safetensors"))) > 1
+    next(parts.glob("*.safetensors")).unlink()
+    assert main(["--params", EMBEDDED, "caption", *shared.pairs[0], "--model", str(parts)]) == DATA_REFUSED
     assert "parts" in capsys.readouterr().err
 
 
-def test_the_first_image_is_the_one_before(shared: Shared, answers: Callable[[str], Any]) -> None:
-    swapped = wanted(shared.run, [pair[::-1] for pair in shared.pairs], QUESTION)
-    assert answers("swapped") == {"tokens": swapped}
-    assert answers("swapped") != answers("all")
+PAIR, CHOICE = "ValueError: images: one pair [before, after]", "'vision_feature_select_strategy' expected one of"
 
 
 @pytest.mark.parametrize(
     ("request_", "told"),
     [
-        ("three images", "ValueError: images: one pair [before, after] or a list of such pairs; found a list of 3"),
-        ("no images", "ValueError: images: one pair [before, after] or a list of such pairs; found list"),
+        ("three images", f"{PAIR} or a list of such pairs; found a list of 3"),
+        ("no images", f"{PAIR} or a list of such pairs; found list"),
         ("two questions", "ValueError: text: one question, or one for each pair; found 2 for 4 pairs"),
         ("a prompt", "ValueError: text: the question alone, without special tokens"),
         ("numpy", "ValueError: return_tensors: 'np'; the model takes PyTorch tensors: 'pt'"),
         ("padded to a length", "ValueError: padding: 'max_length'; leave it out"),
         ("a video", "ValueError: videos: ['a.mp4']; leave it out"),
-        ("a system's message", "ValueError: text: .*apply_chat_template.* one turn of the user with two images"),
-        ("a chat about one image", "ValueError: images: one pair [before, after]"),
-        ("stock", "'vision_feature_select_strategy' expected one of ('default', 'full'), got mdp"),
-        ("stock, no head", "'vision_feature_select_strategy' expected one of ('default', 'full'), got mdp"),
+        ("a system's message", "`apply_chat_template` makes of one turn of the user with two images"),
+        ("a chat about one image", PAIR),
+        ("stock", f"{CHOICE} ('default', 'full'), got mdp"),
+        ("stock, no head", f"{CHOICE} ('default', 'full'), got mdp"),
         ("untrusted", "trust_remote_code=True"),
-        ("without a weight", "ValueError: .*1 weights are missing or of another shape, so it is no LLaVA-OneVision"),
     ],
 )
-def test_what_cannot_be_right_is_refused(request_: str, told: str, answers: Callable[[str], Any]) -> None:
-    error = answers(request_)["error"]
-    assert re.search(told, error) if ".*" in told else told in error
+def test_what_cannot_be_right_is_refused(request_: str, told: str, answers: dict[str, dict[str, Any]]) -> None:
+    assert told in answers["m3diff"][request_]["error"]
 
 
-def test_what_was_loaded_is_saved_with_its_code_and_loads_again(answers: Callable[[str], Any]) -> None:
-    assert answers("saved") == {}
-    assert answers("saved, all") == answers("all")
+def test_the_folder_is_the_checkpoints_weights_the_familys_code_and_a_card_of_it(case: Shared) -> None:
+    files = verify_manifest(case.folder)["files"]
+    assert set(files) == {path.name for path in case.folder.iterdir()} - {"manifest.json"}
+    checkpoint = read_json(case.run.model / "checkpoint" / "manifest.json")["files"]
+    weights = [name for name in files if name.endswith(".safetensors")]
+    assert weights
+    assert all(files[name] == checkpoint[name] for name in weights)
+    assert not [path for path in case.folder.iterdir() if str(REPOSITORY) in path.read_bytes().decode("latin-1")]
+    config, code = read_json(case.folder / "config.json"), {path.stem for path in case.folder.glob("*.py")}
+    own = {"images", "called", "processing", f"processing_{case.family}"}
+    if case.has_module:
+        own |= {"settings", "layers", "llava", f"{case.family}_settings", f"{case.family}_model"}
+        assert config["auto_map"]["AutoConfig"] == f"{case.family}_model.{SHARED[case.family].title}Config"
+    else:
+        own |= {"layers", "blip2idc_model"} if case.family == "blip2idc" else set()
+        assert "auto_map" not in config
+    assert code == own
+    _, front, text = (case.folder / "README.md").read_text().split("---\n", 2)
+    paper, images = {
+        "m3diff": ("2503.11093", "Each image is padded to a square"),
+        "onediff": ("2407.05645", "Each image is padded to a square"),
+        "blip2idc": ("2412.15939", "Each image is stretched to 32 x 16 pixels, half"),
+    }[case.family]
+    assert f"{SHARED[case.family].title} says in words" in text
+    assert re.findall(r"note = {arXiv:(.*)}", text) == [paper]
+    assert images in " ".join(text.split())
+    assert ("a control without that module" in text) == ("without" in case.name)
+    assert ("pipeline_tag" in yaml.safe_load(front)) == case.reads_question
+    assert ("Chats and pipelines of transformers are not supported" in text) != case.reads_question
+    assert ("give it\n`max_new_tokens`" in text) != case.reads_question
+    assert ("own classes refuse this folder" in text) == case.has_module
 
 
-@pytest.mark.slow(20)
-def test_a_model_without_a_module_is_shared_too(tmp_path: Path) -> None:
-    run = make_run(tmp_path, mdp=None)
-    export_hub(run, tmp_path / "control")
-    pairs = [(str(tmp_path / "images" / f"{n}a.png"), str(tmp_path / "images" / f"{n}b.png")) for n in range(PAIRS)]
-    requests = [{"folder": str(tmp_path / "control"), "images": pairs, "text": text} for text in (None, OTHER_QUESTION)]
-    found = ask(tmp_path, requests)["answers"]
-    assert sorted(path.name for path in (tmp_path / "control").glob("*.py")) == list(PROCESSING_FILES)
-    assert found == [{"tokens": wanted(run, pairs, question)} for question in (QUESTION, OTHER_QUESTION)]
+def test_blip2s_generate_ends_a_caption_where_the_trained_one_ends(every: dict[str, Shared], tmp_path: Path) -> None:
+    """It decodes by its language model's configuration, which comes from config.json."""
+    from transformers import AutoModelForImageTextToText
 
-
-@pytest.mark.slow(15)
-def test_the_code_of_the_card_runs_as_it_stands(shared: Shared, tmp_path: Path) -> None:
-    card = (shared.folder / "README.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    (tmp_path / "block.py").write_text(block)
-    said = bare(tmp_path, tmp_path / "block.py", cwd=shared.folder.parent).splitlines()
-    predicted = {row["image_id"]: row["caption"] for row in read_json(shared.run.predictions / "predictions.json")}
-    before, after = shared.pairs[1]
-    swapped = texts(shared.run, wanted(shared.run, [(after, before)], QUESTION))
-    assert said == [predicted["toy/1"], predicted["toy/1"], *swapped]
-    assert f'The model, in the run\'s predictions: "{predicted["toy/1"]}"' in card
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def test_the_folder_has_the_checkpoints_weights_and_a_hash_of_every_file(shared: Shared) -> None:
-    files = verify_manifest(shared.folder)["files"]
-    assert set(files) == {path.name for path in shared.folder.iterdir()} - {"manifest.json"}
-    checkpoint = read_json(shared.run.model / "checkpoint" / "manifest.json")["files"]
-    assert files["model.safetensors"] == checkpoint["model.safetensors"]
-    assert not [path for path in shared.folder.iterdir() if str(REPOSITORY) in path.read_bytes().decode("latin-1")]
-
-
-def test_the_project_reads_the_folder_as_it_reads_a_checkpoint(shared: Shared) -> None:
-    moved = replace(shared.run, model=shared.folder.parent / "model")
-    shutil.copytree(shared.folder, moved.model / "checkpoint")
-    assert wanted(moved, shared.pairs[:1], QUESTION) == wanted(shared.run, shared.pairs[:1], QUESTION)
+    run = every["blip2idc with OPT"].run
+    checkpoint = Path(shutil.copytree(run.model / "checkpoint", tmp_path / "checkpoint"))
+    config = read_json(checkpoint / "config.json")
+    for name in ("eos_token_id", "pad_token_id"):  # as of an LLM of which only the tokenizer says it
+        config["text_config"].pop(name, None)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    known = FAMILIES["blip2idc"].load_processor(checkpoint)
+    (tmp_path / "shared").mkdir()
+    write_model(checkpoint, tmp_path / "shared", SHARED["blip2idc"], 8, QUESTION)
+    inner = AutoModelForImageTextToText.from_pretrained(tmp_path / "shared").language_model.generation_config
+    assert (inner.eos_token_id, inner.pad_token_id) == (known.end_id, known.pad_id)
 
 
 def card_of(run: Run, out: Path, allow_unlicensed: bool = False) -> tuple[dict[str, Any], str]:
@@ -328,7 +419,6 @@ LINEAGE = {
 
 def test_without_a_report_and_a_lock_the_card_says_so(shared: Shared) -> None:
     _, front, text = (shared.folder / "README.md").read_text().split("---\n", 2)
-    assert yaml.safe_load(front)["pipeline_tag"] == "image-text-to-text"
     assert "None: no report of an evaluation lay beside the model" in text
     assert text.count("dvc.lock: no such file, so nothing was trained yet") == 2
     assert "| `toy` | " in text
@@ -336,14 +426,17 @@ def test_without_a_report_and_a_lock_the_card_says_so(shared: Shared) -> None:
     assert "base_model" not in front
 
 
-def test_the_card_has_scores_with_intervals_recipe_and_lineage(shared: Shared, tmp_path: Path) -> None:
+def test_the_card_has_scores_with_intervals_recipe_lineage_and_a_known_base(shared: Shared, tmp_path: Path) -> None:
     protocol = {"pairs": 4, "published_pairs": 9, "CIDEr": 1.5, "SPICE": None, "absent": {"SPICE": "needs a jar"}}
     protocol |= {"intervals": {"CIDEr": {"low": 1.25, "high": 1.75}}, "change_exact_accuracy": 0.5}
     protocol |= {"by_type": {"color": {"pairs": 2, "exact_accuracy": 0.5}, "size": {"pairs": 0}}}
-    write_json(tmp_path / "report" / "metrics.json", {"protocols": {"toy/total": protocol, "toy/rest": protocol}})
+    rest = protocol | {"CIDEr": 9.9}
+    write_json(tmp_path / "report" / "metrics.json", {"protocols": {"toy/total": protocol, "toy/rest": rest}})
     trace = Trace(LINEAGE, {"train": {"model": "mine", "seed": 7}, "models.mine": {"lora": {"rank": 2}}, "predict": {}})
-    run = replace(shared.run, report=tmp_path / "report", trace=lambda: trace)
-    _, text = card_of(run, tmp_path / "out")
+    known = Path("models/llava-onevision-qwen2-7b-ov-hf")
+    run = replace(shared.run, report=tmp_path / "report", trace=lambda: trace, base=known)
+    front, text = card_of(run, tmp_path / "out")
+    assert front["base_model"] == f"llava-hf/{known.name}"
     assert "|  | `toy/total` |\n|---|---|\n| pairs | 4 of 9 that papers score |" in text
     assert "| CIDEr | 150.0 (125.0 to 175.0) |\n" in text
     assert "| color | 50 % of 2 |\n| size | – |\n" in text
@@ -354,14 +447,8 @@ def test_the_card_has_scores_with_intervals_recipe_and_lineage(shared: Shared, t
         assert f"`{LINEAGE[tag]}`" in text
     assert "changes that were not committed" in text
     assert "is not recorded" not in text
-
-
-def test_scores_that_no_lock_ties_to_the_weights_are_said_to_be_so(shared: Shared, tmp_path: Path) -> None:
-    protocol = {"pairs": 4, "published_pairs": None, "CIDEr": 1.5, "intervals": {}, "absent": {}}
-    write_json(tmp_path / "report" / "metrics.json", {"protocols": {"toy/total": protocol}})
-    _, text = card_of(replace(shared.run, report=tmp_path / "report"), tmp_path / "out")
+    _, text = card_of(replace(run, trace=untraced), tmp_path / "untraced")
     assert "**That these scores are of these weights is not recorded:** dvc.lock" in text
-    assert "| CIDEr | 150.0 |" in text
 
 
 def test_a_model_of_data_without_a_licence_is_shared_when_asked_for_alone(shared: Shared, tmp_path: Path) -> None:
@@ -379,41 +466,39 @@ def test_a_model_of_data_without_a_licence_is_shared_when_asked_for_alone(shared
 
 def test_a_dataset_that_is_only_tested_needs_no_licence_to_share_the_model(shared: Shared, tmp_path: Path) -> None:
     counts = {"pairs": {"train": 0, "val": 0, "test": 4}, "samples": {"train": 0, "val": 0, "test": 4}}
-    trained = read_json(shared.run.mixture / "report.json")["datasets"]["toy"]
-    write_json(tmp_path / "mixture" / "report.json", {"datasets": {"toy": trained, "spot": counts}})
+    toy = read_json(shared.run.mixture / "report.json")["datasets"]["toy"]
+    write_json(tmp_path / "mixture" / "report.json", {"datasets": {"toy": toy, "spot": counts}})
     entries = shared.run.entries | {"spot": make_entry("spot_the_diff", tmp_path)}
     _, text = card_of(replace(shared.run, entries=entries, mixture=tmp_path / "mixture"), tmp_path / "out")
     assert "| `spot` | Spot-the-Diff" in text
     assert ", tested only |" in text
 
 
-def test_a_known_base_is_named(shared: Shared, tmp_path: Path) -> None:
-    run = replace(shared.run, base=Path("models/llava-onevision-qwen2-7b-ov-hf"))
-    front, text = card_of(run, tmp_path / "out")
-    assert front["base_model"] == "llava-hf/llava-onevision-qwen2-7b-ov-hf"
-
-
-def test_what_is_missing_is_named_before_anything_is_written(shared: Shared, tmp_path: Path) -> None:
-    faults = {
-        "out: exists": (shared.run, shared.folder),
-        "run `m3diff convert` first": (replace(shared.run, mixture=tmp_path), tmp_path / "out"),
-        "in the mixture, but not in ingest.datasets": (replace(shared.run, entries={}), tmp_path / "out"),
-        "no manifest.json": (replace(shared.run, model=tmp_path), tmp_path / "out"),
-    }
-    for told, (run, out) in faults.items():
-        with pytest.raises(DataError, match=told.partition(": ")[2] or told):
-            export_hub(run, out)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_example_that_changed_since_ingest_is_refused(shared: Shared, tmp_path: Path) -> None:
-    table = pq.read_table(shared.run.clean / "records.parquet").to_pylist()
-    for row in table:
-        row["after_sha256"] = bytes(32)
+def test_what_is_missing_or_changed_is_named_before_anything_is_written(shared: Shared, tmp_path: Path) -> None:
+    out, run = tmp_path / "out", shared.run
+    rows = [row | {"after_sha256": bytes(32)} for row in pq.read_table(run.clean / "records.parquet").to_pylist()]
     (tmp_path / "clean").mkdir()
-    pq.write_table(pa.Table.from_pylist(table, schema=RECORD_SCHEMA), tmp_path / "clean" / "records.parquet")
-    with pytest.raises(DataError, match="1b.png: missing or changed since ingest"):
-        export_hub(replace(shared.run, clean=tmp_path / "clean"), tmp_path / "out")
+    pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), tmp_path / "clean" / "records.parquet")
+    mine = Path(shutil.copytree(run.model / "checkpoint", tmp_path / "model" / "checkpoint"))
+    (mine / MANIFEST).write_text(json.dumps(read_manifest(mine) | {"family": "mine"}))
+    for told, changed, place in (
+        ("exists", run, shared.folder),
+        ("run `m3diff convert` first", replace(run, mixture=tmp_path), out),
+        ("in the mixture, but not in ingest.datasets", replace(run, entries={}), out),
+        ("no manifest.json", replace(run, model=tmp_path / "nothing"), out),
+        ("1b.png: missing or changed since ingest", replace(run, clean=tmp_path / "clean"), out),
+        ("of the family 'mine'; a folder to share is written of m3diff, ", replace(run, model=tmp_path / "model"), out),
+    ):
+        with pytest.raises(DataError, match=re.escape(told)):
+            export_hub(changed, place)
+    assert not out.exists()
+    for adapters, place, told in ((False, shared.folder, "exists"), (True, out, "")):
+        if told:
+            with pytest.raises(DataError, match=told):
+                export_model(run.model, place, adapters)
+        else:
+            export_model(run.model, place, adapters)
+            assert (place / "tuned.safetensors").is_file()
 
 
 @pytest.mark.slow(40)
@@ -422,10 +507,7 @@ def test_a_hundred_drawn_pairs_have_the_projects_tokens(tmp_path: Path) -> None:
     from m3diff.datasets.minichange.levels import LEVELS
     from m3diff.datasets.minichange.render import render
 
-    run = make_run(tmp_path)
-    shutil.rmtree(run.model)
-    settings = tiny_settings({"vision_feature_layers": [4], "layers": 2, "heads": 4, "init_gain": 1.0})
-    tiny_checkpoint(BASE, run.model / "checkpoint", settings)
+    run = run_of(tmp_path, BASE, tiny_settings({"vision_feature_layers": [4], "heads": 4, "init_gain": 1.0}))
     pairs = []
     for number in range(100):
         rng = np.random.default_rng(number)
@@ -436,7 +518,7 @@ def test_a_hundred_drawn_pairs_have_the_projects_tokens(tmp_path: Path) -> None:
         pairs.append((str(paths[0]), str(paths[1])))
     export_hub(run, tmp_path / "out")
     requests = [{"folder": str(tmp_path / "out"), "images": pairs[k : k + 20]} for k in range(0, 100, 20)]
-    found = [row for each in ask(tmp_path, requests)["answers"] for row in each["tokens"]]
+    found = [row for each in ask(tmp_path, requests) for row in each["tokens"]]
     want = wanted(run, pairs, QUESTION)
     assert len(found) == 100
     assert found == want

@@ -56,14 +56,6 @@ def test_dataset_info_tells_llama_factory_the_columns(tmp_path):
     assert loaded["train"].num_rows == 2
 
 
-def test_a_second_export_into_the_same_folder_replaces_the_first(tmp_path):
-    mixture = build(tmp_path)
-    first = export_llava(OWN, mixture, tmp_path / "llava")
-    text = (tmp_path / "llava/train.json").read_text("utf-8")
-    assert export_llava(OWN, mixture, tmp_path / "llava") == first
-    assert (tmp_path / "llava/train.json").read_text("utf-8") == text
-
-
 def test_without_samples_the_remedy_is_named(tmp_path):
     with pytest.raises(DataError, match="run `m3diff convert` first"):
         export_llava(OWN, tmp_path / "nowhere", tmp_path / "llava")
@@ -73,14 +65,12 @@ def test_empty_references_are_left_out_of_their_split_alone(tmp_path):
     assert export_llava(OWN, build(tmp_path), tmp_path / "llava", lines=True) == {"train": 2, "test": 1}
     (line,) = (tmp_path / "llava/test.jsonl").read_text("utf-8").splitlines()
     assert json.loads(line)["id"] == "d/b#1"
+    (tmp_path / "empty").mkdir()
+    run(tmp_path / "empty", [record("a", "test", ("",))])
+    assert export_llava(OWN, tmp_path / "empty" / "mixture", tmp_path / "none") == {"test": 0}
+    assert json.loads((tmp_path / "none/test.json").read_text()) == []
     assert not (tmp_path / "llava/val.jsonl").exists()
     assert list(json.loads((tmp_path / "llava/dataset_info.json").read_text())) == ["m3diff_train", "m3diff_test"]
-
-
-def test_a_split_of_empty_references_alone_is_an_empty_array(tmp_path):
-    run(tmp_path, [record("a", "test", ("",))])
-    assert export_llava(OWN, tmp_path / "mixture", tmp_path / "llava") == {"test": 0}
-    assert json.loads((tmp_path / "llava/test.json").read_text()) == []
 
 
 def test_every_record_of_every_shard_is_exported_in_order(tmp_path, monkeypatch):
@@ -92,22 +82,16 @@ def test_every_record_of_every_shard_is_exported_in_order(tmp_path, monkeypatch)
     assert len(list((tmp_path / "mixture/train").iterdir())) == 4
 
 
-def test_a_dataset_whose_page_states_no_licence_is_refused_unless_asked_for(tmp_path, capsys):
-    run(tmp_path, [record("a"), record("a", dataset="spot")])
-    entries = OWN | {"spot": make_entry("spot_the_diff", Path())}
+def test_a_dataset_whose_page_states_no_licence_is_refused_unless_asked_for_and_conditions_are_told(tmp_path, capsys):
+    run(tmp_path, [record("a"), record("a", dataset="spot"), record("a", dataset="birds")])
+    entries = OWN | {"spot": make_entry("spot_the_diff", Path()), "birds": make_entry("birds_to_words", Path())}
     with pytest.raises(DataError, match=r"Spot-the-Diff \(licence: none stated\): redistribute: .* refused"):
         export_llava(entries, tmp_path / "mixture", tmp_path / "llava")
     assert not (tmp_path / "llava").exists()
-    assert export_llava(entries, tmp_path / "mixture", tmp_path / "llava", allow_unlicensed=True) == {"train": 2}
-    told = capsys.readouterr().out
-    assert told.startswith("spot: Spot-the-Diff (licence: none stated): redistribute: ")
-    assert told.count("\n") == 1
-
-
-def test_the_conditions_of_a_licence_are_told(tmp_path, capsys):
-    run(tmp_path, [record("a", "test", dataset="birds")])
-    export_llava({"birds": make_entry("birds_to_words", Path())}, tmp_path / "mixture", tmp_path / "llava")
-    assert "birds: Birds-to-Words (licence: CC BY-SA 4.0): redistribute: texts: credit" in capsys.readouterr().out
+    assert export_llava(entries, tmp_path / "mixture", tmp_path / "llava", allow_unlicensed=True) == {"train": 3}
+    birds, spot = capsys.readouterr().out.splitlines()
+    assert birds.startswith("birds: Birds-to-Words (licence: CC BY-SA 4.0): redistribute: texts: credit")
+    assert spot.startswith("spot: Spot-the-Diff (licence: none stated): redistribute: ")
 
 
 def test_a_dataset_of_unknown_licence_is_refused(tmp_path):

@@ -5,12 +5,17 @@
 A request is {"folder", "images", "text"}: its answer is {"tokens"} of each pair, without padding, or {"error"}. Other
 requests are {"folder", "load": a class of transformers}, {"folder", "save": a new folder, "options"}, {"folder",
 "prompt": images}, answered by {"input_ids"} and the names of all "inputs", {"folder", "chat": messages}, answered by
-the tokens, and {"folder", "pipeline": messages}, answered by the text of transformers' own pipeline.
+the tokens, {"folder", "pipeline": messages}, answered by the text of transformers' own pipeline, and {"folder", "run":
+a script}, answered by what the script prints beside the folder.
 """
 
 import importlib.util
+import io
 import json
+import os
+import runpy
 import sys
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +52,11 @@ def generated(folder, inputs):
 def answer(request):
     folder = request["folder"]
     try:
+        if "run" in request:
+            os.chdir(Path(folder).parent)
+            with redirect_stdout(io.StringIO()) as said:
+                runpy.run_path(request["run"])
+            return {"said": said.getvalue().splitlines()}
         if "load" in request:
             getattr(transformers, request["load"]).from_pretrained(folder)
             return {"loaded": True}

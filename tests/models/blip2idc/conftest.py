@@ -17,8 +17,3 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def base(bases: dict[str, Path]) -> Path:
     """With OPT, as published."""
     return bases["opt"]
-
-
-@pytest.fixture(scope="session", params=list(TEXTS))
-def either(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Path:
-    return bases[request.param]

@@ -30,10 +30,7 @@ def test_a_visit_gives_the_same_pixels_again_and_another_visit_others() -> None:
     assert not np.array_equal(first, other)
     assert (first.shape, first.dtype) == (images.shape, np.uint8)
     assert np.array_equal(images, kept), "what is cached stays as it is"
-
-
-def test_pairs_that_are_not_chosen_stay_as_they_are() -> None:
-    assert np.array_equal(augmented(NEVER, pair(), visit(1)), pair())
+    assert np.array_equal(augmented(NEVER, images, visit(1)), images)
 
 
 def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself() -> None:

@@ -3,6 +3,8 @@
 x is [tokens, width] of one pair throughout. Weights are read by the names of the published files.
 """
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import Blip2Config
 
 from m3diff.models import FAMILIES
 from m3diff.models.tuning import prepare, unwrapped
-from tests.tiny import noise_image
-from tests.tiny_blip2 import PATCH, QUERIES, SIDE, blip2_settings
+from tests.tiny import noise_image, saliency_map
+from tests.tiny_blip2 import PATCH, QUERIES, SIDE, TEXTS, blip2_settings
 
 FAMILY = FAMILIES["blip2idc"]
 Weights = Mapping[str, Tensor]
@@ -141,6 +144,71 @@ def test_the_logits_are_those_of_the_equations(is_fused: bool, model: torch.nn.M
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
         assert (other - want).abs().max() > 1e-2, "which image is on top shows"
     model.eval()
+
+
+def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base: Path) -> None:
+    """Eager attention gives its weights itself."""
+    model, eager = (FAMILY.load(base, torch.float32) for _ in range(2))
+    eager.set_attn_implementation("eager")
+    pixels, rows = torch.randn(3, 3, SIDE, SIDE), SIDE // PATCH
+    with torch.no_grad():
+        patches = eager.eval().vision_model(pixel_values=pixels).last_hidden_state
+        queries = eager.query_tokens.expand(len(pixels), -1, -1)
+        read = eager.qformer(query_embeds=queries, encoder_hidden_states=patches, output_attentions=True)
+    weights = torch.stack(read.cross_attentions).mean(dim=(0, 2, 3))[:, 1:]  # layers, heads, queries; no class token
+    before, after = weights.reshape(-1, rows, rows).split(rows // 2, dim=1)
+    both = before + after
+    maps = saliency_map(model.eval(), pixels)
+    torch.testing.assert_close(maps, both / both.sum(dim=(1, 2), keepdim=True))
+    assert (maps[0] - maps[1]).abs().max() > 1e-3, "maps that are all alike would show nothing"
+
+
+def test_no_dropout_is_left_though_the_directory_has_some(base: Path) -> None:
+    stock = Blip2Config.from_pretrained(base)
+    assert (stock.qformer_config.hidden_dropout_prob, stock.text_config.dropout) == (0.1, 0.1)
+    model = FAMILY.load(base, torch.float32).train()
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+    pixels, ids = torch.randn(1, 3, 32, 32), torch.tensor([[*[model.config.image_token_index] * QUERIES, 2, 9, 10]])
+    with torch.no_grad():
+        assert torch.equal(*(model(pixel_values=pixels, input_ids=ids).logits for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "words"),
+    [
+        (None, "num_query_tokens", QUERIES + 1, "of another shape than its config.json says: .*query_tokens"),
+        ("text_config", "tie_word_embeddings", False, r"weights missing .*lm_head"),
+    ],
+)
+def test_a_directory_with_other_weights_than_its_configuration_says_is_refused(
+    section: str | None, field: str, value: object, words: str, base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "copied")
+    config = json.loads((folder / "config.json").read_text())
+    (config[section] if section else config)[field] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        FAMILY.load(folder, torch.float32)
+
+
+@pytest.mark.parametrize("llm", TEXTS)
+def test_the_adapters_are_on_queries_keys_and_values(llm: str, bases: dict[str, Path]) -> None:
+    model = prepare(FAMILY.load(bases[llm], torch.float32), FAMILY, blip2_settings()).get_base_model()
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    layers = "language_model.model.decoder.layers" if llm == "opt" else "language_model.model.layers"
+    own, across = "attention.attention", "crossattention.attention"
+    want = {f"vision_model.encoder.layers.{n}.self_attn.qkv" for n in range(2)}
+    want |= {f"qformer.encoder.layer.{n}.{own}.{name}" for n in range(3) for name in ("key", "value")}
+    want |= {f"qformer.encoder.layer.{n}.{across}.{name}" for n in (0, 2) for name in ("query", "key", "value")}
+    assert adapted == want | {f"{layers}.{n}.self_attn.{name}_proj" for n in range(2) for name in "qkv"}
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+
+
+def test_without_adapters_the_same_linears_train_in_full(base: Path) -> None:
+    model = prepare(FAMILY.load(base, torch.float32), FAMILY, blip2_settings(rank=0))
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert "vision_model.encoder.layers.0.self_attn.qkv.bias" in trains
+    assert not any(name.startswith("query_tokens") or ".fc1." in name for name in trains)
 
 
 def test_the_picture_is_the_image_before_over_the_image_after(base: Path) -> None:

@@ -19,9 +19,8 @@ from m3diff.stages.train.job import DatasetFilter
 from m3diff.stages.train.progress import with_alignment
 from m3diff.stages.train.samples import read_samples, read_training_samples
 from m3diff.stages.train.stage import ALIGNMENT
-from tests.models.test_onediff import SEPARATE, settings
 from tests.stages.train.toy import Recipe, Trained, assert_same_run, interrupted, recipe, run, write_mixture
-from tests.tiny import tiny_base
+from tests.tiny import SEPARATE, onediff_settings, tiny_base
 
 ALIGN = Align(("couples",), epochs=2, global_batch=2, rates=Rates(None, 1e-2, 1e-2, None))
 SPLITS = {"train": {"toy": 10, "couples": 6}, "val": {"toy": 3, "couples": 2}, "test": {"toy": 3}}
@@ -36,7 +35,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     base = tiny_base(tmp_path_factory.mktemp("base") / "base")
-    return recipe(base, model=replace(settings(SEPARATE), align=ALIGN), micro_batch=2)
+    return recipe(base, model=replace(onediff_settings(SEPARATE), align=ALIGN), micro_batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +133,7 @@ def test_without_a_module_the_projector_is_aligned_alone_and_without_validation_
     made: Recipe, tmp_path: Path
 ) -> None:
     mixture = write_mixture(tmp_path / "mixture", SPLITS | {"val": {"toy": 3}})
-    bare = replace(settings(None), align=replace(ALIGN, rates=Rates(None, 1e-2, None, None)))
+    bare = replace(onediff_settings(None), align=replace(ALIGN, rates=Rates(None, 1e-2, None, None)))
     done = run(made.changed(model=bare), mixture, tmp_path)
     assert (done.report.steps, done.report.alignment["steps"]) == (STEPS, FIRST_STEPS)
     assert done.report.val_loss_by_dataset.keys() == {"toy"}
@@ -169,4 +168,4 @@ def test_curves_of_two_phases_are_one_file(tmp_path: Path) -> None:
 )
 def test_an_alignment_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        replace(settings(vision=None), align=replace(ALIGN, **changes))
+        replace(onediff_settings(vision=None), align=replace(ALIGN, **changes))

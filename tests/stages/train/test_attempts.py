@@ -42,7 +42,6 @@ from m3diff.stages.train.attempts import (
 )
 from m3diff.stages.train.job import Job
 from m3diff.stages.train.loop import prepare_model
-from tests.models.test_onediff import JOINED, settings
 from tests.stages.train.toy import (
     Trained,
     assert_same,
@@ -54,6 +53,7 @@ from tests.stages.train.toy import (
     run_dir_of,
     started,
 )
+from tests.tiny import VDM, onediff_settings
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
 OUT_OF_MEMORY = (
@@ -190,9 +190,17 @@ def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(
 @pytest.mark.parametrize(
     ("model", "checkpointing", "words"),
     [
-        (settings(JOINED | {"start": "bert"}), "none", "train: models.tiny on train.base .*base/bert: no BERT there"),
+        (
+            onediff_settings(VDM | {"start": "bert"}),
+            "none",
+            "train: models.tiny on train.base .*base/bert: no BERT there",
+        ),
         (blip2_settings(), "selective", "compute.activation_checkpointing: selective .* this one is opt"),
-        (settings(JOINED | {"vision_feature_layers": (1, 9)}), "none", "9 lies beyond the vision encoder's 2 layers"),
+        (
+            onediff_settings(VDM | {"vision_feature_layers": (1, 9)}),
+            "none",
+            "9 lies beyond the vision encoder's 2 layers",
+        ),
     ],
     ids=["BERT", "checkpointing", "layers"],
 )

@@ -1,0 +1,409 @@
+"""The modules that compare images against transcriptions of their equations in float64, their starts and their maps.
+
+float64 rounds at about 1e-15 here; a wrong operand, order, sign, norm or layer moves a result by more than 1e-3.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+from m3diff.models import FAMILIES
+from m3diff.models.layers import Projection, grid_positions, sincos_positions
+from m3diff.models.llava import NewModuleInit
+from m3diff.models.m3diff import contribution_figures
+from m3diff.models.m3diff_model import BareDifference, DifferentialPerception, new_module
+from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig
+from m3diff.models.onediff_model import VisualDeltaModule
+from m3diff.models.onediff_settings import VDMConfig
+from m3diff.settings.load import load_params
+from tests.models import equations
+from tests.tiny import SIDE, tiny_config
+from tests.toy import REPOSITORY
+
+B, N, D, W, T, V = 3, 5, 12, 14, 5, 12
+VDM = {"vision_feature_layers": (1, 2), "tokens": T, "layers": 4, "width": V, "heads": 3, "mlp_ratio": 2}
+
+
+def random_weights(module: nn.Module) -> Any:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.double().parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    return module
+
+
+def mdp(**fields: object) -> DifferentialPerception:
+    return random_weights(
+        DifferentialPerception(MDPConfig(**{"vision_feature_layers": (1, 2, 4), "heads": 3} | fields), D)
+    )
+
+
+def bare(**fields: object) -> BareDifference:
+    return random_weights(BareDifference(DifferenceConfig(**{"vision_feature_layers": (1, 2, 4)} | fields), D))
+
+
+def vdm(**fields: object) -> VisualDeltaModule:
+    return random_weights(VisualDeltaModule(VDMConfig(**VDM | fields), D, W))
+
+
+def features(count: int = 3, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, N, D, dtype=torch.float64, generator=generator) for _ in range(count)]
+
+
+def of_each_pair(function: Callable[..., Any], module: nn.Module, *given: list[Tensor]) -> list[Any]:
+    return [function(module, *([x[b] for x in side] for side in given)) for b in range(B)]
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("share_levels", [True, False])
+@pytest.mark.parametrize("score", ["scalar", "channel"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_mdp_module_equals_its_equations(residual: bool, share_levels: bool, score: str, layers: int) -> None:
+    module = mdp(residual=residual, share_levels=share_levels, score=score, layers=layers)
+    before, after, last = features(), features(seed=1), features(2, seed=2)
+    got = module(before, after, *last)
+    for b, want in enumerate(of_each_pair(equations.mdp, module, before, after, last)):
+        torch.testing.assert_close([image[b] for image in got], want, rtol=1e-10, atol=1e-12)
+    swapped = module(after, before, last[1], last[0])
+    assert (got[0] - swapped[1]).abs().max() > 1e-3, "equation (3) holds the signed difference"
+    assert len(module.levels) == (1 if share_levels else 3)
+
+
+@pytest.mark.parametrize("share_levels", [True, False])
+def test_the_bare_difference_equals_its_equation(share_levels: bool) -> None:
+    module, given = bare(share_levels=share_levels), (features(), features(seed=1), features(2, seed=2))
+    assert len(module.levels) == (1 if share_levels else 3)
+    got = module(given[0], given[1], *given[2])
+    torch.testing.assert_close(list(got), equations.difference(module, *given))
+
+
+@pytest.mark.parametrize("norm", ["post", "pre", "size"])
+@pytest.mark.parametrize("images", ["joined", "separate"])
+@pytest.mark.parametrize("cross_attention", ["second", "every"])
+def test_the_vdm_equals_its_equations_and_every_parameter_has_a_gradient(
+    norm: str, images: str, cross_attention: str
+) -> None:
+    module = vdm(norm=norm, images=images, cross_attention=cross_attention)
+    before, after = features(2), features(2, seed=1)
+    got = module(before, after)
+    for b, want in enumerate(of_each_pair(equations.vdm, module, before, after)):
+        torch.testing.assert_close(got[b], want, rtol=1e-10, atol=1e-12)
+    assert (got - module(after, before)).abs().max() > 1e-3
+    got.square().sum().backward()
+    assert not [name for name, parameter in module.named_parameters() if parameter.grad is None]
+
+
+def test_what_the_projector_gets_of_the_letters_profile_is_equations_1_to_8_alone() -> None:
+    """The profile paper-letter on the layers and the width of the tiny encoder, as training starts it."""
+    settings = load_params(REPOSITORY / "profiles/paper-letter.yaml").models["m3diff"]
+    letter = replace(settings.module, vision_feature_layers=(1, 2), heads=2)
+    assert (letter.residual, letter.pos_embed_scale, letter.share_levels, letter.score) == (False, 0, True, "scalar")
+    torch.manual_seed(5)
+    model = FAMILIES["m3diff"].build(tiny_config(asdict(letter))).double().eval().model
+    parts = {type(part) for part in model.mdp.modules() if not list(part.children())}
+    assert parts == {Projection, nn.GELU, nn.Identity}
+    pixels = torch.randn(4, 3, SIDE, SIDE, dtype=torch.float64)
+    with torch.no_grad():
+        states, got = model.vision_hidden_states(pixels), model.perceive(pixels)
+        for pair in (0, 1):
+            both = [[states[level][2 * pair + side] for level in (1, 2)] for side in (0, 1)]
+            last = [states[-1][2 * pair + side] for side in (0, 1)]
+            want = equations.mdp(model.mdp, *both, last)
+            torch.testing.assert_close(list(got[2 * pair : 2 * pair + 2]), want, rtol=1e-9, atol=1e-12)
+    assert (got[0] - states[-1][0]).abs().max() > 1e-2
+
+
+def test_the_settings_say_which_module_a_model_has() -> None:
+    assert type(new_module(MDPConfig(vision_feature_layers=(1,), heads=3), D)) is DifferentialPerception
+    assert type(new_module(DifferenceConfig(vision_feature_layers=(1,)), D)) is BareDifference
+    assert new_module(None, D) is None
+    for module in (mdp(), bare()):
+        with pytest.raises(AssertionError, match="one feature map per level"):
+            module(features(2), features(2), *features(2))
+    with pytest.raises(ValueError, match="width 12 is not divisible by heads 5"):
+        mdp(heads=5)
+    assert [VDMConfig().feature_layer(k) for k in range(6)] == [0, None, 1, None, 2, None]
+    assert [VDMConfig(cross_attention="every").feature_layer(k) for k in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_parameters_at_the_papers_size() -> None:
+    """60 M with shared levels, four times as many without (performance notes, section 1)."""
+    with torch.device("meta"):
+        modules = [DifferentialPerception(MDPConfig(share_levels=shared), 1152) for shared in (True, False)]
+    shared, apart = (sum(p.numel() for p in module.parameters()) / 1e6 for module in modules)
+    assert 59 < shared < 62
+    assert apart == pytest.approx(4 * shared)
+
+
+def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head() -> None:
+    side, width, heads, amplitude = 3, 20, 2, 1.5  # 10 channels a head: 2 frequencies, 8 used, 2 left zero
+    with torch.device("meta"):  # kept for a model with storage after one without
+        got = sincos_positions(side, width, heads, amplitude)
+    assert (got.shape, got.device.type) == ((side * side, width), "cpu")
+    for y in range(side):
+        for x in range(side):
+            head = [f(c * torch.pi * k) for c in (x, y) for f in (math.sin, math.cos) for k in (1.0, 0.5)] + [0.0, 0.0]
+            torch.testing.assert_close(got[y * side + x], amplitude * torch.tensor(2 * head), rtol=0, atol=1e-5)
+    assert torch.equal(grid_positions(torch.randn(B, 4, D), D, 3, 2.0), sincos_positions(2, D, 3, 2.0))
+    assert grid_positions(torch.randn(B, 4, D), D, 3, 0.0) is None
+
+
+def test_positions_stand_on_queries_and_keys_of_every_grid_after_the_norm() -> None:
+    layer = mdp(pos_embed_scale=2.0).levels[0].layers[0].cross_attention
+    q, kv, places = features(1)[0], torch.cat(features(3, seed=1), 1), features(1, seed=2)[0][0]
+    want = [equations.attend(q[b], kv[b], layer, places) for b in range(B)]
+    torch.testing.assert_close(layer(q, kv, places), torch.stack(want))
+    reached = [sum(part.norm(dim=-1) for part in equations.brought(q[b], kv[b], layer, places)) for b in range(B)]
+    torch.testing.assert_close(layer.norm_weighted_attention(q, kv, places), torch.stack(reached))
+
+
+def maps_of(module: nn.Module, *given: Any) -> list[Tensor]:
+    """The maps of one pass; asking for them changes no number, and the next pass leaves none."""
+    plain = module(*given)
+    with module.recorded_maps() as maps:
+        recorded = module(*given)
+    module(*given)
+    torch.testing.assert_close(recorded, plain, rtol=0, atol=0)
+    torch.testing.assert_close([one.sum(1) for one in maps], [torch.ones(len(one), dtype=one.dtype) for one in maps])
+    return maps
+
+
+@pytest.mark.parametrize("share_levels", [False, True])
+def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share_levels: bool) -> None:
+    module, before, after = mdp(share_levels=share_levels), features(), features(seed=1)
+    maps = maps_of(module, before, after, *features(2, seed=2))
+    for number, (f1, f2) in enumerate(zip(before, after, strict=True)):
+        level = module.level(number)
+        _, steps = level._layers(torch.cat([f1, f2]), None)
+        first, moving, reached = level.layers[0], steps[1][1], torch.zeros(B, N, dtype=torch.float64)
+        for b in range(B):
+            for f in (f1, f2):
+                query = equations.norm(f[b], first.norm_feature)
+                parts = equations.brought(query, torch.cat([query, moving[b]]), first.feature_attention)
+                reached[b] += sum(part.norm(dim=-1) for part in parts)[:, N:].sum(0)
+        torch.testing.assert_close(maps[number], reached / reached.sum(1, keepdim=True))
+    assert len(maps) == 3
+
+
+@pytest.mark.parametrize("share_levels", [True, False])
+def test_the_bare_differences_maps_are_the_sizes_of_what_each_places_difference_adds(share_levels: bool) -> None:
+    module, before, after = bare(share_levels=share_levels), features(), features(seed=1)
+    maps = maps_of(module, before, after, *features(2, seed=2))
+    for number, found in enumerate(maps):
+        sizes = ((after[number] - before[number]) @ module.level(number).weight.T).norm(dim=-1)
+        torch.testing.assert_close(found, sizes / sizes.sum(1, keepdim=True))
+    assert len(maps) == 3
+    same = bare(vision_feature_layers=(1,))
+    torch.testing.assert_close(maps_of(same, before[:1], before[:1], *after[:2])[0], torch.full_like(maps[0], 1 / N))
+
+
+@pytest.mark.parametrize("norm", ["post", "size"])
+@pytest.mark.parametrize("images", ["joined", "separate"])
+def test_the_vdms_maps_are_of_the_places_that_bring_the_difference(images: str, norm: str) -> None:
+    module, given = vdm(images=images, cross_attention="every", layers=2, norm=norm), (features(2), features(2, 1))
+    maps = maps_of(module, *given)
+    torch.testing.assert_close(maps, equations.vdm_maps(module, *given), rtol=1e-10, atol=1e-12)
+    assert [one.shape for one in maps] == [(B, N)] * 2
+    assert all((one - 1 / N).abs().max() > 1e-3 for one in maps), "maps that are all alike would show nothing"
+
+
+def test_apart_only_a_changed_place_is_seen_and_equal_images_show_none() -> None:
+    module, h = vdm(images="separate", layers=1, vision_feature_layers=(1,), norm="size"), features(1)[0]
+    reading, tokens = module.layers[0].reading, module.delta.expand(B, -1, -1)
+    torch.testing.assert_close(reading.saliency_map(tokens, h, h), torch.full((B, N), 1 / N, dtype=torch.float64))
+    with torch.no_grad():  # every place gets the same weight, so that one place alone differs
+        reading.attention.q_proj.weight.zero_()
+        reading.attention.q_proj.bias.zero_()
+    changed = h.clone()
+    changed[:, 2] += 1
+    assert (reading.saliency_map(tokens, h, changed)[:, 2] > 0.999).all()
+
+
+def test_a_module_that_starts_as_a_detector_looks_where_the_images_differ_and_a_new_one_everywhere_alike() -> None:
+    torch.manual_seed(1)
+    fields = MDPConfig(vision_feature_layers=(1,), heads=4, pos_embed_scale=3.0, init_gain=2.0)
+    module, before, places = DifferentialPerception(fields, width=64), torch.randn(9, 9, 64), torch.arange(9)
+    after = before.clone()
+    after[places, places] += torch.randn(9, 64)  # of pair and place alike
+    (found,) = maps_of(module, [before], [after], before, after)
+    assert found.argmax(1).tolist() == places.tolist()
+    new = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3), D).double()
+    torch.testing.assert_close(
+        maps_of(new, features(1), features(1, 1), *features(2))[0] * N, torch.ones(B, N).double()
+    )
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(4, (0.5, 2.0)), (9, ())], ids=["says more of more", "bound to places"])
+def test_a_vdm_that_starts_as_a_detector(tokens: int, steps: tuple[float, ...]) -> None:
+    torch.manual_seed(0)
+    fields = {"images": "separate", "norm": "size", "init_gain": 1.0, "pos_embed_scale": 3.0, "tokens": tokens}
+    fields |= {"vision_feature_layers": (1,), "heads": 3 if steps else 1, "layers": 2 if steps else 1}
+    module, h = VisualDeltaModule(VDMConfig(**VDM | fields), D, W), torch.randn(B if steps else 1, tokens, D)
+    still = module([h], [h])
+    if steps:
+        moved = [float((module([h], [h + s * torch.randn_like(h)]) - still).norm(dim=-1).mean()) for s in steps]
+        assert moved[0] > 0.1
+        assert moved[1] > 1.5 * moved[0]
+        return
+    for place in range(tokens):
+        changed = h.clone()
+        changed[:, place] += 3 * torch.randn(D)
+        assert int((module([h], [changed]) - still).norm(dim=-1).argmax()) == place
+
+
+def test_a_new_module_is_initialised_as_its_docstrings_say() -> None:
+    torch.manual_seed(0)
+    width = 256
+    level = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=4, init_gain=2.0), width).levels[0]
+    std = {name: p.std().item() for name, p in level.named_parameters() if name.endswith("weight") and p.dim() == 2}
+    wanted = {"gate": (2 * width) ** -0.5, "layers.0.self_attention.q_proj": width**-0.5, "layers.0.mlp.0": width**-0.5}
+    wanted["layers.0.feature_attention.out_proj"] = 2.0 * width**-0.5
+    assert {name: std[f"{name}.weight"] for name in wanted} == pytest.approx(wanted, rel=0.02)
+    outs = ["layers.0.self_attention.out_proj", "layers.0.cross_attention.out_proj", "layers.1.self_attention.out_proj"]
+    outs += ["layers.1.cross_attention.out_proj", "layers.1.mlp.2", "score.2"]
+    assert sorted(name for name, value in std.items() if value == 0) == sorted(f"{name}.weight" for name in outs)
+    passed = level.difference.weight[:, 2 * width :]
+    spread = 0.5 / (3 * width) ** 0.5
+    assert passed.diagonal().mean().item() == pytest.approx(2.0, abs=0.01)
+    assert level.difference.weight[:, : 2 * width].std().item() == pytest.approx(spread, rel=0.02)
+    assert (passed - 2 * torch.eye(width)).std().item() == pytest.approx(spread, rel=0.03)
+    direction = level.layers[0].mlp[2].weight.mean(1)  # what the sum of all hidden units adds
+    assert direction.std().item() == pytest.approx(24.0 / (4 * width), rel=0.2)
+    assert all(not p.any() for name, p in level.named_parameters() if name.endswith("proj.bias"))
+    assert level.layers[1].mlp[0].out_features == 4 * width
+
+
+def test_by_the_letter_of_the_equations_every_linear_starts_as_a_plain_new_layer() -> None:
+    torch.manual_seed(0)
+    fields = MDPConfig(vision_feature_layers=(1,), heads=4, residual=False, mlp_ratio=2)
+    level = DifferentialPerception(fields, 128).levels[0]
+    for name, module in level.named_modules():
+        assert not isinstance(module, nn.LayerNorm), name
+        if isinstance(module, nn.Linear) and name != "difference":
+            near = 0.05 if module.out_features > 1 else 0.6
+            assert module.weight.std().item() == pytest.approx(module.in_features**-0.5, rel=near), name
+            assert not module.bias.any(), name
+
+
+@pytest.mark.parametrize("gain", [0.0, 2.0])
+def test_a_new_bare_difference_adds_its_gain_times_the_size_of_the_difference(gain: float) -> None:
+    torch.manual_seed(0)
+    module = BareDifference(DifferenceConfig(vision_feature_layers=(1,), init_gain=gain), 256)
+    assert module.levels[0].weight.std().item() == pytest.approx(gain / 16, rel=0.02)
+    assert not module.levels[0].bias.any()
+
+
+def test_the_delta_tokens_start_as_the_paper_says_whichever_model_holds_them() -> None:
+    class Holder(NewModuleInit, nn.Module):
+        pass
+
+    torch.manual_seed(0)
+    module = VisualDeltaModule(VDMConfig(tokens=64, width=96, heads=4), D, W)
+    for part in module.modules():
+        if hasattr(part, "reset_parameters") and not isinstance(part, nn.LayerNorm):
+            Holder()._init_weights(part)
+    assert module.delta.std().item() == pytest.approx(0.02, rel=0.05)
+    embeddings = module.layers[0].reading.image_embeddings
+    assert embeddings.abs().max() > 0
+    assert not torch.equal(embeddings[0], embeddings[1])
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("share_levels", [True, False])
+@torch.no_grad()
+def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(residual: bool, share_levels: bool) -> None:
+    """A level alone gives its update: what it leaves of the last features. Two forwards count as one of all pairs."""
+    fields = {"residual": residual, "share_levels": share_levels, "score": "scalar" if residual else "channel"}
+    module = mdp(**fields)
+    forwards = [(features(seed=s), features(seed=s + 1), features(2, seed=s + 2)) for s in (0, 10)]
+    with module.recorded_contribution() as recorded:
+        for before, after, last in forwards:
+            module(before, after, *last)
+    module(*forwards[0][:2], *forwards[0][2])
+    assert len(recorded) == 2, "what comes after is not recorded"
+    figures = contribution_figures(torch.stack(recorded).sum(dim=0))
+    size = torch.cat([x for *_, last in forwards for x in last]).square().mean().sqrt()
+    for i in range(3):
+        alone = mdp(**fields | {"vision_feature_layers": (1,)})
+        alone.levels[0] = module.level(i)
+        updates, scores = [], []
+        for before, after, last in forwards:
+            out = of_each_pair(equations.mdp, alone, before[i : i + 1], after[i : i + 1], last)
+            updates += [
+                image - (last[k][b] if residual else 0) for b, pair in enumerate(out) for k, image in enumerate(pair)
+            ]
+            scores.append(module.level(i)(torch.cat([before[i], after[i]]))[1].mean())
+        ratio = float(torch.stack(updates).square().mean().sqrt() / size)
+        assert [figures[i], figures[3 + i]] == pytest.approx([ratio, float(sum(scores) / 2)], rel=1e-5)
+    assert len({round(value, 3) for value in figures[:3]}) == 3, "no level stands for another"
+
+
+def test_recording_the_contribution_changes_no_number_and_reads_none() -> None:
+    module, given = mdp(), (features(), features(seed=1), *features(2, seed=2))
+    want = module(*given)
+    with module.recorded_contribution() as recorded:
+        got = module(*given)
+    assert got[0].requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert not recorded[0].requires_grad
+    with module.to("meta").recorded_contribution() as recorded:  # to read a number is an error there
+        module(*([x.to("meta") for x in xs] if isinstance(xs, list) else xs.to("meta") for xs in given))
+    assert (recorded[0].shape, recorded[0].dtype) == ((4, 2), torch.float64)
+
+
+def bert(folder: Path, layers: int = 5) -> BertModel:
+    torch.manual_seed(4)
+    shape = {"hidden_size": V, "num_attention_heads": 3, "intermediate_size": 2 * V, "num_hidden_layers": layers}
+    model = BertModel(BertConfig(vocab_size=7, max_position_embeddings=8, hidden_dropout_prob=0, **shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def test_a_vdm_that_starts_as_bert_computes_what_bert_computes(tmp_path: Path) -> None:
+    """With cross-attention silenced, the layers of both give the same of the same tokens."""
+    theirs = bert(tmp_path / "bert").double()
+    module = VisualDeltaModule(VDMConfig(**VDM | {"start": "bert"}), D, V)
+    module.start_as_bert(tmp_path / "bert")
+    for part in module.double().modules():
+        if isinstance(part, nn.LayerNorm):
+            part.eps = 1e-12  # BERT's
+    x = want = torch.randn(2, T, V, dtype=torch.float64)
+    for layer, source in zip(module.layers, theirs.encoder.layer, strict=False):
+        attended = layer._block(0, x, lambda y, m=layer.self_attention: m(y, y))
+        x = layer._block(2, attended, layer.mlp)
+        want = source(want)
+        want = want[0] if isinstance(want, tuple) else want
+        torch.testing.assert_close(x, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost", "words"),
+    [
+        ({"layers": 6}, "", "5 layers of .*12, 3, 2.0., but the module has 6"),
+        ({"mlp_ratio": 3}, "", r"\(12, 3, 2.0\)"),
+        ({}, "encoder.layer.1.output.dense.weight", r"1 weights of the BERT .* are missing, \['encoder.layer.1.*take"),
+        ({}, "everything", "no BERT there for module.start: bert; take config.json"),
+    ],
+)
+def test_a_bert_that_does_not_fit_is_refused_with_the_remedy(
+    changes: dict, lost: str, words: str, tmp_path: Path
+) -> None:
+    if lost != "everything":
+        bert(tmp_path / "bert")
+        weights = load_file(tmp_path / "bert" / "model.safetensors")
+        weights.pop(lost, None)
+        save_file(weights, tmp_path / "bert" / "model.safetensors")
+    with pytest.raises(ValueError, match=words):
+        VisualDeltaModule(VDMConfig(**VDM | changes), D, W).start_as_bert(tmp_path / "bert")
