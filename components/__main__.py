@@ -357,9 +357,9 @@ def export(params: Params, args: argparse.Namespace) -> None:
     if args.hub:
         export_hub(params, args)
         return
-    from m3diff.commands.export.folder import export_model
+    from m3diff.models.checkpoint import export_checkpoint
 
-    export_model(params.paths.model, args.out, args.adapters)
+    export_checkpoint(params.paths.model / "checkpoint", args.out, args.adapters)
 
 
 def export_hub(params: Params, args: argparse.Namespace) -> None:

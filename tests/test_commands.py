@@ -35,7 +35,7 @@ CACHE = Path("runs/image_cache.parquet")
 
 ENTRIES, TEST = PARAMS.ingest.datasets, {"mixture": DATA / "04_mixture"}
 CLEAN, RECORDS, MODEL = {"clean": DATA / "03_clean"}, {"records": DATA / "02_records"}, {"model": DATA / "05_model"}
-EXPORTED = MODEL | {"out": Path("out")}
+EXPORTED = {"checkpoint": DATA / "05_model/checkpoint", "out": Path("out")}
 SERVED = {"params": PARAMS}
 AUGMENT = "m3diff.stages.augment.stage"
 SHARED = {"entries": ENTRIES, **TEST, "out": Path("out"), "lines": False, "allow_unlicensed": False, "absolute": False}
@@ -57,7 +57,7 @@ VALIDATED = {"cfg": PARAMS.validate_, "entries": ENTRIES, "image_cache": CACHE, 
 CONVERTED = {"cfg": PARAMS.convert, "entries": ENTRIES, **CLEAN, "out": DATA / "04_mixture"}
 CAPTIONED = {"cfg": PARAMS.predict, "compute": PARAMS.compute, **TEST, **MODEL, "out": DATA / "06_predictions"}
 SCORED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **RECORDS, **CLEAN, **MODEL, **PREDICTED}
-EXPORT, LLAVA, ZERO = "commands.export.folder.export_model", "commands.export.llava.export_llava", "commands.zero_shot"
+EXPORT, LLAVA, ZERO = "models.checkpoint.export_checkpoint", "commands.export.llava.export_llava", "commands.zero_shot"
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "pretrain": ("stages.pretrain.stage.pretrain", {"cfg": PARAMS.pretrain, "out": DATA / "00_base"}),

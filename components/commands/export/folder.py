@@ -26,27 +26,13 @@ from m3diff.records.errors import DataError
 WEIGHTS = ("[!.]*.safetensors", "[!.]*.safetensors.index.json")
 
 
-def export_model(model: Path, out: Path, adapters: bool = False) -> None:
-    """Copy `model/checkpoint` to `out`: merged, or with `adapters` only what was trained and the way to its base.
-
-    Raises:
-        DataError: there is no checkpoint, it is damaged, or `out` exists; the text has the remedy.
-    """
-    from m3diff.models.checkpoint import CheckpointError, export_checkpoint
-
-    try:
-        export_checkpoint(model / "checkpoint", out, adapters)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
-
-
 def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]:
     """Write the model of `run` to `out`, whole or not at all; returns what the licences ask for.
 
     Raises:
         DataError: there is no whole checkpoint, `out` exists, or a dataset's licence does not let it be passed on.
     """
-    from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+    from m3diff.models.checkpoint import verify_manifest, write_manifest
     from m3diff.models.generation import QUESTION
 
     if out.exists():
@@ -56,10 +42,7 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
     trained = [each.name for each in datasets if each.trains]
     notices = licence_notices(trained, run.entries, ("train", "redistribute"), allow_unlicensed)
     checkpoint = run.model / "checkpoint"
-    try:
-        manifest = verify_manifest(checkpoint)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
+    manifest = verify_manifest(checkpoint)
     if (family := SHARED.get(manifest["family"])) is None:
         raise DataError(
             f"{checkpoint}: of the family {manifest['family']!r}; a folder to share is written of {', '.join(SHARED)}; "

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.commands.export.families import SHARED
-from m3diff.commands.export.folder import export_hub, export_model, write_model
+from m3diff.commands.export.folder import export_hub, write_model
 from m3diff.commands.export.run import Run, Trace
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
@@ -492,13 +492,6 @@ def test_what_is_missing_or_changed_is_named_before_anything_is_written(shared: 
         with pytest.raises(DataError, match=re.escape(told)):
             export_hub(changed, place)
     assert not out.exists()
-    for adapters, place, told in ((False, shared.folder, "exists"), (True, out, "")):
-        if told:
-            with pytest.raises(DataError, match=told):
-                export_model(run.model, place, adapters)
-        else:
-            export_model(run.model, place, adapters)
-            assert (place / "tuned.safetensors").is_file()
 
 
 @pytest.mark.slow(40)
