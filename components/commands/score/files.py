@@ -84,11 +84,13 @@ def read_predictions(path: Path, known: Callable[[str], str | None] = lambda nam
 
 
 def read_list(path: Path) -> Iterator[Row]:
-    """Rows of a JSON list, or of an object with a caption to each id."""
+    """Rows of a JSON list, or of an object: one row, or a caption to each id."""
     try:
         value = parse_json(read_text(path), str(path))
     except DataError as error:
         raise DataError(f"{error}; expected {KINDS}") from error
+    if isinstance(value, dict) and all(named(value, names) for names in (IDS, CAPTIONS)):
+        value = [value]
     if isinstance(value, list):
         yield from (fields_of(row, f"{path}, row {number}") for number, row in enumerate(value))
     elif isinstance(value, dict):
