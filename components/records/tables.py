@@ -7,7 +7,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, readable
 
 
 def load_table(path: Path, schema: pa.Schema, writer: str, if_empty: str) -> pl.DataFrame:
@@ -20,10 +20,8 @@ def load_table(path: Path, schema: pa.Schema, writer: str, if_empty: str) -> pl.
     Raises:
         DataError: it cannot be read, has other columns, or holds no row.
     """
-    try:
+    with readable(path, f"run `m3diff {writer}` again"):
         found, table = pq.read_schema(path), pl.read_parquet(path)
-    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; run `m3diff {writer}` again") from error
     if not found.equals(schema):
         raise DataError(f"{path}: not the columns that {writer} writes; run `m3diff {writer}` again")
     if not table.height:

@@ -17,7 +17,7 @@ from m3diff.registry.lineage import weights_sha256
 from m3diff.registry.restore import compared, lineage, of_stored, sound
 from m3diff.settings.load import load_params
 from tests import toy
-from tests.registry.team import Team
+from tests.registry.conftest import Team
 
 CHECKPOINT, PREDICTIONS = "data/05_model/checkpoint", "data/06_predictions/predictions.json"
 

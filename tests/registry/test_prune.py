@@ -12,7 +12,7 @@ from m3diff.registry.prune import branch_name, in_words, reasons
 from m3diff.registry.restore import lineage
 from m3diff.settings.load import load_params
 from tests import toy
-from tests.registry.team import Team
+from tests.registry.conftest import Team
 
 
 def of_version(team: Team, number: int) -> tuple[Path, set[Path], str]:
