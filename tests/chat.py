@@ -38,10 +38,8 @@ class Server:
         return [text_of(body) for body in self.asked]
 
     def reply(self, text: str) -> Any:
-        for word, replies in self.replies.items():
-            if word in text:
-                return replies.pop(0) if len(replies) > 1 else replies[0]
-        return self.default
+        replies = next((replies for word, replies in self.replies.items() if word in text), [self.default])
+        return replies.pop(0) if len(replies) > 1 else replies[0]
 
 
 def text_of(body: dict[str, Any]) -> str:
@@ -53,17 +51,14 @@ def as_body(reply: Any) -> tuple[int, bytes]:
     """Status and body of a reply."""
     if isinstance(reply, bytes):
         return 200, reply
-    if isinstance(reply, tuple):
-        return reply[0], json.dumps(reply[1]).encode()
-    if isinstance(reply, int):
-        return reply, b"{}"
-    message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
-    choices = []
-    if message is not None:
-        end = message.get("finish_reason", "stop")
-        message = {"role": "assistant", **{key: value for key, value in message.items() if key != "finish_reason"}}
-        choices = [{"index": 0, "finish_reason": end, "message": message}]
-    answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
+    if isinstance(reply, int | tuple):
+        status, body = (reply, {}) if isinstance(reply, int) else reply
+        return status, json.dumps(body).encode()
+    answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": []}
+    if reply is not None:
+        message = {"role": "assistant"} | ({"content": reply} if isinstance(reply, str) else reply)
+        end = message.pop("finish_reason", "stop")
+        answer["choices"] = [{"index": 0, "finish_reason": end, "message": message}]
     return 200, json.dumps(answer).encode()
 
 

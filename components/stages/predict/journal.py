@@ -82,6 +82,3 @@ class Journal:
                 self.file.write(json.dumps(row).encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
-
-    def delete(self) -> None:
-        self.path.unlink()

@@ -72,7 +72,7 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
             control=len(sets[SHUFFLED]),
             reversed=len(sets[REVERSED]),
         ).write(out / "report.json")
-        journal.delete()
+        journal.path.unlink()
     return report
 
 

@@ -106,27 +106,17 @@ def test_small_is_planned_with_the_shapes_of_the_small_base(plans):
     assert small.gpus == 1
 
 
-def test_blip2idc_is_planned_with_the_published_shapes_and_the_papers_adapters(plans, tmp_path):
+def test_blip2idc_is_planned_with_the_published_shapes_as_one_gpu_s_run_and_is_printed(plans, tmp_path, capsys):
     plan = plans["blip2idc"]
     assert plan.base.startswith("published shapes of Salesforce/blip2-opt-2.7b, models/blip2-opt-2.7b is not here")
-    trained = {name: count for name, count in plan.parameters.items() if not name.endswith("(frozen)")}
-    assert sum(plan.parameters.values()) - sum(trained.values()) == 3_744_761_856
-    assert trained == {"vision": 1_757_184, "module": 577_536, "llm": 3_932_160}
+    frozen = sum(count for name, count in plan.parameters.items() if name.endswith("(frozen)"))
+    assert frozen == 3_744_761_856
     assert "projector" not in plan.parameters
     assert (plan.workload.prompt_tokens, plan.tokens) == (1, 32 + 1 + 15)  # queries, a start token, a reference
-    terms = {term.name: term for term in plan.terms}
-    vision = 39 * (4 * 1408**2 + 2 * 1408 * 6144) * 257 + 3 * 14 * 14 * 1408 * 256
-    llm = 32 * (4 * 2560**2 + 2 * 2560 * 10_240) * plan.tokens
-    assert terms["vision encoder"].forward == pytest.approx(2 * vision)
-    assert terms["LLM linears"].forward == pytest.approx(2 * llm)
-    assert terms["LLM linears"].total == 2 * terms["LLM linears"].forward, "frozen"
     family, base = FAMILIES["blip2idc"], tiny_blip2(tmp_path / "base", "opt")
     prompt = family.load_processor(base).encode_prompt("What has changed from the first image to the second?")
     assert family.prompt_tokens == len(prompt) - family.planned_config(base, blip2_settings()).image_tokens
-
-
-def test_blip2idc_is_one_gpu_s_run_and_is_printed(plans, capsys):
-    plan, params = plans["blip2idc"], load_params(REPOSITORY / "profiles" / "blip2idc.yaml")
+    params = load_params(REPOSITORY / "profiles" / "blip2idc.yaml")
     assert plan.gpus == 1
     assert plan.steps == 20 * 368 == 20 * params.compute.checkpoint_every_steps
     print_plan(params.train, params.compute, plan, GPUS[params.compute.gpu_kind], 0.45)

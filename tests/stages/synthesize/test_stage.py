@@ -23,23 +23,9 @@ def make(root: Path, **changes) -> tuple[Path, dict[str, str]]:
     return root, {str(path.relative_to(root)): sha256(path) for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("synthesize") / "mini")
-
-
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(made, tmp_path):
-    (_, a), (_, b), (_, c) = made, make(tmp_path / "b"), make(tmp_path / "c", seed=6)
-    assert a == b
-    assert a.keys() == c.keys()
-    assert a["change_captions.json"] != c["change_captions.json"]
-    images = [file for file in a if file.endswith(".png")]
-    assert len(images) == 3 * 11
-    assert all(a[image] != c[image] for image in images)
-
-
-def test_no_scene_is_in_two_splits_and_more_training_scenes_leave_the_held_out_ones_as_they_are(made, tmp_path):
-    root, few = made
+def test_no_scene_is_in_two_splits_and_more_training_scenes_leave_the_held_out_ones_as_they_are(tmp_path):
+    """tests/datasets/test_minichange.py pins the bytes of a seed."""
+    root, few = make(tmp_path / "few")
     splits = {"train": [5, 6, 7, 8, 9, 10], "val": [3, 4], "test": [0, 1, 2]}
     assert list(json.loads((root / "splits.json").read_text()).items()) == list(splits.items())
     for file in ("change_captions.json", "no_change_captions.json"):
@@ -49,21 +35,12 @@ def test_no_scene_is_in_two_splits_and_more_training_scenes_leave_the_held_out_o
     more_root, more = make(tmp_path / "more", scenes=SMALL["scenes"] | {"train": 9})
     held_out = json.loads((more_root / "splits.json").read_text())
     assert (held_out["val"], held_out["test"]) == (splits["val"], splits["test"])
-    assert {file: digest for file, digest in few.items() if file.endswith(".png")}.items() <= more.items()
-
-
-def test_each_scene_has_the_type_of_its_place_in_the_deck_and_oversampled_ones_come_twice_in_training(tmp_path):
-    scenes = {"train": 26, "val": 12, "test": 12}
-    root, _ = make(tmp_path / "even", scenes=scenes, multi_change_share=0.0, oversample_types=["size"])
-    drawn = json.loads((root / "type_mapping.json").read_text())
-    numbers = {kind: [int(file.removesuffix(".png")) for file in files] for kind, files in drawn.items()}
-    order = list(numbers)
-    assert (order[0], order[6], len(order)) == ("viewpoint", "size", 12)
-    deck = [*order, "size"]
-    wanted = [order[number % 12] if number < 24 else deck[number % 13] for number in range(50)]
-    assert [[kind for kind in numbers if number in numbers[kind]] for number in range(50)] == [
-        [kind] for kind in wanted
-    ]
+    images = {file: digest for file, digest in few.items() if file.endswith(".png")}
+    assert len(images) == 3 * 11
+    assert images.items() <= more.items()
+    _, other = make(tmp_path / "other", seed=6)
+    assert other.keys() == few.keys()
+    assert all(other[file] != few[file] for file in ("change_captions.json", *images)), "another seed gives others"
 
 
 def test_a_dataset_that_cannot_make_itself_or_has_settings_of_another_is_refused():
