@@ -47,11 +47,10 @@ from m3diff.models.settings import Delays
 from m3diff.models.tuning import prepare, trainable_groups
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
-from m3diff.stages.train.batches import Loader, Schedule
+from m3diff.stages.train.batches import Loader, Samples, Schedule, read_training_samples
 from m3diff.stages.train.job import Job, Runtime
 from m3diff.stages.train.loop import Training
 from m3diff.stages.train.runtimes import choose_accelerator, only_worker
-from m3diff.stages.train.samples import Samples, read_training_samples
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -130,8 +130,7 @@ def epochs_for(steps: int, name: str, changes: Mapping[str, Any], folders: Seque
 
 def steps_per_epoch(experiment: str, paths: Paths) -> int:
     """Steps of an epoch as the training loop counts them, on the experiment's mixture."""
-    from m3diff.stages.train.batches import Schedule
-    from m3diff.stages.train.samples import read_training_samples
+    from m3diff.stages.train.batches import Schedule, read_training_samples
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -24,7 +24,7 @@ from m3diff.records import files
 from m3diff.records.files import write_atomic
 from m3diff.registry.decisions import Entry, append
 from m3diff.stages.predict.journal import Answer, Journal
-from m3diff.stages.train import progress, samples, state
+from m3diff.stages.train import batches, progress, state
 from m3diff.stages.train.progress import Curve
 from m3diff.stages.train.state import MOMENTS, latest_valid_checkpoint, write_state
 from tests.faults.power import Disk
@@ -52,7 +52,7 @@ ATOMIC = {
     "components/records/files.py StageReport.write",
     "components/stages/train/progress.py Curve.write",
     "components/records/files.py write_atomic",
-    "components/stages/train/samples.py read_samples",
+    "components/stages/train/batches.py read_samples",
     "components/stages/train/loop.py Training.save",
     "components/stages/train/loop.py Training.validate",
     "components/stages/train/attempts.py begin",
@@ -386,9 +386,9 @@ def test_samples_mapped_for_training_are_whole_or_absent_whenever_power_goes(tmp
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with Disk(scratch) as disk:
-        expected = len(samples.read_samples(folder, scratch))
+        expected = len(batches.read_samples(folder, scratch))
     for said, place in after(disk, tmp_path / "after"):
-        assert len(samples.read_samples(folder, place)) == expected, said
+        assert len(batches.read_samples(folder, place)) == expected, said
 
 
 def journal(file: Path, *numbers: str) -> list[str]:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
-from m3diff.stages.train.batches import Loader, MicroBatch, Schedule
+from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, read_training_samples
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
-from m3diff.stages.train.samples import read_training_samples
 from tests.stages.train.toy import Recipe, recipe
 from tests.tiny import BASE, tiny_settings
 

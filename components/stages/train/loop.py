@@ -23,10 +23,9 @@ from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import attempts, engine, progress, state
-from m3diff.stages.train.batches import Loader, MicroBatch, Schedule
+from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, read_samples, read_training_samples
 from m3diff.stages.train.job import CURVES, Job, Runtime
 from m3diff.stages.train.params import Train
-from m3diff.stages.train.samples import read_samples, read_training_samples
 from m3diff.stages.train.validation import Validation
 
 LOGGED_STEPS = 20

@@ -18,10 +18,9 @@ from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import unwrapped
-from m3diff.stages.train.batches import Loader, Weighted, open_image
+from m3diff.stages.train.batches import Loader, Samples, Weighted, open_image
 from m3diff.stages.train.engine import sum_over_ranks, token_loss
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.samples import Samples
 
 MAX_NEW_TOKENS, CAPTION_BATCH = 64, 32
 

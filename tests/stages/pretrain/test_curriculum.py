@@ -15,9 +15,23 @@ from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACES, Level, Mark, Scene, Thing, View
 from m3diff.stages.pretrain import params
-from m3diff.stages.pretrain.curriculum import ASKED_FOR, QUESTIONS, asked_for, curriculum, side_by_side, whole
+from m3diff.stages.pretrain.curriculum import (
+    ASKED_FOR,
+    CLASSES,
+    MARK,
+    POINTS,
+    QUESTIONS,
+    SHOWN,
+    SIZES,
+    Segmentation,
+    asked_for,
+    curriculum,
+    segment,
+    side_by_side,
+    truth_of,
+    whole,
+)
 from m3diff.stages.pretrain.params import TASKS
-from m3diff.stages.pretrain.segmentation import CLASSES, MARK, POINTS, SHOWN, SIZES, Segmentation, segment, truth_of
 
 
 def scenes(count: int, seed: int, level: Level = "grid") -> list[Scene]:

@@ -25,12 +25,11 @@ from transformers.utils import is_torchvision_available
 from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
 from m3diff.models import FAMILIES
-from m3diff.stages.pretrain import bases, optimizer, stage
+from m3diff.stages.pretrain import bases, stage
 from m3diff.stages.pretrain.bases import LlavaOneVision, architecture_of, llava_config, train_tokenizer
 from m3diff.stages.pretrain.curriculum import QUESTIONS, curriculum
-from m3diff.stages.pretrain.optimizer import Muon, Optimizer, orthogonalised, plateau
 from m3diff.stages.pretrain.params import Pretrain
-from m3diff.stages.pretrain.stage import Bank, pretrain
+from m3diff.stages.pretrain.stage import Bank, Muon, Optimizer, orthogonalised, plateau, pretrain
 from tests.tiny import BASE, pair_inputs
 
 CURRICULUM = curriculum(("grid",))
@@ -273,8 +272,8 @@ def test_the_processor_decides_whose_iteration_runs_and_torch_keeps_its_own(
             raise RuntimeError("a matrix is no matrix")
         return orthogonalised(grad, *args)
 
-    monkeypatch.setattr(optimizer, "has_bf16_products", lambda: native)
-    monkeypatch.setattr(optimizer, "orthogonalised", counted)
+    monkeypatch.setattr(stage, "has_bf16_products", lambda: native)
+    monkeypatch.setattr(stage, "orthogonalised", counted)
     weight = torch.nn.Parameter(torch.eye(4))
     made = Muon([weight], lr=0.1, adjust_lr_fn="match_rms_adamw")
     weight.grad = torch.randn(4, 4)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.stages.train.runtimes import choose_accelerator, only_worker
-from tests.stages.train.toy import write_mixture
+from tests.stages.train.toy import Place, write_mixture
 from tests.tiny import tiny_base
 
 choose_accelerator(False)  # the tests of this folder, and the processes they start, compute on the CPU
@@ -29,3 +29,8 @@ def alone() -> Iterator[None]:
     with only_worker("gloo"):
         yield
         gc.collect()  # the group that an engine holds: a process that a later test forks would hang in its end
+
+
+@pytest.fixture
+def place(mixture: Path, base: Path, tmp_path: Path) -> Place:
+    return Place(mixture, base, tmp_path)

@@ -15,9 +15,9 @@ from m3diff.models.checkpoint import load_model
 from m3diff.models.settings import Align, Rates
 from m3diff.records.errors import DataError
 from m3diff.stages.train import runtimes
+from m3diff.stages.train.batches import read_samples, read_training_samples
 from m3diff.stages.train.job import DatasetFilter
 from m3diff.stages.train.progress import with_alignment
-from m3diff.stages.train.samples import read_samples, read_training_samples
 from m3diff.stages.train.stage import ALIGNMENT
 from tests.stages.train.toy import Recipe, Trained, assert_same_run, interrupted, recipe, run, write_mixture
 from tests.tiny import SEPARATE, onediff_settings, tiny_base

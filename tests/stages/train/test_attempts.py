@@ -25,24 +25,10 @@ from m3diff.models import FAMILIES
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import attempts, engine, runtimes, state
-from m3diff.stages.train.attempts import (
-    GENERATION,
-    LOOK_S,
-    STOP,
-    TERMINATED,
-    DivergedError,
-    SupersededError,
-    begin,
-    causes,
-    is_out_of_memory,
-    require_newest,
-    stop_on_sigterm,
-    with_retries,
-    with_smaller_micro_batch,
-)
 from m3diff.stages.train.job import Job
 from m3diff.stages.train.loop import prepare_model
 from tests.stages.train.toy import (
+    Place,
     Trained,
     assert_same,
     assert_same_run,
@@ -85,7 +71,8 @@ class Attempts:
 
 
 @pytest.fixture
-def work(base: Path, tmp_path: Path) -> Callable[..., Job]:
+def work(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    monkeypatch.setattr(attempts.gc, "collect", lambda: 0)  # a second after each of these failures
     return lambda **changes: job(recipe(base, **changes), tmp_path / "mixture", tmp_path)
 
 
@@ -94,7 +81,7 @@ def test_what_another_attempt_may_not_meet_is_tried_again_as_often_as_said(
 ) -> None:
     made = work(max_failures=2)
     tried = Attempts(OSError("the network is gone\nfor now"), on_ray(ray.exceptions.WorkerCrashedError()))
-    assert with_retries(tried, made) == {"steps": 6}
+    assert attempts.with_retries(tried, made) == {"steps": 6}
     assert tried.jobs == [replace(made, generation=number) for number in (1, 2, 3)]
     first, second = capfd.readouterr().out.splitlines()
     assert first.startswith("train: OSError: the network is gone; goes on from the newest checkpoint (failure 1 of 2 ")
@@ -103,12 +90,12 @@ def test_what_another_attempt_may_not_meet_is_tried_again_as_often_as_said(
     for most in (0, 2):
         tried = Attempts(*(OSError(f"attempt {number}") for number in range(most + 2)))
         with pytest.raises(OSError, match=f"attempt {most}"):
-            with_retries(tried, work(max_failures=most))
+            attempts.with_retries(tried, work(max_failures=most))
         assert len(tried.jobs) == most + 1
 
 
 GRAPHS = torch._dynamo.exc.FailOnRecompileLimitHit("of flex_attention")
-FINAL = (DataError("a.png: changed"), ParamsError("no GPU"), DivergedError("loss is nan"), GRAPHS)
+FINAL = (DataError("a.png: changed"), ParamsError("no GPU"), attempts.DivergedError("loss is nan"), GRAPHS)
 
 
 @pytest.mark.parametrize("fault", FINAL, ids=lambda fault: type(fault).__name__)
@@ -119,7 +106,7 @@ def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(
     tried = Attempts(wrap(fault))
     remedy = "set compute.attention to sdpa" if fault is GRAPHS else str(fault)
     with pytest.raises(ParamsError if fault is GRAPHS else type(fault), match=remedy) as met:
-        with_retries(tried, work())
+        attempts.with_retries(tried, work())
     assert met.value is fault or fault is GRAPHS
     assert (len(tried.jobs), capfd.readouterr().out) == (1, "")
 
@@ -130,7 +117,7 @@ def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
     wrap: Callable[[Exception], Exception], fault: Exception, work: Callable[..., Job], capfd: pytest.CaptureFixture
 ) -> None:
     tried = Attempts(wrap(fault), wrap(fault))
-    assert with_retries(tried, work(max_failures=0, micro_batch=4)) == {"steps": 6}
+    assert attempts.with_retries(tried, work(max_failures=0, micro_batch=4)) == {"steps": 6}
     assert [each.compute for each in tried.jobs] == [work(max_failures=0, micro_batch=n).compute for n in (4, 2, 1)]
     first, _ = capfd.readouterr().out.splitlines()
     assert "out of memory with 4 sequences a micro-batch; goes on from the newest checkpoint with 2" in first
@@ -141,13 +128,13 @@ def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
 def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(work: Callable[..., Job]) -> None:
     made = work(micro_batch=1, zero_stage=1, activation_checkpointing="selective", max_captions_per_sequence=5)
     with pytest.raises(ParamsError) as refused:
-        with_retries(Attempts(OUT_OF_MEMORY[0]), made)
+        attempts.with_retries(Attempts(OUT_OF_MEMORY[0]), made)
     for remedy in ("zero_stage (now 1)", "to full (now selective)", "max_captions_per_sequence (now 5)"):
         assert remedy in str(refused.value)
     with pytest.raises(ParamsError, match=r"max_captions_per_sequence \(now null\)"):
-        with_smaller_micro_batch(work(micro_batch=1), OUT_OF_MEMORY[0])
+        attempts.with_smaller_micro_batch(work(micro_batch=1), OUT_OF_MEMORY[0])
     for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OSError("no space left on device")):
-        assert not is_out_of_memory(error)
+        assert not attempts.is_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +144,15 @@ def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(work: Cal
 def test_the_smaller_micro_batch_divides_what_a_worker_has_of_a_step(
     micro: int, workers: int, batch: int, smaller: int, work: Callable[..., Job]
 ) -> None:
-    got = with_smaller_micro_batch(work(micro_batch=micro, workers=workers, global_batch=batch), OUT_OF_MEMORY[0])
+    made = work(micro_batch=micro, workers=workers, global_batch=batch)
+    got = attempts.with_smaller_micro_batch(made, OUT_OF_MEMORY[0])
     assert got == work(micro_batch=smaller, workers=workers, global_batch=batch)
 
 
 def test_causes_are_those_of_workers_and_those_before_and_a_circle_ends() -> None:
     first, second = ValueError("first"), OSError("second")
     second.__cause__, first.__context__ = first, second
-    found = causes(on_ray(second))
+    found = attempts.causes(on_ray(second))
     assert [error for error in found if error in (first, second)] == [second, first]
     assert len(found) == 4
 
@@ -181,10 +169,10 @@ def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     tried = Attempts(wrap(error))
     with pytest.raises(NoRoomError, match="session_latest/logs/worker-"):
-        with_retries(tried, work(max_failures=2))
+        attempts.with_retries(tried, work(max_failures=2))
     assert len(tried.jobs) == 1
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert with_retries(Attempts(wrap(error)), work(max_failures=2)) == {"steps": 6}
+    assert attempts.with_retries(Attempts(wrap(error)), work(max_failures=2)) == {"steps": 6}
 
 
 @pytest.mark.parametrize(
@@ -205,12 +193,12 @@ def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(
     ids=["BERT", "checkpointing", "layers"],
 )
 def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(
-    model: Any, checkpointing: str, words: str, mixture: Path, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+    model: Any, checkpointing: str, words: str, place: Place, capfd: pytest.CaptureFixture
 ) -> None:
     if model.family == "blip2idc":
-        base = tiny_blip2(tmp_path / "blip2", "opt")
+        place = place._replace(base=tiny_blip2(place.folder / "blip2", "opt"))
     with pytest.raises(ParamsError, match=words):
-        run(recipe(base, model=model, activation_checkpointing=checkpointing), mixture, tmp_path)
+        place.run(model=model, activation_checkpointing=checkpointing)
     assert "failure" not in capfd.readouterr().out
 
 
@@ -225,9 +213,9 @@ def test_weights_that_are_damaged_after_the_alignment_ended_are_a_fault_of_data_
 
 @pytest.mark.fault("12")
 def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    want = run(recipe(base, micro_batch=2), mixture, tmp_path / "want")
+    want = place.run(part="want", micro_batch=2)
     original, taken, failed = engine.take_step, [], []
 
     def take_step(model: Any, *given: Any) -> Any:
@@ -241,7 +229,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(
 
     monkeypatch.setattr(engine, "take_step", take_step)
     capfd.readouterr()
-    got = run(recipe(base, micro_batch=4, max_failures=0), mixture, tmp_path / "got")
+    got = place.run(part="got", micro_batch=4, max_failures=0)
     assert taken == [(4, 1)] * 3 + [(2, 2)] * 4, "from the checkpoint after the second step"
     assert failed
     told = capfd.readouterr().out
@@ -264,10 +252,10 @@ def whole(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -
      *((state, name, 1) for name in ("save_file", "write_manifest", "verify_manifest"))],
 )  # fmt: skip
 def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(
-    module: Any, name: str, call: int, mixture: Path, base: Path, tmp_path: Path, whole: Trained, capfd: Any
+    module: Any, name: str, call: int, place: Place, whole: Trained, capfd: Any
 ) -> None:
     """In a step, or while a checkpoint is written."""
-    made = recipe(base, export="best", caption_val_pairs=1)
+    made = place.recipe(export="best", caption_val_pairs=1)
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)
     original, calls = getattr(module, name), []
 
@@ -281,23 +269,23 @@ def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, asked)
         with pytest.raises(SystemExit) as ended:
-            run(made, mixture, tmp_path)
-    assert ended.value.code == TERMINATED == 143
+            place.run(made)
+    assert ended.value.code == attempts.TERMINATED == 143
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)) == handlers
-    assert not (tmp_path / "out" / "report.json").exists()
-    newest = state.checkpoints(run_dir_of(tmp_path))[-1]
-    assert state.latest_valid_checkpoint(run_dir_of(tmp_path)) == newest
+    assert not (place.folder / "out" / "report.json").exists()
+    newest = state.checkpoints(run_dir_of(place.folder))[-1]
+    assert state.latest_valid_checkpoint(run_dir_of(place.folder)) == newest
     step = state.step_of(newest)
     assert step == call or module is state
     assert f"asked to end (SIGTERM) at step {step}, whose checkpoint is written" in capfd.readouterr().out
-    got = run(made, mixture, tmp_path)
+    got = place.run(made)
     assert f"resumed after step {step} of 6" in capfd.readouterr().out
     assert_same_run(got, whole)
 
 
 @pytest.mark.fault("03")
 def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take_step(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -307,31 +295,31 @@ def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(
 
     assert attempts.GRACE_S < FLOW_GRACE_S, "it ends before a flow kills what is left"
     monkeypatch.setattr(engine, "take_step", take_step)
-    monkeypatch.setattr(runtimes, "stop_on_sigterm", lambda run_dir: stop_on_sigterm(run_dir, grace_s=0.3))
+    monkeypatch.setattr(runtimes, "stop_on_sigterm", lambda run_dir: attempts.stop_on_sigterm(run_dir, grace_s=0.3))
     began = time.monotonic()
     with pytest.raises(SystemExit) as ended:
-        run(recipe(base), mixture, tmp_path)
-    assert ended.value.code == TERMINATED
+        place.run()
+    assert ended.value.code == attempts.TERMINATED
     assert time.monotonic() - began < 50
 
 
 def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next_and_other_threads_leave_signals_alone(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / STOP).touch()
-    with stop_on_sigterm(tmp_path, grace_s=10):
-        assert not (tmp_path / STOP).exists()
+    (tmp_path / attempts.STOP).touch()
+    with attempts.stop_on_sigterm(tmp_path, grace_s=10):
+        assert not (tmp_path / attempts.STOP).exists()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (tmp_path / STOP).exists()
+        assert (tmp_path / attempts.STOP).exists()
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 9.95, "a second signal gives no more time"
-    assert not (tmp_path / STOP).exists()
+    assert not (tmp_path / attempts.STOP).exists()
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     met: list[Any] = []
 
     def train() -> None:
-        with stop_on_sigterm(tmp_path):
+        with attempts.stop_on_sigterm(tmp_path):
             met.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=train)
@@ -343,7 +331,9 @@ def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next_and_other_thread
 WAITS = """
 import sys, time
 from pathlib import Path
+from m3diff.stages.train import attempts
 from m3diff.stages.train.attempts import begin, ended_when_superseded
+attempts.LOOK_S = 0.2
 run_dir, how = Path(sys.argv[1]), sys.argv[2]
 begin(run_dir)
 try:
@@ -365,16 +355,19 @@ def other_worker(run_dir: Path, how: str) -> Any:
     return worker
 
 
+SUPERSEDED = {"later": attempts.begin, "ended": lambda folder: (folder / attempts.GENERATION).unlink()}
+
+
 @pytest.mark.fault("T15")
-@pytest.mark.parametrize("supersede", [begin, lambda folder: (folder / GENERATION).unlink()], ids=["later", "ended"])
+@pytest.mark.parametrize("supersede", SUPERSEDED.values(), ids=SUPERSEDED)
 def test_a_worker_that_waits_for_others_ends_when_a_later_attempt_begins_or_the_run_is_over(
     supersede: Callable[[Path], object], tmp_path: Path
 ) -> None:
     worker = other_worker(tmp_path, "waits")
-    time.sleep(LOOK_S + 0.5)
+    time.sleep(0.7)
     assert worker.poll() is None, "it is the newest"
     supersede(tmp_path)
-    assert worker.wait(10 * LOOK_S) == 1
+    assert worker.wait(20) == 1
     assert "attempt 1 ends here and writes nothing more" in worker.stdout.read()
 
 
@@ -392,18 +385,18 @@ def test_a_worker_that_fails_since_another_ended_first_ends_too_where_the_attemp
 def test_the_loop_of_an_older_attempt_writes_neither_a_state_nor_the_output(
     base: Path, mixture: Path, tmp_path: Path
 ) -> None:
-    older = started(recipe(base), mixture, tmp_path, generation=begin(tmp_path))
+    older = started(recipe(base), mixture, tmp_path, generation=attempts.begin(tmp_path))
     older.step(0, built(older, 0))
     older.save(1)
     older.writer.finish()
-    begin(tmp_path)
+    attempts.begin(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with suppress(SupersededError):  # at once, or as soon as the writer's thread has met it
+    with suppress(attempts.SupersededError):  # at once, or as soon as the writer's thread has met it
         older.save(2)
-    with pytest.raises(SupersededError, match="attempt 2 goes on"):
+    with pytest.raises(attempts.SupersededError, match="attempt 2 goes on"):
         older.writer.finish()
     older.writer = state.Writer()
-    with pytest.raises(SupersededError):
+    with pytest.raises(attempts.SupersededError):
         older.export()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    require_newest(tmp_path, 2)
+    attempts.require_newest(tmp_path, 2)

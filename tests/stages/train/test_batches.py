@@ -18,11 +18,20 @@ from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
-from m3diff.stages.train import samples as samples_of
-from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, open_image
+from m3diff.stages.train import batches as batches_of
+from m3diff.stages.train.batches import (
+    SCHEMA,
+    Loader,
+    MicroBatch,
+    RowGroups,
+    Samples,
+    Schedule,
+    open_image,
+    read_samples,
+    read_training_samples,
+)
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
-from m3diff.stages.train.samples import SCHEMA, RowGroups, Samples, read_samples, read_training_samples
 from tests.stages.train.toy import recipe, write_mixture
 
 
@@ -63,7 +72,7 @@ def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_wri
 def test_a_pair_may_lie_across_two_batches_of_the_file(
     batch_rows: int, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples_of, "BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(batches_of, "BATCH_ROWS", batch_rows)
     names = pq.read_table(mixture / "train")["pair"].to_pylist()
     want = [[row for row, other in enumerate(names) if other == name] for name in dict.fromkeys(names)]
     found = read_samples(mixture / "train", tmp_path).pairs()
@@ -74,12 +83,12 @@ def test_a_pair_may_lie_across_two_batches_of_the_file(
 def test_the_file_is_written_once_for_one_content_by_workers_at_once_and_anew_for_another(
     mixture: Path, tmp_path: Path
 ) -> None:
-    together, batches = threading.Barrier(3, timeout=300), samples_of._batches
+    together, batches = threading.Barrier(3, timeout=300), batches_of._batches
     scratch, split = tmp_path / "scratch", tmp_path / "train" / "00000.parquet"
     split.parent.mkdir()
     split.write_bytes((mixture / "train" / "00000.parquet").read_bytes())
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(samples_of, "_batches", lambda *given: (together.wait(), batches(*given))[1])
+        patch.setattr(batches_of, "_batches", lambda *given: (together.wait(), batches(*given))[1])
         held = list(pool.map(lambda _: read_samples(split.parent, scratch), range(3)))
     assert [list(one.reference) for one in held] == [pq.read_table(split)["reference"].to_pylist()] * 3
     (file,) = scratch.iterdir()
@@ -97,7 +106,7 @@ def test_a_file_that_cannot_be_written_to_its_end_is_not_left_behind(
         yield from ()
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(samples_of, "_batches", fail)
+    monkeypatch.setattr(batches_of, "_batches", fail)
     with pytest.raises(OSError, match="the disk is full"):
         read_samples(mixture / "train", tmp_path / "scratch")
     assert list((tmp_path / "scratch").iterdir()) == []

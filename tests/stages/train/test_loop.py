@@ -25,11 +25,11 @@ from tests.stages.train.ranks import start
 from tests.stages.train.test_step import USED, letter
 from tests.stages.train.toy import (
     Interrupted,
+    Place,
     Recipe,
     Trained,
     assert_same,
     assert_same_run,
-    interrupted,
     interrupting,
     job,
     read_curve,
@@ -55,30 +55,26 @@ def six_steps(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactor
     return run(recipe(base), mixture, tmp_path_factory.mktemp("six"))
 
 
-def test_without_the_module_the_same_loop_trains_the_base(mixture: Path, base: Path, tmp_path: Path) -> None:
-    done = run(recipe(base, model=tiny_settings(None), epochs=1), mixture, tmp_path)
-    assert done.weights.keys() == load_file(base / "model.safetensors").keys(), "no tensor of a module"
+def test_without_the_module_the_same_loop_trains_the_base(place: Place) -> None:
+    done = place.run(model=tiny_settings(None), epochs=1)
+    assert done.weights.keys() == load_file(place.base / "model.safetensors").keys(), "no tensor of a module"
     assert [row["lr_module"] for row in done.curve] == ["", "", ""]
     assert (done.report.parameters["module"], done.report.module, done.report.warnings) == (0, {}, [])
     assert not [name for name in done.curve[0] if name.startswith("module_")]
 
 
-def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(
-    mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
-) -> None:
-    other = run(recipe(base, val_pairs=0, caption_val_pairs=1, checkpoint_every_steps=3), mixture, tmp_path)
+def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(place: Place, six_steps: Trained) -> None:
+    other = place.run(val_pairs=0, caption_val_pairs=1, checkpoint_every_steps=3)
     assert_same_run(other, six_steps, curve=False)
     assert other.column("loss") == six_steps.column("loss")
     assert (other.report.val_loss, other.report.val_loss_by_dataset) == (None, {})
 
 
 @pytest.mark.parametrize("how", [*HOW, pytest.param({"zero_stage": 3}, marks=pytest.mark.slow)], ids=str)
-def test_how_a_run_is_computed_changes_nothing(
-    how: dict[str, int], mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
-) -> None:
+def test_how_a_run_is_computed_changes_nothing(how: dict[str, int], place: Place, six_steps: Trained) -> None:
     """A mean of means, the usual fault, differs by more than 1e-3 here because references differ in length."""
     linear = torch.nn.functional.linear
-    got = run(recipe(base, **how), mixture, tmp_path)
+    got = place.run(**how)
     assert torch.nn.functional.linear is linear, "DeepSpeed's would round what trains next in this process otherwise"
     assert_same(got.weights, six_steps.weights, atol=2e-5)
     for name in ("loss", "val_loss", "grad_norm"):
@@ -118,26 +114,24 @@ def test_curves_report_and_manifest_have_what_the_run_had(whole: Trained, base: 
 @pytest.mark.fault("S3")
 @pytest.mark.parametrize("stage", [1, 0, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(
-    stage: int, mixture: Path, base: Path, tmp_path: Path, whole: Trained
+    stage: int, place: Place, whole: Trained
 ) -> None:
-    made = recipe(base, zero_stage=stage, **NINE)
-    want = whole if stage == 1 else run(made, mixture, tmp_path / "whole")
-    interrupted(made, mixture, tmp_path / "broken", saved=2)
-    assert_same_run(run(made, mixture, tmp_path / "broken"), want)
+    made = place.recipe(zero_stage=stage, **NINE)
+    want = whole if stage == 1 else place.run(made, "whole")
+    place.interrupted(made, 2, "broken")
+    assert_same_run(place.run(made, "broken"), want)
 
 
 @pytest.mark.fault("S3")
-def test_what_a_run_took_is_counted_over_all_its_attempts(
-    mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
-) -> None:
-    interrupted(recipe(base), mixture, tmp_path, saved=2)
-    hours = run_dir_of(tmp_path) / "hours.json"
+def test_what_a_run_took_is_counted_over_all_its_attempts(place: Place, six_steps: Trained) -> None:
+    place.interrupted(place.recipe(), 2)
+    hours = run_dir_of(place.folder) / "hours.json"
     first = json.loads(hours.read_text())
     assert first["device_seconds"] == first["seconds"] > first["waited"] > 0
     hours.write_text(json.dumps(first | {"seconds": 3600, "device_seconds": 2 * 3600}))
-    got = run(recipe(base), mixture, tmp_path)
+    got = place.run()
     assert got.report == six_steps.report
-    speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())
+    speed = json.loads((place.folder / "runs" / "train_speed.json").read_text())
     assert 3600 < speed["seconds"] < 3700
     assert speed["captions_per_s"] == pytest.approx(got.report.rows_out / speed["seconds"], abs=1e-4)
     assert 2 <= speed["device_hours"] < 2.1
@@ -148,11 +142,11 @@ def test_what_a_run_took_is_counted_over_all_its_attempts(
     ("changes", "atol"), [({"checkpoint_every_steps": 3}, 0), ({"micro_batch": 2, "zero_stage": 0}, 2e-5)]
 )
 def test_a_run_goes_on_after_how_it_is_computed_was_changed(
-    changes: dict, atol: float, mixture: Path, base: Path, tmp_path: Path, whole: Trained, capfd: pytest.CaptureFixture
+    changes: dict, atol: float, place: Place, whole: Trained, capfd: pytest.CaptureFixture
 ) -> None:
-    made = recipe(base, epochs=3, zero_stage=1)
-    interrupted(made, mixture, tmp_path, saved=2)
-    got = run(made.changed(**changes), mixture, tmp_path)
+    made = place.recipe(epochs=3, zero_stage=1)
+    place.interrupted(made, 2)
+    got = place.run(made.changed(**changes))
     assert "resumed after step 4 of 9" in capfd.readouterr().out
     assert_same(got.weights, whole.weights, atol=atol)
     assert (got.report.rows_out, len(got.curve)) == (whole.report.rows_out, 9)
@@ -161,7 +155,7 @@ def test_a_run_goes_on_after_how_it_is_computed_was_changed(
 @pytest.mark.fault("13", "m4")
 @pytest.mark.parametrize("step", [3, 4])
 def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(
-    step: int, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, losses = engine.take_step, []
 
@@ -172,17 +166,15 @@ def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(
 
     monkeypatch.setattr(engine, "take_step", take_step)
     with pytest.raises(DivergedError, match=f"step {step}: "):
-        run(recipe(base), mixture, tmp_path)
+        place.run()
     assert len(losses) == step
-    newest = latest_valid_checkpoint(run_dir_of(tmp_path))
+    newest = latest_valid_checkpoint(run_dir_of(place.folder))
     assert newest is not None
     assert newest.name == "step-00000002"
     assert all(torch.isfinite(moment).all() for moment in load_file(newest / "exp_avg.safetensors").values())
 
 
-def test_best_exports_the_checkpoint_with_the_highest_cider(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_exports_the_checkpoint_with_the_highest_cider(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     given, kept, original = iter([0.2, 0.9, 0.5]), {}, Training.save
     monkeypatch.setattr(loop.Validation, "cider", lambda self, engine: {"val_cider": next(given)})
 
@@ -193,7 +185,7 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(
         return folder
 
     monkeypatch.setattr(Training, "save", keep)
-    done = run(recipe(base, export="best", caption_val_pairs=1, caption_every_checkpoints=1), mixture, tmp_path)
+    done = place.run(export="best", caption_val_pairs=1, caption_every_checkpoints=1)
     assert done.report.exported_step == 4
     newline = next(name for name in kept[4] if name.endswith("image_newline"))
     assert torch.equal(done.weights["image_newline"], kept[4][newline])
@@ -211,11 +203,11 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(
     ids=["unused", "delayed", "used"],
 )
 def test_a_module_that_never_trains_raises_the_alarm_after_its_warm_up_and_one_in_use_none(
-    model: Any, warned: bool, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    model: Any, warned: bool, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Six steps, three of them warm-up, with checkpoints after 2, 4 and 6. A delay of three more is the whole run."""
     monkeypatch.setattr(loop, "LOGGED_STEPS", 2)
-    done = run(recipe(base, warmup_share=0.5, model=model), mixture, tmp_path)
+    done = place.run(warmup_share=0.5, model=model)
     out = capfd.readouterr().out
     told = [line for line in out.splitlines() if "train: warning: the module changes nothing" in line]
     assert [step for step in (2, 4, 6) for line in told if f"step {step} of 6" in line] == [4, 6] * warned
@@ -268,14 +260,13 @@ def workers(count: int, made: Recipe, mixture: Path, folder: Path, saved: int = 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
-def test_two_workers_train_validate_and_caption_as_one(
-    stage: int, mixture: Path, base: Path, tmp_path: Path, whole: Trained
-) -> None:
-    workers(2, recipe(base, epochs=3, micro_batch=2, zero_stage=stage, caption_val_pairs=1), mixture, tmp_path)
-    assert_same(load_file(tmp_path / "checkpoint" / "model.safetensors"), whole.weights, atol=2e-5)
+def test_two_workers_train_validate_and_caption_as_one(stage: int, place: Place, whole: Trained) -> None:
+    made = place.recipe(epochs=3, micro_batch=2, zero_stage=stage, caption_val_pairs=1)
+    workers(2, made, place.mixture, place.folder)
+    assert_same(load_file(place.folder / "checkpoint" / "model.safetensors"), whole.weights, atol=2e-5)
     close = dict.fromkeys(("loss", "val_loss", "val_loss_second", "val_loss_toy", "val_cider"), 1e-5)
     close |= dict.fromkeys(("module_update_ratio/1", "module_update_ratio/2", "module_score/1"), 1e-3)
-    for got, want in zip(read_curve(tmp_path), whole.curve, strict=True):
+    for got, want in zip(read_curve(place.folder), whole.curve, strict=True):
         assert [got[name] == "" for name in got] == [want[name] == "" for name in want]
         for name, rel in close.items():
             assert not want[name] or float(got[name]) == pytest.approx(float(want[name]), rel=rel), name
@@ -284,26 +275,24 @@ def test_two_workers_train_validate_and_caption_as_one(
 @pytest.mark.fault("26")
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "stage"), [(2, 1), (1, 3)])
-def test_a_run_goes_on_with_another_number_of_workers(
-    first: int, stage: int, mixture: Path, base: Path, tmp_path: Path, whole: Trained
-) -> None:
-    made, folder = recipe(base, epochs=3, micro_batch=2, zero_stage=stage), tmp_path / "runs"
-    workers(first, made, mixture, folder, saved=2)
+def test_a_run_goes_on_with_another_number_of_workers(first: int, stage: int, place: Place, whole: Trained) -> None:
+    made, folder = place.recipe(epochs=3, micro_batch=2, zero_stage=stage), place.folder / "runs"
+    workers(first, made, place.mixture, folder, saved=2)
     assert [path.name for path in checkpoints(folder)] == ["step-00000002", "step-00000004"]
-    workers(3 - first, made, mixture, folder)
+    workers(3 - first, made, place.mixture, folder)
     assert_same(load_file(folder / "checkpoint" / "model.safetensors"), whole.weights, atol=2e-5)
 
 
 @pytest.mark.fault("05", "B2")
 @pytest.mark.slow
 def test_two_workers_save_the_state_of_both_and_go_on_from_the_newest_that_is_whole(
-    mixture: Path, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+    place: Place, capfd: pytest.CaptureFixture
 ) -> None:
-    made = recipe(base, micro_batch=2, zero_stage=1, val_pairs=0)
-    two, one = tmp_path / "two", tmp_path / "one"
-    workers(2, made, mixture, two, saved=2)
+    made = place.recipe(micro_batch=2, zero_stage=1, val_pairs=0)
+    two, one = place.folder / "two", place.folder / "one"
+    workers(2, made, place.mixture, two, saved=2)
     assert capfd.readouterr().out.count("no checkpoint of this run to go on from, so it starts at step 1 of 6") == 1
-    workers(1, made, mixture, one, saved=2)
+    workers(1, made, place.mixture, one, saved=2)
     before, newest = checkpoints(two)
     for got, want in zip(checkpoints(two), checkpoints(one), strict=True):
         assert got.name == want.name
@@ -317,7 +306,7 @@ def test_two_workers_save_the_state_of_both_and_go_on_from_the_newest_that_is_wh
     moments = newest / "exp_avg_sq.safetensors"
     moments.write_bytes(moments.read_bytes()[:-1])
     capfd.readouterr()
-    workers(2, made, mixture, two)
+    workers(2, made, place.mixture, two)
     told = capfd.readouterr()
     assert f"{newest.name} is damaged and removed" in told.err
     assert f"going on from {before.name}" in told.err

@@ -11,11 +11,10 @@ import pytest
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.stages.train import progress
-from m3diff.stages.train.batches import Loader, Schedule
+from m3diff.stages.train.batches import Loader, Schedule, read_samples
 from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.loop import Training
 from m3diff.stages.train.progress import NOTHING, Curve, columns, eta, flop, peak_flops
-from m3diff.stages.train.samples import read_samples
 from tests.stages.train.toy import recipe
 
 

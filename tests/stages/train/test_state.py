@@ -25,19 +25,7 @@ from m3diff.stages.train import loop, state
 from m3diff.stages.train.attempts import NotWrittenError, full_disk_explained, is_disk_full, require_room
 from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.progress import Curve
-from m3diff.stages.train.state import (
-    FILES,
-    MOMENTS,
-    VALIDATION,
-    MasterState,
-    Writer,
-    best_first,
-    checkpoint_to_export,
-    checkpoints,
-    latest_valid_checkpoint,
-    load_state,
-)
-from tests.stages.train.toy import recipe, run, run_dir_of, started, take
+from tests.stages.train.toy import Place, run_dir_of, take
 from tests.tiny import tiny_settings
 
 
@@ -50,56 +38,49 @@ def folder(run_dir: Path, step: int, cider: float | None = None, damaged: bool =
     if damaged:
         (made / "weights.safetensors").write_text("half")
     if cider is not None:
-        (made / VALIDATION).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
+        (made / state.VALIDATION).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
     return made
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    return [state.step_of(path) for path in checkpoints(run_dir)]
+    return [state.step_of(path) for path in state.checkpoints(run_dir)]
 
 
 def test_damaged_ones_are_removed_and_the_warning_names_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert latest_valid_checkpoint(tmp_path) is None
+    assert state.latest_valid_checkpoint(tmp_path) is None
     good = folder(tmp_path, 4)
     for step in (6, 8):
         folder(tmp_path, step, damaged=True)
     (folder(tmp_path, 10) / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING):
-        assert latest_valid_checkpoint(tmp_path) == good
-        assert checkpoints(tmp_path) == [good]
+        assert state.latest_valid_checkpoint(tmp_path) == good
+        assert state.checkpoints(tmp_path) == [good]
         for step in (6, 8, 10):
             (line,) = (text for text in caplog.messages if f"step-{step:08d}" in text)
             assert "is damaged" in line
             assert "going on from step-00000004" in line
         (good / "weights.safetensors").write_text("half")
-        assert latest_valid_checkpoint(tmp_path) is None
+        assert state.latest_valid_checkpoint(tmp_path) is None
     assert "the run starts over" in caplog.text
 
 
 def test_export_takes_the_last_or_the_best_that_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, cider, damaged in ((2, 0.5, False), (4, 0.9, True), (6, 0.1, False)):
         folder(tmp_path, step, cider, damaged)
-    assert checkpoint_to_export(tmp_path, "last") is None
-    assert checkpoint_to_export(tmp_path, "best") == tmp_path / "step-00000002"
+    assert state.checkpoint_to_export(tmp_path, "last") is None
+    assert state.checkpoint_to_export(tmp_path, "best") == tmp_path / "step-00000002"
     assert "step-00000004 is damaged" in caplog.text
     folder(tmp_path / "unscored", 4)
-    assert checkpoint_to_export(tmp_path / "unscored", "best") is None
+    assert state.checkpoint_to_export(tmp_path / "unscored", "best") is None
     assert "no checkpoint has a CIDEr" in caplog.text
 
 
 def test_the_newest_is_taken_by_its_step_and_of_equal_scores_the_earlier_is_the_best(tmp_path: Path) -> None:
     for step, cider in ((4, 0.0), (12, None), (6, 0.5), (8, 0.5)):
         folder(tmp_path, step, cider)
-    assert latest_valid_checkpoint(tmp_path) == tmp_path / "step-00000012", "its scores do not damage a checkpoint"
+    assert state.latest_valid_checkpoint(tmp_path) == tmp_path / "step-00000012", "scores do not damage a checkpoint"
     assert steps_of(tmp_path) == [4, 6, 8, 12]
-    assert [state.step_of(path) for path in best_first(tmp_path)] == [6, 8, 4]
-
-
-def begun(base: Path, mixture: Path, run_dir: Path, steps: int = 1, **changes: Any) -> Any:
-    """A run after its first steps."""
-    training = started(recipe(base, val_pairs=0, **changes), mixture, run_dir)
-    take(training, *range(steps))
-    return training
+    assert [state.step_of(path) for path in state.best_first(tmp_path)] == [6, 8, 4]
 
 
 def save(training: Any, step: int) -> Path:
@@ -114,17 +95,17 @@ def save(training: Any, step: int) -> Path:
     ("stage", "precision", "after"), [(0, "fp32", 1), (1, "fp32", 2), (2, "bf16", 2), (0, "bf16", 0)]
 )
 def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
-    stage: int, precision: str, after: int, mixture: Path, base: Path, tmp_path: Path
+    stage: int, precision: str, after: int, place: Place
 ) -> None:
-    first = begun(base, mixture, tmp_path, 2, zero_stage=stage, precision=precision)
+    first = place.started(2, val_pairs=0, zero_stage=stage, precision=precision)
     saved = save(first, 2)
-    other = begun(base, mixture, tmp_path, 0, zero_stage=after, precision=precision)
-    assert load_state(other.engine, saved) == 2
+    other = place.started(0, val_pairs=0, zero_stage=after, precision=precision)
+    assert state.load_state(other.engine, saved) == 2
     assert {float(each["step"]) for each in other.engine.basic_optimizer.state.values()} == {2}
-    want, got = MasterState(first.engine), MasterState(other.engine)
+    want, got = state.MasterState(first.engine), state.MasterState(other.engine)
     assert want.parameters.keys() == got.parameters.keys()
     for name, parameter in want.parameters.items():
-        for moment in (None, *MOMENTS):
+        for moment in (None, *state.MOMENTS):
             assert torch.equal(got.get(got.parameters[name], moment), want.get(parameter, moment)), (name, moment)
         assert torch.equal(got.parameters[name], parameter), f"{name}: the weight that the model computes with"
     if stage == after:
@@ -137,12 +118,12 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
 @pytest.mark.fault("05", "B2")
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
-    mixture: Path, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training = begun(base, mixture, tmp_path, zero_stage=1)
+    training = place.started(1, val_pairs=0, zero_stage=1)
     before = save(training, 1)
     files = sorted(path.name for path in before.iterdir())
-    assert files == sorted([*FILES, "curves.csv", "manifest.json"])
+    assert files == sorted([*state.FILES, "curves.csv", "manifest.json"])
     for file, cut in ((file, cut) for file in files for cut in (None, 0, 100)):
         newest = save(training, 2)
         if cut is None:
@@ -150,7 +131,7 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
         else:
             os.truncate(newest / file, min(cut, (newest / file).stat().st_size // 2))
         caplog.clear()
-        assert latest_valid_checkpoint(tmp_path) == before, (file, cut)
+        assert state.latest_valid_checkpoint(place.folder) == before, (file, cut)
         (line,) = caplog.messages
         assert "step-00000002 is damaged and removed" in line
         assert "going on from step-00000001" in line
@@ -160,10 +141,10 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_no_older_one(
-    stage: int, mixture: Path, base: Path, tmp_path: Path
+    stage: int, place: Place
 ) -> None:
-    training = begun(base, mixture, tmp_path, zero_stage=stage)
-    older = [folder(tmp_path, step) for step in (1, 2)]
+    training = place.started(1, val_pairs=0, zero_stage=stage)
+    older = [folder(place.folder, step) for step in (1, 2)]
 
     def refuse(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: a bad disk")
@@ -172,8 +153,8 @@ def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_
         patch.setattr(state, "verify_manifest", refuse)
         with pytest.raises(CheckpointError, match="a bad disk"):
             save(training, 3)
-    shutil.rmtree(tmp_path / "step-00000003")
-    training.writer = Writer()
+    shutil.rmtree(place.folder / "step-00000003")
+    training.writer = state.Writer()
     name, parameter = next((n, p) for n, p in training.engine.module.named_parameters() if n in training.trained)
     parameter.requires_grad = False
     with pytest.raises(CheckpointError, match=rf"weights\.safetensors: 1 parameters .*{name}"):
@@ -183,35 +164,33 @@ def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_
 
 @pytest.mark.fault("27")
 @pytest.mark.usefixtures("alone")
-def test_each_file_has_the_names_of_what_trains_and_a_run_of_other_parameters_takes_none(
-    mixture: Path, base: Path, tmp_path: Path
-) -> None:
-    saved = save(begun(base, mixture, tmp_path), 1)
-    other = begun(base, mixture, tmp_path, 0, model=tiny_settings(vision=None))
+def test_each_file_has_the_names_of_what_trains_and_a_run_of_other_parameters_takes_none(place: Place) -> None:
+    saved = save(place.started(1, val_pairs=0), 1)
+    other = place.started(0, val_pairs=0, model=tiny_settings(vision=None))
     with pytest.raises(CheckpointError, match="parameters are not those that train"):
-        load_state(other.engine, saved)
-    write_one(tmp_path / "run", 1)
+        state.load_state(other.engine, saved)
+    write_one(place.folder / "run", 1)
     with pytest.raises(CheckpointError, match=r"1 parameters are not those that train: \['b'\]"):
-        write_one(tmp_path / "run", 2, trained="ab")
-    save_file({"a": torch.ones(1), "c": torch.ones(1)}, tmp_path / "run" / "step-00000001" / "exp_avg.safetensors")
+        write_one(place.folder / "run", 2, trained="ab")
+    save_file({"a": torch.ones(1), "c": torch.ones(1)}, place.folder / "run" / "step-00000001" / "exp_avg.safetensors")
     with pytest.raises(CheckpointError, match=r"exp_avg\.safetensors: 1 parameters .*\['c'\]"):
-        state._check_names(tmp_path / "run" / "step-00000001", {"a"})
+        state._check_names(place.folder / "run" / "step-00000001", {"a"})
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_first_worker_alone_writes(mixture: Path, base: Path, tmp_path: Path) -> None:
-    training = begun(base, mixture, tmp_path)
+def test_the_first_worker_alone_writes(place: Place) -> None:
+    training = place.started(1, val_pairs=0)
     training.runtime = Runtime(rank=1, ranks=1)
     save(training, 1)
     training.export()
-    assert checkpoints(tmp_path) == []
-    assert not (tmp_path / "checkpoint").exists()
-    assert not (tmp_path / "curves.csv").exists()
+    assert state.checkpoints(place.folder) == []
+    assert not (place.folder / "checkpoint").exists()
+    assert not (place.folder / "curves.csv").exists()
 
 
 def test_the_writer_keeps_the_order_and_waits_at_the_end() -> None:
     done, slow = [], threading.Event()
-    with Writer() as writer:
+    with state.Writer() as writer:
         writer.submit(lambda: (slow.wait(10), done.append("checkpoint")))
         writer.submit(done.append, "its validation")
         assert done == [], "what is submitted is not waited for"
@@ -230,7 +209,7 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call_and_nothing_more_is_wr
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     done: list[str] = []
-    writer, slow = Writer(), threading.Event()
+    writer, slow = state.Writer(), threading.Event()
     writer.submit(lambda: (slow.wait(10), refuse()))
     writer.submit(done.append, "a validation without its checkpoint")
     slow.set()
@@ -238,9 +217,9 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call_and_nothing_more_is_wr
         with pytest.raises(OSError, match="the disk is full"):
             call()
     assert done == []
-    with pytest.raises(OSError, match="the disk is full"), Writer() as writer:
+    with pytest.raises(OSError, match="the disk is full"), state.Writer() as writer:
         writer.submit(refuse)
-    with pytest.raises(KeyError, match="the run's own"), Writer() as writer:
+    with pytest.raises(KeyError, match="the run's own"), state.Writer() as writer:
         raise KeyError(writer.submit(refuse) or "the run's own")
     assert "nor was the newest checkpoint written (the disk is full)" in caplog.text
 
@@ -248,9 +227,9 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call_and_nothing_more_is_wr
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (0, "bf16")])
 def test_a_checkpoint_written_beside_the_next_steps_is_the_one_written_at_once(
-    stage: int, precision: str, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, precision: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = begun(base, mixture, tmp_path, zero_stage=stage, precision=precision)
+    training = place.started(1, val_pairs=0, zero_stage=stage, precision=precision)
     saved = save(training, 1)
     want = {path.name: path.read_bytes() for path in saved.iterdir()}
     shutil.rmtree(saved)
@@ -260,7 +239,7 @@ def test_a_checkpoint_written_beside_the_next_steps_is_the_one_written_at_once(
     training.curve.fill({"val_loss": 7})
     take(training, 1)
     with torch.no_grad():
-        for parameter in MasterState(training.engine).parameters.values():
+        for parameter in state.MasterState(training.engine).parameters.values():
             parameter.zero_()
     assert not saved.exists()
     begin.set()
@@ -269,17 +248,15 @@ def test_a_checkpoint_written_beside_the_next_steps_is_the_one_written_at_once(
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_next_checkpoint_waits_for_the_one_before(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, held = begun(base, mixture, tmp_path), []
-    get, original = MasterState.get, state.save_file
+def test_the_next_checkpoint_waits_for_the_one_before(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, held = place.started(1, val_pairs=0), []
+    get, original = state.MasterState.get, state.save_file
     monkeypatch.setattr(state, "save_file", lambda *given: (time.sleep(0.1), original(*given)))
-    monkeypatch.setattr(MasterState, "get", lambda *given: (held.append(len(checkpoints(tmp_path))), get(*given))[1])
+    monkeypatch.setattr(state.MasterState, "get", lambda *given: (held.append(steps_of(place.folder)), get(*given))[1])
     for step in (1, 2):
         held.clear()
         training.save(step)
-        assert set(held) == {step - 1}, "a second state was taken while the first was held"
+        assert held[0] == held[-1] == [1][: step - 1], "a second state was taken while the first was held"
     training.writer.finish()
 
 
@@ -297,13 +274,13 @@ def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_b
 
 def write_one(run_dir: Path, step: int, trained: str = "a") -> None:
     """A state of one tensor, which holds the step."""
-    tensors = {file: {"a": torch.full((1000,), float(step))} for file in FILES}
+    tensors = {file: {"a": torch.full((1000,), float(step))} for file in state.FILES}
     state.write_state(run_dir, step, frozenset(trained), tensors, Curve(("step",)))
 
 
 def killed(run_dir: Path, at: str) -> None:
     """Write two checkpoints, and die of signal 9 within a third: after `at`, a function of `state`."""
-    with Writer() as writer:
+    with state.Writer() as writer:
         for step in (2, 4):
             writer.submit(write_one, run_dir, step)
         writer.finish()
@@ -328,7 +305,7 @@ def test_a_run_killed_while_writing_goes_on_from_the_newest_whole_checkpoint(
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    found = latest_valid_checkpoint(tmp_path)
+    found = state.latest_valid_checkpoint(tmp_path)
     assert found == tmp_path / f"step-{step:08d}"
     assert set(load_file(found / "weights.safetensors")["a"].tolist()) == {float(step)}
     write_one(tmp_path, 8)
@@ -411,14 +388,14 @@ def test_a_checkpoint_that_finds_the_disk_full_leaves_the_older_ones(at: str, tm
 
 @pytest.mark.fault("10")
 def test_a_run_is_refused_before_its_first_step_where_its_checkpoints_have_no_room(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setattr(loop.Training, "step", lambda *given: pytest.fail("a step was taken"))
     for kept, pairs in ((2, 0), (3, 1)):
         needed = (kept + 1) * TRAINABLE * 12
         free(monkeypatch, needed - 1)
         with pytest.raises(NotWrittenError, match=f"keeps {kept} checkpoints .*{needed:,} bytes more are needed"):
-            run(recipe(base, caption_val_pairs=pairs), mixture, tmp_path)
+            place.run(caption_val_pairs=pairs)
     assert "goes on from the newest checkpoint" not in capfd.readouterr().out, "tried again, though the disk is full"
 
 
@@ -429,17 +406,17 @@ def test_a_run_is_refused_before_its_first_step_where_its_checkpoints_have_no_ro
     ids=["checkpoint", "scores", "export"],
 )
 def test_a_run_that_finds_the_disk_full_ends_at_once_and_goes_on_when_there_is_room(
-    module: Any, name: str, calls: int, step: int, mixture: Path, base: Path, tmp_path: Path, capfd: Any
+    module: Any, name: str, calls: int, step: int, place: Place, capfd: Any
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, full_after(getattr(module, name), calls))
         with pytest.raises(NotWrittenError, match="disk is full"):
-            run(recipe(base), mixture, tmp_path)
+            place.run()
     assert capfd.readouterr().out.count("starts at step 1 of 6") == 1, "tried again, though the disk is full"
-    found = latest_valid_checkpoint(run_dir_of(tmp_path))
+    found = state.latest_valid_checkpoint(run_dir_of(place.folder))
     assert found is not None
     assert state.step_of(found) == step
-    assert not (tmp_path / "out" / "checkpoint").exists()
-    got = run(recipe(base), mixture, tmp_path)
+    assert not (place.folder / "out" / "checkpoint").exists()
+    got = place.run()
     assert f"resumed after step {step} of 6" in capfd.readouterr().out
     assert len(got.curve) == got.report.steps == 6

@@ -20,7 +20,7 @@ from m3diff.stages.train.attempts import DivergedError
 from m3diff.stages.train.engine import build_engine, rate_factor, take_step, token_loss
 from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.state import MasterState
-from tests.stages.train.toy import Recipe, built, recipe, started, take
+from tests.stages.train.toy import Place, Recipe, built, recipe, started, take
 from tests.tiny import MDP, tiny_settings
 from tests.toy import REPOSITORY
 
@@ -64,11 +64,11 @@ def adamw(weight: Tensor, gradient: Tensor, lr: float, decay: float) -> Tensor:
 
 @pytest.mark.parametrize(("stage", "micro_batch"), [(0, 2), (0, 8), (1, 4)])
 def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
-    stage: int, micro_batch: int, mixture: Path, base: Path, tmp_path: Path
+    stage: int, micro_batch: int, place: Place
 ) -> None:
     how = {"micro_batch": micro_batch, "zero_stage": stage, "max_grad_norm": NO_CLIPPING, "weight_decay": 0.1}
-    made = recipe(base, global_batch=8, warmup_share=0.0, **how)
-    training = started(made, mixture, tmp_path)
+    made = place.recipe(global_batch=8, warmup_share=0.0, **how)
+    training = started(made, place.mixture, place.folder)
     want = gradients(made, training, LAST)
     state = MasterState(training.engine)
     before = {name: state.get(p).clone() for name, p in state.parameters.items()}
@@ -95,11 +95,9 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("limit", [NO_CLIPPING, 0.01])
-def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(
-    stage: int, limit: float | None, mixture: Path, base: Path, tmp_path: Path
-) -> None:
-    made = recipe(base, micro_batch=2, zero_stage=stage, max_grad_norm=limit)
-    training = started(made, mixture, tmp_path)
+def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(stage: int, limit: float | None, place: Place) -> None:
+    made = place.recipe(micro_batch=2, zero_stage=stage, max_grad_norm=limit)
+    training = started(made, place.mixture, place.folder)
     found, rates = gradients(made, training, 0), [1e-3] * len(training.groups)
     _, norm = take_step(training.engine, built(training, 0), training.processor, training.device, rates, 1)
     assert norm == pytest.approx(norm_of(found.values()), rel=1e-4)
@@ -123,10 +121,10 @@ def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(
     ],
 )
 def test_a_gradient_or_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(
-    stage: int, precision: str, clipped: float | None, bad: float, mixture: Path, base: Path, tmp_path: Path
+    stage: int, precision: str, clipped: float | None, bad: float, place: Place
 ) -> None:
-    made = recipe(base, zero_stage=stage, precision=precision, max_grad_norm=clipped)
-    training = started(made, mixture, tmp_path)
+    made = place.recipe(zero_stage=stage, precision=precision, max_grad_norm=clipped)
+    training = started(made, place.mixture, place.folder)
     take(training, 0)
     parameter = next(p for p in training.engine.module.parameters() if p.requires_grad)
     parameter.register_hook(lambda gradient: gradient * bad)
@@ -141,9 +139,9 @@ def test_a_gradient_or_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_gradients_in_bf16_are_added_up_in_fp32(stage: int, mixture: Path, base: Path, tmp_path: Path) -> None:
-    made = recipe(base, global_batch=8, micro_batch=1, zero_stage=stage, precision="bf16", max_grad_norm=NO_CLIPPING)
-    training, added = started(made, mixture, tmp_path), dict[str, Tensor]()
+def test_gradients_in_bf16_are_added_up_in_fp32(stage: int, place: Place) -> None:
+    made = place.recipe(global_batch=8, micro_batch=1, zero_stage=stage, precision="bf16", max_grad_norm=NO_CLIPPING)
+    training, added = started(made, place.mixture, place.folder), dict[str, Tensor]()
     for name, parameter in MasterState(training.engine).parameters.items():
 
         def add(gradient: Tensor, name: str = name) -> None:
@@ -189,11 +187,11 @@ def test_the_rate_warms_up_and_falls_as_a_half_cosine_and_a_delayed_part_joins_i
 
 @pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("cosine", 0.5 * (1 + math.cos(0.8 * math.pi)))])
 def test_a_part_that_is_delayed_stays_as_it_is_until_its_step_and_rates_are_those_of_the_schedule(
-    schedule: str, last: float, mixture: Path, base: Path, tmp_path: Path
+    schedule: str, last: float, place: Place
 ) -> None:
     model = replace(tiny_settings(), delays=Delays(module=0.5))
-    made = recipe(base, model=model, warmup_share=0.0, weight_decay=0.1, schedule=schedule)
-    training = started(made, mixture, tmp_path)
+    made = place.recipe(model=model, warmup_share=0.0, weight_decay=0.1, schedule=schedule)
+    training = started(made, place.mixture, place.folder)
     assert training.schedule.steps == 6
     for step in (0, 2, 3):
         before = {name: p.detach().clone() for name, p in training.engine.module.named_parameters() if p.requires_grad}
@@ -217,11 +215,11 @@ def letter(base: Path) -> Recipe:
 
 
 def test_a_step_by_the_letter_has_a_finite_loss_an_unclipped_gradient_and_moves_every_weight_of_the_module(
-    mixture: Path, base: Path, tmp_path: Path
+    place: Place,
 ) -> None:
-    made = letter(base)
+    made = letter(place.base)
     assert (made.model.module.residual, made.cfg.max_grad_norm, made.cfg.max_captions_per_sequence) == (False, None, 1)
-    training = started(made, mixture, tmp_path)
+    training = started(made, place.mixture, place.folder)
     module = unwrapped(training.engine.module).model.mdp
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     take(training, 0)
@@ -268,10 +266,8 @@ def seen_by_hooks(model: Any) -> dict[int, list[tuple[Tensor, Tensor, Tensor]]]:
     ],
     ids=["accumulated", "bf16", "recomputed"],
 )
-def test_the_module_s_numbers_are_those_that_hooks_see(
-    fields: dict, changes: dict, mixture: Path, base: Path, tmp_path: Path
-) -> None:
-    training = started(recipe(base, global_batch=8, model=tiny_settings(USED | fields), **changes), mixture, tmp_path)
+def test_the_module_s_numbers_are_those_that_hooks_see(fields: dict, changes: dict, place: Place) -> None:
+    training = place.started(global_batch=8, model=tiny_settings(USED | fields), **changes)
     model = unwrapped(training.engine.module)
     with torch.no_grad():
         for parameter in model.model.mdp.parameters():  # the score's last layer is zero-initialised
@@ -290,12 +286,12 @@ def test_the_module_s_numbers_are_those_that_hooks_see(
 
 
 def test_workers_sums_are_added_before_they_are_divided_and_nothing_is_measured_in_other_steps(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two workers has large features: a mean of the ratios would be 0.3125 for the first level."""
     ours = torch.tensor([[4.0, 1.0], [0.0, 4.0], [64.0, 4.0]], dtype=torch.float64)  # ratio 0.25
     theirs = torch.tensor([[36.0, 3.0], [0.0, 4.0], [256.0, 4.0]], dtype=torch.float64)  # ratio 0.375
-    training, summed = started(recipe(base), mixture, tmp_path), engine.sum_over_ranks
+    training, summed = place.started(), engine.sum_over_ranks
     with monkeypatch.context() as patch:
         patch.setattr(module_of, "sums_of", lambda *_: pytest.fail("measured"))
         take(training, 1)

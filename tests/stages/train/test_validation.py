@@ -13,9 +13,8 @@ from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
 from m3diff.stages.train import validation
-from m3diff.stages.train.batches import open_image
+from m3diff.stages.train.batches import SCHEMA, Samples, open_image, read_samples
 from m3diff.stages.train.job import Runtime
-from m3diff.stages.train.samples import SCHEMA, Samples, read_samples
 from m3diff.stages.train.validation import Validation, cider, sample_pairs
 from tests.stages.train.toy import REFERENCES, job, recipe
 from tests.tiny import tiny_settings, tiny_trained
