@@ -93,18 +93,11 @@ def score_table(
 ) -> pa.Table:
     """scores.parquet: a row per protocol and pair, in the records' order: the prediction as the protocol scored it,
     and what each metric gives of a pair."""
-    columns = dict.fromkeys(("protocol", "id", "dataset", "change_types", "prediction"), "string")
-    columns["change_types"] = "list<string>"
+    known = {"id": "string", "dataset": "string", "change_types": "list<string>", "prediction": "string"}
+    columns = {"protocol": "string"} | known
     columns |= {name: arrow for metric in metrics.values() for name, arrow in metric.columns.items()}
     rows = [
-        {
-            "protocol": one.name,
-            "id": pair.id,
-            "dataset": pair.dataset,
-            "change_types": pair.change_types,
-            "prediction": pair.prediction,
-            **scores[one.name].pairs[pair.id],
-        }
+        {"protocol": one.name} | {name: getattr(pair, name) for name in known} | dict(scores[one.name].pairs[pair.id])
         for one in protocols
         for pair in one.pairs
     ]
