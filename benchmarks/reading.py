@@ -76,10 +76,14 @@ def main() -> None:
     files = reading_order(calls())
     for file in files:
         print(f"{file.lines:5}  {'run ' if file.runs else 'read'}  {file.path.relative_to(CLONE)}")
+    print(total(files, "all that runs or is read"))
+    print(total([file for file in files if "stages" in file.path.parts], "the stages' own"))
+
+
+def total(files: list[File], name: str) -> str:
     ran = sum(file.runs for file in files)
-    print(
-        f"{sum(file.lines for file in files):5}  lines of {len(files)} files: {ran} run, {len(files) - ran} only read"
-    )
+    lines = sum(file.lines for file in files)
+    return f"{lines:5}  lines of {len(files)} files, {name}: {ran} run, {len(files) - ran} only read"
 
 
 def prepare() -> None:
