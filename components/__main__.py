@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,33 +75,36 @@ def pretrain(params: Params, args: argparse.Namespace) -> None:
     run(params.pretrain, params.paths.base)
 
 
+def entry(section: str, entries: Mapping[str, Any], name: str) -> Any:
+    """The entry of this name. Raises ParamsError, with the nearest name, if the section has none."""
+    if name not in entries:
+        raise ParamsError(f"{section}: no entry {name!r}; {closest(name, entries)}")
+    return entries[name]
+
+
 def synthesize(params: Params, args: argparse.Namespace) -> None:
-    if args.name not in params.synthesize:
-        raise ParamsError(f"synthesize: no entry {args.name!r}; {closest(args.name, params.synthesize)}")
+    settings = entry("synthesize", params.synthesize, args.name)
     from m3diff.stages.synthesize.stage import synthesize as run
 
-    run(args.name, params.ingest.datasets[args.name].reader, params.synthesize[args.name])
+    run(args.name, params.ingest.datasets[args.name].reader, settings)
 
 
 def augment(params: Params, args: argparse.Namespace) -> None:
-    if args.name not in params.augment:
-        raise ParamsError(f"augment: no entry {args.name!r}; {closest(args.name, params.augment)}")
+    made = entry("augment", params.augment, args.name)
     check_paths(params, f"augment@{args.name}")
     from m3diff.stages.augment.stage import augment as run
 
-    print("\n".join(told_of_made(run(args.name, params.augment[args.name], params.compute))))
+    print("\n".join(told_of_made(run(args.name, made, params.compute))))
 
 
 def ingest(params: Params, args: argparse.Namespace) -> None:
     datasets = params.ingest.datasets
-    if args.name is not None and args.name not in datasets:
-        raise ParamsError(f"ingest.datasets: no entry {args.name!r}; {closest(args.name, datasets)}")
-    names = list(datasets) if args.name is None else [args.name]
-    check_paths(params, *(f"ingest@{name}" for name in names))
+    chosen = datasets if args.name is None else {args.name: entry("ingest.datasets", datasets, args.name)}
+    check_paths(params, *(f"ingest@{name}" for name in chosen))
     from m3diff.stages.ingest.stage import ingest as run
 
-    for name in names:
-        print(told(run(name, datasets[name], params.compute.image_cache, params.paths.records)))
+    for name, dataset in chosen.items():
+        print(told(run(name, dataset, params.compute.image_cache, params.paths.records)))
 
 
 def validate(params: Params, args: argparse.Namespace) -> None:
@@ -212,7 +216,7 @@ def lineage(params: Params, args: argparse.Namespace) -> int:
     from m3diff.registry.restore import sound
 
     checks = run(params.register_, args.version)
-    print("\n".join(str(check) for check in checks))
+    print("\n".join(map(str, checks)))
     return 0 if sound(checks) else DATA_REFUSED
 
 

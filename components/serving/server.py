@@ -159,8 +159,7 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         ParamsError: the address is taken, others could reach it without a token, or replicas have no cluster.
         DataError: there is no such model, or its checkpoint is damaged.
     """
-    from m3diff.serving.app import Server, make_app
-    from m3diff.serving.page import find_examples
+    from m3diff.serving.app import Server, find_examples, make_app
 
     cfg, name = params.serve, params.register_.model_name
     store = (params.register_.tracking_uri, name, model)

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
-from m3diff.serving.page import find_examples, read_page
+from m3diff.serving.app import find_examples, read_page
 from tests.browser import Watch, chromium
 from tests.servers import free_port
 from tests.serving.toy import PARAMS, Service, plain, source, write_toy
