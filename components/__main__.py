@@ -423,310 +423,298 @@ def _url(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-ROWS: dict[str, tuple[Command, ...]] = {
-    "stages, in order": (
-        Command(code, "write what code each stage runs, by meaning; DVC compares it", ("m3diff code",)),
-        Command(
-            pretrain,
-            "pre-train a tiny base model (from scratch: about two hours on one core)",
-            ("m3diff pretrain", "m3diff --params infra/base-blip2idc.yaml pretrain"),
-        ),
-        Command(
-            synthesize,
-            "generate a synthetic dataset, such as MiniChange",
-            ("m3diff synthesize minichange",),
-            (arg("name", help="an entry of the section `synthesize`"),),
-        ),
-        Command(
-            augment,
-            "make synthetic pairs from a raw dataset: edits, similar images, coupled samples",
-            ("m3diff augment minichange_edits",),
-            (arg("name", help="an entry of the section `augment`"),),
-            extra="augment",
-        ),
-        Command(
-            ingest,
-            "read raw datasets into records: image pairs with their references",
-            ("m3diff ingest", "m3diff ingest mine"),
-            (arg("name", nargs="?", help="an entry of `ingest.datasets`; default: all"),),
-        ),
-        Command(
-            validate, "check records and images; what fails goes to quarantine with the reason", ("m3diff validate",)
-        ),
-        Command(
-            convert, "turn clean records into the training mixture of question-answer samples", ("m3diff convert",)
-        ),
-        Command(train, "fine-tune the model on the mixture", ("m3diff train",)),
-        Command(predict, "caption the pairs of the test split", ("m3diff predict",)),
-        Command(
-            evaluate,
-            "score predictions against their references and write the report",
-            ("m3diff evaluate", "m3diff evaluate --model champion", "m3diff evaluate --model 12 --out runs/12"),
-            (
-                arg(
-                    "--model",
-                    help="score this version (number or alias) or checkpoint folder instead of the run's model: it "
-                    "captions the test set first, and the run's files stay unchanged",
-                ),
-                arg("--base", **FOLDER, help="with --model: base model of adapters; default: train.base"),
-                arg("--out", **FOLDER, help="with --model: folder for captions and report"),
+STAGE = partial(Command, group="stages, in order")
+SCORING = partial(Command, group="data and scoring")
+USE = partial(Command, group="use and share")
+REGISTRY = partial(Command, group="model registry")
+SET_UP = partial(Command, group="set-up")
+"""A row of the table in its group of `m3diff --help`."""
+
+ROWS: tuple[Command, ...] = (
+    STAGE(code, "write what code each stage runs, by meaning; DVC compares it", ("m3diff code",)),
+    STAGE(
+        pretrain,
+        "pre-train a tiny base model (from scratch: about two hours on one core)",
+        ("m3diff pretrain", "m3diff --params infra/base-blip2idc.yaml pretrain"),
+    ),
+    STAGE(
+        synthesize,
+        "generate a synthetic dataset, such as MiniChange",
+        ("m3diff synthesize minichange",),
+        (arg("name", help="an entry of the section `synthesize`"),),
+    ),
+    STAGE(
+        augment,
+        "make synthetic pairs from a raw dataset: edits, similar images, coupled samples",
+        ("m3diff augment minichange_edits",),
+        (arg("name", help="an entry of the section `augment`"),),
+        extra="augment",
+    ),
+    STAGE(
+        ingest,
+        "read raw datasets into records: image pairs with their references",
+        ("m3diff ingest", "m3diff ingest mine"),
+        (arg("name", nargs="?", help="an entry of `ingest.datasets`; default: all"),),
+    ),
+    STAGE(validate, "check records and images; what fails goes to quarantine with the reason", ("m3diff validate",)),
+    STAGE(convert, "turn clean records into the training mixture of question-answer samples", ("m3diff convert",)),
+    STAGE(train, "fine-tune the model on the mixture", ("m3diff train",)),
+    STAGE(predict, "caption the pairs of the test split", ("m3diff predict",)),
+    STAGE(
+        evaluate,
+        "score predictions against their references and write the report",
+        ("m3diff evaluate", "m3diff evaluate --model champion", "m3diff evaluate --model 12 --out runs/12"),
+        (
+            arg(
+                "--model",
+                help="score this version (number or alias) or checkpoint folder instead of the run's model: it "
+                "captions the test set first, and the run's files stay unchanged",
             ),
+            arg("--base", **FOLDER, help="with --model: base model of adapters; default: train.base"),
+            arg("--out", **FOLDER, help="with --model: folder for captions and report"),
         ),
     ),
-    "data and scoring": (
-        Command(
-            data,
-            "check a dataset's folder, compute dataset statistics",
-            ("m3diff data check data/01_raw/mine", "m3diff data check mine --reader pairs", "m3diff data statistics"),
-            (
-                {
-                    "statistics": ("the papers' statistics for the clean records, and a page with plots and pairs",),
-                    "check": (
-                        "layout, missing files, counts compared with the published ones, problems",
-                        arg("root", type=Path, help="folder of one dataset"),
-                        arg(
-                            "--reader",
-                            choices=sorted(DATASETS),
-                            metavar="NAME",
-                            help=f"its layout, if not recognised: {', '.join(DATASETS)}",
-                        ),
+    SCORING(
+        data,
+        "check a dataset's folder, compute dataset statistics",
+        ("m3diff data check data/01_raw/mine", "m3diff data check mine --reader pairs", "m3diff data statistics"),
+        (
+            {
+                "statistics": ("the papers' statistics for the clean records, and a page with plots and pairs",),
+                "check": (
+                    "layout, missing files, counts compared with the published ones, problems",
+                    arg("root", type=Path, help="folder of one dataset"),
+                    arg(
+                        "--reader",
+                        choices=sorted(DATASETS),
+                        metavar="NAME",
+                        help=f"its layout, if not recognised: {', '.join(DATASETS)}",
                     ),
-                },
-            ),
-            load=load_anywhere,
+                ),
+            },
         ),
-        Command(
-            compare,
-            "compare two runs on the same test pairs: differences with intervals, and a page of pairs",
-            ("m3diff compare runs/a/report data/07_report --out compare.html",),
-            (
-                arg("first", type=Path, help=REPORT),
-                arg("second", type=Path, help=REPORT),
-                arg("--out", type=Path, default=Path("compare.html"), help="page to write (default: compare.html)"),
-            ),
-        ),
-        Command(
-            score,
-            "score any captions by a benchmark's protocol; needs no images, model or parameter file",
-            (
-                "m3diff score captions.json --benchmark spot_the_diff --data spot-the-diff/",
-                "m3diff score captions.csv --references references.json --json",
-            ),
-            (
-                arg(
-                    "predictions",
-                    type=Path,
-                    nargs="?",
-                    help="captions: COCO results or {id: caption} as .json, .jsonl, .csv or .tsv; ids as in the "
-                    "dataset",
-                ),
-                arg("--benchmark", metavar="B", help="such as spot_the_diff; any other word lists all"),
-                arg("--protocol", metavar="P", help="one of the benchmark's protocols; any other word lists all"),
-                arg("--references", type=Path, metavar="FILE", help="COCO captions to score against, used as they are"),
-                arg(
-                    "--data", **FOLDER, help="the dataset's annotation files (no images needed), or records from ingest"
-                ),
-                arg("--spice-dir", **FOLDER, help="folder of the jars of SPICE; adds it"),
-                flag("--check-spice", "show what SPICE needs, what is missing and where to put it"),
-                flag("--allow-faults", "score despite faults, and report them"),
-                flag("--json", "print JSON"),
-            ),
-            extra="score",
-            load=None,
-        ),
-        Command(
-            zero_shot,
-            "caption and score the test split with a model behind an endpoint, without training",
-            (
-                "m3diff zero-shot --url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-7B-Instruct --limit 20",
-                "m3diff zero-shot --url https://api.example.org/v1 --model NAME --out runs/name",
-            ),
-            (
-                arg(
-                    "--url",
-                    type=_url,
-                    required=True,
-                    help="OpenAI-compatible address, including /v1; the images are sent there",
-                ),
-                arg("--model", required=True, metavar="NAME", help="the model's name at the endpoint"),
-                arg("--limit", type=count, metavar="N", help="how many test pairs, 0 for all; default: predict.limit"),
-                arg("--out", **FOLDER, help="folder for captions and report"),
-                arg(
-                    "--prompt",
-                    metavar="TEXT",
-                    help="the text sent with the images, where {question} is the pair's question; default: the order "
-                    "of the images, the question, and a request for one plain sentence",
-                ),
-                arg("--max-tokens", type=count, metavar="N", help="maximum tokens per answer; default: the server's"),
-                arg(
-                    "--key-variable",
-                    default="OPENAI_API_KEY",
-                    metavar="NAME",
-                    help="environment variable that holds the API key (default: OPENAI_API_KEY)",
-                ),
-                flag(
-                    "--allow-unlicensed",
-                    "send images to another machine even if their licence does not allow passing them on",
-                ),
-            ),
-        ),
-        Command(
-            export_llava,
-            "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift",
-            ("m3diff export-llava llava/ --absolute",),
-            (
-                arg("out", type=Path, help="folder to write"),
-                flag("--absolute", "absolute image paths; default: relative to the project"),
-                flag("--lines", "JSON Lines instead of one JSON array"),
-                flag("--allow-unlicensed", "include datasets whose licence does not allow passing them on"),
-            ),
-            notes=FOUND_OF_LLAVA,
+        load=load_anywhere,
+    ),
+    SCORING(
+        compare,
+        "compare two runs on the same test pairs: differences with intervals, and a page of pairs",
+        ("m3diff compare runs/a/report data/07_report --out compare.html",),
+        (
+            arg("first", type=Path, help=REPORT),
+            arg("second", type=Path, help=REPORT),
+            arg("--out", type=Path, default=Path("compare.html"), help="page to write (default: compare.html)"),
         ),
     ),
-    "use and share": (
-        Command(
-            caption,
-            "describe what changed between two images, or in many pairs; needs no server",
-            (
-                "m3diff caption before.png after.png --model data/05_model/checkpoint --overlay out.png",
-                "m3diff caption before/ after/ --json",
-                "m3diff caption pairs.csv --model champion",
-            ),
-            (
-                arg("before", type=Path, help="an image, a folder of images, or a CSV file with columns before, after"),
-                arg("after", type=Path, nargs="?", help="an image, or a folder of images with the same names"),
-                *MODEL,
-                arg("--question", metavar="TEXT", help="the question for each pair; default: what changed"),
-                arg("--image-root", **FOLDER, help="a folder outside the CSV file's that its paths may lead into"),
-                arg(
-                    "--overlay",
-                    type=Path,
-                    metavar="PNG",
-                    help="draw both images with outlines around what the model looked at; for many pairs, a folder",
-                ),
-                flag("--json", "print one JSON object per line"),
-            ),
-            extra="serve",
-            load=load_anywhere,
+    SCORING(
+        score,
+        "score any captions by a benchmark's protocol; needs no images, model or parameter file",
+        (
+            "m3diff score captions.json --benchmark spot_the_diff --data spot-the-diff/",
+            "m3diff score captions.csv --references references.json --json",
         ),
-        Command(
-            serve,
-            "serve captions over HTTP, with a web page",
-            ("m3diff serve", "m3diff serve --model data/05_model/checkpoint --port 8001"),
-            (
-                *MODEL,
-                arg(
-                    "--host",
-                    default="127.0.0.1",
-                    help="address to listen on (default: 127.0.0.1); one that other machines can reach needs "
-                    "M3DIFF_SERVE_TOKEN",
-                ),
-                arg("--port", type=port, metavar="N", help="default: serve.port"),
+        (
+            arg(
+                "predictions",
+                type=Path,
+                nargs="?",
+                help="captions: COCO results or {id: caption} as .json, .jsonl, .csv or .tsv; ids as in the dataset",
             ),
-            extra="serve",
-            load=load_anywhere,
+            arg("--benchmark", metavar="B", help="such as spot_the_diff; any other word lists all"),
+            arg("--protocol", metavar="P", help="one of the benchmark's protocols; any other word lists all"),
+            arg("--references", type=Path, metavar="FILE", help="COCO captions to score against, used as they are"),
+            arg("--data", **FOLDER, help="the dataset's annotation files (no images needed), or records from ingest"),
+            arg("--spice-dir", **FOLDER, help="folder of the jars of SPICE; adds it"),
+            flag("--check-spice", "show what SPICE needs, what is missing and where to put it"),
+            flag("--allow-faults", "score despite faults, and report them"),
+            flag("--json", "print JSON"),
         ),
-        Command(
-            export,
-            "copy the trained model: merged, only its adapters, or a folder that others load (--hub)",
-            ("m3diff export shared/model", "m3diff export shared/hub --hub", "m3diff export small --adapters"),
-            (
-                arg("out", type=Path, help="folder to write"),
-                [
-                    flag("--adapters", "only the trained weights, not merged into the base"),
-                    flag("--hub", "a folder that others load without this project, with code and model card"),
-                ],
-                flag("--allow-unlicensed", "with --hub: even if no licence allows passing the data on"),
+        extra="score",
+        load=None,
+    ),
+    SCORING(
+        zero_shot,
+        "caption and score the test split with a model behind an endpoint, without training",
+        (
+            "m3diff zero-shot --url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-7B-Instruct --limit 20",
+            "m3diff zero-shot --url https://api.example.org/v1 --model NAME --out runs/name",
+        ),
+        (
+            arg(
+                "--url",
+                type=_url,
+                required=True,
+                help="OpenAI-compatible address, including /v1; the images are sent there",
+            ),
+            arg("--model", required=True, metavar="NAME", help="the model's name at the endpoint"),
+            arg("--limit", type=count, metavar="N", help="how many test pairs, 0 for all; default: predict.limit"),
+            arg("--out", **FOLDER, help="folder for captions and report"),
+            arg(
+                "--prompt",
+                metavar="TEXT",
+                help="the text sent with the images, where {question} is the pair's question; default: the order "
+                "of the images, the question, and a request for one plain sentence",
+            ),
+            arg("--max-tokens", type=count, metavar="N", help="maximum tokens per answer; default: the server's"),
+            arg(
+                "--key-variable",
+                default="OPENAI_API_KEY",
+                metavar="NAME",
+                help="environment variable that holds the API key (default: OPENAI_API_KEY)",
+            ),
+            flag(
+                "--allow-unlicensed",
+                "send images to another machine even if their licence does not allow passing them on",
             ),
         ),
     ),
-    "model registry": (
-        Command(register, "log the run to MLflow and register its checkpoint as a model version", ("m3diff register",)),
-        Command(
-            promote,
-            "make the challenger champion if it is significantly better on the same test set",
-            ("m3diff promote", "m3diff promote --version 12"),
-            (
-                arg("--version", type=int, metavar="N", help="the version to test; default: the challenger"),
-                flag("--again", "even if the version was champion and was rolled back"),
+    SCORING(
+        export_llava,
+        "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift",
+        ("m3diff export-llava llava/ --absolute",),
+        (
+            arg("out", type=Path, help="folder to write"),
+            flag("--absolute", "absolute image paths; default: relative to the project"),
+            flag("--lines", "JSON Lines instead of one JSON array"),
+            flag("--allow-unlicensed", "include datasets whose licence does not allow passing them on"),
+        ),
+        notes=FOUND_OF_LLAVA,
+    ),
+    USE(
+        caption,
+        "describe what changed between two images, or in many pairs; needs no server",
+        (
+            "m3diff caption before.png after.png --model data/05_model/checkpoint --overlay out.png",
+            "m3diff caption before/ after/ --json",
+            "m3diff caption pairs.csv --model champion",
+        ),
+        (
+            arg("before", type=Path, help="an image, a folder of images, or a CSV file with columns before, after"),
+            arg("after", type=Path, nargs="?", help="an image, or a folder of images with the same names"),
+            *MODEL,
+            arg("--question", metavar="TEXT", help="the question for each pair; default: what changed"),
+            arg("--image-root", **FOLDER, help="a folder outside the CSV file's that its paths may lead into"),
+            arg(
+                "--overlay",
+                type=Path,
+                metavar="PNG",
+                help="draw both images with outlines around what the model looked at; for many pairs, a folder",
             ),
+            flag("--json", "print one JSON object per line"),
         ),
-        Command(
-            rollback,
-            "restore the previous champion; the decision is recorded and the version not promoted again",
-            ("m3diff rollback --why 'worse on the new camera'", "m3diff rollback --to 9 --why 'requested by the team'"),
-            (
-                arg("--to", type=int, metavar="VERSION", help="the version to restore; default: the previous champion"),
-                arg("--why", default="", metavar="TEXT", help="the reason, kept in the record"),
+        extra="serve",
+        load=load_anywhere,
+    ),
+    USE(
+        serve,
+        "serve captions over HTTP, with a web page",
+        ("m3diff serve", "m3diff serve --model data/05_model/checkpoint --port 8001"),
+        (
+            *MODEL,
+            arg(
+                "--host",
+                default="127.0.0.1",
+                help="address to listen on (default: 127.0.0.1); one that other machines can reach needs "
+                "M3DIFF_SERVE_TOKEN",
             ),
+            arg("--port", type=port, metavar="N", help="default: serve.port"),
         ),
-        Command(
-            history,
-            "list every decision on the champion: when, who, from, to, why; detects removed decisions",
-            ("m3diff history", "m3diff history --json"),
-            (flag("--json", "print JSON"),),
-            load=None,
+        extra="serve",
+        load=load_anywhere,
+    ),
+    USE(
+        export,
+        "copy the trained model: merged, only its adapters, or a folder that others load (--hub)",
+        ("m3diff export shared/model", "m3diff export shared/hub --hub", "m3diff export small --adapters"),
+        (
+            arg("out", type=Path, help="folder to write"),
+            [
+                flag("--adapters", "only the trained weights, not merged into the base"),
+                flag("--hub", "a folder that others load without this project, with code and model card"),
+            ],
+            flag("--allow-unlicensed", "with --hub: even if no licence allows passing the data on"),
         ),
-        Command(
-            models,
-            "list the versions: aliases, scores, size of the weights, commits, runs",
-            ("m3diff models", "m3diff models --json"),
-            (flag("--json", "print JSON, with every detail"),),
+    ),
+    REGISTRY(register, "log the run to MLflow and register its checkpoint as a model version", ("m3diff register",)),
+    REGISTRY(
+        promote,
+        "make the challenger champion if it is significantly better on the same test set",
+        ("m3diff promote", "m3diff promote --version 12"),
+        (
+            arg("--version", type=int, metavar="N", help="the version to test; default: the challenger"),
+            flag("--again", "even if the version was champion and was rolled back"),
         ),
-        Command(
-            lineage,
-            "show the chain from raw data to a version's scores, with every hash checked",
-            ("m3diff lineage champion",),
-            (arg("version", help="number or alias, such as champion"),),
+    ),
+    REGISTRY(
+        rollback,
+        "restore the previous champion; the decision is recorded and the version not promoted again",
+        ("m3diff rollback --why 'worse on the new camera'", "m3diff rollback --to 9 --why 'requested by the team'"),
+        (
+            arg("--to", type=int, metavar="VERSION", help="the version to restore; default: the previous champion"),
+            arg("--why", default="", metavar="TEXT", help="the reason, kept in the record"),
         ),
-        Command(
-            restore,
-            "restore a version's data, parameters and checkpoint in a separate working tree",
-            ("m3diff restore 12", "m3diff restore champion --into ../twelve"),
-            (
-                arg("version", help="number or alias; without MLflow, a branch runs/<flow run> or a commit"),
-                arg("--into", **FOLDER, help="new folder; default: next to the project"),
-            ),
+    ),
+    REGISTRY(
+        history,
+        "list every decision on the champion: when, who, from, to, why; detects removed decisions",
+        ("m3diff history", "m3diff history --json"),
+        (flag("--json", "print JSON"),),
+        load=None,
+    ),
+    REGISTRY(
+        models,
+        "list the versions: aliases, scores, size of the weights, commits, runs",
+        ("m3diff models", "m3diff models --json"),
+        (flag("--json", "print JSON, with every detail"),),
+    ),
+    REGISTRY(
+        lineage,
+        "show the chain from raw data to a version's scores, with every hash checked",
+        ("m3diff lineage champion",),
+        (arg("version", help="number or alias, such as champion"),),
+    ),
+    REGISTRY(
+        restore,
+        "restore a version's data, parameters and checkpoint in a separate working tree",
+        ("m3diff restore 12", "m3diff restore champion --into ../twelve"),
+        (
+            arg("version", help="number or alias; without MLflow, a branch runs/<flow run> or a commit"),
+            arg("--into", **FOLDER, help="new folder; default: next to the project"),
         ),
-        Command(
-            prune,
-            "remove old versions, weights, branches and data; keeps whatever a kept version needs",
-            ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
-            (
-                arg("--keep", type=count, default=5, metavar="N", help="how many of the newest to keep (default: 5)"),
-                flag("--dry-run", "only show what would be removed"),
-                flag("--yes", "remove it"),
+    ),
+    REGISTRY(
+        prune,
+        "remove old versions, weights, branches and data; keeps whatever a kept version needs",
+        ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
+        (
+            arg("--keep", type=count, default=5, metavar="N", help="how many of the newest to keep (default: 5)"),
+            flag("--dry-run", "only show what would be removed"),
+            flag("--yes", "remove it"),
+        ),
+    ),
+    SET_UP(
+        profile,
+        "make a profile the parameters of the next run; prints what changes",
+        ("m3diff profile one-gpu",),
+        (arg("name", help="a file in profiles/, without .yaml"),),
+        load=None,
+    ),
+    SET_UP(
+        plan,
+        "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing",
+        ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),
+        (
+            arg("--gpu", choices=GPUS, metavar="KIND", help=f"one of {', '.join(GPUS)}; default: compute.gpu_kind"),
+            arg(
+                "--utilisation",
+                type=float,
+                default=0.45,
+                help="hardware FLOPs utilisation (HFU): share of the GPU's peak, recomputation included (default: "
+                "0.45)",
             ),
         ),
     ),
-    "set-up": (
-        Command(
-            profile,
-            "make a profile the parameters of the next run; prints what changes",
-            ("m3diff profile one-gpu",),
-            (arg("name", help="a file in profiles/, without .yaml"),),
-            load=None,
-        ),
-        Command(
-            plan,
-            "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing",
-            ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),
-            (
-                arg("--gpu", choices=GPUS, metavar="KIND", help=f"one of {', '.join(GPUS)}; default: compute.gpu_kind"),
-                arg(
-                    "--utilisation",
-                    type=float,
-                    default=0.45,
-                    help="hardware FLOPs utilisation (HFU): share of the GPU's peak, recomputation included (default: "
-                    "0.45)",
-                ),
-            ),
-        ),
-    ),
-}
-COMMANDS = {
-    row.run.__name__.replace("_", "-"): row._replace(group=group) for group, rows in ROWS.items() for row in rows
-}
+)
+COMMANDS = {row.run.__name__.replace("_", "-"): row for row in ROWS}
 
 
 def die_with_parent() -> None:
