@@ -204,10 +204,17 @@ def test_parameters_that_are_no_profile_are_somebodys_work_and_are_kept_each_in_
     assert load_params() == load_params(Path("profiles/paper.yaml"))
 
 
-def test_differences_name_what_is_added_and_what_is_gone():
-    old = {"a": {"b": 1, "c": None}, "d": {}, "same": [1]}
-    new = {"a": {"b": 2, "e": "text"}, "d": {"f": True}, "same": [1]}
-    assert differences(old, new) == ["a.b: 1 -> 2", "a.c: null -> -", "d: {} -> -", "a.e: - -> text", "d.f: - -> true"]
+def test_differences_name_what_is_added_and_what_is_gone_a_mapping_as_one():
+    old = {
+        "a": {"b": 1, "c": None},
+        "d": {},
+        "same": [1],
+        "gone": {"x": {"y": 1, "z": 2}},
+        "part": {"x": {"y": 1}, "z": 1},
+    }
+    new = {"a": {"b": 2, "e": "text"}, "d": {"f": True}, "same": [1], "part": {"z": 1}}
+    changed, removed = ["a.b: 1 -> 2", "a.c: null -> -", "d: {} -> -"], ["gone: removed", "part.x: removed"]
+    assert differences(old, new) == [*changed, *removed, "a.e: - -> text", "d.f: - -> true"]
 
 
 def test_make_profile_plans_first_and_make_base_trains_the_base_or_a_familys():
