@@ -14,11 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from flows import GUARD
 from tests.servers import Machine, free_port, services_of, started
-from tests.toy import REPOSITORY
+from tests.toy import REPOSITORY, change
 
 FOREIGN = {
     "another site": {"Origin": "http://evil.example"},
@@ -232,14 +231,6 @@ def test_the_server_that_prefect_starts_for_a_flow_without_one_refuses_them_too(
     assert flow.returncode == 0
 
 
-def table() -> dict[str, str]:
-    """What a port asks for, by the process that listens, as SECURITY.md has it."""
-    text = (REPOSITORY / "SECURITY.md").read_text().partition("\n## Ports\n")[2].partition("\n## ")[0]
-    rows = [re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("| `")]
-    assert all(reached == "this machine" for _, _, reached, _ in rows)
-    return {name.strip("`"): asks for name, _, _, asks in rows}
-
-
 def listening(own: str, root: psutil.Process, names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Each port that this process or one under it listens at, with its row in SECURITY.md; `own` is that of the process
     itself. Each must be at an address of this machine alone."""
@@ -256,42 +247,37 @@ def listening(own: str, root: psutil.Process, names: Iterable[str]) -> Iterator[
             yield row, address.port
 
 
-def train(folder: Path) -> subprocess.Popen:
-    """A training of two workers of Ray, begun."""
-    from tests.faults import small
-
-    small.write_params(folder)
-    params = yaml.safe_load((folder / "params.yaml").read_text())
-    params["compute"]["workers"], params["train"]["epochs"] = 2, 8
-    (folder / "params.yaml").write_text(yaml.safe_dump(params))
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(folder / "home")}
-    (folder / "home").mkdir()
-    for stage in small.MADE[:4]:
-        subprocess.run([sys.executable, "-m", "m3diff", *stage], cwd=folder, env=environment, check=True)
-    with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "m3diff", "train"]
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-
-
 @pytest.mark.slow(120)
 def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_ask_what_it_says(machine, tmp_path):
+    from tests.faults import small
     from tests.serving.process import running, write_registry
 
-    asks = table()
+    text = (REPOSITORY / "SECURITY.md").read_text().partition("\n## Ports\n")[2].partition("\n## ")[0]
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("| `")]
+    assert all(reached == "this machine" for _, _, reached, _ in rows)
+    asks = {name.strip("`"): asked for name, _, _, asked in rows}
     write_registry(tmp_path, "one")
-    (tmp_path / "train").mkdir()
+    folder, home = tmp_path / "train", tmp_path / "train" / "home"
+    home.mkdir(parents=True)
+    small.write_params(folder)
+    change(folder, "compute", workers=2)
+    change(folder, "train", epochs=8)
+    given: Any = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(home)}}
+    for stage in small.MADE[:4]:
+        subprocess.run([sys.executable, "-m", "m3diff", *stage], check=True, **given)
     with running(tmp_path) as server:
         found = {
             each for name in ("prefect", "mlflow", "worker") for each in listening(name, machine.process(name), asks)
         }
         for name, port in listening("m3diff", psutil.Process(server.process.pid), asks):
             found.add(("m3diff serve" if port == server.port else name, port))
-        seen, training = set(), train(tmp_path / "train")
+        seen, log = set(), (folder / "log").open("w")
+        training = subprocess.Popen([sys.executable, "-m", "m3diff", "train"], stdout=log, stderr=log, **given)
         while training.poll() is None:
             with suppress(psutil.NoSuchProcess):
                 seen |= set(listening("m3diff", psutil.Process(training.pid), asks))
             time.sleep(0.2)
-        assert training.returncode == 0, (tmp_path / "train" / "log").read_text()[-3000:]
+        assert training.returncode == 0, (folder / "log").read_text()[-3000:]
         assert {name for name, _ in found | seen} == set(asks)
         assert {("prefect", machine.prefect), ("mlflow", machine.mlflow), ("m3diff serve", server.port)} <= found
         for name, port in found:
@@ -302,4 +288,4 @@ def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_
             if "counters" in asks[name]:
                 wanted |= {200, 405}
             assert answers <= wanted, (name, port, answers)
-    assert [path for path in (tmp_path / "train" / "home").rglob("*") if path.is_file()] == []
+    assert [path for path in home.rglob("*") if path.is_file()] == []
