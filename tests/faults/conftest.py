@@ -95,7 +95,7 @@ def attempt(task: Any, arguments: tuple[Any, ...]) -> State:
 
 
 def outcomes(page: str) -> dict[str, str]:
-    """How each task ended, from the table of a run's page."""
+    """The end of each task, from the table of a run's page."""
     lines = page.partition("## What ran")[2].partition("##")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return {row[0].strip("`"): row[1] for row in rows[2:]}

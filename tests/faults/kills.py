@@ -71,7 +71,7 @@ class Round(NamedTuple):
 
 @dataclass
 class Told:
-    """What happened."""
+    """The record of the kills and of what they broke."""
 
     seed: int
     kills: list[str] = field(default_factory=list)
@@ -111,7 +111,7 @@ def begin_to_edit(root: Path) -> None:
 
 
 def of_person(root: Path) -> dict[str, Any]:
-    """What of the checkout is a person's."""
+    """The part of the checkout that is a person's."""
     data = sorted(str(path) for path in (root / "data").rglob("*"))
     asked = (("status", "--porcelain"), ("diff", "HEAD"), ("rev-parse", "HEAD"), ("symbolic-ref", "HEAD"))
     return {"data": data} | {" ".join(words): git(*words, cwd=root) for words in asked}
@@ -194,7 +194,7 @@ class Killer:
                 return
 
     def kill(self, number: int) -> None:
-        """One kill. Runs that end before it comes are compared, and others follow."""
+        """Kill once. Runs that end before it comes are compared, and others follow."""
         draw = random.Random(f"{self.told.seed} kill {number}")
         while True:
             share = draw.random()
@@ -232,7 +232,7 @@ class Killer:
         return f"all of {said}" if everything else said
 
     def broken(self) -> list[str]:
-        """What does not hold after a run that ended well, in words."""
+        """Describe each invariant that does not hold after a run that ended well."""
         found = []
         if self.round.number == 0:
             self.undisturbed = Undisturbed(self.root, self.root.parent / "undisturbed", branches(self.root)[0])
@@ -255,7 +255,7 @@ class Killer:
         return [*found, *(f"git's lock {name} was left behind" for name in names)]
 
     def broken_registry(self, stages: dict[str, Any], score: float) -> list[str]:
-        """Of the record of decisions and of MLflow."""
+        """The same of the record of decisions and of MLflow."""
         from mlflow.entities import LoggedModelStatus
 
         client, found = store(self.root), []
@@ -284,7 +284,7 @@ class Killer:
 
 
 def branches(root: Path, overrides: list[str] | None = None) -> list[str]:
-    """Of the runs that committed what they made, with these parameters of their own (all where None), newest first."""
+    """The branches of runs that committed their outputs, with these parameters (all where None), newest first."""
     form = "%(trailers:key=Overrides,valueonly,separator=%x2C)"
     names = git("for-each-ref", "--sort=-committerdate", "--format=%(refname:short)", "refs/heads/runs/", cwd=root)
     found = []
@@ -365,7 +365,7 @@ class Unattended(Killer):
         return self.api(f"/deployments/{deployment}/create_flow_run", body | {"state": {"type": "SCHEDULED"}})["id"]
 
     def end(self, run: str) -> tuple[str, str]:
-        """How a run ends: its state, and its message; `HANGS` for one that does not."""
+        """The state and the message with which a run ends; `HANGS` for one that does not."""
         began = crashed = time.monotonic()
         while time.monotonic() - began < ENDS_S:
             state = self.api(f"/flow_runs/{run}")["state"]
@@ -427,7 +427,7 @@ class Unattended(Killer):
         return self.api(f"/flow_runs/{run}")["state_type"] in ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
     def outcome(self, state: str, message: str) -> dict[str, Any]:
-        """What the end of a run came to, and what is not as it shall be."""
+        """Judge the end of a run; each broken invariant."""
         if state in ("Completed", "Rejected", "Skipped"):
             found = self.broken()
             return {"how": "LOST" if found else "registered", "broken": found}

@@ -38,7 +38,7 @@ class Flow:
         self.code: int | None = None
 
     def ended(self, seconds: float) -> bool:
-        """Whether it ended, by itself or killed, within this time."""
+        """Return whether it ended, by itself or killed, within this time."""
         if self.code is None:
             self.code = number_in(self.log.with_suffix(".code"), seconds)
         return self.code is not None
@@ -99,7 +99,7 @@ def starter(project: Path, environment: dict[str, str]) -> Iterator[Starter]:
 
 
 def number_in(file: Path, seconds: float) -> int | None:
-    """What the file says, once it is there."""
+    """The number in the file, once it is there."""
     deadline = time.monotonic() + seconds
     while not file.is_file():
         if time.monotonic() >= deadline:

@@ -15,7 +15,7 @@ FLUSHES = ("fsync", "fdatasync")
 
 
 class Image(NamedTuple):
-    """What the folder holds when the machine is up again; folders end in `/`.
+    """The content of the folder when the machine is up again; folders end in `/`.
 
     `lost` is `names` (of what was not flushed nothing is left, new names too are gone and old ones back) or `contents`
     (the names are there, as a file system writes them by itself, but a file that was not flushed is empty).

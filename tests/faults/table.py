@@ -1,4 +1,4 @@
-"""What breaks, and what must then happen: one row for each fault. Tests anywhere in `tests/` show a row by the marker
+"""Faults, each with what must then happen. Tests anywhere in `tests/` show a row by the marker
 `@pytest.mark.fault("05")`; `make faults` runs them all, and `tests/faults/test_table.py` sees that no row is without.
 
 Rows 01 to 32 are faults of machines, tools and data; the others were found broken here once, by people who tried.

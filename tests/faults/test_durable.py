@@ -149,7 +149,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 
 def how(call: ast.Call) -> str | None:
-    """Whether a call writes: `atomic`, `renamed` or `plain`."""
+    """The way a call writes: `atomic`, `renamed` or `plain`; None where it does not."""
     called = ast.unparse(call.func)
     last = called.rpartition(".")[2]
     texts = [
@@ -304,7 +304,7 @@ def test_a_checkpoint_that_is_killed_while_it_is_written_is_the_one_before_or_th
 
 
 def after(disk: Disk, folder: Path) -> Iterator[tuple[str, Path]]:
-    """What each image holds, in a folder."""
+    """Each image, written to a folder."""
     for number, image in enumerate(disk.images):
         yield f"{image.lost} lost, before {image.before}", image.write(folder / f"{number:03d}")
 
@@ -336,7 +336,7 @@ def test_the_disk_forgets_what_was_not_flushed_and_keeps_what_was(tmp_path: Path
 
 
 def test_a_file_is_the_old_or_the_new_one_whenever_power_goes(tmp_path: Path) -> None:
-    """Which of them after a rename, the disk decides: what must be there is flushed with its folder by its writer."""
+    """The disk decides which after a rename: a writer flushes what must be there with its folder."""
     root = tmp_path / "disk"
     root.mkdir()
     (root / "metrics.json").write_bytes(OLD)

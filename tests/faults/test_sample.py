@@ -1,4 +1,4 @@
-"""Which tests of faults a run takes: all where they are asked for, else the quick ones and some of the rest."""
+"""A run takes all tests of faults where they are asked for, else the quick ones and some of the rest."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -99,7 +99,7 @@ def test_a_clock_that_jumps_changes_neither_weights_nor_durations(small, rng, mo
 
 
 class Payload:
-    """What a malicious pickle does as it is loaded."""
+    """A malicious pickle: it writes a file as it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

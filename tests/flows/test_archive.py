@@ -1,4 +1,4 @@
-"""What a run made is in the remote before anything points to it, and on its branch; and what a later run takes up."""
+"""A run's outputs are in the remote before anything points to them, and on its branch, where a later run finds them."""
 
 import shutil
 from pathlib import Path

@@ -65,7 +65,7 @@ class Page:
         self.ask(method, f"/deployments/{found['id']}{path}", body)
 
     def seen(self) -> list[Any]:
-        """What a person can change, of everything that `deploy` makes known."""
+        """The settings that a person can change, of everything that `deploy` makes known."""
         found = []
         for name in DEPLOYMENTS:
             entry = self.deployment(name)
@@ -79,7 +79,7 @@ class Page:
         return [*found, pool["is_paused"], pool["concurrency_limit"], queue["is_paused"], switched]
 
     def deploy(self) -> str:
-        """What `make up` and the unit do; what it says."""
+        """Deploy as `make up` and the unit do; its output."""
         command = [sys.executable, str(REPOSITORY / "infra" / "services.py"), "deploy"]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

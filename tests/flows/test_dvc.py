@@ -1,4 +1,4 @@
-"""One stage through DVC: what it says happened, what a failure carries, and that no process stays behind."""
+"""A stage through DVC: its outcome, what a failure carries, and that no process stays behind."""
 
 import os
 import signal

@@ -55,7 +55,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Answer:
-    """What a server says to a request whose headers are these alone, besides those that HTTP needs."""
+    """A server's answer to a request whose headers are these alone, besides those that HTTP needs."""
 
     def __init__(self, port: int, method: str, path: str, body: Any = None, **headers: str) -> None:
         connection = HTTPConnection("127.0.0.1", port, timeout=60)
@@ -161,7 +161,7 @@ ASKED_OF_MLFLOW: list[tuple[str, str, Any]] = [
 
 
 def state(machine: Machine) -> list[Any]:
-    """What a page would have changed."""
+    """The state that a page would have changed."""
     search = Answer(machine.mlflow, "GET", "/api/2.0/mlflow/experiments/search?max_results=100")
     return [
         {item["name"]: (item["pull_steps"], item["paused"]) for item in machine.ask("/deployments/filter", {})},

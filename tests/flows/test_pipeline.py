@@ -408,7 +408,7 @@ def test_the_page_says_what_came_out_why_it_ran_how_long_it_took_and_where_to_lo
 
 @pytest.fixture
 def kept(monkeypatch) -> dict[str, list]:
-    """Where the page went."""
+    """The places that the page went to."""
     kept: dict[str, list] = {"artifact": [], "commit": [], "branch": [], "log": []}
     monkeypatch.setattr(report, "load_params", lambda path: PARAMS)
     monkeypatch.setattr(report, "champion_scores", lambda done, params: {})

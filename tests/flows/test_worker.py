@@ -1,4 +1,4 @@
-"""What the worker makes of the runs that the server names, beside the processes that are here.
+"""The worker's decisions about the runs that the server names, beside the processes that are here.
 tests/flows/test_unattended.py has a real server and worker."""
 
 import asyncio
@@ -74,7 +74,7 @@ class Server:
 
 
 def ask(server: Server, what: Callable[[Worker], Coroutine[Any, Any, Any]], in_hand: bool = False) -> Any:
-    """What a worker does that has the run in hand, or not."""
+    """The answer of a worker that has the run in hand, or not."""
 
     async def work() -> Any:
         worker = Worker(work_pool_name="m3diff", name="here", limit=2)

@@ -262,7 +262,7 @@ def written(project: Path, **files: str) -> None:
 
 
 def found_by_watch(project: Path, **files: str) -> None:
-    """What watch does: a commit on top of main's, on a branch of its own."""
+    """Commit on top of main's, on a branch of its own, as watch does."""
     head = git("rev-parse", "HEAD")
     written(project, **files)
     git("update-ref", f"refs/heads/{DATA}", "HEAD")

@@ -1,4 +1,4 @@
-"""What is missing is named with its remedy, before anything is installed."""
+"""Each missing requirement is named with its remedy, before anything is installed."""
 
 import os
 import re

@@ -42,7 +42,7 @@ def constrained() -> dict[str, str]:
 
 
 def with_extras(asked: str) -> list[Requirement]:
-    """What the project, or one of its extras, asks for, without its own name."""
+    """The requirements of the project, or of its extras, without its own name."""
     need = Requirement(asked)
     if need.name != "m3diff":
         return [need]

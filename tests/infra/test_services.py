@@ -1,4 +1,4 @@
-"""What `make up` and the unit of systemd share: settings, environment, logs, the text of the unit. Only small
+"""The parts that `make up` and the unit of systemd share: settings, environment, logs, the text of the unit. Only small
 processes are started here; tests/flows/test_services.py has the servers for real."""
 
 import configparser
@@ -80,7 +80,7 @@ def test_a_server_that_others_reach_needs_both_tokens_and_on_loopback_none_is_as
 
 @pytest.mark.parametrize("given", [[], ["prefect"], ["mlflow"], ["prefect", "mlflow"]])
 def test_a_server_without_a_token_is_guarded_whatever_the_shell_and_the_other_server_have(given, monkeypatch):
-    """What the guard refuses: tests/flows/test_foreign_sites.py."""
+    """tests/flows/test_foreign_sites.py has the requests that the guard refuses."""
     monkeypatch.setenv("UVICORN_HTTP", "h11")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
     tokens = dict(zip(("prefect", "mlflow"), TOKENS.items(), strict=True))
@@ -407,7 +407,7 @@ def test_the_unit_runs_what_make_up_starts_and_starts_it_again(user, tmp_path):
 
 @pytest.mark.parametrize("user", [None, "daemon"])
 def test_systemd_itself_has_nothing_to_say_against_the_unit(user, tmp_path, monkeypatch):
-    """Where the machine has systemd-analyze; the unit's lines are compared above on every machine."""
+    """Needs systemd-analyze; the unit's lines are compared above on every machine."""
     if not Path("/usr/bin/systemd-analyze").exists():
         pytest.skip("no systemd-analyze")
     place = tmp_path / "a checkout, 100 %"

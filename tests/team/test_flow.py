@@ -32,7 +32,7 @@ print(json.dumps(captioner.caption(pairs)))
 
 
 class Team:
-    """What its people share: the databases, the data by SSH, the bucket, and `origin.git`."""
+    """The places that its people share: the databases, the data by SSH, the bucket, and `origin.git`."""
 
     def __init__(self, folder: Path, postgres: servers.Postgres, ssh: servers.Ssh, s3: servers.S3) -> None:
         self.folder, self.postgres, self.ssh, self.s3 = folder, postgres, ssh, s3
@@ -78,7 +78,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
 
 
 def python(root: Path, *arguments: str) -> str:
-    """What a command says that runs the code of a working tree."""
+    """The output of a command that runs the code of a working tree."""
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
