@@ -1,8 +1,11 @@
 """The order of the tests, and which of the long ones a run of all tests takes."""
 
+import fcntl
 import os
 import random
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,24 +84,56 @@ def is_sampled(item: pytest.Item) -> bool:
     return seconds_of(item) >= LONG_S or (of_faults and seconds_of(item) > 0)
 
 
+MadeOnce = Callable[[str, Callable[[Path], object]], Path]
+
+
 @pytest.fixture(scope="session")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """`made_once(name, make)`: the folder that `make` fills, once for all workers; who writes to it takes a copy."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder, made = shared / name, shared / f"{name}.made"
+        with (shared / f"{name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                make(folder)
+                made.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def built_once(made_once: MadeOnce) -> Path:
+    """The toy project with nothing run yet."""
+    from tests import toy
+
+    return made_once("built-toy", toy.build)
+
+
+@pytest.fixture(scope="session")
+def trained_once(made_once: MadeOnce) -> Path:
     """The toy project whose stages ran."""
     from tests import toy
 
-    root = toy.build(tmp_path_factory.mktemp("trained") / "toy")
-    toy.run(root, "dvc", "repro", "-q")
-    return root
+    return made_once("trained-toy", lambda root: toy.run(toy.build(root), "dvc", "repro", "-q"))
 
 
 @pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_store(made_once: MadeOnce) -> Path:
     """A database of MLflow that has its tables, which take seconds to make, and nothing in them."""
-    from mlflow.tracking import MlflowClient
 
-    database = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{database}").search_experiments()
-    return database
+    def make(folder: Path) -> None:
+        from mlflow.tracking import MlflowClient
+
+        folder.mkdir()
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+
+    return made_once("empty-store", make) / "mlflow.db"
 
 
 def seconds_of(item: pytest.Item) -> float:

@@ -16,21 +16,24 @@ from safetensors.torch import load_file
 from m3diff.__main__ import main as m3diff
 from m3diff.records.files import sha256, sha256_of_folder
 from m3diff.stages.train import engine
+from tests.conftest import MadeOnce
 from tests.faults.small import MADE, write_params
 from tests.toy import REPOSITORY, change
 
 
 @pytest.fixture(scope="session")
-def small_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_once(made_once: MadeOnce) -> Path:
     """Every stage ran."""
-    folder = tmp_path_factory.mktemp("small") / "run"
-    folder.mkdir()
-    with pytest.MonkeyPatch.context() as there:
-        there.chdir(folder)
-        write_params(folder)
-        for command in MADE:
-            assert m3diff(command) == 0
-    return folder
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as there:
+            there.chdir(folder)
+            write_params(folder)
+            for command in MADE:
+                assert m3diff(command) == 0
+
+    return made_once("small-run", make)
 
 
 @pytest.fixture

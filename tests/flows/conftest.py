@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import toy
 from tests.servers import Listener
-
-
-@pytest.fixture(scope="session")
-def built_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.build(tmp_path_factory.mktemp("built") / "toy")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -123,9 +124,11 @@ def test_two_hosts_or_none_are_refused(echo):
 
 
 @pytest.fixture(scope="module")
-def machine(built_once: Path) -> Iterator[Machine]:
+def machine(built_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """The servers and the worker of `make up`, in a folder of their own."""
-    with services_of(built_once) as machine:
+    root = tmp_path_factory.mktemp("machine") / "toy"
+    shutil.copytree(built_once, root, symlinks=True)
+    with services_of(root) as machine:
         yield machine
 
 

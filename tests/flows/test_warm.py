@@ -15,33 +15,36 @@ from m3diff.records.files import sha256_of_folder
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from tests import toy
+from tests.conftest import MadeOnce
 
 MINE = Path("data/01_raw/mine")
 CHECKPOINT = Path("data/05_model/checkpoint")
 
 
-@pytest.fixture(scope="module")
-def trained_once(built_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def trained_on_mine(built_once: Path, made_once: MadeOnce) -> Path:
     """The toy with a dataset of its own, trained."""
-    root = tmp_path_factory.mktemp("trained") / "toy"
-    shutil.copytree(built_once, root, symlinks=True)
-    toy.write_dataset(root / MINE, toy.SPLITS)
-    datasets = yaml.safe_load((root / "params.yaml").read_text())["ingest"]["datasets"]
-    toy.change(root, "ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
-    toy.change(root, "convert", sources={"minichange": {"weight": 0.5, "samples": "one"}})
-    toy.run(root, "dvc", "config", "cache.type", "hardlink")
-    toy.run(root, "dvc", "add", "-q", str(MINE))
-    toy.commit(root, "mine")
-    toy.run(root, "dvc", "repro", "-q", "train")
-    toy.commit(root, "trained")
-    return root
+
+    def make(root: Path) -> None:
+        shutil.copytree(built_once, root, symlinks=True)
+        toy.write_dataset(root / MINE, toy.SPLITS)
+        datasets = yaml.safe_load((root / "params.yaml").read_text())["ingest"]["datasets"]
+        toy.change(root, "ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
+        toy.change(root, "convert", sources={"minichange": {"weight": 0.5, "samples": "one"}})
+        toy.run(root, "dvc", "config", "cache.type", "hardlink")
+        toy.run(root, "dvc", "add", "-q", str(MINE))
+        toy.commit(root, "mine")
+        toy.run(root, "dvc", "repro", "-q", "train")
+        toy.commit(root, "trained")
+
+    return made_once("trained-on-mine", make)
 
 
 @pytest.fixture
-def trained(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trained(trained_on_mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of it, current directory; its checkpoint is champion."""
     root = tmp_path / "toy"
-    toy.run(tmp_path, "cp", "-a", str(trained_once), str(root))  # hard links stay such
+    toy.run(tmp_path, "cp", "-a", str(trained_on_mine), str(root))  # hard links stay such
     monkeypatch.chdir(root)
     md5 = {out["path"]: out["md5"] for out in (dvc.locked() or {})["train"]["outs"]}[str(CHECKPOINT)]
     tags = {"git.commit": git("rev-parse", "HEAD"), "dvc.checkpoint": md5}
