@@ -142,41 +142,39 @@ def test_a_run_that_is_tried_again_goes_on_from_its_branch_whoever_is_champion_t
         assert work.overrides == (f"train.base={BASE}",), "its commits must not look like those of plain runs"
 
 
-@pytest.mark.parametrize(
-    ("replay", "tags", "told"),
-    [
+def test_a_share_that_is_none_and_a_champion_that_cannot_be_found_again_are_told(trained):
+    change_mine(trained)
+    champion = warm.find_alias()
+    whole = champion.tags
+    for replay, tags, told in (
         (1.5, {}, "replay: expected a share from 0 to 1, found 1.5"),
+        (-0.1, {}, "replay: expected a share from 0 to 1, found -0.1"),
         (0.25, {"git.commit": "0" * 40}, "not in this clone"),
         (0.25, {"git.commit": None}, "does not say what it was trained from"),
         (0.25, {"dvc.checkpoint": None}, "does not say what it was trained from"),
-    ],
-)
-def test_a_share_that_is_none_and_a_champion_that_cannot_be_found_again_are_told(trained, replay, tags, told):
-    champion = warm.find_alias()
-    champion.tags = {name: value for name, value in (champion.tags | tags).items() if value}
-    change_mine(trained)
-    with pytest.raises(ParamsError, match=told):
-        from_champion(replay)
-    assert not Path(f"{BASE}.dvc").exists()
+    ):
+        champion.tags = {name: value for name, value in (whole | tags).items() if value}
+        with pytest.raises(ParamsError, match=told):
+            from_champion(replay)
+        assert not Path(f"{BASE}.dvc").exists()
 
 
-@pytest.mark.parametrize("remote", [True, False])
-def test_a_checkpoint_that_the_cache_lost_comes_from_the_remote_else_the_run_is_refused(trained, remote):
-    content = sha256_of_folder(CHECKPOINT)
-    if remote:
-        toy.run(trained, "dvc", "remote", "add", "-q", "--default", "shelf", str(trained.parent / "shelf"))
-        toy.run(trained, "dvc", "push", "-q")
+def test_a_checkpoint_that_the_cache_lost_comes_from_the_remote_else_the_run_is_refused(trained):
+    content, md5 = sha256_of_folder(CHECKPOINT), warm.find_alias().tags["dvc.checkpoint"]
     change_mine(trained)
-    md5 = warm.find_alias().tags["dvc.checkpoint"]
-    (trained / ".dvc/cache/files/md5" / md5[:2] / md5[2:]).unlink()
-    if remote:
-        toy.commit(trained, "a remote")
-        with workspace("one", "HEAD", [], False, replay=0.25):
-            assert sha256_of_folder(BASE) == content
-        return
+    list_of_files = trained / ".dvc/cache/files/md5" / md5[:2] / md5[2:]
+    kept = list_of_files.read_bytes()
+    list_of_files.unlink()
     with (
         pytest.raises(ParamsError, match="neither DVC's cache nor its remote has the champion's checkpoint"),
         workspace("one", "HEAD", [], False, replay=0.25),
     ):
         pytest.fail("it began")
     assert not has_branch("runs/one")
+    list_of_files.write_bytes(kept)
+    toy.run(trained, "dvc", "remote", "add", "-q", "--default", "shelf", str(trained.parent / "shelf"))
+    toy.commit(trained, "a remote")
+    toy.run(trained, "dvc", "push", "-q", "--all-commits")
+    list_of_files.unlink()
+    with workspace("one", "HEAD", [], False, replay=0.25):
+        assert sha256_of_folder(BASE) == content
