@@ -57,8 +57,9 @@ def test_late_runs_become_one_and_new_data_start_one_and_each_failure_is_told_on
     (project / "check.py").write_text(f"import pathlib, sys\n{check}\n")
     add_first_stage(project, "check", {"cmd": "python check.py", "deps": [str(MINE)]})
     toy.commit(project, "a dataset of our own")
+    (project / MINE / "bad.csv").rename(project / MINE / "bad2.csv")  # in the checkout alone, until a look
+    renamed = time.monotonic()
     with without_schedules(project, M3DIFF_DROP=str(MINE), M3DIFF_NOTIFY=listener.address) as machine:
-        (project / MINE / "bad.csv").rename(project / MINE / "bad2.csv")  # in the checkout alone, until a look
         machine.ask("/work_pools/m3diff", {"is_paused": True}, "PATCH")  # as where the machine was off
         ended = missed(machine, "retrain", "one", "two", "three")
         machine.ask("/work_pools/m3diff", {"is_paused": False}, "PATCH")
@@ -70,6 +71,7 @@ def test_late_runs_become_one_and_new_data_start_one_and_each_failure_is_told_on
         assert f"http://127.0.0.1:{machine.prefect}/runs/flow-run/{run['id']} " in first["message"]
         assert run["name"] == "three", "the latest does the work"
 
+        time.sleep(max(0.0, renamed + SETTLED_S + 1 - time.monotonic()))
         assert until(missed(machine, "watch", "look")) == ["Completed"]
         assert git("diff", "--name-only", "HEAD", "runs/data", cwd=project) == f"{MINE}.dvc"
         second = until(lambda: listener.got[1:])[0]
