@@ -33,10 +33,8 @@ from m3diff.datasets.minichange.levels import (
     VISIBLE,
     Pair,
     sample_types,
-    seen,
-    square,
 )
-from m3diff.datasets.minichange.render import LOOKS, render, sprite
+from m3diff.datasets.minichange.render import LOOKS, render
 from m3diff.datasets.minichange.scene import (
     LIT,
     PLACES,
@@ -334,25 +332,6 @@ def test_only_what_the_changes_say_differs_between_the_scenes(pairs):
                 assert differing & ({"kind"} if change.type == "substitution" else allowed)
 
 
-@pytest.mark.parametrize(("level", "shift", "zoom"), [("grid", 0.011, 0.016), ("free", 0.05, 0.051)])
-def test_camera_and_lamp_do_what_the_word_says(level, shift, zoom):
-    words, rng, sampler = set(), np.random.default_rng(2), LEVELS[level]
-    for change_type in ("viewpoint", "illumination") * 40:
-        before, after, _, (change,) = sampler.sample_pair(rng, (change_type,))
-        words.add(change.word)
-        if change_type == "illumination":
-            assert change.word == ("out" if before.view.brightness > 0.7 else "on")
-            assert (after.view.brightness > 0.7) is (change.word == "on")
-            continue
-        x, y = sampler.moves.get(change.word, (0.0, 0.0))
-        assert abs(after.view.x - before.view.x - x) <= shift
-        assert abs(after.view.y - before.view.y - y) <= shift
-        if change.word in ZOOMS:
-            start = before.view.zoom if level == "free" else 1
-            assert after.view.zoom / start == pytest.approx(ZOOMS[change.word], rel=zoom)
-    assert words == {*sampler.moves, *ZOOMS, "out", "on"}
-
-
 @pytest.mark.parametrize(
     ("level", "least", "most", "zoom", "light"), [("grid", 0, 0.0142, 0.015, 0.04), ("free", 0.02, 0.05, 0.05, 0.1)]
 )
@@ -368,58 +347,6 @@ def test_a_distractor_moves_camera_and_light_by_less_than_a_quarter_of_a_change(
     noises = [view.noise for view in views]
     assert 0.2 < np.mean([noise > 0 for noise in noises]) < 0.4
     assert 0.5 <= min(filter(None, noises)) < max(noises) <= 2.0
-
-
-def opened(scene: Scene, thing: Thing, view: View) -> float:
-    """Share of an object's form that is in the frame and not behind another's, by the forms that are painted."""
-    side = 96
-    whole = open_ = None
-    for each in scene.things[scene.things.index(thing) :]:
-        width = round(WIDTHS["free"][each.size] * view.zoom * side)
-        form = sprite("standard", each.kind, each.color, each.state, width).getchannel("A")
-        canvas = Image.new("L", (3 * side, 3 * side), 0)
-        x, y = view.project(each.center)
-        canvas.paste(form, (round((x + 1) * side - width / 2), round((y + 1) * side - width / 2)))
-        mask = np.asarray(canvas) > 127
-        if each is thing:
-            whole = mask.sum()
-            open_ = mask.copy()
-            frame = np.zeros_like(mask)
-            frame[side : 2 * side, side : 2 * side] = True
-            open_ &= frame
-        else:
-            open_ &= ~mask
-    return float(open_.sum() / whole)
-
-
-@pytest.mark.parametrize("pairs", ["free"], indirect=True)
-def test_what_changed_on_the_free_level_is_open_to_view_and_has_a_name_place_and_colour_of_its_own(pairs):
-    for before, after, _, changes in pairs:
-        views = (before.view, after.view)
-        has_moved = any(change.type == "viewpoint" for change in changes)
-        for change in changes:
-            least = 0.8 if change.type in ("orientation", "pose", "ocr", "counting") else 0.58
-            for scene, thing in ((before, change.before), (after, change.after)):
-                if thing is None:
-                    continue
-                for view in views:
-                    assert opened(scene, thing, view) >= least, (change, scene)
-                for view in views[: 1 if has_moved else 2]:
-                    x, y = view.project(thing.center)
-                    assert int(x * 3) + 3 * int(y * 3) == thing.cell
-                assert [each for each in scene.things if (each.cell, name(each)) == (thing.cell, name(thing))] == [
-                    thing
-                ]
-                for each in scene.things:
-                    apart = max(abs(a - b) for a, b in zip(each.center, thing.center, strict=True))
-                    reach = (WIDTHS["free"][each.size] + WIDTHS["free"][thing.size]) / 2
-                    assert each is thing or each.color != thing.color or apart >= reach
-            if change.type == "removal":
-                mark = next(mark for mark in after.marks if mark.center == change.before.center)
-                assert seen(square(mark), map(square, after.things), after.view) >= 0.65
-    for before, after, _, _ in pairs[:24]:
-        for scene in (before, after):
-            assert min(opened(scene, thing, View()) for thing in scene.things if min(thing.center) > 0.2) > 0.25
 
 
 ONE = Thing("ball", "red", "small", 4, dx=-0.1)

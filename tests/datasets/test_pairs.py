@@ -182,84 +182,55 @@ def test_options_of_the_wrong_kind_are_refused_before_anything_runs(tmp_path):
     }
 
 
-def test_a_pair_without_a_change_is_marked_by_its_type_or_by_a_column_of_ones_own(tmp_path):
+NO_PAIRS = [
+    ({"images": ["a", "b", "c"], "x": "t"}, "images: expected a list of two images, found 3"),
+    ({"images": "a", "x": "t"}, "images: expected a list of two images, found 1: text 'a'"),
+    ({"x": "t"}, "images: is missing"),
+    ({"images": ["a", "b"]}, "x: is missing"),
+    ({"images": ["a", "b"], "x": LLAVA[:1]}, "captions: expected a conversation with one answer, found 0"),
+    ({"images": ["a", "b"], "x": LLAVA[1:] * 2}, "captions: expected a conversation with one answer, found 2"),
+]
+
+
+def test_a_row_that_is_no_pair_stands_alone_with_what_is_wrong(tmp_path):
+    write_json(tmp_path / "m.json", [row for row, _ in NO_PAIRS])
+    found = read(tmp_path, manifest="m.json", columns={"images": "images", "captions": "x"}, split="train")
+    assert all(row.fault.startswith(fault) for row, (_, fault) in zip(found, NO_PAIRS, strict=True))
+
+
+def test_rows_are_marked_joined_and_filtered_as_the_options_say(tmp_path):
     write_json(tmp_path / "m.json", [PLAIN[0] | {"change_types": "none"}, PLAIN[1] | {"changeflag": 0}])
-    marked, other = read(tmp_path, manifest="m.json")
-    assert (marked.change_types, other.change_types) == (["none"], [])
-    marked, other = read(tmp_path, manifest="m.json", no_change={"changeflag": 0})
-    assert (marked.change_types, other.change_types) == (["none"], ["none"])
-
-
-def test_rows_of_one_pair_are_one_pair_where_the_column_id_is_passed_over(tmp_path):
+    assert [row.change_types for row in read(tmp_path, manifest="m.json")] == [["none"], []]
+    assert [row.change_types for row in read(tmp_path, manifest="m.json", no_change={"changeflag": 0})] == [
+        ["none"]
+    ] * 2
     write_json(tmp_path / "m.json", [PLAIN[0] | {"id": "1#0"}, PLAIN[0] | {"id": "1#1", "captions": "it broke"}])
     assert len(read(tmp_path, manifest="m.json")) == 2
     (row,) = read(tmp_path, manifest="m.json", columns={"id": None})
     assert (row.name, row.references, row.raw_rows) == ("a/1.png|b/1.png", ["it fell", "it broke"], 2)
+    (tmp_path / "m.jsonl").write_text(json.dumps(PLAIN[0] | {"lang": "en"}) + '\n{"lang": \n')
+    bad, good = read(tmp_path, manifest="m.jsonl", where={"lang": "en"})
+    assert (bad.source, good.fault) == ("m.jsonl, line 2", None), "what cannot be parsed is not passed over"
 
 
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        ({"images": ["a", "b", "c"], "x": "t"}, "images: expected a list of two images, found 3"),
-        ({"images": "a", "x": "t"}, "images: expected a list of two images, found 1: text 'a'"),
-        ({"x": "t"}, "images: is missing"),
-        ({"images": ["a", "b"]}, "x: is missing"),
-        (
-            {"images": ["a", "b"], "x": [{"from": "human", "value": "?"}]},
-            "captions: expected a conversation with one ans",
-        ),
-        (
-            {"images": ["a", "b"], "x": [{"from": "gpt", "value": "y"}] * 2},
-            "captions: expected a conversation with one ",
-        ),
-    ],
-)
-def test_a_row_that_is_no_pair_stands_alone_with_what_is_wrong(tmp_path, row, fault):
-    write_json(tmp_path / "m.json", [row])
-    (found,) = read(tmp_path, manifest="m.json", columns={"images": "images", "captions": "x"}, split="train")
-    assert found.fault.startswith(fault)
-
-
-def test_files_of_a_pattern_are_named_with_their_folder(tmp_path):
+def test_files_of_a_pattern_are_named_with_their_folder_and_one_pair_in_two_splits_is_a_contradiction(tmp_path):
     write, options = LAYOUTS["a pattern over folders"]
     write(tmp_path)
     assert [row.source for row in read(tmp_path, **options)] == ["x/p.jsonl, line 1", "y/p.jsonl, line 1"]
     (tmp_path / "p[1].jsonl").write_text(json.dumps(PLAIN[0]))
     assert len(read(tmp_path, manifest="p[1].jsonl")) == 1
-
-
-def test_the_same_pair_in_two_files_of_different_splits_is_a_contradiction(tmp_path):
-    for name in ("a.jsonl", "b.jsonl"):
-        as_lines(name, PLAIN[:1])(tmp_path)
-    rows = read(tmp_path, manifest={"train": "a.jsonl", "test": "b.jsonl"})
-    assert [row.fault for row in rows if row.fault] == [
-        "id: a.jsonl, line 1 has the same id, but other images, split or scene"
-    ]
-
-
-def test_a_row_that_cannot_be_parsed_is_no_row_that_a_filter_passes_over(tmp_path):
-    (tmp_path / "m.jsonl").write_text(json.dumps(PLAIN[0] | {"lang": "en"}) + '\n{"lang": \n')
-    bad, good = read(tmp_path, manifest="m.jsonl", where={"lang": "en"})
-    assert (bad.source, good.fault) == ("m.jsonl, line 2", None)
+    rows = read(tmp_path, manifest={"train": "p[1].jsonl", "test": "x/p.jsonl"})
+    told = "id: p[1].jsonl, line 1 has the same id, but other images, split or scene"
+    assert [row.fault for row in rows] == [told, None]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        (
-            "m.json",
-            '{"data": 3}',
-            {"rows": "data"},
-            r"m\.json: rows: expected a list or an object at 'data', found a wh",
-        ),
+        ("m.json", '{"data": 3}', {"rows": "data"}, r"m\.json: rows: expected a list or an object at 'data', found"),
         ("m.txt", "x", {}, r"m\.txt: unknown kind of manifest; use \.csv"),
         ("m.csv", "before\na\n", {}, r"m\.csv: no column after, captions, split; found before"),
-        (
-            "m.csv",
-            "n,captions,split\n",
-            {"columns": {"before": "{x}", "after": "{n}"}},
-            r"m\.csv: no column x; found n, ",
-        ),
+        ("m.csv", "n,captions,split\n", {"columns": {"before": "{x}", "after": "{n}"}}, r"no column x; found n, "),
         ("m.parquet", None, {}, r"m\.parquet: no such file; correct `manifest` or the root"),
         ("*.tsv", None, {}, r"\*\.tsv: no file is called so; correct `manifest` or the root"),
     ],
@@ -354,11 +325,3 @@ def test_what_datasets_writes_is_what_is_read(tmp_path):
     run_ingest(tmp_path / "raw", "pairs", "own", manifest="p.parquet")
     record = pl.read_parquet(tmp_path / "records/own/records.parquet").row(0, named=True)
     assert Pillow.open(record["after"]).tobytes() == images[1].tobytes()
-
-
-def test_a_parquet_file_with_images_that_is_cut_short_is_named(tmp_path):
-    root = write_embedded(tmp_path / "raw", [(1, 2, "a")] * 9)
-    data = (root / "p.parquet").read_bytes()
-    (root / "p.parquet").write_bytes(data[:4] + bytes(300) + data[304:])
-    with pytest.raises(DataError, match=r"(?s)p\.parquet: cannot be read as Parquet: .*; write it again"):
-        read(root, **EMBEDDED)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,6 @@ from m3diff.datasets import DATASETS, levir_cc, omnidiff, pairs
 from m3diff.datasets.files import describe
 from m3diff.datasets.tables import Embedded
 from m3diff.records.errors import DataError
-from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.protocols import apply
 from m3diff.settings.load import load_params
 from m3diff.settings.profiles import resolve
 from m3diff.settings.section import ParamsError
@@ -30,7 +29,6 @@ from tests.layouts import (
     nlvr_line,
     run_ingest,
     run_validate,
-    save_picture,
     stored,
     write_birds,
     write_clevr,
@@ -38,7 +36,6 @@ from tests.layouts import (
     write_json,
     write_levir,
     write_magicbrush,
-    write_nlvr,
     write_shards,
 )
 
@@ -55,22 +52,11 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         ("test", "1_2", "1_2", "images/1.jpg", "images/2.jpg", ["e"]),
     ],
     "clevr_change": [
-        (
-            "train",
-            "000003.png",
-            "000003",
-            f"images/{DEFAULT}",
-            "sc_images/CLEVR_semantic_000003.png",
-            ["the cube of 000003 turned red", "it became red"],
-        ),
-        (
-            "train",
-            "000003.png_n",
-            "000003",
-            f"images/{DEFAULT}",
-            "nsc_images/CLEVR_nonsemantic_000003.png",
-            ["nothing has changed", "no change was made"],
-        ),
+        ("train", f"000003.png{end}", "000003", f"images/{DEFAULT}", f"{after}_000003.png", found)
+        for end, after, found in (
+            ("", "sc_images/CLEVR_semantic", ["the cube of 000003 turned red", "it became red"]),
+            ("_n", "nsc_images/CLEVR_nonsemantic", ["nothing has changed", "no change was made"]),
+        )
     ],
     "clevr_dc": [  # names are not padded, ids are
         ("train", "000009.png", "000009.png", "bef/9.png", "aft/9.png", ["a"]),
@@ -430,20 +416,6 @@ def test_every_dataset_is_ingested_and_validated_whole(tmp_path):
     assert [row for row in leaked if row[0].startswith("iedit")] == [("iedit/Reddit_3", ["not_in_test"], reason)]
 
 
-def test_turns_of_a_photo_that_is_also_tested_do_not_train(tmp_path):
-    root = write_magicbrush(tmp_path / "raw")
-
-    def of_another_photo(sessions: dict[str, Any]) -> None:
-        sessions["17"] = [sessions.pop("139306")[0] | {"input": "17-input.png"}]
-
-    edit_json(root / SESSION, of_another_photo)
-    write_shards(root, "dev", [brush_row("17", 4, "remove the cup", 10)])
-    for end in ("input", "output1"):
-        save_picture(root / f"test/images/17/17-{end}.png", 3, 90 * (end == "input"))
-    run_ingest(root, "magicbrush", "magicbrush")
-    assert run_validate(tmp_path).datasets["magicbrush"].pairs == {"train": 2, "test": 1}
-
-
 def test_dev_may_not_train_as_its_authors_ask(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     values, _ = resolve(Path("profiles/levir-cc.yaml"))
@@ -457,6 +429,13 @@ def test_dev_may_not_train_as_its_authors_ask(tmp_path, monkeypatch):
         ParamsError, match=r"mine\.train_on: MagicBrush's authors ask that val never trains; write \[tr"
     ):
         load_params(tmp_path / "params.yaml")
+
+
+def test_without_emu_edit_s_files_a_pair_of_syned_names_where_its_images_should_be(tmp_path):
+    root = WRITERS["syned"](tmp_path)
+    shutil.rmtree(root / "emu_edit")
+    row = next(iter(DATASETS["syned"].read(root)))
+    assert row.before == "emu_edit/data/validation-*.parquet, idx 0, image"
 
 
 def test_without_the_zip_of_magicbrush_s_test_an_option_leaves_it_out(tmp_path):
@@ -474,110 +453,43 @@ def test_a_pair_without_the_bytes_of_an_image_goes_to_quarantine_and_the_others_
     assert report.datasets["emu_edit"].pairs == {"val": 3, "test": 1}
 
 
-def published_levir(root: Path) -> None:
-    same = {"train": 3_408, "val": 666, "test": 965}
-    records = [
-        levir_record(split, n, SAME if n < same[split] else [f"road {m} of {n}" for m in range(5)])
-        for split, count in levir_cc.PUBLISHED.pairs().items()
-        for n in range(count)
-    ]
-    write_json(root / LEVIR, {"images": records})
+COPIED = {  # annotation files that are beside the project, and as the dataset has them
+    "clevr_change": {"splits.json": "splits.json", "type_mapping.json": "type_mapping.json"},
+    "clevr_dc": {"split.json": "split.json"},
+    "spot_the_diff": {f"{split}.json": f"annotations/{split}.json" for split in ("train", "val")},
+    "iedit": {"train.json": "train.json", "valid.json": "valid.json"},
+    "birds_to_words": {},
+}
 
 
-def published_syned(root: Path) -> None:
-    """Lines sorted as text, 0 to 8 paraphrases, without Emu Edit's files."""
-    for part, count, stray in (("train", 3_589, 368), ("test", 2_022, 170)):
-        found = [f"{n} <INSTRUCT> {' ' * (n < stray)}add {n} goats" for n in sorted(range(count), key=str)]
-        lines(f"instructions_with_idx_{part}_split.txt", *found)(root)
-    write_json(root / "splits.json", {"train": [*range(3_588, 538, -1)], "validation": [*range(539)]})
-    lengths = {4: 1_974, 3: 17, 2: 13, 5: 6, 1: 5, 0: 4, 8: 2, 7: 1}
-    each = [length for length, count in lengths.items() for _ in range(count)]
-    write_json(root / VARIANTS, {f"{n} ": [f"goats {m}" for m in range(length)] for n, length in enumerate(each)})
-
-
-def published_emu(root: Path) -> None:
-    """The split is the file's, whatever the column says."""
-    image = {"bytes": b"x", "path": None}
-    for split, count, own in (("validation", 3_589, "test"), ("test", 2_022, "validation")):
-        rows = [emu_row(own, n, "add a goat") | {"image": image, "edited_image": image} for n in range(count)]
-        write_shards(root, split, rows, 2)
-
-
-@pytest.mark.parametrize(
-    ("reader", "write"), [("levir_cc", published_levir), ("syned", published_syned), ("emu_edit", published_emu)]
-)
-def test_a_release_of_the_published_size_counts_to_the_unit(tmp_path, reader, write):
-    write(tmp_path)
-    rows, (published,) = list(DATASETS[reader].read(tmp_path)), DATASETS[reader].published
-    assert not any(row.fault for row in rows)
-    assert len({row.name for row in rows}) == len(rows)
-    for split, pairs_of in published.pairs().items():
-        own = [row for row in rows if row.split == split]
-        assert (len(own), sum(len(row.references) for row in own)) == (pairs_of, getattr(published, split).references)
-    if reader == "syned":
-        row = {row.name: row for row in rows}["validation-3000"]
-        assert row.references == ["add 3000 goats"]
-        assert row.before == "emu_edit/data/validation-*.parquet, idx 3000, image", "Emu Edit's files are not there"
-    if reader == "levir_cc":
-        test = [row for row in rows if row.split == "test"]
-        nothing = Path(), Path(), b"", b""
-        scored = [EvalPair(row.name, reader, *nothing, row.references, row.change_types, "", None) for row in test]
-        protocols = DATASETS[reader].protocols
-        assert {one.name: len(apply(one, scored)) for one in protocols} == {one.name: one.n for one in protocols}
-
-
-def test_the_true_sentences_of_dev_are_counted(tmp_path):
-    """6,982 lines, 3,551 of them true; labels are text, of which no one is false by itself."""
-    root = write_nlvr(tmp_path)
-    labels = ["True"] * 3_551 + ["False"] * 3_431
-    found = [nlvr_line(f"dev-{n // 4}-{n % 4}-0", f"sentence {n}", label) for n, label in enumerate(labels)]
-    lines("data/dev.json", *map(json.dumps, found))(root)
-    dev = [row for row in DATASETS["nlvr2"].read(root) if row.split == "val"]
-    assert not any(row.fault for row in dev)
-    assert sorted(text for row in dev for text in row.references) == sorted(f"sentence {n}" for n in range(3_551))
-
-
-def real_clevr_change(folder: Path, root: Path) -> None:
-    for name in ("splits.json", "type_mapping.json"):
-        (root / name).write_bytes((folder / name).read_bytes())
-    numbers = [scene for scenes in json.loads((root / "splits.json").read_text()).values() for scene in scenes]
-    for name in ("change_captions.json", "no_change_captions.json"):
-        write_json(root / name, {f"CLEVR_default_{scene:06d}.png": ["words"] for scene in numbers})
-
-
-def real_clevr_dc(folder: Path, root: Path) -> None:
-    (root / "split.json").write_bytes((folder / "split.json").read_bytes())
-    numbers = [scene for scenes in json.loads((root / "split.json").read_text()).values() for scene in scenes]
-    write_json(root / "captions.json", {str(scene): ["words"] for scene in numbers})
-
-
-def real_spot(folder: Path, root: Path) -> None:
-    (root / "annotations").mkdir()
-    for split in ("train", "val"):
-        (root / f"annotations/{split}.json").write_bytes((folder / f"{split}.json").read_bytes())
-    write_json(root / "annotations/test.json", [])
-
-
-def real_iedit(folder: Path, root: Path) -> None:
-    for split in ("train", "valid"):
-        (root / f"{split}.json").write_bytes((folder / f"{split}.json").read_bytes())
-    write_json(root / "test.json", [])
-
-
-def real_birds(folder: Path, root: Path) -> None:
-    rows = []
-    for split in ("train", "val"):
-        for row in map(json.loads, filter(None, (folder / f"cwj1412_{split}.json").read_text().split("\n"))):
-            found = [row["description"]] if split == "train" else row["description"]
-            rows += [(row["img1"], row["img2"], split, " ".join(tokens)) for tokens in found]
-    write_birds(root / "birds-to-words-v1.0.tsv", rows)
+def complete(reader: str, root: Path) -> None:
+    """The other files: captions of the CLEVRs, test splits without a pair, and the table of birds."""
+    if reader == "clevr_change":
+        numbers = [scene for split in json.loads((root / "splits.json").read_text()).values() for scene in split]
+        for name in ("change_captions.json", "no_change_captions.json"):
+            write_json(root / name, {f"CLEVR_default_{scene:06d}.png": ["words"] for scene in numbers})
+    elif reader == "clevr_dc":
+        numbers = [scene for split in json.loads((root / "split.json").read_text()).values() for scene in split]
+        write_json(root / "captions.json", {str(scene): ["words"] for scene in numbers})
+    elif reader == "birds_to_words":
+        rows = []
+        for split in ("train", "val"):
+            file = REAL / f"birds_to_words/cwj1412_{split}.json"
+            for row in map(json.loads, filter(None, file.read_text().split("\n"))):
+                found = [row["description"]] if split == "train" else row["description"]
+                rows += [(row["img1"], row["img2"], split, " ".join(tokens)) for tokens in found]
+        write_birds(root / "birds-to-words-v1.0.tsv", rows)
+    else:
+        write_json(root / ("test.json" if reader == "iedit" else "annotations/test.json"), [])
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real annotations are not beside the project")
-@pytest.mark.parametrize("write", [real_clevr_change, real_clevr_dc, real_spot, real_iedit, real_birds])
-def test_the_real_annotations_count_to_the_unit(tmp_path, write):
-    reader = {"real_spot": "spot_the_diff", "real_birds": "birds_to_words"}.get(write.__name__, write.__name__[5:])
-    write(REAL / reader, tmp_path)
+@pytest.mark.parametrize("reader", COPIED)
+def test_the_real_annotations_count_to_the_unit(tmp_path, reader):
+    for name, to in COPIED[reader].items():
+        (tmp_path / to).parent.mkdir(exist_ok=True)
+        (tmp_path / to).write_bytes((REAL / reader / name).read_bytes())
+    complete(reader, tmp_path)
     rows, (published,) = list(DATASETS[reader].read(tmp_path)), DATASETS[reader].published
     assert not any(row.fault for row in rows)
     is_whole = reader.startswith("clevr")

@@ -194,6 +194,11 @@ def test_the_settings_of_each_protocol_that_is_not_the_plain_one():
     }
     with_spice = {name for (name, _), one in protocols.items() if "SPICE" in one.metrics}
     assert with_spice == {"spot_the_diff", "iedit", "clevr_change", "clevr_dc"}
+    assert {name: one.n for (reader, name), one in protocols.items() if reader == "levir_cc"} == {
+        "total": 1_929,
+        "change": 964,
+        "no_change": 965,
+    }
     types = {one.change_types for one in protocols.values() if one.change_types}
     assert types == {(name,) for name in ("color", "material", "add", "drop", "move", "change", "none")}
     headlines = {name: spec.protocols[0].name for name, spec in DATASETS.items()}
