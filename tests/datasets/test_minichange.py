@@ -246,11 +246,10 @@ def truth(change: Change, text: str) -> Clause:
     return Clause(change.type, said, place, *told[change.type])
 
 
-@pytest.mark.parametrize("scenes", [96, pytest.param(2000, marks=pytest.mark.slow)])
-def test_every_reference_reads_back_to_exactly_the_true_changes(small, scenes):
+def test_every_reference_reads_back_to_exactly_the_true_changes(small):
     rules = Grammar.load(small / "grammar.json")
     rng = np.random.default_rng(17)
-    for number in range(scenes):
+    for number in range(96):
         changes = LEVELS[small.name].sample_pair(rng, sample_types(rng, number, multi_change_share=0.3))[3]
         assert [change.order for change in changes] == sorted(change.order for change in changes)
         texts = references(changes, 5)
@@ -412,12 +411,11 @@ def test_a_scene_is_described_in_reading_order_and_from_left_to_right_at_one_pla
     )
 
 
-@pytest.mark.parametrize("scenes", [240, pytest.param(1200, marks=pytest.mark.slow)])
-def test_a_threshold_on_pixels_does_not_find_the_changes_of_free_and_finds_those_of_the_grid(scenes):
+def test_a_threshold_on_pixels_does_not_find_the_changes_of_free_and_finds_those_of_the_grid():
     areas = {}
     for level, sampler in LEVELS.items():
         scores: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-        for number in range(scenes):
+        for number in range(240):
             rng = np.random.default_rng([12, number])
             types = sample_types(rng, number, multi_change_share=0.15)
             before, after, distractor = (render(each, 48, rng) for each in sampler.sample_pair(rng, types)[:3])
