@@ -48,8 +48,8 @@ def read(
                 fault = fault or "image URL: expected https://www.inaturalist.org/photos/<number>"
                 yield broken(row["split"], where, fault)
             else:
-                name, pair = "_".join(ids), [f"{images}/{photo}{suffix}" for photo in ids]
-                yield Row(name, row["split"], name, *pair, [row["description"]], [], where)
+                name, (before, after) = "_".join(ids), (f"{images}/{photo}{suffix}" for photo in ids)
+                yield Row(name, row["split"], name, before, after, [row["description"]], [], where)
 
     return merged(rows())
 

@@ -115,7 +115,8 @@ def order_of_columns(first: str, second: str, values: tuple[Iterable[object], It
     paths = [[value for value in column if isinstance(value, str)] for column in values]
     by_value = None
     if all(paths):
-        by_value = order(*map(_constant, paths), numbers=min(map(len, paths)) >= ROWS_FOR_NUMBERS)
+        one, two = map(_constant, paths)
+        by_value = order(one, two, numbers=min(map(len, paths)) >= ROWS_FOR_NUMBERS)
     if by_name is None or by_value is None:
         return by_name or by_value
     return by_name if by_name.first == by_value.first or not by_value.sure else None
