@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from m3diff.models.family import ADAPTERS, Family, Term
+from m3diff.models.family import ADAPTERS, Family, Term, llm_widths
 from m3diff.models.settings import Fields, Settings
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def adapted_linears(config: Any, tokens: float) -> list[tuple[str, int, int, flo
     crossing = config.crossing_layers
     own = ("module", qformer.hidden_size, qformer.hidden_size, read)
     across = ("module", encoder.hidden_size, qformer.hidden_size, n)
-    queries, keys = config.llm_widths
+    queries, keys = llm_widths(text)
     return [
         *[("vision", encoder.hidden_size, 3 * encoder.hidden_size, n)] * encoder.num_hidden_layers,
         *[own] * (2 * layers + crossing),
@@ -117,7 +117,7 @@ def flops(config: Any, tokens: float, supervised: float, settings: Settings) -> 
     n, q = config.visual_tokens, config.num_query_tokens
     d, r, width = encoder.hidden_size, qformer.hidden_size, text.hidden_size
     layers, depth, crossing = text.num_hidden_layers, qformer.num_hidden_layers, config.crossing_layers
-    queries, keys = config.llm_widths
+    queries, keys = llm_widths(text)
     mlp = 2 * width * text.ffn_dim if hasattr(text, "ffn_dim") else 3 * width * text.intermediate_size
     encoder_layer = 4 * d * d + 2 * d * encoder.intermediate_size
     encoding = encoder.num_hidden_layers * encoder_layer * n + 3 * encoder.patch_size**2 * d * (n - 1)

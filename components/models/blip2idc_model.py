@@ -104,14 +104,6 @@ class Blip2IDCConfig(Blip2Config):
         """Layers of the Q-Former with cross-attention: the first, and every so many."""
         return -(-self.qformer_config.num_hidden_layers // self.qformer_config.cross_attention_frequency)
 
-    @property
-    def llm_widths(self) -> tuple[int, int]:
-        """The widths of the LLM's queries and of its keys."""
-        text = self.text_config
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        return head * text.num_attention_heads, head * keys
-
 
 def augmented(augment: Any, pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A pair of prepared images, uint8 [2, rows, columns, 3], as it trains: blurred and compressed as a JPEG.

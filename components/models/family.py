@@ -49,6 +49,13 @@ class Term:
         return self.forward * (1 + self.backward_factor)
 
 
+def llm_widths(text: Any) -> tuple[int, int]:
+    """The widths of an LLM's queries and of its keys."""
+    heads = text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return head * heads, head * (getattr(text, "num_key_value_heads", None) or heads)
+
+
 MODULE_UPDATE_RATIO = "module_update_ratio"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from m3diff.models.family import ADAPTERS, MODULE_UPDATE_RATIO, Contribution, Family, Term, module_fields
+from m3diff.models.family import ADAPTERS, MODULE_UPDATE_RATIO, Contribution, Family, Term, llm_widths, module_fields
 from m3diff.models.m3diff_settings import DifferenceConfig, M3DiffSettings, MDPConfig
 from m3diff.models.settings import Settings
 
@@ -58,10 +58,8 @@ def patches(config: Any) -> int:
 
 def llm_linears(config: Any) -> list[tuple[int, int]]:
     """(in, out) of the seven linears of one LLM layer."""
-    text = config.text_config
-    width, hidden = text.hidden_size, text.intermediate_size
-    head = getattr(text, "head_dim", None) or width // text.num_attention_heads
-    queries, keys = head * text.num_attention_heads, head * text.num_key_value_heads
+    width, hidden = config.text_config.hidden_size, config.text_config.intermediate_size
+    queries, keys = llm_widths(config.text_config)
     attention = [(width, queries), (width, keys), (width, keys), (queries, width)]
     return [*attention, (width, hidden), (width, hidden), (hidden, width)]
 

@@ -70,7 +70,10 @@ class CalledWithPairs(PairProcessor):
     def questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
         """A question for each pair. One with a special token would be read as more images, or another turn:
         ValueError."""
-        questions = [self.asked(question) for question in as_questions(text, pairs, self.question)]
+        given = self.question if text is None else text
+        questions = [self.asked(each) for each in ([given] * pairs if isinstance(given, str) else given or [])]
+        if len(questions) != pairs:
+            raise ValueError(f"text: one question, or one for each pair; found {len(questions)} for {pairs} pairs")
         special = [str(token) for token in self.tokenizer.all_special_tokens]
         for question in questions:
             if found := [token for token in special if token in question]:
@@ -103,14 +106,6 @@ def as_pairs(images: Any) -> list[Any]:
     return pairs
 
 
-def as_questions(text: str | list[str] | None, pairs: int, default: str | None) -> list[str]:
-    asked = default if text is None else text
-    questions = [asked] * pairs if isinstance(asked, str) else list(asked or [])
-    if len(questions) != pairs:
-        raise ValueError(f"text: one question, or one for each pair; found {len(questions)} for {pairs} pairs")
-    return questions
-
-
 def opened_image(image: Any) -> Image.Image:
     """The image in RGB, upright."""
     if isinstance(image, str | Path):
@@ -118,7 +113,7 @@ def opened_image(image: Any) -> Image.Image:
     if isinstance(image, torch.Tensor):
         if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
             raise ValueError(f"images: a tensor is uint8 [3, height, width]; found {image.dtype} {list(image.shape)}")
-        return Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+        image = image.permute(1, 2, 0).cpu().numpy()
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             raise ValueError(f"images: an array is uint8 [height, width, 3]; found {image.dtype} {list(image.shape)}")
