@@ -52,14 +52,14 @@ def load_image(
     Raises:
         ImageError: unreadable or too large, or the digest differs.
     """
-    is_path = isinstance(source, str | Path)
-    name = str(source) if is_path else "image"
+    name = str(source) if isinstance(source, str | Path) else "image"
+    fault: str | None
     try:
-        data = Path(source).read_bytes() if is_path else source.read()
+        data = Path(source).read_bytes() if isinstance(source, str | Path) else source.read()
         digest = sha256 and hashlib.sha256(data).digest()
         if digest and sha256 and digest != sha256:
-            fault = f"sha256 {digest.hex()[:12]} but the samples say {sha256.hex()[:12]}; the file changed since ingest"
-            fault += "; run `dvc repro`"
+            fault = f"sha256 {digest.hex()[:12]} but the samples say {sha256.hex()[:12]}"
+            fault += "; the file changed since ingest; run `dvc repro`"
         else:
             with open_image(data) as image:
                 fault = None if sha256 else too_large(image, max_pixels)

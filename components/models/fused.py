@@ -67,7 +67,8 @@ class FusedLora(LoraLinear):
 
 def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of one linear that gives the outputs of all, with the adapters in the weights."""
-    weights, biases = [], []
+    weights: list[Tensor] = []
+    biases: list[Any] = []
     for linear in linears:
         base = getattr(linear, "base_layer", linear)
         weight = base.weight

@@ -36,16 +36,6 @@ def test_a_new_module_starts_as_the_base(tmp_path: Path) -> None:
         torch.testing.assert_close(model(**inputs).logits, base(**inputs).logits, rtol=0, atol=1e-6)
 
 
-def test_the_vision_encoder_is_read_as_transformers_reads_it() -> None:
-    model = tiny_model(MDP)
-    pixels = torch.randn(2, 3, SIDE, SIDE)
-    with torch.no_grad():
-        want = model.model.vision_tower(pixels, output_hidden_states=True).hidden_states
-        got = model.model.vision_hidden_states(pixels)
-    assert len(want) == len(got)
-    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
 def test_both_images_matter() -> None:
     model, inputs = tiny_model(MDP), pair_inputs()
     with torch.no_grad():
@@ -113,14 +103,3 @@ def test_before_and_after_come_in_turn_and_each_image_keeps_its_place() -> None:
         with model.model.mdp.recorded_maps() as levels:
             model.model.mdp(one, two, states[-1][before], states[-1][after])
         torch.testing.assert_close(maps.flatten(1), sum(levels) / 2)
-
-
-def test_a_pairs_visual_tokens_are_projected_patches_and_a_newline_each() -> None:
-    model, pixels = tiny_model(MDP), torch.randn(2, 3, SIDE, SIDE)
-    with torch.no_grad():
-        found = model.model.get_image_features(pixels, batch_num_images=[2]).pooler_output
-        want = model.model.multi_modal_projector(model.model.perceive(pixels))
-    assert len(found) == 2
-    for tokens, patches in zip(found, want, strict=True):
-        assert torch.equal(tokens[:-1], patches)
-        assert torch.equal(tokens[-1], model.model.image_newline)

@@ -27,7 +27,7 @@ class CalledWithPairs(PairProcessor):
 
     question: str | None
     family: str
-    decode = ProcessorMixin.decode
+    decode = ProcessorMixin.decode  # type: ignore[assignment]  # of one text or of several
 
     def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
         """Inputs of `generate` for pairs of RGB images, one question each."""
