@@ -175,8 +175,9 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
         if folds and layout is not None:
             cos, sin = (table[0] for table in position_embeddings)
             projected = F.linear(normed, *folded(linears))
-            placed = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
-            heads = attend_rows(*placed, layout, len(x), attention.scaling)
+            heads_of_queries = attention.config.num_attention_heads
+            query, key, value = RotatedRows.apply(projected, cos, sin, layout, heads_of_queries)
+            heads = attend_rows(query, key, value, layout, len(x), attention.scaling)
         else:
             with self.keeping(normed, self.input_layernorm, x):
                 shape = (1, len(x), -1, attention.head_dim)

@@ -48,6 +48,7 @@ class PairProcessor:
     tokenizer: Any
     image_processor: Any
     end_id: int
+    save_pretrained: Any  # to a folder
 
     def encode_prompt(self, question: str) -> tuple[int, ...]:
         """Token ids of the prompt up to where the answer starts, with the places of the images."""
