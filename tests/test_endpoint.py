@@ -396,6 +396,7 @@ def test_an_answer_that_is_forgotten_is_asked_for_again_and_no_other(server, tmp
     server.replies = {"a?": ["first", "second"]}
     assert one.ask(questions, "test") == [("text", "first"), YES]
     one.forget(questions[:1])
+    assert len(Answers(one.answers.path).known) == 1, "by the file, too"
     assert one.ask(questions, "test") == [("text", "second"), YES]
     assert ask(server, tmp_path, "a?", "b?") == [("text", "second"), YES]
     assert sorted(server.texts) == ["a?", "a?", "b?"]
