@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def every_page(search: Callable[..., PagedList[T]], *asked: Any) -> Iterator[T]:
-    """What a search of MLflow's client finds, page by page."""
+    """Yields what a search of MLflow's client finds, page by page."""
     page = search(*asked)
     yield from page
     while page.token:

@@ -90,7 +90,7 @@ class Sampler:
 
     @property
     def moves(self) -> dict[str, tuple[float, float]]:
-        """How far the camera moves, by word."""
+        """The distances that the camera moves, by word."""
         by = self.move
         return {"left": (-by, 0.0), "right": (by, 0.0), "up": (0.0, -by), "down": (0.0, by)}
 
