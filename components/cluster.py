@@ -97,11 +97,20 @@ def require_head(seconds: float) -> None:
 @contextmanager
 def without_dashboard() -> Iterator[None]:
     """Within, a Ray that starts has no process of its dashboard, which even without pages asks the metadata addresses
-    of three clouds where it runs."""
+    of three clouds where it runs.
+
+    An address where nothing listens is recorded for it: Ray Train's cleaner asks there each second whether the
+    training lives, and where no address is recorded its thread ends with a traceback.
+    """
     from ray._private import services
+    from ray._raylet import GcsClient
+
+    def record_nothing_listens(_page: Any, _must: Any, _host: Any, gcs: str, *_: Any, **__: Any) -> tuple[None, None]:
+        GcsClient(address=gcs).internal_kv_put(b"dashboard", b"127.0.0.1:9", True, b"dashboard")
+        return None, None
 
     start = services.start_api_server
-    services.start_api_server = lambda *_, **__: (None, None)
+    services.start_api_server = record_nothing_listens
     try:
         yield
     finally:

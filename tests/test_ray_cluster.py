@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,10 @@ def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_netw
 
     asked: dict[str, Any] = {}
     before = services.start_api_server
-    monkeypatch.setattr(ray, "init", lambda **given: asked.update(given, dashboard=services.start_api_server(False)))
+    monkeypatch.setattr(ray._raylet, "GcsClient", lambda **given: SimpleNamespace(internal_kv_put=lambda *row: row))
+    monkeypatch.setattr(
+        ray, "init", lambda **given: asked.update(given, dashboard=services.start_api_server(False, False, "", "gcs"))
+    )
     monkeypatch.setattr(ray_cluster.os, "cpu_count", lambda: cores)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray_cluster.start_ray(compute(cpus_per_worker=3))
