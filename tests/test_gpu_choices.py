@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import predict
 from m3diff.stages.train.state import checkpoints
+from tests.conftest import MadeOnce
 from tests.scoring import bench
 from tests.stages.train.ranks import start
 from tests.stages.train.toy import Recipe, read_curve, recipe, write_mixture
@@ -188,8 +189,12 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    root = tmp_path_factory.mktemp("gpu_choices")
+def place(made_once: MadeOnce) -> Place:
+    root = made_once("gpu-choices", make_place)
+    return Place(root, root / "base", root / "mixture", bench.folders_in(root / "bench"))
+
+
+def make_place(root: Path) -> None:
     mixture = write_mixture(root / "mixture", {"train": {"toy": 10}, "val": {"toy": 3, "second": 2}})
     folders = bench.write(root / "bench")
     rows = [
@@ -201,21 +206,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     ]
     (mixture / "test").mkdir()
     pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), mixture / "test" / "00000.parquet")
-    return Place(root, outspoken(tiny_base(root / "base")), mixture, folders)
+    make_outspoken(tiny_base(root / "base"))
 
 
-def outspoken(base: Path) -> Path:
+def make_outspoken(base: Path) -> None:
     """With a head so large that the loss tells of every token that the LLM sees; the tiny one's is near log(vocabulary)
     whatever it sees."""
     weights = load_file(base / "model.safetensors")
     (head,) = [name for name in weights if name.endswith("lm_head.weight")]
     weights[head] = weights[head] * 10
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    return base
 
 
 @pytest.fixture(scope="module")
-def short(place: Place) -> Path:
+def short(place: Place, made_once: MadeOnce) -> Path:
+    return made_once("gpu-choices-short", lambda folder: make_short(replace(place, root=folder)))
+
+
+def make_short(place: Place) -> None:
     """Runs of five steps. Those of ZeRO 3 come last: DeepSpeed then replaces torch's `linear` for the whole process by
     one that rounds otherwise in bf16."""
     stage_1: dict[str, Any] = {"zero_stage": 1, "checkpoint_every_steps": 2}
@@ -232,8 +240,8 @@ def short(place: Place) -> Path:
         place.part("ended", SHORT, **stage_1),
         place.part("zero 3", SHORT, **stage_1 | {"zero_stage": 3}),
     ]
+    place.root.mkdir()
     assert two_workers(place.mixture, parts) == [0, 0]
-    return place.root
 
 
 @pytest.mark.slow(110)
@@ -243,6 +251,7 @@ def test_every_mask_is_our_own_and_every_length_recurs_in_training_and_in_valida
         assert done(short / name).masks == expected, name
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_rule_as_a_dense_mask_in_fp32(short: Path) -> None:
     """In fp32 to 1e-4. bf16 keeps 8 bits of each value, so that a loss is up to 3e-4 off (5e-4 are allowed); beside the
     dense mask in bf16 it is to 1e-4 again."""
@@ -254,6 +263,7 @@ def test_losses_are_those_of_the_rule_as_a_dense_mask_in_fp32(short: Path) -> No
         assert done(short / f"zero {stage}").losses == pytest.approx(dense.losses, rel=5e-4), stage
 
 
+@pytest.mark.slow
 def test_zero_stages_train_alike_in_bf16_and_count_what_trains_before_adapters_are_merged(
     short: Path, place: Place
 ) -> None:
@@ -270,6 +280,7 @@ def test_zero_stages_train_alike_in_bf16_and_count_what_trains_before_adapters_a
         assert done(short / f"zero {stage}").losses == pytest.approx(losses, rel=1e-4), stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unvalidated", "ended"])
 def test_a_run_that_failed_goes_on_to_the_same_losses_and_weights(name: str, short: Path) -> None:
     resumed, whole = done(short / name), done(short / "zero 1")

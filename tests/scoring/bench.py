@@ -141,9 +141,13 @@ def grouped(pairs: list[EvalPair], groups: Groups) -> Grouped:
     return Grouped("toy", Protocol("test", n=None), pairs, groups)
 
 
+def folders_in(root: Path) -> Folders:
+    return Folders(*(root / name for name in Folders._fields))
+
+
 def write(root: Path, reader: str = "pairs") -> Folders:
     """Records, predictions and curves with their images."""
-    folders = Folders(*(root / name for name in ("records", "clean", "predictions", "model")))
+    folders = folders_in(root)
     for folder in (*folders, folders.records / "toy"):
         folder.mkdir(parents=True)
     rows = [record(root, name, types, texts) for name, types, texts in RECORDS]
