@@ -85,7 +85,12 @@ def run(command: Sequence[str], log: Path, out: TextIO) -> int:
                     print(f"{found[1]:<28} {how}", file=out, flush=True)
                 elif WARNING.search(line):
                     print(f"  {line}", file=out, flush=True)
-                elif (text := how_far(line)) and stage and time.monotonic() - shown >= EVERY_S:
+                elif (
+                    stage
+                    and line.startswith(stage.partition("@")[0])
+                    and (text := how_far(line))
+                    and time.monotonic() - shown >= EVERY_S
+                ):
                     shown = time.monotonic()
                     print(f"{stage:<28} {text}", file=out, flush=True)
         code = process.wait()

@@ -54,7 +54,8 @@ def test_each_stage_has_a_line_a_warning_its_own_how_far_it_is_now_and_then_and_
     assert [line[9:] for line in log] == [line for line in SAID.splitlines() if line]
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in log)
     monkeypatch.setattr(make_run, "EVERY_S", 0.0)
-    _, text = shown(tmp_path, f"{SAID}train: 1,395,000 parameters, 12 % train")
+    monkeypatch.setattr("flows.dvc.PROGRESS_EVERY_S", 0.0)
+    _, text = shown(tmp_path, f"{SAID}Writing model shards:   0%|   | 0/1\ntrain: 1,395,000 parameters, 12 % train")
     lines.insert(3, f"{'train':<28}   1%  step 20 of 1810, loss 1.2345, 11 min left")
     assert text.splitlines() == [*lines[:2], f"{'validate':<28}  45%  00:04 left", *lines[2:]]
 
