@@ -103,14 +103,14 @@ def without_dashboard() -> Iterator[None]:
     training lives, and where no address is recorded its thread ends with a traceback.
     """
     from ray._private import services
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     def record_nothing_listens(_page: Any, _must: Any, _host: Any, gcs: str, *_: Any, **__: Any) -> tuple[None, None]:
         GcsClient(address=gcs).internal_kv_put(b"dashboard", b"127.0.0.1:9", True, b"dashboard")
         return None, None
 
     start = services.start_api_server
-    services.start_api_server = record_nothing_listens
+    services.start_api_server = record_nothing_listens  # type: ignore[assignment]
     try:
         yield
     finally:
