@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from m3diff.models import FAMILIES
-from m3diff.models.checkpoint import CheckpointError, read_manifest
+from m3diff.models.checkpoint import read_manifest
 from m3diff.provenance.code import key_of
-from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, sha256, write_atomic
 from m3diff.records.progress import progress
 from m3diff.settings.compute import Compute
@@ -82,10 +81,7 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
     Raises:
         DataError: the checkpoint was not written to its end.
     """
-    try:
-        manifest = read_manifest(checkpoint)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
+    manifest = read_manifest(checkpoint)
     facts = {
         "predict": cfg.model_dump(mode="json"),
         "checkpoint": manifest["files"],

@@ -77,16 +77,12 @@ def answers_of(captioner: "Captioner", batches: Sequence[Batch], threads: int) -
 
 def load(job: Job) -> "Captioner":
     """Return the model with fused kernels, in the precision that it was trained in."""
-    from m3diff.models.checkpoint import CheckpointError
     from m3diff.models.generation import load_captioner
 
     config = job.checkpoint / "config.json"
-    try:
-        dtype = json.loads(config.read_text(encoding="utf-8")).get("dtype") if config.is_file() else None
-        device = Device(job.compute.gpu, "bf16" if dtype == "bfloat16" else "fp32")
-        captioner = load_captioner(job.checkpoint, job.max_new_tokens, device)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
+    dtype = json.loads(config.read_text(encoding="utf-8")).get("dtype") if config.is_file() else None
+    device = Device(job.compute.gpu, "bf16" if dtype == "bfloat16" else "fp32")
+    captioner = load_captioner(job.checkpoint, job.max_new_tokens, device)
     captioner.family.fuse(captioner.model, "none")
     return captioner
 
