@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from m3diff.serving.app import find_examples, read_page
 from tests.browser import Watch, chromium
@@ -16,12 +16,6 @@ from tests.serving.toy import PARAMS, Service, plain, source, write_toy
 
 DESK, PHONE = {"width": 1400, "height": 1000}, {"width": 390, "height": 844}
 WANT = "one: 10/20/0 became 30/40/0 (What has changed from the first image to the second?)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +53,18 @@ def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(params=[DESK, PHONE], ids=["desk", "phone"])
-def page(request: pytest.FixtureRequest, browser: Browser, address: str) -> Iterator[Page]:
-    context = browser.new_context(viewport=request.param, permissions=["clipboard-read", "clipboard-write"])
-    page = context.new_page()
-    watch = Watch(page)
-    page.goto(address)
-    yield page
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
-    assert watch.left == []
-    assert [said for said in watch.complaints if "status of 422" not in said] == []
-    context.close()
+def page(request: pytest.FixtureRequest, address: str) -> Iterator[Page]:
+    """A page in a browser of its own: Playwright keeps an event loop running, in which other tests could run none."""
+    with chromium() as browser:
+        context = browser.new_context(viewport=request.param, permissions=["clipboard-read", "clipboard-write"])
+        page = context.new_page()
+        watch = Watch(page)
+        page.goto(address)
+        yield page
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
+        assert watch.left == []
+        assert [said for said in watch.complaints if "status of 422" not in said] == []
+        context.close()
 
 
 def upload(page: Page, images: Path) -> None:
