@@ -5,51 +5,73 @@ nothing of any other machine, with pairs of the test split to try.
 import asyncio
 import base64
 import hashlib
+import hmac
 import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import polars as pl
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.datastructures import UploadFile
+from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.formparsers import MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
-from m3diff.images.open import open_image
 from m3diff.records.errors import DataError, readable
-from m3diff.serving.batcher import Answer, Fault, Models, Served
-from m3diff.serving.http import (
-    Body,
-    ClientGoneError,
-    Gate,
-    Metrics,
+from m3diff.serving.batcher import Answer, Fault, Metrics, Models, Served
+from m3diff.serving.params import Serve
+from m3diff.serving.request import (
+    AS_FILE,
+    SIDES,
+    Asked,
     RequestRefusedError,
+    Upload,
+    check_images,
+    check_question,
+    read_chat,
+    read_form,
+    read_json,
     unavailable,
     unprocessable,
 )
-from m3diff.serving.params import Serve
-from m3diff.serving.request import AS_FILE, Asked, check, check_model, read_chat, read_form, read_json
+from m3diff.serving.same_origin import foreign
 from m3diff.stages.ingest.params import DatasetEntry
 
 CHAT = "/v1/chat/completions"
+OPEN_ROUTES = ("/healthz", "/readyz")
+"""For probes, which have no token; they tell only whether the server is there."""
+
 FORM_FIELDS = 16
 FORM_REMEDY = "curl -F before=@a.png -F after=@b.png"
 COPIES = 4
 """Copies of a request in memory at most: received, read, on the way to a replica and there."""
+
 FILE = Path(__file__).with_name("page.html")
 EXAMPLES = 6
 """Pairs of the test split on the page."""
+
+SAFE = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+}
+OTHER_SITE = {
+    "host": ("wrong_host", "127.0.0.1 or localhost", "ask by that name; other names need M3DIFF_SERVE_TOKEN"),
+    "origin": ("other_site", "this server's own page", "ask from a program, or set M3DIFF_SERVE_TOKEN"),
+}
+MultiPartParser.spool_max_size = 2**31  # in memory: nothing of a client is written to a disk
 
 
 def read_page() -> tuple[str, str]:
@@ -71,57 +93,28 @@ class Example(NamedTuple):
     after: Path
     reference: str
 
-    def as_dict(self, number: int) -> dict[str, Any]:
-        """Its entry for the page, without any path of this machine."""
-        images = {side: f"/examples/{number}/{side}" for side in ("before", "after")}
-        return {"id": self.id, "reference": self.reference, **images}
-
-    def read(self, side: str) -> tuple[bytes, str]:
-        """(bytes, media type) of one image."""
-        from PIL import Image
-
-        data = (self.before if side == "before" else self.after).read_bytes()
-        with open_image(data) as image:
-            return data, Image.MIME.get(image.format or "", "application/octet-stream")
-
 
 def find_examples(clean: Path, entries: Mapping[str, DatasetEntry], count: int = EXAMPLES) -> list[Example]:
-    """Pairs of the test split, evenly over each dataset that the licence lets us show; fewer if there are fewer.
+    """Pairs of the test split, of each dataset that the licence lets us show in turn; fewer if there are fewer.
 
     Args:
         clean: the folder that validate writes; it need not be there.
         entries: datasets by name, as `ingest.datasets`.
     """
-    table = clean / "records.parquet"
-    shown = [name for name, entry in entries.items() if may_show(entry)]
-    if not shown or not table.is_file():
+    table, shown = clean / "records.parquet", []
+    for name, entry in entries.items():
+        with suppress(DataError):
+            check_licence(DATASETS[entry.reader], "show")
+            shown.append(name)
+    if not table.is_file():
         return []
-    import polars as pl
-
-    columns = ["id", "dataset", "before", "after", "references"]
-    rows = pl.scan_parquet(table).filter(pl.col("split") == "test", pl.col("dataset").is_in(shown)).select(columns)
-    found: list[Example] = []
+    wanted, in_turn = pl.col("split") == "test", pl.int_range(pl.len()).over("dataset")
     with readable(table):
-        parts = rows.sort("id").collect().partition_by("dataset", maintain_order=True)
-    for number, part in enumerate(parts):
-        wanted = (count + number) // len(parts)  # the shares of all add up to count
-        for place in range(min(wanted, len(part))):
-            row = part.row((2 * place + 1) * len(part) // (2 * wanted), named=True)
-            example = Example(row["id"], Path(row["before"]), Path(row["after"]), (row["references"] or [""])[0])
-            if example.before.is_file() and example.after.is_file():
-                found.append(example)
-    return found
-
-
-def may_show(entry: DatasetEntry) -> bool:
-    """True if the licence of its dataset lets its images be on a page."""
-    if entry.reader not in DATASETS:
-        return False
-    try:
-        check_licence(DATASETS[entry.reader], "show")
-    except DataError:
-        return False
-    return True
+        rows = pl.scan_parquet(table).filter(wanted, pl.col("dataset").is_in(shown)).sort("id").collect()
+    columns = ["id", "before", "after", pl.col("references").list.first().fill_null("")]
+    first = rows.sort(in_turn, "dataset").head(count).select(columns).iter_rows()
+    found = [Example(name, Path(before), Path(after), reference) for name, before, after, reference in first]
+    return [example for example in found if example.before.is_file() and example.after.is_file()]
 
 
 class Server:
@@ -151,10 +144,9 @@ class Server:
 
     async def example_image(self, request: Request) -> Response:
         number, side = request.path_params["number"], request.path_params["side"]
-        if number >= len(self.examples) or side not in ("before", "after"):
+        if number >= len(self.examples) or side not in SIDES:
             raise HTTPException(404)
-        data, kind = await asyncio.to_thread(self.examples[number].read, side)
-        return Response(data, media_type=kind)
+        return FileResponse(getattr(self.examples[number], side))
 
     async def caption(self, request: Request) -> Response:
         answer = await self.answered(request)
@@ -187,46 +179,46 @@ class Server:
 
         Raises:
             RequestRefusedError: 404, 408, 413, 422, 429 or 503.
-            ClientGoneError: nobody waits for the answer any more.
+            ClientDisconnect: nobody waits for the answer any more.
         """
-        body: Body = request.scope["body"]
+        upload: Any = request.receive  # an Upload: see Gate
         self.ready()
-        with self.room(body):
-            asked = await self.read(request, body)
+        with self.room(upload):
+            asked = await self.read(request, upload.most)
             served = self.ready()
-            check_model(asked, self.name, served.facts)
-            answer = await self.within(served.ask(asked), body)
+            check_question(asked, self.name, served.facts)
+            answer = await self.within(served.ask(asked), upload)
         if isinstance(answer, Fault):
             raise unprocessable("not_an_image", answer.why, "an image that can be decoded to its end", AS_FILE)
         self.metrics.batch.observe(answer.batch)
         return answer
 
-    async def read(self, request: Request, body: Body) -> Asked:
+    async def read(self, request: Request, most: int) -> Asked:
         """The request's pair and question, made of its body one request at a time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         given: Any
         read: Callable[[Any], Asked]
-        if request.url.path == CHAT:
-            read, given = read_chat, await body.read()
-        elif kind == "multipart/form-data":
-            read, given = read_form, await form_fields(request, body)
+        if kind == "multipart/form-data" and request.url.path != CHAT:
+            read, given = read_form, await form_fields(request, most)
+        elif kind == "application/json" or request.url.path == CHAT:
+            read, given = read_chat if request.url.path == CHAT else read_json, bytearray()
+            async for part in request.stream():
+                given += part
         else:
-            read, given = read_json, await body.read()
-            if kind != "application/json":
-                limit = "multipart/form-data or application/json"
-                raise unprocessable("wrong_type", f"Content-Type {kind!r}", limit, FORM_REMEDY, "content-type")
+            limit = "multipart/form-data or application/json"
+            raise unprocessable("wrong_type", f"Content-Type {kind!r}", limit, FORM_REMEDY, "content-type")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.reader, lambda: check(read(given), self.limits))
+        return await loop.run_in_executor(self.reader, lambda: check_images(read(given), self.limits.max_image_mpx))
 
-    async def within(self, asking: Awaitable[Answer | Fault], body: Body) -> Answer | Fault:
+    async def within(self, asking: Awaitable[Answer | Fault], upload: Upload) -> Answer | Fault:
         """The answer, unless it takes too long or the client goes; then what is asked is given up."""
-        answer, gone = asyncio.ensure_future(asking), asyncio.ensure_future(body.gone())
+        answer, gone = asyncio.ensure_future(asking), asyncio.ensure_future(upload.gone())
         try:
             await asyncio.wait((answer, gone), timeout=self.limits.answer_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
             if gone.done():
-                raise ClientGoneError("the client closed the connection before it had an answer")
+                raise ClientDisconnect
             limit = f"{self.limits.answer_s:g} s for an answer (serve.answer_s)"
             raise unavailable("timed_out", "no answer yet", limit, "try again when the queue is shorter")
         finally:
@@ -240,7 +232,7 @@ class Server:
         return self.models.current
 
     @contextmanager
-    def room(self, body: Body) -> Iterator[None]:
+    def room(self, upload: Upload) -> Iterator[None]:
         """A place in the queue and memory for COPIES of the body, which is not read yet.
 
         Raises:
@@ -250,7 +242,7 @@ class Server:
         if self.under_way >= most:
             found, limit = f"{self.under_way} requests under way", f"at most {most} at a time (serve.max_queue)"
             raise RequestRefusedError(429, "queue_full", found, limit, "try again later", None, {"retry-after": "1"})
-        needed, allowed = COPIES * body.at_most, max(most, COPIES) * body.most
+        needed, allowed = COPIES * upload.at_most, max(most, COPIES) * upload.most
         if self.held + needed > allowed:
             found = f"{self.held / 1e6:.0f} MB are taken and {needed / 1e6:.0f} MB needed, {COPIES} times the request"
             limit = f"at most {allowed / 1e6:.0f} MB at a time (serve.max_queue x serve.max_request_mb)"
@@ -267,25 +259,25 @@ class Server:
 
 
 def make_app(server: Server, token: str | None) -> ASGIApp:
-    """The application with its gate.
-
-    Args:
-        token: that each request needs; None if only this machine can ask.
-    """
+    """The application with its gate; `token` as of Gate."""
     html, policy = read_page()
+    examples = [
+        {"id": each.id, "reference": each.reference, **{side: f"/examples/{number}/{side}" for side in SIDES}}
+        for number, each in enumerate(server.examples)
+    ]
     gets: dict[str, Any] = {
         "/": Response(html, media_type="text/html", headers={"content-security-policy": policy}),
         "/healthz": JSONResponse({"status": "ok"}),
         "/readyz": server.readyz,
         "/metrics": server.measured,
         "/v1/models": server.list_models,
-        "/examples": JSONResponse([example.as_dict(number) for number, example in enumerate(server.examples)]),
+        "/examples": JSONResponse(examples),
         "/examples/{number:int}/{side}": server.example_image,
     }
     posts = {CHAT: server.chat, "/caption": server.caption}
     routes = [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
     routes += [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
-    errors: tuple[Any, ...] = (RequestRefusedError, HTTPException, ClientGoneError, Exception)
+    errors: tuple[Any, ...] = (RequestRefusedError, HTTPException, ClientDisconnect, Exception)
     inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, respond))
     return Gate(inner, server.limits, token, server.metrics, frozenset(route.path for route in routes))
 
@@ -294,7 +286,7 @@ async def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that ended with this error. Its text may name what is on this machine and stays in the
     log."""
     path = request.url.path
-    if isinstance(error, ClientGoneError):
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         found, remedy = f"{request.method} {path[:100]}", "correct method and path"
@@ -306,17 +298,69 @@ async def respond(request: Request, error: Exception) -> Response:
     return error.response(path)
 
 
-async def form_fields(request: Request, body: Body) -> list[tuple[str, str | bytes]]:
+async def form_fields(request: Request, most: int) -> list[tuple[str, str | bytes]]:
     """The parts of a multipart form, files as bytes. Raises RequestRefusedError (422) if it is none."""
-    parser = MultiPartParser(
-        request.headers, body.parts(), max_files=FORM_FIELDS, max_fields=FORM_FIELDS, max_part_size=body.most
-    )
-    parser.spool_max_size = body.most  # in memory: nothing of a client is written to a disk
     try:
-        form = await parser.parse()
+        async with request.form(max_files=FORM_FIELDS, max_fields=FORM_FIELDS, max_part_size=most) as form:
+            return [
+                (name, await value.read() if isinstance(value, UploadFile) else value)
+                for name, value in form.multi_items()
+            ]
     except RequestRefusedError:
         raise
-    except (MultiPartException, KeyError, ValueError, UnicodeError) as error:
+    except (HTTPException, KeyError, ValueError) as error:
         raise unprocessable("not_a_form", str(error)[:100], "a multipart form", FORM_REMEDY) from error
-    pairs = form.multi_items()
-    return [(name, await value.read() if isinstance(value, UploadFile) else value) for name, value in pairs]
+
+
+class Gate:
+    """Lets in who may ask, counts every answer, and adds the headers that all answers have.
+
+    Args:
+        token: that each request needs but for OPEN_ROUTES; None: no token, and then only what addresses this machine
+            as itself and comes from no other site's page is let in (a page may call itself by a name that leads here).
+        routes: known paths, for the metrics.
+    """
+
+    def __init__(
+        self, app: ASGIApp, limits: Serve, token: str | None, metrics: Metrics, routes: frozenset[str]
+    ) -> None:
+        self.app, self.limits, self.token, self.metrics, self.routes = app, limits, token, metrics, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "the server takes neither WebSockets nor lifespans"
+        start, status = time.monotonic(), 499  # nginx' word for a client that left
+        headers = Headers(scope=scope)
+        upload = Upload(receive, headers, self.limits)
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                added = [(name.encode(), value.encode()) for name, value in SAFE.items()]
+                message["headers"] = [*message.get("headers", ()), *added]
+                await upload.discard()
+            await send(message)
+
+        route = scope["path"] if scope["path"] in self.routes else "other"
+        try:
+            refusal = self.refusal(scope["path"], headers)
+            app = self.app if refusal is None else refusal.response(scope["path"])
+            await app(scope, upload, answer)
+        finally:
+            self.metrics.requests.labels(route, status).inc()
+            self.metrics.seconds.labels(route).observe(time.monotonic() - start)
+
+    def refusal(self, path: str, headers: Headers) -> RequestRefusedError | None:
+        """The reason why this request is not let in; None if it is."""
+        if self.token is None:
+            if (site := foreign(headers.raw)) is None:
+                return None
+            code, limit, remedy = OTHER_SITE[site[0]]
+            return RequestRefusedError(403, code, f"{site[0]} {site[1][:100]!r}", limit, remedy, site[0])
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.token.encode())
+        if right or path in OPEN_ROUTES:
+            return None
+        found, limit = "another token" if given else "no token", "the token of this server"
+        remedy, asks = "send the header `Authorization: Bearer TOKEN`", {"www-authenticate": "Bearer"}
+        return RequestRefusedError(401, "unauthorized", found, limit, remedy, "authorization", asks)

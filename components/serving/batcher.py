@@ -12,12 +12,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source, load
-from m3diff.serving.http import Metrics
 from m3diff.serving.request import Asked, Facts
 
 if TYPE_CHECKING:
@@ -210,6 +210,25 @@ def draw(images: "tuple[Image.Image, Image.Image]", grid: np.ndarray) -> tuple[b
     for image, file in zip(images, drawn, strict=True):
         outlined(image, grid.astype(np.float32)).save(file, "PNG")
     return drawn[0].getvalue(), drawn[1].getvalue()
+
+
+class Metrics:
+    """Counts that Prometheus reads at `GET /metrics`, in a registry of their own: two servers in one process, as in
+    tests, count apart."""
+
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
+        labels, seconds = ["route", "status"], (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+        self.requests = Counter("m3diff_requests", "Requests by route and HTTP status", labels, registry=own)
+        told = "Seconds from a request's head to the end of its answer"
+        self.seconds = Histogram("m3diff_request_seconds", told, ["route"], buckets=seconds, registry=own)
+        pairs = (1, 2, 4, 8, 16, 32, 64)
+        self.batch = Histogram("m3diff_batch_pairs", "Pairs that shared an answer's batch", buckets=pairs, registry=own)
+        self.queue = Gauge("m3diff_queue_length", "Requests being read, waiting or answered", registry=own)
+        self.model = Gauge("m3diff_model", "1 for the version that answers", ["version"], registry=own)
+        self.switches = Counter("m3diff_model_switches", "Versions that began to answer", registry=own)
+        told = "Times that the next version could not be had"
+        self.poll_failures = Counter("m3diff_model_failures", told, registry=own)
 
 
 class Served:

@@ -17,11 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from m3diff.cluster import on_one_machine, start_ray
 from m3diff.registry.model_source import Source, find, version_of
-from m3diff.serving import batcher
-from m3diff.serving.batcher import Answer, Deploy, Fault, Models
-from m3diff.serving.http import UPLOAD_S, Impatient, Metrics
+from m3diff.serving import batcher, request
+from m3diff.serving.batcher import Answer, Deploy, Fault, Metrics, Models
 from m3diff.serving.params import Serve
 from m3diff.serving.request import Asked, Facts
 from m3diff.settings.compute import Compute
@@ -47,6 +50,29 @@ def say(text: str, to: TextIO | None = None) -> None:
         print(f"m3diff serve: {text}", file=out, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+class Impatient(H11Protocol):
+    """uvicorn's protocol, which closes a connection whose request has not its whole head after UPLOAD_S; uvicorn would
+    wait without an end. The body has a limit of its own."""
+
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        is_waiting = self.conn.their_state is h11.IDLE
+        if is_waiting and self.timer is None:
+            self.timer = self.loop.call_later(request.UPLOAD_S, self.transport.close)
+        elif not is_waiting and self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class RayDeployed:
@@ -188,8 +214,6 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
 
 async def run(app: Any, listener: socket.socket, answer_s: float, models: Models, work: Callable[[], Any]) -> None:
     """Listen at once, and `work` until a signal."""
-    import uvicorn
-
     config = uvicorn.Config(
         app,
         http=Impatient,
@@ -199,7 +223,7 @@ async def run(app: Any, listener: socket.socket, answer_s: float, models: Models
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=int(UPLOAD_S + answer_s) + 1,
+        timeout_graceful_shutdown=int(request.UPLOAD_S + answer_s) + 1,
     )
     server, stopped = uvicorn.Server(config), asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -93,7 +93,7 @@ def running(
     """A server that is ready; it is ended with all its processes.
 
     Args:
-        constants: other values of a toy's constants, by module and name: `http.UPLOAD_S`.
+        constants: other values of a toy's constants, by module and name: `request.UPLOAD_S`.
         there: further variables of its environment.
     """
     line, log = command(root, *options, toy=toy, **changes), root / "serve.log"

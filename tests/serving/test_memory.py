@@ -34,7 +34,7 @@ IMAGES = SERVE.replicas * DECODERS * SERVE.max_image_mpx * 1e6 * BYTES_PER_PIXEL
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp("served")
     write_registry(root, "one")
-    constants = {"http.UPLOAD_S": PATIENCE_S}
+    constants = {"request.UPLOAD_S": PATIENCE_S}
     with running(root, constants=constants, max_image_mpx=SERVE.max_image_mpx, answer_s=PATIENCE_S) as server:
         for _ in range(4):
             httpx.post(f"{server.address}/caption", **form(png(plain(1, 2)), png(plain(3, 4))), timeout=PATIENCE_S)

@@ -100,9 +100,9 @@ def test_two_images_are_captioned_slid_over_outlined_swapped_and_asked_about(pag
 @pytest.mark.slow(30)
 def test_an_example_is_one_press_away_and_a_refusal_is_said_in_words(page, images, tmp_path):
     expect(page.locator("#pairs button")).to_have_count(4)
-    page.get_by_label("pair 1, minichange/2").click()
+    page.get_by_label("pair 1, minichange/1").click()
     expect(page.locator("#caption")).to_have_text(WANT)
-    expect(page.locator("#reference q")).to_have_text("what minichange says of 2")
+    expect(page.locator("#reference q")).to_have_text("what minichange says of 1")
     (tmp_path / "notes.png").write_text("no image")
     page.set_input_files("#after", tmp_path / "notes.png")
     page.get_by_role("button", name="Say what changed").click()
@@ -126,13 +126,14 @@ def test_the_policy_of_the_page_names_no_host_and_allows_no_other_script():
 
 
 def test_examples_are_of_the_test_split_of_what_may_be_shown_and_none_where_there_is_no_run(images, tmp_path):
-    found = find_examples(images, PARAMS.ingest.datasets, 3)
-    assert [example.id for example in found] == ["minichange/3", "minichange_free/2", "minichange_free/4"]
-    assert found[0].as_dict(0)["before"] == "/examples/0/before"
-    assert find_examples(tmp_path, PARAMS.ingest.datasets, 3) == find_examples(images, {}, 3) == []
+    entries = {name: PARAMS.ingest.datasets[name] for name in ("minichange", "minichange_free")}
+    found = find_examples(images, entries, 3)
+    assert [example.id for example in found] == ["minichange/1", "minichange_free/1", "minichange/2"]
+    assert find_examples(tmp_path, entries, 3) == find_examples(images, {}, 3) == []
     service = Service(examples=found)
     listed = service.get("/examples").json()
-    assert [(entry["id"], entry["after"]) for entry in listed][1] == ("minichange_free/2", "/examples/1/after")
+    free = {"id": "minichange_free/1", "reference": "what minichange_free says of 1"}
+    assert listed[1] == free | {"before": "/examples/1/before", "after": "/examples/1/after"}
     image = service.get(listed[1]["after"])
     assert (image.content, image.headers["content-type"]) == ((images / "after.png").read_bytes(), "image/png")
     assert {service.get(f"/examples/{place}").status_code for place in ("3/after", "1/caption")} == {404}

@@ -36,7 +36,7 @@ PATIENCE_S = 300
 UPLOAD_S = 3
 TOKEN = "0123456789abcdef0123"
 BEFORE, AFTER = png(plain(10, 20)), png(plain(30, 40))
-CONSTANTS = {"server.POLL_S": 0.5, "http.UPLOAD_S": UPLOAD_S, "batcher.BATCH_WAIT_S": 0.02}
+CONSTANTS = {"server.POLL_S": 0.5, "request.UPLOAD_S": UPLOAD_S, "batcher.BATCH_WAIT_S": 0.02}
 Found = list[tuple[httpx.Response, str]]
 
 
@@ -134,8 +134,8 @@ def test_one_process_listens_on_this_machine_alone_answers_openais_client_and_it
     messages[0]["content"].pop()
     with pytest.raises(openai.UnprocessableEntityError, match="exactly 2 images"):
         client.chat.completions.create(model="m3diff", messages=messages)
-    answer = httpx.post(f"{server.address}/caption", content=bytes(5_000_000), timeout=PATIENCE_S)
-    assert (answer.status_code, answer.json()["error"]) == (413, "too_large"), "who sends too much reads why"
+    answer = httpx.post(f"{server.address}/v1/chat/completions", content=bytes(5_000_000), timeout=PATIENCE_S)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large"), "who sends too much reads why"
 
 
 def until_closed(port: int, *sent: bytes) -> tuple[bytes, float]:

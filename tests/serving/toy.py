@@ -28,8 +28,7 @@ from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
 from m3diff.serving.app import Server, make_app
-from m3diff.serving.batcher import BATCH_WAIT_S, Answer, Fault, Models, Replica
-from m3diff.serving.http import Metrics
+from m3diff.serving.batcher import BATCH_WAIT_S, Answer, Fault, Metrics, Models, Replica
 from m3diff.serving.request import Asked
 from m3diff.settings.load import load_params
 from tests.toy import REPOSITORY
