@@ -162,7 +162,7 @@ def evaluate(params: Params, args: argparse.Namespace) -> None:
     from m3diff.registry.tracking import completed
     from m3diff.stages.evaluate.stage import evaluate as run
 
-    run(params.evaluate, params.compute, paths.records, paths.clean, paths.predictions, paths.model, paths.report)
+    run(params.evaluate, params.compute, paths.records, paths.clean, paths.predictions, paths.report)
     completed(described(params), paths.model, paths.report / "metrics.json")
 
 

@@ -56,7 +56,7 @@ INGESTED = {"name": "minichange", "entry": ENTRY, "image_cache": CACHE, "out": D
 VALIDATED = {"cfg": PARAMS.validate_, "entries": ENTRIES, "image_cache": CACHE, **RECORDS, "out": DATA / "03_clean"}
 CONVERTED = {"cfg": PARAMS.convert, "entries": ENTRIES, **CLEAN, "out": DATA / "04_mixture"}
 CAPTIONED = {"cfg": PARAMS.predict, "compute": PARAMS.compute, **TEST, **MODEL, "out": DATA / "06_predictions"}
-SCORED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **RECORDS, **CLEAN, **MODEL, **PREDICTED}
+SCORED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **RECORDS, **CLEAN, **PREDICTED}
 EXPORT, LLAVA, ZERO = "models.checkpoint.export_checkpoint", "commands.export.llava.export_llava", "commands.zero_shot"
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -433,7 +433,10 @@ def test_profile_writes_the_parameters_that_are_named_and_prints_what_changes(pr
     assert load_params() == paper
     (project / "profiles" / "wrong.yaml").write_text("extends: embedded\ntrain: {epochs: -1}\n")
     assert main(["profile", "wrong"]) == 2
-    assert "profiles/wrong.yaml: 1 fault(s)\n  train.epochs: must be more than 0 (found -1)" in capsys.readouterr().err
+    assert (
+        "profiles/wrong.yaml: 1 fault(s)\n  train.epochs: Input should be greater than 0 (found -1)"
+        in capsys.readouterr().err
+    )
     assert load_params() == paper, "nothing is written"
     (project / "params.yaml").write_text("train: [")
     assert main(["profile", "one-gpu"]) == 0

@@ -119,7 +119,7 @@ def score(params: Params, source: Source, made: Path) -> EvaluateReport:
     cfg = params.predict.model_copy(update={"max_new_tokens": source.max_new_tokens})
     predictions, report = made / "predictions", made / "report"
     predict(cfg, params.compute, paths.mixture, held, predictions)
-    return evaluate(params.evaluate, params.compute, paths.records, paths.clean, predictions, held, report)
+    return evaluate(params.evaluate, params.compute, paths.records, paths.clean, predictions, report)
 
 
 def keep(client: MlflowClient, version: ModelVersion, on: str, place: Path) -> None:

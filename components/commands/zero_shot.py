@@ -132,8 +132,7 @@ def zero_shot(
     place = out or request.place(compute.scratch)
     with new_folder(place) as made:
         captioned = write_predictions(request, pairs, answers, made / "predictions")
-        untrained = made / "model"  # no such folder: there are no training curves
-        scored = evaluate(cfg, compute, records, clean, made / "predictions", untrained, made / "report")
+        scored = evaluate(cfg, compute, records, clean, made / "predictions", made / "report")
     return Result(place, captioned, scored)
 
 

@@ -9,15 +9,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from m3diff.settings.explain import RENAMED, explain
+from m3diff.settings.explain import explain
 from m3diff.settings.profiles import leaves, resolve
 from m3diff.settings.rules import RULES
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
-
-OF_AN_EARLIER_VERSION = (
-    "a file of an earlier version; `m3diff profile NAME` writes a current one and keeps a copy of yours"
-)
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:
@@ -29,8 +25,8 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         ParamsError: the file is missing, is no YAML mapping, or breaks a rule. Every fault of single values is listed;
             where there is none, every fault between values.
     """
-    raw, faults = resolve(path)
-    faults += [
+    raw = resolve(path)
+    faults = [
         f"{place}: expected a finite number (found {item})"
         for place, value in leaves(raw)
         for item in (value if isinstance(value, list) else [value])
@@ -43,6 +39,5 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         faults += explain(error, raw, Params)
     if not faults:
         return params
-    old = any(line.partition(":")[0] in RENAMED for line in faults)
-    lines = [*dict.fromkeys(faults), *([OF_AN_EARLIER_VERSION] * old)]
-    raise ParamsError(f"{path}: {len(lines) - old} fault(s)\n" + "\n".join(f"  {line}" for line in lines))
+    lines = dict.fromkeys(faults)
+    raise ParamsError(f"{path}: {len(lines)} fault(s)\n" + "\n".join(f"  {line}" for line in lines))

@@ -26,50 +26,44 @@ FIELDS = "profiles/embedded.yaml says what each value is."
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML that notes every key that is written twice; in C where PyYAML was built with it."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.twice: list[str] = []
+    """YAML that refuses a key that is written twice; in C where PyYAML was built with it."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
+        seen = set()
         for key, _ in node.value:
-            line = key.start_mark.line + 1
             if key.value in seen:
-                lines = f"in lines {seen[key.value]} and {line}"
-                self.twice.append(f"{key.value}: written twice, {lines}; remove one of the two")
-            seen.setdefault(key.value, line)
+                words = f"{key.value}: is written twice; remove one of the two"
+                raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """A parameter file as it is written, and a line for each key that is written twice.
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A parameter file as it is written.
 
     Raises:
-        ParamsError: there is no such file, or it is no YAML mapping.
+        ParamsError: there is no such file, it is no YAML mapping, or a key is written twice.
     """
     if not path.is_file():
         raise ParamsError(
             f"{path}: no such file; run from the project's root, pass --params, or `m3diff profile embedded` writes one"
         )
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        raw = loader.get_single_data()
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ParamsError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ParamsError(f"{path}: expected sections, found {'nothing' if raw is None else type(raw).__name__}")
-    return raw, loader.twice
+    return raw
 
 
-def resolve(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The values of a parameter file laid over what it extends, and a line for each key that is written twice.
+def resolve(path: Path) -> dict[str, Any]:
+    """The values of a parameter file laid over what it extends.
 
     Raises:
-        ParamsError: a file is missing or is no YAML mapping, or files extend each other in a circle.
+        ParamsError: a file cannot be read, or files extend each other in a circle.
     """
-    values, faults = read_yaml(path)
+    values = read_yaml(path)
     overlays, at, seen = [values], path, {path}
     while (name := values.get(EXTENDS)) is not None:
         below = at.parent / f"{name}.yaml"
@@ -77,13 +71,12 @@ def resolve(path: Path) -> tuple[dict[str, Any], list[str]]:
             raise ParamsError(f"{at}: extends {name}, which extends this file; one of them must be complete")
         if not below.is_file():
             raise ParamsError(f"{at}: extends {name}, but {below} is not there; name a file in the same folder")
-        values, twice = read_yaml(below)
-        faults = [f"{below}: {line}" for line in twice] + faults
+        values = read_yaml(below)
         overlays.append(values)
         at, seen = below, {*seen, below}
     for overlay in reversed(overlays[:-1]):
         values = lay_over(values, overlay)
-    return values, faults
+    return values
 
 
 def lay_over(below: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +112,7 @@ def leaves(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
 def profiles(folder: Path) -> Iterator[Path]:
     """The files of a folder that are profiles, not other YAML."""
     for path in sorted(folder.glob("*.yaml")):
-        if {EXTENDS, "paths"} & read_yaml(path)[0].keys():
+        if {EXTENDS, "paths"} & read_yaml(path).keys():
             yield path
 
 
@@ -163,13 +156,13 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
         ParamsError: there is no such profile, or it is wrong.
     """
     source = find_profile(name, folder)
-    values, _ = resolve(source)
+    values = resolve(source)
     lines: list[str] = []
     before: dict[str, Any] | None = None
     if target.is_file():
         with suppress(ParamsError):  # a broken file has no values to compare, but it is kept all the same
-            before = resolve(target)[0]
-        if before not in [resolve(path)[0] for path in profiles(folder)]:
+            before = resolve(target)
+        if before not in [resolve(path) for path in profiles(folder)]:
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
             copy = target.with_name(f"{target.name}.bak-{stamp}")
             write_atomic(copy, target.read_bytes())
@@ -184,8 +177,8 @@ def written(source: Path) -> str:
     """The text of a resolved profile, a section a paragraph, with the comment that its file begins with; a complete
     file is passed on as it is."""
     text = source.read_text(encoding="utf-8")
-    values, _ = resolve(source)
-    if EXTENDS not in read_yaml(source)[0]:
+    values = resolve(source)
+    if EXTENDS not in read_yaml(source):
         return text
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS}\n#\n"

@@ -6,6 +6,7 @@ Each rule takes parameters in which every single value is right, and yields a li
 import inspect
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,17 @@ LLAVA_BASES = (SMALL_BASE, LARGE_BASE, LLAVA_BASE)
 
 
 def datasets(params: Params) -> Iterator[str]:
-    """Each dataset has a name that ids and files can hold, a known reader with its options, counts that are published
+    """Each dataset has a name that ids and files can hold, options that its reader knows, counts that are published
     where it says so, splits that may train, and questions for its task."""
     tasks = mapping_in(params.convert.questions, yaml.safe_load)  # its keys
     for name, entry in params.ingest.datasets.items():
         where = f"ingest.datasets.{name}"
         if not name or not all(letter.isascii() and (letter.isalnum() or letter in "_-") for letter in name):
             yield f"{where}: a dataset's name has only letters, digits, _ and - (it is part of ids and files)"
-        yield from wrong_reader(where, entry.reader, entry.options)
-        if (known := DATASETS.get(origin(params, name))) and (kept := set(known.never_train) & set(entry.train_on)):
+        yield from wrong_options(where, entry.reader, entry.options)
+        spec, source, known = DATASETS[entry.reader], params.convert.sources.get(name), DATASETS[origin(params, name)]
+        if kept := set(known.never_train) & set(entry.train_on):
             yield f"{where}.train_on: {known.title}'s authors ask that {', '.join(kept)} never trains; write [train]"
-        spec, source = DATASETS.get(entry.reader), params.convert.sources.get(name)
-        if spec is None:
-            continue
         if entry.expected_pairs == "published" and spec.part(name) is None:
             parts = ", ".join(part.part for part in spec.published)
             remedy = f"call the dataset one of {parts}" if parts else "write the counts, or null"
@@ -67,11 +66,8 @@ def mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None
     return found if isinstance(found, dict) else None
 
 
-def wrong_reader(where: str, reader: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Faults of a reader's name and of its options, which are the arguments of its function after `root`."""
-    if reader not in DATASETS:
-        yield f"{where}.reader: {closest(reader, DATASETS)}"
-        return
+def wrong_options(where: str, reader: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """Faults of a reader's options, which are the arguments of its function after `root`."""
     arguments = [*inspect.signature(DATASETS[reader].read).parameters.values()][1:]
     fields: dict[str, Any] = {one.name: (one.annotation, one.default) for one in arguments}
     taken = create_model("Options", __base__=Section, **fields)
@@ -108,7 +104,7 @@ def generators(params: Params) -> Iterator[str]:
         entry = params.ingest.datasets.get(name)
         if entry is None:
             yield f"synthesize.{name}: no dataset of `ingest.datasets` has this name; remove the entry or ingest it"
-        elif entry.reader not in DATASETS or DATASETS[entry.reader].generate is None:
+        elif DATASETS[entry.reader].generate is None:
             able = ", ".join(known for known, spec in DATASETS.items() if spec.generate)
             wanted = f"only {able} can; correct ingest.datasets.{name}.reader or remove the entry"
             yield f"synthesize.{name}: the reader {entry.reader!r} cannot make its dataset: {wanted}"
@@ -120,7 +116,7 @@ def generators(params: Params) -> Iterator[str]:
 
 
 def made_datasets(params: Params) -> Iterator[str]:
-    """Synthetic data are read by ingest, as what they are, and made by a known reader of their source.
+    """Synthetic data are read by ingest, as what they are, and made from a source that can be read.
 
     Their root is written anew, and DVC removes it before the stage could refuse: nothing that an entry reads is in it
     or around it, but synthetic data that others are made of.
@@ -132,7 +128,7 @@ def made_datasets(params: Params) -> Iterator[str]:
         elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", MANIFEST, entry.root):
             wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {MANIFEST}}}}}"
             yield f"{where}: ingest reads another dataset under this name; write ingest.datasets.{name}: {wanted}"
-        yield from wrong_reader(f"{where}.source", entry.source.reader, entry.source.options)
+        yield from wrong_options(f"{where}.source", entry.source.reader, entry.source.options)
         if isinstance(entry, Edits) and isinstance(entry.editor, Drawn) and entry.source.reader != "minichange":
             yield f"{where}.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix"
         root = Path(os.path.realpath(entry.root))
@@ -210,26 +206,22 @@ def training(params: Params) -> Iterator[str]:
 
 
 def scores(params: Params) -> Iterator[str]:
-    """Metrics are known and listed once; the gate has a protocol and scores that the run computes."""
+    """Metrics are listed once; the gate has a protocol and scores that the run computes."""
     chosen, gate = params.evaluate.metrics, params.promote
-    for number, name in enumerate(chosen):
-        if name not in METRICS:
-            yield f"evaluate.metrics: {closest(name, METRICS)}"
-        if name in chosen[:number]:
+    for name, times in Counter(chosen).items():
+        if times > 1:
             yield f"evaluate.metrics: {name} is listed twice; remove one"
-    known_readers = {name: each.reader for name, each in params.ingest.datasets.items() if each.reader in DATASETS}
     readers = {
-        f"{name}/{protocol.name}": reader
-        for name, reader in known_readers.items()
-        for protocol in protocols_of(name, DATASETS[reader])
+        f"{name}/{protocol.name}": entry.reader
+        for name, entry in params.ingest.datasets.items()
+        for protocol in protocols_of(name, DATASETS[entry.reader])
     }
-    if len(known_readers) == len(params.ingest.datasets) and gate.protocol not in readers:
+    if gate.protocol not in readers:
         yield f"promote.protocol: {closest(gate.protocol, readers)}; each dataset of ingest.datasets has its own"
     readable = gate.protocol not in readers or DATASETS[readers[gate.protocol]].grammar is not None
-    known = [name for name in chosen if name in METRICS]
-    computed = [name for name in known if readable or not METRICS[name].needs_grammar]
+    computed = [name for name in chosen if readable or not METRICS[name].needs_grammar]
     why = "evaluate.metrics decides what is computed"
-    if computed != known:
+    if computed != list(chosen):
         why += f", and what reads captions needs a grammar, which {gate.protocol} has not"
     if gate.metric not in (better := gate_metrics(computed)):
         yield f"promote.metric: {closest(gate.metric, better)}; {why}"

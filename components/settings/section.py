@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import yaml
@@ -72,6 +72,17 @@ FrozenMap = Annotated[dict[K, V], AfterValidator(freeze)]
 def shown(value: Any) -> str:
     """A value as `params.yaml` has it."""
     return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else repr(value)
+
+
+def one_of(known: Collection[str]) -> AfterValidator:
+    """Accepts a name of `known`; of any other, the fault names the nearest."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(closest(name, known))
+        return name
+
+    return AfterValidator(check)
 
 
 def closest(found: Any, known: Iterable[str], of: str = "expected one of") -> str:

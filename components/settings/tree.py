@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, TypeAdapter, field_validator
+from pydantic import BaseModel, Field, TypeAdapter
 from pydantic_core import core_schema
 
 from m3diff.datasets.minichange.scene import MiniChange
@@ -12,7 +12,7 @@ from m3diff.models import FAMILIES
 from m3diff.registry.params import Promote
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
-from m3diff.settings.section import FrozenMap, Section, closest, freeze
+from m3diff.settings.section import FrozenMap, Section, freeze, one_of
 from m3diff.stages.augment.params import MadeDataset
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.evaluate.params import Evaluate
@@ -39,14 +39,7 @@ class Paths(Section):
 class _Family(BaseModel):
     """The key of an entry of `models` that says which type the entry has."""
 
-    family: str
-
-    @field_validator("family")
-    @classmethod
-    def known(cls, name: str) -> str:
-        if name not in FAMILIES:
-            raise ValueError(closest(name, FAMILIES))
-        return name
+    family: Annotated[str, one_of(FAMILIES)]
 
 
 class TypedByFamily:

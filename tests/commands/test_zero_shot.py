@@ -108,7 +108,7 @@ def test_the_scores_are_those_that_evaluate_gives_and_compare_takes_them_beside_
     for extra in ("predictions_shuffled.json", "saliency.npz"):
         (folders.predictions / extra).unlink()
     cfg = bench.config(metrics=["change_accuracy"])
-    own = evaluate(cfg, bench.compute(), *folders[:3], tmp_path / "none", tmp_path / "own")
+    own = evaluate(cfg, bench.compute(), *folders, tmp_path / "own")
     assert result.scored == own
     assert own.protocols["toy/test"].scores["change_type_accuracy"] == 2 / 3
     for name in ("metrics.json", "headline.json", "scores.parquet", "report.html"):

@@ -74,7 +74,6 @@ PUBLISHED = dict(
 
 SHOWN = ("CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy")
 ALL_METRICS = tuple(name for name in METRICS if name != "judge")
-CURVES = "step,epoch,loss,lr_vision,lr_projector,lr_module,lr_llm,grad_norm,val_loss,val_loss_toy,val_cider"
 
 
 REAL = REPOSITORY.parent / "shared" / "real"
@@ -87,7 +86,6 @@ class Folders(NamedTuple):
     records: Path
     clean: Path
     predictions: Path
-    model: Path
 
 
 def grammar() -> Grammar:
@@ -146,7 +144,7 @@ def folders_in(root: Path) -> Folders:
 
 
 def write(root: Path, reader: str = "pairs") -> Folders:
-    """Records, predictions and curves with their images."""
+    """Records and predictions with their images."""
     folders = folders_in(root)
     for folder in (*folders, folders.records / "toy"):
         folder.mkdir(parents=True)
@@ -160,18 +158,7 @@ def write(root: Path, reader: str = "pairs") -> Folders:
     write_json(folders.predictions / "predictions_shuffled.json", as_file(shifted))
     maps = np.random.default_rng(0).random((len(PREDICTIONS), 4, 4)).astype(np.float16)
     np.savez(folders.predictions / "saliency.npz", ids=np.array(list(PREDICTIONS)), maps=maps)
-    write_curves(folders.model / "curves.csv")
     return folders
-
-
-def write_curves(path: Path) -> None:
-    """Twenty steps, validated at every fifth; at step 10 and 20 the validation pairs were captioned."""
-    lines = [CURVES]
-    for step in range(1, 21):
-        validation = f"{2 / step},{2 / step}" if step % 5 == 0 else ","
-        cider = "1.25" if step % 10 == 0 else ""
-        lines.append(f"{step},0.1,{3 / step},0.0003,0.001,0.0001,0.001,1.0,{validation},{cider}")
-    path.write_text("\n".join(lines) + "\n")
 
 
 def record(root: Path, name: str, change_types: list[str], references: list[str]) -> dict[str, Any]:
@@ -260,7 +247,6 @@ def evidence(
         parsed=parsed,
         specs=specs,
         saliency=root / "predictions" / "saliency.npz",
-        curves=root / "model" / "curves.csv",
     )
 
 

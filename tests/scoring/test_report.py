@@ -1,9 +1,8 @@
-"""Tables, LaTeX, CSV, charts, gallery and the page of evaluate."""
+"""Tables, LaTeX, CSV, gallery and the page of evaluate."""
 
 import csv
 import io
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.protocols import published_rows
 from m3diff.scoring.run import ProtocolScores
 from m3diff.stages.evaluate import report
-from m3diff.stages.evaluate.report import BEST, SECOND, Cell, Evidence, Line, Row, Table, chart, write_report
+from m3diff.stages.evaluate.report import BEST, SECOND, Cell, Evidence, Row, Table, write_report
 from m3diff.stages.evaluate.report.gallery import (
     ImageRights,
     ImageStore,
@@ -158,98 +157,6 @@ def test_latex_marks_the_best_and_escapes_what_is_special_and_csv_has_the_bounds
     ]
 
 
-# Charts
-
-
-def test_many_points_are_thinned_to_means_and_smoothed_towards_the_past():
-    most, smooth = report.MAX_POINTS, report.smooth
-    thinned = report.thin([(float(x), float(x % 2)) for x in range(10 * most)])
-    assert (len(thinned), thinned[0]) == (most, (9.0, 0.5))
-    points = [(float(x), float(x)) for x in range(most)]
-    assert report.thin(points) == points
-    assert len(report.thin([*points, (400.0, 0.0)])) == most / 2 + 1
-    assert smooth([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], fraction=0.5) == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0)]
-    assert (smooth(points[:100])[50], smooth(points[:3])) == ((50.0, 49.0), points[:3])
-
-
-CHART = """
-<svg viewBox="0 0 560 260" role="img" aria-label="Rate" class="chart">
-<line class="grid" x1="52" x2="544" y1="230.0" y2="230.0"/>
-<text class="tick end" x="44" y="234.0">0</text>
-<line class="grid" x1="52" x2="544" y1="127.1" y2="127.1"/>
-<text class="tick end" x="44" y="131.1">1</text>
-<line class="grid" x1="52" x2="544" y1="24.3" y2="24.3"/>
-<text class="tick end" x="44" y="28.3">2</text>
-<text class="tick mid" x="52.0" y="252">0</text>
-<text class="tick mid" x="175.0" y="252">1</text>
-<text class="tick mid" x="298.0" y="252">2</text>
-<text class="tick mid" x="421.0" y="252">3</text>
-<text class="tick mid" x="544.0" y="252">4</text>
-<path class="line main" d="M175.0 178.6L544.0 24.3"/>
-<path class="line second" d="M544.0 127.1"/>
-<circle class="second" cx="544.0" cy="127.1" r="3"/>
-</svg>
-"""
-
-
-def test_a_small_chart_is_drawn_stroke_by_stroke():
-    svg = chart([Line("a", [(1, 0.5), (4, 2.0)], "main"), Line("b", [(4, 1.0)], "second", dots=True)], "Rate")
-    assert svg.replace("><", ">\n<") == CHART.strip()
-
-
-def test_a_log_scale_leaves_noughts_out_and_curves_of_one_step_or_nothing_can_be_drawn():
-    svg = chart([Line("a", [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.0)], "main")], "Loss", log=True)
-    assert 'd="M52.0 14.0L216.0 122.0L380.0 230.0"' in svg
-    assert re.findall(r'class="tick end"[^>]*>([^<]+)<', svg) == ["1", "2", "5", "10", "20", "50", "100"]
-    assert ">2e-5<" in chart([Line("a", [(1, 0.00004)], "main")], "Rate")
-    for log in (True, False):
-        assert "svg" in chart([Line("a", [(1, 0.5)], "main")], "Loss", log)
-        assert bool(chart([Line("a", [(1, 0.0), (2, 0.0)], "main")], "Loss", log)) is not log
-    assert chart([], "Loss") == chart([Line("a", [], "main")], "Loss") == ""
-
-
-CURVES = {
-    "step": ["1", "2", "3"],
-    "loss": ["3.0", "2.0", "1.0"],
-    "lr_vision": ["1e-4", "2e-4", "3e-4"],
-    "lr_llm": ["1e-3", "2e-3", "3e-3"],
-    "module_update_ratio/2": ["0", "", "0.2"],
-    "module_update_ratio/5": ["0", "", "0.1"],
-    "module_score/2": ["0.5", "", "0.6"],
-    "val_loss": ["", "2.5", ""],
-    "val_loss_a": ["", "2.4", ""],
-    "val_loss_b": ["", "2.6", ""],
-    "val_cider": ["", "0.5", "0.7"],
-}
-
-
-def figures(path: Path, columns: Mapping[str, list[str]]) -> dict[str, list[Line]]:
-    rows = [",".join(columns), *(",".join(row) for row in zip(*columns.values(), strict=True))]
-    path.write_text("\n".join(rows) + "\n")
-    return {figure["title"]: figure["lines"] for figure in report.charts(path)}
-
-
-def test_every_curve_is_drawn_and_what_is_measured_at_checkpoints_with_dots(tmp_path: Path):
-    steps = [(1, 3.0), (2, 2.0), (3, 1.0)]
-    loss = [Line("each step", steps, "faint"), Line("training, running mean", steps, "main")]
-    loss.append(Line("validation", [(2, 2.5)], "second", dots=True))
-    parts = [Line("validation, a", [(2, 2.4)], "third", dots=True), Line("validation, b", [(2, 2.6)], "fourth", True)]
-    two, five = "module_update_ratio/2", "module_update_ratio/5"
-    rates = [(1, 1e-4), (2, 2e-4), (3, 3e-4)], [(1, 1e-3), (2, 2e-3), (3, 3e-3)]
-    assert figures(tmp_path / "curves.csv", CURVES) == {
-        "Loss": [*loss, *parts],
-        "Learning rate": [Line("lr_vision", rates[0], "main"), Line("lr_llm", rates[1], "second")],
-        "Update of the module": [Line(two, [(1, 0.0), (3, 0.2)], "main"), Line(five, [(1, 0), (3, 0.1)], "second")],
-        "Score of the module": [Line("module_score/2", [(1, 0.5), (3, 0.6)], "main")],
-        "CIDEr of validation pairs": [Line("CIDEr", [(2, 50.0), (3, 70.0)], "second", dots=True)],
-    }
-    one = {name: values for name, values in CURVES.items() if name not in ("val_loss_b", "val_cider")}
-    found = figures(tmp_path / "curves.csv", one)
-    assert found["Loss"] == loss, "of one dataset the validation loss is not drawn twice"
-    assert "CIDEr of validation pairs" not in found
-    assert figures(tmp_path / "curves.csv", dict.fromkeys(CURVES, [])) == {}
-
-
 # The page
 
 
@@ -295,8 +202,7 @@ def test_the_page_is_whole_and_fetches_nothing_and_holds_the_numbers_of_the_metr
         "Right and wrong Prediction and references are read",
     ):
         assert told in text
-    assert not re.search("No curves|Only these|Beside published results", text)
-    assert '<li class="third">lr_module</li>' in page
+    assert not re.search("Only these|Beside published results", text)
 
 
 def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_beside_it(toy: Evidence, tmp_path: Path):
@@ -340,16 +246,14 @@ def test_alarms_and_confusions_are_counted_and_drawn(toy: Evidence, page: str):
     assert report.alarms([toy.parsed["toy/4"]]) == [("distractors", 1, 0)]
 
 
-def test_without_a_grammar_or_saliency_maps_or_curves_or_all_pairs_the_page_says_so(
-    root: Path, toy: Evidence, tmp_path: Path
-):
-    bare = replace(evidence(root, bench.pairs(root), with_grammar=False), saliency=Path("none"), curves=Path("none"))
+def test_without_a_grammar_or_saliency_maps_or_all_pairs_the_page_says_so(root: Path, toy: Evidence, tmp_path: Path):
+    bare = replace(evidence(root, bench.pairs(root), with_grammar=False), saliency=Path("none"))
     page = draw(replace(bare, report=bare.report.model_copy(update={"rows_in": 480})), tmp_path)
     text = text_of(page)
     assert "6 pairs, captioned and scored" in text
     assert not re.search("type right|True type and predicted type", text)
     assert {pair["images"][2] for pair in gallery_of(page)["pairs"]} == {None}
-    for told in ("no maps in saliency.npz", "no curves.csv", "Only these of the 480 test pairs were captioned"):
+    for told in ("no maps in saliency.npz", "Only these of the 480 test pairs were captioned"):
         assert told in text
     alone = draw(replace(toy, metrics={"change_accuracy": METRICS["change_accuracy"]}), tmp_path)
     assert Tags(alone).open == []

@@ -69,7 +69,6 @@ def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_wi
     for path in (
         folders.predictions / "predictions_shuffled.json",
         folders.predictions / "saliency.npz",
-        folders.model / "curves.csv",
         folders.records / "toy" / "grammar.json",
     ):
         path.unlink()

@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from m3diff.datasets import DATASETS
 from m3diff.endpoint import EndpointUrl
 from m3diff.records.files import sha256_of_folder
-from m3diff.settings.section import FrozenMap, ParamsError, Section
+from m3diff.settings.section import FrozenMap, ParamsError, Section, one_of
 
 MANIFEST = "pairs.jsonl"
 Split = Literal["train", "val", "test"]
@@ -17,7 +18,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class Source(Section):
     """A raw dataset as ingest would read it; DVC watches its root."""
 
-    reader: str  # one of m3diff.datasets.DATASETS
+    reader: Annotated[str, one_of(DATASETS)]
     root: Path
     options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)

@@ -28,9 +28,9 @@ from m3diff.stages.evaluate.report import Evidence, write_report
 
 
 def evaluate(
-    cfg: Evaluate, compute: Compute, records: Path, clean: Path, predictions: Path, model: Path, out: Path
+    cfg: Evaluate, compute: Compute, records: Path, clean: Path, predictions: Path, out: Path
 ) -> EvaluateReport:
-    """Score `predictions` against `clean` and draw the page, with the training curves of `model`.
+    """Score `predictions` against `clean` and draw the page.
 
     Raises:
         JavaMissing: a chosen metric needs Java and there is none; said before any work.
@@ -67,7 +67,6 @@ def evaluate(
         parsed=parsed,
         specs=specs,
         saliency=predictions / "saliency.npz",
-        curves=model / "curves.csv",
         notes=notes,
     )
     write_report(evidence, out, cfg.gallery)

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from m3diff.datasets import DATASETS
 from m3diff.records.schemas import SPLITS
-from m3diff.settings.section import FrozenMap, Section
+from m3diff.settings.section import FrozenMap, Section, one_of
 
 Split = Literal["train", "val", "test"]
 ExpectedPairs = Annotated[
@@ -21,7 +22,7 @@ ExpectedPairs = Annotated[
 class DatasetEntry(Section):
     """A dataset of a run; its name is the namespace of its ids."""
 
-    reader: str  # one of m3diff.datasets.DATASETS
+    reader: Annotated[str, one_of(DATASETS)]
     root: Path  # folder of its annotation files and images
     options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
     train_on: tuple[Split, ...] = ("train",)  # its own splits that train; [] of a dataset that is tested only

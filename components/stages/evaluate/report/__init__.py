@@ -1,20 +1,17 @@
-"""Tables, charts and pages: evaluate's report.html with LaTeX and CSV of its tables, and what `compare` shares with it.
+"""Tables and pages: evaluate's report.html with LaTeX and CSV of its tables, and what `compare` shares with it.
 
 Nothing is fetched, and equal inputs give equal bytes. The words and the looks are in the templates.
 """
 
 import csv
 import io
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -36,9 +33,6 @@ LATEX = str.maketrans({
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     **{character: f"\\{character}" for character in "&%$#_"},
 })  # fmt: skip
-MAX_POINTS = 400
-STYLES = ("main", "second", "third", "fourth", "fifth")
-WIDTH, HEIGHT, LEFT, RIGHT_MARGIN, TOP, BOTTOM = 560, 260, 52, 16, 14, 30
 
 
 class Cell(NamedTuple):
@@ -243,114 +237,6 @@ def templates(*folders: Path) -> Environment:
     return known
 
 
-class Line(NamedTuple):
-    """A series of a chart. `style` is a CSS class of the template: faint, or one of `STYLES`."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    style: str
-    dots: bool = False
-
-
-def chart(lines: Sequence[Line], label: str, log: bool = False) -> str:
-    """An inline SVG line chart over training steps; its colours come from the page. Empty without a point."""
-    thinned = [(line, [(x, y) for x, y in thin(line.points) if not log or y > 0]) for line in lines if line.points]
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for _, points in thinned for _, y in points]
-    if not ys:
-        return ""
-    x_of = scale(0, max(xs), LEFT, WIDTH - RIGHT_MARGIN)
-    low, high = (min(ys), max(ys)) if log else (0.0, max(ys) * 1.05)
-    y_of = scale(low, high, HEIGHT - BOTTOM, TOP, log)
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" class="chart">']
-    for tick in ticks(low, high, 4, log):
-        y = y_of(tick)
-        text = f"{tick:g}" if tick == 0 or abs(tick) >= 0.0001 else f"{tick:.0e}".replace("e-0", "e-")
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT_MARGIN}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 4:.1f}">{text}</text>')
-    for tick in ticks(0, max(xs), 5):
-        parts.append(f'<text class="tick mid" x="{x_of(tick):.1f}" y="{HEIGHT - 8}">{tick:,.0f}</text>')
-    for line, points in thinned:
-        places = [(x_of(x), y_of(y)) for x, y in points]
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        parts.append(f'<path class="line {line.style}" d="{path}"/>')
-        parts += [f'<circle class="{line.style}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places if line.dots]
-    return "".join([*parts, "</svg>"])
-
-
-def scale(low: float, high: float, start: float, end: float, log: bool = False) -> Callable[[float], float]:
-    """A function from values in [low, high] to places in [start, end]."""
-    if log:
-        low, high = math.log(low), math.log(high)
-    span = (high - low) or 1.0
-    return lambda value: start + ((math.log(value) if log else value) - low) / span * (end - start)
-
-
-def ticks(low: float, high: float, count: int, log: bool = False) -> list[float]:
-    """About `count` round values within [low, high]; on a log scale the powers of ten, with 2 and 5 between them."""
-    if log:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        return [m * 10**p for p in powers for m in (1, 2, 5) if low <= m * 10**p <= high]
-    raw = (high - low) / count or 1.0
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    return [k * step for k in range(math.ceil(low / step), math.floor(high / step * 1.0001) + 1)]
-
-
-def thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most `MAX_POINTS` points, each the mean of its neighbours."""
-    size = math.ceil(len(points) / MAX_POINTS)
-    parts = [points[k : k + size] for k in range(0, len(points), size)]
-    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
-
-
-def smooth(points: Sequence[tuple[float, float]], fraction: float = 0.03) -> list[tuple[float, float]]:
-    """The running mean over `fraction` of all points, towards the past."""
-    window = max(1, round(len(points) * fraction))
-    sums = np.concatenate([[0.0], np.cumsum(np.array([y for _, y in points]))])
-    ends = np.arange(1, len(points) + 1)
-    starts = np.maximum(ends - window, 0)
-    means = (sums[ends] - sums[starts]) / (ends - starts)
-    return [(x, float(mean)) for (x, _), mean in zip(points, means, strict=True)]
-
-
-def charts(curves: Path) -> list[dict[str, Any]]:
-    """Loss, learning rates, what the module contributes and CIDEr of validation over training steps, from train's
-    curves.csv."""
-    with curves.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    columns = list(rows[0]) if rows else []
-
-    def line(column: str, style: str, name: str = "", dots: bool = False, factor: float = 1.0) -> Line:
-        points = [(float(row["step"]), factor * float(row[column])) for row in rows if row.get(column)]
-        return Line(name or column, points, style, dots)
-
-    def each(prefix: str) -> list[Line]:
-        found = (column for column in columns if column.startswith(prefix))
-        return [line(column, style) for column, style in zip(found, cycle(STYLES))]
-
-    loss = line("loss", "faint", "each step")
-    mean = Line("training, running mean", smooth(loss.points), "main")
-    losses = [loss, mean, line("val_loss", "second", "validation", dots=True)]
-    parts = [column for column in columns if column.startswith("val_loss_")]
-    if len(parts) > 1:  # of one dataset the line is that of val_loss
-        for column, style in zip(parts, cycle(STYLES[2:])):
-            losses.append(line(column, style, f"validation, {column.removeprefix('val_loss_')}", dots=True))
-    cider = [line("val_cider", "second", "CIDEr", dots=True, factor=100)]
-    figures = (
-        ("Loss", "per supervised token and training step, log scale", losses, True),
-        ("Learning rate", "per training step", each("lr_"), False),
-        ("Update of the module", "RMS over that of the features, log scale", each("module_update_ratio"), True),
-        ("Score of the module", "gate on each level's update, mean of a step", each("module_score"), False),
-        ("CIDEr of validation pairs", "times 100, at the checkpoints that were captioned", cider, False),
-    )
-    return [
-        {"title": title, "note": note, "lines": [line for line in lines if line.points], "svg": svg}
-        for title, note, lines, log in figures
-        if (svg := chart(lines, title, log))
-    ]
-
-
 @dataclass(frozen=True)
 class Evidence:
     """All that the report is drawn from."""
@@ -362,7 +248,6 @@ class Evidence:
     parsed: Mapping[str, ParsedCaption]  # by pair id
     specs: Mapping[str, DatasetSpec]  # by dataset
     saliency: Path  # where there is one
-    curves: Path  # where there is one
     notes: Sequence[str] = ()  # on the predictions' text
 
 
@@ -402,7 +287,6 @@ def render(evidence: Evidence, store: ImageStore) -> str:
         parts=protocol_parts(evidence, all_columns, columns),
         alarms=alarms(parsed),
         confusion=confusion_table(parsed),
-        charts=charts(evidence.curves) if evidence.curves.is_file() else [],
         gallery=gallery([run], evidence.metrics, rights, saliency, store),
         gallery_title="All pairs",
         gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
