@@ -20,7 +20,7 @@ from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import Rule, bad_rows
 from m3diff.stages.validate.stage import validate
-from m3diff.stages.validate.suite import ValidateReport
+from m3diff.stages.validate.suite import Check, ValidateReport
 
 CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
 
@@ -104,8 +104,9 @@ def run_validate(
 def judge_by_polars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validate without the second judgement of great-expectations, which other tests compare with the first."""
 
-    def run_suite(found: pl.DataFrame, rules: list[Rule], *_: Any) -> tuple[set[str], list[str]]:
-        return set(bad_rows(found, rules)["rules"].explode().drop_nulls()), []
+    def run_suite(found: pl.DataFrame, rules: list[Rule], _: Any) -> tuple[list[Check], list[str]]:
+        broken = bad_rows(found, rules)["rules"].explode().drop_nulls().unique()
+        return [Check(dataset="all", rule=rule, expectation="", met=False, found=1) for rule in broken], []
 
     monkeypatch.setattr(stage, "run_suite", run_suite)
 

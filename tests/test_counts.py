@@ -28,7 +28,7 @@ def test_validate_says_what_is_clean_and_which_rules_were_broken():
     read = {"stage": "validate", "rows_in": 19, "rows_out": 16, "quarantined": 3, "leaks": 2, "overlaps": {}}
     report = ValidateReport(**read, **none, images=38, datasets=datasets)
     assert list(told_of_clean(report, Path("clean"))) == [
-        "validate: 16 of 19 pairs are clean; the pages: clean/docs/index.html",
+        "validate: 16 of 19 pairs are clean; the page: clean/docs/index.html",
         "validate: mini: 8 (train 8) pairs, 16 (train 16) references",
         "validate: mini: 3 in quarantine, by the rule that they break: no_leak 2, unique 1",
         "validate: other: 8 (train 8) pairs, 16 (train 16) references",

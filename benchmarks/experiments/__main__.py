@@ -144,7 +144,7 @@ def faults_of(cfg: Experiment) -> Iterator[str]:
         yield f"targets: expected one variant, found {len(cfg.variants)}"
     for number, (name, entry) in enumerate(cfg.variants.items()):
         above, synthetic = list(cfg.variants)[:number], entry.get(SYNTHETIC, [])
-        known = resolve(SYNTHETIC_DATA)[0]["augment"] if synthetic else ()
+        known = resolve(SYNTHETIC_DATA)["augment"] if synthetic else ()
         if not isinstance(synthetic, list) or not set(synthetic) <= set(known):
             wanted = f"expected a list of datasets of {SYNTHETIC_DATA}: {', '.join(known)}"
             yield f"variants.{name}.{SYNTHETIC}: {wanted}; found {synthetic!r}"
@@ -172,7 +172,7 @@ def changes_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     alone, so that every variant is validated and tested on the same pairs."""
     changes = {key: value for key, value in entry.items() if key not in (SYNTHETIC, SAME_STEPS)}
     for name in entry.get(SYNTHETIC, ()):
-        profile = resolve(SYNTHETIC_DATA)[0]
+        profile = resolve(SYNTHETIC_DATA)
         profile["augment"][name]["source"]["splits"] = ["train"]
         changes[f"+augment.{name}"] = profile["augment"][name]
         changes[f"+ingest.datasets.{name}"] = profile["ingest"]["datasets"][name]

@@ -194,7 +194,7 @@ def caption(profile: Path, seed: int, experiment: str, paths: Paths) -> dict[str
 
 def write_params(profile: Path, folder: Path, seed: int) -> Path:
     """The parameters that caption and score the model in this folder, all outputs in it."""
-    values, _ = resolve(profile)
+    values = resolve(profile)
     values["train"]["seed"] = seed
     values["paths"] |= {name: str(folder / name) for name in ("model", "predictions", "report")}
     values["compute"]["scratch"] = str(folder / "scratch")

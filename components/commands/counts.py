@@ -58,7 +58,7 @@ def told(report: "IngestReport") -> str:
 def told_of_clean(report: "ValidateReport", out: Path) -> Iterator[str]:
     """Lines on what validate let through and what it did not."""
     page = out / "docs" / "index.html"
-    yield f"validate: {report.rows_out:,} of {report.rows_in:,} pairs are clean; the pages: {page}"
+    yield f"validate: {report.rows_out:,} of {report.rows_in:,} pairs are clean; the page: {page}"
     for name, of in report.datasets.items():
         yield f"validate: {name}: {by_split(of.pairs)} pairs, {by_split(of.references)} references"
         if of.quarantined:

@@ -418,7 +418,7 @@ def test_every_dataset_is_ingested_and_validated_whole(tmp_path):
 
 def test_dev_may_not_train_as_its_authors_ask(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    values, _ = resolve(Path("profiles/levir-cc.yaml"))
+    values = resolve(Path("profiles/levir-cc.yaml"))
     for splits in (["train"], ["train", "val"]):
         entry = {"reader": "magicbrush", "root": "data/01_raw/magicbrush", "train_on": splits}
         values["ingest"]["datasets"]["mine"] = entry

@@ -124,7 +124,7 @@ FAULTS = {
     "": "not a valid YAML mapping",
     TWO + "[}": "not a valid YAML mapping: while parsing",
     HEAD + "variants: {}": "variants: ",
-    TWO + "3}": "variants.two: expected a mapping",
+    TWO + "3}": "variants.two: Input should be a valid dictionary",
     HEAD + "variants: {uno: {}, two: {}}": "compare_with: expected one of two, uno (found 'one')",
     "title: T\ncompare_with: [one]\nvariants: {one: {}}": "protocols: missing",
     HEAD + "variants: {one: {}}\nneed: {}": "need: unknown key; did you mean 'needs'",
@@ -244,8 +244,8 @@ def test_the_rehearsal_has_the_profiles_module_and_ratios_of_rates_on_the_embedd
 
 
 def test_the_control_base_is_the_embedded_one_without_the_tasks_of_two_images():
-    values, _ = resolve(toy.REPOSITORY / "infra" / "base-single.yaml")
-    found = differences(resolve(toy.REPOSITORY / "profiles" / "embedded.yaml")[0], values)
+    values = resolve(toy.REPOSITORY / "infra" / "base-single.yaml")
+    found = differences(resolve(toy.REPOSITORY / "profiles" / "embedded.yaml"), values)
     assert [line.split(":")[0] for line in found] == ["paths.base", "pretrain.tasks"]
     assert values["pretrain"]["tasks"] == ["image", "asked for", "sentence"]
     assert FILES["ablation"].needs == {Path(values["paths"]["base"]): "make base-single"}

@@ -25,7 +25,7 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.leaks import find_twins, sound_pairs
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK, bad_rows, facts, rules
-from m3diff.stages.validate.suite import ValidateCounts, ValidateReport, run_suite, write_summary
+from m3diff.stages.validate.suite import ValidateCounts, ValidateReport, run_suite, write_page
 
 REASONS = [pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
 QUARANTINE_SCHEMA = pa.schema([*RECORD_SCHEMA, *REASONS])
@@ -46,7 +46,7 @@ line separator in a reference makes the reference tokenizer emit an extra line, 
 def validate(
     cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path, out: Path
 ) -> ValidateReport:
-    """Write `records.parquet` (clean), `quarantine.parquet`, `docs/` (pages of great-expectations) and `report.json`.
+    """Write `records.parquet` (clean), `quarantine.parquet`, `docs/index.html` (the page) and `report.json`.
 
     Args:
         entries: the datasets of the run; `records/<name>/records.parquet` is read of these, in their order.
@@ -56,7 +56,7 @@ def validate(
         DataError: an image changed since ingest; or of some dataset's split more than `cfg.max_quarantined_share` of
             the rows are bad, of some dataset's training rows more than `cfg.max_leaked_share` are in a test set,
             expected counts do not hold once the bad rows are out, or a test pair is lost. In the latter cases all
-            outputs are written before, so that the pages and the quarantine can be read.
+            outputs are written before, so that the page and the quarantine can be read.
     """
     out.mkdir(parents=True, exist_ok=True)
     table = pl.concat([load_table(records / name / "records.parquet", RAW_SCHEMA, "ingest", EMPTY) for name in entries])
@@ -73,13 +73,14 @@ def validate(
     shutil.rmtree(out / "docs", ignore_errors=True)
     with ThreadPoolExecutor(1) as beside:  # polars leaves the interpreter to great-expectations meanwhile
         parts = beside.submit(_split_and_write, table, bad, out)
-        broken, miscounts = run_suite(found, all_rules, expected_pairs(entries), out / "docs")
+        checks, miscounts = run_suite(found, all_rules, expected_pairs(entries))
+    broken = {check.rule for check in checks if not check.met} & {rule.name for rule in all_rules}
     assert broken == set(bad["rules"].explode().drop_nulls()), (broken, bad["rules"])  # two engines, one judgement
     clean, quarantine, respaced = parts.result()
     report = _report(clean, quarantine, images, references_respaced=respaced, overlaps=overlaps)
     assert report.rows_in == table.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
-    write_summary(report, quarantine, out / "docs")
+    write_page(report, checks, quarantine, out / "docs")
     _refuse(cfg, report, clean, quarantine, miscounts, out)
     return report
 
@@ -206,7 +207,7 @@ def _refuse(
                 + _first(counts.lost_test_pairs)
             )
     if faults:
-        where = f"all rows with reasons: {out / 'quarantine.parquet'}; as pages: {out / 'docs/index.html'}"
+        where = f"all rows with reasons: {out / 'quarantine.parquet'}; as a page: {out / 'docs/index.html'}"
         raise DataError("\n  ".join(["the data is refused:", *faults, where]))
 
 

@@ -128,7 +128,7 @@ def test_each_split_of_each_dataset_above_the_threshold_is_refused_and_the_quara
     assert "CLEVR_default_000008.png: after: " in str(no.value)
     bad = pl.read_parquet(raw.parent / "clean/quarantine.parquet")["id"].to_list()
     assert sorted(bad) == ["mini/000008.png", "mini/000009.png_n"]
-    assert (raw.parent / "clean/docs/results.html").is_file()
+    assert (raw.parent / "clean/docs/index.html").is_file()
     run_validate(raw.parent, max_quarantined_share=0.5)
 
 
@@ -259,7 +259,7 @@ def test_a_touched_image_of_the_same_content_is_no_change_and_what_ingest_decode
     run_ingest(raw)
     os.utime(raw / "images" / KEY, ns=(1, 1))
     assert run_validate(raw.parent).bad_images == 0
-    assert "with their reasons: none." in (raw.parent / "clean/docs/index.html").read_text("utf-8")
+    assert "12 of 12 rows (a row is a pair) are clean" in (raw.parent / "clean/docs/index.html").read_text("utf-8")
     monkeypatch.setattr("m3diff.images.cache._over_cores", None)
     assert run_validate(raw.parent).images == 18
 
@@ -345,35 +345,25 @@ def test_a_row_that_breaks_every_rule_names_all_of_them_and_both_engines_agree(t
     assert (report.quarantined, report.leaks, report.bad_images) == (9, 1, 1)
 
 
-def test_pages_are_private_and_link_the_rows_in_quarantine_by_the_rule_that_they_break(raw):
+def test_the_page_is_private_and_shows_counts_expectations_and_rows_by_the_rule_that_they_break(raw, monkeypatch):
+    monkeypatch.setattr(suite, "SHOWN", 1)
     save_picture(raw / "sc_images/CLEVR_semantic_000008.png", 5).write_bytes(b"no image")
-    edit_json(raw / "change_captions.json", lambda references: references.update({KEY: ["see <b>this</b>"]}))
+    texts = {name: ["see <b>this</b>"] for name in (KEY, "CLEVR_default_000003.png")}
+    edit_json(raw / "change_captions.json", lambda references: references.update(texts))
     run_ingest(raw)
     report = run_validate(raw.parent)
-    pages = {page.stem: page.read_text("utf-8") for page in (raw.parent / "clean/docs").iterdir()}
-    assert pages.keys() == {"index", "quarantine", "results", "suite"}
-    for name, text in pages.items():
-        for foreign in ("//", "<script", "<img", "src=", "great_expectations.io", "2000-01-01", "DATAFRAME"):
-            assert foreign not in text, (name, foreign)
-        assert name == "quarantine" or str(raw.parent) not in text, "a reason names its file as the record does"
-        assert not re.search(r"Batch|Run (Time|Name)", text), name
-    assert "does not decode" in pages["results"]
-    assert '<a href="quarantine.html">2 in quarantine</a>' in pages["index"]
+    (page,) = (raw.parent / "clean/docs").iterdir()
+    text = page.read_text("utf-8")
+    assert not re.search("//|<script|<img|src=|<link", text)
     pairs = ", ".join(f"{split} {n}" for split, n in report.datasets["mini"].pairs.items())
-    assert f"<tr><td>mini</td><td>{pairs}</td>" in pages["index"]
-    assert len(report.datasets["mini"].broken_rules) == 2
-    for rule, rows in report.datasets["mini"].broken_rules.items():
-        assert f'<a href="quarantine.html#{rule}">{rule}</a> {rows}' in pages["index"]
-        assert f'<h2 id="{rule}">{rule}</h2><p>{rows} rows</p>' in pages["quarantine"]
-    assert "<td>mini/000008.png</td><td>mini</td><td>train</td>" in pages["quarantine"]
-    assert "references: 1 hold HTML or a special token; write plain text" in pages["quarantine"]
-
-
-def test_of_a_rule_that_many_rows_break_the_page_shows_the_first(tmp_path):
-    row = {"id": "a<b", "dataset": "d", "split": None, "source": "f", "reason": "r & s", "rules": ["long", "image"]}
-    text = "\n".join(suite._quarantine(pl.DataFrame([row] * 201)))
-    assert text.count("<td>a&lt;b</td><td>d</td><td>–</td><td>f</td><td>r &amp; s</td>") == 2 * 200
-    assert text.count("<p>201 rows, the first 200</p>") == 2
+    assert f"<tr><td>mini</td><td>{pairs}</td>" in text
+    for rule, rows, more in (("after_decodes", 1, ""), ("no_markup", 2, ", the first 1")):
+        assert f'<a href="#{rule}">{rule}</a> {rows}' in text
+        assert f'<h2 id="{rule}">{rule}</h2><p>{rows} rows{more}</p>' in text
+    assert '<td>id_unique</td><td>expect_column_values_to_be_unique</td><td class="met">met</td>' in text
+    assert '<td>no_markup</td><td>expect_column_values_to_be_in_set</td><td class="broken">not met: 2</td>' in text
+    assert text.count("references: 1 hold HTML or a special token; write plain text") == 1
+    assert "<td>mini/000008.png</td><td>mini</td><td>train</td>" in text
 
 
 @pytest.mark.slow(25)
