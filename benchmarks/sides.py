@@ -48,9 +48,8 @@ from m3diff.models.tuning import prepare, trainable_groups
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.stages.train.batches import Loader, Samples, Schedule, read_training_samples
-from m3diff.stages.train.job import Job, Runtime
+from m3diff.stages.train.job import Job, Runtime, choose_accelerator, only_worker
 from m3diff.stages.train.loop import Training
-from m3diff.stages.train.runtimes import choose_accelerator, only_worker
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -294,7 +293,7 @@ def trainer_for(job: Job, prepared: bool, callbacks: list[TrainerCallback]) -> P
     groups = trainable_groups(model, FAMILIES[job.model.family], job.model)
     slots = [{"params": group.parameters, "lr": group.lr} for group in groups]
     optimizer = torch.optim.AdamW(slots, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
-    samples = read_training_samples(job.mixture, job.run_dir)
+    samples = read_training_samples(job.mixture)
     schedule = Schedule(samples, 1, cfg.seed, cfg.global_batch, compute.micro_batch, MAX_STEPS)
     loader = Loader(samples, processor, threads=1, device=Device(compute.gpu, cfg.precision))
     arguments = TrainingArguments(

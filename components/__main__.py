@@ -126,15 +126,14 @@ def convert(params: Params, args: argparse.Namespace) -> None:
 def train(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "train")
     model, mixture = params.models[params.train.model], params.paths.mixture
-    from m3diff.commands.plan.plan import Run, check_memory
-    from m3diff.commands.plan.words import count_words
+    from m3diff.commands.plan.plan import Run, check_memory, unknown_words
     from m3diff.models.checkpoint import see_whole_files
     from m3diff.registry.tracking import followed
     from m3diff.stages.train.stage import train as run
 
     see_whole_files(params.train.base)
     check_memory(Run(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture))
-    if (words := count_words(params.train.base, mixture)) and (warning := words.warning()):
+    if warning := unknown_words(params.train.base, mixture):
         print(f"train: warning: {warning}", flush=True)
     follow = partial(followed, described(params), params.paths.model)
     run(params.train, model, params.compute, mixture, params.paths.model, follow)
@@ -243,20 +242,28 @@ def prune(params: Params, args: argparse.Namespace) -> int:
 
 def plan(params: Params, args: argparse.Namespace) -> None:
     model = params.models[params.train.model]
-    from m3diff.commands.plan.plan import Run, check_fits, make_plan, plan_alignment
-    from m3diff.commands.plan.words import alignment_lines, count_words, print_plan, short_run
+    from m3diff.commands.plan.plan import (
+        Run,
+        check_fits,
+        make_plan,
+        plan_alignment,
+        print_plan,
+        short_run,
+        unknown_words,
+    )
     from m3diff.models.checkpoint import see_whole_files
 
     see_whole_files(params.train.base)
     run = Run(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
-    made, (before, uncounted) = make_plan(run), plan_alignment(run)
     kind = args.gpu or params.compute.gpu_kind
     gpu = GPUS[kind] if kind else None
-    print_plan(params.train, params.compute, made, gpu, args.utilisation)
-    if lines := alignment_lines(params.train, model, before, uncounted, gpu, args.utilisation):
-        print("\n".join(["", *lines]))
-    words = count_words(params.train.base, params.paths.mixture)
-    for warning in filter(None, (words.warning() if words else None, short_run(params.train, made))):
+    before, made = plan_alignment(run), make_plan(run)
+    if before:
+        print("the alignment before the fine-tuning")
+        print_plan(before, params.compute, gpu, args.utilisation)
+        print("\nthe fine-tuning")
+    print_plan(made, params.compute, gpu, args.utilisation)
+    for warning in filter(None, (unknown_words(params.train.base, params.paths.mixture), short_run(made))):
         print(f"\nwarning: {warning}")
     if params.compute.gpu and gpu:
         for phase in filter(None, (before, made)):

@@ -18,7 +18,6 @@ import yaml
 
 from m3diff import __main__ as command_line
 from m3diff.__main__ import COMMANDS, main
-from m3diff.commands.plan.words import Words
 from m3diff.commands.rescore import rescore
 from m3diff.commands.zero_shot import PROMPT, Request
 from m3diff.records.errors import DataError
@@ -220,7 +219,7 @@ def test_training_takes_the_model_that_the_parameters_pick_and_names_words_its_b
     path = project / "params.yaml"
     path.write_text(path.read_text().replace("\n  model: m3diff\n", "\n  model: no_module\n"))
     recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
-    Recorder(monkeypatch, "m3diff.commands.plan.words", count_words=Words(597, 10, 5, ("villa",)))
+    Recorder(monkeypatch, "m3diff.commands.plan.plan", unknown_words="the base does not know 50% of the words")
     assert main(["train"]) == 0
     assert recorder.calls[0][1]["model"] == PARAMS.models["no_module"]
     assert "train: warning: the base does not know 50% of the words" in capsys.readouterr().out
@@ -372,13 +371,10 @@ def test_each_kind_of_error_has_its_exit_code_and_one_line_and_a_bug_is_not_hidd
 
 def record_plan(monkeypatch, before: Any = None, warning: str | None = None, check: Any = None) -> tuple[Any, Recorder]:
     """The plan that is made, and a recorder of the arithmetic and of the words."""
-    made, module = Result(), "m3diff.commands.plan"
-    arithmetic = {"make_plan": made, "plan_alignment": (before, ""), "check_fits": check}
-    recorder = Recorder(monkeypatch, f"{module}.plan", **arithmetic)
-    said = {"print_plan": None, "short_run": warning, "count_words": None}
-    words = Recorder(monkeypatch, f"{module}.words", **said, alignment_lines=["before it"] if before else [])
-    words.calls = recorder.calls
-    return made, recorder
+    made = Result()
+    said = {"print_plan": None, "short_run": warning, "unknown_words": None}
+    arithmetic = {"make_plan": made, "plan_alignment": before, "check_fits": check}
+    return made, Recorder(monkeypatch, "m3diff.commands.plan.plan", **arithmetic, **said)
 
 
 @pytest.mark.parametrize(
@@ -389,17 +385,16 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
     before, gpu = Result(), GPUS[kind]
     made, recorder = record_plan(monkeypatch, before, "too short")
     assert main(["--params", "profiles/paper.yaml", "plan", *options]) == 0
-    assert capsys.readouterr().out == "\nbefore it\n\nwarning: too short\n"
+    assert capsys.readouterr().out.endswith("\nthe fine-tuning\n\nwarning: too short\n")
     params = load_params(Path("profiles/paper.yaml"))
     train, compute, settings = params.train, params.compute, params.models["m3diff"]
     run = {"run": (train, settings, compute, params.ingest.datasets, params.convert, DATA / "04_mixture")}
-    align = {"train": train, "settings": settings, "plan": before, "uncounted": "", "gpu": gpu, "hfu": hfu}
-    assert [call for call in recorder.calls if call[0] != "count_words"] == [
-        ("make_plan", run),
+    assert [call for call in recorder.calls if call[0] != "unknown_words"] == [
         ("plan_alignment", run),
-        ("print_plan", {"train": train, "compute": compute, "plan": made, "gpu": gpu, "hfu": hfu}),
-        ("alignment_lines", align),
-        ("short_run", {"train": train, "plan": made}),
+        ("make_plan", run),
+        ("print_plan", {"compute": compute, "plan": before, "gpu": gpu, "hfu": hfu}),
+        ("print_plan", {"compute": compute, "plan": made, "gpu": gpu, "hfu": hfu}),
+        ("short_run", {"plan": made}),
         ("check_fits", {"compute": compute, "plan": before, "memory_gb": gpu.memory_gb}),
         ("check_fits", {"compute": compute, "plan": made, "memory_gb": gpu.memory_gb}),
     ]

@@ -87,9 +87,9 @@ def test_the_table_of_pairs_and_samples_is_what_the_plan_counts() -> None:
     params = load_params(profile("paper"))
     load = published_workload(params.ingest.datasets, params.convert)
     want = [
-        [use.dataset, use.split, f"{use.published:,}", f"{use.used.pairs:,}"]
-        + [f"{use.used.references:,}{'' if use.counted else ' (estimated)'}"]
-        for use in load.splits
+        [use.dataset, use.split, f"{use.published:,}", f"{use.pairs:,}"]
+        + [f"{use.references:,}{'' if use.counted else ' (estimated)'}"]
+        for use in load.uses
     ]
     want.append(["sum", "", "145,377", f"{load.pairs:,}", f"{load.references:,}"])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section("Pairs and samples").splitlines()]

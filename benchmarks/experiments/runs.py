@@ -138,7 +138,7 @@ def steps_per_epoch(experiment: str, paths: Paths) -> int:
         params = load_params(folder / PARAMS)
         copy(experiment, paths.mixture / "train", folder / "train")
         align = params.models[params.train.model].align
-        samples = read_training_samples(folder, folder, DatasetFilter(align.datasets if align else ()))
+        samples = read_training_samples(folder, DatasetFilter(align.datasets if align else ()))
         train = params.train
         schedule = Schedule(samples, train.max_captions_per_sequence, train.seed, train.global_batch, 1, train.epochs)
         return schedule.steps_per_epoch

@@ -7,6 +7,8 @@ import io
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from m3diff.records.errors import DataError
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -35,7 +37,7 @@ UNREAD_TIFF = (
 FEW_BITS = "is nearly black once decoded: no value is above {:,} of {:,}; save it with 8 bits, all images by one scale"
 
 
-class ImageError(ValueError):
+class ImageError(DataError):
     """An image file that is missing, cannot be read, or is not the one that was meant; names it with a remedy."""
 
 

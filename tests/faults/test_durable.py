@@ -24,11 +24,10 @@ from m3diff.records import files
 from m3diff.records.files import write_atomic
 from m3diff.registry.decisions import Entry, append
 from m3diff.stages.predict.journal import Answer, Journal
-from m3diff.stages.train import batches, progress, state
+from m3diff.stages.train import progress, state
 from m3diff.stages.train.progress import Curve
 from m3diff.stages.train.state import MOMENTS, latest_valid_checkpoint, write_state
 from tests.faults.power import Disk
-from tests.stages.train.toy import write_mixture
 from tests.toy import REPOSITORY
 
 # Every write, listed
@@ -52,12 +51,10 @@ ATOMIC = {
     "components/records/files.py StageReport.write",
     "components/stages/train/progress.py Curve.write",
     "components/records/files.py write_atomic",
-    "components/stages/train/batches.py read_samples",
     "components/stages/train/loop.py Training.save",
     "components/stages/train/loop.py Training.validate",
     "components/stages/train/attempts.py begin",
     "components/stages/train/on_ray.py _worker",
-    "components/stages/train/stage.py aligned",
     "components/stages/train/stage.py train",
     "components/commands/zero_shot.py write_predictions",
     "flows/dvc.py repro",
@@ -378,17 +375,6 @@ def test_a_manifest_whose_files_were_not_flushed_is_refused_in_words(tmp_path: P
         if (place / "checkpoint").is_dir():
             with pytest.raises(CheckpointError, match="written to its end|not JSON|missing|sha256"):
                 print(said, verify_manifest(place / "checkpoint"))
-
-
-def test_samples_mapped_for_training_are_whole_or_absent_whenever_power_goes(tmp_path: Path) -> None:
-    """The file is named by its content, so that one that is there is taken as it is."""
-    folder = write_mixture(tmp_path / "mixture", {"train": {"toy": 10}}) / "train"
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    with Disk(scratch) as disk:
-        expected = len(batches.read_samples(folder, scratch))
-    for said, place in after(disk, tmp_path / "after"):
-        assert len(batches.read_samples(folder, place)) == expected, said
 
 
 def journal(file: Path, *numbers: str) -> list[str]:

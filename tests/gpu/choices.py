@@ -30,7 +30,7 @@ def small(device: Device, **changes: Any) -> Recipe:
 
 def first_batch(made: Recipe, mixture: Path, processor: Any, device: Device) -> MicroBatch:
     """The first micro-batch of the run, as the loader builds it."""
-    samples = read_training_samples(mixture, mixture / "scratch")
+    samples = read_training_samples(mixture)
     cfg = made.cfg
     schedule = Schedule(samples, cfg.max_captions_per_sequence, cfg.seed, MICRO_BATCH, MICRO_BATCH, cfg.epochs)
     return Loader(samples, processor, threads=1, device=device).build(schedule.micro_batches(0, 0)[0])

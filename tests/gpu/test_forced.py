@@ -17,7 +17,7 @@ from m3diff.models import FAMILIES, attention, fused
 from m3diff.models.device import Device, environment
 from m3diff.models.layers import grid_positions, with_visual_tokens
 from m3diff.models.tuning import unwrapped
-from m3diff.stages.train import runtimes
+from m3diff.stages.train import job
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
 from m3diff.stages.train.state import MOMENTS, start_moments
@@ -35,7 +35,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "backend", "gloo")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
-    monkeypatch.setattr(runtimes, "environment", lambda gpu: environment(gpu=False))
+    monkeypatch.setattr(job, "environment", lambda gpu: environment(gpu=False))
 
 
 @pytest.mark.parametrize("attention", test_gpu.ATTENTION)

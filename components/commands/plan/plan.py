@@ -4,7 +4,7 @@ An epoch is counted from the run's mixture, where it is there, else from the pub
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -16,9 +16,9 @@ from m3diff.models import FAMILIES
 from m3diff.models.family import ADAPTERS, Family, Settings, Term
 from m3diff.records.errors import readable
 from m3diff.settings.compute import Compute
-from m3diff.settings.gpus import GPUS
+from m3diff.settings.gpus import GPUS, Gpu
 from m3diff.settings.section import ParamsError
-from m3diff.stages.convert.paper_mixture import SAMPLES, training_counts
+from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from m3diff.stages.convert.params import Convert, Source
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.train.job import of_alignment
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from m3diff.models.processing import PairProcessor
 
-GIGA, TERA = 1e9, 1e12
+GIGA, TERA, EXA = 1e9, 1e12, 1e18
 OPTIMIZER_BYTES, GRADIENT_BYTES = 12, 4  # of a trained parameter: fp32 master and AdamW's two moments; fp32 gradient
 RESERVE = 0.08  # of the GPU: context, workspaces, fragmentation
 LENGTHS = 20_000
@@ -40,32 +40,33 @@ PROMPT_TOKENS, REFERENCE_TOKENS = 29.0, 15.0
 reference with its end."""
 
 
+FEW_STEPS = 100
+"""Of fewer optimizer steps a model learns little: the embedded run takes 1,097, the paper's 3,500."""
+
+PIECES, TOO_MANY = 3, 0.15
+"""A word of so many tokens or more is spelled; the share of such words that is warned of. The embedded base spells 31 %
+of Spot-the-Diff's words, and none of MiniChange's."""
+
+
 class DoesNotFit(ParamsError):
     """The run needs more memory than its GPUs have."""
 
 
-class SourceCount(NamedTuple):
-    """The share of a dataset in an epoch. A pair that is used twice counts twice."""
-
-    pairs: int
-    references: int
-
-
-@dataclass(frozen=True)
-class SplitUse:
-    """The share of a dataset's split in an epoch.
+class Use(NamedTuple):
+    """The share of a dataset, or of one of its splits, in an epoch. A pair that is used twice counts twice.
 
     Attributes:
-        split: the dataset's own, which `train_on` names.
+        split: the dataset's own, which `train_on` names; empty for a mixture, whose samples do not tell it.
         published: its pairs as published; those without a word do not train.
         counted: whether its references were counted; else they are estimated.
     """
 
     dataset: str
-    split: str
-    published: int
-    used: SourceCount
-    counted: bool
+    pairs: int
+    references: int
+    split: str = ""
+    published: int = 0
+    counted: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,40 +75,40 @@ class Workload:
 
     Attributes:
         counted: the source of the counts, in words.
-        sources: by dataset.
         prompt_tokens: chat template and question, without the images; mean over pairs.
         reference_tokens: mean over references, each with its end token.
         sizes: number of pairs by their number of references; empty where only sums are known.
-        splits: `sources` by split; empty for a mixture, whose training samples do not tell it.
     """
 
     counted: str
-    sources: Mapping[str, SourceCount]
+    uses: Sequence[Use]
     prompt_tokens: float
     reference_tokens: float
     sizes: Mapping[int, int]
-    splits: Sequence[SplitUse] = ()
+
+    @property
+    def sources(self) -> dict[str, tuple[int, int]]:
+        """Return (pairs, references) by dataset."""
+        found: dict[str, tuple[int, int]] = {}
+        for use in self.uses:
+            pairs, references = found.get(use.dataset, (0, 0))
+            found[use.dataset] = pairs + use.pairs, references + use.references
+        return found
 
     @property
     def pairs(self) -> int:
-        return sum(source.pairs for source in self.sources.values())
+        return sum(use.pairs for use in self.uses)
 
     @property
     def references(self) -> int:
-        return sum(source.references for source in self.sources.values())
-
-    @property
-    def references_per_pair(self) -> float:
-        return self.references / self.pairs
+        return sum(use.references for use in self.uses)
 
     def longest(self, max_captions: int | None) -> int | None:
-        """References of the longest sequence; None where only sums are known."""
-        if not self.sizes:
-            return None
-        return min(max(self.sizes), max_captions or max(self.sizes))
+        """Return the references of the longest sequence; None where only sums are known."""
+        return min(max(self.sizes), max_captions or max(self.sizes)) if self.sizes else None
 
     def sequences(self, max_captions: int | None) -> int:
-        """Sequences with at most so many references of one pair (None: all).
+        """Return the number of sequences with at most so many references of one pair (None: all).
 
         A mixture is counted pair by pair, so the last sequence of a pair may hold fewer. Of published counts only the
         sums are known, and every sequence is taken to be full.
@@ -116,7 +117,7 @@ class Workload:
             return self.pairs
         if self.sizes:
             return sum(count * math.ceil(size / max_captions) for size, count in self.sizes.items())
-        each = [(source.references, source.references / source.pairs) for source in self.sources.values()]
+        each = [(references, references / pairs) for pairs, references in self.sources.values()]
         return round(sum(references / min(max_captions, mean) for references, mean in each))
 
 
@@ -125,6 +126,7 @@ class Plan:
     """The figures of a run.
 
     Attributes:
+        train: the section that it is for; of an alignment, its own.
         base: the origin of the shapes, in words.
         parameters: parameters by group; the frozen ones of a part have "(frozen)" in the group's name.
         terms: FLOPs of one sequence, without recomputation.
@@ -138,11 +140,11 @@ class Plan:
         run_flops: with what is recomputed.
         memory_gb: on one GPU, by what it is for.
         activations_gb: that part of it, for a micro-batch, by where it arises.
-        test_pairs: pairs to caption; None where their number is not known.
         caption_flops: of a pair's images and prompt, by the merged model; the images are encoded once. Not counted are
             decoding, which is bound by memory, and the saliency map, under 1 % more.
     """
 
+    train: Train
     base: str
     workload: Workload
     parameters: Mapping[str, int]
@@ -156,7 +158,6 @@ class Plan:
     run_flops: float
     memory_gb: Mapping[str, float]
     activations_gb: Mapping[str, float]
-    test_pairs: int | None
     caption_flops: float
     gpus: int
 
@@ -168,10 +169,6 @@ class Plan:
         """Hours of one GPU that computes, recomputation counted, at a share of its peak (hardware FLOPs utilisation,
         HFU)."""
         return self.run_flops / (peak_tflops * TERA * hfu) / 3600
-
-    def caption_minutes(self, peak_tflops: float, hfu: float, pairs: int) -> float:
-        """Minutes in which one GPU reads so many pairs of images with their prompts."""
-        return pairs * self.caption_flops / (peak_tflops * TERA * hfu) / 60
 
     def mfu(self, hfu: float) -> float:
         """The share of the peak that the model's own FLOPs then come to (model FLOPs utilisation)."""
@@ -228,6 +225,7 @@ def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
     name = config.name_or_path
     fetch = f" (`hf download {name} --local-dir {train.base}`)" if "/" in name else ""
     return Plan(
+        train=train,
         base=str(train.base) if is_here else f"published shapes of {name}, {train.base} is not here{fetch}",
         workload=load,
         parameters=parameters,
@@ -241,22 +239,23 @@ def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
         run_flops=in_all * (total + recomputed_flops(terms, compute.activation_checkpointing)),
         memory_gb=static_memory(train, compute, parameters) | {"activations": sum(activations.values())},
         activations_gb=activations,
-        test_pairs=count_test_pairs(mixture, entries),
         caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, settings) if term.name != ADAPTERS),
         gpus=max(1, compute.workers),
     )
 
 
-def plan_alignment(run: Run) -> tuple[Plan | None, str]:
-    """The plan of the phase before the fine-tuning, on its own datasets, or why it has none: they cannot be counted."""
+def plan_alignment(run: Run) -> Plan | None:
+    """Return the plan of the phase before the fine-tuning, on its own datasets; None for a model without one, and where
+    its datasets cannot be counted, which is printed."""
     if run.settings.align is None:
-        return None, "the model has no alignment"
+        return None
     phase, aligned = of_alignment(run.train, run.settings)
     others = [name for name in run.entries if name not in run.settings.align.datasets]
     try:
-        return make_plan(run._replace(train=phase, settings=aligned), others), ""
+        return make_plan(run._replace(train=phase, settings=aligned), others)
     except ParamsError as error:
-        return None, str(error).removeprefix("plan: ")
+        print(f"the alignment is not counted: {error}")
+        return None
 
 
 def meta_model(config: Any, family: Family, settings: Settings, precision: str) -> Any:
@@ -309,8 +308,7 @@ def check_memory(run: Run) -> None:
     """
     kind = GPUS.get(run.compute.gpu_kind or "")
     if run.compute.gpu and (room := found_memory_gb() or (kind and kind.memory_gb)):
-        before, _ = plan_alignment(run)
-        for plan in filter(None, (before, make_plan(run))):
+        for plan in filter(None, (plan_alignment(run), make_plan(run))):
             check_fits(run.compute, plan, room)
 
 
@@ -323,23 +321,16 @@ def found_memory_gb() -> float | None:
 
 
 def check_fits(compute: Compute, plan: Plan, memory_gb: float) -> None:
-    """Raises DoesNotFit, naming what is needed, what there is and what to lower; nothing that has no effect."""
+    """Raise DoesNotFit where the plan needs more than a GPU has; names what is needed, what there is, what to lower."""
     room = memory_gb * (1 - RESERVE)
     if plan.memory_total_gb <= room:
         return
-    way = compute.activation_checkpointing
-    stronger = {"none": "selective or full", "selective": "full"}.get(way)
-    remedies = {
-        f"lower compute.micro_batch (now {compute.micro_batch})": compute.micro_batch > 1,
-        f"raise compute.zero_stage (now {compute.zero_stage})": compute.zero_stage < 3 and plan.gpus > 1,
-        f"set compute.activation_checkpointing to {stronger} (now {way})": stronger is not None,
-        "lower train.max_captions_per_sequence": plan.branches > 1,
-        "take larger GPUs": True,
-    }
     parts = ", ".join(f"{name} {size:.1f}" for name, size in plan.memory_gb.items())
     raise DoesNotFit(
-        f"compute: needs {plan.memory_total_gb:.1f} GB a GPU ({parts}) but {memory_gb:.4g} GB hold {room:.1f}; "
-        + " or ".join(remedy for remedy, helps in remedies.items() if helps)
+        f"compute: needs {plan.memory_total_gb:.1f} GB a GPU ({parts}) but {memory_gb:.4g} GB hold {room:.1f}; lower "
+        f"compute.micro_batch (now {compute.micro_batch}) or train.max_captions_per_sequence, raise compute.zero_stage "
+        f"(now {compute.zero_stage}) on several GPUs, set compute.activation_checkpointing to full (now "
+        f"{compute.activation_checkpointing}) or take larger GPUs"
     )
 
 
@@ -366,16 +357,6 @@ def find_workload(
         load = published_workload(entries, convert)
         return replace(load, counted=f"{load.counted}; {mixture} is of another run ({', '.join(sorted(foreign))})")
     return found
-
-
-def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int | None:
-    """Pairs to caption: the run's mixture's, counted, else the published ones; None where neither is known."""
-    if files := sorted((mixture / "test").glob("*.parquet")):
-        samples = read_columns(files, "pair", "dataset")
-        if set(samples["dataset"].unique()) <= entries.keys():
-            return samples["pair"].n_unique()
-    parts = [DATASETS[entry.reader].part(name) for name, entry in entries.items()]
-    return None if None in parts else sum(part.test.pairs for part in parts if part is not None)
 
 
 def read_columns(shards: Sequence[Path], *columns: str) -> "pl.DataFrame":
@@ -410,7 +391,7 @@ def counted_workload(
         reference = _mean_length(samples["reference"], processor.encode_reference)
     return Workload(
         counted=f"{folder}, {'lengths by its tokenizer' if processor else 'lengths estimated'}",
-        sources={name: SourceCount(count, references) for name, count, references in by_dataset.iter_rows()},
+        uses=[Use(*row) for row in by_dataset.iter_rows()],
         prompt_tokens=prompt,
         reference_tokens=reference,
         sizes=dict(pairs["size"].value_counts().sort("size").iter_rows()),
@@ -436,42 +417,42 @@ def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) ->
     Raises:
         ParamsError: no dataset that trains has published counts, or none trains; names it and the remedy.
     """
-    training = {name: DATASETS[entry.reader] for name, entry in entries.items() if entry.train_on}
-    unknown = [name for name, spec in training.items() if spec.part(name) is None]
-    if unknown and len(unknown) == len(training):
+    specs = {name: DATASETS[entry.reader] for name, entry in entries.items() if entry.train_on}
+    unknown = [name for name, spec in specs.items() if spec.part(name) is None]
+    if unknown and len(unknown) == len(specs):
         raise ParamsError(
             f"plan: {', '.join(unknown)}: no published counts, and no mixture yet; run `dvc repro convert` first"
         )
-    training = {name: spec for name, spec in training.items() if name not in unknown}
     without = f"; without {', '.join(unknown)}, of which none are published" if unknown else ""
-    sources, splits, tokens = {}, list[SplitUse](), 0.0
-    for name, spec in training.items():
+    uses, tokens = list[Use](), 0.0
+    for name, spec in specs.items():
+        if name in unknown:
+            continue
         counts: dict[str, SplitCount] = {split: getattr(spec.part(name), split) for split in entries[name].train_on}
         with_words = [count.pairs - count.wordless for count in counts.values()]
         references = [_references(spec, count) for count in counts.values()]
-        pairs, each = sum(with_words), sum(references) / sum(with_words)
-        source = convert.sources.get(name, Source())
-        most = convert.most_references(source)
-        chosen = min(pairs * min(1.0, source.weight), math.inf if source.max_pairs is None else source.max_pairs)
-        uses = chosen * max(1.0, source.weight)
-        used = SourceCount(round(uses), round(uses * (min(each, most or each) if source.samples == "each" else 1)))
-        if used.references:
-            sources[name] = used
-            shares = zip(_shares(with_words, used.pairs), _shares(references, used.references), strict=True)
-            splits += [
-                SplitUse(name, split, count.pairs, SourceCount(*share), counted=count.references is not None)
-                for (split, count), share in zip(counts.items(), shares, strict=True)
-            ]
-            tokens += used.references * REFERENCE_TOKENS * (each if source.samples == "joined" else 1)
-    if not sources:
+        source, each = convert.sources.get(name, Source()), sum(references) / sum(with_words)
+        most = convert.most_references(source) or each
+        cap = math.inf if source.max_pairs is None else source.max_pairs
+        chosen = min(sum(with_words) * min(1.0, source.weight), cap) * max(1.0, source.weight)
+        used = round(chosen * (min(each, most) if source.samples == "each" else 1))
+        shares = zip(
+            counts.items(),
+            _shares(with_words, round(chosen)),
+            _shares(references if source.samples == "each" else with_words, used),
+            strict=True,
+        )
+        for (split, count), pairs, share in shares if used else ():
+            uses.append(Use(name, pairs, share, split, count.pairs, counted=count.references is not None))
+        tokens += used * REFERENCE_TOKENS * (each if source.samples == "joined" else 1)
+    if not uses:
         raise ParamsError(f"plan: none of {', '.join(entries)} trains; see ingest.datasets and convert.sources")
     return Workload(
         counted=f"published counts of the datasets, lengths estimated{without}",
-        sources=sources,
+        uses=uses,
         prompt_tokens=PROMPT_TOKENS,
-        reference_tokens=tokens / sum(source.references for source in sources.values()),
+        reference_tokens=tokens / sum(use.references for use in uses),
         sizes={},
-        splits=splits,
     )
 
 
@@ -491,3 +472,103 @@ def _references(spec: DatasetSpec, count: SplitCount) -> float:
     counts = [each["train_val"] for each in training_counts().values()]
     known = sum(references for _, references in counts if references is not None)
     return count.pairs * ((SAMPLES - known) / sum(pairs for pairs, references in counts if references is None))
+
+
+def print_plan(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> None:
+    """Print the plan as tables; times are for a kind of GPU, at a share of its peak (hardware FLOPs utilisation,
+    HFU)."""
+    print("\n".join((*_workload_lines(plan), *_cost_lines(plan, compute, gpu), *_time_lines(plan, gpu, hfu))))
+
+
+def _workload_lines(plan: Plan) -> Iterator[str]:
+    """Yield the parameters; the pairs of each dataset, by split with the published pairs, the sums, and the paper's
+    where the datasets are its own; the sequences that are made of them."""
+    load, most = plan.workload, plan.train.max_captions_per_sequence
+    yield f"parameters: {plan.base}"
+    for name, count in plan.parameters.items():
+        yield f"  {name:<28} {count / 1e6:>12,.2f} M"
+    yield f"counted: {load.counted}"
+    published = sum(use.published for use in load.uses)
+    for use in (*load.uses, Use("sum", load.pairs, load.references, published=published)):
+        of = f" of {use.published:,} published pairs" if use.published else ""
+        of += "" if use.counted else "; references estimated"
+        yield f"  {f'{use.dataset} {use.split}':<28} {use.pairs:>9,} pairs {use.references:>9,} references{of}"
+    if published and set(load.sources) == set(SOURCES):
+        yield f"  {'the paper':<28} {f'{PAIRS // 1000}k':>9} pairs {f'{SAMPLES // 1000}k':>9} references"
+    yield f"  {load.prompt_tokens:.1f} tokens a prompt, {load.reference_tokens:.1f} a reference"
+    yield (
+        f"  max_captions_per_sequence {'all' if most is None else most}: {plan.sequences:,} sequences of "
+        f"{plan.tokens:,.0f} tokens, {plan.branches:.2f} references each; {plan.steps:,} steps of "
+        f"{plan.train.global_batch}"
+    )
+
+
+def _cost_lines(plan: Plan, compute: Compute, gpu: Gpu | None) -> Iterator[str]:
+    """Yield FLOPs of a sequence and of the run, and the memory of one GPU."""
+    recomputation = compute.activation_checkpointing
+    forward, total = sum(term.forward for term in plan.terms), sum(term.total for term in plan.terms)
+    again = recomputed_flops(plan.terms, recomputation)
+    yield f"FLOPs of one sequence, TFLOP   {'forward':>9} {'total':>9}"
+    for term in plan.terms:
+        yield f"  {term.name:<28} {term.forward / TERA:>9.3f} {term.total / TERA:>9.3f}"
+    yield f"  {'sum of the model':<28} {forward / TERA:>9.2f} {total / TERA:>9.2f}"
+    yield f"  {f'recomputation, {recomputation}':<28} {'':>9} {again / TERA:>9.2f}"
+    yield f"  the run {plan.run_flops / EXA:.2f} EFLOP; a pair to caption {plan.caption_flops / TERA:.1f} TFLOP to read"
+    counted = "the mean sequence" if plan.longest is None else f"the longest sequence, {plan.longest} reference(s)"
+    yield f"memory of one GPU, GB; activations counted for {counted}"
+    for name, size in plan.memory_gb.items():
+        yield f"  {name:<28} {size:>9.1f}"
+    for name, size in plan.activations_gb.items():
+        yield f"    {name:<26} {size:>9.2f}"
+    room = f" of {gpu.memory_gb * (1 - RESERVE):.1f}, {gpu.name} less {RESERVE:.0%}" if gpu else ""
+    yield f"  {'sum':<28} {plan.memory_total_gb:>9.1f}{room}"
+
+
+def _time_lines(plan: Plan, gpu: Gpu | None, hfu: float) -> Iterator[str]:
+    if gpu is None:
+        yield f"time: name a kind of GPU by --gpu or compute.gpu_kind: {', '.join(GPUS)}"
+    elif plan.train.precision != "bf16":
+        yield f"time: peaks are known for bf16, and train.precision is {plan.train.precision}"
+    else:
+        hours = plan.gpu_hours(gpu.bf16_tflops, hfu)
+        speed = plan.workload.references * plan.train.epochs / hours / 3600
+        yield (
+            f"time on {gpu.name} ({gpu.bf16_tflops:g} TFLOP/s dense bf16) at {hfu:.0%} HFU, which is "
+            f"{plan.mfu(hfu):.1%} MFU (without recomputation):"
+        )
+        yield f"  {hours:.4g} GPU-hours, {hours / plan.gpus:.4g} h on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU"
+
+
+def short_run(plan: Plan) -> str | None:
+    """Return a warning where the run takes too few steps to learn from."""
+    if plan.steps >= FEW_STEPS:
+        return None
+    epochs = math.ceil(plan.train.epochs * 3 * FEW_STEPS / plan.steps)
+    return (
+        f"the run takes {plan.steps} optimizer step(s), in which a model learns little; a small collection wants more "
+        f"epochs: train.epochs {epochs} is about {3 * FEW_STEPS} steps"
+    )
+
+
+def unknown_words(base: Path, mixture: Path) -> str | None:
+    """Return a warning where the base's tokenizer spells many of the words that train from pieces: its model has hardly
+    seen them. None without training samples, and for a base without `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    shards = sorted((mixture / "train").glob("*.parquet"))
+    if not shards or not (base / "tokenizer.json").is_file():
+        return None
+    with readable(base / "tokenizer.json", "fetch it again"):
+        tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    words = read_columns(shards, "reference")["reference"].str.extract_all(r"[^\W\d_]+").explode().drop_nulls()
+    counts = dict(words.value_counts(sort=True).iter_rows())
+    encoded = {word: tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in counts}  # as in a sentence
+    spelled = [word for word, ids in encoded.items() if len(ids) >= PIECES]
+    share = sum(counts[word] for word in spelled) / max(1, sum(counts.values()))
+    if share <= TOO_MANY:
+        return None
+    return (
+        f"the base does not know {share:.0%} of the words of the references ({', '.join(spelled[:5])}): its vocabulary "
+        f"of {tokenizer.get_vocab_size():,} tokens spells them from {PIECES} pieces or more. Fine-tuning teaches no "
+        "language: name in train.base one that was pre-trained on such text (profiles small, one-gpu and paper do)"
+    )

@@ -1,7 +1,7 @@
 """Captions are made in this process, or in Ray workers with a GPU each (`compute.gpu`, `compute.workers`).
 
-Each worker loads the checkpoint and takes its part of the batches. The batches that a dead worker has not answered
-are dealt to the others. Threads read, check and resize the images of the next batches while the model computes.
+Each worker loads the checkpoint and takes its part of the batches. When one dies, the batches without an answer are
+dealt to new workers. Threads read, check and resize the images of the next batches while the model computes.
 """
 
 import json
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 AHEAD = 2  # batches whose images are prepared beforehand
 ROOM_S = 60  # within which Ray must have nodes for every worker
-START_S = 600  # and its processes must have started, which takes minutes where the cores are busy
 
 
 class Batch(NamedTuple):
@@ -93,10 +92,7 @@ def images_ahead(batches: Sequence[Batch], processor: "PairProcessor", threads: 
     from m3diff.images.open import load_image
 
     def prepared(path: str, sha256: bytes | None) -> "np.ndarray":
-        try:
-            return processor.prepare_image(load_image(path, sha256))
-        except ValueError as error:
-            raise DataError(str(error)) from error
+        return processor.prepare_image(load_image(path, sha256))
 
     def submit(batch: Batch) -> list[Future["np.ndarray"]]:
         files = [((pair.before, pair.before_sha256), (pair.after, pair.after_sha256)) for pair in batch.pairs]
@@ -114,63 +110,60 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.captioner: Captioner | None = None
-
-    def ready(self) -> None:
-        """Answers once Ray has placed the worker."""
 
     def caption(self, batches: list[Batch]) -> Iterator[Answered]:
-        """Yield the answers of the batches; the model is loaded with the first."""
+        """Yield the answers of the batches."""
         import torch
 
         threads = self.job.compute.cpus_per_worker
         torch.set_num_threads(threads)
-        self.captioner = self.captioner or load(self.job)
-        yield from answers_of(self.captioner, batches, threads)
-
-
-@dataclass
-class Part:
-    """Batches that a worker was dealt: Ray's generator of its answers, and the batches that these do not have yet."""
-
-    worker: Any
-    answers: Any
-    left: dict[int, Batch]
+        yield from answers_of(load(self.job), batches, threads)
 
 
 def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
     """Yield the answers as they come from `compute.workers` workers, to which the batches are dealt by turns."""
     import ray
 
+    left, failures, most = {batch.number: batch for batch in batches}, 0, job.compute.max_failures
     own = not ray.is_initialized()
     if own:
         start_ray(job.compute)
     try:
-        yield from _as_they_come(job, batches)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, DataError | ParamsError | DeviceError):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayActorError as error:
-        raise ConnectionError(
-            f"a worker died ({error}) and compute.max_failures: {job.compute.max_failures} allows no more; "
-            "run `m3diff predict` again: what is captioned so far is kept"
-        ) from error
+        while left:
+            try:
+                for number, answers in _as_they_come(job, list(left.values())):
+                    del left[number]
+                    yield number, answers
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, DataError | ParamsError | DeviceError):
+                    raise error.cause from None
+                raise
+            except ray.exceptions.RayActorError as error:
+                if failures == most:
+                    raise ConnectionError(
+                        f"a worker died ({error}) and compute.max_failures: {most} allows no more; "
+                        "run `m3diff predict` again: what is captioned so far is kept"
+                    ) from error
+                failures += 1
+                print(
+                    f"predict: a worker died ({textwrap.shorten(str(error), 160)}); {len(left)} unanswered batches go "
+                    f"to new workers (failure {failures} of {most} that compute.max_failures allows)",
+                    flush=True,
+                )
     finally:
         if own:
             ray.shutdown()
 
 
-def _start(job: Job, count: int) -> list[Any]:
-    """Start `count` workers, each with CPUs and a GPU of its own.
+def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """Yield the answers of new workers, each with CPUs and a GPU of its own, whichever is first.
 
     Raises:
         ParamsError: the nodes of Ray are too small for them.
-        ConnectionError: they do not start in time.
     """
     import ray
 
-    needs = per_worker(job.compute)
+    count, needs = min(job.compute.workers, len(batches)), per_worker(job.compute)
     try:
         wait_for_room(job.compute.model_copy(update={"workers": count}), ROOM_S)
     except NoRoomError as error:
@@ -178,57 +171,16 @@ def _start(job: Job, count: int) -> list[Any]:
     place = {"env_vars": environment(job.compute.gpu)}
     remote = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), runtime_env=place)(Worker)
     workers: list[Any] = [remote.remote(job) for _ in range(count)]
-    started, waiting = ray.wait([worker.ready.remote() for worker in workers], num_returns=count, timeout=START_S)
-    if waiting:
+    streams = [worker.caption.remote(batches[rank::count]) for rank, worker in enumerate(workers)]
+    try:
+        while streams:
+            first: Any = ray.wait(streams, num_returns=1)[0][0]
+            try:
+                answered = ray.get(next(first))
+            except StopIteration:
+                streams.remove(first)
+            else:
+                yield answered
+    finally:
         for worker in workers:
-            ray.kill(worker)
-        raise ConnectionError(
-            f"{len(waiting)} of {count} Ray workers did not start within {START_S} s; see how loaded the machine is, "
-            "and run `m3diff predict` again: what is captioned so far is kept"
-        )
-    ray.get(started)
-    return workers
-
-
-def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """Yield the workers' answers, whichever is first. The batches that a dead worker has not answered go to the others,
-    or to new ones where none is left."""
-    import ray
-
-    count = min(job.compute.workers, len(batches))
-    workers = _start(job, count)
-    parts, deaths = _deal(workers, batches), 0
-    while parts:
-        first: Any = ray.wait([part.answers for part in parts], num_returns=1)[0][0]
-        part = next(part for part in parts if part.answers is first)
-        try:
-            number, answers = ray.get(next(first))
-        except StopIteration:
-            parts.remove(part)
-        except ray.exceptions.RayActorError as error:
-            if deaths == job.compute.max_failures:
-                raise
-            deaths += 1
-            ray.kill(part.worker)  # one that is only out of reach answers nothing twice
-            left = [batch for lost in parts if lost.worker is part.worker for batch in lost.left.values()]
-            parts = [other for other in parts if other.worker is not part.worker]
-            workers.remove(part.worker)
-            others = f"{len(workers)} other worker(s)" if workers else "new workers"
-            print(
-                f"predict: a worker died ({textwrap.shorten(str(error), 160)}); its {len(left)} unanswered batches "
-                f"go to {others} (failure {deaths} of {job.compute.max_failures} that compute.max_failures allows)",
-                flush=True,
-            )
-            workers = workers or _start(job, min(count, len(left)))
-            parts += _deal(workers, left)
-        else:
-            del part.left[number]
-            yield number, answers
-
-
-def _deal(workers: Sequence[Any], batches: Sequence[Batch]) -> list[Part]:
-    """Deal the batches to the workers by turns; nothing to workers beyond the number of batches."""
-    dealt = [(worker, batches[rank :: len(workers)]) for rank, worker in enumerate(workers[: len(batches)])]
-    return [
-        Part(worker, worker.caption.remote(part), {batch.number: batch for batch in part}) for worker, part in dealt
-    ]
+            ray.kill(worker)  # one that is only out of reach answers nothing twice

@@ -45,21 +45,16 @@ class SupersededError(BlockingIOError):
     """A later attempt trains this run, or the run has ended; this one writes nothing more."""
 
 
-FINAL = (DataError, ParamsError, DeviceError, NotWrittenError, StoppedError, SupersededError, NoRoomError)
+FINAL = (DataError, ParamsError, DeviceError, StoppedError, SupersededError, NoRoomError)
 """Errors that are not retried: another attempt would meet them again, or shall not be made."""
 
 NOT_STARTED = {"WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"}
 """Errors of Ray whose workers do not start: on one machine the next attempt's would not either."""
 
-TOO_MANY_GRAPHS = "FailOnRecompileLimitHit"
-"""Dynamo's error where shapes do not recur (`components/models/attention.py`)."""
-
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
 """Words of CUDA and NCCL, of torch's allocator on a CPU, and of Ray's watch of a node's memory, in any error."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-STATE_BYTES = 12
-"""Bytes of a parameter that trains: its weight and two moments in fp32."""
 
 GENERATION, STOP = "generation", "stop"
 """Files in the run's folder: the number of the newest attempt, and the request to end."""
@@ -78,8 +73,7 @@ def with_retries(run: Run, job: Job) -> dict[str, Any]:
     """Return `run(job)`, attempted as often as this module says.
 
     Raises:
-        DataError, ParamsError: an attempt, or a worker of it, met one; one sequence at a time is out of memory; or
-            torch.compile reaches its limit of graphs.
+        DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
         NotWrittenError: a disk is full.
         StoppedError: the run was asked to end.
         SupersededError: another process makes a later attempt.
@@ -106,13 +100,13 @@ def _next_attempt(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
     if final := next((cause for cause in met if isinstance(cause, FINAL)), None):
         raise final from (error if final is not error else error.__cause__)
     if full := next(filter(is_disk_full, met), None):
-        raise NotWrittenError(f"{_first_line(full)}: a disk is full; make room and run again") from error
+        free = shutil.disk_usage(job.run_dir).free
+        raise NotWrittenError(
+            f"{_first_line(full)}: a disk is full ({free:,} bytes are free in {job.run_dir}); make room and run again, "
+            "which goes on from the newest checkpoint"
+        ) from error
     if on_one_machine() and names & NOT_STARTED:
         raise NoRoomError(f"Ray's workers do not start: {_first_line(met[-1])}; see {logs()}/worker-*.err") from error
-    if TOO_MANY_GRAPHS in names:
-        raise ParamsError(
-            "torch.compile makes a graph for each length; set compute.attention to sdpa, and report it"
-        ) from error
     if any(map(is_out_of_memory, met)):
         smaller = with_smaller_micro_batch(job, error)
         before, after = job.compute.micro_batch, smaller.compute.micro_batch
@@ -165,11 +159,10 @@ def with_smaller_micro_batch(job: Job, error: BaseException) -> Job:
     share = cfg.global_batch // max(compute.workers, 1)
     sizes = [size for size in range(1, compute.micro_batch // 2 + 1) if share % size == 0]
     if not sizes:
-        captions = "null" if cfg.max_captions_per_sequence is None else cfg.max_captions_per_sequence
         raise ParamsError(
             f"out of memory with one sequence a micro-batch; raise compute.zero_stage (now {compute.zero_stage}), set "
             f"compute.activation_checkpointing to full (now {compute.activation_checkpointing}) or lower "
-            f"train.max_captions_per_sequence (now {captions})"
+            f"train.max_captions_per_sequence (now {cfg.max_captions_per_sequence or 'null'})"
         ) from error
     return replace(job, compute=compute.model_copy(update={"micro_batch": sizes[-1]}))
 
@@ -262,36 +255,3 @@ def stop_on_sigterm(run_dir: Path, grace_s: float = GRACE_S) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         file.unlink(missing_ok=True)
-
-
-def require_room(folder: Path, trainable: int, kept: int, there: int) -> None:
-    """Raise NotWrittenError where `folder` has no room for the checkpoints that a run keeps and the one it writes.
-
-    Args:
-        trainable: parameters that train.
-        kept: checkpoints at most; `there` of them are written already.
-    """
-    needed = max(kept + 1 - there, 1) * trainable * STATE_BYTES
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise NotWrittenError(
-            f"{folder}: a run keeps {kept} checkpoints and writes another, of {trainable * STATE_BYTES:,} bytes each "
-            f"({trainable:,} parameters train): {needed:,} bytes more are needed, {free:,} are free; make room there, "
-            "or set compute.scratch to a folder of a larger disk"
-        )
-
-
-@contextmanager
-def full_disk_explained(folder: Path, needed: int) -> Iterator[None]:
-    """Remove the new `folder`, into which the block writes `needed` bytes, and raise NotWrittenError where the disk is
-    full."""
-    try:
-        yield
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-        free = shutil.disk_usage(folder.parent).free
-        raise NotWrittenError(
-            f"{folder}: the disk is full: {needed:,} bytes are needed, {free:,} are free; it is removed again, and "
-            "earlier checkpoints stand: make room and run again, which goes on from the newest"
-        ) from error

@@ -1,8 +1,6 @@
 """The samples of a split, and micro-batches of them: which reference trains when, packed how, made ahead of the step.
 
-Samples lie on disk, mapped into memory. Parquet is compressed, so it is written out once as an Arrow file that lies on
-disk as it is read. All workers of a machine map that one file, and the kernel keeps of it what is in use. A million
-captions and worker take a few MB.
+Each worker holds the columns in memory, values that repeat once: some 150 MB for a million captions.
 
 The schedule follows from the seed alone, so a run that resumes at step n sees what an undisturbed one would, and any
 number of workers or micro-batches sees the same global batches. A family's augmentation of a pair's images follows from
@@ -10,12 +8,12 @@ seed, epoch and sequence in the same way. Each reference comes once per epoch. A
 complete: the step copies it to its device, and waits for nothing.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,18 +24,15 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from m3diff.images.open import ImageError, load_image
+from m3diff.images.open import load_image
 from m3diff.models.attention import RECURRING, Layout
 from m3diff.models.device import Device
 from m3diff.records.ahead import ahead
 from m3diff.records.errors import DataError, readable
-from m3diff.records.files import atomic, sha256
 from m3diff.stages.train.job import DatasetFilter
 from m3diff.stages.train.packing import Packed, pack
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from m3diff.models.processing import PairProcessor
 
 T = TypeVar("T")
@@ -49,11 +44,9 @@ SCHEMA = pa.schema(
     {name: TEXT for name in ("pair", "dataset", "before", "after")}
     | {"before_sha256": DIGEST, "after_sha256": DIGEST, "question": TEXT, "reference": pa.string()}
 )
-"""The columns of a split that training reads (components/records/schemas.py), as they lie in the Arrow file."""
+"""The columns of a split that training reads (components/records/schemas.py), as they lie in memory."""
 
 PLAIN = pa.schema([(field.name, getattr(field.type, "value_type", field.type)) for field in SCHEMA])
-
-BATCH_ROWS = 1 << 16
 
 ALL = DatasetFilter()
 
@@ -82,34 +75,14 @@ class Column(Sequence[T]):
         return self.values[int(row)].as_py()
 
 
-class RowGroups:
-    """Groups of row numbers in two flat arrays: group n is `rows[offsets[n] : offsets[n + 1]]`.
-
-    A NumPy array for each of 160,000 pairs would take more memory than their row numbers.
-    """
-
-    def __init__(self, rows: np.ndarray, offsets: np.ndarray) -> None:
-        self.rows, self.offsets = rows, offsets
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        return self.rows[self.offsets[number] : self.offsets[number + 1]]
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[number] for number in range(len(self)))
-
-    def part(self, first: int, end: int) -> list[np.ndarray]:
-        """Return the groups from `first` to before `end`; fewer where there are not so many."""
-        return [self[number] for number in range(first, min(end, len(self)))]
-
-
 class Samples:
     """The samples of a split, column by column. Samples of one pair are neighbours.
 
     Args:
         table: the columns of SCHEMA, of these types or plain ones.
+
+    Attributes:
+        starts: the first row of each pair.
     """
 
     pair: Column[str]
@@ -122,93 +95,52 @@ class Samples:
     reference: Column[str]
 
     def __init__(self, table: pa.Table) -> None:
+        table = table.select(SCHEMA.names).cast(SCHEMA).unify_dictionaries()
         for name in SCHEMA.names:
             setattr(self, name, Column(table[name]))
-        self.offsets = _boundaries(table["pair"])
+        codes = [chunk.indices for chunk in table["pair"].chunks]
+        self.starts = np.flatnonzero(np.diff(np.concatenate([[-1], *codes])))
 
     def __len__(self) -> int:
         return len(self.pair)
 
-    def pairs(self) -> RowGroups:
+    def pairs(self) -> list[np.ndarray]:
         """Return the row numbers of each pair, in order of appearance."""
-        return RowGroups(np.arange(len(self), dtype=np.int32), self.offsets)
+        rows = np.arange(len(self), dtype=np.int32)
+        return [rows[start:end] for start, end in pairwise([*self.starts, len(self)])]
 
     def images(self, row: int) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
         """Return path and digest of the image before and of the image after."""
         return (self.before[row], self.before_sha256[row]), (self.after[row], self.after_sha256[row])
 
 
-def _boundaries(names: pa.ChunkedArray) -> np.ndarray:
-    """Return where runs of one name begin, and the end of the last: int32 [runs + 1]."""
-    starts: list[np.ndarray] = []
-    row, last = 0, None
-    for chunk in names.chunks:
-        if len(chunk):
-            name = chunk.dictionary_decode() if pa.types.is_dictionary(chunk.type) else chunk
-            changes = np.flatnonzero(pc.not_equal(name[1:], name[:-1]).to_numpy(zero_copy_only=False)) + 1
-            starts += [row + np.flatnonzero([name[0].as_py() != last]), row + changes]
-            row, last = row + len(chunk), name[-1].as_py()
-    return np.concatenate([*starts, [row]]).astype(np.int32)
+def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
+    """Return the samples of the chosen datasets of a split: every Parquet file of its folder, in the order of names.
 
-
-def read_samples(folder: Path, scratch: Path, chosen: DatasetFilter = ALL) -> Samples:
-    """Return the samples of a split: every Parquet file of its folder, in the order of their names.
-
-    Args:
-        scratch: folder for the Arrow file, which is named by the content: a worker that finds it there reads it, and
-            several workers may write it at once.
-        chosen: the datasets; all by default.
+    Raises:
+        DataError: a file cannot be read.
     """
-    files = sorted(folder.glob("*.parquet"))
-    facts = [SCHEMA.to_string(), str(chosen), *(f"{file.name} {sha256(file)}" for file in files)]
-    mapped = scratch / f"{folder.name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.arrow"
-    if not mapped.is_file():
-        with atomic(mapped) as sink, pa.ipc.new_stream(sink, SCHEMA) as stream:
-            for batch in _batches(files, chosen):
-                stream.write_batch(batch)
-        pa.default_memory_pool().release_unused()
-    return Samples(pa.ipc.open_stream(pa.memory_map(str(mapped))).read_all())
-
-
-def _batches(files: list[Path], chosen: DatasetFilter) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of the chosen datasets, some at a time, as SCHEMA."""
-    for file in files:
+    tables = [SCHEMA.empty_table()]
+    for file in sorted(folder.glob("*.parquet")):
         with readable(file):
-            table = pq.ParquetFile(file)
-        for batch in table.iter_batches(BATCH_ROWS, columns=SCHEMA.names, use_threads=False):
-            if not chosen.takes_all:
-                named = pc.is_in(batch["dataset"].cast(pa.string()), pa.array(chosen.names, pa.string()))
-                batch = batch.filter(pc.invert(named) if chosen.others else named)
-            yield batch.select(SCHEMA.names).cast(PLAIN).cast(SCHEMA)
+            table = pq.ParquetFile(file).read(SCHEMA.names, use_threads=False).select(SCHEMA.names).cast(PLAIN)
+        named = pc.is_in(table["dataset"], pa.array(chosen.names, pa.string()))
+        tables.append(table.filter(pc.invert(named) if chosen.others else named).cast(SCHEMA))
+    return Samples(pa.concat_tables(tables))
 
 
-def read_training_samples(mixture: Path, scratch: Path, chosen: DatasetFilter = ALL) -> Samples:
-    """Return the training split; `scratch` and `chosen` as in `read_samples`.
+def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL) -> Samples:
+    """Return the training split of the chosen datasets.
 
     Raises:
         DataError: it has no sample.
     """
-    samples = read_samples(mixture / "train", scratch, chosen)
+    samples = read_samples(mixture / "train", chosen)
     if not len(samples):
-        datasets = "" if chosen.takes_all else f" of {chosen}"
         raise DataError(
-            f"{mixture / 'train'}: no sample of split 'train'{datasets}; run `m3diff convert` and read its report"
+            f"{mixture / 'train'}: no sample of split 'train'{chosen}; run `m3diff convert` and read its report"
         )
     return samples
-
-
-def sequence_starts(offsets: np.ndarray, max_captions: int | None) -> np.ndarray:
-    """Return where each sequence starts, where pairs are cut every `max_captions` rows (None: not at all).
-
-    Args:
-        offsets: where each pair starts, and the end of the last.
-    """
-    if max_captions is None:
-        return offsets[:-1]
-    counts = -(-np.diff(offsets) // max_captions)
-    first = np.cumsum(counts, dtype=np.int32) - counts  # sequences before each pair's
-    within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(first, counts)
-    return np.repeat(offsets[:-1], counts) + within * np.int32(max_captions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,25 +157,28 @@ class Schedule:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        return math.ceil(len(sequence_starts(self.samples.offsets, self.max_captions)) / self.global_batch)
+        sizes = np.diff(self.samples.starts, append=len(self.samples))
+        sequences = np.ceil(sizes / self.max_captions).sum() if self.max_captions else len(sizes)
+        return math.ceil(sequences / self.global_batch)
 
     @property
     def steps(self) -> int:
         return math.ceil(self.epochs * self.steps_per_epoch)
 
-    def epoch(self, epoch: int) -> RowGroups:
+    def epoch(self, epoch: int) -> list[np.ndarray]:
         """Return its sequences in training order, each up to `max_captions` rows of one pair (None: all)."""
         return _planned(self, epoch)
 
     def global_sequences(self, step: int) -> list[np.ndarray]:
         """Return the sequences of one step over all workers; an epoch's last step has fewer than `global_batch`."""
         epoch, batch = divmod(step, self.steps_per_epoch)
-        return self.epoch(epoch).part(batch * self.global_batch, (batch + 1) * self.global_batch)
+        return self.epoch(epoch)[batch * self.global_batch : (batch + 1) * self.global_batch]
 
     def captions(self, steps: int) -> int:
         """Count the references that the first `steps` steps train on, over all workers."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
-        return epochs * len(self.samples) + (int(self.epoch(epochs).offsets[rest * self.global_batch]) if rest else 0)
+        begun = self.epoch(epochs)[: rest * self.global_batch] if rest else []
+        return epochs * len(self.samples) + sum(len(rows) for rows in begun)
 
     def micro_batches(self, step: int, rank: int) -> list[list[Weighted]]:
         """Return one worker's part of a step; sequences of weight 0 fill up the last batch of an epoch."""
@@ -255,19 +190,14 @@ class Schedule:
 
 
 @lru_cache(maxsize=2)  # the epoch that trains, and the next one decoded ahead
-def _planned(schedule: Schedule, epoch: int) -> RowGroups:
+def _planned(schedule: Schedule, epoch: int) -> list[np.ndarray]:
     rng = np.random.default_rng([schedule.seed, epoch])
-    pairs = schedule.samples.pairs()
-    mixed = pairs.rows
-    for rows in pairs:
-        rng.shuffle(rows)  # in place, within its pair
-    starts = sequence_starts(pairs.offsets, schedule.max_captions)
-    order = rng.permutation(len(starts))
-    lengths = np.diff(starts, append=np.int32(len(mixed)))[order]
-    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-    source = np.repeat(starts[order] - offsets[:-1], lengths)  # how far from its place in the epoch a row was
-    source += np.arange(len(mixed), dtype=np.int32)
-    return RowGroups(mixed[source], offsets)
+    sequences: list[np.ndarray] = []
+    for rows in schedule.samples.pairs():
+        rng.shuffle(rows)
+        most = schedule.max_captions or len(rows)
+        sequences += [rows[at : at + most] for at in range(0, len(rows), most)]
+    return [sequences[number] for number in rng.permutation(len(sequences))]
 
 
 @dataclass(frozen=True)
@@ -323,7 +253,7 @@ class Loader:
         self.reference = lru_cache(maxsize=100_000)(processor.encode_reference)
 
     def _prepared(self, path: str, sha256: bytes) -> np.ndarray:
-        return self.processor.prepare_image(open_image(path, sha256))
+        return self.processor.prepare_image(load_image(path, sha256))
 
     def pairs_of(self, rows: np.ndarray) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Return (prompt, reference) token ids of each row."""
@@ -346,17 +276,9 @@ class Loader:
         images = [image for rows, _ in micro_batch for image in self.images_of(int(rows[0]), visit)]
         return MicroBatch(pack(groups), torch.from_numpy(np.stack(images)), torch.tensor(weights, dtype=torch.float32))
 
-    def complete(self, batch: MicroBatch) -> MicroBatch:
-        return complete(batch, self.device, self.processor.pad_id)
-
     def build(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
         """Return a complete micro-batch."""
-        return self.complete(self.read(micro_batch, visit))
-
-    def completed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield micro-batches that were read, made complete by the threads a few ahead."""
-        for (batch,) in ahead(lambda batch: [self.pool.submit(self.complete, batch)], batches, PREFETCHED):
-            yield batch
+        return complete(self.read(micro_batch, visit), self.device, self.processor.pad_id)
 
     def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """Return the micro-batches of each step from `first_step` to the end of the run."""
@@ -367,15 +289,3 @@ class Loader:
 
         steps = max(1, PREFETCHED * schedule.micro_batch * schedule.ranks // schedule.global_batch)
         return ahead(submit, range(first_step, schedule.steps), steps)
-
-
-def open_image(path: str, sha256: bytes) -> "Image.Image":
-    """Return an image whose file's bytes are those that ingest saw.
-
-    Raises:
-        DataError: it cannot be read, or it changed.
-    """
-    try:
-        return load_image(path, sha256)
-    except ImageError as error:
-        raise DataError(str(error)) from error

@@ -2,7 +2,7 @@
 
 The loss is the sum over the supervised tokens divided by their number in the whole global batch, over all micro-batches
 and workers, so that neither changes the gradient. DeepSpeed takes its accelerator when it is imported:
-`runtimes.choose_accelerator` tells it which, before this module is.
+`job.choose_accelerator` tells it which, before this module is.
 """
 
 import math
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -191,15 +190,15 @@ def check_packing(
         PackingError: the two differ by more than rounding explains; has both, the kernel and the way out.
     """
     sequences = schedule.epoch(0)
-    several = np.flatnonzero(np.diff(sequences.offsets) > 1)
-    if not len(several):
+    several = next((number for number, rows in enumerate(sequences) if len(rows) > 1), None)
+    if several is None:
         return None
 
     @torch.no_grad()
     def loss(micro_batch: list[Weighted]) -> float:
         return float(token_loss(model, loader.build(micro_batch), processor, device))
 
-    chosen = sequences.part(several[0], several[0] + min(2, schedule.micro_batch))
+    chosen = sequences[several : several + min(2, schedule.micro_batch)]
     alone = [rows[n : n + 1] for rows in chosen for n in range(len(rows))]
     packed = loss([(rows, 1) for rows in chosen])
     apart = sum(loss([(rows, 1)]) for rows in alone)

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,11 @@ import torch
 
 from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS, attention_of
-from m3diff.models.checkpoint import CheckpointError, save_checkpoint, verify_manifest
+from m3diff.models.checkpoint import save_checkpoint
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import parameter_counts, prepare, trainable_groups, unwrapped
-from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
@@ -35,9 +35,7 @@ HOURS = "hours.json"
 
 def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
     """Train to the end and, on the first worker, write `out/checkpoint` and `out/curves.csv`; return the figures."""
-    training = Training(job, runtime)
-    with training.writer:
-        return training.run()
+    return Training(job, runtime).run()
 
 
 def prepare_model(
@@ -47,16 +45,9 @@ def prepare_model(
     module, from the seed; and its processor.
 
     Raises:
-        DataError: the weights of the phase before are not whole.
         ParamsError: the base, the settings and `compute` cannot be together.
     """
     torch.manual_seed(cfg.seed)
-    if weights is not None:
-        try:
-            verify_manifest(weights)
-        except CheckpointError as error:
-            fault = str(error).partition(";")[0]
-            raise DataError(f"{fault}; run again, which writes the alignment's output anew") from error
     folder = weights or cfg.base
     dtype = Device(compute.gpu, cfg.precision).dtype
     try:
@@ -83,17 +74,16 @@ class Training:
         self.engine = engine.build_engine(cfg, compute, model.to(self.device.torch), self.groups)
         trained = {id(parameter) for group in self.groups for parameter in group.parameters}
         self.trained = {name for name, p in self.engine.module.named_parameters() if id(p) in trained}
-        samples = read_training_samples(job.mixture, job.run_dir, job.datasets)
+        samples = read_training_samples(job.mixture, job.datasets)
         self.schedule = Schedule(
             samples, most, cfg.seed, cfg.global_batch, compute.micro_batch, cfg.epochs, runtime.ranks
         )
-        val = read_samples(job.mixture / "val", job.run_dir, job.datasets)
+        val = read_samples(job.mixture / "val", job.datasets)
         self.validation = Validation(job, val, runtime, self.processor, self.device)
         augment = partial(self.family.augment, job.model) if self.family.augment else None
         self.loader = Loader(samples, self.processor, compute.cpus_per_worker, self.device, augment)
         self.module = self.family.contribution.names(job.model) if self.family.contribution else ()
         self.curve = progress.Curve(progress.columns(self.family.parts, self.module, self.validation.datasets))
-        self.writer = state.Writer(partial(attempts.require_newest, job.run_dir, job.generation))
         self.rates: dict[str, float] = {}
         self.took = {"seconds": 0.0, "waited": 0.0, "captions": 0}  # of this attempt
         hours = job.run_dir / HOURS
@@ -108,10 +98,6 @@ class Training:
         flops_per_step = schedule.global_batch * sum(term.total for term in terms)
         for line in progress.describe(schedule, tokens, supervised, accumulated, flops_per_step, self.parameters):
             runtime.say(line)
-        if runtime.rank == 0:  # it writes the checkpoints
-            kept = state.NEWEST + (state.BEST if job.compute.caption_val_pairs else 0)
-            there = len(state.checkpoints(job.run_dir))
-            attempts.require_room(job.run_dir, self.parameters["trainable"], kept, there)
         done = self.resume()
         if compared := engine.check_packing(self.engine, schedule, self.loader, self.processor, self.device):
             runtime.say(compared)
@@ -179,7 +165,7 @@ class Training:
         if measured:
             sums = engine.sum_over_ranks(torch.stack(recorded).double().sum(dim=0).cpu(), self.runtime.ranks)
             module = dict(zip(self.module, measured.figures(sums), strict=True))
-        self.took["captions"] += schedule.captions(step + 1) - schedule.captions(step)
+        self.took["captions"] += sum(len(rows) for rows in schedule.global_sequences(step))
         epoch = round((step + 1) / schedule.steps_per_epoch, 4)
         self.curve.add({"step": step + 1, "epoch": epoch, "loss": loss, "grad_norm": norm, **self.rates, **module})
 
@@ -189,7 +175,7 @@ class Training:
 
     def log(self, step: int, pace: float, flops: float, peak: float | None) -> None:
         """Print the line of `step` done steps, where it is due: `step 20/1810 (1.1%)  loss 1.2345  grad_norm 2.1000
-        module_update_ratio 0.21  lr_vision 4.00e-05  85 captions/s  MFU 41%  ETA 11 min`, in one line.
+        module_update_ratio 0.21  lr_vision 4.00e-05  85 captions/s  MFU 41%  ETA 0:11:20`, in one line.
 
         Args:
             pace: seconds a step.
@@ -206,7 +192,7 @@ class Training:
         parts += [f"{name} {rate:.2e}" for name, rate in self.rates.items()]
         parts.append(f"{self.took['captions'] / self.took['seconds']:.0f} captions/s")
         parts += [f"MFU {flops / pace / (peak * self.runtime.ranks):.0%}"] if peak else []
-        parts.append(f"ETA {progress.eta((steps - step) * pace)}")
+        parts.append(f"ETA {timedelta(seconds=round((steps - step) * pace))}")
         self.runtime.say("  ".join(parts))
 
     def end_if_asked(self, step: int) -> None:
@@ -215,22 +201,23 @@ class Training:
         asked = self.runtime.rank == 0 and (self.job.run_dir / attempts.STOP).exists()
         if engine.sum_over_ranks(torch.tensor(float(asked)), self.runtime.ranks):
             self.save(step)
-            self.writer.finish()
             raise attempts.StoppedError(
                 f"asked to end (SIGTERM) at step {step}, whose checkpoint is written: run again to go on from it"
             )
 
+    def writes(self) -> bool:
+        """Return whether this worker writes, which is the first; raise SupersededError where a later attempt does."""
+        if self.runtime.rank == 0:
+            attempts.require_newest(self.job.run_dir, self.job.generation)
+        return self.runtime.rank == 0
+
     def save(self, step: int) -> Path:
-        """Have the checkpoint after `step` steps written by the first worker, and after it what the run took; return
-        its folder. Waits for what has still to be written, so that no more than one state is held beside the engine's.
-        """
-        run_dir, first = self.job.run_dir, self.runtime.rank == 0
-        if first:
-            self.writer.finish()
-        tensors = state.whole_state(self.engine, keep=first)
-        if first:
-            self.writer.submit(state.write_state, run_dir, step, self.trained, tensors, self.curve.copy())
-            self.writer.submit(write_atomic, run_dir / HOURS, json.dumps(self.spent()) + "\n")
+        """Write the checkpoint after `step` steps, and after it what the run took; return its folder."""
+        run_dir = self.job.run_dir
+        tensors = state.whole_state(self.engine, keep=self.runtime.rank == 0)
+        if self.writes():
+            state.write_state(run_dir, step, self.trained, tensors, self.curve)
+            write_atomic(run_dir / HOURS, json.dumps(self.spent()) + "\n")
         return state.folder_of(run_dir, step)
 
     def spent(self) -> dict[str, float]:
@@ -251,9 +238,9 @@ class Training:
         if compute.caption_val_pairs and (step == self.schedule.steps or step % every == 0):
             scores |= self.validation.cider(self.engine)
         self.curve.fill(scores)
-        if self.runtime.rank == 0:
-            self.writer.submit(write_atomic, folder / state.VALIDATION, json.dumps(scores) + "\n")
-            self.writer.submit(self.curve.copy().write, self.job.run_dir / CURVES)
+        if self.writes():
+            write_atomic(folder / state.VALIDATION, json.dumps(scores) + "\n")
+            self.curve.write(self.job.run_dir / CURVES)
         if scores:
             named = "".join(f"  {name} {value:.4f}" for name, value in scores.items())
             self.runtime.say(f"validation after step {step}{named}")
@@ -276,18 +263,14 @@ class Training:
     def export(self) -> int:
         """Write the checkpoint that `train.export` asks for; return the step that it is from. Every worker calls it."""
         job, model, rank = self.job, self.engine.module, self.runtime.rank
-        self.writer.finish()
         folder = self.runtime.agree(state.checkpoint_to_export(job.run_dir, job.cfg.export) if rank == 0 else None)
         if folder is not None:
             state.load_state(self.engine, folder)
         partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
-            if rank == 0:
-                attempts.require_newest(job.run_dir, job.generation)
-                out = job.out / "checkpoint"
+            if self.writes():
                 base: dict[str, Any] = {"base": job.cfg.base, "base_sha256": job.base_sha256}
-                with attempts.full_disk_explained(out, sum(parameter.nbytes for parameter in model.parameters())):
-                    save_checkpoint(model, self.processor, out, family=job.model.family, **base)
+                save_checkpoint(model, self.processor, job.out / "checkpoint", family=job.model.family, **base)
                 self.curve.write(job.out / CURVES)
         return self.schedule.steps if folder is None else state.step_of(folder)
 

@@ -25,8 +25,7 @@ from m3diff.cluster import JOIN_S, on_one_machine, per_worker, start_ray, wait_f
 from m3diff.models.device import Device, environment
 from m3diff.records.files import write_atomic
 from m3diff.stages.train.attempts import ended_when_superseded, require_newest, stop_on_sigterm
-from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.runtimes import choose_accelerator, loopback
+from m3diff.stages.train.job import Job, Runtime, choose_accelerator, loopback
 
 
 def run_on_ray(job: Job) -> dict[str, Any]:

@@ -24,7 +24,7 @@ A module in use is far from it: the embedded one starts at 0.5 and ends there.""
 def mean_tokens(schedule: Schedule, loader: Loader) -> tuple[float, float]:
     """Return the tokens of a sequence and those of them that are supervised: the means of the first epoch, or of its
     first COUNTED sequences."""
-    packed = [pack([loader.pairs_of(rows)]) for rows in schedule.epoch(0).part(0, COUNTED)]
+    packed = [pack([loader.pairs_of(rows)]) for rows in schedule.epoch(0)[:COUNTED]]
     tokens, supervised = np.mean([(each.tokens, len(each.labels)) for each in packed], axis=0).tolist()
     return tokens, supervised
 
@@ -51,28 +51,14 @@ def describe(
         "supervised)",
         f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps = {schedule.steps:,} steps",
         f"{parameters['trainable']:,} parameters train ({', '.join(trains)}), {parameters['frozen']:,} are frozen",
-        f"{flop(flops)} a step",
+        f"{flops / 1e12:.3g} TFLOP a step",
     ]
-
-
-def flop(count: float) -> str:
-    """Return `7.15 GFLOP`, `3.2 PFLOP`."""
-    unit, name = next((u, n) for u, n in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (0, "")) if count >= u)
-    return f"{count / (unit or 1):.3g} {name}FLOP"
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of one device, None where it is not known. Kinds that differ in memory have one peak."""
     gpu = gpu_of(device_name, memory_gb=0)
     return gpu.bf16_tflops * 1e12 if gpu and precision == "bf16" else None
-
-
-def eta(seconds: float) -> str:
-    """Return `45 s`, `11 min`, `3 h 20 min`."""
-    minutes = round(seconds / 60)
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def columns(parts: Iterable[str], module: Iterable[str], datasets: Iterable[str]) -> tuple[str, ...]:
@@ -99,10 +85,6 @@ class Curve:
         unknown = values.keys() - set(self.names)
         assert not unknown, f"no such columns: {sorted(unknown)}"
         self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
-
-    def copy(self) -> "Curve":
-        """Return the curves as they are: what is added or filled in later is not in them."""
-        return Curve(self.names, [*self.rows[:-1], *(dict(row) for row in self.rows[-1:])])  # `fill` changes the last
 
     def last(self, column: str) -> float:
         """Return the last value of a column, NaN where it has none."""

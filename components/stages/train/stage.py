@@ -6,7 +6,6 @@ its newest valid checkpoint, also after `compute` was changed, and nothing else 
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,24 +14,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m3diff.models import FAMILIES
+from m3diff.models.device import Device
 from m3diff.provenance.code import key_of
 from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train.attempts import TERMINATED, Run, StoppedError, with_retries
-from m3diff.stages.train.job import CURVES, DatasetFilter, Job, of_alignment
+from m3diff.stages.train.attempts import TERMINATED, Run, StoppedError, stop_on_sigterm, with_retries
+from m3diff.stages.train.job import (
+    CURVES,
+    DatasetFilter,
+    Job,
+    Runtime,
+    choose_accelerator,
+    of_alignment,
+    only_worker,
+)
 from m3diff.stages.train.params import Train
 
 if TYPE_CHECKING:
     from m3diff.models.family import Settings
-    from m3diff.models.settings import Align
-
 
 SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours", "device", "devices")
 """Figures of all attempts of a run. In no report: a resumed run's is that of one that was left alone."""
 
-ALIGNMENT, DONE = "alignment", "done.json"
-"""The alignment's folder in the run's, and the file in it with its figures, written when it has ended."""
+ALIGNMENT = "alignment"
+"""The alignment's folder in the run's."""
 
 
 class TrainReport(StageReport):
@@ -117,50 +123,35 @@ def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     without it. Times and hours are of both.
 
     Each phase is a run of the loop on datasets of its own, with a folder, checkpoints and a schedule of its own, so
-    each goes on by itself where it was killed. The fine-tuning begins with the alignment's weights.
+    each goes on by itself where it was killed: an alignment that had ended exports its last checkpoint again. The
+    fine-tuning begins with its weights.
 
     Raises: as `with_retries`.
     """
+    run: Run = run_local
     if job.compute.workers:
         from m3diff.stages.train.on_ray import run_on_ray as run
-    else:
-        from m3diff.stages.train.runtimes import run_local as run
-    align = job.model.align
+    align, folder = job.model.align, job.run_dir / ALIGNMENT
     if align is None:
         return with_retries(run, job), {}
     from m3diff.stages.train.progress import with_alignment
 
-    before = aligned(run, job, align)
-    first = job.run_dir / ALIGNMENT / "out"
-    figures = with_retries(run, replace(job, weights=first / "checkpoint", datasets=DatasetFilter(align.datasets)))
-    with_alignment(first / CURVES, job.out / CURVES)
+    folder.mkdir(exist_ok=True)
+    (cfg, settings), out = of_alignment(job.cfg, job.model), folder / "out"
+    chosen = DatasetFilter(align.datasets, others=False)
+    before = with_retries(run, replace(job, cfg=cfg, model=settings, out=out, run_dir=folder, datasets=chosen))
+    figures = with_retries(run, replace(job, weights=out / "checkpoint", datasets=DatasetFilter(align.datasets)))
+    with_alignment(out / CURVES, job.out / CURVES)
     return figures | {name: figures[name] + before[name] for name in ("seconds", "device_hours")}, before
 
 
-def aligned(run: Run, job: Job, align: "Align") -> dict[str, Any]:
-    """Train the phase before to its end, where it has not ended yet; return its figures.
+def run_local(job: Job) -> dict[str, Any]:
+    """Run the loop as the only worker, in this process, and return its figures."""
+    choose_accelerator(job.compute.gpu)  # before DeepSpeed is imported
+    from m3diff.stages.train.loop import run_loop
 
-    Where its output is not as its manifest says, it is written again from the newest step checkpoint.
-    """
-    from m3diff.models.checkpoint import CheckpointError, verify_manifest
-
-    folder = job.run_dir / ALIGNMENT
-    out, done = folder / "out", folder / DONE
-    if done.is_file():
-        try:
-            verify_manifest(out / "checkpoint")
-            return json.loads(done.read_text(encoding="utf-8"))
-        except CheckpointError as error:
-            fault = f"train: {str(error).partition(';')[0]}"
-            print(f"{fault}; the alignment's output is written again from its newest step checkpoint", flush=True)
-            done.unlink()
-            shutil.rmtree(out, ignore_errors=True)
-    folder.mkdir(exist_ok=True)
-    cfg, settings = of_alignment(job.cfg, job.model)
-    chosen = DatasetFilter(align.datasets, others=False)
-    figures = with_retries(run, replace(job, cfg=cfg, model=settings, out=out, run_dir=folder, datasets=chosen))
-    write_atomic(done, json.dumps(figures) + "\n")
-    return figures
+    with only_worker(Device(job.compute.gpu, job.cfg.precision).backend), stop_on_sigterm(job.run_dir):
+        return run_loop(job, Runtime())
 
 
 def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> str:
@@ -177,15 +168,9 @@ def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> s
 
 @contextmanager
 def _only_trainer(run_dir: Path) -> Iterator[None]:
-    with (run_dir.parent / f"{run_dir.name}.lock").open("a+") as lock:
+    with (run_dir.parent / f"{run_dir.name}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            lock.seek(0)
-            raise RunLockedError(
-                f"{lock.name}: another training of this run is alive ({lock.read().strip()})"
-            ) from error
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()}")
-        lock.flush()
+            raise RunLockedError(f"{lock.name}: another training of this run is alive; wait for its end") from error
         yield

@@ -2,18 +2,16 @@
 
 DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
 parameter name: the fp32 master weights and AdamW's two moments, in safetensors, next to the curves and a manifest of
-hashes. The first worker writes while the next steps are taken; the frozen base is no part of it. Folders are called
-`step-<steps done>`, which is AdamW's count of steps too.
+hashes. The first worker writes them; the frozen base is no part of it. Folders are called `step-<steps done>`, which is
+AdamW's count of steps too.
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Set
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import deepspeed
@@ -30,7 +28,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
-from m3diff.stages.train.attempts import full_disk_explained
 from m3diff.stages.train.job import CURVES
 from m3diff.stages.train.progress import Curve
 
@@ -103,59 +100,15 @@ def start_moments(engine: deepspeed.DeepSpeedEngine, steps: int) -> None:
         adamw.state[flat] = {"step": count, **{name: torch.zeros_like(flat) for name in MOMENTS}}
 
 
-class Writer:
-    """A thread that writes beside the next steps, in the order of what was submitted.
-
-    After an error nothing more is written, and every later call raises it. Leaving a `with` waits for what is left.
-
-    Args:
-        require: called before each work; what it raises is such an error.
-    """
-
-    def __init__(self, require: Callable[[], object] = lambda: None) -> None:
-        self.require = require
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self.last = self.thread.submit(lambda: None)
-
-    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Have `work(*arguments)` done; the arguments belong to the thread from now on."""
-        before = self.last
-        if before.done():
-            before.result()
-
-        def write() -> None:
-            before.result()  # its error is this one's, too
-            self.require()
-            work(*arguments)
-
-        self.last = self.thread.submit(write)
-
-    def finish(self) -> None:
-        """Wait until everything is written."""
-        self.last.result()
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, _: object, raised: BaseException | None, __: TracebackType | None) -> None:
-        self.thread.shutdown(wait=True)
-        error = self.last.exception()
-        if raised is None:
-            self.finish()
-        elif error not in (None, raised):  # the run's own error goes on; this one would be lost
-            logger.warning("train: nor was the newest checkpoint written (%s)", error)
-
-
 def whole_state(engine: deepspeed.DeepSpeedEngine, keep: bool) -> dict[str, dict[str, Tensor]]:
-    """Return the state by file and parameter, copied to the CPU, on a worker that is to `keep` it. Every worker calls
-    this."""
+    """Return the state by file and parameter, on the CPU, on a worker that is to `keep` it. Every worker calls this."""
     state = MasterState(engine)
     tensors: dict[str, dict[str, Tensor]] = {file: {} for file in FILES}
     for file, moment in FILES.items():
         for name, parameter in state.parameters.items():
             whole = state.get(parameter, moment)
-            if keep:  # a copy on a CPU too, where training goes on in place
-                tensors[file][name] = whole.to("cpu", copy=True).contiguous()
+            if keep:
+                tensors[file][name] = whole.cpu().contiguous()
     return tensors
 
 
@@ -171,18 +124,16 @@ def write_state(
     Raises:
         CheckpointError: what was written does not read back, or has not the names of what trains; nothing older was
             removed.
-        NotWrittenError: the disk is full; nothing older was removed.
     """
     folder, writing = folder_of(run_dir, step), run_dir / "writing"
     shutil.rmtree(writing, ignore_errors=True)
-    with full_disk_explained(writing, sum(t.nbytes for named in tensors.values() for t in named.values())):
-        writing.mkdir(parents=True)
-        for file, named in tensors.items():
-            save_file(dict(named), writing / file)
-        curve.write(writing / CURVES)
-        write_manifest(writing, step=step)
-        for path in (*writing.iterdir(), writing):
-            _flush(path)
+    writing.mkdir(parents=True)
+    for file, named in tensors.items():
+        save_file(dict(named), writing / file)
+    curve.write(writing / CURVES)
+    write_manifest(writing, step=step)
+    for path in (*writing.iterdir(), writing):
+        _flush(path)
     shutil.rmtree(folder, ignore_errors=True)
     writing.rename(folder)
     _flush(run_dir)

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import unwrapped
-from m3diff.stages.train.batches import Loader, Samples, Weighted, open_image
+from m3diff.stages.train.batches import Loader, Samples, Weighted, complete
 from m3diff.stages.train.engine import sum_over_ranks, token_loss
 from m3diff.stages.train.job import Job, Runtime
 
@@ -71,9 +72,9 @@ class Validation:
         pairs."""
         sums = torch.zeros(len(self.datasets), 2, dtype=torch.float64)
         engine.eval()
-        complete = self.loader.completed(batch for _, batch in self.batches)
-        for (number, _), batch in zip(self.batches, complete, strict=True):
-            loss = token_loss(engine, batch, self.processor, self.device)
+        for number, batch in self.batches:
+            whole = complete(batch, self.device, self.processor.pad_id)
+            loss = token_loss(engine, whole, self.processor, self.device)
             sums[number] += torch.tensor([float(loss), batch.supervised_tokens], dtype=torch.float64)
         engine.train()
         if not self.datasets:
@@ -106,7 +107,7 @@ class Validation:
             for at in range(0, len(rows), CAPTION_BATCH):
                 batch = rows[at : at + CAPTION_BATCH]
                 images = [self.samples.images(row) for row in batch]
-                opened = [(open_image(*before), open_image(*after)) for before, after in images]
+                opened = [(load_image(*before), load_image(*after)) for before, after in images]
                 captions |= zip(batch, captioner.caption(opened, question), strict=True)
         engine.train()
         if self.alike or self.ranks == 1:

@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from m3diff.commands.plan.plan import (
     Run,
-    SourceCount,
+    Use,
     Workload,
-    count_test_pairs,
     counted_workload,
     find_workload,
     make_plan,
+    print_plan,
     published_workload,
 )
-from m3diff.commands.plan.words import print_plan
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
 from m3diff.settings.load import load_params
@@ -54,8 +51,8 @@ def published(*readers: str, cfg: Any = None, **changes: Any) -> Workload:
 
 def test_a_mixture_is_counted_by_source_and_each_use_of_a_pair_counts(tmp_path):
     load = counted(tmp_path / "one")
-    assert load.sources == {"a": SourceCount(pairs=2, references=4), "b": SourceCount(pairs=2, references=3)}
-    assert (load.pairs, load.references, load.references_per_pair) == (4, 7, 1.75)
+    assert load.uses == [Use("a", pairs=2, references=4), Use("b", pairs=2, references=3)]
+    assert (load.pairs, load.references) == (4, 7)
     assert load.sizes == {1: 2, 2: 1, 3: 1}
     assert (load.prompt_tokens, load.reference_tokens) == (29, 15)
     assert load.counted == f"{tmp_path / 'one/train'}, lengths estimated"
@@ -73,15 +70,15 @@ def test_lengths_are_those_of_the_tokenizer_prompts_by_pair_and_references_each(
 
 @pytest.mark.parametrize(("most", "sequences"), [(1, 70), (2, 10 + 30), (4, 10 + 15), (9, 20), (None, 20)])
 def test_sequences_of_published_sums_are_full_source_by_source(most, sequences):
-    sources = {"one": SourceCount(10, 10), "six": SourceCount(10, 60)}
-    assert Workload("", sources, 29, 15, {}).sequences(most) == sequences
+    uses = [Use("one", 10, 10), Use("six", 4, 34), Use("six", 6, 26)]
+    assert Workload("", uses, 29, 15, {}).sequences(most) == sequences
 
 
 def test_only_the_splits_that_train_are_counted_and_what_no_one_counted_is_what_the_papers_other_sources_leave():
-    assert published("iedit").sources == {"iedit": SourceCount(3_061, 3_061)}
-    assert published("iedit", train_on=BOTH).sources == {"iedit": SourceCount(3_444, 4_206)}
+    assert published("iedit").sources == {"iedit": (3_061, 3_061)}
+    assert published("iedit", train_on=BOTH).sources == {"iedit": (3_444, 4_206)}
     each = (896_000 - (7_806 + 6_222 + 20_927 + 4_210 + 14_446 + 444_300)) / 43_200
-    assert published("clevr_dc").sources["clevr_dc"] == SourceCount(40_800, round(40_800 * each))
+    assert published("clevr_dc").sources["clevr_dc"] == (40_800, round(40_800 * each))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,7 @@ def test_only_the_splits_that_train_are_counted_and_what_no_one_counted_is_what_
 )
 def test_weights_and_caps_of_convert_apply_to_published_counts(source, most, pairs, references):
     cfg = convert_section(sources={"birds_to_words": source}, references_per_pair=most)
-    assert published("birds_to_words", cfg=cfg).sources == {"birds_to_words": SourceCount(pairs, references)}
+    assert published("birds_to_words", cfg=cfg).sources == {"birds_to_words": (pairs, references)}
 
 
 def test_joined_references_are_as_long_as_all_of_a_pair_together():
@@ -138,23 +135,13 @@ def test_the_run_s_own_mixture_is_counted_where_it_is_there_and_the_published_co
     assert (rest.sources, rest.counted) == ({"a": whole.sources["a"]}, whole.counted), "b is of another phase"
     assert find(entries("iedit", "b=pairs"), tmp_path / "none", "b").sources.keys() == {"iedit"}
     load = find(entries("iedit"))
-    assert load.sources == {"iedit": SourceCount(3_061, 3_061)}
+    assert load.sources == {"iedit": (3_061, 3_061)}
     assert load.counted.endswith(f"lengths estimated; {mixture} is of another run (a, b)")
     load = find(entries("iedit", "a=pairs") | entries("b=pairs", train_on=()))
     assert load.sources.keys() == {"iedit"}
     assert "; without a, of which none are published; " in load.counted
     with pytest.raises(ParamsError, match="plan: a: no published counts"):
         find(entries("a=pairs"))
-
-
-def test_test_pairs_are_the_run_s_own_else_the_published(tmp_path):
-    (tmp_path / "test").mkdir()
-    rows = {"pair": ["a/1", "a/1", "a/2", "b/1"], "dataset": ["a", "a", "a", "b"]}
-    pq.write_table(pa.table(rows), tmp_path / "test" / "part.parquet")
-    assert count_test_pairs(tmp_path, entries("a=pairs", "b=pairs")) == 3
-    assert count_test_pairs(tmp_path, entries("a=pairs")) is None, "another run's mixture, and no published counts"
-    for folder in (tmp_path, tmp_path / "none"):
-        assert count_test_pairs(folder, entries("spot_the_diff")) == 1_270
 
 
 MANY = [f"car {number} left" for number in range(14)]
@@ -222,16 +209,16 @@ def test_the_plan_counts_the_pairs_and_samples_that_convert_writes(sources, trai
         assert written["spot_the_diff"] == spot
         mixture = counted_workload(sources / "mixture/train", None, IMAGE_TOKENS)
         assert mixture.sources == load.sources, "the plan after convert is the plan before"
-    raw = pl.concat([pl.read_parquet(sources / f"records/{name}/records.parquet") for name in COUNTED])
-    found = pl.read_parquet(sources / "mixture/train/*.parquet").join(raw, left_on="pair", right_on="id")
-    counts = found.group_by("dataset", "own_split").agg(pl.col("pair").n_unique(), pl.len()).iter_rows()
-    assert {(use.dataset, use.split, *use.used) for use in load.splits} == set(counts), "of all references"
-    assert [use.published for use in load.splits] == [3, 3, 1, 1][:: 3 - len(train_on)]
+        raw = pl.concat([pl.read_parquet(sources / f"records/{name}/records.parquet") for name in COUNTED])
+        found = pl.read_parquet(sources / "mixture/train/*.parquet").join(raw, left_on="pair", right_on="id")
+        counts = found.group_by("dataset", "own_split").agg(pl.col("pair").n_unique(), pl.len()).iter_rows()
+        assert {(use.dataset, use.split, use.pairs, use.references) for use in load.uses} == set(counts), samples
+    assert [use.published for use in load.uses] == [3, 3, 1, 1][:: 3 - len(train_on)]
 
 
 def test_a_dataset_that_trains_on_none_of_its_splits_is_neither_planned_nor_written(sources):
     report, load = converted(sources, validated(sources, spot_the_diff=["train"], birds_to_words=[]))
-    assert load.sources == {"spot_the_diff": SourceCount(2, 3)}
+    assert load.sources == {"spot_the_diff": (2, 3)}
     assert (report.pairs["train"], report.samples["train"]) == (2, 3)
     birds = report.datasets["birds_to_words"]
     assert birds.pairs == {"train": 0, "val": 1, "test": 1}
@@ -241,8 +228,8 @@ def test_a_dataset_that_trains_on_none_of_its_splits_is_neither_planned_nor_writ
 def test_a_share_of_a_dataset_is_shared_out_over_its_splits_to_the_unit():
     cfg = convert_section(references_per_pair=None, sources={"birds_to_words": {"max_pairs": 999}})
     load = published("birds_to_words", cfg=cfg, train_on=BOTH)
-    assert [use.used.pairs for use in load.splits] == [891, 108]  # of 2,685 and 325
-    assert sum(use.used.references for use in load.splits) == load.references == round(999 * 14_417 / 3_010)
+    assert [use.pairs for use in load.uses] == [891, 108]  # of 2,685 and 325
+    assert load.references == round(999 * 14_417 / 3_010)
 
 
 def test_the_profiles_of_the_paper_train_on_the_published_pairs_of_train_and_val():
@@ -251,10 +238,9 @@ def test_the_profiles_of_the_paper_train_on_the_published_pairs_of_train_and_val
         load_params(REPOSITORY / f"profiles/{name}.yaml") for name in ("paper", "paper-letter", "one-gpu", "small")
     ]
     paper, *others = [published_workload(params.ingest.datasets, params.convert) for params in profiles]
-    assert all(load.splits == paper.splits for load in others)
-    assert sum(use.published for use in paper.splits) == 145_377
-    assert paper.pairs == sum(use.used.pairs for use in paper.splits) == 145_377 - 41
-    assert paper.references == sum(use.used.references for use in paper.splits)
+    assert all(load.uses == paper.uses for load in others)
+    assert sum(use.published for use in paper.uses) == 145_377
+    assert paper.pairs == 145_377 - 41
     assert paper.references == pytest.approx(896_000 - 36, abs=20)  # less the repeats of a pair that were counted
     assert (paper.prompt_tokens, paper.reference_tokens) == (29, 15)
 
@@ -263,10 +249,10 @@ def test_the_plan_prints_each_split_its_published_pairs_and_the_sum_and_the_pape
     def lines(*readers: str) -> list[str]:
         train, compute, cfg = train_section(), compute_section(), convert_section(references_per_pair=None)
         run = Run(train, ToySettings(), compute, entries(*readers, train_on=BOTH), cfg, tmp_path / "none")
-        print_plan(train, compute, make_plan(run), None, 0.45)
+        print_plan(make_plan(run), compute, None, 0.45)
         said = capsys.readouterr().out.splitlines()
         start = said.index("counted: published counts of the datasets, lengths estimated")
-        return said[start + 1 : next(n for n, line in enumerate(said) if line.startswith("workload:"))]
+        return said[start + 1 : next(n for n, line in enumerate(said) if "tokens a prompt" in line)]
 
     spot_train, spot_val, clevr, _, total = lines("spot_the_diff", "clevr_dc")
     assert spot_train == "  spot_the_diff train              8,529 pairs    17,620 references of 8,566 published pairs"

@@ -148,16 +148,15 @@ def test_a_worker_s_data_error_is_the_stage_s(cluster, checkpoint, tmp_path):
 
 
 @pytest.mark.slow(65)
-@pytest.mark.parametrize(("count", "at"), [(2, 12), (1, 13)])
 def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
-    count, at, cluster, checkpoint, mixture, tmp_path, monkeypatch, capsys
+    cluster, checkpoint, mixture, tmp_path, monkeypatch, capsys
 ):
     """To the same answers as those of one process; a cluster that was there stays."""
 
     class Mortal(workers.Worker):
         def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
             for batch in batches:
-                if batch.number == at and not list(tmp_path.iterdir()):  # as on a machine out of memory
+                if batch.number == 12 and not list(tmp_path.iterdir()):  # as on a machine out of memory
                     (tmp_path / str(os.getpid())).touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield from super().caption([batch])
@@ -165,11 +164,11 @@ def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
     asked = in_batches(mixture)
     want = dict(caption(job(checkpoint), asked))
     monkeypatch.setattr(workers, "Worker", Mortal)
-    same(list(caption_on_ray(job(checkpoint, workers=count, max_failures=1), asked)), want)
+    same(list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), asked)), want)
     assert len(list(tmp_path.iterdir())) == 1, "one has died"
     said = capsys.readouterr().out
     assert "predict: a worker died (" in said
-    assert f"unanswered batches go to {'1 other worker(s)' if count == 2 else 'new workers'} (failure 1 of 1 " in said
+    assert "unanswered batches go to new workers (failure 1 of 1 " in said
     assert ray.is_initialized()
 
 
@@ -180,7 +179,7 @@ class Remote:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mortal: bool = False) -> None:
         self.asked: dict[str, Any] = {}
         self.dealt: list[list[int]] = []
-        self.mortal, self.started, self.killed = mortal, True, 0
+        self.mortal, self.killed = mortal, 0
         nodes = [{"Resources": {"CPU": 3 * 5, "GPU": 5}, "NodeManagerAddress": "10.0.0.7"}]
         monkeypatch.setattr("m3diff.cluster.live_nodes", lambda: nodes)
         monkeypatch.setattr(workers, "ROOM_S", 0)
@@ -194,15 +193,13 @@ class Remote:
         return lambda kind: SimpleNamespace(remote=self.actor)
 
     def actor(self, job: Job) -> Any:
-        ready = SimpleNamespace(remote=lambda: "ready")
-        return SimpleNamespace(ready=ready, caption=SimpleNamespace(remote=self.caption))
+        return SimpleNamespace(caption=SimpleNamespace(remote=self.caption))
 
     def kill(self, worker: Any) -> None:
         self.killed += 1
 
-    def wait(self, refs: list[Any], num_returns: int, timeout: float | None = None) -> tuple[list[Any], list[Any]]:
-        ready = num_returns if self.started else 0
-        return refs[:ready], refs[ready:]
+    def wait(self, refs: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        return refs[:num_returns], refs[num_returns:]
 
     def caption(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
         self.dealt.append([batch.number for batch in part])
@@ -228,16 +225,12 @@ def test_each_worker_is_placed_with_its_device_and_its_environment(gpu, checkpoi
     assert fake.dealt == [[10], [11], [12], [13], [14]], "no worker without work, and no room is asked for it"
 
 
-def test_workers_without_room_or_that_do_not_start_are_refused_with_what_ray_has(checkpoint, mixture, monkeypatch):
-    fake = Remote(monkeypatch)
+def test_workers_without_room_are_refused_with_what_ray_has(checkpoint, mixture, monkeypatch):
+    Remote(monkeypatch)
     with pytest.raises(
         ParamsError, match="^compute.workers: .*2 of 3 workers: a worker needs 6 CPU; 10.0.0.7 has 15 CPU"
     ):
         list(caption_on_ray(job(checkpoint, workers=3, cpus_per_worker=6), in_batches(mixture)))
-    fake.started = False
-    with pytest.raises(ConnectionError, match="2 of 2 Ray workers did not start within 600 s; .* run `m3diff predict`"):
-        list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
-    assert fake.killed == 2, "room is given back"
 
 
 def test_what_a_dead_worker_left_is_dealt_again_until_too_many_died_and_what_was_captioned_is_kept(
@@ -248,7 +241,7 @@ def test_what_a_dead_worker_left_is_dealt_again_until_too_many_died_and_what_was
     monkeypatch.setattr(stage, "caption", caption_on_ray)
     with pytest.raises(ConnectionError, match="a worker died .*max_failures: 4 .* run `m3diff predict` again: what is"):
         predict(cfg, how, mixture, model, out)
-    assert (fake.killed, fake.dealt) == (4, [list(range(at, 15)) for at in range(5)])
+    assert (fake.killed, fake.dealt) == (5, [list(range(at, 15)) for at in range(5)]), "room is given back"
     fake.mortal = False
     predict(cfg, how, mixture, model, out)
     assert fake.dealt[5:] == [list(range(5, 15))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.stages.train.runtimes import choose_accelerator, only_worker
+from m3diff.stages.train.job import choose_accelerator, only_worker
 from tests.stages.train.toy import Place, write_mixture
 from tests.tiny import tiny_base
 

@@ -7,7 +7,7 @@ from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from m3diff.stages.train.runtimes import choose_accelerator
+from m3diff.stages.train.job import choose_accelerator
 
 choose_accelerator(False)
 from m3diff.stages.train import loop  # noqa: E402, F401  # for the processes that are forked

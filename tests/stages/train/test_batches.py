@@ -1,8 +1,8 @@
-"""Samples on disk; which reference trains when: once per epoch, by the seed, dealt to workers; with which images."""
+"""Samples of a split; which reference trains when: once per epoch, by the seed, dealt to workers; with which images."""
 
+import math
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -13,20 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
-from m3diff.stages.train import batches as batches_of
 from m3diff.stages.train.batches import (
     SCHEMA,
     Loader,
     MicroBatch,
-    RowGroups,
     Samples,
     Schedule,
-    open_image,
     read_samples,
     read_training_samples,
 )
@@ -39,77 +37,23 @@ def columns_of(held: Samples) -> list[list[Any]]:
     return [list(getattr(held, name)) for name in SCHEMA.names]
 
 
-def test_every_value_is_that_of_the_parquet_files_in_the_mapped_file_and_not_in_memory(
-    mixture: Path, tmp_path: Path
-) -> None:
-    before = pa.total_allocated_bytes()
-    held = read_samples(mixture / "train", tmp_path)
-    assert pa.total_allocated_bytes() - before < 4096, held
-    table = pq.read_table(mixture / "train")
-    assert columns_of(held) == [table[name].to_pylist() for name in SCHEMA.names]
-    assert len(held) == len(table) > 20
-    plan = schedule(held, max_captions=1).epoch(0)
-    assert plan.rows.nbytes + plan.offsets.nbytes <= 8 * len(held) + 4, "a million captions take 8 MB"
-    rows = table.to_pylist()
-    for row in (0, len(rows) - 1):
-        assert held.images(row) == tuple((rows[row][side], rows[row][f"{side}_sha256"]) for side in ("before", "after"))
-
-
 def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_writer_s_types(
     mixture: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "train").mkdir()
-    val = pq.read_table(mixture / "val")
+    first, val = pq.read_table(mixture / "train"), pq.read_table(mixture / "val")
     large = [pa.large_string() if pa.types.is_string(kind) else pa.large_binary() for kind in val.schema.types]
     schema = pa.schema(list(zip(val.column_names, large, strict=True)))
     pq.write_table(val.cast(schema), tmp_path / "train" / "00001.parquet")
-    (tmp_path / "train" / "00000.parquet").write_bytes((mixture / "train" / "00000.parquet").read_bytes())
-    first, then = (columns_of(read_samples(mixture / split, tmp_path)) for split in ("train", "val"))
-    assert columns_of(read_samples(tmp_path / "train", tmp_path)) == [a + b for a, b in zip(first, then, strict=True)]
-
-
-@pytest.mark.parametrize("batch_rows", [1, 2, 5, 1000])
-def test_a_pair_may_lie_across_two_batches_of_the_file(
-    batch_rows: int, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batches_of, "BATCH_ROWS", batch_rows)
-    names = pq.read_table(mixture / "train")["pair"].to_pylist()
-    want = [[row for row, other in enumerate(names) if other == name] for name in dict.fromkeys(names)]
-    found = read_samples(mixture / "train", tmp_path).pairs()
-    assert [rows.tolist() for rows in found] == want
-    assert len(found) == 10
-
-
-def test_the_file_is_written_once_for_one_content_by_workers_at_once_and_anew_for_another(
-    mixture: Path, tmp_path: Path
-) -> None:
-    together, batches = threading.Barrier(3, timeout=300), batches_of._batches
-    scratch, split = tmp_path / "scratch", tmp_path / "train" / "00000.parquet"
-    split.parent.mkdir()
-    split.write_bytes((mixture / "train" / "00000.parquet").read_bytes())
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(batches_of, "_batches", lambda *given: (together.wait(), batches(*given))[1])
-        held = list(pool.map(lambda _: read_samples(split.parent, scratch), range(3)))
-    assert [list(one.reference) for one in held] == [pq.read_table(split)["reference"].to_pylist()] * 3
-    (file,) = scratch.iterdir()
-    made = file.stat().st_mtime_ns
-    read_samples(split.parent, scratch)
-    assert [path.stat().st_mtime_ns for path in scratch.iterdir()] == [made]
-    split.write_bytes((mixture / "val" / "00000.parquet").read_bytes())
-    assert len(read_samples(split.parent, scratch)) == len(pq.read_table(split))
-
-
-def test_a_file_that_cannot_be_written_to_its_end_is_not_left_behind(
-    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> Any:
-        yield from ()
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(batches_of, "_batches", fail)
-    with pytest.raises(OSError, match="the disk is full"):
-        read_samples(mixture / "train", tmp_path / "scratch")
-    assert list((tmp_path / "scratch").iterdir()) == []
+    pq.write_table(first, tmp_path / "train" / "00000.parquet", row_group_size=3)
+    held = read_samples(tmp_path / "train")
+    want = {name: first[name].to_pylist() + val[name].to_pylist() for name in SCHEMA.names}
+    assert columns_of(held) == list(want.values())
+    assert held.images(1) == tuple((want[side][1], want[f"{side}_sha256"][1]) for side in ("before", "after"))
+    by_pair = [[row for row, other in enumerate(want["pair"]) if other == name] for name in dict.fromkeys(want["pair"])]
+    assert [rows.tolist() for rows in held.pairs()] == by_pair, "a pair may lie across two row groups"
+    table = pa.table({name: ["a", "b", "b", "a"] for name in SCHEMA.names})
+    assert [rows.tolist() for rows in Samples(table).pairs()] == [[0], [1, 2], [3]], "pairs of one name, no neighbours"
 
 
 def test_a_mixture_without_a_training_split_is_refused_and_one_without_validation_is_not(tmp_path: Path) -> None:
@@ -117,17 +61,8 @@ def test_a_mixture_without_a_training_split_is_refused_and_one_without_validatio
         (tmp_path / split).mkdir()
     pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "val" / "00000.parquet")
     with pytest.raises(DataError, match="no sample of split 'train'; run `m3diff convert`"):
-        read_training_samples(tmp_path, tmp_path)
-    assert list(read_samples(tmp_path / "val", tmp_path).pairs()) == []
-
-
-def test_groups_are_taken_by_number_and_in_parts_and_pairs_of_one_name_that_are_no_neighbours_are_two() -> None:
-    groups = RowGroups(np.array([4, 5, 6, 7]), np.array([0, 1, 1, 4]))
-    assert [rows.tolist() for rows in groups] == [[4], [], [5, 6, 7]]
-    assert (groups[2].tolist(), len(groups)) == ([5, 6, 7], 3)
-    assert [rows.tolist() for rows in groups.part(1, 9)] == [[], [5, 6, 7]]
-    table = pa.table({name: ["a", "b", "b", "a"] for name in SCHEMA.names})
-    assert [rows.tolist() for rows in Samples(table).pairs()] == [[0], [1, 2], [3]]
+        read_training_samples(tmp_path)
+    assert read_samples(tmp_path / "val").pairs() == []
 
 
 def samples(pairs: int = 7) -> Samples:
@@ -158,6 +93,7 @@ def plan_in_words(names: list[str], max_captions: int | None, seed: int, epoch: 
 def test_an_epoch_is_what_the_rule_in_plain_python_gives_and_stays_as_it_was(most: int | None, seed: int) -> None:
     """Another order of random draws gives other weights from the same parameters."""
     plan = schedule(samples(23), max_captions=most, seed=seed)
+    assert plan.steps_per_epoch == math.ceil(len(plan.epoch(0)) / 4)
     for epoch in range(3):
         got = [rows.tolist() for rows in plan.epoch(epoch)]
         assert got == plan_in_words(list(plan.samples.pair), most, seed, epoch)
@@ -181,7 +117,9 @@ def test_workers_and_micro_batches_get_the_same_global_batches(changes: dict) ->
     assert [rows_of(one, step) for step in range(4)] == [rows_of(other, step) for step in range(4)]
 
 
-def test_workers_take_sequences_by_turns_and_an_epoch_s_last_step_is_filled_up_with_weight_zero() -> None:
+def test_workers_take_sequences_by_turns_an_epoch_s_last_step_is_filled_up_with_weight_zero_and_captions_counted() -> (
+    None
+):
     plan = schedule(ranks=2, micro_batch=1)
     chosen = plan.global_sequences(0)
     for rank in range(2):
@@ -191,20 +129,19 @@ def test_workers_take_sequences_by_turns_and_an_epoch_s_last_step_is_filled_up_w
     last = [plan.micro_batches(1, rank) for rank in range(2)]
     assert sorted(weight for batches in last for batch in batches for _, weight in batch) == [0, 1, 1, 1]
     assert len(last[0]) == len(last[1])
-
-
-def test_part_of_an_epoch_takes_that_share_of_its_steps_and_captions_are_those_that_count() -> None:
-    shares = {1: 4, 0.5: 2, 1.1: 5}
-    assert {share: schedule(global_batch=2, micro_batch=2, epochs=share).steps for share in shares} == shares
-    plan = schedule(ranks=2, micro_batch=1)
     each = [sum(rows_of(plan, step).values()) for step in range(4)]
     assert len(set(each)) > 2, "steps alike would hide a wrong one"
     assert [plan.captions(steps) for steps in range(5)] == [sum(each[:steps]) for steps in range(5)]
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (0.5, 2), (1.1, 5)])
+def test_part_of_an_epoch_takes_that_share_of_its_steps(epochs: float, steps: int) -> None:
+    assert schedule(global_batch=2, micro_batch=2, epochs=epochs).steps == steps
+
+
 @pytest.fixture
-def loader(mixture: Path, base: Path, tmp_path: Path) -> Loader:
-    held, processor = read_samples(mixture / "train", tmp_path), FAMILIES["m3diff"].load_processor(base)
+def loader(mixture: Path, base: Path) -> Loader:
+    held, processor = read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base)
     return Loader(held, processor, threads=1, device=Device(False, "fp32"))
 
 
@@ -216,7 +153,7 @@ def test_a_micro_batch_has_the_images_by_turns_and_supervises_the_references_of_
     batch = loader.build([(second, 1), (third, 0)])
     files = [file for rows in (second, third) for file in held.images(rows[0])]
     for image, file in zip(batch.images, files, strict=True):
-        np.testing.assert_array_equal(image, loader.processor.prepare_image(open_image(*file)))
+        np.testing.assert_array_equal(image, loader.processor.prepare_image(load_image(*file)))
     lengths = [sum(len(encode(held.reference[row])) for row in rows) for rows in (second, third)]
     assert batch.supervised_tokens == lengths[0]
     assert torch.equal(batch.weights, torch.tensor([1.0] * lengths[0] + [0.0] * lengths[1]))
@@ -308,32 +245,13 @@ def test_a_micro_batch_for_a_gpu_leaves_the_threads_pinned_and_is_only_copied_by
     assert len(pinned) == len(made_ready), "the step pins nothing"
 
 
-def test_what_was_read_is_made_complete_in_the_threads_in_its_order_and_on_a_cpu_not_copied(
-    loader: Loader, pinned: list[tuple[str, torch.Tensor]]
-) -> None:
-    fed = Loader(loader.samples, loader.processor, threads=2, device=Device(True, "fp32"))
-    read = [fed.read([(rows, 1)]) for rows in loader.samples.pairs()]
-    here = loader.complete(read[0])
-    assert all(now is before for now, before in zip(tensors_of(read[0])[:6], tensors_of(here)[:6], strict=True))
-    assert here.images is read[0].images
-    assert not pinned
-    complete = list(fed.completed(read))
-    assert len(complete) == len(read) > 5, "more than are made ahead"
-    for before, after in zip(read, complete, strict=True):
-        assert before.layout is None
-        assert after.layout is not None
-        assert after.packed.input_ids.equal(before.packed.input_ids)
-        assert after.images.equal(before.images)
-    assert {name.split("_")[0] for name, _ in pinned} == {"load"}
-
-
 @pytest.mark.fault("09")
 def test_an_image_that_changed_or_is_gone_is_refused_with_its_name_and_the_remedy(tmp_path: Path) -> None:
     mixture = write_mixture(tmp_path / "mixture", {"train": {"toy": 1}})
-    (path, digest), (other, _) = read_samples(mixture / "train", tmp_path).images(0)
+    (path, digest), (other, _) = read_samples(mixture / "train").images(0)
     Path(path).write_bytes(Path(other).read_bytes())
     with pytest.raises(DataError, match=rf"{Path(path).name}.*changed since ingest.*dvc repro"):
-        open_image(path, digest)
+        load_image(path, digest)
     Path(path).unlink()
     with pytest.raises(DataError, match=rf"{Path(path).name}.*cannot be read"):
-        open_image(path, digest)
+        load_image(path, digest)

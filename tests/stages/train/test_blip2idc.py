@@ -15,7 +15,7 @@ from m3diff.models.blip2idc import Augment
 from m3diff.models.generation import load_captioner
 from m3diff.stages.train import engine
 from m3diff.stages.train.engine import check_packing
-from m3diff.stages.train.runtimes import choose_accelerator
+from m3diff.stages.train.job import choose_accelerator
 from tests.stages.train.toy import Recipe, Trained, assert_same, assert_same_run, interrupted, recipe, run, started
 from tests.tiny import noise_image
 from tests.tiny_blip2 import blip2_settings, tiny_blip2

@@ -19,7 +19,7 @@ from m3diff.stages.train.attempts import DivergedError
 from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.loop import Training, run_loop
 from m3diff.stages.train.progress import NOTHING
-from m3diff.stages.train.runtimes import run_local
+from m3diff.stages.train.stage import run_local
 from m3diff.stages.train.state import FILES, checkpoints, latest_valid_checkpoint
 from tests.stages.train.ranks import start
 from tests.stages.train.test_step import USED, letter
@@ -180,7 +180,6 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(place: Place, monkey
 
     def keep(training: Training, step: int) -> Path:
         folder = original(training, step)
-        training.writer.finish()
         kept[step] = load_file(folder / "weights.safetensors")
         return folder
 

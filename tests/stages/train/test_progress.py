@@ -14,14 +14,14 @@ from m3diff.stages.train import progress
 from m3diff.stages.train.batches import Loader, Schedule, read_samples
 from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.loop import Training
-from m3diff.stages.train.progress import NOTHING, Curve, columns, eta, flop, peak_flops
+from m3diff.stages.train.progress import NOTHING, Curve, columns, peak_flops
 from tests.stages.train.toy import recipe
 
 
 def test_a_run_is_counted_on_its_own_samples_and_described(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixture: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, processor = read_samples(mixture / "train", tmp_path), FAMILIES["m3diff"].load_processor(base)
+    held, processor = read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base)
     loader = Loader(held, processor, threads=1, device=Device(False, "fp32"))
     plan = Schedule(held, None, seed=1, global_batch=8, micro_batch=2, epochs=1.5, ranks=2)
     ends = sum(len(processor.encode_reference(text)) for text in held.reference)
@@ -36,7 +36,7 @@ def test_a_run_is_counted_on_its_own_samples_and_described(
         f"{tokens:,} tokens an epoch ({tokens / 10:.1f} a sequence, {ends / 10:.1f} of them supervised)",
         "1.5 epoch(s) x 2 steps = 3 steps",
         "1,500 parameters train (vision 1,000, llm 500), 9,000 are frozen",
-        "24 GFLOP a step",
+        "0.024 TFLOP a step",
     ]
     monkeypatch.setattr(progress, "COUNTED", 9)
     assert progress.describe(plan, *mean, 2, 24e9, counts)[2].startswith("about ")
@@ -63,7 +63,9 @@ def test_a_line_says_where_the_run_is(base: Path, capsys: pytest.CaptureFixture)
     Training.log(plain, 20, 0.5, 2e12, 4.854e12)
     Training.log(plain, 21, 0.5, 2e12, 4.854e12)
     Training.log(training(base, values | dict(zip(UPDATES, (1.26e-4, 0.2146), strict=True)), 200), 20, 0.5, 0, None)
-    line = "train: step 20/200 (10.0%)  loss 1.2346  grad_norm 2.0000{}  lr_vision 4.00e-05  85 captions/s{}  ETA 2 min"
+    line = (
+        "train: step 20/200 (10.0%)  loss 1.2346  grad_norm 2.0000{}  lr_vision 4.00e-05  85 captions/s{}  ETA 0:01:30"
+    )
     updates = "  module_update_ratio 0.00013 0.21"
     assert capsys.readouterr().out.splitlines() == [line.format("", "  MFU 41%"), line.format(updates, "")]
 
@@ -85,10 +87,7 @@ def test_a_module_that_changes_nothing_after_the_warm_up_is_an_alarm(base: Path)
     assert Training.warning(training(base, {"step": 9}, 10, module=())) is None
 
 
-def test_numbers_have_the_fitting_unit_and_the_peak_is_known_by_the_device_s_name_in_bf16() -> None:
-    assert [eta(seconds) for seconds in (45, 90.1, 12_000)] == ["45 s", "2 min", "3 h 20 min"]
-    flops = {7.15e9: "7.15 GFLOP", 3.2e15: "3.2 PFLOP", 1e12: "1 TFLOP", 5e6: "5 MFLOP", 12: "12 FLOP"}
-    assert {count: flop(count) for count in flops} == flops
+def test_the_peak_is_known_by_the_device_s_name_in_bf16() -> None:
     peaks = {("NVIDIA H200", "bf16"): 989e12, ("NVIDIA A100-SXM4-80GB", "bf16"): 312e12}
     peaks |= {("NVIDIA H200", "fp32"): None, ("", "bf16"): None}
     assert {asked: peak_flops(*asked) for asked in peaks} == peaks
@@ -102,9 +101,7 @@ def test_rows_keep_what_they_were_given_and_are_written_and_read(tmp_path: Path)
     assert math.isnan(curve.last("loss"))
     curve.add({"step": 1, "loss": 0.123456789})
     curve.add({"step": 2, "loss": 2.0})
-    kept = curve.copy()
     curve.fill({"val_loss": 0.5})
-    assert kept.rows[-1] == {"step": "2", "loss": "2", "val_loss": ""}, "a copy stays as it is"
     curve.write(tmp_path / "curves.csv")
     assert (tmp_path / "curves.csv").read_text() == "step,loss,val_loss\n1,0.123457,\n2,2,0.5\n"
     other = Curve(("step", "loss", "val_cider"))

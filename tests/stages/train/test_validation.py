@@ -9,11 +9,12 @@ import pyarrow as pa
 import pytest
 import torch
 
+from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
 from m3diff.stages.train import validation
-from m3diff.stages.train.batches import SCHEMA, Samples, open_image, read_samples
+from m3diff.stages.train.batches import SCHEMA, Samples, read_samples
 from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.validation import Validation, cider, sample_pairs
 from tests.stages.train.toy import REFERENCES, job, recipe
@@ -52,7 +53,7 @@ def model(base: Path) -> torch.nn.Module:
 
 def validator(base: Path, mixture: Path, ranks: int = 1, rank: int = 0, **compute: int) -> Validation:
     made = recipe(base, **{"val_pairs": 3, "micro_batch": 2, **compute})
-    held, processor = read_samples(mixture / "val", base.parent / "samples"), FAMILIES["m3diff"].load_processor(base)
+    held, processor = read_samples(mixture / "val"), FAMILIES["m3diff"].load_processor(base)
     return Validation(job(made, mixture, base), held, Runtime(rank, ranks), processor, Device(False, "fp32"))
 
 
@@ -119,7 +120,7 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(
     captioner = validation.Captioner(model.get_base_model(), found.processor, found.family, 4)
     want = {}
     for row in rows:
-        pair = tuple(open_image(*file) for file in found.samples.images(row))
+        pair = tuple(load_image(*file) for file in found.samples.images(row))
         (want[row],) = original(captioner, [pair], questions[row])
     assert list(got.items()) == list(want.items())
     assert model.train().training
