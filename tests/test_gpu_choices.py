@@ -76,8 +76,7 @@ def work(rank: int, mixture: Path, parts: list[Part]) -> None:
 def take_part(rank: int, mixture: Path, part: Part, store: str) -> None:
     import torch.distributed as dist
 
-    from m3diff.stages.train.engine import end_distributed
-    from m3diff.stages.train.job import Job, Runtime
+    from m3diff.stages.train.job import Job, Runtime, end_distributed
     from m3diff.stages.train.loop import run_loop
 
     folder, made = part.folder, part.made

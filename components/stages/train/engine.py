@@ -73,11 +73,6 @@ def build_engine(cfg: Train, compute: Compute, model: nn.Module, groups: list[Tr
     return engine
 
 
-def end_distributed() -> None:
-    """End `torch.distributed`. DeepSpeed keeps groups of its own, which outlive torch's unless it ends them itself."""
-    (deepspeed.comm if deepspeed.comm.is_initialized() else torch.distributed).destroy_process_group()
-
-
 def warmup_steps(steps: int, warmup_share: float) -> int:
     return max(1, round(warmup_share * steps))
 

@@ -102,14 +102,20 @@ def loopback() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
+def end_distributed() -> None:
+    """End `torch.distributed`. DeepSpeed keeps groups of its own, which outlive torch's unless it ends them itself."""
+    import deepspeed
+    import torch.distributed as dist
+
+    (deepspeed.comm if deepspeed.comm.is_initialized() else dist).destroy_process_group()
+
+
 @contextmanager
 def only_worker(backend: str) -> Iterator[None]:
     """Bring up `torch.distributed` with this process alone, and the environment that says so. Afterwards the process
     computes as before: ZeRO 3 puts a linear of DeepSpeed's in the place of torch's, which rounds otherwise."""
     import torch.distributed as dist
     from torch.nn import functional
-
-    from m3diff.stages.train.engine import end_distributed
 
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()}
     before = {name: os.environ.pop(name, None) for name in place}
