@@ -86,7 +86,7 @@ def synthesize(params: Params, args: argparse.Namespace) -> None:
     settings = entry("synthesize", params.synthesize, args.name)
     from m3diff.stages.synthesize.stage import synthesize as run
 
-    run(args.name, params.ingest.datasets[args.name].reader, settings)
+    run(params.ingest.datasets[args.name].reader, settings)
 
 
 def augment(params: Params, args: argparse.Namespace) -> None:

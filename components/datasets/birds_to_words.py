@@ -19,67 +19,64 @@ with no PTB ones.
 from collections.abc import Iterator
 from pathlib import Path
 
-from m3diff.datasets.spec import (
-    DatasetSpec,
-    Licence,
-    Permission,
-    Protocol,
-    Published,
-    Row,
-    SplitCount,
-    TableRow,
-    broken,
-    merged,
-)
-from m3diff.datasets.tables import read_table
+from m3diff.datasets import spec
+from m3diff.datasets.tables import read_values
+from m3diff.records.errors import DataError
 
 COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")
 
 
 def read(
     root: Path, manifest: str = "birds-to-words-v1.0.tsv", images: str = "images", suffix: str = ".jpg"
-) -> Iterator[Row]:
+) -> Iterator[spec.Row]:
     """Yield a row per pair and split, at the place of its first paragraph; broken rows stand alone."""
 
-    def rows() -> Iterator[Row]:
-        for where, row, fault in read_table(root / manifest, COLUMNS):
-            ids = [str(row[column]).rstrip("/").rsplit("/", 1)[-1] for column in COLUMNS[:2]]
-            if fault or not all(map(str.isdecimal, ids)):
-                fault = fault or "image URL: expected https://www.inaturalist.org/photos/<number>"
-                yield broken(row["split"], where, fault)
-            else:
+    def rows() -> Iterator[spec.Row]:
+        for where, row in read_values(root / manifest, COLUMNS):
+            if isinstance(row, DataError):
+                yield spec.broken(None, where, str(row))
+                continue
+            ids = [row[column].rstrip("/").rsplit("/", 1)[-1] for column in COLUMNS[:2]]
+            if all(map(str.isdecimal, ids)):
                 name, (before, after) = "_".join(ids), (f"{images}/{photo}{suffix}" for photo in ids)
-                yield Row(name, row["split"], name, before, after, [row["description"]], [], where)
+                yield spec.Row(name, row["split"], name, before, after, [row["description"]], [], where)
+            else:
+                fault = "image URL: expected https://www.inaturalist.org/photos/<number>"
+                yield spec.broken(row["split"], where, fault)
 
-    return merged(rows())
+    return spec.merged(rows())
 
 
-PUBLISHED = Published(
+PUBLISHED = spec.Published(
     "birds_to_words",
     "Birds-to-Words",
-    SplitCount(2_685, 12_890, repeated=23),
-    SplitCount(325, 1_556, repeated=6),
-    SplitCount(337, 1_604),
+    spec.SplitCount(2_685, 12_890, repeated=23),
+    spec.SplitCount(325, 1_556, repeated=6),
+    spec.SplitCount(337, 1_604),
 )
-SPEC = DatasetSpec(
+SPEC = spec.DatasetSpec(
     title="Birds-to-Words",
     page="https://github.com/google-research-datasets/birds-to-words",
     paper="Neural Naturalist: Generating Fine-Grained Image Comparisons (Forbes et al., EMNLP 2019)",
-    licence=Licence(
+    licence=spec.Licence(
         name="CC BY-SA 4.0",
         url="https://creativecommons.org/licenses/by-sa/4.0/",
-        train=Permission("conditions", "credit the authors; each photo has the licence that iNaturalist states for it"),
-        redistribute=Permission("conditions", "texts: credit the authors, same licence; the photos are not in it"),
-        show=Permission("conditions", "credit the authors; each photo has the licence that iNaturalist states for it"),
+        train=spec.Permission(
+            "conditions", "credit the authors; each photo has the licence that iNaturalist states for it"
+        ),
+        redistribute=spec.Permission("conditions", "texts: credit the authors, same licence; the photos are not in it"),
+        show=spec.Permission(
+            "conditions", "credit the authors; each photo has the licence that iNaturalist states for it"
+        ),
     ),
     read=read,
     files=("birds-to-words-v1.0.tsv",),
     task="birds",
     published=(PUBLISHED,),
-    table=TableRow(pairs=3_347, references=16_067, words=32, over_20=0.25, human=True, distractors=False),
+    table=spec.TableRow(pairs=3_347, references=16_067, words=32, over_20=0.25, human=True, distractors=False),
     protocols=(
-        Protocol("test", n=PUBLISHED.test.pairs, source="Neural Naturalist (Forbes et al., EMNLP 2019)"),
-        Protocol(
+        spec.Protocol("test", n=PUBLISHED.test.pairs, source="Neural Naturalist (Forbes et al., EMNLP 2019)"),
+        spec.Protocol(
             "whitespace", n=PUBLISHED.test.pairs, tokenizer="whitespace", source="yaolinli/IDC: eval/eval_models.py"
         ),
     ),

@@ -20,32 +20,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from m3diff.datasets import spec
 from m3diff.datasets.files import read_json
-from m3diff.datasets.spec import (
-    UNSTATED,
-    WITH_SPICE,
-    DatasetSpec,
-    Protocol,
-    Published,
-    Row,
-    SplitCount,
-    TableRow,
-    broken,
-    scenes_in,
-)
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 
 KEY = re.compile(r"CLEVR_default_(\d{6,})\.png")
 
 
-def read(root: Path) -> Iterator[Row]:
+def read(root: Path) -> Iterator[spec.Row]:
     """Two rows per scene of `splits.json` in its order, then the captioned scenes that are in no split."""
     captions = read_json(root / "change_captions.json", dict)
     no_change = read_json(root / "no_change_captions.json", dict)
     types = _types(root / "type_mapping.json")
     seen: set[str] = set()
-    for split, scene, broken_row in scenes_in(root / "splits.json"):
+    for split, scene, broken_row in spec.scenes_in(root / "splits.json"):
         if broken_row:
             yield broken_row
             continue
@@ -58,16 +47,16 @@ def read(root: Path) -> Iterator[Row]:
             wrong = "split: the scene is in no list of splits.json"
             if not KEY.fullmatch(key):
                 wrong = f"key: expected 'CLEVR_default_<six digits>.png', found {key!r}"
-            yield broken(None, f"{file}, {key}", wrong, key, key + end)
+            yield spec.broken(None, f"{file}, {key}", wrong, key, key + end)
 
 
-def _pair(scene: int, split: str, captions: dict[str, Any], file: str, key: str, types: list[str]) -> Row:
+def _pair(scene: int, split: str, captions: dict[str, Any], file: str, key: str, types: list[str]) -> spec.Row:
     changed = file == "change_captions.json"
     after = f"sc_images/CLEVR_semantic_{scene:06d}.png" if changed else f"nsc_images/CLEVR_nonsemantic_{scene:06d}.png"
     name = f"{scene:06d}.png" if changed else f"{scene:06d}.png_n"
     fault = None if key in captions else f"captions: {file} has no key {key!r}"
     found = captions.get(key, [])
-    return Row(name, split, f"{scene:06d}", f"images/{key}", after, found, types, f"{file}, {key}", fault)
+    return spec.Row(name, split, f"{scene:06d}", f"images/{key}", after, found, types, f"{file}, {key}", fault)
 
 
 def _types(path: Path) -> dict[str, list[str]]:
@@ -81,24 +70,28 @@ def _types(path: Path) -> dict[str, list[str]]:
     return types
 
 
-PUBLISHED = Published("clevr_change", "CLEVR-Change", SplitCount(67_660), SplitCount(3_976), SplitCount(7_970))
+PUBLISHED = spec.Published(
+    "clevr_change", "CLEVR-Change", spec.SplitCount(67_660), spec.SplitCount(3_976), spec.SplitCount(7_970)
+)
 AUTHORS = "Seth-Park/RobustChangeCaptioning: evaluate.py"
 SEMANTIC = r"\d+\.png"
-SPEC = DatasetSpec(
+SPEC = spec.DatasetSpec(
     title="CLEVR-Change",
     page="https://github.com/Seth-Park/RobustChangeCaptioning",
     paper="Robust Change Captioning (Park et al., ICCV 2019)",
-    licence=UNSTATED,
+    licence=spec.UNSTATED,
     read=read,
     files=("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json"),
     published=(PUBLISHED,),
-    table=TableRow(pairs=79_606, references=493_735, words=8, over_20=0.0, human=False, distractors=True),
+    table=spec.TableRow(pairs=79_606, references=493_735, words=8, over_20=0.0, human=False, distractors=True),
     protocols=(
-        Protocol("total", n=PUBLISHED.test.pairs, metrics=WITH_SPICE, source=AUTHORS),
-        Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=SEMANTIC, metrics=WITH_SPICE, source=AUTHORS),
-        Protocol("distractor", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png_n", metrics=WITH_SPICE, source=AUTHORS),
+        spec.Protocol("total", n=PUBLISHED.test.pairs, metrics=spec.WITH_SPICE, source=AUTHORS),
+        spec.Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=SEMANTIC, metrics=spec.WITH_SPICE, source=AUTHORS),
+        spec.Protocol(
+            "distractor", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png_n", metrics=spec.WITH_SPICE, source=AUTHORS
+        ),
         *(
-            Protocol(name, n=797, ids=SEMANTIC, change_types=(name,), metrics=WITH_SPICE, source=AUTHORS)
+            spec.Protocol(name, n=797, ids=SEMANTIC, change_types=(name,), metrics=spec.WITH_SPICE, source=AUTHORS)
             for name in ("color", "material", "add", "drop", "move")
         ),
     ),

@@ -14,25 +14,15 @@ which block of 8,000 numbers holds which action is not documented, so change typ
 from collections.abc import Iterator
 from pathlib import Path
 
+from m3diff.datasets import spec
 from m3diff.datasets.files import read_json
-from m3diff.datasets.spec import (
-    UNSTATED,
-    WITH_SPICE,
-    DatasetSpec,
-    Protocol,
-    Published,
-    Row,
-    SplitCount,
-    broken,
-    scenes_in,
-)
 
 
-def read(root: Path) -> Iterator[Row]:
+def read(root: Path) -> Iterator[spec.Row]:
     """Yield a row per scene of `split.json` in its order, then the captioned scenes that are in no split."""
     captions = read_json(root / "captions.json", dict)
     seen: set[str] = set()
-    for split, scene, wrong in scenes_in(root / "split.json"):
+    for split, scene, wrong in spec.scenes_in(root / "split.json"):
         if wrong:
             yield wrong
             continue
@@ -40,25 +30,27 @@ def read(root: Path) -> Iterator[Row]:
         seen.add(key)
         fault = None if key in captions else f"captions: captions.json has no key {key!r}"
         images = f"bef/{scene}.png", f"aft/{scene}.png"
-        yield Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
+        yield spec.Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
     for key in sorted(captions.keys() - seen):
-        yield broken(None, f"captions.json, {key}", "split: the scene is in no list of split.json", key, key)
+        yield spec.broken(None, f"captions.json, {key}", "split: the scene is in no list of split.json", key, key)
 
 
-PUBLISHED = Published("clevr_dc", "CLEVR-DC", SplitCount(40_800), SplitCount(2_400), SplitCount(4_800))
-SPEC = DatasetSpec(
+PUBLISHED = spec.Published(
+    "clevr_dc", "CLEVR-DC", spec.SplitCount(40_800), spec.SplitCount(2_400), spec.SplitCount(4_800)
+)
+SPEC = spec.DatasetSpec(
     title="CLEVR-DC",
     page="https://github.com/hsgkim/clevr-dc",
     paper="Agnostic Change Captioning with Cycle Consistency (Kim et al., ICCV 2021)",
-    licence=UNSTATED,
+    licence=spec.UNSTATED,
     read=read,
     files=("captions.json", "split.json"),
     published=(PUBLISHED,),
     protocols=(
-        Protocol(
+        spec.Protocol(
             "test",
             n=PUBLISHED.test.pairs,
-            metrics=WITH_SPICE,
+            metrics=spec.WITH_SPICE,
             source="tuyunbin/DIRL: utils/eval_utils_dc.py; pairs without a change among them",
         ),
     ),

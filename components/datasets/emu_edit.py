@@ -22,8 +22,8 @@ from m3diff.datasets.tables import column_names, read_shards, shards
 from m3diff.records.errors import DataError
 
 FILES = {"val": "data/validation-*.parquet", "test": "data/test-*.parquet"}
-FIELDS = {"idx": int, "instruction": str}
 BEFORE, AFTER = "image", "edited_image"
+FIELDS = {"idx": int, "instruction": str, BEFORE: object, AFTER: object}
 
 
 def read(root: Path) -> Iterator[Row]:
@@ -35,7 +35,7 @@ def read(root: Path) -> Iterator[Row]:
                     f"{path}: no column {AFTER}: it is of emu_edit_test_set, in which validation and test are swapped; "
                     "fetch emu_edit_test_set_generations"
                 )
-        yield from as_rows(split, read_shards(root, pattern, FIELDS, (BEFORE, AFTER)), _row)
+        yield from as_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _row)
 
 
 def _row(split: str, where: str, edit: dict[str, Any]) -> Row:

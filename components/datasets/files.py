@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -32,9 +32,6 @@ CONTENTS = {
     b"\x1f\x8b": "is compressed by gzip; unpack it: `mv {name} {name}.gz && gunzip {name}.gz`",
 }
 """What a file is that begins so, and what mends it."""
-
-UNUSED = re.compile(b"[\x81\x8d\x8f\x90\x9d]")
-"""Bytes that Windows-1252 leaves unused."""
 
 ADDRESS = re.compile(r"(?!file:)([a-z][a-z0-9+.-]+://|data:)", re.IGNORECASE)
 ELSEWHERE = re.compile(r"\\\\|[a-z]:[/\\]|file:|.*\0", re.IGNORECASE | re.DOTALL)
@@ -73,38 +70,27 @@ def read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(
-            f"{path}: no such file; the dataset is incomplete, fetch it again or correct the root"
-        ) from error
+        raise DataError(f"{path}: no such file; the dataset is incomplete, fetch it or correct the root") from error
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read: {error.strerror}; check its permissions: `chmod u+r {quoted(path)}`"
-        ) from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
     if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise DataError(f"{path}: the file is empty; fetch it again")
     if what := next((what for start, what in CONTENTS.items() if data.startswith(start)), None):
         raise DataError(f"{path}: {what.format(name=quoted(path), folder=quoted(path.parent))}")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{path}: byte 0 is not UTF-8, it begins as UTF-16; {_convert(path, 'UTF-16')}")
-    if 3 * data[:200].count(0) > len(data[:200]):
-        raise DataError(f"{path}: is UTF-16, not UTF-8; {_convert(path, 'UTF-16LE' if data[0] else 'UTF-16BE')}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        encoding = "LATIN1" if UNUSED.search(data) else "WINDOWS-1252"
+        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        encoding, name, new = "UTF-16" if is_utf16 else "WINDOWS-1252", quoted(path), quoted(f"{path}.new")
         raise DataError(
-            f"{path}: byte {error.start} is not UTF-8, probably Latin-1; {_convert(path, encoding)}"
+            f"{path}: byte {error.start} is not UTF-8, probably {encoding}; "
+            f"convert it: `iconv -f {encoding} -t UTF-8 {name} > {new} && mv {new} {name}`"
         ) from error
 
 
 def quoted(path: Path | str) -> str:
     """A path as a word of a shell's command."""
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
-
-
-def _convert(path: Path, encoding: str) -> str:
-    name, new = quoted(path), quoted(f"{path}.new")
-    return f"convert it: `iconv -f {encoding} -t UTF-8 {name} > {new} && mv {new} {name}`"
 
 
 def read_json(path: Path, kind: type[T]) -> T:
@@ -115,12 +101,12 @@ def read_json(path: Path, kind: type[T]) -> T:
     return value
 
 
-def read_splits(path: Path) -> dict[str, list[Any]]:
-    """`{"train": [scene number, ...], "val": ..., "test": ...}`; all three must be there, an empty list is allowed."""
+def read_splits(path: Path, names: Sequence[str] = SPLITS) -> dict[str, list[Any]]:
+    """`{"train": [scene number, ...], "val": ..., "test": ...}`; every name must be there, an empty list is allowed."""
     splits = read_json(path, dict)
-    if missing := [split for split in SPLITS if not isinstance(splits.get(split), list)]:
-        raise DataError(f"{path}: no list {' or '.join(missing)}; expected train, val and test (one may be [])")
-    return {split: splits[split] for split in SPLITS}
+    if missing := [split for split in names if not isinstance(splits.get(split), list)]:
+        raise DataError(f"{path}: no list {' or '.join(missing)}; expected {', '.join(names)} (one may be [])")
+    return {split: splits[split] for split in names}
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -128,11 +114,8 @@ def parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        truncated = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
-        remedy = "it ends too early, fetch it again" if truncated else "correct it there"
-        raise DataError(
-            f"{where}: line {error.lineno} column {error.colno}: not valid JSON: {error.msg}; {remedy}"
-        ) from error
+        place = f"line {error.lineno} column {error.colno}"
+        raise DataError(f"{where}: {place}: not valid JSON: {error.msg}; correct it there or fetch it again") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not usable JSON: {error}") from error
 

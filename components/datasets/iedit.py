@@ -17,56 +17,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.spec import (
-    UNSTATED,
-    WITH_SPICE,
-    DatasetSpec,
-    Protocol,
-    Published,
-    Row,
-    SplitCount,
-    TableRow,
-    as_rows,
-)
-from m3diff.datasets.tables import read_records
+from m3diff.datasets import spec
+from m3diff.datasets.files import read_json
+from m3diff.datasets.tables import numbered
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
 
 
-def read(root: Path, images: str = "images") -> Iterator[Row]:
+def read(root: Path, images: str = "images") -> Iterator[spec.Row]:
     """Yield a row per record."""
 
-    def row(split: str, where: str, record: dict[str, Any]) -> Row:
+    def row(split: str, where: str, record: dict[str, Any]) -> spec.Row:
         uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
-        return Row(uid, split, uid, *pair, record["sents"], [], where)
+        return spec.Row(uid, split, uid, *pair, record["sents"], [], where)
 
     for split, file in FILES.items():
-        yield from as_rows(split, read_records(root, file, FIELDS), row)
+        yield from spec.as_rows(split, numbered(file, read_json(root / file, list)), FIELDS, row)
 
 
-PUBLISHED = Published(
+PUBLISHED = spec.Published(
     "iedit",
     "IEdit",
-    SplitCount(3_061, 3_061, image_pairs=2_507),
-    SplitCount(383, 1_149, repeated=4, image_pairs=357),
-    SplitCount(495, 1_485, image_pairs=446),
+    spec.SplitCount(3_061, 3_061, image_pairs=2_507),
+    spec.SplitCount(383, 1_149, repeated=4, image_pairs=357),
+    spec.SplitCount(495, 1_485, image_pairs=446),
 )
-SPEC = DatasetSpec(
+SPEC = spec.DatasetSpec(
     title="IEdit",
     page="https://github.com/airsplay/VisualRelationships",
     paper="Expressing Visual Relationships via Language (Tan et al., ACL 2019)",
-    licence=UNSTATED,
+    licence=spec.UNSTATED,
     read=read,
     files=tuple(FILES.values()),
     task="edit",
     published=(PUBLISHED,),
-    table=TableRow(pairs=3_939, words=8, over_20=0.02, human=True, distractors=False),
+    table=spec.TableRow(pairs=3_939, words=8, over_20=0.02, human=True, distractors=False),
     protocols=(
-        Protocol(
+        spec.Protocol(
             "test",
             n=PUBLISHED.test.pairs,
-            metrics=WITH_SPICE,
+            metrics=spec.WITH_SPICE,
             source="airsplay/VisualRelationships: langeval; keyed by uid",
         ),
     ),

@@ -27,8 +27,8 @@ from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row
 from m3diff.datasets.tables import read_shards
 
 FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}
-FIELDS = {"img_id": str, "turn_index": int, "instruction": str}
 BEFORE, AFTER = "source_img", "target_img"
+FIELDS = {"img_id": str, "turn_index": int, "instruction": str, BEFORE: object, AFTER: object}
 SESSIONS = "edit_sessions.json"
 TURN_FIELDS = {"input": str, "instruction": str}
 
@@ -36,7 +36,7 @@ TURN_FIELDS = {"input": str, "instruction": str}
 def read(root: Path, test: str | None = "test") -> Iterator[Row]:
     """Yield a row per turn."""
     for split, pattern in FILES.items():
-        yield from as_rows(split, read_shards(root, pattern, FIELDS, (BEFORE, AFTER)), _turn)
+        yield from as_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _turn)
     if test is not None:
         for img_id, turns in read_json(root / test / SESSIONS, dict).items():
             yield from _session(test, img_id, turns)

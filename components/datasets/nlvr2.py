@@ -23,18 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe
-from m3diff.datasets.spec import (
-    DatasetSpec,
-    Found,
-    Licence,
-    Permission,
-    Protocol,
-    Row,
-    as_rows,
-    fault_in,
-    merged,
-)
-from m3diff.datasets.tables import read_table
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, as_rows, broken, merged
+from m3diff.datasets.tables import read_values
 
 PARTS = {"train": "train", "val": "dev", "test": "test1"}
 FIELDS = {"sentence": str, "label": str, "identifier": str}
@@ -44,26 +34,23 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
     """Yield a row per pair with a true sentence, at the place of its first; broken lines stand alone."""
 
     def row(split: str, where: str, line: dict[str, Any]) -> Row:
-        pair, part = line["identifier"].rpartition("-")[0], PARTS[split]
+        part, name = PARTS[split], line["identifier"]
+        if line["label"] not in ("True", "False"):
+            return broken(split, where, f"label: expected 'True' or 'False', found {describe(line['label'])}")
+        if not re.fullmatch(rf"{part}-\d+-\d+-\d+", name):
+            fault = f"identifier: expected {part}-<set>-<pair>-<sentence>, found {describe(name)}"
+            return broken(split, where, fault)
+        pair = name.rpartition("-")[0]
         folder = f"{images}/{part}/{line['directory']}" if part == "train" else f"{images}/{part}"
         sides = f"{folder}/{pair}-img0.png", f"{folder}/{pair}-img1.png"
-        return Row(pair, split, pair.rpartition("-")[0], *sides, [line["sentence"]], [], where)
+        true = [line["sentence"]] if line["label"] == "True" else []
+        return Row(pair, split, pair.rpartition("-")[0], *sides, true, [], where)
 
     for split, part in PARTS.items():
-        yield from merged(as_rows(split, _lines(root / f"data/{part}.json", part), row))
-
-
-def _lines(path: Path, part: str) -> Iterator[Found]:
-    """The lines of a split's file that are true, or have a fault."""
-    fields = FIELDS | ({"directory": int} if part == "train" else {})
-    for where, line, wrong in read_table(path, (), ".jsonl"):
-        fault = wrong or fault_in(line, fields)
-        if not fault and line["label"] not in ("True", "False"):
-            fault = f"label: expected 'True' or 'False', found {describe(line['label'])}"
-        if not fault and not re.fullmatch(rf"{part}-\d+-\d+-\d+", line["identifier"]):
-            fault = f"identifier: expected {part}-<set>-<pair>-<sentence>, found {describe(line['identifier'])}"
-        if fault or line["label"] == "True":
-            yield where, line, fault
+        fields = FIELDS | ({"directory": int} if part == "train" else {})
+        lines = read_values(root / f"data/{part}.json", (), suffix=".jsonl")
+        rows = as_rows(split, lines, fields, row)
+        yield from merged(each for each in rows if each.fault or each.references)
 
 
 CITED = Permission("conditions", "sentences: credit the authors; photos: their owners', research alone")

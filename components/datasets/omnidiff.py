@@ -62,16 +62,7 @@ SPEC = DatasetSpec(
     files=("annotations.json",),
     task="detail",
     published=(REAL, RENDER),
-    table=TableRow(
-        pairs=15_598,
-        references=15_598,
-        words=60,
-        over_20=0.37,
-        human=True,
-        distractors=True,
-        sentences=38_653,
-        vocabulary=3_793,
-    ),
+    table=TableRow(15_598, 15_598, 60, 0.37, human=True, distractors=True, sentences=38_653, vocabulary=3_793),
     protocols=(
         Protocol("real", n=REAL.test.pairs, part=REAL.part, source=PAPER),
         Protocol("render", n=RENDER.test.pairs, part=RENDER.part, source=PAPER),

@@ -45,7 +45,7 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from m3diff.datasets.files import describe
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Question, Row
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Question, Row, merged
 from m3diff.datasets.tables import Embedded, columns_in, look_up, pick, read_values, texts
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
@@ -107,34 +107,33 @@ def read(
     named = {field: (name,) if isinstance(name, str) else tuple(name or ()) for field, name in called.items()}
     tops = (f"{root.absolute()}/", f"{root.resolve()}/")
     nothing = {text.strip().casefold() for text in no_caption or ()}
-    merged: dict[Any, Row] = {}
-    for path, place, own_split in _files(root, manifest, split):
-        needed = ["images"] if named.get("images") else ["before", "after"]
-        needed += ["captions", *([] if own_split else ["split"])]
-        header = [each for field in needed if len(named[field]) < 2 for each in columns_in((*named[field], field)[0])]
-        for at, value in read_values(path, header, delimiter, rows):
-            if where and isinstance(value, dict) and not _matches(value, where):
-                continue
-            found, fault = _fields(value, named, needed)
-            if pairs_only and fault and NO_PAIR.search(fault):
-                continue
-            if no_change and isinstance(value, dict) and _matches(value, no_change):
-                found["change_types"] = [NO_CHANGE]
-            found |= {side: _relative(found[side], tops) for side in ("before", "after")}
-            row = _row(place + at, found, own_split, splits or {}, separator)
-            same = merged.get(row.name) if isinstance(row.name, str) else None
-            if fault or not isinstance(row.references, list) or not isinstance(row.name, str):
-                yield _typed(row._replace(fault=fault))
-            elif same is None:
-                merged[row.name] = row
-            elif row[:5] != same[:5]:
-                first = same.source.split(" and ")[0]
-                yield _typed(row._replace(fault=f"id: {first} has the same id, but other images, split or scene"))
-            else:
-                merged[row.name] = same.joined(row)
-    for row in map(_typed, merged.values()):
-        told = [each for each in row.references if not (isinstance(each, str) and each.strip().casefold() in nothing)]
-        yield row._replace(references=told, without_caption=bool(nothing and row.references) and not told)
+
+    def found_rows() -> Iterator[Row]:
+        for path, place, own_split in _files(root, manifest, split):
+            needed = ["images"] if named.get("images") else ["before", "after"]
+            needed += ["captions", *([] if own_split else ["split"])]
+            header = [
+                each for field in needed if len(named[field]) < 2 for each in columns_in((*named[field], field)[0])
+            ]
+            for at, value in read_values(path, header, delimiter, rows):
+                if where and isinstance(value, dict) and not _matches(value, where):
+                    continue
+                found, fault = _fields(value, named, needed)
+                if pairs_only and fault and NO_PAIR.search(fault):
+                    continue
+                if no_change and isinstance(value, dict) and _matches(value, no_change):
+                    found["change_types"] = [NO_CHANGE]
+                found |= {side: _relative(found[side], tops) for side in ("before", "after")}
+                yield _row(place + at, found, own_split, splits or {}, separator)._replace(fault=fault)
+
+    for row in merged(found_rows(), across_splits=True):
+        types = row.change_types
+        if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
+            row = row._replace(change_types=[], fault=row.fault or "change_types: expected a list of names")
+        told = row.references
+        if nothing and not row.fault and isinstance(told, list):
+            told = [each for each in told if not (isinstance(each, str) and each.strip().casefold() in nothing)]
+        yield row._replace(references=told, without_caption=bool(row.references) and not told)
 
 
 def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
@@ -255,14 +254,6 @@ def _row(where: str, value: dict[str, Any], split: str | None, splits: Mapping[s
         captions = [part for parts in cut for part in parts or [""]]
     types = texts(value["change_types"] or [])
     return Row(name, split, scene, before, after, captions, types, where, questions=value["questions"])
-
-
-def _typed(row: Row) -> Row:
-    """The row; without its change types, and with a fault, where these are no list of names."""
-    types = row.change_types
-    if isinstance(types, list) and all(isinstance(each, str) for each in types):
-        return row
-    return row._replace(change_types=[], fault="change_types: expected a list of names" if not row.fault else row.fault)
 
 
 def _named(value: Any) -> Any:

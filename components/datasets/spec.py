@@ -1,12 +1,13 @@
 """The schema of a dataset's file, the rows that its reader yields, and the check of its licence."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from m3diff.datasets.files import describe, describe_kind, read_splits
 from m3diff.records.errors import DataError
+from m3diff.records.schemas import SPLITS
 
 
 class Question(NamedTuple):
@@ -32,80 +33,70 @@ class Row(NamedTuple):
     questions: tuple[Question, ...] = ()  # that the references answer, where the annotations hold any
     without_caption: bool = False  # the dataset's entry says that its texts stand for no caption: it is passed over
 
-    def joined(self, other: "Row", shared: str = "") -> "Row":
-        """This row with the references and questions of another of the same pair; `shared` as in `merged`."""
-        return self._replace(
-            references=self.references + other.references,
-            source=f"{self.source} and {other.source.removeprefix(shared)}",
-            raw_rows=self.raw_rows + other.raw_rows,
-            questions=self.questions + other.questions,
-        )
-
 
 def broken(split: Any, source: str, fault: str | None, scene: Any = None, name: Any = None) -> Row:
     """A row that cannot be read, where it stands, and why."""
     return Row(name, split, scene, None, None, [], [], source, fault)
 
 
-Found = tuple[str, dict[str, Any], str | None]
-"""Where a row stands, its values by column (None where absent), and what is wrong with it."""
+def as_rows(
+    split: str,
+    found: Iterable[tuple[str, Any]],
+    fields: Mapping[str, type],
+    make: Callable[[str, str, dict[str, Any]], Row],
+) -> Iterator[Row]:
+    """A row of `make(split, place, record)` for each record that has these fields, a broken one for the others."""
+    for where, record in found:
+        fault = fault_in(record, fields)
+        yield broken(split, where, fault) if fault else make(split, where, record)
 
 
-def as_rows(split: str, found: Iterable[Found], make: Callable[[str, str, dict[str, Any]], Row]) -> Iterator[Row]:
-    """A row of `make(split, place, values)` for each that was found, and a broken one for each with a fault."""
-    for where, values, fault in found:
-        yield broken(split, where, fault) if fault else make(split, where, values)
-
-
-class Single(NamedTuple):
-    """An image with captions of its own, unchecked. Its path is relative to the dataset's root."""
-
-    name: Any
-    split: Any
-    scene: Any  # what is made of images of one scene must stay in its split
-    image: Any
-    captions: Any
-    source: str  # file and row or key, relative to the root
-    fault: str | None = None  # what the reader itself found wrong
-
-
-def merged(rows: Iterable[Row], shared: str = "") -> Iterator[Row]:
-    """Rows of one name and split as one, at the place of the first; before them, rows with a fault, each alone.
+def merged(rows: Iterable[Row], shared: str = "", across_splits: bool = False) -> Iterator[Row]:
+    """Rows of one name and split as one, at the place of the first; before them, each alone, rows that have a fault or
+    contradict an earlier one of their name.
 
     Args:
         shared: what the sources of all rows begin with; it is said once.
+        across_splits: a name stands for one pair whatever the split.
     """
-    found: dict[tuple[Any, Any], Row] = {}
+    found: dict[tuple[str, Any], Row] = {}
     for row in rows:
-        key = row.name, row.split
-        if row.fault:
+        if row.fault or not isinstance(row.references, list) or not isinstance(row.name, str):
             yield row
-        else:
-            found[key] = found[key].joined(row, shared) if key in found else row
+            continue
+        key = row.name, None if across_splits else row.split
+        same = found.setdefault(key, row)
+        if row[:5] != same[:5]:
+            first = same.source.split(" and ")[0]
+            yield row._replace(fault=f"id: {first} has the same id, but other images, split or scene")
+        elif row is not same:
+            found[key] = same._replace(
+                references=same.references + row.references,
+                source=f"{same.source} and {row.source.removeprefix(shared)}",
+                raw_rows=same.raw_rows + row.raw_rows,
+                questions=same.questions + row.questions,
+            )
     yield from found.values()
 
 
-def fault_of_scene(value: Any) -> str | None:
-    """The fault of a scene's number; None for a whole number from 0."""
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return None if is_number else f"expected a number from 0, found {describe(value)}"
-
-
-def scenes_in(path: Path) -> Iterator[tuple[str, Any, Row | None]]:
-    """Split and number of each scene of a file of splits, and a broken row where that is no number of a scene."""
-    for split, scenes in read_splits(path).items():
+def scenes_in(path: Path, names: Sequence[str] = SPLITS) -> Iterator[tuple[str, Any, Row | None]]:
+    """Split and number of each scene of a file of splits, and a broken row where that is no whole number from 0."""
+    for split, scenes in read_splits(path, names).items():
         for position, scene in enumerate(scenes):
-            wrong = fault_of_scene(scene)
-            row = broken(split, f"{path.name}, {split}[{position}]", f"scene: {wrong}") if wrong else None
-            yield split, scene, row
+            is_number = isinstance(scene, int) and not isinstance(scene, bool) and scene >= 0
+            fault = f"scene: expected a number from 0, found {describe(scene)}"
+            yield split, scene, None if is_number else broken(split, f"{path.name}, {split}[{position}]", fault)
 
 
 def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:
-    """The first fault of an annotation record; None where it has these fields with these types."""
+    """The first fault of an annotation record, or of the line that holds it; None where it has these fields with these
+    types."""
+    if isinstance(record, DataError):
+        return str(record)
     if not isinstance(record, dict):
         return f"record: expected an object, found {describe(record)}"
     for field, kind in fields.items():
-        if field not in record:
+        if record.get(field) is None:
             return f"{field}: is missing"
         if not isinstance(record[field], kind):
             return f"{field}: expected {describe_kind(kind)}, found {describe(record[field])}"
@@ -207,14 +198,6 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Generator:
-    """The generator of a dataset. `settings` is a frozen Section with a field `root`: the folder to write."""
-
-    settings: type[Any]
-    generate: Callable[[Any], None]  # writes the whole dataset to `settings.root`
-
-
-@dataclass(frozen=True)
 class DatasetSpec:
     """All that is known of one dataset; its layout on disk and an example row stand in its file's docstring."""
 
@@ -229,9 +212,9 @@ class DatasetSpec:
     table: TableRow | None = None
     protocols: tuple[Protocol, ...] = ()
     grammar: Callable[[Path], Mapping[str, Any]] | None = None  # root -> rules that read a caption back into changes
-    generate: Generator | None = None
+    generate: Callable[[Any], None] | None = None  # settings with a `root` -> the dataset, written there
     never_train: tuple[Literal["val"], ...] = ()  # splits beside test that its authors ask to keep out of training
-    singles: Callable[[Path], Iterator[Single]] | None = None  # root -> its images with captions of their own
+    singles: Callable[[Path], Iterator[Row]] | None = None  # root -> its images with captions of their own, as pairs
 
     def part(self, name: str) -> Published | None:
         """The published counts for a dataset called `name` in `params.yaml`; None where there are none for it."""

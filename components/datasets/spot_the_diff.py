@@ -21,66 +21,56 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.spec import (
-    UNSTATED,
-    WITH_SPICE,
-    DatasetSpec,
-    Protocol,
-    Published,
-    Row,
-    SplitCount,
-    TableRow,
-    as_rows,
-    merged,
-)
-from m3diff.datasets.tables import read_records
+from m3diff.datasets import spec
+from m3diff.datasets.files import read_json
+from m3diff.datasets.tables import numbered
 from m3diff.records.schemas import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}
 
 
-def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> Iterator[Row]:
+def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> Iterator[spec.Row]:
     """Yield a row per `img_id` of a split, at the place of its first record; broken records stand alone."""
 
-    def row(split: str, where: str, record: dict[str, Any]) -> Row:
+    def row(split: str, where: str, record: dict[str, Any]) -> spec.Row:
         name, image = f"{record['img_id']}.png", f"{images}/{record['img_id']}"
-        return Row(name, split, name, f"{image}{suffix}", f"{image}_2{suffix}", record["sentences"], [], where)
+        return spec.Row(name, split, name, f"{image}{suffix}", f"{image}_2{suffix}", record["sentences"], [], where)
 
     for split in SPLITS:
         file = f"annotations/{split}.json"
-        found = read_records(root, file, FIELDS)
-        yield from merged(as_rows(split, found, row), f"{file}, record ")
+        records = numbered(file, read_json(root / file, list))
+        yield from spec.merged(spec.as_rows(split, records, FIELDS, row), f"{file}, record ")
 
 
-PUBLISHED = Published(
+PUBLISHED = spec.Published(
     "spot_the_diff",
     "Spot-the-Diff",
-    SplitCount(8_566, 17_676, empty=53, repeated=3, wordless=37, records=9_524),
-    SplitCount(1_493, 3_310, empty=6, wordless=4, records=1_634),
-    SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
+    spec.SplitCount(8_566, 17_676, empty=53, repeated=3, wordless=37, records=9_524),
+    spec.SplitCount(1_493, 3_310, empty=6, wordless=4, records=1_634),
+    spec.SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
 )
-SPEC = DatasetSpec(
+SPEC = spec.DatasetSpec(
     title="Spot-the-Diff",
     page="https://github.com/harsh19/spot-the-diff",
     paper="Learning to Describe Differences Between Pairs of Similar Images (Jhamtani and others, EMNLP 2018)",
-    licence=UNSTATED,
+    licence=spec.UNSTATED,
     read=read,
     files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
     published=(PUBLISHED,),
-    table=TableRow(pairs=13_192, words=19, over_20=0.19, human=True, distractors=False),
+    table=spec.TableRow(pairs=13_192, words=19, over_20=0.19, human=True, distractors=False),
     protocols=(
-        Protocol(
+        spec.Protocol(
             "single-change",
             n=PUBLISHED.test.pairs,
-            metrics=WITH_SPICE,
+            metrics=spec.WITH_SPICE,
             source="sushizixin/CLIP4IDC: gt/spot_total_change_captions_reformat.json; OmniDiff (arXiv 2503.11093)",
         ),
-        Protocol(
+        spec.Protocol(
             "multi-change",
             n=PUBLISHED.test.pairs,
             references="joined",
             max_words=60,
-            metrics=WITH_SPICE,
+            metrics=spec.WITH_SPICE,
             source="tuyunbin/CARD: spot-the-diff",
         ),
     ),

@@ -23,20 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets import emu_edit
+from m3diff.datasets import emu_edit, spec
 from m3diff.datasets.files import describe, read_json, read_text
-from m3diff.datasets.spec import (
-    DatasetSpec,
-    Licence,
-    Permission,
-    Protocol,
-    Published,
-    Row,
-    SplitCount,
-    broken,
-    fault_of_scene,
-)
-from m3diff.records.errors import DataError
 
 PARTS = {"train": "train", "validation": "val"}
 MARK = "<INSTRUCT>"
@@ -44,14 +32,19 @@ VARIANTS = "gt_augmented_test_clean.json"
 EMU = "emu_edit"
 
 
-def read(root: Path) -> Iterator[Row]:
+def read(root: Path) -> Iterator[spec.Row]:
     """Yield a row per line of the two files of instructions, then the numbers of `splits.json` that have no line."""
-    splits, emu = _splits(root / "splits.json"), root / EMU
+    splits, emu = dict[int, str](), root / EMU
+    for word, idx, wrong in spec.scenes_in(root / "splits.json", tuple(PARTS)):
+        if wrong:
+            yield wrong
+        else:
+            splits[idx] = PARTS[word]
     images = {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
     file, seen = "instructions_with_idx_train_split.txt", set[int]()
     for source, idx, text, fault in _lines(root, file):
         if idx is None:
-            yield broken(None, source, fault)
+            yield spec.broken(None, source, fault)
             continue
         seen.add(idx)
         fault = None if idx in splits else "split: the number is in no list of splits.json"
@@ -62,14 +55,12 @@ def read(root: Path) -> Iterator[Row]:
     variants = read_json(root / VARIANTS, dict)
     for source, idx, text, fault in _lines(root, "instructions_with_idx_test_split.txt"):
         if idx is None:
-            yield broken("test", source, fault)
+            yield spec.broken("test", source, fault)
             continue
         found = variants.get(f"{idx} ")
-        wrong = (
-            None if isinstance(found, list) else f"{VARIANTS} {f'{idx} '!r}: expected a list, found {describe(found)}"
-        )
-        texts = [*found, text] if isinstance(found, list) else []
-        yield _row("test", idx, "test", images, texts, source, wrong)
+        if not isinstance(found, list):
+            found, fault = [], f"{VARIANTS} {f'{idx} '!r}: expected a list, found {describe(found)}"
+        yield _row("test", idx, "test", images, [] if fault else [*found, text], source, fault)
 
 
 def _row(
@@ -80,28 +71,12 @@ def _row(
     texts: list[Any],
     source: str,
     fault: str | None,
-) -> Row:
+) -> spec.Row:
     """A pair by the name that Emu Edit has for it; an image that is not there by the place where it should be."""
     name = f"{part}-{idx}"
     place = f"{EMU}/data/{part}-*.parquet, idx {idx}"
     before, after = images.get(name, (f"{place}, {emu_edit.BEFORE}", f"{place}, {emu_edit.AFTER}"))
-    return Row(name, split, name, before, after, texts, [], source, fault)
-
-
-def _splits(path: Path) -> dict[int, str]:
-    """Number -> split of each pair that trains or validates."""
-    found = read_json(path, dict)
-    splits: dict[int, str] = {}
-    for word, split in PARTS.items():
-        if not isinstance(found.get(word), list):
-            raise DataError(f"{path}: no list {word}; expected train and validation; fetch it again")
-        for position, idx in enumerate(found[word]):
-            if wrong := fault_of_scene(idx):
-                raise DataError(f"{path}: {word}[{position}]: {wrong}")
-            if idx in splits:
-                raise DataError(f"{path}: {word}[{position}]: {idx} stands there twice; keep one")
-            splits[idx] = split
-    return splits
+    return spec.Row(name, split, name, before, after, texts, [], source, fault)
 
 
 def _lines(root: Path, file: str) -> Iterator[tuple[str, int | None, str, str | None]]:
@@ -114,16 +89,20 @@ def _lines(root: Path, file: str) -> Iterator[tuple[str, int | None, str, str | 
             yield f"{file}, line {number}", int(idx) if usable else None, text.strip(), fault
 
 
-PUBLISHED = Published("syned", "Syned", SplitCount(3_050, 3_050), SplitCount(539, 539), SplitCount(2_022, 10_053))
-NOT_SOLD = Permission("conditions", "credit the authors of Syned and of Emu Edit; no commercial use")
-SPEC = DatasetSpec(
+PUBLISHED = spec.Published(
+    "syned", "Syned", spec.SplitCount(3_050, 3_050), spec.SplitCount(539, 539), spec.SplitCount(2_022, 10_053)
+)
+NOT_SOLD = spec.Permission("conditions", "credit the authors of Syned and of Emu Edit; no commercial use")
+SPEC = spec.DatasetSpec(
     title="Syned",
     page="https://github.com/gautierevn/BLIP2IDC",
     paper="Reframing Image Difference Captioning with BLIP2IDC and Synthetic Augmentation (Evennou et al., WACV 2025)",
-    licence=Licence.of("MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NOT_SOLD),
+    licence=spec.Licence.of("MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NOT_SOLD),
     read=read,
     files=("splits.json", "instructions_with_idx_train_split.txt", "instructions_with_idx_test_split.txt", VARIANTS),
     task="edit",
     published=(PUBLISHED,),
-    protocols=(Protocol("test", n=PUBLISHED.test.pairs, source="gautierevn/BLIP2IDC: code_release/train_BLIP2IDC.py"),),
+    protocols=(
+        spec.Protocol("test", n=PUBLISHED.test.pairs, source="gautierevn/BLIP2IDC: code_release/train_BLIP2IDC.py"),
+    ),
 )

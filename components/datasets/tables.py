@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m3diff.datasets.files import describe, parse_json, read_json, read_text
-from m3diff.datasets.spec import Found, Row, fault_in
+from m3diff.datasets.files import describe, parse_json, read_text
+from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 
 SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
@@ -46,14 +46,6 @@ class Embedded:
 def _column(manifest: Path, group: int, column: str) -> Any:
     """A column of a row group: images of a pair, and the pairs of a group, are asked for one after another."""
     return pq.ParquetFile(manifest).read_row_group(group, [column]).column(0).to_pylist()
-
-
-def rows_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of a Parquet file by some or all of its columns, a row group at a time, each image as an `Embedded`."""
-    file = pq.ParquetFile(path)
-    for group in range(file.num_row_groups):
-        for number, row in enumerate(file.read_row_group(group, columns and list(columns)).to_pylist()):
-            yield {column: _detached(value, path, group, number, column) for column, value in row.items()}
 
 
 def _detached(value: Any, path: Path, group: int, row: int, column: str, item: int | None = None) -> Any:
@@ -94,21 +86,11 @@ SHARD = re.compile(r"-(\d{5})-of-(\d{5})\b")
 """Which of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet."""
 
 
-def read_table(path: Path, required: Sequence[str], suffix: str | None = None) -> Iterator[Found]:
-    """Every row of the manifest; arguments as of `read_values`.
-
-    Raises:
-        DataError: the file cannot be read, or a required column is missing from its header.
-    """
-    for where, value in read_values(path, required, suffix=suffix):
-        yield _row(where, value, required)
-
-
 def read_values(
     path: Path,
     required: Sequence[str],
     delimiter: str | None = None,
-    rows: str | None = None,
+    rows: str = "",
     suffix: str | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """The place and the value of every row; a DataError stands for a row that cannot be read.
@@ -117,7 +99,7 @@ def read_values(
         required: columns that a header must have.
         delimiter: of a CSV or TSV file, where it is another than the suffix tells.
         rows: where in a JSON file the rows stand (a path, as of `pick`); they may be an object, too, whose keys are the
-            column `key`. None: the file is a list.
+            column `key`.
         suffix: that tells the format, where it is not the file's own.
 
     Raises:
@@ -129,14 +111,15 @@ def read_values(
     if suffix == ".jsonl":
         return _json_lines(path)
     if suffix == ".json":
-        return _numbered(path, read_json(path, list)) if rows is None else _json_rows(path, rows)
+        return _json_rows(path, rows)
     if suffix == ".parquet":
         return _parquet(path, required)
     raise DataError(f"{path}: unknown kind of manifest; use .csv, .tsv, .json, .jsonl or .parquet")
 
 
-def _numbered(path: Path, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{path.name}, record {number}", value) for number, value in enumerate(values))
+def numbered(file: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The place and the value of every record of a list."""
+    return ((f"{file}, record {number}", value) for number, value in enumerate(values))
 
 
 def _json_rows(path: Path, rows: str) -> Iterator[tuple[str, Any]]:
@@ -144,21 +127,11 @@ def _json_rows(path: Path, rows: str) -> Iterator[tuple[str, Any]]:
     names of their own."""
     found = pick(parse_json(read_text(path), str(path)), rows)
     if isinstance(found, list):
-        return _numbered(path, found)
+        return numbered(path.name, found)
     if not isinstance(found, dict):
         raise DataError(f"{path}: rows: expected a list or an object at {rows!r}, found {describe(found)}")
     named = ((key, value if isinstance(value, dict) else {"value": value}) for key, value in found.items())
     return ((f"{path.name}, {key}", {"key": key} | value) for key, value in named)
-
-
-def _row(where: str, value: Any, required: Sequence[str]) -> Found:
-    nothing: dict[str, Any] = dict.fromkeys(required)
-    if isinstance(value, DataError):
-        return where, nothing, str(value)
-    if not isinstance(value, dict):
-        return where, nothing, f"row: expected an object, found {describe(value)}"
-    missing = [column for column in required if value.get(column) is None]
-    return where, nothing | value, f"{', '.join(missing)}: is missing" if missing else None
 
 
 def sep_line(text: str) -> tuple[str | None, str]:
@@ -184,9 +157,8 @@ def _delimited(path: Path, given: str | None, required: Sequence[str]) -> Iterat
                 wrong = f"row: has {len(fields)} fields, the header {len(header)}; quote fields that hold {delimiter!r}"
                 yield where, DataError(wrong)
     except csv.Error as error:
-        raise DataError(
-            f"{path}: line {reader.line_num + above}: not valid CSV: {error}; correct the quotes there"
-        ) from error
+        line = reader.line_num + above
+        raise DataError(f"{path}: line {line}: not valid CSV: {error}; correct the quotes there") from error
 
 
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
@@ -206,12 +178,6 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path.name}, line {number}", error
 
 
-def read_records(root: Path, file: str, fields: Mapping[str, type]) -> Iterator[Found]:
-    """Every record of a JSON list, which has these fields with these types."""
-    for number, record in enumerate(read_json(root / file, list)):
-        yield f"{file}, record {number}", record, fault_in(record, fields)
-
-
 def shards(root: Path, pattern: str) -> list[Path]:
     """The files of a split of the Hugging Face hub, in order.
 
@@ -220,9 +186,7 @@ def shards(root: Path, pattern: str) -> list[Path]:
     """
     paths = sorted(root.glob(pattern))
     if not paths:
-        raise DataError(
-            f"{root / pattern}: no such file; the dataset is incomplete, fetch it again or correct the root"
-        )
+        raise DataError(f"{root / pattern}: no such file; the dataset is incomplete, fetch it or correct the root")
     found = [SHARD.search(path.name) for path in paths]
     numbers = [(int(part[1]), int(part[2])) for part in found if part]
     if numbers and numbers != [(n, numbers[0][1]) for n in range(numbers[0][1])]:
@@ -231,21 +195,15 @@ def shards(root: Path, pattern: str) -> list[Path]:
     return paths
 
 
-def read_shards(root: Path, pattern: str, fields: Mapping[str, type], images: Sequence[str]) -> Iterator[Found]:
-    """Every row of a split of the Hugging Face hub, by these columns alone; each image as an `Embedded`.
-
-    Args:
-        fields: columns with their types.
-        images: further columns.
+def read_shards(root: Path, pattern: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The place and the value of every row of a split of the Hugging Face hub, by these columns alone; each image as an
+    `Embedded`.
 
     Raises:
         DataError: a file is missing or cannot be read, or has not the columns.
     """
-    columns = (*fields, *images)
     for path in shards(root, pattern):
-        for at, value in _parquet(path, columns, columns):
-            where, row, fault = _row(at, value, columns)
-            yield where, row, fault or fault_in(row, fields)
+        yield from _parquet(path, columns, columns)
 
 
 def column_names(path: Path) -> list[str]:
@@ -263,25 +221,29 @@ def column_names(path: Path) -> list[str]:
 
 
 def _parquet(path: Path, required: Sequence[str], columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Rows by `columns`, or by all that there are."""
+    """Rows by `columns`, or by all that there are, a row group at a time, each image as an `Embedded`."""
     _check_header(path, column_names(path), required)
+    place = 0
     try:
-        yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows_of(path, columns)))
+        file = pq.ParquetFile(path)
+        for group in range(file.num_row_groups):
+            for number, row in enumerate(file.read_row_group(group, columns and list(columns)).to_pylist()):
+                values = {column: _detached(value, path, group, number, column) for column, value in row.items()}
+                yield f"{path.name}, row {place}", values
+                place += 1
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
 
 
 def texts(value: Any) -> Any:
     """Captions of a manifest: a list as it is; text that is a JSON list as that list; other text as one caption."""
-    if isinstance(value, str):
-        if value.lstrip().startswith("["):
-            try:
-                listed = json.loads(value)
-            except ValueError:
-                return [value]
-            return listed if isinstance(listed, list) else [value]
-        return [value]
-    return value
+    if not isinstance(value, str):
+        return value
+    try:
+        listed = json.loads(value) if value.lstrip().startswith("[") else None
+    except ValueError:
+        listed = None
+    return listed if isinstance(listed, list) else [value]
 
 
 def pick(value: Any, path: str) -> Any:

@@ -16,7 +16,7 @@ from m3diff.datasets.tables import columns_in, look_up, pick
 from m3diff.records.errors import DataError
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
-from tests.layouts import run_ingest, run_validate, save_picture, write_json
+from tests.layouts import judge_by_polars_alone, run_ingest, run_validate, save_picture, write_json
 
 Write = Callable[[Path], Any]
 
@@ -279,7 +279,8 @@ def write_embedded(root: Path, pairs_of: list[tuple[int, int, str]], **columns: 
 EMBEDDED = {"manifest": "p.parquet", "columns": {"captions": "caption"}, "split": "train"}
 
 
-def test_images_inside_parquet_are_written_beside_the_records_and_are_the_same_bytes(tmp_path):
+def test_images_inside_parquet_are_written_beside_the_records_and_are_the_same_bytes(tmp_path, monkeypatch):
+    judge_by_polars_alone(monkeypatch)
     root = write_embedded(tmp_path / "raw", [(1, 2, "a"), (3, 4, "b"), (5, 1, "d"), (1, 2, "c"), (6, 7, "e")])
     rows = read(root, **EMBEDDED)
     assert [(row.references, row.fault) for row in rows] == [

@@ -26,19 +26,13 @@ a turned and tilted camera (`render.LOOKS`). The embedded run draws such a datas
 `minichange_shifted`: how far its scores fall says how much of what a model learnt is the look of the training images.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from m3diff.datasets.clevr_change import read
 from m3diff.datasets.files import read_json
 from m3diff.datasets.minichange.scene import MiniChange
-from m3diff.datasets.spec import DatasetSpec, Generator, Licence, Permission, Protocol, Single
-
-
-def read_grammar(root: Path) -> Mapping[str, Any]:
-    """The rules that were written with the captions: `clause_separator`, `no_change`, `clauses`."""
-    return read_json(root / "grammar.json", dict)
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row
 
 
 def _generate(settings: MiniChange) -> None:
@@ -47,7 +41,7 @@ def _generate(settings: MiniChange) -> None:
     generate(settings)
 
 
-def _singles(root: Path) -> Iterator[Single]:
+def _singles(root: Path) -> Iterator[Row]:
     from m3diff.datasets.minichange.generate import read_singles
 
     return read_singles(root)
@@ -66,7 +60,7 @@ SPEC = DatasetSpec(
         Protocol("semantic", n=None, ids=r"\d+\.png"),
         Protocol("distractor", n=None, ids=r"\d+\.png_n"),
     ),
-    grammar=read_grammar,
+    grammar=lambda root: read_json(root / "grammar.json", dict),
     singles=_singles,
-    generate=Generator(settings=MiniChange, generate=_generate),
+    generate=_generate,
 )

@@ -21,7 +21,7 @@ from m3diff.datasets.minichange.language import describe_scene, grammar, referen
 from m3diff.datasets.minichange.levels import LEVELS, sample_types
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import WIDTHS, Domain, Mark, MiniChange, Scene, Thing, View
-from m3diff.datasets.spec import Single
+from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
@@ -54,31 +54,24 @@ def read_scenes(root: Path) -> Scenes:
     found = read_json(root / FILE, dict)
     scenes = {}
     for path, values in found["scenes"].items():
-        things, marks = (tuple(Thing(**thing) for thing in values["things"]), tuple(Mark(*m) for m in values["marks"]))
-        view = View(**values["view"])
-        scenes[path] = Scene(things, marks, values["background"], view, found["level"], values["cloth"])
+        things = tuple(Thing(**thing) for thing in values.pop("things"))
+        marks = tuple(Mark(*mark) for mark in values.pop("marks"))
+        scenes[path] = Scene(things, marks, view=View(**values.pop("view")), level=found["level"], **values)
     return Scenes(found["domain"], found["image_px"], scenes)
 
 
-def read_singles(root: Path) -> Iterator[Single]:
-    """Every image with the description of its scene, in the order of `splits.json`: before, after, distractor."""
+def read_singles(root: Path) -> Iterator[Row]:
+    """Every image as a pair with itself, described by its scene, in the order of `splits.json`: before, after,
+    distractor."""
     scenes = read_scenes(root).of
     for split, numbers in read_splits(root / "splits.json").items():
         for number in numbers:
             for path in image_paths(number):
-                yield Single(path, split, f"{number:06d}", path, [describe_scene(scenes[path])], f"{FILE}, {path}")
+                text = describe_scene(scenes[path])
+                yield Row(path, split, f"{number:06d}", path, path, [text], [], f"{FILE}, {path}")
 
 
 ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")
-
-
-class Written(NamedTuple):
-    """A scene whose images are on disk."""
-
-    number: int
-    types: tuple[str, ...]
-    references: list[str]
-    shown: tuple[Scene, ...]  # before, after, distractor
 
 
 def generate(settings: MiniChange) -> None:
@@ -93,23 +86,23 @@ def generate(settings: MiniChange) -> None:
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         written = pool.map(partial(_write_scene, settings, splits["train"]), range(total), chunksize=32)
         scenes = list(progress(written, "synthesize", total=total, unit="scene"))
-    key = "CLEVR_default_{:06d}.png".format
     no_change = references((), settings.references)
-    typed = {each: [f"{scene.number:06d}.png" for scene in scenes if each in scene.types] for each in CHANGE_TYPES}
     annotations = {
-        "change_captions.json": {key(scene.number): scene.references for scene in scenes},
-        "no_change_captions.json": {key(scene.number): no_change for scene in scenes},
+        "change_captions.json": {f"CLEVR_default_{name}.png": texts for name, _, texts, _ in scenes},
+        "no_change_captions.json": {f"CLEVR_default_{name}.png": no_change for name, *_ in scenes},
         "splits.json": {split: list(numbers) for split, numbers in splits.items()},
-        "type_mapping.json": typed,
+        "type_mapping.json": {
+            each: [f"{name}.png" for name, types, *_ in scenes if each in types] for each in CHANGE_TYPES
+        },
         "grammar.json": grammar(tuple(WIDTHS[settings.level])),
     }
     for name, content in annotations.items():
         write_atomic(settings.root / name, json.dumps(content, indent=1) + "\n")
     head = json.dumps({"level": settings.level, "domain": settings.domain, "image_px": settings.image_px})
     lines = []
-    for scene in scenes:
-        for path, shown in zip(image_paths(scene.number), scene.shown, strict=True):
-            values = {name: value for name, value in asdict(shown).items() if name != "level"}
+    for number, (*_, shown) in enumerate(scenes):
+        for path, scene in zip(image_paths(number), shown, strict=True):
+            values = {name: value for name, value in asdict(scene).items() if name != "level"}
             lines.append(f"{json.dumps(path)}: {json.dumps(values)}")
     write_atomic(settings.root / FILE, f'{head[:-1]}, "scenes": {{\n' + ",\n".join(lines) + "\n}}\n")
 
@@ -131,7 +124,10 @@ def split_scenes(settings: MiniChange) -> dict[str, range]:
     return {"train": range(train, train + settings.scenes["train"]), "val": range(val, train), "test": range(val)}
 
 
-def _write_scene(settings: MiniChange, training: range, number: int) -> Written:
+def _write_scene(
+    settings: MiniChange, training: range, number: int
+) -> tuple[str, tuple[str, ...], list[str], tuple[Scene, ...]]:
+    """The number in six digits, change types, references, and the scenes of the images that are written."""
     rng = np.random.default_rng([settings.seed, number])
     deck = CHANGE_TYPES + (settings.oversample_types if number in training else ())
     types = sample_types(rng, number, settings.multi_change_share, deck)
@@ -140,4 +136,4 @@ def _write_scene(settings: MiniChange, training: range, number: int) -> Written:
     for name, scene in zip(image_paths(number), shown, strict=True):
         path = settings.root / name
         render(scene, settings.image_px, rng, settings.domain).save(path, compress_level=4)
-    return Written(number, types, references(changes, settings.references), shown)
+    return f"{number:06d}", types, references(changes, settings.references), shown

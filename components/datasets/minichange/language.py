@@ -7,44 +7,21 @@ object, place and what changed from what to what can be read without knowing how
 
 import re
 
-from m3diff.datasets.minichange.scene import (
-    COLORS,
-    DIRECTIONS,
-    GLYPHS,
-    KINDS,
-    PLACES,
-    POSES,
-    SIZES,
-    Change,
-    Scene,
-    Thing,
-)
+from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACES, SIZES, STATES, Change, Scene, Thing
 from m3diff.records.schemas import CHANGE_TYPES
 
 SEPARATOR = ", and "
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
-ARMS = {"up": "raised its arms", "down": "lowered its arms", "waving": "started to wave"}
-CAMERA = {
-    "left": "moved to the left",
-    "right": "moved to the right",
-    "up": "moved up",
-    "down": "moved down",
-    "in": "zoomed in",
-    "out": "zoomed out",
-}
+ARMS = {"down": "lowered its arms", "up": "raised its arms", "waving": "started to wave"}
+CAMERA = {"left": "moved to the left", "right": "moved to the right", "up": "moved up", "down": "moved down"}
+CAMERA |= {"in": "zoomed in", "out": "zoomed out"}
 LAMP = {"out": "went out", "on": "came on"}
+OPPOSITES = {"left": "right", "right": "left", "up": "down", "down": "up", "in": "out", "out": "in"}
 STATE = {"arrow": " pointing {}", "doll": " with arms {}", "sign": " reading {}", "die": " with {} dots"}
 """How a thing is described by what its kind can show; a doll that waves is waving."""
 
 INVERSE: dict[str, dict] = {
-    "viewpoint": {
-        "type": "viewpoint",
-        "words": {
-            CAMERA[a]: CAMERA[b]
-            for pair in (("left", "right"), ("up", "down"), ("in", "out"))
-            for a, b in (pair, pair[::-1])
-        },
-    },
+    "viewpoint": {"type": "viewpoint", "words": {CAMERA[one]: CAMERA[other] for one, other in OPPOSITES.items()}},
     "illumination": {"type": "illumination", "words": {LAMP["out"]: LAMP["on"], LAMP["on"]: LAMP["out"]}},
     "addition": {"type": "disappearance"},
     "disappearance": {"type": "addition"},
@@ -54,73 +31,54 @@ INVERSE: dict[str, dict] = {
 has none: no sentence says that an object took the place of a mark."""
 
 NO_CHANGE_SENTENCES = (
-    "nothing changed",
-    "nothing has changed",
-    "nothing is different",
-    "nothing changed at all",
+    *("nothing changed", "nothing has changed", "nothing is different", "nothing changed at all"),
     "nothing changed between the images",
 )
 
-WORDING: dict[str, tuple[str, str]] = {
-    "viewpoint": (
-        "the camera {camera}",
-        " | between the images | and the view changed | so the view changed | before the second image",
-    ),
-    "illumination": (
-        "the lamp {lamp}",
-        " | between the images | and the light changed | so the light changed | before the second image",
-    ),
-    "addition": (
-        "{place} a {new} appeared",
-        " | on the table | where nothing stood | from nowhere | in the second image",
-    ),
-    "disappearance": (
-        "{place} the {object} disappeared",
-        " | without a trace | from the table | and left no mark | in the second image",
-    ),
-    "removal": (
-        "{place} the {object} was removed",
-        "and left a mark | leaving a mark | and only a mark is left | and its mark stayed | "
-        "from the table and left a mark",
-    ),
-    "substitution": (
-        "{place} the {object} was replaced",
-        "by a {new} | with a {new} | and is now a {new} | by another object a {new} | in its place by a {new}",
-    ),
-    "size": (
-        "{place} the {object} became {size}",
-        " | in size | instead of {old_size} | and was {old_size} before | in the second image",
-    ),
-    "color": (
-        "{place} the {object} turned {color}",
-        " | in color | instead of {old_color} | and was {old_color} before | in the second image",
-    ),
-    "orientation": (
-        "{place} the {object} points {direction}",
-        "now | instead of {old_direction} | after a turn | and pointed {old_direction} before | in the second image",
-    ),
-    "pose": (
-        "{place} the {object} {arms}",
-        " | and changed its pose | between the images | in another pose | in the second image",
-    ),
-    "ocr": (
-        "{place} the {object} reads {glyph}",
-        "instead of {old_glyph} | and no longer {old_glyph} | where it read {old_glyph} | "
-        "and read {old_glyph} before | in the second image and {old_glyph} in the first",
-    ),
-    "counting": (
-        "{place} the {object} shows {count} dots",
-        "instead of {old_count} | and no longer {old_count} | where it had {old_count} | "
-        "and had {old_count} before | in the second image and {old_count} in the first",
-    ),
-}
-"""Paraphrases of one type start alike and differ towards their ends: a greedy decoder then weighs the types against
-each other, not one type's single wording against another's five. The endings, of which one may be empty, are separated
-by bars."""
-assert tuple(WORDING) == CHANGE_TYPES, "a wording for each change type, in the order of CHANGE_TYPES"
-TEMPLATES = {
-    kind: tuple(" ".join((start, *end.split())) for end in ends.split("|")) for kind, (start, ends) in WORDING.items()
-}
+WORDING = """
+viewpoint | the camera {camera} | | between the images | and the view changed | so the view changed
+  | before the second image
+
+illumination | the lamp {lamp} | | between the images | and the light changed | so the light changed
+  | before the second image
+
+addition | {place} a {new} appeared | | on the table | where nothing stood | from nowhere | in the second image
+
+disappearance | {place} the {object} disappeared
+  | | without a trace | from the table | and left no mark | in the second image
+
+removal | {place} the {object} was removed | and left a mark | leaving a mark | and only a mark is left
+  | and its mark stayed | from the table and left a mark
+
+substitution | {place} the {object} was replaced | by a {new} | with a {new} | and is now a {new}
+  | by another object a {new} | in its place by a {new}
+
+size | {place} the {object} became {size}
+  | | in size | instead of {old_size} | and was {old_size} before | in the second image
+
+color | {place} the {object} turned {color}
+  | | in color | instead of {old_color} | and was {old_color} before | in the second image
+
+orientation | {place} the {object} points {direction} | now | instead of {old_direction} | after a turn
+  | and pointed {old_direction} before | in the second image
+
+pose | {place} the {object} {arms}
+  | | and changed its pose | between the images | in another pose | in the second image
+
+ocr | {place} the {object} reads {glyph} | instead of {old_glyph} | and no longer {old_glyph}
+  | where it read {old_glyph} | and read {old_glyph} before | in the second image and {old_glyph} in the first
+
+counting | {place} the {object} shows {count} dots | instead of {old_count} | and no longer {old_count}
+  | where it had {old_count} | and had {old_count} before | in the second image and {old_count} in the first
+"""
+"""A change type, how its paraphrases start, and their five endings, of which one may be empty. Paraphrases of one type
+start alike and differ towards their ends: a greedy decoder then weighs the types against each other, not one type's
+single wording against another's five."""
+TEMPLATES: dict[str, tuple[str, ...]] = {}
+for block in WORDING.strip().split("\n\n"):
+    kind, start, *endings = (" ".join(part.split()) for part in block.split("|"))
+    TEMPLATES[kind] = tuple(f"{start} {ending}".strip() for ending in endings)
+assert tuple(TEMPLATES) == CHANGE_TYPES, "a wording for each change type, in the order of CHANGE_TYPES"
 
 
 def name(thing: Thing) -> str:
@@ -168,12 +126,8 @@ def grammar(sizes: tuple[str, ...] = SIZES) -> dict:
         for change_type, templates in TEMPLATES.items()
         for template in templates
     ]
-    return {
-        "clause_separator": SEPARATOR,
-        "no_change": list(NO_CHANGE_SENTENCES),
-        "clauses": clauses,
-        "inverse": INVERSE,
-    }
+    no_change = list(NO_CHANGE_SENTENCES)
+    return {"clause_separator": SEPARATOR, "no_change": no_change, "clauses": clauses, "inverse": INVERSE}
 
 
 def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
@@ -188,9 +142,10 @@ def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
         "{place}": f"(?P<place>{'|'.join(sorted(PLACES, key=len, reverse=True))})",
         "{camera}": f"(?P<place>(?P<after>{'|'.join(CAMERA.values())}))",
         "{lamp}": f"(?P<place>(?P<after>{'|'.join(LAMP.values())}))",
-        "{arms}": f"(?P<after>{'|'.join(ARMS[pose] for pose in POSES)})",
+        "{arms}": f"(?P<after>{'|'.join(ARMS.values())})",
     }
-    values = {"size": sizes, "color": COLORS, "direction": DIRECTIONS, "glyph": GLYPHS, "count": NUMBERS[2:]}
+    values = {"size": sizes, "color": COLORS, "direction": STATES["arrow"], "glyph": STATES["sign"]}
+    values |= {"count": NUMBERS[2:]}
     for slot, known in values.items():
         words |= {f"{{{slot}}}": f"(?P<after>{'|'.join(known)})", f"{{old_{slot}}}": f"(?P<before>{'|'.join(known)})"}
     pattern = re.sub(r"\{\w+\}", lambda slot: words[slot[0]], template)

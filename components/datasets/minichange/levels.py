@@ -58,19 +58,11 @@ from m3diff.records.schemas import CHANGE_TYPES
 NEEDS = {"orientation": "arrow", "pose": "doll", "ocr": "sign", "counting": "die"}
 """Types that need an object of a certain kind in the scene."""
 
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+"""Directions in which a camera moves, by word."""
+
 Pair = tuple[Scene, Scene, Scene, tuple[Change, ...]]
 """Before, after its changes, distractor, and the changes."""
-
-
-class Jitter(NamedTuple):
-    """The largest change of camera and light that is a distractor and never mentioned; `least`: of the shift."""
-
-    x: float
-    least: float
-    most: float
-    zoom: float
-    brightness: float
-    lamp: float
 
 
 @dataclass(frozen=True)
@@ -84,20 +76,10 @@ class Sampler:
     move: float  # of the camera, in frame units
     dark: float  # brightness when the lamp is out, or the factor to it
     tries: int  # to change one scene before another is sampled
-    jitters: Jitter
+    shift: tuple[float, float, float]  # of a distractor's camera: most in x and in y, least and most in all
+    jitter_by: tuple[float, float, float]  # most of a distractor's zoom, brightness (both a share) and lamp (radians)
     sample_scene: Callable[..., Scene]  # with these kinds in it
     is_clear: Callable[[Scene, Scene, list[Change]], bool]
-
-    @property
-    def moves(self) -> dict[str, tuple[float, float]]:
-        """The distances that the camera moves, by word."""
-        by = self.move
-        return {"left": (-by, 0.0), "right": (by, 0.0), "up": (0.0, -by), "down": (0.0, by)}
-
-    @property
-    def is_free(self) -> bool:
-        """True of the level free."""
-        return self.name == "free"
 
     def sample_pair(self, rng: np.random.Generator, types: tuple[str, ...]) -> Pair:
         """Sample a scene and change it.
@@ -117,37 +99,38 @@ class Sampler:
     def moved(self, view: View, word: str) -> View:
         """The view after the camera has moved or zoomed as the word says."""
         if word in ZOOMS:
-            return replace(view, zoom=view.zoom * ZOOMS[word] if self.is_free else ZOOMS[word])
-        x, y = self.moves[word]
-        return replace(view, x=view.x + x, y=view.y + y)
+            return replace(view, zoom=view.zoom * ZOOMS[word] if self.name == "free" else ZOOMS[word])
+        x, y = MOVES[word]
+        return replace(view, x=view.x + self.move * x, y=view.y + self.move * y)
 
     def lit(self, view: View, word: str) -> View:
         """The view after the lamp went "out" or came "on"."""
-        if self.is_free:
+        if self.name == "free":
             return replace(view, brightness=view.brightness * (self.dark if word == "out" else 1 / self.dark))
         return replace(view, brightness=self.dark if word == "out" else LIT)
 
     def jitter(self, rng: np.random.Generator, view: View) -> View:
         """The view after a shift of camera, light and noise that is a distractor and never mentioned."""
-        limits = self.jitters
+        by, least, most = self.shift
         while True:
-            x, y = (float(value) for value in rng.uniform(-limits.x, limits.x, 2))
-            if limits.least**2 <= x * x + y * y <= limits.most**2:
+            x, y = (float(value) for value in rng.uniform(-by, by, 2))
+            if least**2 <= x * x + y * y <= most**2:
                 break
-        zoom, brightness = (float(rng.uniform(1 - by, 1 + by)) for by in (limits.zoom, limits.brightness))
+        zoom, brightness = (float(rng.uniform(1 - by, 1 + by)) for by in self.jitter_by[:2])
+        lamp = self.jitter_by[2]
         return replace(
             view,
             x=view.x + x,
             y=view.y + y,
             zoom=view.zoom * zoom,
             brightness=view.brightness * brightness,
-            lamp=view.lamp + float(rng.uniform(-limits.lamp, limits.lamp)),
+            lamp=view.lamp + float(rng.uniform(-lamp, lamp)),
             noise=_noise(rng),
         )
 
     def in_order(self, scene: Scene) -> Scene:
         """On the grid things are in the order of their places; on the free level a later one covers an earlier one."""
-        if self.is_free:
+        if self.name == "free":
             return scene
         things = sorted(scene.things, key=lambda thing: thing.cell)
         return replace(scene, things=tuple(things), marks=tuple(sorted(scene.marks)))
@@ -165,13 +148,17 @@ class Sampler:
                 word = "out" if view.brightness > LAMP_ON else "on"
                 view, change = self.lit(view, word), Change(change_type, word=word)
             elif change_type == "viewpoint":
-                word = str(pick(rng, (*self.moves, *ZOOMS)))
+                word = str(pick(rng, (*MOVES, *ZOOMS)))
                 view, change = self.moved(view, word), Change(change_type, word=word)
             elif change_type == "addition":
-                touched = [*things, *marks, *(change.before for change in changes)]
-                taken = {each.cell for each in touched if each is not None}
-                change = Change(change_type, after=self._added(rng, before.view, taken))
-                things.append(change.after)
+                if self.name == "free":
+                    new = sample_free_thing(rng, before.view)
+                else:
+                    touched = [*things, *marks, *(change.before for change in changes)]
+                    taken = {each.cell for each in touched if each is not None}
+                    new = sample_grid_thing(rng, pick(rng, [cell for cell in range(9) if cell not in taken]))
+                change = Change(change_type, after=new)
+                things.append(new)
             else:
                 kind = NEEDS.get(change_type)
                 fitting = [k for k in sorted(untouched) if kind in (None, before.things[k].kind)]
@@ -191,13 +178,7 @@ class Sampler:
 
     def mark(self, thing: Thing) -> Mark:
         """The print that an object leaves which is removed."""
-        return Mark(thing.cell, thing.dx, thing.dy) if self.is_free else Mark(thing.cell)
-
-    def _added(self, rng: np.random.Generator, view: View, taken: set[int]) -> Thing:
-        """A new object; on the grid at none of these places."""
-        if self.is_free:
-            return sample_free_thing(rng, view)
-        return sample_grid_thing(rng, pick(rng, [cell for cell in range(9) if cell not in taken]))
+        return Mark(thing.cell, thing.dx, thing.dy) if self.name == "free" else Mark(thing.cell)
 
     def _changed(self, rng: np.random.Generator, thing: Thing, change_type: str) -> Thing | None:
         """The object gone, replaced, in another size or colour; by any other type, in another state of its kind."""
@@ -205,7 +186,7 @@ class Sampler:
             return None
         if change_type == "substitution":
             kind = str(other(rng, KINDS, thing.kind))
-            if not self.is_free:
+            if self.name == "grid":
                 return replace(sample_grid_thing(rng, thing.cell, kind), size=thing.size, dx=thing.dx, dy=thing.dy)
             state = pick(rng, STATES[kind]) if kind in STATES else None
             color, texture = str(pick(rng, COLORS)), str(pick(rng, TEXTURES))
@@ -297,8 +278,9 @@ class Square(NamedTuple):
     width: float
 
 
-def _try_free_scene(rng: np.random.Generator, must_hold: tuple[str, ...]) -> Scene | None:
-    """None where a thing found no room."""
+def _sample_free_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
+    """A scene of six to eight things, `must_hold` naming the kinds that have to be among them; if one of them finds no
+    room, another scene."""
     view = View(
         x=float(rng.uniform(-0.02, 0.02)),
         y=float(rng.uniform(-0.02, 0.02)),
@@ -316,7 +298,7 @@ def _try_free_scene(rng: np.random.Generator, must_hold: tuple[str, ...]) -> Sce
             if all(seen(each, squares[k + 1 :]) >= SEEN_SCENE for k, each in enumerate(squares)):
                 break
         else:
-            return None
+            return _sample_free_scene(rng, must_hold)
         things.append(thing)
     marks: list[Mark] = []
     for _ in range(int(rng.integers(1, 3)) if rng.random() < 0.4 else 0):
@@ -416,19 +398,17 @@ def _is_clear(before: Scene, after: Scene, changes: list[Change]) -> bool:
         least = SEEN_STATE if change.type in NEEDS else SEEN_CHANGED
         if not all(_stands_out(scene, thing, least, (before.view, after.view)) for scene, thing in sides):
             return False
-        points = [(thing.cell, view.project(thing.center)) for _, thing in sides for view in views]
-        if not all(
-            place_of(at) == cell and all(_inside_third(value, MARGIN / 2) for value in at) for cell, at in points
-        ):
-            return False
+        for at, cell in ((view.project(thing.center), thing.cell) for _, thing in sides for view in views):
+            if place_of(at) != cell or not all(_inside_third(value, MARGIN / 2) for value in at):
+                return False
     gone = [change.before.center for change in changes if change.before and not change.after]
     came = [change.after.center for change in changes if change.after and not change.before]
     if any(_distance(a, b) < APART for a in gone for b in came):
         return False
-    new = {mark for mark in after.marks if mark not in before.marks}
-    return all(
-        _mark_is_clear(mark, after.things, after.marks, after.view if mark in new else None) for mark in after.marks
-    )
+    for mark in after.marks:
+        if not _mark_is_clear(mark, after.things, after.marks, None if mark in before.marks else after.view):
+            return False
+    return True
 
 
 def _stands_out(scene: Scene, thing: Thing, least: float, views: tuple[View, View]) -> bool:
@@ -444,20 +424,14 @@ def _stands_out(scene: Scene, thing: Thing, least: float, views: tuple[View, Vie
     return all(seen(square(thing), above, view) >= least for view in views)
 
 
-def _sample_free_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
-    """A scene of six to eight things, `must_hold` naming the kinds that have to be among them."""
-    while True:
-        if (scene := _try_free_scene(rng, must_hold)) is not None:
-            return scene
-
-
 LEVELS: dict[str, Sampler] = {
     "grid": Sampler(
         name="grid",
         move=0.2,
         dark=GRID_DARK,
         tries=1,
-        jitters=Jitter(x=0.01, least=0.0, most=0.0142, zoom=0.015, brightness=0.04, lamp=0.3),
+        shift=(0.01, 0.0, 0.0142),
+        jitter_by=(0.015, 0.04, 0.3),
         sample_scene=_sample_grid_scene,
         is_clear=_in_frame,
     ),
@@ -466,7 +440,8 @@ LEVELS: dict[str, Sampler] = {
         move=0.22,
         dark=FREE_DARK,
         tries=4,
-        jitters=Jitter(x=0.05, least=0.02, most=0.05, zoom=0.05, brightness=0.1, lamp=0.4),
+        shift=(0.05, 0.02, 0.05),
+        jitter_by=(0.05, 0.1, 0.4),
         sample_scene=_sample_free_scene,
         is_clear=_is_clear,
     ),

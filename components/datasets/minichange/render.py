@@ -6,10 +6,7 @@ domain's: a model trained in one is tried in the other.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
@@ -17,66 +14,35 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from m3diff.datasets.minichange.scene import KINDS, MARK_WIDTH, WIDTHS, Scene
 
 OVERSAMPLING = 3
-ROOM = {"grid": 0.0, "free": 0.15}  # of the table, on every side, beyond the domain's, for a camera that moves more
 INK = {"yellow": (60, 44, 10), "white": (48, 48, 58)}  # of dots and letters; near white on the other colours
+SKIN = (238, 200, 166)
 
 Color = tuple[int, int, int]
+Box = tuple[float, float, float, float]
 
-
-class Tilt(NamedTuple):
-    """A camera that does not look straight down: turned, in radians, and what it sees of the table along the far and
-    the near edge of the frame and from one to the other, in frames."""
-
-    turn: float
-    far: float
-    near: float
-    depth: float
-
-
-@dataclass(frozen=True)
-class Look:
-    """The looks that all scenes of a domain share: the shades of the colours and tables that have names, and the
-    camera."""
-
-    rgb: Mapping[str, Color]
-    table: Mapping[str, Color]
-    checks: bool  # a chequered cloth, instead of a faint weave
-    margin: float  # of the frame, on every side of the table
-    tilt: Tilt | None  # None: straight down
-
-
-LOOKS: dict[str, Look] = {
-    "standard": Look(
-        rgb={
-            "red": (214, 60, 54),
-            "green": (64, 160, 82),
-            "blue": (58, 108, 208),
-            "yellow": (240, 196, 60),
-            "purple": (142, 80, 178),
-            "white": (242, 240, 234),
-        },
-        table={"linen": (190, 178, 160), "sand": (203, 181, 140), "slate": (139, 149, 160), "sage": (155, 170, 146)},
-        checks=False,
-        margin=0.3,
-        tilt=None,
-    ),
-    "shifted": Look(
-        rgb={
-            "red": (182, 22, 50),
-            "green": (118, 182, 44),
-            "blue": (70, 172, 226),
-            "yellow": (252, 226, 104),
-            "purple": (176, 108, 214),
-            "white": (218, 224, 238),
-        },
-        table={"linen": (122, 90, 64), "sand": (146, 104, 92), "slate": (88, 94, 106), "sage": (94, 108, 90)},
-        checks=True,
-        margin=0.5,
-        tilt=Tilt(turn=-0.1, far=1.24, near=1.06, depth=1.12),
-    ),
+SHADES: dict[str, dict[str, Color]] = {
+    "red": {"standard": (214, 60, 54), "shifted": (182, 22, 50)},
+    "green": {"standard": (64, 160, 82), "shifted": (118, 182, 44)},
+    "blue": {"standard": (58, 108, 208), "shifted": (70, 172, 226)},
+    "yellow": {"standard": (240, 196, 60), "shifted": (252, 226, 104)},
+    "purple": {"standard": (142, 80, 178), "shifted": (176, 108, 214)},
+    "white": {"standard": (242, 240, 234), "shifted": (218, 224, 238)},
+    "linen": {"standard": (190, 178, 160), "shifted": (122, 90, 64)},
+    "sand": {"standard": (203, 181, 140), "shifted": (146, 104, 92)},
+    "slate": {"standard": (139, 149, 160), "shifted": (88, 94, 106)},
+    "sage": {"standard": (155, 170, 146), "shifted": (94, 108, 90)},
 }
-"""The domain "shifted" has the scenes, words and changes of the other in shades, on tables and by a camera of its
-own."""
+"""Of colours and tables, by domain. The shifted domain has the scenes, words and changes of the other in shades, on
+chequered tables and by a tilted camera of its own."""
+
+MARGINS = {"standard": 0.3, "shifted": 0.5}
+ROOM = {"grid": 0.0, "free": 0.15}
+"""The table around the frame, in frames: by domain, and what a level adds whose camera moves more."""
+
+TURN, FAR, NEAR, DEPTH = -0.1, 1.24, 1.06, 1.12
+"""The camera of the shifted domain: turned, in radians, and what it sees of the table along the far and the near edge
+of the frame and from one to the other, in frames."""
+
 PIPS = {
     2: ((0.28, 0.28), (0.72, 0.72)),
     3: ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)),
@@ -89,10 +55,9 @@ PIPS = {
 def render(scene: Scene, image_px: int, rng: np.random.Generator, domain: str = "standard") -> Image.Image:
     """Paint a scene as an RGB image of `image_px` x `image_px`; `rng` gives the sensor noise alone."""
     unit = image_px * OVERSAMPLING
-    look = LOOKS[domain]
-    margin = look.margin + ROOM[scene.level]
-    cloth = "checks" if look.checks else scene.cloth
-    table = _table(look.table[scene.background], cloth, unit, margin).copy()
+    margin = MARGINS[domain] + ROOM[scene.level]
+    cloth = "checks" if domain == "shifted" else scene.cloth
+    table = _table(SHADES[scene.background][domain], cloth, unit, margin).copy()
     angle = scene.view.lamp
     for mark in scene.marks:
         x, y = ((value + margin) * unit for value in mark.center)
@@ -103,21 +68,22 @@ def render(scene: Scene, image_px: int, rng: np.random.Generator, domain: str = 
         shadow = (x - math.cos(angle) * 0.10 * width, y - math.sin(angle) * 0.10 * width + 0.10 * width)
         _paste(table, _shadow(int(width)), shadow)
         _paste(table, sprite(domain, thing.kind, thing.color, thing.state, int(width), thing.texture), (x, y))
-    return _photograph(table, scene, image_px, rng, look.tilt, margin)
+    return _photograph(table, scene, image_px, rng, domain, margin)
 
 
 def _photograph(
-    table: Image.Image, scene: Scene, image_px: int, rng: np.random.Generator, tilt: Tilt | None, margin: float
+    table: Image.Image, scene: Scene, image_px: int, rng: np.random.Generator, domain: str, margin: float
 ) -> Image.Image:
     """Cut what the camera sees, then light it: brightness, a soft gradient towards the lamp, noise."""
     view, unit = scene.view, image_px * OVERSAMPLING
     half = 0.5 / view.zoom
     left, top = ((0.5 + shift - half + margin) * unit for shift in (view.x, view.y))
     box = (left, top, left + 2 * half * unit, top + 2 * half * unit)
-    if tilt is not None:
-        table, box = _tilted(table, box, tilt, unit), (0, 0, unit, unit)
-    limit = table.width
-    assert 0 <= min(box) < max(box) <= limit, f"the camera looks beyond the table: {box}, table {limit}"
+    seen = _tilted(box) if domain == "shifted" else box
+    assert 0 <= min(seen) < max(seen) <= table.width, f"the camera looks beyond the table: {seen}, table {table.width}"
+    if domain == "shifted":
+        table = table.transform((unit, unit), Image.Transform.QUAD, seen, Image.Resampling.BICUBIC)
+        box = (0, 0, unit, unit)
     frame: np.ndarray = np.asarray(table.resize((image_px, image_px), Image.Resampling.BOX, box=box), dtype=np.float32)
     ramp = np.linspace(-1, 1, image_px, dtype=np.float32)
     towards_lamp = ramp[None, :] * math.cos(view.lamp) + ramp[:, None] * math.sin(view.lamp)
@@ -128,18 +94,15 @@ def _photograph(
     return Image.fromarray(np.clip(frame + 0.5, 0, 255).astype(np.uint8))
 
 
-def _tilted(table: Image.Image, box: tuple[float, float, float, float], tilt: Tilt, unit: int) -> Image.Image:
-    """The view of a tilted camera that would see `box` from above, as a square of `unit` pixels."""
+def _tilted(box: Box) -> tuple[float, ...]:
+    """Corners, x and y in turn, of what a tilted camera sees that would see `box` from above."""
     x, y, half = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2, (box[2] - box[0]) / 2
-    cos, sin = math.cos(tilt.turn), math.sin(tilt.turn)
-    corners = [
-        (side * half * width, end * half * tilt.depth)
-        for side, end, width in ((-1, -1, tilt.far), (-1, 1, tilt.near), (1, 1, tilt.near), (1, -1, tilt.far))
-    ]
-    quad = [(x + u * cos - v * sin, y + u * sin + v * cos) for u, v in corners]
-    seen = [value for corner in quad for value in corner]
-    assert 0 <= min(seen) < max(seen) <= table.width, f"the camera looks beyond the table: {seen}, table {table.width}"
-    return table.transform((unit, unit), Image.Transform.QUAD, seen, Image.Resampling.BICUBIC)
+    cos, sin = math.cos(TURN), math.sin(TURN)
+    seen: list[float] = []
+    for side, end, width in ((-1, -1, FAR), (-1, 1, NEAR), (1, 1, NEAR), (1, -1, FAR)):
+        u, v = side * half * width, end * half * DEPTH
+        seen += [x + u * cos - v * sin, y + u * sin + v * cos]
+    return tuple(seen)
 
 
 def _paste(table: Image.Image, tile: Image.Image, center: tuple[float, float]) -> None:
@@ -151,46 +114,23 @@ def _paste(table: Image.Image, tile: Image.Image, center: tuple[float, float]) -
 def _table(color: Color, cloth: str, unit: int, margin: float) -> Image.Image:
     """A table of one colour under a pattern a little lighter and darker."""
     side = round(unit * (1 + 2 * margin))
-    pattern = CLOTHS[cloth](side, unit)
-    pixels = np.asarray(color, dtype=np.float32) + pattern[..., None]
+    at = np.arange(side)
+    if cloth == "weave":  # NumPy's own float32 sine differs in its last bit between CPUs, and so would pixels
+        angles = at.astype(np.float32) * 2 * np.pi / (unit / 24)
+        wave = 2.0 * np.array([math.sin(angle) for angle in angles.tolist()], dtype=np.float32)
+        pattern: np.ndarray = wave[None, :] + wave[:, None]
+    elif cloth == "checks":
+        odd = at * 9 // unit % 2
+        pattern = 9.0 * (odd[None, :] + odd[:, None] - 1)
+    elif cloth == "planks":  # side by side, each of a shade of its own, with a dark joint
+        board, within = np.divmod(at * 11, unit)
+        pattern = (board * 7 % 5 * 4 - 8 - 14 * (within < unit // 10))[None, :]
+    else:
+        step = unit // 10
+        from_middle = (2 * (at % step) - step) ** 2
+        pattern = np.where(from_middle[None, :] + from_middle[:, None] < (step * 2 // 5) ** 2, 14, -2)
+    pixels = np.asarray(color, dtype=np.float32) + np.broadcast_to(pattern.astype(np.float32), (side, side))[..., None]
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-
-
-def _weave(side: int, unit: int) -> np.ndarray:
-    """A faint weave. The sine is not NumPy's: in float32 that one differs in its last bit from one kind of CPU to
-    another, and a pixel by a grey level."""
-    angles = np.arange(side, dtype=np.float32) * 2 * np.pi / (unit / 24)
-    wave = 2.0 * np.array([math.sin(angle) for angle in angles.tolist()], dtype=np.float32)
-    return wave[None, :] + wave[:, None]
-
-
-def _checks(side: int, unit: int) -> np.ndarray:
-    odd = (np.arange(side) * 9 // unit) % 2
-    return 9.0 * (odd[None, :] + odd[:, None] - 1).astype(np.float32)
-
-
-def _planks(side: int, unit: int) -> np.ndarray:
-    """Boards side by side, each of a shade of its own, with a dark joint."""
-    across = np.arange(side) * 11
-    board, within = across // unit, across % unit
-    shade = (board * 7 % 5 * 4 - 8 - 14 * (within < unit // 10)).astype(np.float32)
-    return np.broadcast_to(shade, (side, side))
-
-
-def _dots(side: int, unit: int) -> np.ndarray:
-    step = unit // 10
-    from_middle = (2 * (np.arange(side) % step) - step) ** 2
-    inside = from_middle[None, :] + from_middle[:, None] < (step * 2 // 5) ** 2
-    return np.where(inside, 14, -2).astype(np.float32)
-
-
-CLOTHS: dict[str, Callable[[int, int], np.ndarray]] = {
-    "weave": _weave,
-    "checks": _checks,
-    "planks": _planks,
-    "dots": _dots,
-}
-"""Patterns of tables: (side, unit) -> what is added to its grey levels [side, side]."""
 
 
 @lru_cache(maxsize=8)
@@ -222,7 +162,7 @@ def _shadow(width: int) -> Image.Image:
 def sprite(domain: str, kind: str, color: str, state: object, width: int, texture: str = "plain") -> Image.Image:
     """An object as an RGBA tile of `width` pixels, its form drawn flat, then shaded from upper left to lower right."""
     tile = Image.new("RGBA", (width, width), (0, 0, 0, 0))
-    shade_of = LOOKS[domain].rgb[color]
+    shade_of = SHADES[color][domain]
     PAINTERS[kind](ImageDraw.Draw(tile), width, shade_of, INK.get(color, (250, 248, 240)), state)
     if texture != "plain":
         tile = _textured(tile, shade_of, texture)
@@ -232,7 +172,10 @@ def sprite(domain: str, kind: str, color: str, state: object, width: int, textur
     alpha = tile.getchannel("A")
     lit = ImageChops.multiply(tile.convert("RGB"), Image.merge("RGB", (shading,) * 3))
     if kind == "ball":
-        lit = Image.composite(Image.new("RGB", lit.size, (255, 255, 255)), lit, _glint(width))
+        glint = Image.new("L", lit.size, 0)
+        ImageDraw.Draw(glint).ellipse((width * 0.22, width * 0.16, width * 0.5, width * 0.42), fill=170)
+        glint = glint.filter(ImageFilter.GaussianBlur(width * 0.07))
+        lit = Image.composite(Image.new("RGB", lit.size, (255, 255, 255)), lit, glint)
     lit.putalpha(alpha)
     return lit
 
@@ -250,13 +193,6 @@ def _textured(tile: Image.Image, color: Color, texture: str) -> Image.Image:
     }[texture]
     pixels[pattern & (pixels == (*color, 255)).all(-1), :3] = _shift(color, 0.78)
     return Image.fromarray(pixels)
-
-
-@lru_cache(maxsize=8)
-def _glint(width: int) -> Image.Image:
-    spot = Image.new("L", (width, width), 0)
-    ImageDraw.Draw(spot).ellipse((width * 0.22, width * 0.16, width * 0.5, width * 0.42), fill=170)
-    return spot.filter(ImageFilter.GaussianBlur(width * 0.07))
 
 
 Draw = ImageDraw.ImageDraw
@@ -318,24 +254,18 @@ def _doll(draw: Draw, width: int, color: Color, ink: Color, state: object) -> No
         hand = (0.5 + 0.42 * side, 0.08) if is_up else (0.5 + 0.40 * side, 0.72)
         draw.line(_scaled([(0.5 + 0.1 * side, 0.42), hand], width), fill=dark, width=stroke)
         x, y = _scaled([hand], width)[0]
-        draw.ellipse((x - stroke * 0.6, y - stroke * 0.6, x + stroke * 0.6, y + stroke * 0.6), fill=(238, 200, 166))
+        draw.ellipse((x - stroke * 0.6, y - stroke * 0.6, x + stroke * 0.6, y + stroke * 0.6), fill=SKIN)
     draw.polygon(_scaled([(0.34, 0.36), (0.66, 0.36), (0.72, 0.74), (0.28, 0.74)], width), fill=color)
-    draw.ellipse((width * 0.35, width * 0.04, width * 0.65, width * 0.35), fill=(238, 200, 166))
+    draw.ellipse((width * 0.35, width * 0.04, width * 0.65, width * 0.35), fill=SKIN)
 
 
 def _sign(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
     draw.rectangle((width * 0.44, width * 0.8, width * 0.56, width - 1), fill=(104, 78, 54))
     draw.rounded_rectangle((0, 0, width - 1, width * 0.86), radius=width * 0.1, fill=_shift(color, 0.75))
     draw.rounded_rectangle((width * 0.03, width * 0.03, width * 0.97, width * 0.82), radius=width * 0.08, fill=color)
-    draw.text(
-        (width * 0.5, width * 0.43),
-        str(state),
-        font=_font(round(width * 0.8)),
-        fill=ink,
-        anchor="mm",
-        stroke_width=max(1, width // 40),
-        stroke_fill=ink,
-    )
+    font, stroke = ImageFont.load_default(round(width * 0.8)), max(1, width // 40)
+    at = (width * 0.5, width * 0.43)
+    draw.text(at, str(state), font=font, fill=ink, anchor="mm", stroke_width=stroke, stroke_fill=ink)
 
 
 def _die(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
@@ -346,13 +276,6 @@ def _die(draw: Draw, width: int, color: Color, ink: Color, state: object) -> Non
     for x, y in PIPS[state]:
         center_x, center_y = x * width * 0.95, y * width * 0.95
         draw.ellipse((center_x - radius, center_y - radius, center_x + radius, center_y + radius), fill=ink)
-
-
-@lru_cache(maxsize=8)
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    font = ImageFont.load_default(size)
-    assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
-    return font
 
 
 PAINTERS = dict(zip(KINDS, (_ball, _box, _cone, _star, _arrow, _doll, _sign, _die), strict=True))

@@ -5,7 +5,7 @@ more of them anywhere. Coordinates are in frame units: the resting camera sees [
 right and y down.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,15 +34,9 @@ STATES: dict[str, tuple] = {"arrow": DIRECTIONS, "doll": POSES, "sign": GLYPHS, 
 """What the kinds with an inner state can show: where an arrow points, a doll's arms, a sign's text, a die's dots."""
 
 PLACES = (
-    "at the top left",
-    "at the top",
-    "at the top right",
-    "at the left",
-    "in the centre",
-    "at the right",
-    "at the bottom left",
-    "at the bottom",
-    "at the bottom right",
+    *("at the top left", "at the top", "at the top right"),
+    *("at the left", "in the centre", "at the right"),
+    *("at the bottom left", "at the bottom", "at the bottom right"),
 )
 BACKGROUNDS = ("linen", "sand", "slate", "sage")
 ZOOMS = {"in": 1.4, "out": 0.72}
@@ -100,10 +94,6 @@ class View:
     brightness: float = LIT
     lamp: float = -2.2
     noise: float = 0.0
-
-    def dimmed(self, brightness: float) -> "View":
-        """The same view in another light."""
-        return replace(self, brightness=brightness)
 
     def project(self, point: tuple[float, float]) -> tuple[float, float]:
         """The point of this camera's frame where a point of the scene falls."""

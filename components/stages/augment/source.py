@@ -85,7 +85,8 @@ def read_originals(
             of single images.
     """
     singles = DATASETS[source.reader].singles
-    rows = [Candidate(*single) for single in singles(source.root)] if singles else []
+    described = singles(source.root) if singles else []
+    rows = [Candidate(*row[:4], row.references, row.source, row.fault) for row in described]
     captions = {place_of(source, row.image): _first(row.texts) for row in rows}
     if use == "instruction" or not rows:
         rows = []

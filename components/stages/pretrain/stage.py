@@ -94,7 +94,7 @@ def _render_one(cfg: Pretrain, of: Architecture, number: int) -> tuple[np.ndarra
     level = LEVELS[cfg.levels[number % len(cfg.levels)]]
     scene = level.sample_scene(rng)
     if rng.random() < 0.2:
-        scene = replace(scene, view=scene.view.dimmed(level.dark))
+        scene = replace(scene, view=replace(scene.view, brightness=level.dark))
     return of.prepare_image(render(scene, cfg.image_px, rng)), scene
 
 

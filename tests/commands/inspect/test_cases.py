@@ -493,10 +493,7 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     "two folders of other names": (folders(("1.png",), ("1.jpg",)), REFUSED, ["0 of them", "1.jpg has no partner"]),
     # encodings, archives, names of files
     "Latin-1": (text("pairs.csv", TEXT.replace("it", "die Tür"), "latin-1"), MENDED, ["`iconv -f WINDOWS-1252"]),
-    "unused byte": (by(images, put("p.csv", TEXT.encode().replace(b"it", b"\xfc\x81"))), MENDED, ["`iconv -f LATIN1"]),
     "UTF-16": (text("pairs.csv", TEXT, "utf-16"), MENDED, ["`iconv -f UTF-16 "]),
-    "UTF-16 without its mark": (text("pairs.csv", TEXT, "utf-16-le"), MENDED, ["`iconv -f UTF-16LE "]),
-    "UTF-16, big end first": (text("p.jsonl", json.dumps(ROW), "utf-16-be"), MENDED, ["`iconv -f UTF-16BE "]),
     "gzip called CSV": (by(images, put("pairs.csv", gzip.compress(TEXT.encode()))), MENDED, ["`mv "]),
     "Parquet called CSV": (by(parquet("x", NAMES), lambda r: (r / "x").rename(r / "p.csv")), MENDED, ["`mv "]),
     ".csv.gz": (by(images, put("pairs.csv.gz", gzip.compress(TEXT.encode()))), MENDED, ["`gunzip "]),
