@@ -72,7 +72,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; the dataset is incomplete, fetch it or correct the root") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror}; check its permissions: `chmod u+r {quoted(path)}`"
+        ) from error
     if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise DataError(f"{path}: the file is empty; fetch it again")
     if what := next((what for start, what in CONTENTS.items() if data.startswith(start)), None):

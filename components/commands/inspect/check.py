@@ -76,7 +76,6 @@ BY_SUFFIX: dict[str, str] = {
 FAULTS: dict[str, str] = {
     "has the same id": "one id is one pair: give each its own, or read without ids: options: {columns: {id: null}}",
     "quote fields that hold": "put captions between double quotes, or save the table as .tsv or .jsonl",
-    "ends too early": "the file is cut off there: fetch or write it again",
     "is a symbolic link out of": "copy the images into the root, or set follow_links: true in the entry",
 }
 """The remedy of the faults that hold these words."""

@@ -293,7 +293,7 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     "no header": (table(PAIR.replace(",", ";")), REFUSED, ["write this line above it: before;after;captions;split"]),
     "an empty table": (put("pairs.csv"), REFUSED, ["pairs.csv: the file is empty; fetch it again"]),
     "a header alone": (table(HEADER), REFUSED, ["NO PAIR at all"]),
-    "JSON Lines cut short": (text("p.jsonl", f'{json.dumps(ROW)}\n{{"be'), REFUSED, ["line 2: row: ", "cut off there"]),
+    "JSON Lines cut short": (text("p.jsonl", f'{json.dumps(ROW)}\n{{"be'), REFUSED, ["line 2: row", "fetch it again"]),
     "JSON cut short": (put("p.json", b'[{"before": "0.p'), REFUSED, ["p.json: line 1 column 13", "fetch it again"]),
     "rows below a key": (rows({"info": {}, "data": [ROW]}), READ, ["under 'data': option `rows`", "rows: data"]),
     "two keys of rows": (rows({"a": [ROW], "b": [ROW]}), REFUSED, ["a, b; write", "{manifest: pairs.json, rows: b}"]),
