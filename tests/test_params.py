@@ -234,6 +234,21 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["promote.metric: expected one of BLEU-1", "promote.guards.no_change_recall: expected one of BLEU-1"],
     ),
+    "the batches of an alignment": (
+        {
+            "train.model": "onediff",
+            "models.onediff.align": {
+                "datasets": ["minichange_free", "minichang"],
+                "epochs": 1,
+                "global_batch": 20,
+                "rates": {"vision": None, "projector": 0.001, "module": 0.001, "llm": None},
+            },
+        },
+        [
+            "models.onediff.align.datasets: did you mean 'minichange'?",
+            "models.onediff.align.global_batch: must be a multiple of compute.micro_batch 8 x 2 worker(s) = 16",
+        ],
+    ),
     "a batch that does not divide in one process": (
         {"compute.micro_batch": 3, "compute.workers": 0},
         ["train.global_batch: must be a multiple of compute.micro_batch 3 x 1 worker(s) = 3 (found 16)"],
@@ -426,16 +441,6 @@ def test_what_is_not_there_or_cannot_be_read_is_left_to_the_stage_and_what_does_
         load_params(write({"convert.questions": str(tmp_path / "questions.yaml")}))
 
 
-def test_what_a_family_says_without_a_base_is_said_of_every_model_that_is_not_trained(write, monkeypatch):
-    from m3diff.models import FAMILIES
-
-    family = dataclasses.replace(FAMILIES["m3diff"], faults=lambda settings, base: [] if base else ["never fits"])
-    monkeypatch.setitem(FAMILIES, "m3diff", family)
-    said = r": 2 fault\(s\)\n  models.no_module: never fits\n  models.difference: never fits$"
-    with pytest.raises(ParamsError, match=said):
-        load_params(write({}))
-
-
 def test_the_task_of_a_dataset_itself_must_have_questions(write, tmp_path):
     (tmp_path / "questions.yaml").write_text("edit:\n- What was done?\n")
     found = faults_of(write({"convert.questions": str(tmp_path / "questions.yaml")}))
@@ -446,39 +451,18 @@ def test_the_task_of_a_dataset_itself_must_have_questions(write, tmp_path):
     ]
 
 
-GONE = {"ingest.datasets.minichange.root": "gone", "synthesize.minichange.root": "gone"}
-HF = "(`hf download llava-hf/llava-1.5-7b-hf --local-dir models/llava-1.5-7b-hf`)"
-EMPTY_BASE, NO_PAIRS = {"train.base": "none", "paths.base": "none"}, {EXTRA: {"reader": "pairs", "root": "none"}}
-READS: list[tuple[str, str, dict[str, Any], str]] = [
-    ("train", "train.base", {"train.base": "none"}, "none/config.json is not there; fetch the base model or correct"),
-    ("train", "train.base", EMPTY_BASE, "none/config.json is not there; `make base`"),
-    ("train", "train.base", {"train.base": "models/llava-1.5-7b-hf"}, f"is not there; fetch the base model {HF}"),
-    ("convert", "convert.questions", {"convert.questions": "none.yaml"}, "see profiles/questions.yaml"),
-    ("evaluate", "compute.spice_dir", {"compute.spice_dir": "none"}, "fetch the CoreNLP 3.6.0 jars, or write null"),
-    ("ingest@extra", f"{EXTRA}.root", NO_PAIRS, "none is not there; fetch the dataset or correct the path"),
-    ("ingest@minichange", f"{MINE}.root", GONE, "gone is not there; `m3diff synthesize minichange`"),
-]
-
-
-@pytest.mark.parametrize(("stage", "key", "changes", "remedy"), READS)
-def test_a_stage_is_refused_where_what_it_reads_is_not_there(stage, key, changes, remedy, write):
-    params = load_params(write(changes))
+def test_every_path_that_is_missing_is_named_at_once_with_its_remedy(write):
+    gone = {"ingest.datasets.minichange.root": "gone", "synthesize.minichange.root": "gone"}
+    gone |= {EXTRA: {"reader": "pairs", "root": "none"}, "train.base": "models/llava-1.5-7b-hf"}
     with pytest.raises(ParamsError) as caught:
-        check_paths(params, stage)
-    first, line = str(caught.value).split("\n")
-    assert first == "1 path(s) of the parameters are missing"
-    assert line.startswith(f"  {key}: ")
-    assert remedy in line
-    for other in {"train", "convert", "evaluate"} - {stage}:
-        check_paths(params, other)
-
-
-def test_every_path_that_is_missing_is_named_at_once(write):
-    with pytest.raises(ParamsError) as caught:
-        check_paths(load_params(write(NO_PAIRS | GONE)), "ingest@minichange", "ingest@extra")
-    first, *lines = str(caught.value).split("\n")
-    assert first == "2 path(s) of the parameters are missing"
-    assert [line.split(":")[0].strip() for line in lines] == [f"{MINE}.root", f"{EXTRA}.root"]
+        check_paths(load_params(write(gone)), "ingest@minichange", "ingest@extra", "train")
+    assert str(caught.value).split("\n") == [
+        "3 path(s) of the parameters are missing",
+        f"  {MINE}.root: gone is not there; `m3diff synthesize minichange`",
+        f"  {EXTRA}.root: none is not there; fetch the dataset or correct the path",
+        "  train.base: models/llava-1.5-7b-hf/config.json is not there; fetch the base model (`hf download "
+        "llava-hf/llava-1.5-7b-hf --local-dir models/llava-1.5-7b-hf`) or correct the path",
+    ]
 
 
 @pytest.mark.parametrize(("module", "missing"), [({}, 2), ({"vdm": {}}, 0)], ids=["new", "trained"])
@@ -496,16 +480,8 @@ def test_the_bert_that_a_new_module_starts_as_is_asked_for_before_anything_runs(
 
 
 def test_recomputation_that_the_bases_llm_has_not_is_refused_before_anything_runs(write, tmp_path):
-    base = {"model_type": "blip-2", "image_token_index": 7, "text_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(base))
+    write_base = {"model_type": "blip-2", "image_token_index": 7, "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(write_base))
     changes = {"train.model": "blip2idc", "train.base": str(tmp_path), "compute.activation_checkpointing": "selective"}
     (fault,) = faults_of(write(changes))
     assert fault.startswith("compute.activation_checkpointing: selective recomputes the norms and products of a Qwen2")
-    assert "this one is opt" in fault
-
-
-def test_the_batches_of_an_alignment_divide_as_those_of_the_fine_tuning_do(write):
-    align = {"datasets": ["minichange_free"], "epochs": 1, "global_batch": 20}
-    align["rates"] = {"vision": None, "projector": 0.001, "module": 0.001, "llm": None}
-    with pytest.raises(ParamsError, match="models.onediff.align.global_batch: must be a multiple .* = 16 .found 20."):
-        load_params(write({"train.model": "onediff", "models.onediff.align": align}))

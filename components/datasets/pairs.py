@@ -26,7 +26,7 @@ marks a pair without a change. Other layouts are read by options, which `m3diff 
     rows       where in a JSON file the rows stand: `data`. They may be an object: {"7": ["it fell"]} has the columns
                `key` and `value`
     where      rows to take: {label: "True", lang: [en, de]}; others are passed over
-    pairs_only true: rows that have not two images and one answer are passed over; `data check` counts them
+    pairs_only true: rows that have not two images and one answer are passed over
     no_change  rows without a change: {changeflag: 0}
     delimiter  of a CSV file, where it is no comma
 

@@ -3,8 +3,8 @@
 A guess is a suggestion, never taken without being shown. What cannot be guessed is a DataError that says what the table
 holds, what is wrong with it, and what mends it.
 
-The order of two images is that of the names of their columns, folders and files. Names are compared by whole words
-("t1", "img_after" and "imageAfter" are two words each), never by parts of words, so that `prediction`, `folder` and
+The order of two images is that of the names of their columns or folders. Names are compared by whole words ("t1",
+"img_after" and "imageAfter" are two words each), never by parts of words, so that `prediction`, `folder` and
 `newspaper` tell nothing. A word that both names hold decides nothing.
 """
 
@@ -12,8 +12,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Mapping, Sequence
 from itertools import chain, combinations, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,137 +36,20 @@ WORDS = {
     3: "next future following",
 }
 RANK = {word: rank for rank, words in WORDS.items() for word in words.split()}
-"""Place in time by word. `last` is the later of two beside `first`, and says nothing elsewhere (last year)."""
+"""Place in time by word."""
 
 NUMBERS = {"zero": "0", "one": "1", "two": "2", "three": "3"}
-ORDINALS = {"st", "nd", "rd", "th"}
-NOUNS = (
-    *("images", "image", "imgs", "img", "photo", "picture", "pic", "frame"),
-    *("path", "filename", "file", "name", "url"),
-)
+NOUNS = ("images", "image", "imgs", "img", "photo", "picture", "pic", "frame", "path", "filename", "file", "name")
 """What else a name says of an image; `beforeimg` is `before`."""
 
 AUXILIARY = {"mask", "depth", "thumb", "thumbnail", "overlay", "heatmap", "diff", "seg", "segmentation", "crop", "flow"}
 """Pictures that belong to an image and are none of the two."""
 
-ROWS_FOR_NUMBERS = 3
-"""Rows whose file names must hold the same two numbers before these count as an order."""
-
-
-class Order(NamedTuple):
-    """`first` says whether the first of two names is the image before; `sure` where both names say so by a word."""
-
-    first: bool
-    sure: bool
-
-
-def words_in(name: str) -> list[str]:
-    """The words and numbers of a name in small letters without accents, split at signs, digits and capitals."""
-    plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
-    found = []
-    for word in map(str.lower, re.findall(r"\d+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+", plain)):
-        rests = (rest for noun in NOUNS for rest in (word.removeprefix(noun), word.removesuffix(noun)) if rest != word)
-        rest = next((rest for rest in rests if rest in RANK or rest in ("a", "b")), word)
-        if word not in ORDINALS:
-            found.append(NUMBERS.get(rest, rest))
-    return found
-
-
-def order(first: Sequence[str], second: Sequence[str], numbers: bool = True) -> Order | None:
-    """The order of two images by the words of their names; None where these tell none, or contradict themselves.
-
-    Args:
-        numbers: two numbers are an order, too.
-    """
-    common = Counter(first) & Counter(second)
-    left, right = (list((Counter(words) - common).elements()) for words in (first, second))
-    ranks = [{RANK[word] for word in own if word in RANK} for own in (left, right)]
-    for own, other in ((0, 1), (1, 0)):
-        if "last" in (left, right)[own]:
-            if 0 not in ranks[other]:
-                return None
-            ranks[own].add(2)
-    if max(map(len, ranks)) > 1:
-        return None
-    if ranks[0] and ranks[1]:
-        (one,), (two,) = ranks
-        return None if one == two else Order(one < two, True)
-    if ranks[0] or ranks[1]:  # photo, photo_edited
-        (rank,) = ranks[0] or ranks[1]
-        return None if rank == 1 else Order((rank == 0) == bool(ranks[0]), False)
-    different = left + right
-    if sorted(different) == ["a", "b"]:
-        return Order(first.count("a") > second.count("a"), False)
-    if not numbers or not different or not all(word.isdecimal() for word in different):
-        return None
-    before, after = ([int(word) for word in words if word.isdecimal()] for words in (first, second))
-    differ = sum(a != b for a, b in zip(before, after, strict=False))
-    if len(before) != len(after) or before == after:
-        return None
-    are_dates = all(1900 <= date[0] < 2200 for date in (before, after))
-    return Order(before < after, False) if differ == 1 or are_dates else None
-
-
-def order_of_columns(first: str, second: str, values: tuple[Iterable[object], Iterable[object]]) -> Order | None:
-    """The order of two columns by their names and by what all file names in them have in common; None where neither
-    tells, or the two disagree."""
-    by_name = order(words_in(first), words_in(second))
-    paths = [[value for value in column if isinstance(value, str)] for column in values]
-    by_value = None
-    if all(paths):
-        one, two = map(_constant, paths)
-        by_value = order(one, two, numbers=min(map(len, paths)) >= ROWS_FOR_NUMBERS)
-    if by_name is None or by_value is None:
-        return by_name or by_value
-    return by_name if by_name.first == by_value.first or not by_value.sure else None
-
-
-def _constant(paths: Sequence[str]) -> list[str]:
-    """The words that every path holds, in their order."""
-    words = [words_in(re.sub(r"\.\w+$", "", path)) for path in paths]
-    common = reduce(lambda found, each: found & Counter(each), words, Counter(words[0]))
-    return [word for word in words[0] if common[word] > 0]
-
-
-def choose(names: Sequence[str], values: Sequence[Sequence[object]]) -> list[tuple[str, str]]:
-    """The two of these columns that are before and after; several such pairs where that is a question.
-
-    Args:
-        values: what the columns hold, a list each.
-    """
-    held = dict(zip(names, values, strict=True))
-    plain = [name for name in names if not AUXILIARY & {*words_in(name)}]
-    names = plain if len(plain) > 1 else names
-    found: dict[tuple[str, str], bool] = {}
-    for pair in combinations(names, 2):
-        if told := order_of_columns(*pair, (held[pair[0]], held[pair[1]])):
-            found[pair if told.first else pair[::-1]] = told.sure
-    sure = [pair for pair, both in found.items() if both]
-    rests = {name: sorted(word for word in words_in(name) if word not in RANK) for name in names}
-    like = [pair for pair in sure if rests[pair[0]] == rests[pair[1]]]
-    if best := like or sure or list(found):
-        return best
-    return [ordered for pair in combinations(names, 2) for ordered in (pair, pair[::-1])]
-
-
-def called_as_sides(names: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs of these names, before first, that say so by a word each, or by a number or letter behind a noun."""
-    found = {}
-    for pair in combinations(names, 2):
-        one, two = map(words_in, pair)
-        told = order(one, two)
-        if told and (told.sure or {*one} & {*two} & {*NOUNS} or {*one, *two} == {"a", "b"}):
-            found[pair if told.first else pair[::-1]] = told.sure
-    return [pair for pair, sure in found.items() if sure] or list(found)
-
-
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 SEPARATORS = (",", ";", "\t", "|")
-NAMES = {
-    "images": ("images", "image", "imgs", "imagepaths"),
-    "split": ("split", "subset", "partition"),
-}
+LISTS = ("images", "image", "imgs", "imagepaths")
+"""Columns that may hold a list of both images."""
 CAPTIONS = {
     *("captions", "caption", "description", "descriptions", "desc", "sentences", "sentence", "sents", "text", "texts"),
     *("differences", "difference", "conversations", "messages", "answer", "answers", "output", "response"),
@@ -179,8 +61,19 @@ WEAK = {"label", "value", "instruction", "prompt", "edit", "annotation", "transc
 QUESTIONS = {"question", "query", "instruction", "prompt", "input", "user", "human"}
 """Words in the names of columns that hold what a caption answers."""
 DATA = {
-    *("id", "ids", "key", "type", "types", "count", "num", "number", "len", "length", "score", "lang", "language"),
-    *("model", "source", "date", "time", "index", "tokens"),
+    "id",
+    "ids",
+    "key",
+    "type",
+    "types",
+    "count",
+    "number",
+    "length",
+    "score",
+    "language",
+    "model",
+    "source",
+    "date",
 }
 """Last words in the names of columns that tell something of a caption and are none."""
 READING = {"delimiter": "its columns are separated by {!r}", "rows": "its rows stand under {!r}"}
@@ -190,17 +83,15 @@ ENTRIES = 8
 """Entries that are shown of those that doubts leave open."""
 DOCUMENTED = ("pairs.csv", "annotations.json")
 """Tables that are taken before others where their columns have the documented names."""
-PARTS = {"part", "shard", "chunk"}
 NUMBER = re.compile(r"[-+\d.,:\s]+")
 UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]{4}")
 SIDES = ("before", "after")
-KEPT = ("images", "question")
-"""Fields without a column of their own name unless an entry names one."""
 ALIASES = {
     "train": ("train", "training", "restval"),
     "val": ("val", "valid", "validation", "dev", "development", "eval"),
     "test": ("test", "testing"),
 }
+PARTS = {"part", "shard", "chunk"}
 
 
 class Guess(NamedTuple):
@@ -221,6 +112,59 @@ class Guess(NamedTuple):
                 options = options | answer | ({"columns": columns} if columns else {})
             found.append(options)
         return found
+
+
+def words_in(name: str) -> list[str]:
+    """The words and numbers of a name in small letters without accents, split at signs, digits and capitals."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
+    found = []
+    for word in map(str.lower, re.findall(r"\d+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+", plain)):
+        rests = (rest for noun in NOUNS for rest in (word.removeprefix(noun), word.removesuffix(noun)) if rest != word)
+        rest = next((rest for rest in rests if rest in RANK or rest in ("a", "b")), word)
+        found.append(NUMBERS.get(rest, rest))
+    return found
+
+
+def order(first: str, second: str) -> tuple[bool, bool] | None:
+    """True if the first of two names is the image before, and True if both say so by a word; None where their words
+    tell nothing, or contradict themselves."""
+    words = [words_in(name) for name in (first, second)]
+    common = Counter(words[0]) & Counter(words[1])
+    left, right = (list((Counter(each) - common).elements()) for each in words)
+    ranks = [{RANK[word] for word in own if word in RANK} for own in (left, right)]
+    if max(map(len, ranks)) > 1:
+        return None
+    if ranks[0] and ranks[1]:
+        (one,), (two,) = ranks
+        return None if one == two else (one < two, True)
+    if ranks[0] or ranks[1]:  # photo, photo_edited
+        (rank,) = ranks[0] or ranks[1]
+        return None if rank == 1 else ((rank == 0) == bool(ranks[0]), False)
+    different = left + right
+    if sorted(different) == ["a", "b"]:
+        return left == ["a"], False
+    if not different or not all(word.isdecimal() for word in different):
+        return None
+    before, after = ([int(word) for word in each if word.isdecimal()] for each in words)
+    differ = sum(a != b for a, b in zip(before, after, strict=False))
+    if len(before) != len(after) or before == after:
+        return None
+    are_dates = all(1900 <= date[0] < 2200 for date in (before, after))
+    return (before < after, False) if differ == 1 or are_dates else None
+
+
+def choose(names: Sequence[str]) -> list[tuple[str, str]]:
+    """The two of these names that are before and after; several such pairs where that is a question."""
+    plain = [name for name in names if not AUXILIARY & {*words_in(name)}]
+    names = plain if len(plain) > 1 else names
+    found: dict[tuple[str, str], bool] = {}
+    for pair in combinations(names, 2):
+        if told := order(*pair):
+            is_first, is_sure = told
+            found[pair if is_first else pair[::-1]] = is_sure
+    if best := [pair for pair, is_sure in found.items() if is_sure] or list(found):
+        return best
+    return [ordered for pair in combinations(names, 2) for ordered in (pair, pair[::-1])]
 
 
 def guess(root: Path) -> Guess:
@@ -289,20 +233,18 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     reading, rows = _sample(path)
     notes += [f"{path.name}: {READING[name].format(value)}: option `{name}`" for name, value in reading.items()]
     values = _by_column(rows)
-    columns, doubts, unread = _columns(root, path, values)
+    columns, doubts = _columns(root, path, values)
     if any(field != name for field, name in columns.items()):
         shown = {field: name if isinstance(name, str) else " and ".join(name) for field, name in columns.items()}
         named = ", ".join(f"{field} is {name}" for field, name in shown.items() if field != name)
         notes.append(f"{path.name}: has the columns {', '.join(rows[0])}, read as: {named}")
-    if unread:
-        notes.append(f"{path.name}: text that is not read: {', '.join(unread)}")
-    split = next((name for name in values if _plain(name) in NAMES["split"]), None)
+    split = next((name for name in values if words_in(name.split(".")[-1]) in (["split"], ["subset"])), None)
     if split not in (None, "split") and not by_split:
         columns["split"] = split
     captions = values.get(str(columns["captions"]), [])
     if "images" in columns and "id" in values and any(isinstance(each, list) for each in captions):
         columns["id"] = None
-    if renamed := {field: name for field, name in columns.items() if field != name or field in KEPT}:
+    if renamed := {field: name for field, name in columns.items() if field != name or field in ("images", "question")}:
         options["columns"] = renamed
     options |= reading
     if not split and not by_split:
@@ -350,9 +292,12 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if suffix == ".parquet":
         header = column_names(path)
     elif suffix in DELIMITERS:
-        delimiter, header = _header(path)
-        if delimiter:
-            reading["delimiter"] = delimiter
+        named, text = sep_line(read_text(path))
+        first = text.lstrip().partition("\n")[0]
+        best = named or max(SEPARATORS, key=first.count)
+        header = [name.strip().strip('"') for name in first.split(best)]
+        if not named and first.count(best) and best != DELIMITERS[suffix]:
+            reading["delimiter"] = best
     elif suffix == ".json" and (rows_at := _rows_in(path)):
         reading["rows"] = rows_at
     wrong, rows = f"{path}: has no row that is an object with before, after, captions and split", list[dict[str, Any]]()
@@ -368,31 +313,6 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return reading, rows or [dict.fromkeys(header)]
 
 
-def _header(path: Path) -> tuple[str | None, list[str]]:
-    """The delimiter of a CSV or TSV file where its suffix tells another, and the names of its columns.
-
-    Raises:
-        DataError: the file begins with comments, or with a pair.
-    """
-    named, text = sep_line(read_text(path))
-    first, *rest = text.lstrip().splitlines()
-    best = named or max(SEPARATORS, key=first.count)
-    if comments := re.match(r"(#.*\n)+", text):  # a single one with as many columns as the next line is a header
-        count = comments[0].count("\n")
-        if count > 1 or not any(first.count(each) == rest[0].count(each) > 0 for each in SEPARATORS):
-            raise DataError(f"{path}: begins with a comment; remove the first {count} line(s)")
-    header = [name.strip().strip('"') for name in first.split(best)]
-    sides = iter(("before", "after"))
-    fields = [
-        next(sides, "unused") if is_image(name) else "split" if split_called(name) else "captions" for name in header
-    ]
-    if "after" in fields:
-        raise DataError(
-            f"{path}: has no header, its first line is a pair already; write this line above it: {best.join(fields)}"
-        )
-    return best if not named and first.count(best) and best != DELIMITERS[path.suffix.lower()] else None, header
-
-
 def _rows_in(path: Path) -> str | None:
     """The key of a JSON object whose value is the list of rows; None where the file is no such object.
 
@@ -403,17 +323,11 @@ def _rows_in(path: Path) -> str | None:
     items = value.items() if isinstance(value, dict) else ()
     lists = [key for key, rows in items if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
     if len(lists) > 1:
-        entries = "; ".join(f"options: {{manifest: {path.name}, rows: {key}}}" for key in lists)
         raise DataError(
             f"{path}: holds several lists of rows, {', '.join(lists)}; write those that are pairs into a file each "
-            f"(train.json, val.json), or say which one is read: {entries}"
+            f"(train.json, val.json), or say which one is read: options: {{manifest: {path.name}, rows: {lists[0]}}}"
         )
     return lists[0] if lists else None
-
-
-def _plain(name: str) -> str:
-    """The last part of a path in small letters and digits."""
-    return re.sub(r"[^a-z0-9]", "", name.split(".")[-1].lower())
 
 
 def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -444,8 +358,8 @@ def _choice(answers: Sequence[dict[str, Any]], question: str) -> Choice:
     return (answers[0], [doubt] if len(answers) > 1 else []) if answers else ({}, [])
 
 
-def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, Any], list[Doubt], list[str]]:
-    """The columns of images, captions and their questions; doubts; and the columns of text that are not read."""
+def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> Choice:
+    """The columns of images, captions and their questions."""
     images, doubts = _images(values)
     if not images:
         images, doubts = _templates(root, values)
@@ -455,7 +369,7 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[d
             f"{path}: has the columns {found}; none names two images: add `before` and `after` with their paths, or "
             "say which columns do: options: {columns: {before: ..., after: ..., captions: ...}}"
         )
-    used = {*images.values()} | {name.split(".")[0] for name in images.values() if name.count(".") < 2}
+    used = {*images.values()} | {name.split(".")[0] for name in images.values()}
     rest = {name: column for name, column in values.items() if name not in used and not _holds_images(column)}
     candidates = _captions(rest)
     if not candidates:
@@ -468,69 +382,36 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[d
         [{"captions": names[0] if len(names) == 1 else names} for names in candidates],
         f"{path.name}: the columns {', '.join(taken)} could each hold the captions; which do?",
     )
-    doubts = doubts + doubt
-    for name, column in rest.items():
-        tasks = list(dict.fromkeys(value for value in column if isinstance(value, str)))
-        if "task" in {*words_in(name)} and 1 < len(tasks) < ENTRIES:
-            question = f"{path.name}: the column {name} names several tasks; the rows of which say what changed?"
-            doubts.append(Doubt(question, [*({"where": {name: task}} for task in tasks), {}]))
-    rest = {name: column for name, column in rest.items() if name not in taken}
-    asked = _question(rest) if any({*words_in(name)} & CAPTIONS for name in taken) else None
-    columns = images | captions | ({"question": asked} if asked else {})
-    return columns, doubts, [name for name, each in rest.items() if _is_text(each) and name not in (asked or "")]
+    asked = [
+        name
+        for name, column in rest.items()
+        if name not in taken
+        and {*words_in(name)} & QUESTIONS
+        and words_in(name)[-1] not in DATA
+        and any(str(value).strip() for value in column)
+    ]
+    question = {}
+    if asked and any({*words_in(name)} & CAPTIONS for name in taken):
+        question["question"] = asked[0] if len(asked) == 1 else " ".join(f"{{{name}}}" for name in asked)
+    return images | captions | question, doubts + doubt
 
 
 def _images(values: Mapping[str, list[Any]]) -> Choice:
-    """The columns of both images: those that hold images, one with a list of them, or two that are called so."""
+    """The columns of both images: two that hold images or have the documented names, or one with a list of them."""
     named = [name for name, column in values.items() if _holds_images(column)]
-    listed = [name for plain in NAMES["images"] for name in values if _plain(name) == plain]
+    plain = {name: "".join(words_in(name.split(".")[-1])) for name in values}
+    listed = [name for known in LISTS for name in values if plain[name] == known]
     lists = [name for name in listed if any(isinstance(value, list) for value in values[name])]
-    pairs = choose(named, [values[name] for name in named])
-    if not named and not lists and (parts := _in_parts(values)):
-        return parts, []
+    pairs = choose(named)
     if lists and len(pairs) != 1:
-        return _list_of_images(lists[0], values[lists[0]])
-    if not pairs:
-        text = [
-            name
-            for name, column in values.items()
-            if all(isinstance(each, str | Embedded) for each in column)
-            and not any(isinstance(v, str) and (" " in v.strip() or NUMBER.fullmatch(v)) for v in column)
-        ]
-        pairs = called_as_sides(text)
+        return {"images": lists[0]}, []
+    if not pairs and {*SIDES} <= values.keys():
+        pairs = [SIDES]
     columns = ", ".join(dict.fromkeys(chain(*pairs)))
     return _choice(
         [dict(zip(SIDES, pair, strict=True)) for pair in pairs],
         f"the columns {columns} hold images, and their names do not tell which is before and which is after",
     )
-
-
-def _in_parts(values: Mapping[str, list[Any]]) -> dict[str, str]:
-    """The paths of two images among the parts of a message: {"type": "image", "image": "a.png"}."""
-    for name, column in values.items():
-        for place, turn in enumerate(column[0] if column and isinstance(column[0], list) else []):
-            key = "content" if isinstance(turn, dict) and "content" in turn else "value"
-            parts = turn.get(key) if isinstance(turn, dict) else None
-            found = [
-                f"{name}.{place}.{key}.{number}.{kind}"
-                for number, part in enumerate(parts if isinstance(parts, list) else [])
-                for kind, value in (part.items() if isinstance(part, dict) else ())
-                if is_image(value)
-            ]
-            if len(found) == 2:
-                return dict(zip(SIDES, found, strict=True))
-    return {}
-
-
-def _list_of_images(name: str, column: list[Any]) -> Choice:
-    """The list as it is; a doubt where its first images are called as images after are."""
-    two = [value for value in column if isinstance(value, list) and len(value) == 2]
-    told = order_of_columns("", "", ([value[0] for value in two], [value[1] for value in two]))
-    if not (told and told.sure and not told.first):
-        return {"images": name}, []
-    question = f"the lists of the column {name} begin with an image that is called as one after the change is"
-    turned = {"images": None, "before": f"{name}.1", "after": f"{name}.0"}
-    return {"images": name}, [Doubt(question, [{"columns": turned}, {"columns": {"images": name}}])]
 
 
 def _holds_images(column: list[Any]) -> bool:
@@ -542,7 +423,7 @@ def _holds_images(column: list[Any]) -> bool:
 def _templates(root: Path, values: Mapping[str, list[Any]]) -> Choice:
     """`before/{name}.png` and `after/{name}.png`, where a column names an image in each of two folders."""
     folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
-    pairs = choose(folders, [[] for _ in folders]) if len(folders) < 9 else []
+    pairs = choose(folders) if len(folders) < 9 else []
     for name, column in values.items():
         value = next((value for value in column if isinstance(value, str | int)), "")
         for end in ("", *IMAGES):
@@ -562,23 +443,15 @@ def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
     strong = [name for name in named if {*words_in(name)} & CAPTIONS]
     if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
         strong = ["captions"]
-    of_pair = [name for name in strong if not _is_of_one_image(name)]
     texts = [name for name in named if _is_text(values[name])]
-    pool = of_pair or [*dict.fromkeys(strong + texts)] or [name for name in named if {*words_in(name)} & WEAK]
+    pool = strong or texts or [name for name in named if {*words_in(name)} & WEAK]
     if len(pool) < 2:
         return [[_inner(name, values[name])] for name in pool]
     words = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in pool}
-    if of_pair and len(words) == 1:  # caption_1, caption_2
+    if strong and len(words) == 1:  # caption_1, caption_2
         return [sorted(pool, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])]
     together = [pool] if all(isinstance(value, str) for name in pool for value in values[name]) else []
     return [*([_inner(name, values[name])] for name in pool), *together]
-
-
-def _is_of_one_image(name: str) -> bool:
-    """True if a column of captions is called as those of one of the two images: source_caption, image1_text."""
-    words, ranks = {*words_in(name)}, {*RANK}
-    is_called_by_side = bool(words & ranks) and bool(words & CAPTIONS - ranks)
-    return is_called_by_side or bool(words & {*NOUNS} and re.search(r"\d|_[ab]_", name))
 
 
 def _inner(name: str, column: list[Any]) -> str:
@@ -588,16 +461,6 @@ def _inner(name: str, column: list[Any]) -> str:
         return name
     inside = next((key for key in ("raw", "text", "caption", "sentence") if key in value[0]), None)
     return f"{name}.*.{inside}" if inside else name
-
-
-def _question(values: Mapping[str, list[Any]]) -> str | None:
-    """The column that asks what a caption answers, or a template of several."""
-    asked = [
-        name
-        for name, column in values.items()
-        if {*words_in(name)} & QUESTIONS and words_in(name)[-1] not in DATA and any(str(v).strip() for v in column)
-    ]
-    return " ".join(f"{{{name}}}" for name in asked) if len(asked) > 1 else next(iter(asked), None)
 
 
 def _may_be_text(column: list[Any]) -> bool:

@@ -11,12 +11,11 @@ import io
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
-from pydantic import BaseModel
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
@@ -29,46 +28,17 @@ from m3diff.records.schemas import SPLITS
 LONG = 20
 """Words beyond which Table 1 of OmniDiff calls a caption long."""
 
-PAIRS, THUMB_PX, TOP_WORDS, TOP_TYPES, BINS = 4, 160, 16, 12, 24
+PAIRS, THUMB_PX, TOP_TYPES, BINS = 4, 160, 12, 24
+
+Bars = list[tuple[str, int]]
+"""Labels and numbers of a plot."""
 
 
-class Bar(NamedTuple):
-    """A bar of a plot."""
-
-    label: str
-    number: int
-
-
-class Statistics(BaseModel):
-    """Counts of a dataset over all its splits."""
-
-    pairs: int
-    pairs_by_split: dict[str, int]
-    references: int
-    references_per_pair: float
-    words: float  # per reference
-    words_per_pair: float
-    sentences: int
-    sentences_per_reference: float
-    vocabulary: int
-    over_20: float  # share of references
-    lengths: list[Bar]  # references by number of words
-    per_pair: list[Bar]  # pairs by number of references
-    frequent: list[Bar]  # words of four letters or more
-    change_types: list[Bar]  # pairs
-
-
-class ShownPair(NamedTuple):
-    """A pair of the page."""
-
-    id: str
-    before: str  # data URI
-    after: str
-    references: list[str]
-
-
-def write_statistics(clean: Path) -> dict[str, Statistics]:
+def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
     """Write `clean/statistics.html` and `clean/statistics.json` of `clean/records.parquet`.
+
+    Returns:
+        Counts over all splits by dataset, as in the JSON file.
 
     Raises:
         DataError: there are no clean records.
@@ -79,15 +49,17 @@ def write_statistics(clean: Path) -> dict[str, Statistics]:
     records = pl.read_parquet(path)
     groups = _groups(records)
     found = {name: _count(records.filter(members)) for name, members in progress(groups, "statistics", len(groups))}
-    notices = {name: _notice(name) for name in found}
-    shown = {
-        name: _shown_pairs(records.filter(dataset=name))
-        for name in records["dataset"].unique().sort()
-        if notices[name].may_show
-    }
+    notices, shown = dict[str, str](), dict[str, list[dict[str, Any]]]()
+    for name in found:
+        named = [spec for each, spec in DATASETS.items() if each == name or name in {p.part for p in spec.published}]
+        try:
+            if notice := check_licence(named[0], "show") if named else None:
+                notices[name] = notice
+            shown[name] = _shown_pairs(records.filter(dataset=name))
+        except DataError as error:
+            notices[name] = str(error)
     write_atomic(clean / "statistics.html", _render(found, shown, notices))
-    values = {name: one.model_dump(mode="json") for name, one in found.items()}
-    write_atomic(clean / "statistics.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(clean / "statistics.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return found
 
 
@@ -102,65 +74,46 @@ def _groups(records: pl.DataFrame) -> list[tuple[str, pl.Expr]]:
     return sorted(groups.items(), key=lambda group: group[0])
 
 
-def _count(records: pl.DataFrame) -> Statistics:
+def _count(records: pl.DataFrame) -> dict[str, Any]:
+    """Counts over all splits. `over_20` is a share of references; `change_types` counts pairs."""
     reference = pl.col("reference")
     references = records.select(reference=pl.col("references")).explode("reference").filter(reference != "")
     ends, open_end = reference.str.count_matches(r"[.!?]+(?:\s|$)"), ~reference.str.contains(r"[.!?]\s*$")
     counted = references.select(words=reference.str.count_matches(r"\S+"), sentences=ends + open_end)
     words, sentences = counted["words"], int(counted["sentences"].sum())
-    vocabulary = _vocabulary(references["reference"])
     by_split = dict(records["split"].value_counts().iter_rows())
-    worded = records["references"].list.eval(pl.element().filter(pl.element() != ""))
-    per_pair = dict(worded.list.len().value_counts().iter_rows())
     number = max(references.height, 1)
-    return Statistics(
-        pairs=records.height,
-        pairs_by_split={split: by_split.get(split, 0) for split in SPLITS},
-        references=references.height,
-        references_per_pair=references.height / records.height,
-        words=int(words.sum()) / number,
-        words_per_pair=int(words.sum()) / records.height,
-        sentences=sentences,
-        sentences_per_reference=sentences / number,
-        vocabulary=vocabulary.height,
-        over_20=int((words > LONG).sum()) / number,
-        lengths=_lengths(words),
-        per_pair=[Bar(str(n), per_pair.get(n, 0)) for n in range(min(per_pair), max(per_pair) + 1)],
-        frequent=[Bar(*row) for row in vocabulary.filter(pl.col("word").str.len_chars() > 3).head(TOP_WORDS).rows()],
-        change_types=_types(records["change_types"]),
-    )
+    types = records["change_types"].explode().drop_nulls().alias("type").to_frame().group_by("type").len("count")
+    return {
+        "pairs": records.height,
+        "pairs_by_split": {split: by_split.get(split, 0) for split in SPLITS},
+        "references": references.height,
+        "references_per_pair": references.height / records.height,
+        "words": int(words.sum()) / number,
+        "words_per_pair": int(words.sum()) / records.height,
+        "sentences": sentences,
+        "sentences_per_reference": sentences / number,
+        "vocabulary": _vocabulary(references["reference"]),
+        "over_20": int((words > LONG).sum()) / number,
+        "lengths": _lengths(words),
+        "change_types": types.sort(["count", "type"], descending=[True, False]).head(TOP_TYPES).rows(),
+    }
 
 
-def _vocabulary(texts: pl.Series) -> pl.DataFrame:
-    """`word`, `count` of lower-case words without punctuation, the most frequent first."""
-    plain = texts.str.to_lowercase().str.replace_all(r"[^\p{L}\p{N}'\s]+", " ").str.replace_all(r"\s+", " ")
-    words = plain.str.split(" ").explode().alias("word").to_frame().filter(pl.col("word") != "")
-    return words.group_by("word").agg(count=pl.len()).sort(["count", "word"], descending=[True, False])
-
-
-def _lengths(words: pl.Series) -> list[Bar]:
+def _lengths(words: pl.Series) -> Bars:
     """References by number of words in at most BINS equal steps."""
     longest = int(words.quantile(0.995) or 1)
     step = max(1, -(-longest // BINS))
     counts = dict((words.clip(0, longest) // step).value_counts().iter_rows())
-    return [
-        Bar(f"{n * step}" if step == 1 else f"{n * step}–{n * step + step - 1}", counts.get(n, 0))
-        for n in range(longest // step + 1)
-    ]
+    starts = range(0, longest + 1, step)
+    return [(str(n) if step == 1 else f"{n}–{n + step - 1}", counts.get(n // step, 0)) for n in starts]
 
 
-def _types(types: pl.Series) -> list[Bar]:
-    counts = types.explode().drop_nulls().alias("type").to_frame().group_by("type").agg(count=pl.len())
-    return [Bar(*row) for row in counts.sort(["count", "type"], descending=[True, False]).head(TOP_TYPES).rows()]
-
-
-def _shown_pairs(records: pl.DataFrame) -> list[ShownPair]:
+def _shown_pairs(records: pl.DataFrame) -> list[dict[str, Any]]:
     """Pairs chosen by the hash of their ids, so that the page stays equal while the data does."""
     worded = records.filter(pl.col("references").list.eval(pl.element() != "").list.any())
-    keys = [hashlib.sha256(name.encode()).digest() for name in worded["id"]]
-    chosen = sorted(range(len(keys)), key=keys.__getitem__)[:PAIRS]
-    rows = worded[chosen].iter_rows(named=True)
-    return [ShownPair(row["id"], _thumb(row["before"]), _thumb(row["after"]), row["references"][:3]) for row in rows]
+    rows = sorted(worded.iter_rows(named=True), key=lambda row: hashlib.sha256(row["id"].encode()).digest())[:PAIRS]
+    return [row | {side: _thumb(row[side]) for side in ("before", "after")} for row in rows]
 
 
 def _thumb(path: str) -> str:
@@ -172,6 +125,12 @@ def _thumb(path: str) -> str:
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
+def _vocabulary(texts: pl.Series) -> int:
+    """The number of different lower-case words without punctuation."""
+    plain = texts.str.to_lowercase().str.replace_all(r"[^\p{L}\p{N}'\s]+", " ").str.replace_all(r"\s+", " ")
+    return len({*plain.str.split(" ").explode().unique().drop_nulls()} - {""})
+
+
 def published_row(name: str) -> dict[str, Any]:
     """Figures that the papers print of a dataset or a part of it, by field of `Statistics`; empty where nothing."""
     if name in DATASETS:
@@ -181,25 +140,7 @@ def published_row(name: str) -> dict[str, Any]:
     return {"pairs": sum(parts[0].pairs().values())} if parts else {}
 
 
-class Notice(NamedTuple):
-    """The licence's answer to showing a dataset's pairs."""
-
-    text: str | None
-    may_show: bool
-
-
-def _notice(name: str) -> Notice:
-    """By the dataset's name; nothing is known of a dataset that is called otherwise than its reader or part."""
-    named = [spec for each, spec in DATASETS.items() if each == name or any(p.part == name for p in spec.published)]
-    if not named:
-        return Notice(None, may_show=True)
-    try:
-        return Notice(check_licence(named[0], "show"), may_show=True)
-    except DataError as error:
-        return Notice(str(error), may_show=False)
-
-
-def _render(found: dict[str, Statistics], shown: dict[str, list[ShownPair]], notices: dict[str, Notice]) -> str:
+def _render(found: dict[str, Any], shown: dict[str, list[dict[str, Any]]], notices: dict[str, str]) -> str:
     page = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

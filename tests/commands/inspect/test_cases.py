@@ -1,14 +1,9 @@
 """What people do with folders of their own, and what `m3diff data check` says: read, asked, refused or mended."""
 
-import bz2
 import gzip
-import io
 import json
-import lzma
 import re
 import subprocess
-import tarfile
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -191,23 +186,6 @@ def numbered(*numbers: Any) -> Write:
     return parquet("p.parquet", sides | {"id": [*numbers], "captions": ["it fell"] * 2, "split": ["train"] * 2})
 
 
-def packed(name: str, kind: str = "w:gz") -> Write:
-    def write(root: Path) -> None:
-        images(root)
-        with tarfile.open(root / name, kind) as file:
-            info = tarfile.TarInfo("pairs.csv")
-            info.size = len(TEXT)
-            file.addfile(info, io.BytesIO(TEXT.encode()))
-
-    return write
-
-
-def zipped(root: Path) -> None:
-    images(root)
-    with zipfile.ZipFile(root / "pairs.csv.zip", "w") as file:
-        file.writestr("pairs.csv", TEXT)
-
-
 def loop(root: Path) -> None:
     row()(root)
     (root / "0.png").unlink()
@@ -240,24 +218,6 @@ def below(write: Write) -> Write:
     return written
 
 
-def levir(root: Path) -> None:
-    for side in "AB":
-        save_picture(root / f"images/train/{side}/1.png", ord(side))
-    record = {"filename": "1.png", "split": "train", "changeflag": 0}
-    sentence = {"raw": " nothing differs .", "tokens": ["nothing", "differs", "."]}
-    write_json(root / "LevirCCcaptions.json", {"images": [record | {"sentences": [sentence]}]})
-
-
-def own_edits(end: str) -> Write:
-    """A file for each split, each with a name of its own for the captions."""
-    named = {"train": "instruction", "valid": "prompt"}
-    found = {
-        file: [{"before": f"{n}.png", "after": f"{n}_2.png", name: "move the box"}]
-        for n, (file, name) in enumerate(named.items())
-    }
-    return by(images, lambda root: [store(root, f"{file}.{end}", value) for file, value in found.items()])
-
-
 COUNTS = [
     LLAVA,
     LLAVA | {"id": "1", "image": ["0.png"]},
@@ -280,56 +240,23 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     "tabs": (table(HEADER.replace(",", "\t"), PAIR.replace(",", "\t")), READ, [r'delimiter: "\t"']),
     "a byte order mark": (text("pairs.csv", encoding="utf-8-sig"), READ, ["train         1           1"]),
     "sep=;": (text("pairs.csv", f"sep=;\r\n{TEXT.replace(',', ';')}"), READ, []),
-    "sep=; behind a mark": (text("pairs.csv", f"\ufeffsep=;\n{TEXT.replace(',', ';')}"), READ, []),
-    "sep=; between quotes": (text("pairs.csv", f'"SEP=;"\r\n{TEXT.replace(",", ";")}'), READ, []),
-    "sep=, in a .tsv": (text("pairs.tsv", f"sep=,\n{TEXT}"), READ, []),
-    "decimal commas": (text("p.csv", "before;after;x;captions;split\n0.png;0_2.png;0,5;it fell, so;train\n"), READ, []),
-    "a comment that is the header": (text("pairs.csv", f"#{TEXT}"), READ, []),
-    "line ends of old Macintosh": (text("pairs.csv", TEXT.replace("\n", "\r")), READ, []),
     "brackets in a file's name": (text("pairs[final].csv"), READ, []),
     "commas not quoted": (table(HEADER, "0.png,0_2.png,a, b,train"), REFUSED, ["line 2: row", "double quotes"]),
-    "a quote never closed": (table(HEADER, '0.png,0_2.png,"it fell,train'), REFUSED, ["correct the quotes there"]),
-    "comments": (text("pairs.csv", f"# by us\n# in 2024\n{TEXT}"), REFUSED, ["remove the first 2 line(s)"]),
-    "no header": (table(PAIR.replace(",", ";")), REFUSED, ["write this line above it: before;after;captions;split"]),
     "an empty table": (put("pairs.csv"), REFUSED, ["pairs.csv: the file is empty; fetch it again"]),
     "a header alone": (table(HEADER), REFUSED, ["NO PAIR at all"]),
     "JSON Lines cut short": (text("p.jsonl", f'{json.dumps(ROW)}\n{{"be'), REFUSED, ["line 2: row", "fetch it again"]),
     "JSON cut short": (put("p.json", b'[{"before": "0.p'), REFUSED, ["p.json: line 1 column 13", "fetch it again"]),
     "rows below a key": (rows({"info": {}, "data": [ROW]}), READ, ["under 'data': option `rows`", "rows: data"]),
-    "two keys of rows": (rows({"a": [ROW], "b": [ROW]}), REFUSED, ["a, b; write", "{manifest: pairs.json, rows: b}"]),
+    "two keys of rows": (rows({"a": [ROW], "b": [ROW]}), REFUSED, ["a, b; write", "{manifest: pairs.json, rows: a}"]),
     # names of columns
     "capitals": (table(HEADER.title(), PAIR), READ, ["before is Before", "{before: Before, after: After, capt"]),
     "other names": (table("vorher,nachher,Änderung", "0.png,0_2.png,es fiel"), READ, ["captions is Änderung"]),
     "names that tell nothing": (table("x,y", "1,2"), REFUSED, ["columns x, y; none names two", "options: {col"]),
-    "braces": (table("{x},y}", "0.png,0_2.png"), REFUSED, ["has the columns nothing; none names two images"]),
     "a mask beside": (columns(mask=P, after=Q, after_mask=P, before=P, caption=SAYS), READ, ["{captions: caption}"]),
     "three frames": (
         by(columns(frame1=P, frame2=Q, frame3="r/{}.png".format, caption=SAYS), lambda root: pictures(root, "r")),
         ASKED,
         ["before: frame1, after: frame2", "before: frame2, after: frame3"],
-    ),
-    "folders that say so": (
-        by(
-            columns(x="after/{}.png".format, y="before/{}.png".format, t=SAYS), lambda r: pictures(r, "before", "after")
-        ),
-        READ,
-        ["{before: y, after: x, captions: t}"],
-    ),
-    "folders against the columns": (
-        by(
-            columns(before="after/{}.png".format, after="before/{}.png".format, t=SAYS),
-            lambda root: pictures(root, "before", "after"),
-        ),
-        ASKED,
-        ["do not tell which is before"],
-    ),
-    "a list turned round": (
-        by(
-            files(data__json=four(images=lambda n: [f"after/{n}.png", f"before/{n}.png"], caption=SAYS, split=SPLIT)),
-            lambda root: pictures(root, "before", "after"),
-        ),
-        ASKED,
-        ["before: images.1, after: images.0"],
     ),
     "folders that tell nothing": (
         by(columns(name=str, caption=SAYS), lambda root: pictures(root, "cam_l", "cam_r")),
@@ -348,12 +275,8 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
         READ,
         ["splits: {Train: train, dev: val, testing: test, validation: val}"],
     ),
-    "restval": (splits("train", "restval", "val", "test"), READ, []),
     "words in splits": (splits("Train ", "validation_1", "dev-clean", "test-other", "val2017"), READ, []),
     "a split that says nothing": (splits("part 3"), MENDED, ["split 'part 3'", "{splits: {part 3: train}}"]),
-    "splits that are numbers": (splits(0, 1, "2", 0), MENDED, ["{splits: {'0': train, '1': val, '2': test}}"]),
-    "is_train": (splits(True, False), MENDED, ["options: {splits: {'False': train, 'True': val}}"]),
-    "one split of no known name": (splits("train", "val", "holdout"), MENDED, ["{splits: {holdout: test}}"]),
     # which table
     "a file for each split": (files(**THREE), READ, ["a file for each split", BY_SPLIT]),
     "parts of each split": (
@@ -363,14 +286,7 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     ),
     "numbered parts": (files(part_1__csv=PLAIN[:2], part_2__csv=PLAIN[2:]), READ, ["manifest: part_*.csv"]),
     "numbered versions": (files(v1__csv=PLAIN, v2__csv=PLAIN), ASKED, ["manifest: v1.csv", "manifest: v2.csv"]),
-    "a backup": (files(labels__csv=PLAIN, backup__csv=PLAIN), ASKED, ["backup.csv, labels.csv", "which one"]),
     "a backup of one split": (files(**THREE, train_old__csv=THREE["val__csv"]), ASKED, [BY_SPLIT, "t: train_old.csv"]),
-    "another file of one split": (
-        files(train__jsonl=PLAIN[:2], valid__jsonl=PLAIN[2:], itm_valid__jsonl=PLAIN),
-        ASKED,
-        ["manifest: {train: train.jsonl, val: valid.jsonl}", "manifest: itm_valid.jsonl"],
-    ),
-    "all beside the splits": (files(**THREE, all__csv=PLAIN), ASKED, ["manifest: all.csv"]),
     "the documented table": (files(archive__json=PLAIN, pairs__csv=PLAIN), READ, ["not read: archive.json"]),
     "notes beside": (files(labels__csv=PLAIN, notes__csv=four(who="x", text="it is")), READ, ["not read: notes.csv"]),
     # which captions
@@ -380,49 +296,32 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
         ["captions: caption}", "captions: description}", "captions: [caption, description]"],
     ),
     "two languages": (pairs(caption_de=SAYS, caption_en=SAYS), ASKED, ["caption_de"]),
-    "languages in an object": (
-        files(data__json=four(**SIDES, captions=lambda n: {"de": SAYS[n], "en": SAYS[n]}, split=SPLIT)),
-        ASKED,
-        ["captions: captions.de", "captions: captions.en"],
-    ),
     "numbered columns": (pairs(caption1=SAYS, caption2=["x y", "", "", ""]), READ, ["[caption1, caption2]", "     3"]),
-    "captions of each image": (
-        pairs(before_caption=SAYS, change_caption=SAYS, after_caption=SAYS),
-        READ,
-        ["captions: change_caption", "not read: before_caption, after_caption"],
-    ),
-    "notes in a column": (pairs(caption=SAYS, notes="it rained"), READ, ["not read: notes"]),
     "the kind of change": (pairs(change_type="moved", caption=SAYS), READ, ["is caption"]),
     "an instruction that is the caption": (pairs(instruction=SAYS), READ, ["captions: instruction"]),
-    "tasks in a column": (pairs(task=["edit", "vqa"] * 2, caption=SAYS), ASKED, ["where: {task: edit}"]),
     "no captions": (table("before,after", "0.png,0_2.png"), REFUSED, ["none holds captions", "in another file belong"]),
-    "captions called differently": (own_edits("json"), MENDED, ["{columns: {captions: [instruction, prompt]}}"]),
-    "captions called differently, CSV": (own_edits("csv"), MENDED, ["{columns: {captions: [instruction, prompt]}}"]),
     # captions that are lists, or none
-    "mixed quotes": (says("""["the man's hat", 'a car']"""), IN_DOUBT, ["line 2: captions are a list", "in 1 rows"]),
-    "a tuple": (says("""("the man's hat", 'a car')"""), IN_DOUBT, ["line 2"]),
+    "mixed quotes": (says("""["the man's hat", 'a car']"""), IN_DOUBT, ["line 2: captions are a list or", "in 1 rows"]),
     "an array": (says("array(['a b', 'c d'], dtype=object)"), IN_DOUBT, ["line 2"]),
-    "NumPy's print": (says("['a b' 'c d']"), IN_DOUBT, ["line 2"]),
     "a set": (says("{'a b', 'c d'}"), IN_DOUBT, ["line 2"]),
-    "an object": (says(*SAYS[:2], "{'en': 'a b'}"), IN_DOUBT, ["line 4: captions are an object"]),
+    "an object": (says(*SAYS[:2], "{'en': 'a b'}"), IN_DOUBT, ["line 4: captions are a list or an object"]),
     "a list without quotes": (says("[a b, c d]"), IN_DOUBT, ["line 2", "`json.dumps(captions)`"]),
-    "a list in a list": (lists(lambda n: ['["a b", "c d"]']), IN_DOUBT, ["record 0"]),
     "words of a caption": (lists(lambda n: SAYS[n].split()), IN_DOUBT, ["single words", "' '.join"]),
     "a JSON list in quotes": (table(HEADER, '0.png,0_2.png,"[""a b"", ""c""]",train'), READ, ["1           2"]),
     "brackets in a sentence": (says("(left) it is gone (right)", "it says [EXIT]", "a {red} box", "(off)"), READ, []),
-    "a bar between": (says("a b|c d"), ASKED, ["'|'", "separator: '|'", "separator: ''"]),
-    "semicolons between": (says("a b; c d", "e; f"), ASKED, ["separator: ;"]),
-    "lines": (says("a b\nc d"), ASKED, [r'separator: "\n"']),
     "no word in training": (says("nan", "TODO", "?"), READ, ["line 2: ", "no_caption: ['?', TODO, nan]"]),
     "a number": (says("1"), READ, ["no_caption: ['1']"]),
     "an empty one in training": (says("", "  "), READ, ["empty captions: 2"]),
     "no word in test": (says("None", split=IN_TEST), ASKED, ["1 of them in test"]),
     "an empty one in test": (says("", split=IN_TEST), ASKED, ["no_caption: ['']"]),
     "words that say something": (says("none of it moved", "no change", "removed"), READ, ["{captions: caption}"]),
-    "captions that are a number": (row(captions=7), REFUSED, ["expected a list of text", "a list of texts"]),
+    "captions that are a number": (
+        row(captions=7),
+        REFUSED,
+        ["references: expected a list of text, found a whole number 7"],
+    ),
     # questions
     "the task's question": (talk("What has changed?"), READ, ["captions: conversations"]),
-    "the question in full": (talk("What has changed between the two images?"), READ, ["captions: conversations"]),
     "one of another task": (talk("Is there a car?"), ASKED, ["'Is there a car?' (4)"]),
     "several": (
         talk("What changed?", "How many boxes are there?"),
@@ -455,24 +354,11 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
         READ,
         ["columns: {images: image, captions: conversations, split: metadata.split}"],
     ),
-    "images in the parts of a message": (
-        rows([{"m": [{"role": "user", "content": [{"image": "0.png"}, {"image": "0_2.png"}]}], "caption": "it fell"}]),
-        READ,
-        ["before: m.0.content.0.image, after: m.0.content.1.image"],
-    ),
     "in Parquet": (inside(lambda each: each, False, ("end_frame", "start_frame")), READ, ["before: start_frame"]),
     "large lists": (inside(pa.large_list), READ, [" 0 missing"]),
-    "lists of a fixed size": (inside(lambda each: pa.list_(each, 2)), READ, [" 0 missing"]),
     "bytes alone": (inside(lambda _: pa.binary(), listed=False), READ, [" 0 missing"]),
-    "large bytes alone": (inside(lambda _: pa.large_binary(), listed=False), READ, [" 0 missing"]),
     "ids as floats": (numbered(1.0, None), READ, []),
-    "0, 1, 2, 3 images and 2 answers": (rows(COUNTS, "sft.json"), MENDED, ["1 with 2 answers, 1 with 3 images"]),
-    "LEVIR-CC's layout": (levir, MENDED, ["no_change: {changeflag: "]),
-    "the project's own export": (
-        by(rows([EXPORT], "train.json"), lambda root: write_json(root / "dataset_info.json", {"m3diff_train": {}})),
-        REFUSED,
-        ["`m3diff export-llava` wrote", "split: metadata.split"],
-    ),
+    "0, 1, 2, 3 images and 2 answers": (rows(COUNTS, "sft.json"), MENDED, ["{pairs_only: true}"]),
     "Syned's folder, not whole": (
         by(rows({"train": [0]}, "splits.json"), put("instructions_with_idx_train_split.txt")),
         REFUSED,
@@ -481,70 +367,52 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     "CARD's folder": (rows({}, "change_multi_captions.json"), REFUSED, ["CARD's folder", "reader spot_the_diff"]),
     # what is no table
     "an empty folder": (lambda root: None, REFUSED, ["it holds nothing", "Expected one of: "]),
-    "an Excel file": (put("p.xlsx", b"PK\3\4"), REFUSED, ["p.xlsx: is a spreadsheet", "save it as CSV (UTF-8)"]),
+    "an Excel file": (put("p.xlsx", b"PK\3\4"), REFUSED, ["p.xlsx: is no table that is read; write .csv"]),
     "an Excel file called CSV": (put("p.csv", b"PK\3\4" + bytes(99)), REFUSED, ["by its content", "CSV (UTF-8)"]),
-    "a text file": (put("p.txt", b"x"), REFUSED, ["p.txt: is no table that is read; write .csv"]),
-    "an Arrow file": (put("p.arrow", b"x"), REFUSED, ["p.arrow: is no table", "write it as Parquet"]),
     "a video": (put("clip.mp4"), REFUSED, ["clip.mp4: is a video, and pairs are images", "`ffmpeg -i "]),
-    "a pointer of DVC": (put("images.dvc", b"outs:"), REFUSED, ["images.dvc: is DVC's pointer", "`dvc pull "]),
+    "a pointer of DVC": (put("images.dvc", b"outs:"), REFUSED, ["images.dvc: is DVC's pointer", "`dvc pull`"]),
     "a table in Git LFS": (put("pairs.csv", LFS), REFUSED, ["pairs.csv: is a pointer of Git LFS", "lfs pull`"]),
-    "one folder of images": (lambda r: images(r / "images"), REFUSED, ["images/: holds images, but no file", HEADER]),
-    "two folders": (folders(("1.png",), ("1.png",)), REFUSED, ["1 and 1 images, 1 of them", "no file has captions"]),
-    "two folders of other names": (folders(("1.png",), ("1.jpg",)), REFUSED, ["0 of them", "1.jpg has no partner"]),
+    "one folder of images": (lambda r: images(r / "images"), REFUSED, ["images without a table: write ", HEADER]),
     # encodings, archives, names of files
     "Latin-1": (text("pairs.csv", TEXT.replace("it", "die Tür"), "latin-1"), MENDED, ["`iconv -f WINDOWS-1252"]),
     "UTF-16": (text("pairs.csv", TEXT, "utf-16"), MENDED, ["`iconv -f UTF-16 "]),
     "gzip called CSV": (by(images, put("pairs.csv", gzip.compress(TEXT.encode()))), MENDED, ["`mv "]),
-    "Parquet called CSV": (by(parquet("x", NAMES), lambda r: (r / "x").rename(r / "p.csv")), MENDED, ["`mv "]),
-    ".csv.gz": (by(images, put("pairs.csv.gz", gzip.compress(TEXT.encode()))), MENDED, ["`gunzip "]),
-    ".json.bz2": (by(images, put("p.json.bz2", bz2.compress(json.dumps([ROW]).encode()))), MENDED, ["`bunzip2 "]),
-    ".csv.xz": (by(images, put("p.csv.xz", lzma.compress(TEXT.encode()))), MENDED, ["`unxz "]),
-    ".csv.zip": (zipped, MENDED, ["`unzip "]),
-    ".tar": (packed("pairs.tar", "w"), MENDED, ["`tar -C "]),
-    ".tar.gz": (packed("pairs.tar.gz"), MENDED, ["`tar -C "]),
-    ".tgz": (packed("pairs.TGZ"), MENDED, ["`tar -C "]),
-    ".ndjson": (text("pairs.ndjson", json.dumps(ROW)), MENDED, ["`mv "]),
-    ".tab": (text("pairs.tab", TEXT.replace(",", "\t")), MENDED, ["`mv "]),
-    ".pq": (parquet("p.pq", NAMES), MENDED, ["`mv "]),
+    "an archive": (put("pairs.tar.gz", b"x"), REFUSED, ["pairs.tar.gz: is an archive; unpack it"]),
     "a folder too high": (lambda r: ((r / "my").mkdir(), row()(r / "my")), MENDED, ["`m3diff data "]),
-    "a folder too deep": (by(images, lambda r: put("pairs.csv", TEXT.encode())(r.parent)), MENDED, ["`m3diff data "]),
+    "a folder too deep": (by(images, lambda r: put("pairs.csv", TEXT.encode())(r.parent)), REFUSED, ["`m3diff data "]),
     # images that are not where the rows say
-    "an image missing": (row(before="9.png"), REFUSED, ["missing images: 1", "9.png: is nowhere below"]),
-    "a path of 5,000 letters": (row(before="a" * 5_000), REFUSED, ["missing images: 1", "is nowhere below"]),
+    "an image missing": (row(before="9.png"), REFUSED, ["missing images: 1", "9.png: is no file below"]),
     "an address": (row(before="https://x.example/9.png"), REFUSED, ["/9.png: is an address; download the images into"]),
     "an absolute path": (from_top("{root}/a b/0.png"), READ, ["images 2, of them 0 missing"]),
-    "file:///": (from_top("{quoted}/a%20b/0.png"), READ, [" 0 missing"]),
-    "file:///, not escaped": (from_top("file://{root}/a b/0.png"), READ, [" 0 missing"]),
-    "file://localhost": (from_top("file://localhost{root}/a b/0.png"), READ, [" 0 missing"]),
-    "file:/": (from_top("file:{root}/a b/0.png"), READ, [" 0 missing"]),
     **{
         f"elsewhere: {path}": (
             moved(path),
             REFUSED,
-            [f"{path}: is a b/0.png in ", "paths are relative to it: write them"],
+            [f"{path!r}: there is 'a b/0.png'; write paths relative to "],
         )
-        for path in (
-            *("/mnt/x.y/a b/0.png", "$HOME/data/a b/0.png", "C:\\data\\a b\\0.png", "s3://ours/a b/0.png"),
-            *("https://x.example/a b/0.png", "file:///mnt/x/a%20b/0.png", "../a b/0.png", "~/a b/0.png"),
-        )
+        for path in ("/mnt/x.y/a b/0.png", "C:\\data\\a b\\0.png", "file:///mnt/x/a%20b/0.png", "../a b/0.png")
     },
     "out of the root": (row(before="/mnt/9.png"), REFUSED, ["/mnt/9.png: leads out of the root", "image_root"]),
-    "backslashes": (moved(r"a b\0.png"), REFUSED, ["there is 'a b/0.png': paths have slashes"]),
-    "blanks": (row(before=" 0.png"), REFUSED, ["' 0.png': there is '0.png': a blank"]),
-    "another suffix": (row(before="0.jpg"), REFUSED, ["'0.jpg': there is '0.png': the suffix is another"]),
-    "capitals in a name": (row(before="0.PNG"), REFUSED, ["'0.PNG': there is '0.png': large and small letters differ"]),
-    "another Unicode form": (two_forms, REFUSED, ["letters are the same in another Unicode form"]),
-    "a link to itself": (loop, REFUSED, ["0.png: is a symbolic link to 0.png, which leads to no file"]),
+    "backslashes": (moved(r"a b\0.png"), REFUSED, ["there is 'a b/0.png'; write paths"]),
+    "blanks": (row(before=" 0.png"), REFUSED, ["' 0.png': there is '0.png'; write paths"]),
+    "another suffix": (row(before="0.jpg"), REFUSED, ["'0.jpg': there is '0.png'; write paths"]),
+    "capitals in a name": (row(before="0.PNG"), REFUSED, ["'0.PNG': there is '0.png'; write paths"]),
+    "another Unicode form": (two_forms, REFUSED, ["there is ", "write paths relative to"]),
+    "a link to itself": (loop, REFUSED, ["missing images: 1", "0.png: is no file below"]),
     "a link out of the root": (linked, MENDED, ["follow_links: true"]),
-    "images in folders below": (below(row()), MENDED, ["columns: {before: 'c d/{before}', after: 'a {{b}}/{after}'}"]),
-    "a list of images, below": (below(rows([LLAVA])), MENDED, ["{image.0}"]),
-    "images beside the folder": (by(lambda r: images(r.parent), put("p.csv", TEXT.encode())), MENDED, ["as root: "]),
+    "images in folders below": (below(row()), REFUSED, ["there is 'c d/0.png'", "template"]),
     "an id twice": (rows([ROW | {"id": 1}, ROW | {"id": 1, "before": "1.png"}]), MENDED, ["{columns: {id: null}}"]),
-    "one image on both sides": (row(after="0.png"), REFUSED, ["both images are 0.png (1 such pairs); name both"]),
+    "one image on both sides": (
+        row(after="0.png"),
+        REFUSED,
+        ["pairs of one image: 1", "both images are 0.png; name both"],
+    ),
     "an image without a byte": (by(row(), put("0.png")), REFUSED, ["images without a byte: 1"]),
-    "a web page": (by(row(), put("0.png", b"<!DOCTYPE html>")), REFUSED, ["no images: 1", "0.png: is a web page"]),
-    "an image in Git LFS": (by(row(), put("0.png", LFS)), REFUSED, ["0.png: is a pointer of Git LFS; fetch it"]),
-    "HEIC": (by(row(), put("0.png", b"\0\0\0\x18ftypmp42")), REFUSED, ["is a video or HEIC; convert it to PNG"]),
+    "a web page": (
+        by(row(), put("0.png", b"<!DOCTYPE html>")),
+        REFUSED,
+        ["no images: 1", "begins with b'<!DOCTYPE html>'"],
+    ),
 }
 
 
@@ -596,28 +464,23 @@ def test_a_folder_is_read_asked_about_refused_or_mended_and_what_is_printed_work
             assert (report.faults, bool(report.pairs)) == (0, True)
 
 
-def is_mended(told: str, root: Path, more: int = 1) -> bool:
-    """Whether the folder is sound once the printed command or option is applied, and `more` that are printed then."""
-    programs = ("iconv", "unzip", "tar", "gunzip", "bunzip2", "unxz", "mv", "m3diff")
-    command = next((part for part in re.findall(r"`([^`]+)`", told) if part.startswith(programs)), None)
-    if command:
-        if command.startswith("m3diff data check "):
+def is_mended(told: str, root: Path) -> bool:
+    """Whether the folder is sound once the printed command or option is applied."""
+    if command := next(
+        (part for part in re.findall(r"`([^`]+)`", told) if part.startswith(("iconv", "mv", "m3d"))), ""
+    ):
+        if not command.startswith("m3diff"):
+            subprocess.run(command, shell=True, check=True)
+            root = next(path.parent for path in root.rglob("*.csv*"))
+        else:
             words = subprocess.run(f"printf '%s\\n' {command}", shell=True, capture_output=True, text=True, check=True)
             root = Path(words.stdout.splitlines()[-1])
-        elif (ran := subprocess.run(command, shell=True, capture_output=True, text=True)).returncode:
-            pytest.skip(ran.stderr) if ran.returncode == 127 else pytest.fail(ran.stderr)
-        sound, told = look(root)
-        return sound or (more > 0 and is_mended(told, root, more - 1))
+        told = look(root)[1]
     (entry,) = entries(told)
     line = next((line for line in told.splitlines()[:-1] if "options: {" in line), "")
     if option := re.search(r"options: (\{.*\})", line):
         entry["options"] = entry.get("options", {}) | yaml.safe_load(option[1])
-    if above := re.search(r"take (.*) as root", line):
-        entry["root"] = above[1]
-    if "by the reader pairs" in line:
-        entry["reader"] = "pairs"
-    if "follow_links: true" in told:
-        entry["follow_links"] = True
+    entry["follow_links"] = "follow_links: true" in told
     return look(Path(entry["root"]), entry)[0]
 
 
@@ -704,17 +567,8 @@ def test_a_number_in_a_template_is_whole(tmp_path, number):
     assert look(tmp_path, {"reader": "pairs", "root": tmp_path, "options": options})[0]
 
 
-def test_rows_that_are_no_pair_are_counted_when_they_are_passed_over(tmp_path):
-    rows(COUNTS, "sft.json")(tmp_path)
-    options = {"manifest": "sft.json", "split": "train", "pairs_only": True}
-    options["columns"] = {"images": "image", "captions": "conversations", "id": None}
-    sound, told = look(tmp_path, {"reader": "pairs", "root": tmp_path, "options": options})
-    assert "  passed over by pairs_only: 2 with 0 images, 2 with 1 images, 1 with 2 answers, 1 with 3 images" in told
-    assert (sound, counts(told)[0].split()) == (True, ["train", "1", "1"])
-
-
 @pytest.mark.parametrize("where", ["recognised", "given", "second of two"])
-@pytest.mark.parametrize("kept", [0, 3, 4, 11, 300, -1, -8, -40])
+@pytest.mark.parametrize("kept", [0, 4, 300, -8])
 def test_a_parquet_file_that_is_cut_short_is_named(tmp_path, kept, where):
     root = tmp_path / "raw"
     root.mkdir()
@@ -747,7 +601,7 @@ def test_a_parquet_file_that_is_damaged_inside_is_read_or_named(tmp_path):
             assert "data.parquet" in str(error)  # noqa: PT017
 
 
-def test_the_command_prints_what_check_says_and_exits_by_it(tmp_path, capsys, monkeypatch):
+def test_the_command_prints_what_check_says_and_exits_by_it(tmp_path, capsys):
     row()(tmp_path)
     assert main(["data", "check", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path} looks like pairs\n  licence: ")
@@ -756,15 +610,5 @@ def test_the_command_prints_what_check_says_and_exits_by_it(tmp_path, capsys, mo
     assert capsys.readouterr().out.startswith(f"{tmp_path} is read as pairs\n")
     with pytest.raises(SystemExit):
         main(["data", "check", str(tmp_path), "--reader", "pears"])
-    assert "invalid choice: 'pears'" in capsys.readouterr().err
-    with pytest.raises(DataError, match=re.escape(f"is a file; name its folder: `m3diff data check {tmp_path}`")):
+    with pytest.raises(DataError, match="no such folder; name the folder"):
         check(tmp_path / "pairs.json", {})
-
-    def refuse(path: Path, *_: Any) -> Any:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    for method, told in (("iterdir", "rights: `chmod u+rx "), ("read_bytes", "permissions: `chmod u+r ")):
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, method, refuse)
-            with pytest.raises(DataError, match=f"cannot be read: Permission denied; check its {re.escape(told)}"):
-                check(tmp_path, {})

@@ -131,7 +131,7 @@ def test_a_folder_above_or_without_data_is_refused_with_the_place_to_look_and_wh
     write_spot(tmp_path / "repository/data")
     with pytest.raises(DataError) as error:
         look(tmp_path / "repository")
-    assert f"it holds data. Perhaps you mean {tmp_path / 'repository/data'}. Expected one of: " in str(error.value)
+    assert f"perhaps you mean `m3diff data check {tmp_path / 'repository/data'}`" in str(error.value)
     assert "iedit: train.json, valid.json, test.json" in str(error.value)
     with pytest.raises(DataError, match="no such folder; name the folder that holds a dataset's annotation files"):
         look(tmp_path / "nowhere")

@@ -14,7 +14,6 @@ from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.stages.ingest import stage
-from m3diff.stages.ingest.params import Ingest
 from m3diff.stages.ingest.stage import to_table
 from tests.layouts import edit_json, make_entry, run_ingest, save_picture, write_clevr, write_json, write_spot
 
@@ -281,12 +280,3 @@ def test_links_out_of_the_root_are_faults_unless_they_may_be_followed(tmp_path):
     assert table["after"].to_pylist() == [f"{root}/x.png"] * 4
     followed, _ = to_table("d", make_entry("pairs", root, follow_links=True), rows)
     assert followed["fault"].null_count == 4
-
-
-def test_the_section_has_a_dataset_and_no_test_split_trains():
-    entry = {"reader": "pairs", "root": "raw"}
-    assert Ingest.model_validate({"datasets": {"own": entry}}).datasets["own"].train_on == ("train",)
-    with pytest.raises(ValueError, match="at least 1 item"):
-        Ingest.model_validate({"datasets": {}})
-    with pytest.raises(ValueError, match="a test split must not train; choose from train, val"):
-        Ingest.model_validate({"datasets": {"own": entry | {"train_on": ["train", "test"]}}})
