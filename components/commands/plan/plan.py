@@ -18,7 +18,7 @@ from m3diff.records.errors import readable
 from m3diff.settings.compute import Compute
 from m3diff.settings.gpus import GPUS, Gpu
 from m3diff.settings.section import ParamsError
-from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
+from m3diff.stages.convert.mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from m3diff.stages.convert.params import Convert, Source
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.train.job import of_alignment

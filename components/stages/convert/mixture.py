@@ -6,30 +6,27 @@ hashes of polars and Python do not promise.
 
 import hashlib
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from m3diff.datasets import DATASETS
 from m3diff.records.schemas import NO_CHANGE, SAMPLE_SCHEMA
 from m3diff.stages.convert.params import Convert, Source
 
 COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+PAIRS, SAMPLES = 145_000, 896_000
+"""M3Diff's training mixture, as the paper prints it (section 5.2): "145k pairs and 896k question-answer samples"."""
+
+SOURCES = ("omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc")
+"""Its datasets, by the names that `profiles/paper.yaml` gives them. The paper's table of the counts by source is not
+known to us. What is known: the official splits of each source; train and val together come to 145k pairs."""
+
 QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)
 """The numbers of an id's key, by the decision that each takes."""
-
-
-class LeftOut(NamedTuple):
-    """Left out of training: pairs, and references of the pairs that were sampled."""
-
-    pairs_not_sampled: int
-    pairs_without_reference: int
-    empty_references: int
-    repeated_references: int
-    references_over_cap: int
 
 
 def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFrame:
@@ -40,23 +37,29 @@ def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFram
 
 def training_samples(
     pairs: pl.DataFrame, questions: list[str], source: Source, cfg: Convert
-) -> tuple[pl.DataFrame, LeftOut]:
-    """Samples of the pairs that are sampled, pairs in shuffled order; COLUMNS."""
+) -> tuple[pl.DataFrame, dict[str, int]]:
+    """Samples of the pairs that are sampled, pairs in shuffled order (COLUMNS), and counts of what is left out: pairs,
+    and references of the pairs that were sampled."""
     sampled = _sample_pairs(pairs, source, cfg.no_change_share)
     # one question a pair: its references can then share a prefix
     chosen = random_bits(sampled["key"], QUESTION) % len(questions)
     references = _explode(sampled.with_columns(question=pl.Series(questions, dtype=pl.String).gather(chosen)))
     full = references.filter(pl.col("reference") != "")
     distinct = full.filter(pl.struct("row", "copy", "reference").is_first_distinct())
-    kept = _join(distinct) if source.samples == "joined" else _cap(distinct, cfg.most_references(source))
-    left_out = LeftOut(
-        pairs_not_sampled=pairs.height - sampled["row"].n_unique(),
-        pairs_without_reference=sampled["row"].n_unique() - kept["row"].n_unique(),
-        empty_references=references.height - full.height,
-        repeated_references=full.height - distinct.height,
-        references_over_cap=0 if source.samples == "joined" else distinct.height - kept.height,
-    )
-    return _samples(kept), left_out
+    if joined := source.samples == "joined":  # all references of a pair are the sentences of one
+        sentence = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
+        others = pl.all().exclude("reference", "row", "copy", "number").first()
+        one = distinct.group_by("row", "copy", maintain_order=True)
+        kept = one.agg(sentence, others, number=pl.lit(0).first())
+    else:
+        kept = _cap(distinct, cfg.most_references(source))
+    return _samples(kept), {
+        "pairs_not_sampled": pairs.height - sampled["row"].n_unique(),
+        "pairs_without_reference": sampled["row"].n_unique() - kept["row"].n_unique(),
+        "empty_references": references.height - full.height,
+        "repeated_references": full.height - distinct.height,
+        "references_over_cap": 0 if joined else distinct.height - kept.height,
+    }
 
 
 def _sample_pairs(pairs: pl.DataFrame, source: Source, no_change_share: float) -> pl.DataFrame:
@@ -87,13 +90,6 @@ def _cap(references: pl.DataFrame, most: int | None) -> pl.DataFrame:
     bits = random_bits(random_bits(references["key"], REFERENCE), number)
     place = pl.col("bits").rank("ordinal").over("row", "copy")
     return references.with_columns(bits=bits).filter(place <= most).drop("bits")
-
-
-def _join(references: pl.DataFrame) -> pl.DataFrame:
-    """All references of a pair as the sentences of one."""
-    sentence = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
-    others = pl.all().exclude("reference", "row", "copy", "number").first()
-    return references.group_by("row", "copy", maintain_order=True).agg(sentence, others, number=pl.lit(0).first())
 
 
 def _samples(references: pl.DataFrame) -> pl.DataFrame:
@@ -130,3 +126,23 @@ def random_bits(keys: pl.Series, number: pl.Series | int) -> pl.Series:
 def uniform(bits: pl.Series) -> NDArray[np.float64]:
     """64 bits as a number in [0, 1)."""
     return (bits.to_numpy() >> np.uint64(11)).astype(np.float64) / 2.0**53
+
+
+def training_counts() -> dict[str, dict[str, tuple[int, int | None]]]:
+    """Return of each of SOURCES the published `train` and `train_val` (both together) pairs and references with words.
+
+    References are counted, else by the pairs' share of the dataset's published sum to the nearest ten (CLEVR-Change's
+    paper gives 493,735 captions in all and none by split), else None (of CLEVR-DC's no count is published).
+    """
+    specs = {part.part: (spec.table, part) for spec in DATASETS.values() for part in spec.published}
+    found: dict[str, dict[str, tuple[int, int | None]]] = {}
+    for name in SOURCES:
+        table, part = specs[name]
+        for splits, counts in (("train", (part.train,)), ("train_val", (part.train, part.val))):
+            pairs = sum(count.pairs for count in counts)
+            counted = [count.references - count.empty for count in counts if count.references is not None]
+            references = sum(counted) if len(counted) == len(counts) else None
+            if references is None and table is not None and table.references is not None:
+                references = 10 * round(table.references * pairs / table.pairs / 10)
+            found.setdefault(name, {})[splits] = (pairs, references)
+    return found

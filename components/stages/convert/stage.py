@@ -25,8 +25,7 @@ from m3diff.records.files import StageReport
 from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
 from m3diff.records.tables import load_table
 from m3diff.settings.section import ParamsError
-from m3diff.stages.convert.mixture import evaluation_samples, id_keys, training_samples
-from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
+from m3diff.stages.convert.mixture import SOURCES, evaluation_samples, id_keys, training_counts, training_samples
 from m3diff.stages.convert.params import Convert, Source
 from m3diff.stages.ingest.params import DatasetEntry
 
@@ -51,18 +50,13 @@ class ConvertCounts(BaseModel):
     left_out: dict[str, int]
 
 
-class PublishedCounts(BaseModel):
-    """Published pairs and references with words, of train alone and with val; null where no count is published."""
-
-    train: tuple[int, int | None]
-    train_val: tuple[int, int | None]
-
-
 class ConvertReport(StageReport):
     pairs: dict[str, int]
     samples: dict[str, int]
     datasets: dict[str, ConvertCounts]
-    published: dict[str, PublishedCounts]  # by dataset; empty where the datasets are not the paper's
+    published: dict[
+        str, dict[str, tuple[int, int | None]]
+    ]  # `training_counts`; empty unless the datasets are the paper's
 
 
 def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out: Path) -> ConvertReport:
@@ -95,31 +89,15 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     samples = pl.concat(parts)
     for split in SPLITS:
         _write_shards(samples.filter(pl.col("split") == split), out / split)
-    published = training_counts() if set(SOURCES) == set(names) else {}
-    report = ConvertReport(
+    return ConvertReport(
         stage="convert",
         rows_in=records.height,
         rows_out=samples.height,
         pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
         samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
         datasets=counts,
-        published={name: PublishedCounts(**published[name]) for name in names if published},
+        published={name: training_counts()[name] for name in names} if set(SOURCES) == set(names) else {},
     ).write(out / "report.json")
-    if report.published:
-        print_published(report)
-    return report
-
-
-def print_published(report: ConvertReport) -> None:
-    """Print training pairs and samples of each dataset next to the published counts, and the sums next to 145k and
-    896k."""
-    print(f"{'training':16}{'pairs':>9}{'samples':>10}   {'published: train':>20}{'train and val':>20}")
-    for name, given in report.published.items():
-        found = report.datasets[name]
-        counts = [f"{pairs:,} / {f'{some:,}' if some else '?'}" for pairs, some in (given.train, given.train_val)]
-        print(f"{name:16}{found.pairs['train']:9,}{found.samples['train']:10,}   {counts[0]:>20}{counts[1]:>20}")
-    paper = f"{PAIRS // 1000}k / {SAMPLES // 1000}k"
-    print(f"{'all':16}{report.pairs['train']:9,}{report.samples['train']:10,}   {paper:>20}")
 
 
 def load_questions(path: Path) -> dict[str, list[str]]:
@@ -133,13 +111,11 @@ def load_questions(path: Path) -> dict[str, list[str]]:
         questions = Questions.validate_python(yaml.safe_load(path.read_text("utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise ParamsError(f"convert.questions {path}: expected questions by task: {error}") from error
-    for task, asked in questions.items():
-        for question in asked:
-            if IMAGE in question:
-                raise ParamsError(
-                    f"convert.questions {path}: {task}: {question!r} has {IMAGE}, the mark of an image's place in a "
-                    "prompt; write it without: both images come before the question by themselves"
-                )
+    if marked := [question for asked in questions.values() for question in asked if IMAGE in question]:
+        raise ParamsError(
+            f"convert.questions {path}: {marked[0]!r} has {IMAGE}, the mark of an image's place in a prompt; write it "
+            "without: both images come before the question by themselves"
+        )
     return questions
 
 
@@ -170,7 +146,7 @@ def _convert_one(
     return samples, ConvertCounts(
         pairs={split: pairs.n_unique() for split, pairs in by_split.items()},
         samples={split: pairs.len() for split, pairs in by_split.items()},
-        left_out=left_out._asdict(),
+        left_out=left_out,
     )
 
 
