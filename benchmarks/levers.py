@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
+from m3diff.models.flops import meta_model
 from m3diff.models.fused import make_fused
 from m3diff.models.m3diff import FAMILY as M3DIFF
 from m3diff.models.m3diff import LARGE_BASE
@@ -424,14 +425,13 @@ def model_flops(size: Size, variant: Variant) -> float:
     batches = list(size.micro_batches(variant))
     lengths = [length for _, sequences in batches for length in sequences]
     supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
-    terms = [term for n in lengths for term in M3DIFF.flops(size.config, n, supervised, size.settings)]
-    return sum(term.total for term in terms)
+    terms = M3DIFF.flops(meta_model(size.config, M3DIFF, size.settings), sum(lengths) / len(lengths), supervised)
+    return len(lengths) * sum(term.total for term in terms)
 
 
 def planned_activations_gb(size: Size, variant: Variant, precision: str) -> float:
     """GB that the plan counts for backward of one packed pair, the size's first."""
     from m3diff.commands.plan.memory import count_activations
-    from m3diff.commands.plan.plan import meta_model
 
     batch, lengths = next(
         iter(Size("one", size.config, size.lora_rank, size.groups[:1], size.micro, 1).micro_batches(variant))

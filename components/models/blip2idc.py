@@ -1,4 +1,4 @@
-"""BLIP2IDC (arXiv 2412.15939) as a model family: its settings, cost and rules. Light to import: torch and transformers
+"""BLIP2IDC (arXiv 2412.15939) as a model family: its settings and rules. Light to import: torch and transformers
 come with the first call.
 
 BLIP-2 as it is: the two images, stacked into one picture, meet in the vision encoder's first layer, and low-rank
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from m3diff.models.family import ADAPTERS, Family, Term, llm_widths
+from m3diff.models.family import Family
 from m3diff.models.settings import Fields, Settings
 
 if TYPE_CHECKING:
@@ -90,60 +90,6 @@ def classes() -> tuple[Any, Any]:
     return Blip2IDCForConditionalGeneration, Blip2IDCProcessor
 
 
-def adapted_linears(config: Any, tokens: float) -> list[tuple[str, int, int, float]]:
-    """(part, in, out, tokens that pass it) of each linear with an adapter, for a sequence of `tokens`."""
-    encoder, qformer, text = config.vision_config, config.qformer_config, config.text_config
-    n, read, layers = config.visual_tokens, config.num_query_tokens, qformer.num_hidden_layers
-    crossing = config.crossing_layers
-    own = ("module", qformer.hidden_size, qformer.hidden_size, read)
-    across = ("module", encoder.hidden_size, qformer.hidden_size, n)
-    queries, keys = llm_widths(text)
-    return [
-        *[("vision", encoder.hidden_size, 3 * encoder.hidden_size, n)] * encoder.num_hidden_layers,
-        *[own] * (2 * layers + crossing),
-        *[across] * (2 * crossing),
-        *[("llm", text.hidden_size, out, tokens) for out in (queries, keys, keys)] * text.num_hidden_layers,
-    ]
-
-
-def flops(config: Any, tokens: float, supervised: float, settings: Settings) -> list[Term]:
-    """The terms of one sequence of `tokens`, of which `supervised` meet the head.
-
-    All weights are frozen under adapters in every part, as in the paper: a linear takes one more forward's worth in
-    backward, adapters and attention two more. A frozen vision encoder keeps no activations to recompute. The vision
-    encoder and the Q-Former work once a pair, on one picture.
-    """
-    text, encoder, qformer = config.text_config, config.vision_config, config.qformer_config
-    n, q = config.visual_tokens, config.num_query_tokens
-    d, r, width = encoder.hidden_size, qformer.hidden_size, text.hidden_size
-    layers, depth, crossing = text.num_hidden_layers, qformer.num_hidden_layers, config.crossing_layers
-    queries, keys = llm_widths(text)
-    mlp = 2 * width * text.ffn_dim if hasattr(text, "ffn_dim") else 3 * width * text.intermediate_size
-    encoder_layer = 4 * d * d + 2 * d * encoder.intermediate_size
-    encoding = encoder.num_hidden_layers * encoder_layer * n + 3 * encoder.patch_size**2 * d * (n - 1)
-    own = depth * (4 * r * r + 2 * r * qformer.intermediate_size) + crossing * 2 * r * r
-    across = crossing * 2 * d * r * n
-    seen, querying, projecting, speaking = (
-        int(settings.rates[part] is not None) for part in ("vision", "module", "projector", "llm")
-    )
-    queried = seen or querying
-    embedded = queried or projecting or speaking
-    trains = [each for each in adapted_linears(config, tokens) if settings.rates[each[0]] is not None]
-    lora = sum(settings.lora.rank * (inputs + outputs) * each for _, inputs, outputs, each in trains)
-    terms = [
-        Term("LLM linears", 2 * layers * (2 * width * (queries + keys) + mlp) * tokens, embedded, recomputed=True),
-        Term("LLM attention", 4 * tokens**2 * queries * layers / 2, 2, recomputed=True),
-        Term(ADAPTERS, 2 * lora, 2, recomputed=True),
-        Term("vision encoder", 2 * encoding, seen, recomputed=bool(seen)),
-        Term("vision encoder attention", 4 * n * n * d * encoder.num_hidden_layers, 2 * seen, recomputed=bool(seen)),
-        Term("Q-Former", 2 * (own * q + across), queried, recomputed=True),
-        Term("Q-Former attention", 4 * q * r * (depth * q + crossing * n), 2 * queried, recomputed=True),
-        Term("projector", 2 * r * width * q, queried + projecting),
-        Term("head, supervised tokens", 2 * width * text.vocab_size * supervised, 1),
-    ]
-    return [term for term in terms if term.forward]
-
-
 def faults(settings: Blip2IDCSettings, base: Mapping[str, Any] | None) -> list[str]:
     """Why the base cannot be used; nothing where it is not known."""
     if base is None:
@@ -183,7 +129,6 @@ FAMILY = Family(
     parts=PARTS,
     lora_targets=LORA_TARGETS,
     classes=classes,
-    flops=flops,
     faults=faults,
     augment=augment,
     checkpointing_faults=checkpointing_faults,

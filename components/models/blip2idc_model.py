@@ -94,16 +94,6 @@ class Blip2IDCConfig(Blip2Config):
         """Tokens of a pair that the LLM sees."""
         return self.num_query_tokens
 
-    @property
-    def visual_tokens(self) -> int:
-        """Tokens of a picture in the vision encoder: its patches and the class token."""
-        return (self.vision_config.image_size // self.vision_config.patch_size) ** 2 + 1
-
-    @property
-    def crossing_layers(self) -> int:
-        """Layers of the Q-Former with cross-attention: the first, and every so many."""
-        return -(-self.qformer_config.num_hidden_layers // self.qformer_config.cross_attention_frequency)
-
 
 def augmented(augment: Any, pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A pair of prepared images, uint8 [2, rows, columns, 3], as it trains: blurred and compressed as a JPEG.

@@ -6,7 +6,7 @@ module and each family's own (`m3diff.py`) import nothing heavy; torch comes wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from m3diff.models.flops import Term
     from m3diff.models.processing import PairProcessor
 
     ImagePair = tuple[Image.Image, Image.Image]
@@ -26,35 +27,7 @@ if TYPE_CHECKING:
 
 
 ADAPTERS = "LoRA"
-"""Name of the term of a sequence's adapters, which a merged model has not."""
-
-
-@dataclass(frozen=True)
-class Term:
-    """FLOPs of one part for one sequence. One multiply-add is 2 FLOP; causal attention counts half its square.
-
-    Attributes:
-        backward_factor: how many forwards' worth the backward takes: one for the gradient of the input, where something
-            before it trains, and one for that of the weights, where they train; attention, which has none, two or none.
-        recomputed: activation checkpointing `full` runs the forward again.
-    """
-
-    name: str
-    forward: float
-    backward_factor: float
-    recomputed: bool = False
-
-    @property
-    def total(self) -> float:
-        return self.forward * (1 + self.backward_factor)
-
-
-def llm_widths(text: Any) -> tuple[int, int]:
-    """The widths of an LLM's queries and of its keys."""
-    heads = text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return head * heads, head * (getattr(text, "num_key_value_heads", None) or heads)
-
+"""Name of the term of a sequence's adapters (`flops.py`), which a merged model has not."""
 
 MODULE_UPDATE_RATIO = "module_update_ratio"
 
@@ -91,7 +64,6 @@ class Family:
         lora_targets: part -> regular expression of the full names of its linears that have adapters (rank above 0) or
             train in full (rank 0); nothing else of that part trains. Other parts train in full.
         classes: () -> the classes of its model (a transformers PreTrainedModel, see `llava.py`) and its processor.
-        flops: (config, tokens, supervised tokens, settings) -> the terms of one training sequence.
         faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
         frozen: prefixes of parameters that never train: the model never runs them.
         contribution: how much its module contributes while it trains; None: it is not measured.
@@ -112,7 +84,6 @@ class Family:
     parts: Mapping[str, tuple[str, ...]]
     lora_targets: Mapping[str, str]
     classes: Callable[[], tuple[Any, Any]]
-    flops: Callable[[Any, float, float, Any], Sequence[Term]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
     frozen: tuple[str, ...] = ()
     contribution: Contribution | None = None
@@ -165,6 +136,12 @@ class Family:
         if (base / "config.json").is_file():
             return config.on_base(str(base), module_fields(settings))
         return config.published(base.name, module_fields(settings))
+
+    def flops(self, model: Any, tokens: float, supervised: float) -> list[Term]:
+        """The terms of one training sequence; see `count_flops`."""
+        from m3diff.models.flops import count_flops
+
+        return count_flops(model, self, tokens, supervised)
 
     def fuse(self, model: Any, activation_checkpointing: str) -> None:
         """Let a model compute by fused kernels, in place. Raises ValueError for an LLM that cannot be recomputed so."""

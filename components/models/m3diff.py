@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from m3diff.models.family import ADAPTERS, MODULE_UPDATE_RATIO, Contribution, Family, Term, llm_widths, module_fields
-from m3diff.models.m3diff_settings import DifferenceConfig, M3DiffSettings, MDPConfig
+from m3diff.models.family import MODULE_UPDATE_RATIO, Contribution, Family, module_fields
+from m3diff.models.m3diff_settings import M3DiffSettings, MDPConfig
 from m3diff.models.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,72 +48,6 @@ def classes() -> tuple[Any, Any]:
 
     AutoConfig.register(M3DiffConfig.model_type, M3DiffConfig, exist_ok=True)  # AutoTokenizer reads a folder's by it
     return M3DiffForConditionalGeneration, M3DiffProcessor
-
-
-def patches(config: Any) -> int:
-    """Patches of one image."""
-    encoder = config.vision_config
-    return (encoder.image_size // encoder.patch_size) ** 2
-
-
-def llm_linears(config: Any) -> list[tuple[int, int]]:
-    """(in, out) of the seven linears of one LLM layer."""
-    width, hidden = config.text_config.hidden_size, config.text_config.intermediate_size
-    queries, keys = llm_widths(config.text_config)
-    attention = [(width, queries), (width, keys), (width, keys), (queries, width)]
-    return [*attention, (width, hidden), (width, hidden), (hidden, width)]
-
-
-def llava_terms(
-    config: Any, tokens: float, supervised: float, settings: Settings, name: str, module: float, whole: bool = False
-) -> list[Term]:
-    """The terms of one sequence of `tokens`, of which `supervised` meet the head.
-
-    Args:
-        name, module: of the family's own module and its FLOPs for a pair; it stands before the projector or beside it.
-        whole: whether the head trains with the LLM where there are no adapters.
-    """
-    text, encoder, linears = config.text_config, config.vision_config, llm_linears(config)
-    width, layers, rank = text.hidden_size, text.num_hidden_layers, settings.lora.rank
-    n, d = patches(config), encoder.hidden_size
-    layer = 4 * d * d + 2 * d * encoder.intermediate_size
-    encoder_linears = encoder.num_hidden_layers * layer + 3 * encoder.patch_size**2 * d
-    encoder_attention = 4 * n * n * d * encoder.num_hidden_layers
-    seeing, changing, projecting, speaking = (
-        int(settings.rates[part] is not None) for part in ("vision", "module", "projector", "llm")
-    )
-    seen = seeing or changing
-    full = speaking and rank == 0
-    adapters = speaking * layers * sum(rank * (a + b) for a, b in linears)
-    terms = [
-        Term(
-            "LLM linears",
-            2 * layers * sum(a * b for a, b in linears) * tokens,
-            (seen or projecting or speaking) + full,
-            recomputed=True,
-        ),
-        Term("LLM attention", 4 * tokens**2 * width * layers / 2, 2, recomputed=True),
-        Term(ADAPTERS, 2 * adapters * tokens, 2, recomputed=True),
-        # a frozen encoder keeps no activations, so none are recomputed
-        Term("vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2 * seeing, recomputed=bool(seeing)),
-        Term("projector", 2 * (d * width + width * width) * 2 * n, seen + projecting),
-        Term(name, module, seeing + changing),
-        Term("head, supervised tokens", 2 * width * text.vocab_size * supervised, 1 + (whole and full)),
-    ]
-    return [term for term in terms if term.forward]
-
-
-def flops(config: Any, tokens: float, supervised: float, settings: Settings) -> list[Term]:
-    """LLaVA's terms and the MDP module's. Equations (1)-(6) for a pair: 7 d^2 a token for gates and difference, and
-    24 + 2 r d^2 a layer, r the MLP ratio. The bare difference: d^2 a token."""
-    cfg, n, d = config.module_config(), patches(config), config.vision_config.hidden_size
-    level = 0.0
-    if isinstance(cfg, DifferenceConfig):
-        level = 2 * d * d * n
-    elif cfg is not None:
-        level = 2 * (7 + cfg.layers * (24 + 2 * cfg.mlp_ratio)) * d * d * n + cfg.layers * 32 * n * n * d
-    levels = 0 if cfg is None else len(cfg.vision_feature_layers)
-    return llava_terms(config, tokens, supervised, settings, "MDP", levels * level)
 
 
 def llava_base_faults(settings: Settings, base: Mapping[str, Any], field: str, kinds: Mapping[str, str]) -> list[str]:
@@ -202,7 +136,6 @@ FAMILY = Family(
     parts=llava_parts("mdp"),
     lora_targets=LORA_TARGETS,
     classes=classes,
-    flops=flops,
     faults=faults,
     frozen=NEVER_RUN,
     contribution=CONTRIBUTION,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from m3diff.models.family import Family, Term
+from m3diff.models.family import Family
 from m3diff.models.m3diff import (
     LORA_TARGETS,
     NEVER_RUN,
@@ -15,11 +15,8 @@ from m3diff.models.m3diff import (
     llava_base_faults,
     llava_layer_faults,
     llava_parts,
-    llava_terms,
-    patches,
 )
 from m3diff.models.onediff_settings import OneDiffSettings
-from m3diff.models.settings import Settings
 
 LLAVA_BASE = "llava-1.5-7b-hf"
 """The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs."""
@@ -46,23 +43,6 @@ def classes() -> tuple[Any, Any]:
 
     AutoConfig.register(OneDiffConfig.model_type, OneDiffConfig, exist_ok=True)  # AutoTokenizer reads a folder's by it
     return OneDiffForConditionalGeneration, OneDiffProcessor
-
-
-def flops(config: Any, tokens: float, supervised: float, settings: Settings) -> list[Term]:
-    """LLaVA's terms and the VDM's. Equations (1)-(4) for a pair, T delta tokens of width V: self-attention 4 V^2 and
-    MLP 2 r V^2 a token and layer; a reading layer 2 V^2 a token (4 + 3 V^2 where it reads the images apart) and 2 D V a
-    patch and image."""
-    cfg, n, d, llm = config.module_config(), 2 * patches(config), config.vision_config.hidden_size, config.text_config
-    module = 0.0
-    if cfg is not None:
-        width, t = cfg.width, cfg.tokens
-        own = cfg.layers * ((4 + 2 * cfg.mlp_ratio) * width * width * t + 2 * t * t * width)
-        apart = 4 + 3 if cfg.images == "separate" else 2
-        read = cfg.reading_layers * (apart * width * width * t + 2 * d * width * n + 2 * t * n * width)
-        out = llm.hidden_size
-        shared = width * d + d * out + out * out
-        module = 2 * (own + read + (shared if cfg.projection == "shared" else width * out) * t)
-    return llava_terms(config, tokens, supervised, settings, "VDM", module, whole=True)
 
 
 def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[str]:
@@ -103,7 +83,6 @@ FAMILY = Family(
     parts=llava_parts("vdm"),
     lora_targets=LORA_TARGETS,
     classes=classes,
-    flops=flops,
     faults=faults,
     frozen=NEVER_RUN,
     new=("module",),

@@ -1,7 +1,6 @@
 """The contract of a family: what training, prediction, planning and registration ask of it, the same of every one."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from m3diff.models.attention import KERNELS
 from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, folder_sha256, is_adapters, load_model, read_manifest
 from m3diff.models.device import Device
 from m3diff.models.family import Family
+from m3diff.models.flops import meta_model
 from m3diff.models.fused import FusedLora
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.models.settings import Rates
@@ -180,25 +180,28 @@ def test_the_planned_configuration_is_the_bases_or_the_published_one(case: Case,
     assert published.text_config.hidden_size > 2000
 
 
-def test_flops_are_those_that_torch_counts(case: Case) -> None:
-    """Of a forward pass: torch counts causal attention as the whole square."""
-    model = case.family.load_base(case.base, case.settings, torch.float32, "eager").eval()
-    prepare(model, case.family, case.settings)
-    model.requires_grad_(False)
-    inputs = pair_inputs(case.family.load_processor(case.base, model.config), PAIRS[:1], [QUESTION])
-    tokens = inputs["input_ids"].shape[1]
-    keep = (torch.arange(tokens) >= tokens - 4)[None]
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(**inputs | {"attention_mask": None}, logits_to_keep=keep, use_cache=False)
-    terms = {term.name: term.forward for term in case.family.flops(model.config, tokens, 4, case.settings)}
-    found = counter.get_total_flops()
-    if "1.5" in case.name:  # its encoder has a class token, which the terms leave out
-        terms.pop("vision encoder")
-        tower = re.compile(r"\w+\.model\.vision_tower\.(embeddings|encoder\.layers\.\d+)")
-        counts = counter.get_flop_counts().items()
-        found -= sum(sum(ops.values()) for name, ops in counts if tower.fullmatch(name))
-    scores = 2 * 2 * (3 * 16 * 4 + 4) if case.name == "m3diff" else 0  # of each level one token a pair, not counted
-    assert sum(terms.values()) + terms["LLM attention"] == found - scores
+@pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "module"), ("llm",)], ids=str)
+def test_flops_are_those_that_torch_counts_forward_and_backward(frozen: tuple[str, ...], case: Case) -> None:
+    """Torch counts causal attention as the whole square."""
+    changed = {part: None if part in frozen else rate for part, rate in case.settings.rates.items()}
+    settings = replace(case.settings, rates=Rates(**changed))
+    model = meta_model(case.family.planned_config(case.base, settings), case.family, settings)
+    terms = {term.name: term for term in case.family.flops(model, 40, 4)}
+    ids = torch.zeros(1, 40, dtype=torch.long)
+    ids[:, : model.config.image_tokens] = model.config.image_token_index
+    inputs = {"input_ids": ids.to("meta"), "position_ids": ids.to("meta"), "tokens": ids, "use_cache": False}
+    inputs |= {"attention_mask": torch.ones(1, 1, 40, 40, dtype=torch.bool, device="meta"), "logits_to_keep": 4}
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        logits = model(**inputs, **model.blank_images(model.config, "meta")).logits
+        forward = counter.get_total_flops()
+        logits.sum().backward()
+    half = terms["llm attention"]
+    assert sum(term.forward for term in terms.values()) + half.forward == forward
+    if "1.5" not in case.name or frozen[:1] == ("vision",):  # its encoder's last layer feeds nothing
+        found = sum(term.total for term in terms.values()) + half.total
+        assert found == pytest.approx(counter.get_total_flops(), rel=5e-3)
+    assert all(terms[part].backward == 0 for part in frozen if part == "vision")
+    assert {name for name, term in terms.items() if term.recomputed} <= {*terms} - {"projector", "head"}
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapters"])

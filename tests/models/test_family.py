@@ -11,12 +11,10 @@ import torch
 from m3diff.models import FAMILIES
 from m3diff.models.m3diff import LARGE_BASE
 from m3diff.models.m3diff_model import M3DiffConfig
-from m3diff.models.onediff_model import OneDiffConfig
 from m3diff.models.onediff_settings import VDMConfig
 from m3diff.models.processing import M3DiffImageProcessor
 from m3diff.models.tuning import parameter_counts, prepare
-from tests import tiny_blip2
-from tests.tiny import BASE, MDP, noise_image, onediff_settings, tiny_config, tiny_settings
+from tests.tiny import BASE, MDP, noise_image, onediff_settings, tiny_settings
 from tests.tiny_blip2 import blip2_settings
 
 FAMILY = FAMILIES["m3diff"]
@@ -70,48 +68,6 @@ def test_the_published_shapes_give_the_published_number_of_parameters(
     counts["whole"] = counts["trainable"] + counts["frozen"] - new
     for part, count in wanted.items():
         assert counts[part] == (pytest.approx(count[0], rel=count[1]) if isinstance(count, tuple) else count), part
-
-
-def terms(settings: Any, config: Any = None, tokens: int = 30) -> dict[str, Any]:
-    family = FAMILIES[settings.family]
-    return {term.name: term for term in family.flops(config or tiny_config(MDP), tokens, 5, settings)}
-
-
-def test_a_terms_total_is_forward_and_backward_and_a_part_that_does_not_train_has_no_backward() -> None:
-    every = terms(tiny_settings(rank=0))
-    want = dict.fromkeys(("LLM linears", "LLM attention", "vision encoder", "projector", "MDP"), 2)
-    assert {name: term.backward_factor for name, term in every.items()} == want | {"head, supervised tokens": 1}
-    assert all(term.total == (1 + term.backward_factor) * term.forward for term in every.values())
-    assert "MDP" not in terms(tiny_settings(None), tiny_config())
-    frozen = terms(tiny_settings(vision=None))
-    recomputed = [
-        (found["vision encoder"].backward_factor, found["vision encoder"].recomputed) for found in (every, frozen)
-    ]
-    assert recomputed == [(2, True), (0, False)]
-    assert frozen["LLM linears"].recomputed
-    paper = OneDiffConfig.published("", asdict(VDMConfig()))
-    common = {"LLM attention": 2, "vision encoder": 0, "projector": 2, "VDM": 1}
-    for settings, factor in ((PAPER, 2), (onediff_settings(asdict(VDMConfig()), 0, vision=None, llm=None), 1)):
-        factors = {name: term.backward_factor for name, term in terms(settings, paper, 1200).items()}
-        assert factors == common | {"LLM linears": factor, "head, supervised tokens": factor}
-
-
-def test_blip2idcs_frozen_linears_cost_two_of_three_and_its_pictures_do_not_grow_with_the_text() -> None:
-    def of(tokens: int = 20, **rates: float | None) -> dict[str, Any]:
-        return terms(blip2_settings(2, **rates), tiny_blip2.tiny_config(), tokens)
-
-    short, long, frozen, alone = of(), of(40), of(vision=None), of(vision=None, module=None)
-    twice = {"LLM attention", "LoRA", "vision encoder attention", "Q-Former attention"}
-    assert {name: term.backward_factor for name, term in short.items()} == {n: 2 if n in twice else 1 for n in short}
-    same = {name for name in short if short[name].forward == long[name].forward}
-    assert same == {name for name in short if name.startswith(("vision", "Q-Former", "projector", "head"))}
-    assert {name for name, term in short.items() if not term.recomputed} == {"projector", "head, supervised tokens"}
-    encoder = {"vision encoder", "vision encoder attention"}
-    assert {name for name in short if short[name].total != frozen[name].total} == {"LoRA", *encoder}
-    assert not any(frozen[name].backward_factor or frozen[name].recomputed for name in encoder)
-    names = ("Q-Former", "Q-Former attention", "projector", "LLM linears", "LoRA")
-    assert [alone[name].backward_factor for name in names] == [0, 0, 0, 1, 2]
-    assert alone["LoRA"].forward == 2 * (2 * 3 * 2 * 2 * tiny_blip2.WIDTH) * 20
 
 
 def test_an_image_is_padded_to_a_square_with_the_mean_colour() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.models import FAMILIES
-from m3diff.models.family import ADAPTERS, Family, Settings, Term
+from m3diff.models.family import ADAPTERS, Family, Settings
 from m3diff.records.errors import readable
 from m3diff.settings.compute import Compute
 from m3diff.settings.gpus import GPUS, Gpu
@@ -27,6 +27,7 @@ from m3diff.stages.train.params import Train
 if TYPE_CHECKING:
     import polars as pl
 
+    from m3diff.models.flops import Term
     from m3diff.models.processing import PairProcessor
 
 GIGA, TERA, EXA = 1e9, 1e12, 1e18
@@ -148,7 +149,7 @@ class Plan:
     base: str
     workload: Workload
     parameters: Mapping[str, int]
-    terms: Sequence[Term]
+    terms: Sequence["Term"]
     branches: float
     tokens: float
     longest: int | None
@@ -201,6 +202,7 @@ def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
         ParamsError: there is no mixture, and a dataset has no published counts.
     """
     from m3diff.commands.plan.memory import count_activations
+    from m3diff.models.flops import meta_model
 
     train, settings, compute, entries, convert, mixture = run
     family = FAMILIES[settings.family]
@@ -213,10 +215,10 @@ def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
     sequences = load.sequences(train.max_captions_per_sequence)
     branches, prompt = load.references / sequences, config.image_tokens + load.prompt_tokens
     tokens = prompt + branches * load.reference_tokens
-    terms = family.flops(config, tokens, branches * load.reference_tokens, settings)
+    model = meta_model(config, family, settings, train.precision)
+    terms, reading = family.flops(model, tokens, branches * load.reference_tokens), family.flops(model, prompt, 1)
     longest = load.longest(train.max_captions_per_sequence)
     supervised = (longest or branches) * load.reference_tokens
-    model = meta_model(config, family, settings, train.precision)
     last = math.ceil(supervised)
     kept = count_activations(model, family, compute.activation_checkpointing, math.ceil(prompt) + last, last)
     activations = {name: compute.micro_batch * size / GIGA for name, size in kept.items()}
@@ -239,7 +241,7 @@ def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
         run_flops=in_all * (total + recomputed_flops(terms, compute.activation_checkpointing)),
         memory_gb=static_memory(train, compute, parameters) | {"activations": sum(activations.values())},
         activations_gb=activations,
-        caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, settings) if term.name != ADAPTERS),
+        caption_flops=sum(term.forward for term in reading if term.name != ADAPTERS),
         gpus=max(1, compute.workers),
     )
 
@@ -258,18 +260,6 @@ def plan_alignment(run: Run) -> Plan | None:
         return None
 
 
-def meta_model(config: Any, family: Family, settings: Settings, precision: str) -> Any:
-    """The model as it trains, without storage and without peft's wrapper."""
-    import torch
-
-    from m3diff.models.tuning import prepare
-
-    with torch.device("meta"):
-        model = family.build(config)
-        prepare(model, family, settings)
-    return model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
-
-
 def parameters_of(model: Any, family: Family) -> dict[str, int]:
     """Parameters by part, those that train and those that are frozen."""
     groups = {group: 0 for part in family.parts for group in (part, f"{part} (frozen)")}
@@ -279,9 +269,9 @@ def parameters_of(model: Any, family: Family) -> dict[str, int]:
     return {group: count for group, count in groups.items() if count}
 
 
-def recomputed_flops(terms: Sequence[Term], activation_checkpointing: str) -> float:
+def recomputed_flops(terms: Sequence["Term"], activation_checkpointing: str) -> float:
     """FLOPs of one sequence's forward that backward runs again; the norms and products of `selective` count as none."""
-    return sum(term.forward for term in terms if term.recomputed and activation_checkpointing == "full")
+    return sum(term.recomputed for term in terms) if activation_checkpointing == "full" else 0.0
 
 
 def static_memory(train: Train, compute: Compute, parameters: Mapping[str, int]) -> dict[str, float]:

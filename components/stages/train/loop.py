@@ -17,6 +17,7 @@ from m3diff.models.attention import KERNELS, attention_of
 from m3diff.models.checkpoint import save_checkpoint
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
+from m3diff.models.flops import meta_model
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import parameter_counts, prepare, trainable_groups, unwrapped
 from m3diff.records.files import write_atomic
@@ -94,7 +95,7 @@ class Training:
         job, runtime, schedule, took = self.job, self.runtime, self.schedule, self.took
         config, accumulated = unwrapped(self.engine.module).config, self.engine.gradient_accumulation_steps()
         tokens, supervised = progress.mean_tokens(schedule, self.loader)
-        terms = self.family.flops(config, tokens, supervised, job.model)
+        terms = self.family.flops(meta_model(config, self.family, job.model), tokens, supervised)
         flops_per_step = schedule.global_batch * sum(term.total for term in terms)
         for line in progress.describe(schedule, tokens, supervised, accumulated, flops_per_step, self.parameters):
             runtime.say(line)

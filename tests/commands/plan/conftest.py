@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from m3diff.models import FAMILIES
-from m3diff.models.family import Family, Term
+from m3diff.models.family import Family
+from m3diff.models.flops import Term
 from m3diff.models.settings import Align, Lora
 from m3diff.settings.compute import Compute
 from m3diff.stages.convert.params import Convert
@@ -76,14 +77,6 @@ class WordProcessor:
         return [0] * (len(text.split()) + 1)
 
 
-def toy_flops(config: object, tokens: float, supervised: float, settings: ToySettings) -> list[Term]:
-    return [
-        Term("linears", 100 * tokens, 1, recomputed=True),
-        Term("LoRA", 10 * settings.lora.rank, 2, recomputed=True),
-        Term("head", 7 * supervised, 1),
-    ]
-
-
 class ToyFamily(Family):
     """A family whose model is no transformers model."""
 
@@ -98,6 +91,13 @@ class ToyFamily(Family):
 
     def fuse(self, model: torch.nn.Module, activation_checkpointing: str) -> None: ...
 
+    def flops(self, model: torch.nn.Module, tokens: float, supervised: float) -> list[Term]:
+        return [
+            Term("linears", 100 * tokens, 100 * tokens, recomputed=100 * tokens),
+            Term("LoRA", 20, 40, recomputed=20),
+            Term("head", 7 * supervised, 7 * supervised),
+        ]
+
 
 TOY = ToyFamily(
     settings=ToySettings,
@@ -105,7 +105,6 @@ TOY = ToyFamily(
     lora_targets={"llm": r"llm\.up"},
     frozen=("vision_norm.",),
     classes=None,
-    flops=toy_flops,
     faults=lambda settings, base: [],
 )
 

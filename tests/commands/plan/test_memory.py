@@ -17,8 +17,8 @@ from m3diff.commands.plan.memory import (
     parts_of_modules,
     recomputed_layers,
 )
-from m3diff.commands.plan.plan import meta_model
 from m3diff.models import FAMILIES
+from m3diff.models.flops import meta_model
 from m3diff.models.fused import fused_attention
 from m3diff.models.tuning import prepare
 from tests import tiny_blip2
