@@ -27,7 +27,6 @@ from transformers import AutoTokenizer
 
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
-from m3diff.models.flops import meta_model
 from m3diff.models.fused import make_fused
 from m3diff.models.m3diff import FAMILY as M3DIFF
 from m3diff.models.m3diff import LARGE_BASE
@@ -35,7 +34,7 @@ from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGenerat
 from m3diff.models.m3diff_settings import M3DiffSettings
 from m3diff.models.processing import M3DiffImageProcessor
 from m3diff.models.settings import Lora, Rates
-from m3diff.models.tuning import prepare, trainable_groups
+from m3diff.models.tuning import meta_model, prepare, trainable_groups
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.packing import pack

@@ -166,7 +166,7 @@ def settings(code, blocks, monkeypatch) -> Any:
 
 def test_the_family_of_the_page_is_planned_and_trains_adapters_in_both(settings):
     from m3diff.commands.plan.plan import parameters_of
-    from m3diff.models.flops import meta_model
+    from m3diff.models.tuning import meta_model
 
     family = FAMILIES[settings.family]
     base = REPOSITORY / "data" / "00_base"

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     """Two images: before, after."""
 
 
-ADAPTERS = "LoRA"
-"""Name of the term of a sequence's adapters (`flops.py`), which a merged model has not."""
-
 MODULE_UPDATE_RATIO = "module_update_ratio"
 
 

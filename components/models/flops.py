@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from m3diff.models.family import ADAPTERS, Family, Settings
-from m3diff.models.tuning import is_adapter, prepare
+ADAPTERS = "LoRA"
+"""The term of a sequence's adapters, which a merged model has not."""
 
 
 @dataclass
@@ -38,18 +38,10 @@ class Term:
         return self.forward + self.backward
 
 
-def meta_model(config: Any, family: Family, settings: Settings, precision: str = "fp32") -> Any:
-    """The model as it trains, with adapters, without storage and without peft's wrapper."""
-    with torch.device("meta"):
-        model = family.build(config)
-        prepare(model, family, settings)
-    return model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
-
-
 class Counter(TorchFunctionMode):
     """Counts each product of a model into the term of its part; attention is of the linears before it."""
 
-    def __init__(self, model: Any, family: Family) -> None:
+    def __init__(self, model: Any, family: Any) -> None:
         super().__init__()
         names = [name for part in family.parts for name in (part, f"{part} attention")]
         self.terms = {name: Term(name) for name in (*names, ADAPTERS, "head")}
@@ -60,7 +52,7 @@ class Counter(TorchFunctionMode):
             if isinstance(module, nn.Linear | nn.Conv2d):
                 part = family.part_of(f"{name}.")
                 term = "head" if module is model.get_output_embeddings() else part
-                term = ADAPTERS if is_adapter(f"{name}.") else term
+                term = ADAPTERS if ".lora_" in name else term
                 counted = partial(self.product, term, part, name.startswith(layers))
                 self.hooks.append(module.register_forward_hook(counted))
 
@@ -88,11 +80,11 @@ class Counter(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def count_flops(model: Any, family: Family, tokens: float, supervised: float) -> list[Term]:
+def count_flops(model: Any, family: Any, tokens: float, supervised: float) -> list[Term]:
     """The terms of one sequence of one pair, by part.
 
     Args:
-        model: of `meta_model`.
+        model: of `meta_model`, of a `Family`.
         tokens: of the sequence, with the places of the images.
         supervised: how many of them meet the head.
     """

@@ -53,6 +53,14 @@ def prepare(model: Any, family: Family, settings: Settings) -> Any:
     return adapted
 
 
+def meta_model(config: Any, family: Family, settings: Settings, precision: str = "fp32") -> Any:
+    """The model as it trains, with adapters, without storage and without peft's wrapper."""
+    with torch.device("meta"):
+        model = family.build(config)
+        prepare(model, family, settings)
+    return model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
+
+
 def should_train(name: str, family: Family, settings: Settings) -> bool:
     """True where a parameter trains, by its name in the model without peft's wrapper around it."""
     part = family.part_of(name)

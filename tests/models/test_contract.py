@@ -19,11 +19,10 @@ from m3diff.models.attention import KERNELS
 from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, folder_sha256, is_adapters, load_model, read_manifest
 from m3diff.models.device import Device
 from m3diff.models.family import Family
-from m3diff.models.flops import meta_model
 from m3diff.models.fused import FusedLora
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.models.settings import Rates
-from m3diff.models.tuning import prepare, trainable_names, unwrapped
+from m3diff.models.tuning import meta_model, prepare, trainable_names, unwrapped
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import attention_inputs
 from m3diff.stages.train.packing import pack

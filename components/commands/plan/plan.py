@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.models import FAMILIES
-from m3diff.models.family import ADAPTERS, Family, Settings
+from m3diff.models.family import Family, Settings
 from m3diff.records.errors import readable
 from m3diff.settings.compute import Compute
 from m3diff.settings.gpus import GPUS, Gpu
@@ -202,7 +202,8 @@ def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
         ParamsError: there is no mixture, and a dataset has no published counts.
     """
     from m3diff.commands.plan.memory import count_activations
-    from m3diff.models.flops import meta_model
+    from m3diff.models.flops import ADAPTERS
+    from m3diff.models.tuning import meta_model
 
     train, settings, compute, entries, convert, mixture = run
     family = FAMILIES[settings.family]

@@ -17,9 +17,8 @@ from m3diff.models.attention import KERNELS, attention_of
 from m3diff.models.checkpoint import save_checkpoint
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
-from m3diff.models.flops import meta_model
 from m3diff.models.processing import PairProcessor
-from m3diff.models.tuning import parameter_counts, prepare, trainable_groups, unwrapped
+from m3diff.models.tuning import meta_model, parameter_counts, prepare, trainable_groups, unwrapped
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError

@@ -18,9 +18,8 @@ from m3diff.commands.plan.memory import (
     recomputed_layers,
 )
 from m3diff.models import FAMILIES
-from m3diff.models.flops import meta_model
 from m3diff.models.fused import fused_attention
-from m3diff.models.tuning import prepare
+from m3diff.models.tuning import meta_model, prepare
 from tests import tiny_blip2
 from tests.tiny import MDP, tiny_config, tiny_settings
 
