@@ -1,10 +1,9 @@
 """The flows. Importing this package guards the server that Prefect starts for a flow where it knows of none, from pages
-of other sites, and lets a flow run outlive the worker that reads what it prints."""
+of other sites, and lets a flow run outlive the worker that started it."""
 
 import os
-import sys
 from collections.abc import Collection
-from typing import Any, TextIO
+from pathlib import Path
 
 import psutil
 
@@ -14,7 +13,14 @@ GUARD = "m3diff.serving.same_origin:Guarded"
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 """The environment variable that Prefect's worker gives a flow's process, and this one to what it starts."""
 
+WORKER_LOG = Path("services/worker.log")
+
 os.environ.setdefault("UVICORN_HTTP", GUARD)
+
+if FLOW_RUN in os.environ and WORKER_LOG.is_file():  # the pipe to the worker breaks when that is killed
+    with WORKER_LOG.open("a") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
 
 
 def at_work(flow_runs: Collection[str]) -> dict[str, int]:
@@ -28,35 +34,3 @@ def at_work(flow_runs: Collection[str]) -> dict[str, int]:
         if flow_run in flow_runs and process.status() != psutil.STATUS_ZOMBIE:
             found.setdefault(flow_run, process.pid)
     return found
-
-
-class Outliving:
-    """A standard stream of a process whose reader may be killed: from then on what is printed goes nowhere."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._leave()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._leave()
-
-    def _leave(self) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
-
-
-if FLOW_RUN in os.environ and not isinstance(sys.stdout, Outliving):
-    sys.stdout, sys.stderr = Outliving(sys.stdout), Outliving(sys.stderr)  # type: ignore[assignment]

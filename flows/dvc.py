@@ -5,8 +5,6 @@ DVC decides whether a stage runs; this module starts it, passes on what it print
 
 import contextlib
 import ctypes
-import json
-import logging
 import os
 import re
 import signal
@@ -19,10 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
 import yaml
 
-from m3diff.provenance.dvc import listing, md5, object_file, whole
+from m3diff.provenance.dvc import listing, object_file, whole
 from m3diff.provenance.git import git
 from m3diff.records.errors import DataError, redacted
 from m3diff.records.files import write_atomic
@@ -131,35 +128,6 @@ def status() -> dict[str, Any]:
     return found
 
 
-def is_current() -> bool:
-    """Return whether `dvc.lock` and the files in git match every stage, so that DVC would run none.
-
-    Data need not be there: to link them in takes a minute for 300,000 files, and to look at them as long. DVC passes
-    over a folder that is missing, and takes one with only its file of counts, which git keeps, for one that was
-    changed; so such files are compared here, and are away while DVC looks.
-    """
-    with repository() as repo, repo.lock:
-        ours = of_pipeline(repo)
-        of_git = [out for stage in ours for out in stage.outs if not out.use_cache]
-        if not all(out.exists for out in of_git):
-            return False  # a killed stage's, whose absence the run has committed
-        files = {Path(out.fs_path): out.hash_info.value for out in of_git if Path(out.fs_path).is_file()}
-        if any(md5(file) != hash_ for file, hash_ in files.items()):
-            return False
-        content = {file: file.read_bytes() for file in files}
-        try:
-            for file in files:
-                file.unlink()
-                with contextlib.suppress(OSError):
-                    file.parent.rmdir()  # where it is empty now
-            all_ = repo.index.stages
-            return not any(stage.changed(allow_missing=True, upstream=all_) for stage in ours)
-        finally:
-            for file, held in content.items():
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(held)
-
-
 def entries(text: str) -> dict[str, Any] | None:
     """The stages of the text of a `dvc.lock`; None of what is none, and empty or cut short: DVC writes it in place, and
     a kill leaves a part."""
@@ -179,14 +147,8 @@ def locked(commit: str = "") -> dict[str, Any] | None:
 
 def link_data() -> None:
     """Bring what `dvc.lock` and the `.dvc` files name into place, as far as the cache has it."""
-    logger = logging.getLogger("dvc_data")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of each output that was never made
-    try:
-        with repository() as repo:
-            repo.checkout(allow_missing=True)
-    finally:
-        logger.setLevel(level)
+    with repository() as repo:
+        repo.checkout(allow_missing=True)
 
 
 def cache_folder(folder: Path | None = None) -> Path:
@@ -244,7 +206,7 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
         DataError: the cache holds damaged bytes of what the stage reads, which DVC does not see.
         DvcError: the stage failed; its processes are gone, and `dvc.lock` is as before.
     """
-    repair_rwlock(log)
+    Path(".dvc/tmp/rwlock").unlink(missing_ok=True)  # no other DVC works here, and a killed one may have left a part
     if damage := damaged(stage):
         raise DataError(f"stage {stage} was not begun: {'; '.join(damage)}")
     said: deque[str] = deque(maxlen=12)
@@ -317,35 +279,6 @@ def broken_lock(folder: Path) -> list[str]:
         f"{file} is not DVC's lock file (empty, cut short, or with the marks of a merge conflict); restore it: "
         "`git log --oneline -- dvc.lock` lists its commits, `git checkout COMMIT -- dvc.lock` takes it from one"
     ]
-
-
-def repair_rwlock(log: Callable[[str], None]) -> None:
-    """Remove DVC's list of who reads and writes what, where a killed process left half of it, or one that names a
-    process which has the number by now and is no DVC: with it every `dvc repro` fails, however long it waits."""
-    file = Path(".dvc/tmp/rwlock")
-    if rwlock_fault(file):
-        time.sleep(1)  # DVC writes it in place: what is half now is whole in a moment
-        if fault := rwlock_fault(file):
-            file.unlink(missing_ok=True)
-            log(f"removed {file}, which a killed process left: {fault}")
-
-
-def rwlock_fault(file: Path) -> str | None:
-    """Why DVC could not use this file; None where it can, or where one that it names is a DVC at work."""
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return "it is no JSON"
-    readers = (who for all_ in entries.get("read", {}).values() for who in all_)
-    alive = {}
-    for who in [*entries.get("write", {}).values(), *readers]:
-        with contextlib.suppress(psutil.Error):
-            alive[who["pid"]] = " ".join(psutil.Process(who["pid"]).cmdline())
-    if any("dvc" in command for command in alive.values()):
-        return None
-    return ", ".join(f"process {pid} is `{command}` now" for pid, command in alive.items() if command) or None
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Notices, each sent once: a failure, a crash, a rejection, a promotion, and silence.
+"""Notices, each sent once: a failure, a crash, a rejection, a promotion.
 
 `M3DIFF_NOTIFY` says where to: an address of Apprise (`mailto://...`, `json://...`, `slack://...`) or a notification
 block of Prefect (`slack-webhook/mine`). Without it nobody is told. What could not be sent is kept in `runs/flows/`, and
@@ -10,17 +10,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect.blocks.abstract import NotificationBlock
 from prefect.blocks.core import Block
 from prefect.blocks.notifications import AppriseNotificationBlock
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import PrefectException
 from prefect.flows import Flow
 from prefect.logging import get_logger
 from prefect.states import State
@@ -31,9 +28,8 @@ from flows.report import Done
 from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
 from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
-from m3diff.settings.section import ParamsError
 
-NOTIFY, SILENCE = "M3DIFF_NOTIFY", "M3DIFF_SILENCE_DAYS"
+NOTIFY = "M3DIFF_NOTIFY"
 REMEMBERED = 1000  # notices, so that each is told once
 EXCEPTION = "Flow run encountered an exception: "  # Prefect's words before those of the error
 MOST_WORDS = 400  # characters of an error
@@ -167,38 +163,3 @@ def decided(done: Done, log: Callable[[str], None]) -> None:
     because = f"Run because {'; '.join(done.reasons)}. " if done.reasons else ""
     text = f"{decision}. {because}{link(done.work.flow_run)}{then}"
     tell(log, f"{done.work.flow_run} {word}", f"m3diff: a model was {word}", text, done.work.checkout)
-
-
-def tell_of_silence(checkout: Path, log: Callable[[str], None]) -> None:
-    """Tell that for M3DIFF_SILENCE_DAYS no training ended well: Completed, Rejected or Skipped. Before the first one,
-    time counts from the deployment. That the server does not answer is logged.
-
-    Raises:
-        ParamsError: the number of days is none.
-    """
-    text = os.environ.get(SILENCE, "").strip()
-    if not text:
-        return
-    try:
-        days = timedelta(days=float(text) if float(text) > 0 else float("nan"))
-    except (ValueError, OverflowError) as error:
-        raise ParamsError(f"{SILENCE}={text!r}: expected a number of days above 0, such as 3") from error
-    ours = {"flows": {"name": {"any_": ["m3diff"]}}, "deployments": {"name": {"any_": ["full", "retrain"]}}}
-    done = ours | {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}, "sort": "END_TIME_DESC", "limit": 1}
-    try:
-        with get_client(sync_client=True) as client:
-            runs = client.request("POST", "/flow_runs/filter", json=done).raise_for_status().json()
-            deployed = client.request("POST", "/deployments/filter", json=ours).raise_for_status().json()
-    except (httpx.HTTPError, PrefectException) as error:
-        log(f"warning: earlier runs were not looked at: {type(error).__name__}: {error}")
-        return
-    times = [run["end_time"] for run in runs] or [one["created"] for one in deployed]
-    since = min((datetime.fromisoformat(time) for time in times if time), default=None)
-    if since is None or (silent := datetime.now(UTC) - since) < days:
-        return
-    said = (
-        f"No run of m3diff/full or m3diff/retrain ended well since {since:%Y-%m-%d %H:%M} UTC, for {silent.days} days. "
-        "Look whether the worker is up (`make up`) and the schedule is active (`prefect deployment ls`), and at the "
-        "runs that failed (`prefect flow-run ls`)."
-    )
-    tell(log, f"silence since {since.isoformat()}", "m3diff: nothing ran well for days", said, checkout)

@@ -1,18 +1,19 @@
-"""The whole pipeline as one flow run: a worktree, preflight, every stage, push, register, the gate, and a page.
+"""The flows `full` and `retrain`: `prefect deployment run m3diff/full`, `m3diff/retrain` or its schedule.
 
-There is a task for each stage of DVC, and for what acts outside the repository. The name of a task's final state says
-what happened: Ran, Restored (from DVC's run cache), Skipped, Rejected.
+A run is a worktree, preflight, every stage, push, register, the gate, and a page. There is a task for each stage of
+DVC, and for what acts outside the repository. The name of a task's final state says what happened: Ran, Restored (from
+DVC's run cache), Skipped, Rejected.
 """
 
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run
@@ -24,11 +25,12 @@ from flows.warm import NothingNewError
 from flows.workspace import alone, workspace
 from m3diff.commands.preflight import preflight
 from m3diff.commands.rescore import rescore
-from m3diff.provenance.dvc import Lock
+from m3diff.provenance.dvc import LOCK, Lock
 from m3diff.provenance.git import git
+from m3diff.provenance.guard import require_own_code
 from m3diff.registry import tracking
 from m3diff.registry.promote import Promotion, promote
-from m3diff.registry.versions import CHAMPION, find_alias
+from m3diff.registry.versions import CHALLENGER, find_alias
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration, register
@@ -42,32 +44,72 @@ NO_REASON = "neither the data nor the parameters changed since the last registra
 
 TRANSIENT = (75, -9, 137)  # try again later; ended by the kernel (out of memory) or by a person
 
-Reasons = Callable[[dict[str, Any], Params], list[str]]
+TOLD: dict[str, Any] = {"on_failure": [notices.failed], "on_crashed": [notices.failed]}
+
+
+@flow(name="m3diff", persist_result=False, **TOLD)
+def full(
+    ref: str | None = None,
+    overrides: list[str] | None = None,
+    reason: str = "asked for",
+    warm_start: bool = False,
+    replay: float = 0.25,
+) -> State:
+    """Every stage through DVC, then register and promote.
+
+    Args:
+        ref: the commit, branch or tag to run; without one HEAD, which must then be all that decides a run.
+        overrides: parameters of this run alone, such as `train.epochs=6`.
+        reason: why; kept with the run.
+        warm_start: begin with the champion instead of the base, where data changed since it was trained.
+        replay: with `warm_start`, the share of the pairs of unchanged datasets that trains again.
+    """
+    require_own_code()
+    return run_pipeline(ref, overrides or [], reason, replay=replay if warm_start else None)
+
+
+@flow(name="m3diff", persist_result=False, **TOLD)
+def retrain(
+    ref: str = "HEAD",
+    overrides: list[str] | None = None,
+    reason: str = "",
+    warm_start: bool = False,
+    replay: float = 0.25,
+) -> State:
+    """Look for changes of data and parameters. Without any the run ends, else it is the whole pipeline.
+
+    Args:
+        ref: what to run; what is not committed is left out. With HEAD go the data that `m3diff/watch` found since.
+        reason: why it was asked for; by itself no reason to train.
+        overrides, warm_start, replay: see `full`.
+    """
+    require_own_code()
+    replayed = replay if warm_start else None
+    return run_pipeline(ref, overrides or [], reason, if_changed=True, data=ref == "HEAD", replay=replayed)
 
 
 def run_pipeline(
     ref: str | None,
     overrides: Sequence[str],
-    dirty: bool,
     reason: str,
-    worthwhile: Reasons | None = None,
+    if_changed: bool = False,
     data: bool = False,
     replay: float | None = None,
 ) -> State:
     """Every stage in DVC's order, then push, register and promote; the first failure ends the run.
 
     Args:
-        ref, overrides, dirty, data, replay: what to run; see `workspace`.
+        ref, overrides, data, replay: what to run; see `workspace`.
         reason: why it was asked for; kept with the run.
-        worthwhile: more reasons, from DVC's status and the parameters; where it finds none the run ends.
+        if_changed: end where neither data nor parameters changed since the last registration.
     """
     name = flow_run.get_id() or str(uuid.uuid4())
     os.environ[FLOW_RUN] = name  # for what this process starts
     try:
-        with workspace(name, ref, overrides, dirty, data, replay) as work:
+        with workspace(name, ref, overrides, data, replay) as work:
             for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data):
                 get_run_logger().info(text)
-            state = in_workspace(Done(work, [reason] if reason else []), worthwhile)
+            state = in_workspace(Done(work, [reason] if reason else []), if_changed)
     except NothingNewError as error:
         return Completed(name="Skipped", message=str(error))
     finally:
@@ -77,13 +119,13 @@ def run_pipeline(
     return state
 
 
-def in_workspace(done: Done, worthwhile: Reasons | None) -> State:
+def in_workspace(done: Done, if_changed: bool) -> State:
     """The run in its worktree, unless there is no reason for it."""
     with alone(done.work, get_run_logger().info):
         try:
             status = look_before()
-            if worthwhile:
-                found = worthwhile(status, load_params(PARAMS))
+            if if_changed:
+                found = look_for_changes(status, load_params(PARAMS))
                 if not found:
                     return Completed(name="Skipped", message=NO_REASON)
                 done.reasons += found
@@ -102,10 +144,7 @@ def in_workspace(done: Done, worthwhile: Reasons | None) -> State:
 def work_through(done: Done, status: dict[str, Any]) -> None:
     """The stages, then what acts outside the repository. A stage is current where neither DVC says otherwise nor one
     that it follows from had to be asked for, which may have made its files and recorded them before its command was
-    killed. Of a champion that is current nothing is looked at but its version."""
-    known = None if status else current_champion(load_params(PARAMS))
-    if known is None and not status:
-        dvc.link_data()
+    killed."""
     asked: set[str] = set()
     for stage, before in dvc.stages().items():
         current = stage not in status and not asked & before
@@ -116,20 +155,8 @@ def work_through(done: Done, status: dict[str, Any]) -> None:
     archive.commit(message_of(done), done.work.links)
     if not done.work.overrides:
         git("update-ref", f"refs/heads/{archive.LATEST}", "HEAD")
-    done.registration = take(done, "register", register_model, known)
+    done.registration = take(done, "register", register_model)
     done.decision = take(done, "promote", promote_model, done.registration.version)
-
-
-def current_champion(params: Params) -> Registration | None:
-    """The champion, where it is what `dvc.lock` has; None where register and the gate have something to do."""
-    lock = Lock()
-    with tracking.connected(params.register_.tracking_uri) as client:
-        version = find_alias(client, params.register_.model_name, CHAMPION)
-    if version is None or version.tags.get("dvc.lock.sha256") != lock.sha256:
-        return None
-    return Registration(
-        outcome="unchanged", model=version.name, version=int(version.version), run_id=version.run_id or ""
-    )
 
 
 def take(done: Done, name: str, task: Callable[..., Any], *arguments: Any) -> Any:
@@ -159,6 +186,41 @@ def message_of(done: Done) -> str:
     return "\n".join([f"Run {work.flow_run[:8]}: {how_many}", "", *what, "", *trailers])
 
 
+# When `retrain` trains
+
+
+def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:
+    """Why to train again: changed data and parameters, and what was never registered. Changed code alone is no reason,
+    nor is section `compute`.
+
+    Args:
+        status: DVC's, by stage.
+    """
+    found = []
+    for stage, entries in status.items():
+        for entry in [entry for entry in entries if stage != "code" and isinstance(entry, dict)]:  # else the graph
+            for kind, items in entry.items():
+                for path, how in items.items():
+                    if Path(path).parts[0] not in dvc.CODE:
+                        found.append(f"{stage}: {kind}: {path} {', '.join(how) if isinstance(how, dict) else how}")
+    return [*found, *unregistered(params)]
+
+
+def unregistered(params: Params) -> Iterator[str]:
+    """Why the newest registered version is not what `dvc.lock` holds."""
+    name = params.register_.model_name
+    checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs") if LOCK.is_file() else None
+    if checkpoint is None:
+        yield "nothing was trained yet"
+        return
+    with tracking.connected(params.register_.tracking_uri) as client:
+        version = find_alias(client, name, CHALLENGER)
+    if version is None:
+        yield f"no version of {name} is registered yet"
+    elif version.tags.get("dvc.checkpoint") != checkpoint:
+        yield f"{name} version {version.version} is another checkpoint than the one in {LOCK}"
+
+
 # The tasks
 
 
@@ -173,16 +235,10 @@ FOR_SERVERS: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [5, 20, 60],
 
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
 def look_before() -> dict[str, Any]:
-    """See that the run can end well on this machine, and what is out of date: DVC's status, by stage. Where something
-    is, the data are linked in. What the latest run recorded is current.
-    """
+    """See that the run can end well on this machine, link the data in, and return what is out of date."""
     preflight(load_params(PARAMS))
     archive.check_remote()
-    if (dvc.is_current() or archive.take_over()) and archive.can_be_sent():
-        return {}
-    dvc.link_data()
-    status = dvc.status()
-    return dvc.status() if status and archive.take_up(status) else status
+    return archive.take_up()
 
 
 @task(name="stage", task_run_name="{stage}", cache_policy=NO_CACHE, **FOR_STAGES)
@@ -200,9 +256,9 @@ def push_data() -> State:
 
 
 @task(name="register", task_run_name="register", cache_policy=NO_CACHE, **FOR_SERVERS)
-def register_model(known: Registration | None) -> State[Registration]:
-    """Log the training to MLflow and register its checkpoint, where it is not `known` already."""
-    done = known or register(load_params(PARAMS))
+def register_model() -> State[Registration]:
+    """Log the training to MLflow and register its checkpoint."""
+    done = register(load_params(PARAMS))
     return Completed(name="Skipped" if done.outcome == "unchanged" else "Ran", message=str(done), data=done)
 
 

@@ -1,12 +1,13 @@
-"""The page of a flow run: what ran, why, how long, what came out beside the champion, and where to look further.
+"""The page of a flow run: what ran, why, how long, what came out, and where to look further.
 
 It is a Prefect artifact (`run-report`), a file in `runs/reports/` of the checkout, and a commit on the run's branch.
 """
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 from prefect import get_run_logger
@@ -16,7 +17,6 @@ from flows import archive
 from flows.workspace import Workspace
 from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
-from m3diff.registry import tracking
 from m3diff.registry.promote import Promotion
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
@@ -58,8 +58,7 @@ def publish(done: Done, message: str) -> None:
     """
     log = get_run_logger()
     try:
-        params = load_params(Path("params.yaml"))
-        text = redacted("\n".join(page(done, params, champion_scores(done, params))))
+        text = redacted("\n".join(page(done, load_params(Path("params.yaml")))))
         create_markdown_artifact(markdown=text, key=KEY, description=f"flow run {done.work.flow_run}: {done.state}")
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(done.started))
         name = f"{stamp}-{done.work.flow_run[:8]}.md"
@@ -72,12 +71,8 @@ def publish(done: Done, message: str) -> None:
         log.warning(f"the page of this run could not be kept: {type(error).__name__}: {error}")
 
 
-def page(done: Done, params: Params, champion: Mapping[str, float]) -> Iterator[str]:
-    """The lines of the page, in Markdown.
-
-    Args:
-        champion: the scores of the champion before this run, as MLflow names them; empty without one.
-    """
+def page(done: Done, params: Params) -> Iterator[str]:
+    """The lines of the page, in Markdown."""
     work, uri = done.work, params.register_.tracking_uri
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.started))
     yield from (f"# {done.state}: run `{work.flow_run[:8]}` of commit `{work.commit[:12]}`", "")
@@ -87,8 +82,8 @@ def page(done: Done, params: Params, champion: Mapping[str, float]) -> Iterator[
         yield from ("", "## What failed", "", "```", done.error, "```", "", f"Its worktree is kept: `{work.root}`")
     if done.decision:
         yield from ("", "## The gate", "", str(done.decision))
-    if found := scores(params, champion):
-        yield from ("", "## Scores", "", *table(("protocol", "score, times 100", "this run", "champion before"), found))
+    if found := scores(params):
+        yield from ("", "## Scores", "", *table(("protocol", "score", "times 100"), found))
     ran = [(name, how, duration(done.seconds[name])) for name, how in done.outcomes.items()]
     yield from ("", "## What ran", "", *table(("task", "how", "took"), ran))
     yield from ("", "## Where to look", "")
@@ -102,11 +97,7 @@ def page(done: Done, params: Params, champion: Mapping[str, float]) -> Iterator[
 
 
 def duration(seconds: float) -> str:
-    """Such as 1 h 02 min, 3 min 20 s or 4.2 s."""
-    minutes, rest = divmod(seconds, 60)
-    if minutes < 1:
-        return f"{seconds:.1f} s"
-    return f"{minutes:.0f} min {rest:.0f} s" if minutes < 60 else f"{minutes // 60:.0f} h {minutes % 60:02.0f} min"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -114,23 +105,13 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
     yield from (first, "|---" * len(head) + "|", *rest)
 
 
-def scores(params: Params, champion: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """The headline scores of each dataset beside the champion's; none where this run was not evaluated."""
+def scores(params: Params) -> list[tuple[str, ...]]:
+    """The headline scores of each dataset; none where this run was not evaluated."""
     file = params.paths.report / "metrics.json"
     found = json.loads(file.read_text())["protocols"] if file.is_file() else {}
-    shown = {place: f"{100 * value:.1f}" for place, value in champion.items()}
     return [
-        (protocol, name, f"{100 * own[name]:.1f}", shown.get(f"{protocol}/{name}", ""))
+        (protocol, name, f"{100 * own[name]:.1f}")
         for protocol, own in found.items()
         for name in SCORES
         if isinstance(own.get(name), int | float)
     ]
-
-
-def champion_scores(done: Done, params: Params) -> dict[str, float]:
-    """Return MLflow's metrics of the version that was champion before the gate decided; empty without one."""
-    if done.decision is None or done.decision.champion is None:
-        return {}
-    with tracking.connected(params.register_.tracking_uri) as client:
-        version = client.get_model_version(done.decision.model, str(done.decision.champion))
-        return dict(client.get_run(version.run_id).data.metrics) if version.run_id else {}

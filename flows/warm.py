@@ -80,13 +80,11 @@ def again() -> WarmStart:
 
 def commit_of(champion: ModelVersion) -> str:
     """The commit that the champion was trained at; its `dvc.lock` knows the data."""
-    what = f"{champion.name} version {champion.version}, the champion"
-    if "git.commit" not in champion.tags or "dvc.checkpoint" not in champion.tags:
-        raise ParamsError(f"warm_start: {what}, does not say what it was trained from; train from the base instead")
     try:
         return find_commit(champion.tags["git.commit"])
-    except DataError as error:
-        raise ParamsError(f"warm_start: of {what}: {error}") from error
+    except (KeyError, DataError) as error:
+        what = f"{champion.name} version {champion.version}, the champion"
+        raise ParamsError(f"warm_start: {what}, was trained at no commit of this clone: {error}") from error
 
 
 def changed_datasets(commit: str, names: Collection[str]) -> set[str]:

@@ -2,8 +2,7 @@
 
 A look asks the imported sources, through DVC, and the drop folders, which people put files into. What changed is
 committed, the `.dvc` files alone, to the branch `runs/data`, from where `m3diff/retrain` takes it up; main is never
-touched, nor the person's data. Each content starts retrain once, so that a bad dataset fails once. A look also reports
-silence.
+touched, nor the person's data. Each content starts retrain once, so that a bad dataset fails once.
 """
 
 import hashlib
@@ -24,9 +23,8 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
 
 from flows import dvc, notices
-from flows.retrain import retrain
+from flows.pipeline import retrain
 from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
-from m3diff.provenance.dvc import listing
 from m3diff.provenance.git import git
 from m3diff.provenance.guard import require_own_code
 from m3diff.records.errors import DataError
@@ -35,9 +33,9 @@ from m3diff.settings.section import ParamsError
 
 STATE = FLOWS / "watch.json"
 NOTHING = "no source changed"
+DATA_CHANGED = "Data: "  # a commit of runs/data, then the reason
 DROP = "M3DIFF_DROP"
 SETTLED_S = 60.0  # without a change; a file that is half copied waits for the next look
-MOST_NAMES = 5  # of files, in a reason
 
 
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
@@ -46,13 +44,11 @@ def watch() -> State:
     require_own_code()
     log, checkout = get_run_logger(), Path.cwd()
     notices.tell(log.warning, checkout=checkout)
-    if deployment.get_id():
-        notices.tell_of_silence(checkout, log.warning)
     kept = read_json(STATE) or {}
     failures = look(kept, log.info)
     found, reason = tip(), ""
     if found and found != kept.get("started"):
-        reason = reason_of(found)
+        reason = git("log", "-1", "--format=%s", found).removeprefix(DATA_CHANGED)
         log.info(f"retrain, because {reason}")
         start(reason, found)
         write_atomic(STATE, json.dumps(kept | {"started": found}))
@@ -85,7 +81,7 @@ def look(kept: dict[str, Any], log: Callable[[str], None]) -> list[str]:
     if not sources and not folders:
         return []
     name = flow_run.get_id() or str(uuid.uuid4())
-    with workspace(name, "HEAD", [], dirty=False, data=True) as work:
+    with workspace(name, "HEAD", [], data=True) as work:
         failures, done = ask(work, sources, folders, log)
     git("branch", "--quiet", "-D", work.branch)
     kept |= {"folders": known | done, "data": tip()}
@@ -104,31 +100,36 @@ def ask(
     Returns:
         what failed, in words; the fingerprints of the folders that were taken up.
     """
-    reasons, failures, done = {}, [], {}
+    taken, failures, done = list[str](), list[str](), dict[str, str]()
     for file in sources:
         try:
-            reasons[file] = update(file)
+            with dvc.repository(outside=f"dvc update {file}") as repo:
+                repo.update([file])
+            taken.append(file)
         except dvc.DvcError as error:
             failures.append(f"{file}: {error}")
     for folder, fingerprint in folders.items():
         try:
-            reason = take_up(folder, work.checkout)
+            shutil.copytree(work.checkout / folder, folder)
+            with dvc.repository() as repo:
+                repo.add([folder])
         except (dvc.DvcError, OSError) as error:
             failures.append(f"{folder}: {error}")
             continue
         if content(work.checkout / folder).fingerprint == fingerprint:
-            reasons[f"{folder}.dvc"], done[folder] = reason, fingerprint
+            taken.append(f"{folder}.dvc")
+            done[folder] = fingerprint
         else:
             git("checkout", "--quiet", "HEAD", "--", f"{folder}.dvc")
             log(f"{folder} was written to meanwhile; the next look takes it up")
     for failure in failures:
         log(f"warning: {failure}")
-    changed = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in reasons]
+    changed = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in taken]
     if changed:  # the commit that the look began with, and these files
         before = tip()
         git("add", "--", *changed)
-        message = "\n".join([f"Data: {reasons[changed[0]]}", "", *(f"Reason: {reasons[file]}" for file in changed)])
-        made = git("commit-tree", git("write-tree"), "-p", work.commit, "-m", message)
+        reason = ", ".join(f"{file.removesuffix('.dvc')} changed" for file in changed)
+        made = git("commit-tree", git("write-tree"), "-p", work.commit, "-m", f"{DATA_CHANGED}{reason}")
         git("update-ref", f"refs/heads/{DATA}", made, before or "0" * 40)
     return failures, done
 
@@ -136,12 +137,6 @@ def ask(
 def tip() -> str:
     """The commit of the branch runs/data; empty without one."""
     return git("for-each-ref", "--format=%(objectname)", f"refs/heads/{DATA}")
-
-
-def reason_of(commit: str) -> str:
-    """Why this commit of runs/data was made."""
-    lines = git("log", "-1", "--format=%(trailers:key=Reason,valueonly,unfold)", commit).splitlines()
-    return "; ".join(line for line in lines if line) or git("log", "-1", "--format=%s", commit)
 
 
 def start(reason: str, commit: str) -> None:
@@ -207,45 +202,3 @@ def drop_folders() -> list[str]:
             f"`dvc add {unknown[0]}`, commit {unknown[0]}.dvc, and give it relative to {Path.cwd()}"
         )
     return folders
-
-
-def update(file: str) -> str:
-    """Let DVC ask the source of an import, in this worktree; the reason that it is, had it changed.
-
-    Raises:
-        DvcError: the source cannot be reached.
-    """
-    with dvc.repository(outside=f"dvc update {file}") as repo:
-        repo.update([file])
-    source = yaml.safe_load(Path(file).read_text(encoding="utf-8"))["deps"][0]
-    repository = source.get("repo", {}).get("url")
-    place = f"{source['path']} in {repository}" if repository else source["path"]
-    return f"{file.removesuffix('.dvc')}: its source {place} changed"
-
-
-def take_up(folder: str, checkout: Path) -> str:
-    """Let DVC add what is in a folder of the checkout, in this worktree; the reason that it is.
-
-    Raises:
-        DvcError: DVC refuses.
-        OSError: the disk is full, or a file cannot be read.
-    """
-    before = tracked(folder)
-    shutil.copytree(checkout / folder, folder)
-    with dvc.repository() as repo:
-        repo.add([folder])
-    after = tracked(folder)
-    changes = {
-        "new": after.keys() - before.keys(),
-        "changed": {name for name in after.keys() & before.keys() if after[name] != before[name]},
-        "removed": before.keys() - after.keys(),
-    }
-    counts = ", ".join(f"{len(names)} {how}" for how, names in changes.items() if names)
-    names = [name for found in changes.values() for name in sorted(found)]
-    return f"{folder}: {counts} ({', '.join(names[:MOST_NAMES])}{', ...' if names[MOST_NAMES:] else ''})"
-
-
-def tracked(folder: str) -> dict[str, str]:
-    """The files of a folder with their hashes, as its `.dvc` file has them; none where the cache has no list."""
-    md5 = yaml.safe_load(Path(f"{folder}.dvc").read_text(encoding="utf-8"))["outs"][0]["md5"]
-    return listing(dvc.cache_folder(), md5)

@@ -6,7 +6,6 @@ worker reports to the server it compares what the server calls at work with the 
 crashed runs again.
 """
 
-import json
 import warnings
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -34,9 +33,6 @@ OURS = FlowFilter(name=FlowFilterName(any_=["m3diff"]))
 AGAIN, AGAIN_DAYS, MOST_CRASHES = ("full", "retrain"), 1, 3
 """What is started again after a crash, unless that is older, or the third in a row: then it is the run's own fault."""
 
-WAITING = ("Scheduled", "Late", "AwaitingConcurrencySlot")
-"""The states of a run that did not begin. AwaitingRetry is not among them: a person or Prefect asked for that one."""
-
 CRASHED, PENDING, CANCELLING = StateType.CRASHED, StateType.PENDING, StateType.CANCELLING
 
 warnings.filterwarnings("ignore", "Type 'Worker' ")  # it takes the place of its base, as it shall
@@ -56,28 +52,12 @@ class Worker(ProcessWorker):
             return []
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-        """The runs that are due. Of equal runs that a schedule made, the latest does the work of those it missed. A run
-        whose process is still here waits until that is gone."""
+        """The runs that are due. A run whose process is still here waits until that is gone."""
         found = await super()._get_scheduled_flow_runs()
         here = await self.held(entry.flow_run for entry in found)
-        for id_, why in here.items():
-            self._logger.info(f"flow run {id_} waits: {why}")
-        due = [entry for entry in found if entry.flow_run.id not in here]
-        now = datetime.now(UTC)
-        waiting = [
-            entry.flow_run
-            for entry in due
-            if "auto-scheduled" in entry.flow_run.tags and entry.flow_run.state_name in WAITING
-        ]
-        missed = {run.id: run for run in waiting if (run.expected_start_time or now) <= now}
-        work = {id_: (run.deployment_id, json.dumps(run.parameters, sort_keys=True)) for id_, run in missed.items()}
-        by_time = sorted(missed, key=lambda id_: missed[id_].expected_start_time or now)
-        latest = {work[id_]: id_ for id_ in by_time}
-        earlier = {id_: missed[latest[work[id_]]].name for id_ in by_time if latest[work[id_]] != id_}
-        for id_, name in earlier.items():
-            state: State[Any] = Cancelled(name="Coalesced", message=f"flow run {name}, due later, does this work")
-            await self.client.set_flow_run_state(id_, state)
-        return [entry for entry in due if entry.flow_run.id not in earlier]
+        for id_ in here:
+            self._logger.info(f"flow run {id_} waits until what is left of it here is gone")
+        return [entry for entry in found if entry.flow_run.id not in here]
 
     async def sync_with_backend(self) -> None:
         try:
@@ -88,13 +68,11 @@ class Worker(ProcessWorker):
                 raise
             self._logger.warning(f"the server was not reported to: {type(error).__name__}: {error}")
 
-    async def held(self, runs: Iterable[FlowRun]) -> dict[UUID, str]:
-        """Return the runs that this worker has in hand or that a process here works for, each with the reason."""
+    async def held(self, runs: Iterable[FlowRun]) -> set[UUID]:
+        """Return the runs that this worker has in hand or that a process here works for."""
         ids = {str(run.id): run.id for run in runs}
         found = await anyio.to_thread.run_sync(at_work, ids) if ids else {}
-        mine = {*ids.values()} & {*self.limiter.statistics().borrowers}
-        why = dict.fromkeys(mine, "this worker has it in hand")
-        return why | {ids[id_]: f"process {pid} of it is still at work" for id_, pid in found.items()}
+        return {ids[id_] for id_ in found} | ({*ids.values()} & {*self.limiter.statistics().borrowers})
 
     async def look_after_runs(self) -> None:
         """Say of runs whose process is gone that they crashed, and start the crashed ones again."""

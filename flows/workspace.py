@@ -9,7 +9,6 @@ holds.
 import fcntl
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager, suppress
@@ -19,12 +18,12 @@ from typing import Any, NamedTuple
 import yaml
 from dvc.utils.serialize import modify_yaml
 
-from flows import archive, dvc, warm
+from flows import dvc, warm
 from m3diff.provenance.dvc import write_settings
 from m3diff.provenance.git import AS_COMMITTED, GitError, git, has_branch, require_own_repository
 from m3diff.registry.tracking import SQLITE
 from m3diff.settings.load import load_params
-from m3diff.settings.section import ParamsError, closest
+from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
 FLOWS = Path("runs/flows")
@@ -63,7 +62,6 @@ def workspace(
     flow_run: str,
     ref: str | None,
     overrides: Sequence[str],
-    dirty: bool,
     data: bool = False,
     replay: float | None = None,
 ) -> Iterator[Workspace]:
@@ -73,7 +71,6 @@ def workspace(
     Args:
         ref: commit, branch or tag; None for HEAD, which must then be all that decides a run.
         overrides: parameters as `train.epochs=6`, committed to the run's branch.
-        dirty: commit what is not committed to the run's branch first.
         data: take up the data that `m3diff/watch` found, where nobody changed them by hand since.
         replay: begin with the champion, and train this share of the pairs of unchanged datasets again; None: begin with
             the base.
@@ -91,7 +88,7 @@ def workspace(
     sweep(checkout / FLOWS)
     with lock(file):
         again = has_branch(branch)
-        commit = git("rev-parse", branch) if again else starting_commit(ref, dirty)
+        commit = git("rev-parse", branch) if again else starting_commit(ref)
         remove(root)  # what a killed attempt left
         git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
         work = Workspace(flow_run, root, checkout, commit, "", tuple(overrides), ())
@@ -113,8 +110,6 @@ def prepare(work: Workspace, again: bool, data: bool, replay: float | None) -> W
     said: tuple[str, ...] = ()
     if again:
         git("switch", "--quiet", work.branch)
-        if mended := archive.mend_lock():
-            archive.commit(f"dvc.lock is that of {mended:.12}: this branch's is empty or cut short", ())
     else:
         said = take_up_data() if data else ()
         commit_parameters(work.overrides)
@@ -137,7 +132,7 @@ def commit_parameters(overrides: Sequence[str]) -> None:
         git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
 
 
-def starting_commit(ref: str | None, dirty: bool) -> str:
+def starting_commit(ref: str | None) -> str:
     """The commit that a run starts from, resolved once."""
     if ref is not None:
         try:
@@ -146,20 +141,12 @@ def starting_commit(ref: str | None, dirty: bool) -> str:
             raise ParamsError(f"ref: {ref!r} is no commit, branch or tag of {Path.cwd()}") from error
     entries = git("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *WATCHED).split("\0")
     changed = [entry[3:] for entry in entries if entry]
-    if not changed:
-        return git("rev-parse", "HEAD")
-    if not dirty:
+    if changed:
         raise UncommittedError(
             f"not committed: {', '.join(changed[:5])}{' and more' if changed[5:] else ''}; what runs must be a commit. "
-            "Commit it, run another one (ref=HEAD: the last commit without it), or ask for dirty=true, which commits "
-            "it to the run's own branch"
+            "Commit it, on a branch of its own (ref=BRANCH) if need be, or run the last commit without it (ref=HEAD)"
         )
-    with tempfile.TemporaryDirectory() as scratch:  # on top of HEAD; no branch, index or file is touched
-        index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
-        git("read-tree", "HEAD", env=index)
-        git("add", "--all", "--", *changed, env=index)
-        tree = git("write-tree", env=index)
-    return git("commit-tree", tree, "-p", "HEAD", "-m", f"Not committed when the run began: {', '.join(changed)}")
+    return git("rev-parse", "HEAD")
 
 
 def take_up_data() -> tuple[str, ...]:
@@ -184,26 +171,24 @@ def take_up_data() -> tuple[str, ...]:
 
 
 def override(file: Path, overrides: Sequence[str]) -> None:
-    """Write parameters, given as `train.epochs=6`, into a parameter file whose comments stay.
+    """Write parameters, given as `train.epochs=6`, into a parameter file whose comments stay. A section that is not
+    there is made, for the check of the parameters to refuse.
 
     Raises:
-        ParamsError: no `=`, a value that is not YAML, or a section that is not there.
+        ParamsError: no `=`, a value that is not YAML, or a parameter of what is no section.
     """
-    with modify_yaml(file) as all_:
+    with modify_yaml(file) as values:
         for text in overrides:
             path, equals, value = text.partition("=")
             *sections, last = path.split(".")
-            values: Any = all_
-            for name in sections:
-                known = values if isinstance(values, dict) else {}
-                if name not in known:
-                    raise ParamsError(f"override {text!r}: no section {name!r}; {closest(name, known)}")
-                values = values[name]
             try:
                 if not equals:
                     raise TypeError("expected section.parameter=value")
-                values[last] = yaml.safe_load(value)
-            except (yaml.YAMLError, TypeError) as error:
+                section = values
+                for name in sections:
+                    section = section.setdefault(name, {})
+                section[last] = yaml.safe_load(value)
+            except (yaml.YAMLError, TypeError, AttributeError) as error:
                 raise ParamsError(f"override {text!r}: {error}") from error
 
 

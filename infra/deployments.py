@@ -16,6 +16,7 @@ POOL = FLOW = "m3diff"
 RECORD = Path("services/entries.json")
 """The entries of prefect.yaml as they were deployed last."""
 OF_OLD = "start crashed runs of m3diff again"  # flows/worker.py does, which knows whether the process is gone
+SETTINGS = ("paused", "concurrency_options", "concurrency_limit")
 SCHEDULE = ("active", "schedule", "parameters", "max_scheduled_runs", "slug")
 
 
@@ -32,22 +33,28 @@ def deploy() -> None:
             automation.create()
         for old in client.read_automations_by_name(OF_OLD):
             client.delete_automation(old.id)
-        before = settings(client)
+        asked = {"flows": {"name": {"any_": [FLOW]}}}
+        before = client.request("POST", "/deployments/filter", json=asked).raise_for_status().json()
         command = [f"{Path(sys.executable).parent}/prefect", "--no-prompt", "deploy", "--all"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        for name, (id_, ours) in settings(client).items():
-            _, theirs = before.get(name, (id_, ours))
-            changed = [what for what in ours if ours[what] != theirs[what]]
-            if not changed or last.get(name) != entries.get(name):
-                continue
-            client.request(
-                "PATCH", f"/deployments/{id_}", json={what: theirs[what] for what in ours if what != "schedules"}
-            )
-            for schedule in client.request("GET", f"/deployments/{id_}/schedules").json():
-                client.request("DELETE", f"/deployments/{id_}/schedules/{schedule['id']}")
-            client.request("POST", f"/deployments/{id_}/schedules", json=theirs["schedules"])
-            print(f"m3diff/{name} stays as Prefect's page has it: {', '.join(changed)}")
+        for deployment in before:
+            if last.get(deployment["name"]) == entries.get(deployment["name"]):
+                put_back(client, deployment)
     write_atomic(RECORD, json.dumps(entries, indent=1))
+
+
+def put_back(client: Any, deployment: dict[str, Any]) -> None:
+    """Set what a person can change on Prefect's page to what it was before."""
+    place, limit = f"/deployments/{deployment['id']}", (deployment["global_concurrency_limit"] or {}).get("limit")
+    kept = {name: deployment[name] for name in SETTINGS} | {"concurrency_limit": limit}
+    client.request("PATCH", place, json=kept)
+    for schedule in client.request("GET", f"{place}/schedules").json():
+        client.request("DELETE", f"{place}/schedules/{schedule['id']}")
+    schedules = [{name: schedule[name] for name in SCHEDULE} for schedule in deployment["schedules"]]
+    client.request("POST", f"{place}/schedules", json=schedules)
+    paused = [f"{schedule['slug']} paused" for schedule in schedules if not schedule["active"]]
+    for what in (["paused"] if deployment["paused"] else []) + paused:
+        print(f"m3diff/{deployment['name']} stays as Prefect's page has it: {what}")
 
 
 def prepare_pool(client: Any) -> None:
@@ -63,30 +70,8 @@ def prepare_pool(client: Any) -> None:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
     except ObjectNotFound:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
-    pool = client.read_work_pool(POOL)
-    for what, there in (("paused", pool.is_paused), (f"limit {pool.concurrency_limit}", pool.concurrency_limit)):
-        if there:
-            print(f"work pool {POOL} stays as Prefect's page has it: {what}")
-
-
-def settings(client: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Each deployment of ours by name: its id, and what a person can change of it on Prefect's page."""
-    found = {}
-    asked = {"flows": {"name": {"any_": [FLOW]}}}
-    for deployment in client.request("POST", "/deployments/filter", json=asked).raise_for_status().json():
-        schedules = [{name: schedule[name] for name in SCHEDULE} for schedule in deployment["schedules"]]
-        for schedule in schedules:
-            schedule["schedule"].pop("anchor_date", None)  # of an interval, new at each time
-        found[deployment["name"]] = (
-            deployment["id"],
-            {
-                "paused": deployment["paused"],
-                "concurrency_limit": (deployment["global_concurrency_limit"] or {}).get("limit"),
-                "concurrency_options": deployment["concurrency_options"],
-                "schedules": sorted(schedules, key=lambda schedule: schedule["slug"] or ""),
-            },
-        )
-    return found
+    if client.read_work_pool(POOL).is_paused:
+        print(f"work pool {POOL} stays as Prefect's page has it: paused")
 
 
 def end_silent_runs() -> Any:

@@ -12,7 +12,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, TextIO
 
-from flows.dvc import environment, readable, repair_rwlock
+from flows.dvc import environment, readable
 from m3diff.records.errors import DataError
 from m3diff.scoring.run import HEADLINE
 from m3diff.settings.load import load_params
@@ -23,9 +23,7 @@ LOGS = Path("runs/logs")
 DVC = [sys.executable, "-m", "dvc", "repro"]
 BEGUN = re.compile(r"Running stage '([^']+)':")
 SKIPPED = re.compile(r"Stage '([^']+)' (is cached - skipping run|didn't change, skipping)")
-PERCENT = re.compile(r"(\d+)%\|")
-LEFT = re.compile(r"<([\d:]+)[,\]]")
-STEP = re.compile(r"step (\d+)/(\d+).*?\bloss ([\d.]+).*\bETA (.+)$")
+HOW_FAR = re.compile(r"\d%\||\bETA ")
 WARNING = re.compile(r"\bwarning: ")
 EVERY_S = 20.0  # between two lines on how far a stage is
 SHOWN = 20  # last lines of the log after a failure
@@ -46,21 +44,11 @@ NEXT = """next
 Commands are in .venv: bin/m3diff works as it is; after `. .venv/bin/activate` so do all of docs/commands.md"""
 
 
-def how_far(line: str) -> str | None:
-    """Return the progress that a line reports: a training's step, a bar's percentage."""
-    if found := STEP.search(line):
-        step, steps, loss, left = found.groups()
-        return f"{int(step) / int(steps):4.0%}  step {step} of {steps}, loss {loss}, {left} left"
-    if found := PERCENT.search(line):
-        return f"{found[1]:>3}%" + (f"  {left[1]} left" if (left := LEFT.search(line)) else "")
-    return None
-
-
 def run(command: Sequence[str], log: Path, out: TextIO) -> int:
     """Run DVC, print a line for each stage and now and then how far it is, and keep all that is said in `log`; DVC's
     exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    last, stage, began, shown = deque[str](maxlen=SHOWN), "", 0.0, 0.0
+    last, stage, began, due = deque[str](maxlen=SHOWN), "", 0.0, 0.0
 
     def over(how: str) -> None:
         if stage:
@@ -78,7 +66,7 @@ def run(command: Sequence[str], log: Path, out: TextIO) -> int:
                 last.append(line)
                 if found := BEGUN.search(line):
                     over("ran")
-                    stage, began, shown = found[1], time.monotonic(), time.monotonic()
+                    stage, began, due = found[1], time.monotonic(), time.monotonic() + EVERY_S
                 elif found := SKIPPED.search(line):
                     over("ran")
                     stage, how = "", "restored" if "cached" in found[2] else "unchanged"
@@ -87,12 +75,12 @@ def run(command: Sequence[str], log: Path, out: TextIO) -> int:
                     print(f"  {line}", file=out, flush=True)
                 elif (
                     stage
+                    and HOW_FAR.search(line)
                     and line.startswith(stage.partition("@")[0])
-                    and (text := how_far(line))
-                    and time.monotonic() - shown >= EVERY_S
+                    and time.monotonic() >= due
                 ):
-                    shown = time.monotonic()
-                    print(f"{stage:<28} {text}", file=out, flush=True)
+                    due = time.monotonic() + EVERY_S
+                    print(f"  {line}", file=out, flush=True)
         code = process.wait()
     except KeyboardInterrupt:  # DVC and the stage were asked by the same key
         over("stops")
@@ -157,7 +145,6 @@ def finish(params: Params) -> str:
 
 
 def main() -> int:
-    repair_rwlock(print)
     log = LOGS / f"run-{time.strftime('%Y%m%d-%H%M%S')}.log"
     print(f"the pipeline, stage by stage; all that its tools say: {log}\n", flush=True)
     try:

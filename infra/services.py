@@ -1,6 +1,6 @@
-"""The services of one machine: `make up` starts a Prefect server, an MLflow server, a worker and a keeper that starts
-these again, `make status` reports how they are, `make down` ends them. infra/units.py has systemd run the keeper, where
-the machine stays on.
+"""The services of one machine: `make up` starts a keeper, which starts a Prefect server, an MLflow server and a worker,
+and starts again what ends; `make status` reports how they are, `make down` ends them. infra/units.py has systemd run
+the keeper, where the machine stays on.
 
 Everything they keep is under services/. Ports: M3DIFF_PREFECT_PORT (4200) and M3DIFF_MLFLOW_PORT (5000). The MLflow
 server serves the store that `m3diff register` writes without it, so both show the same runs and versions.
@@ -9,9 +9,6 @@ A team's own databases, places and secrets are variables, of the shell or of the
 its owner may read; infra/README.md lists them.
 """
 
-import base64
-import fcntl
-import importlib.util
 import ipaddress
 import json
 import os
@@ -23,29 +20,30 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script, as the unit and the keeper start it
 from flows import GUARD, at_work
 from infra.deployments import FLOW, POOL, deploy
 from m3diff import PRIVACY
-from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
 
 HOST = "127.0.0.1"
+OURS = {"name": {"any_": [FLOW]}}
 WORKER = socket.gethostname()
 PATIENCE_S = 300  # a first start creates two databases, on cores that may be busy
 GRACE_S = 40  # a stage in progress has its own grace inside
 SILENCE_S = 90  # a worker is heard every 30 s
 KEEP_S, MOST_PAUSE_S = 5, 300  # the keeper's look, and its longest wait before what ends again and again
-AT_WORK, ENDED_BADLY = ("PENDING", "RUNNING", "CANCELLING"), ("CRASHED", "FAILED")
+AT_WORK, ENDED_BADLY = ["PENDING", "RUNNING", "CANCELLING"], ["CRASHED", "FAILED"]
 HANGS_S = 180  # the worker looks after its runs every 30 s, and the server ends what it did not hear of for 90 s
 LOG_BYTES = 30_000_000
 SERVICES = Path("services").resolve()
@@ -57,13 +55,6 @@ TOKENS = ("PREFECT_SERVER_API_AUTH_STRING", "MLFLOW_AUTH_ADMIN_PASSWORD")
 SERVERS_ONLY = (*PREFECT_STORES, *TOKENS, "M3DIFF_MLFLOW_STORE", "MLFLOW_FLASK_SERVER_SECRET_KEY")
 """What the worker, and so the code of a flow's commit, does not get to see."""
 SHORTEST_TOKEN = 16
-
-PREFECT_TAKES = (("postgresql+asyncpg://", "sqlite+aiosqlite://"), "postgresql+asyncpg://user:password@host/database")
-FORMS = dict.fromkeys(PREFECT_STORES, PREFECT_TAKES) | {
-    "M3DIFF_MLFLOW_STORE": (("postgresql://", "sqlite:///"), "postgresql://user:password@host/database"),
-    "M3DIFF_MLFLOW_ARTIFACTS": (("s3://", "file:///"), "s3://bucket/folder or file:///folder"),
-}
-"""How the value of a variable may begin, and what to give."""
 
 AUTH = """[mlflow]
 default_permission = READ
@@ -122,11 +113,9 @@ class Service:
         process = self.process()
         if self.port is None:
             return process is not None and (self.name == "keeper" or is_heard(process.create_time()))
-        try:
-            urllib.request.urlopen(f"{self.address}{'/api' * (self.name == 'prefect')}/health", timeout=5).close()
-        except OSError:
-            return False
-        return True
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.address}{'/api' * (self.name == 'prefect')}/health", timeout=5).is_success
+        return False
 
 
 def services() -> list[Service]:
@@ -215,26 +204,13 @@ def read_settings() -> None:
 
 
 def check_settings() -> None:
-    """Name every fault of a team's variables before anything is started.
+    """Name every fault of the variables before anything is started.
 
     Raises:
-        ServiceError: a store that its server cannot use, a package that is missing, or a server that would be open to
-            others without a token.
+        ServiceError: a number or address is none, or a server would be open to others without a token.
     """
     services()  # their numbers
-    given = os.environ
-    faults = [
-        f"{name}={redacted(given[name])}: give {remedy}"
-        for name, (beginnings, remedy) in FORMS.items()
-        if name in given and not given[name].startswith(beginnings)
-    ]
-    needed = {
-        "psycopg2": given.get("M3DIFF_MLFLOW_STORE", "").startswith("postgresql"),
-        "boto3": given.get("M3DIFF_MLFLOW_ARTIFACTS", "").startswith("s3:"),
-        "flask_wtf": TOKENS[1] in given,
-    }
-    if missing := [name for name, is_needed in needed.items() if is_needed and not importlib.util.find_spec(name)]:
-        faults.append(f"{', '.join(missing)}: not installed; pip install -c constraints.txt -e '.[team]'")
+    given, faults = os.environ, list[str]()
     if ":" in bind():
         faults.append(f"M3DIFF_BIND={bind()}: give an IPv4 address or a name")
     try:
@@ -261,78 +237,71 @@ def check_settings() -> None:
 
 
 def up() -> None:
+    """Start the keeper, wait until all answer, and print what it said.
+
+    Raises:
+        ServiceError: one is up on another port, or does not answer.
+    """
     check_settings()
-    bring_up()
-    start(keeper())
-    prefect, mlflow, _ = services()
-    print(
-        f"\nPrefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:"
-    )
+    own, all_ = keeper(), services()
+    said = own.log.stat().st_size if own.log.exists() else 0
+    if own.process() is None:
+        start(own)
+    else:
+        for service in (own, *all_):
+            if service.process() and (port := service.kept()["port"]) != service.port:
+                raise ServiceError(
+                    f"{service.name} is up already, on port {port}; `make down` first, or name that port"
+                )
+            print(f"{service.name}: already up")
+    for service in all_:
+        wait(service, own)
+    print(own.log.read_text()[said:])
+    prefect, mlflow, _ = all_
+    print(f"Prefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:")
     if prefect.port != 4200:
         print(f"  export PREFECT_API_URL={prefect.address}/api")
     print("  .venv/bin/prefect deployment run m3diff/full --watch\n  make status\n  make down")
 
 
-def bring_up() -> None:
-    """Start the servers, make the deployments known, start the worker; each is waited for."""
-    prefect, mlflow, worker = services()
-    for server in (prefect, mlflow):
-        start(server)
-    for server in (prefect, mlflow):
-        wait(server)
-    os.environ.update(environment(worker))
-    deploy()
-    start(worker)
-    wait(worker)
-
-
 def start(service: Service) -> None:
-    """Start in a session of its own, its output at the end of services/<name>.log.
+    """Start in a session of its own, its output at the end of services/<name>.log, in place of what is left of it.
 
     Raises:
         ServiceError: something else listens on its port.
     """
+    end_orphans(service)
     kept = SERVICES if service.port is None else SERVICES / service.name
     kept.mkdir(parents=True, exist_ok=True)
     if service.name == "mlflow":
         (kept / "auth.ini").write_text(AUTH.format(kept=kept))
-    with (SERVICES / "start.lock").open("a") as lock:  # `up` and the keeper may find it missing at once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if service.process() is not None:
-            if (port := service.kept()["port"]) != service.port:
-                raise ServiceError(
-                    f"{service.name} is up already, on port {port}; `make down` first, or name that port"
-                )
-            print(f"{service.name}: already up")
-            return
-        end_orphans(service)
-        if service.port is not None and is_taken(service.port):
-            raise ServiceError(
-                f"{service.name}: port {service.port} is taken by another program; end that one, or choose a port: "
-                f"{service.port_variable}={service.port + 1} make up"
-            )
-        rotate(service.log)
-        with service.log.open("a") as log:
-            log.write(f"--- {service.name} started {moment(time.time())}\n")
-            log.flush()
-            given, output = environment(service), {"stdout": log, "stderr": subprocess.STDOUT}
-            child = subprocess.Popen(
-                service.command, env=given, stdin=subprocess.DEVNULL, start_new_session=True, **output
-            )
-        write_record(service, child.pid)
-    print(f"{service.name}: starting")
+    if service.port is not None and is_taken(service.port):
+        raise ServiceError(
+            f"{service.name}: port {service.port} is taken by another program; end that one, or choose a port: "
+            f"{service.port_variable}={service.port + 1} make up"
+        )
+    rotate(service.log)
+    service.log.touch(mode=0o600)
+    with service.log.open("a") as log:
+        log.write(f"--- {service.name} started {moment(time.time())}\n")
+        log.flush()
+        given, output = environment(service), {"stdout": log, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen(service.command, env=given, stdin=subprocess.DEVNULL, start_new_session=True, **output)
+    write_record(service, child.pid)
 
 
 def end_orphans(service: Service) -> None:
-    """End what a server that was killed left of itself, such as a child that holds its port. A worker's flows are no
-    part of it."""
-    kept = service.kept()
-    if service.port is None or not kept:
+    """End what a killed keeper or server left, such as a child that holds its port. A worker's flows are no part of
+    it."""
+    kept, process = service.kept(), service.process()
+    if service.port is None:
+        if process is not None:
+            process.kill()
         return
-    with suppress(psutil.Error):
+    with suppress(psutil.Error, KeyError):
         if psutil.Process(kept["pid"]).create_time() != kept["started"]:
             return  # the number, and so the group, is another's by now
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, KeyError):
         os.killpg(kept["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 10
         while is_taken(service.port) and time.monotonic() < deadline:
@@ -362,39 +331,48 @@ def is_taken(port: int) -> bool:
         return probe.connect_ex((HOST if bind() == "0.0.0.0" else bind(), port)) == 0
 
 
-def wait(service: Service) -> None:
-    """Wait until it answers.
+def wait(service: Service, runs: Service) -> None:
+    """Wait until a service answers.
+
+    Args:
+        runs: it or its keeper, whose log is shown where it ends.
 
     Raises:
-        ServiceError: it ended, or does not answer for too long.
+        ServiceError: that ended, or the service does not answer for too long.
     """
     deadline = time.monotonic() + PATIENCE_S
     while not service.healthy():
-        if service.process() is None or time.monotonic() > deadline:
-            tail = "\n  ".join(service.log.read_text(errors="replace").splitlines()[-10:])
-            raise ServiceError(f"{service.name} does not answer; the end of {service.log}:\n  {tail}")
+        if runs.process() is None or time.monotonic() > deadline:
+            tail = "\n  ".join(runs.log.read_text(errors="replace").splitlines()[-10:])
+            raise ServiceError(f"{service.name} does not answer; the end of {runs.log}:\n  {tail}")
         time.sleep(0.5)
-    print(f"{service.name}: up")
 
 
-def run() -> None:
-    """Bring all up and keep it so, as the unit of systemd asks, which ends it and all that it started."""
+def keep(unit: bool = False) -> None:
+    """Start the servers, make the deployments known, start the worker. Then start again what ended, the worker once the
+    server answers; what ends again and again is waited with for longer each time, up to MOST_PAUSE_S.
+
+    Args:
+        unit: systemd runs it, and ends all that it started with it.
+    """
     check_settings()
-    if keeper().process():
+    if (other := keeper().process()) is not None and other.pid != os.getpid():
         raise ServiceError("keeper is up already; `make down` first")
     SERVICES.mkdir(exist_ok=True)
-    write_record(keeper(), os.getpid(), unit=True)
-    bring_up()
-    keep()
-
-
-def keep() -> None:
-    """Start again what `up` started and what ended since, the worker once the server answers. What ends again and again
-    is waited with for longer each time, up to MOST_PAUSE_S."""
+    write_record(keeper(), os.getpid(), unit)
+    prefect, mlflow, worker = services()
+    for server in (prefect, mlflow):
+        start(server)
+    for server in (prefect, mlflow):
+        wait(server, server)
+    os.environ.update(environment(worker))
+    deploy()
+    start(worker)
     pauses, due = dict.fromkeys((service.name for service in services()), 0.0), dict[str, float]()
     while True:
         time.sleep(KEEP_S)
-        for service in [service for service in services() if service.record.exists()]:
+        rotate(keeper().log)
+        for service in services():
             rotate(service.log)
             now, process = time.monotonic(), service.process()
             if process is not None and time.time() - process.create_time() > MOST_PAUSE_S:
@@ -416,11 +394,10 @@ def keep() -> None:
 
 
 def status() -> None:
-    """Print of each service whether it is up, where and since when, and of the flows the last runs, what waits since it
-    is paused, and what hangs.
+    """Print of each service whether it is up, where and since when, and the last training.
 
     Raises:
-        ServiceError: one is not up or does not answer, or a run hangs.
+        ServiceError: a service is not up or does not answer, a run hangs, or the last training ended badly.
     """
     down = {}
     for service in [*services(), keeper()]:
@@ -433,74 +410,57 @@ def status() -> None:
             down[service.name] = f"{service.name} is {word}"
     faults = [f"{', '.join(down.values())}; `make up`, or the end of its log says why"] if down else []
     if "prefect" not in down:
-        due = {"expected_start_time": {"before_": datetime.now(UTC).isoformat()}, "tags": {"all_": ["auto-scheduled"]}}
-        done = {"state": {"type": {"any_": ["COMPLETED"]}}}
-        for kind, wanted, when in (("scheduled", due, "expected_start_time"), ("successful", done, "end_time")):
-            asked = {"flow_runs": wanted, "sort": f"{when.upper()}_DESC", "limit": 1}
-            runs = [
-                f"{run['name']}, {moment(run[when])}, {run['state_name']}" for run in ask("/flow_runs/filter", asked)
-            ]
-            print(f"{f'last {kind} run:':<21} {runs[0] if runs else 'none'}")
-        faults += hanging()
+        faults += [*hanging(), *last_training()]
     if faults:
         raise ServiceError("\n  ".join(faults))
 
 
-def hanging() -> list[str]:
-    """Describe what hangs, each with its remedy: runs of the last week that the server calls at work and that have no
-    process here, runs that are due and that nobody takes, and trainings that ended badly with none that ended well
-    since."""
-    ours, now = {"flows": {"name": {"any_": [FLOW]}}}, datetime.now(UTC)
-    week = {"after_": (now - timedelta(days=7)).isoformat(), "before_": now.isoformat()}
-    wanted = {"state": {"type": {"any_": [*AT_WORK, *ENDED_BADLY, "SCHEDULED"]}}, "expected_start_time": week}
-    asked = ours | {"flow_runs": wanted, "sort": "EXPECTED_START_TIME_DESC"}
-    names = {one["id"]: one["name"] for one in ask("/deployments/filter", ours)}
-    runs = [run for run in ask("/flow_runs/filter", asked) if run["deployment_id"] in names]
-    here = at_work([run["id"] for run in runs])
-    busy = here or any(run["state_type"] in AT_WORK for run in runs)
-    if paused := ask(f"/work_pools/{POOL}")["is_paused"]:
-        print(f"work pool {POOL} is paused on Prefect's page, and no run begins")
-    found = []
-    for run in [run for run in runs if run["id"] not in here or run["state_type"] == "FAILED"]:
-        kind, what = run["state_type"], names[run["deployment_id"]]
-        since = run["expected_start_time"] if kind == "SCHEDULED" else run["state"]["timestamp"]
-        named = f"{run['name']} of m3diff/{what} is {run['state_name']} since {moment(since)}"
-        mine = run["labels"].get("prefect.worker.name", WORKER) == WORKER
-        if now - datetime.fromisoformat(since) < timedelta(seconds=HANGS_S) and kind != "FAILED":
-            continue
-        if kind in AT_WORK and mine:
-            found.append(f"{named}, and no process works for it: `make down`, `make up`")
-        elif kind == "SCHEDULED" and not busy and not paused:
-            found.append(f"{named}, and nobody takes it: `make down`, `make up`")
-        elif kind in ENDED_BADLY and what != "watch":
-            done = {"state": {"type": {"any_": ["COMPLETED"]}}, "end_time": {"after_": since}}
-            trains = {"name": {"any_": ["full", "retrain"]}}
-            if not ask("/flow_runs/filter", {"flow_runs": done, "deployments": trains, "limit": 1}):
-                why = (run["state"]["message"] or "").partition("\n")[0]
-                found.append(f"{named}: {why} Once the cause is gone: .venv/bin/prefect deployment run m3diff/{what}")
-    return found
+def hanging() -> Iterator[str]:
+    """Name the runs that the server calls at work, for so long, and that have no process here."""
+    runs = ask("/flow_runs/filter", {"flows": OURS, "flow_runs": {"state": {"type": {"any_": AT_WORK}}}})
+    here, oldest = at_work([run["id"] for run in runs]), datetime.now(UTC) - timedelta(seconds=HANGS_S)
+    for run in runs:
+        since, whose = run["state"]["timestamp"], run["labels"].get("prefect.worker.name", WORKER)
+        if (
+            run["deployment_id"]
+            and run["id"] not in here
+            and datetime.fromisoformat(since) < oldest
+            and whose == WORKER
+        ):
+            how = f"{run['name']} is {run['state_name']} since {moment(since)}"
+            yield f"{how}, and no process works for it: `make down`, `make up`"
+
+
+def last_training() -> Iterator[str]:
+    """Print the training that ended last, and name it where it ended badly."""
+    ended = {"state": {"type": {"any_": ["COMPLETED", *ENDED_BADLY]}}}
+    trains = {"name": {"any_": ["full", "retrain"]}}
+    asked = {"flows": OURS, "deployments": trains, "flow_runs": ended, "sort": "END_TIME_DESC", "limit": 1}
+    for run in ask("/flow_runs/filter", asked):
+        told = f"{run['name']}, {moment(run['end_time'])}, {run['state_name']}"
+        print(f"last training: {told}")
+        if run["state_type"] in ENDED_BADLY:
+            why = (run["state"]["message"] or "").partition("\n")[0]
+            yield f"{told}: {why} Once the cause is gone: .venv/bin/prefect deployment run m3diff/full"
 
 
 def ask(path: str, body: dict[str, Any] | None = None) -> Any:
     """Return the answer of Prefect's API to a POST with this body, or without one to a GET.
 
     Raises:
-        OSError: it does not answer, or refuses.
+        httpx.HTTPError: it does not answer, or refuses.
     """
-    sent = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(f"{services()[0].address}/api{path}", sent)
-    asked.add_header("Content-Type", "application/json")
-    if token := environment(services()[-1]).get("PREFECT_API_AUTH_STRING"):
-        asked.add_header("Authorization", f"Basic {base64.b64encode(token.encode()).decode()}")
-    with urllib.request.urlopen(asked, timeout=10) as answer:
-        return json.load(answer)
+    login = environment(services()[-1]).get("PREFECT_API_AUTH_STRING", "")
+    auth = httpx.BasicAuth(*login.split(":", 1)) if login else None
+    address, how = f"{services()[0].address}/api{path}", "GET" if body is None else "POST"
+    return httpx.request(how, address, json=body, auth=auth, timeout=10).raise_for_status().json()
 
 
 def is_heard(since: float) -> bool:
     """Return whether the server heard this machine's worker since a time (seconds of the epoch), and lately."""
     try:
         known = ask(f"/work_pools/{POOL}/workers/filter", {})
-    except OSError:
+    except httpx.HTTPError:
         return False
     oldest = max(since - 1, time.time() - SILENCE_S)
     heard = [worker["last_heartbeat_time"] for worker in known if worker["name"] == WORKER]
@@ -536,6 +496,11 @@ def down() -> None:
             psutil.wait_procs(alive, timeout=10)
             print(f"{service.name}: ended")
         service.record.unlink(missing_ok=True)
+
+
+def run() -> None:
+    """Keep the services as the unit of systemd asks."""
+    keep(unit=True)
 
 
 COMMANDS = {"up": up, "down": down, "status": status, "run": run, "keep": keep, "deploy": deploy}

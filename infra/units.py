@@ -56,6 +56,11 @@ def unit(user: str | None) -> str:
 
 
 def install() -> None:
+    """Write the unit and start it.
+
+    Raises:
+        ServiceError: services of `make up` are up, or the unit is another checkout's.
+    """
     read_settings()
     check_settings()
     by_hand = [service.name for service in (*services(), keeper()) if service.process()]
@@ -63,7 +68,7 @@ def install() -> None:
         raise ServiceError(f"{', '.join(by_hand)}: up already by `make up`; `make down` first")
     folder, user = manager()
     systemctl(folder, user, "--version")
-    remove(folder, user)
+    check_own(folder / NAME, user)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).write_text(unit(user))
     for words in (["daemon-reload"], ["enable", NAME], ["restart", NAME]):
@@ -74,30 +79,20 @@ def install() -> None:
 
 
 def uninstall() -> None:
+    """End and remove the unit of this checkout."""
     folder, user = manager()
-    names = remove(folder, user)
-    print(f"removed from {folder}: {', '.join(names)}" if names else "no units of m3diff are installed")
+    check_own(folder / NAME, user)
+    systemctl(folder, user, "disable", "--now", NAME)
+    (folder / NAME).unlink(missing_ok=True)
+    systemctl(folder, user, "daemon-reload")
+    print(f"{folder / NAME}: removed")
 
 
-def remove(folder: Path, user: str | None) -> list[str]:
-    """End and remove the units of this checkout; earlier versions wrote one for each service.
-
-    Raises:
-        ServiceError: one was written for another checkout, or by another hand.
-    """
-    there = sorted([*folder.glob("m3diff*.service"), *folder.glob("m3diff*.timer")])
-    mark, *lines = unit(user).splitlines()
-    (ours,) = [line for line in lines if line.startswith("WorkingDirectory=")]
-    for file in there:
-        lines = file.read_text().splitlines()
-        if mark not in lines or (file.suffix == ".service" and ours not in lines):
-            raise ServiceError(f"{file} is not of this checkout; `make uninstall-services` in its own first")
-    if there:
-        systemctl(folder, user, "disable", "--now", *(file.name for file in there))
-        for file in there:
-            file.unlink()
-        systemctl(folder, user, "daemon-reload")
-    return [file.name for file in there]
+def check_own(file: Path, user: str | None) -> None:
+    """Raises ServiceError where the unit there is another checkout's."""
+    (ours,) = [line for line in unit(user).splitlines() if line.startswith("WorkingDirectory=")]
+    if file.exists() and ours not in file.read_text().splitlines():
+        raise ServiceError(f"{file} is not of this checkout; `make uninstall-services` in its own first")
 
 
 def systemctl(folder: Path, user: str | None, *words: str) -> None:

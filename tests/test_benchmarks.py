@@ -40,14 +40,12 @@ def test_every_variant_trains_the_same_references_to_the_same_loss(bench):
 def test_stock_rows_compute_by_transformers_and_pefts_own_modules(bench):
     from benchmarks.levers import chosen_variants
 
-    kinds = {"stock": set(), "packed, all else stock": set(), "packed, adapters": {"FusedLora"}}
-    kinds |= {"unpacked: + layers": {"FusedDecoderLayer"}, "packed": {"FusedLora", "FusedDecoderLayer"}}
-    for name, wanted in kinds.items():
+    both = {"FusedLora", "FusedDecoderLayer"}
+    for name, wanted in {"stock": set(), "packed, adapters": {"FusedLora"}, "packed": both}.items():
         bench.take(*chosen_variants([name], gpu=False, precision="fp32"))
         ours = {type(m).__name__ for m in bench.model.modules() if type(m).__module__ == "m3diff.models.fused"}
-        assert wanted <= ours, name
+        assert ours & both == wanted, name
         assert bool(ours) == bool(wanted), name
-        assert ("FusedLora" in ours) == ("FusedLora" in wanted), name
 
 
 @pytest.mark.parametrize("free_gb", [20.0, 30.0])
@@ -180,7 +178,7 @@ def test_a_slice_goes_on_where_the_last_one_ended_and_a_row_that_fails_or_hangs_
     write = "-c \"import pathlib; pathlib.Path('{out}').write_text('[7]')\""
     wait = '-c "import time; time.sleep(60)"'
     rows = [Row("writes", write, 60), Row("fails", "-c 1/0", 60), Row("hangs", wait, 1), Row("long", wait, 60)]
-    assert climb(rows, results, 12, "cpu") == 1
+    assert climb(rows, results, 6, "cpu") == 1
     assert climb(rows, results, 2, "cpu") == 0, "a row that had the whole slice is not begun for ever"
     with results.open("a") as file:
         file.write('{"name": "to')  # a kill in the midst of a line

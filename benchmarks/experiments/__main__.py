@@ -66,7 +66,7 @@ class Experiment(Section):
     seeds: int = Field(default=1, ge=1)  # that of params.yaml and those that follow it
     compare_with: tuple[str, ...] = ()  # variants with which every other is compared
     needs: dict[Path, str] = {}  # folders that git does not hold, and the command that makes each
-    curves: bool = False  # of the training, as a plot
+    curves: bool = False  # of the training, among the results
     equal_seconds: float | None = Field(default=None, ge=0)  # cost is measured; what is slower than the first of
     # `compare_with` by this share is trained once more, on fewer epochs, for as long
     targets: Targets | None = None  # on new scenes

@@ -1,4 +1,4 @@
-"""An experiment's results as Markdown, and its learning curves as a plot."""
+"""An experiment's results as Markdown."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,15 +31,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write(found: Results, out: Path) -> str:
-    """Write the Markdown, and a plot of the curves, next to the results; the Markdown, and where all is."""
-    text = "\n".join(markdown(found, out.stem)) + "\n"
+    """Write the Markdown next to the results; the Markdown, and where both are."""
+    text = "\n".join(markdown(found)) + "\n"
     write_atomic(out.with_suffix(".md"), text)
-    if "curves" in found:
-        plot_curves(found, out.with_name(f"{out.stem}_curves.svg"))
     return f"{text}written to {out} and {out.with_suffix('.md')}"
 
 
-def markdown(found: Results, stem: str) -> Iterator[str]:
+def markdown(found: Results) -> Iterator[str]:
     """The page, line by line: of each kind of table that the results have, one for all or for each protocol."""
     seeds = f"seed{'s' * (len(found['seeds']) > 1)} {', '.join(map(str, found['seeds']))}"
     yield from (f"# {found['title']}", "", f"`{found['command']}`, {seeds}. {found['note']}".strip(), "")
@@ -47,8 +45,6 @@ def markdown(found: Results, stem: str) -> Iterator[str]:
         yield from budgets(found["budgets"])
     if "measured" in found:
         yield from costs(found)
-    if "curves" in found:
-        yield from (f"![Loss on validation pairs while they train]({stem}_curves.svg)", "")
     for protocol in found["protocols"] if "scores" in found else ():
         yield from intervals(found["scores"], protocol)
     for protocol, rows in found["protocols"].items():
@@ -151,41 +147,3 @@ def targets(rows: Rows) -> Iterator[str]:
         reached = "yes" if row["reached"] else "no"
         lines.append([row["protocol"], f"`{row['score']}`", f"{row['mean']:.3f}{spread}", target, reached])
     return table(["new scenes", "score", "mean ± standard deviation", "target", "reached"], lines)
-
-
-def plot_curves(found: Results, path: Path) -> None:
-    """Training loss (smoothed) and validation loss (dots) by step, and by second where these were measured. Where
-    training measured the module, its columns, level by level."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "experiment"  # the same file for the same figures
-    import matplotlib.pyplot as plt
-
-    seconds = {name: of["step_s"] for name, of in found.get("measured", {}).items()}
-    columns = {key for rows in found["curves"].values() for row in rows for key in row}
-    levels = sorted(key for key in columns if key.startswith("module"))
-    kinds = list(dict.fromkeys(key.partition("/")[0] for key in levels))
-    panels = ["steps", *(["seconds"] if seconds else []), *kinds]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        for number, (name, rows) in enumerate(found["curves"].items()):
-            if panel in kinds:
-                for key in [key for key in levels if key.startswith(f"{panel}/")]:
-                    draw(axis, rows, key, label=f"{name}, {key.partition('/')[2]}")
-            else:
-                scale = seconds[name] if panel == "seconds" else 1.0
-                draw(axis, rows, "loss", scale, color=f"C{number}", label=name, linewidth=1.2)
-                draw(axis, rows, "val_loss", scale, color=f"C{number}", marker="o", markersize=4, linestyle="")
-        axis.set(xlabel="steps" if panel in kinds else panel, ylabel=panel if panel in kinds else "loss a token")
-        axis.set_ylim(0, None if panel in kinds else 1)
-        axis.legend(frameon=False, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
-def draw(axis: Any, rows: Rows, key: str, scale: float = 1.0, **style: Any) -> None:
-    known = [row for row in rows if row.get(key) is not None]
-    axis.plot([scale * row["step"] for row in known], [row[key] for row in known], **style)

@@ -99,21 +99,9 @@ def test_a_score_of_the_controls_has_no_difference_and_others_are_compared_with_
 @pytest.mark.parametrize("file", sorted((toy.REPOSITORY / engine.RESULTS).glob("*.md")), ids=lambda file: file.stem)
 def test_a_committed_page_is_that_of_the_committed_results(file: Path):
     found = json.loads(file.with_suffix(".json").read_text())
-    assert "\n".join(page.markdown(found, file.stem)) + "\n" == file.read_text()
+    assert "\n".join(page.markdown(found)) + "\n" == file.read_text()
     cfg = engine.read_experiment(file.stem)
     assert (found["title"], found["note"], found["compare_with"]) == (cfg.title, cfg.note, list(cfg.compare_with))
-
-
-def test_curves_are_plotted_the_same_twice(tmp_path: Path):
-    rows = [{"step": step, "loss": 2 / step} | ({"val_loss": 0.5} if step == 30 else {}) for step in (10, 20, 30)]
-    module = [row | {"module_update_ratio/4": 0.1, "module_score/4": 0.5} for row in rows]
-    found = {"measured": {"first": {"step_s": 0.2}, "second": {"step_s": 0.1}}}
-    for name in ("a", "b"):
-        page.plot_curves(found | {"curves": {"first": rows, "second": module}}, tmp_path / f"{name}.svg")
-    plot = (tmp_path / "a.svg").read_text()
-    for word in ("first", "second", "steps", "seconds", "second, 4", "module_update_ratio", "module_score"):
-        assert f"<!-- {word} -->" in plot
-    assert (tmp_path / "b.svg").read_text() == plot
 
 
 # The files

@@ -71,7 +71,7 @@ class Flow:
         self.runs += 1
         before = len(self.pages)
         try:
-            state = pipeline.run_pipeline("HEAD", overrides, dirty=False, reason="a test")
+            state = pipeline.run_pipeline("HEAD", overrides, reason="a test")
         finally:
             mlflow.set_tracking_uri("")
         assert len(self.pages) == before + 1

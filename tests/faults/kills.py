@@ -1,19 +1,13 @@
-"""Random kills by signal 9, and what must hold whatever was killed: `Killer.broken`. A seed waits as long and picks in
-the same way.
+"""Random kills by signal 9 under `make up`, where nobody looks, and what must hold whatever was killed: `Kills.broken`.
+A seed waits as long and picks in the same way.
 
     python -m tests.faults.kills 200 --seed 7            # make kills
-    python -m tests.faults.kills 200 --seed 7 --flows
 
-The first kills under `make up`, where nobody looks: the worker, Prefect's server, both, MLflow, a flow's process,
-DVC, a stage, or all at once. For each kill a run of m3diff/full begins, with weights of its own, and is let alone
-after the kill (where the whole machine was killed, `make up` follows, as at its start). A line of JSON says how it
-ended: `registered`, and all as if nothing had been killed; `told`, where the run failed and `make status` has a line
-about it; else `HANGS` or `LOST`. Project and lines are kept in the folder: a second call goes on after the last
-line.
-
-The second runs flows one after the other, and kills a process of them (the flow, DVC, a stage, git, or all at once,
-as when the host dies), more often. A flow that lives on is killed again; one that died is started again with the
-same parameters, as the next firing of a schedule would. After every few kills a run may end.
+The worker is killed, Prefect's server, both, MLflow, a flow's process, DVC, a stage, or all at once. For each kill a
+run of m3diff/full begins, with weights of its own, and is let alone after the kill (where the whole machine was killed,
+`make up` follows, as at its start). A line of JSON says how it ended: `registered`, and all as if nothing had been
+killed; `told`, where the run failed and `make status` has a line about it; else `HANGS` or `LOST`. Project and lines
+are kept in the folder: a second call goes on after the last line.
 """
 
 import argparse
@@ -24,10 +18,9 @@ import shutil
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack, chdir, suppress
-from dataclasses import dataclass, field
+from contextlib import chdir, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import psutil
@@ -40,11 +33,9 @@ from m3diff.provenance.git import git
 from m3diff.registry.decisions import champions, decisions, faults, pending
 from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
-from tests.faults.machine import Flow, Starter, describe, kind, starter
-from tests.servers import Machine, prefect_server
+from tests.servers import Machine
 from tests.toy import store
 
-ALL_AT_ONCE = 0.25  # share of the kills
 SCORE = 'params["evaluate"]["gallery"] / 100'
 SCORE_OF_CAPTIONS = (
     'int(hashlib.sha256((paths["predictions"] / "predictions.json").read_bytes()).hexdigest()[:6], 16) / 2**24'
@@ -53,35 +44,10 @@ SCORE_OF_CAPTIONS = (
 PAIRS, ENOUGH_PAIRS = '("train", "val", "test", "test")', f'("train", "val", *["test"] * {MIN_PAIRS})'
 """Of fewer the gate makes no interval, and the first champion stays."""
 
-TO_THE_END = 5  # after so many kills a run is let end
-HANGS_S = 600
-
-
-class Round(NamedTuple):
-    """Runs of equal work: parameters that no other round has."""
-
-    number: int
-    overrides: list[str]
-
-    @classmethod
-    def drawn(cls, seed: int, number: int) -> "Round":
-        """Other weights; whether they score better, chance decides."""
-        return cls(number, [f"train.seed={random.Random(f'{seed} round {number}').randrange(10**9)}"])
-
-
-@dataclass
-class Told:
-    """The record of the kills and of what they broke."""
-
-    seed: int
-    kills: list[str] = field(default_factory=list)
-    rounds: int = 0
-    run_s: float = 0.0
-    broken: list[str] = field(default_factory=list)
-
-    def fault(self, text: str) -> None:
-        self.broken.append(f"after kill {len(self.kills)}: {text}")
-        print(f"BROKEN {self.broken[-1]}", flush=True)
+VICTIMS = ("worker", "server", "worker and server", "mlflow", "flow", "dvc", "stage", "all")
+SERVICES = {name: [name] for name in ("worker", "mlflow")} | {"server": ["prefect"]}
+SERVICES["worker and server"] = ["worker", "prefect"]
+ENDS_S, STAYS_S = 900, 240  # until a run is over; how long one that crashed may stay so
 
 
 def one_dataset(root: Path) -> Path:
@@ -138,108 +104,124 @@ class Undisturbed:
         return (self.root / "dvc.lock").read_text(), scores["protocols"][toy.TOTAL]["CIDEr"]
 
 
-class Killer:
-    """Runs flows, kills, compares."""
+class Kills:
+    """The services of a project, what kills them, and what holds afterwards."""
 
-    def __init__(self, root: Path, flows: Starter, seed: int) -> None:
-        self.root, self.flows, self.told = root, flows, Told(seed)
-        self.round = Round(0, [])
-        self.scores: dict[int, float] = {}  # of each version
-        self.flow: Flow | None = None
-        self.killed = False  # anything of the flow that runs
-        self.first_run()
-        begin_to_edit(root)
-        self.person = of_person(root)
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.root, self.seed, self.lines = folder / "toy", seed, folder / "kills.jsonl"
+        self.done = [json.loads(line) for line in self.lines.read_text().splitlines()] if self.lines.exists() else []
+        self.scores = {int(version): score for version, score in (self.done[-1]["scores"] if self.done else {}).items()}
+        if not self.done:
+            shutil.rmtree(folder / "toy", ignore_errors=True)
+            shutil.rmtree(folder / "undisturbed", ignore_errors=True)
+            one_dataset(self.root)
+        else:
+            self.seed = self.done[0]["seed"]
+            self.undisturbed = Undisturbed(self.root, folder / "undisturbed")
+        self.machine = Machine(self.root)
+        self.machine.environment |= {"PREFECT_WORKER_HEARTBEAT_SECONDS": "5"}
+        self.machine.make("down")
+        self.machine.up()
 
-    def first_run(self) -> None:
-        """Two without kills: what others are compared with, and how long a run lasts."""
-        for number in range(2):
-            if number:
-                self.next_round()
-            started = time.monotonic()
-            self.to_the_end()
-            assert not self.told.broken, self.told.broken
-        self.told.run_s = time.monotonic() - started
-
-    def next_round(self) -> None:
-        self.told.rounds += 1
-        self.round = Round.drawn(self.told.seed, self.round.number + 1)
-
-    def start(self) -> Flow:
-        self.killed = False
-        self.flow = self.flows.start(ref="HEAD", overrides=self.round.overrides, reason="a test")
-        return self.flow
-
-    def over(self, flow: Flow) -> bool:
-        """Take note of a run that ended by itself: whether the round is over."""
-        self.flow = None
-        if left := flow.quiet():
-            self.told.fault(f"still alive after the flow's end: {left}")
-        if flow.code:
-            if not self.killed:
-                self.told.fault(f"a run that nothing was killed of ended with {flow.code}: {tail(flow.log)}")
-            return False
-        for text in self.broken():
-            self.told.fault(text)
-        return True
-
-    def to_the_end(self) -> None:
-        """Let runs end until the round is over. One that nothing is killed of ends well."""
+    def api(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The server's answer, once it is back."""
+        deadline = time.monotonic() + ENDS_S
         while True:
-            flow = self.flow or self.start()
-            if not flow.ended(HANGS_S):
-                self.told.fault(f"not over after {HANGS_S} s: {tail(flow.log)}")
-                flow.quiet(0)
-            if self.over(flow) or self.told.broken:
-                return
+            with suppress(httpx.HTTPError):
+                return self.machine.ask(path, body)
+            assert time.monotonic() < deadline, f"{path}: no answer"
+            time.sleep(1)
 
-    def kill(self, number: int) -> None:
-        """Kill once. Runs that end before it comes are compared, and others follow."""
-        draw = random.Random(f"{self.told.seed} kill {number}")
-        while True:
-            share = draw.random()
-            flow = self.flow or self.start()
-            if not flow.ended(share * self.told.run_s) and (hit := self.strike(flow, draw)):
-                break
-            if flow.ended(0) and self.over(flow):
-                self.next_round()
-        self.killed = True
-        self.told.kills.append(f"{share:.2f} of a run: {hit}")
-        print(f"kill {number}, round {self.round.number}, {self.told.kills[-1]}", flush=True)
-        if flow.ended(1 if flow.process.status() == psutil.STATUS_ZOMBIE else 0.3):
-            self.flow = None
-            if left := flow.quiet():
-                self.told.fault(f"still alive 30 s after their flow was killed: {left}")
+    def begin(self, number: int) -> str:
+        draw = random.Random(f"{self.seed} round {number}")  # whether these weights score better, chance decides
+        self.number, self.overrides = number, [f"train.seed={draw.randrange(10**9)}"] if number else []
+        deployment = self.api("/deployments/name/m3diff/full")["id"]
+        name = f"kill-{number}"
+        body = {"name": name, "parameters": {"ref": "HEAD", "overrides": self.overrides}}
+        return self.api(f"/deployments/{deployment}/create_flow_run", body | {"state": {"type": "SCHEDULED"}})["id"]
 
-    def strike(self, flow: Flow, draw: random.Random) -> str:
-        """Kill one process, of a kind that is drawn first, or all at once; what it was, or nothing where none lived."""
-        alive: dict[str, list[psutil.Process]] = {}
-        everything = draw.random() < ALL_AT_ONCE
-        for process in flow.processes():
+    def end(self, run: str) -> tuple[str, str]:
+        """The state and the message with which a run ends; `HANGS` for one that does not."""
+        began = crashed = time.monotonic()
+        while time.monotonic() - began < ENDS_S:
+            state = self.api(f"/flow_runs/{run}")["state"]
+            if state["type"] != "CRASHED":
+                crashed = time.monotonic()
+            if state["type"] in ("COMPLETED", "FAILED", "CANCELLED") or time.monotonic() - crashed > STAYS_S:
+                return state["name"], state["message"] or ""
+            time.sleep(1)
+        return "HANGS", f"{state['name']}: {state['message']}"
+
+    def victims(self, victim: str, run: str) -> list[psutil.Process]:
+        """The processes to kill; none where the flow has no such at this moment."""
+        if victim in SERVICES:
+            return self.services(SERVICES[victim])
+        ours: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.environ().get(FLOW_RUN) == run:
+                    ours["flow" if (what := kind(process)) not in ours else what].append(process)
+        if victim != "all":
+            return ours[victim]
+        services = self.services(["keeper", "worker", "prefect", "mlflow"])
+        under = [child for service in services for child in service.children(recursive=True)]
+        return [*services, *under, *(process for found in ours.values() for process in found)]
+
+    def services(self, names: list[str]) -> list[psutil.Process]:
+        """Those that are up; one that was killed may not be yet."""
+        found = []
+        for name in names:
             with suppress(psutil.Error):
-                alive.setdefault(kind(process), []).append(process)
-        if not alive:
-            return ""
-        chosen = draw.choice(sorted(alive))
-        victims = [process for found in alive.values() for process in found]
-        if not everything:
-            victims = [draw.choice(alive[chosen])]
-        said = ", ".join(describe(process) for process in victims)
-        for signal in (psutil.Process.suspend, psutil.Process.kill):  # nobody sees another one die
-            for process in victims:
-                with suppress(psutil.Error):
-                    signal(process)
-        return f"all of {said}" if everything else said
+                found.append(self.machine.process(name))
+        return found
+
+    def kill_one(self, number: int) -> dict[str, Any]:
+        draw = random.Random(f"{self.seed} kill {number}")
+        lasts = min(line.get("seconds", line.get("run_s")) for line in self.done)  # the machine may be less busy by now
+        victim, wait = draw.choice(VICTIMS), draw.random() * lasts
+        deadline = time.monotonic() + ENDS_S
+        while (status := self.machine.make("status")).stdout.count(" up  ") < 4:  # the keeper is at it
+            assert time.monotonic() < deadline, status.stdout
+            time.sleep(2)
+        run, started = self.begin(number), time.monotonic()
+        time.sleep(wait)
+        while not (alive := self.victims(victim, run)) and not self.is_over(run):
+            time.sleep(0.1)
+        at, hit = self.api(f"/flow_runs/{run}")["state_name"], [describe(process) for process in alive]
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
+        if victim == "all":
+            psutil.wait_procs(alive, timeout=20)
+            self.machine.up()
+        state, message = self.end(run)
+        line = {"kill": number, "victim": victim, "after_s": round(wait, 1), "while": at, "hit": hit[:6]}
+        line |= {"state": state, "seconds": round(time.monotonic() - started, 1)}
+        return line | self.outcome(state, message)
+
+    def is_over(self, run: str) -> bool:
+        return self.api(f"/flow_runs/{run}")["state_type"] in ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
+
+    def outcome(self, state: str, message: str) -> dict[str, Any]:
+        """Judge the end of a run; each broken invariant."""
+        if state in ("Completed", "Rejected", "Skipped"):
+            found = self.broken()
+            return {"how": "LOST" if found else "registered", "broken": found}
+        if state != "HANGS":
+            for line in self.machine.make("status").stderr.splitlines():
+                if "prefect deployment run" in line:
+                    return {"how": "told", "line": line, "message": message}
+        return {"how": "HANGS" if state == "HANGS" else "LOST", "message": message}
 
     def broken(self) -> list[str]:
         """Describe each invariant that does not hold after a run that ended well."""
         found = []
-        if self.round.number == 0:
+        if self.number == 0:
             self.undisturbed = Undisturbed(self.root, self.root.parent / "undisturbed", branches(self.root)[0])
-        lock, score = self.undisturbed.run(self.round.overrides)
-        for branch in branches(self.root, self.round.overrides):
+        lock, score = self.undisturbed.run(self.overrides)
+        for branch in branches(self.root, self.overrides):
             if (theirs := git("show", f"{branch}:dvc.lock", cwd=self.root) + "\n") != lock:
-                place = self.root.parent / f"locks-{self.round.number}"
+                place = self.root.parent / f"locks-{self.number}"
                 place.mkdir(exist_ok=True)
                 (place / "undisturbed.lock").write_text(lock)
                 (place / "run.lock").write_text(theirs)
@@ -282,6 +264,27 @@ class Killer:
             found.append(f"champion {champion}; the record names {named}, faults {wrong}, pending {left}")
         return found
 
+    def run(self, kills: int) -> list[dict[str, Any]]:
+        """So many kills in all, those of earlier calls among them."""
+        if not self.done:
+            for number in (0, -1):  # without kills: what others are compared with, and how long a run lasts
+                started = time.monotonic()
+                outcome = self.outcome(*self.end(self.begin(number)))
+                assert outcome["how"] == "registered", outcome
+            begin_to_edit(self.root)
+            lasts = round(time.monotonic() - started, 1)
+            self.add({"kill": 0, "seed": self.seed, "run_s": lasts} | outcome)
+        self.person = of_person(self.root)
+        for number in range(len(self.done), kills + 1):
+            self.add(self.kill_one(number))
+        return self.done[1:]
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.done.append(line)
+        with self.lines.open("a") as file:
+            file.write(json.dumps(line | {"scores": self.scores}) + "\n")
+        print(json.dumps(line), flush=True)
+
 
 def branches(root: Path, overrides: list[str] | None = None) -> list[str]:
     """The branches of runs that committed their outputs, with these parameters (all where None), newest first."""
@@ -296,167 +299,18 @@ def branches(root: Path, overrides: list[str] | None = None) -> list[str]:
     return found
 
 
-def tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+def describe(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"{process.pid} {kind(process)}: {' '.join(process.cmdline()[-4:])[-80:]}"
+    return f"{process.pid} gone"
 
 
-def run(folder: Path, kills: int, seed: int) -> Told:
-    """Kill so many times in a new project in `folder`; stops at the first thing that does not hold."""
-    root = one_dataset(folder / "toy")
-    with ExitStack() as stack:
-        environment = stack.enter_context(prefect_server(folder / "prefect"))
-        killer = Killer(root, stack.enter_context(starter(root, environment)), seed)
-        told = killer.told
-        print(f"seed {seed}: a run lasts {told.run_s:.1f} s", flush=True)
-        for number in range(1, kills + 1):
-            killer.kill(number)
-            if number % TO_THE_END == 0 or number == kills:
-                killer.to_the_end()
-                killer.next_round()
-            if told.broken:
-                break
-        if killer.flow:
-            killer.flow.quiet(0)
-    return told
-
-
-# Under `make up`
-
-
-VICTIMS = ("worker", "server", "worker and server", "mlflow", "flow", "dvc", "stage", "all")
-SERVICES = {name: [name] for name in ("worker", "mlflow")} | {"server": ["prefect"]}
-SERVICES["worker and server"] = ["worker", "prefect"]
-ENDS_S, STAYS_S = 900, 240  # until a run is over; how long one that crashed may stay so
-
-
-class Unattended(Killer):
-    """The services of a project, and what kills them."""
-
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.root, self.told, self.lines = folder / "toy", Told(seed), folder / "kills.jsonl"
-        self.done = [json.loads(line) for line in self.lines.read_text().splitlines()] if self.lines.exists() else []
-        self.scores = {int(version): score for version, score in (self.done[-1]["scores"] if self.done else {}).items()}
-        if not self.done:
-            shutil.rmtree(folder / "toy", ignore_errors=True)
-            shutil.rmtree(folder / "undisturbed", ignore_errors=True)
-            one_dataset(self.root)
-        else:
-            self.told.seed = self.done[0]["seed"]
-            self.undisturbed = Undisturbed(self.root, folder / "undisturbed")
-        self.machine = Machine(self.root)
-        self.machine.environment |= {"PREFECT_WORKER_HEARTBEAT_SECONDS": "5"}
-        self.machine.make("down")
-        self.machine.up()
-
-    def api(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The server's answer, once it is back."""
-        deadline = time.monotonic() + ENDS_S
-        while True:
-            with suppress(httpx.HTTPError):
-                return self.machine.ask(path, body)
-            assert time.monotonic() < deadline, f"{path}: no answer"
-            time.sleep(1)
-
-    def begin(self, number: int) -> str:
-        self.round = Round.drawn(self.told.seed, number) if number else Round(0, [])
-        deployment = self.api("/deployments/name/m3diff/full")["id"]
-        name = f"kill-{number}"
-        body = {"name": name, "parameters": {"ref": "HEAD", "overrides": self.round.overrides}}
-        return self.api(f"/deployments/{deployment}/create_flow_run", body | {"state": {"type": "SCHEDULED"}})["id"]
-
-    def end(self, run: str) -> tuple[str, str]:
-        """The state and the message with which a run ends; `HANGS` for one that does not."""
-        began = crashed = time.monotonic()
-        while time.monotonic() - began < ENDS_S:
-            state = self.api(f"/flow_runs/{run}")["state"]
-            if state["type"] != "CRASHED":
-                crashed = time.monotonic()
-            if state["type"] in ("COMPLETED", "FAILED", "CANCELLED") or time.monotonic() - crashed > STAYS_S:
-                return state["name"], state["message"] or ""
-            time.sleep(1)
-        return "HANGS", f"{state['name']}: {state['message']}"
-
-    def victims(self, victim: str, run: str) -> list[psutil.Process]:
-        """The processes to kill; none where the flow has no such at this moment."""
-        if victim in SERVICES:
-            return self.services(SERVICES[victim])
-        ours: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                if process.environ().get(FLOW_RUN) == run:
-                    ours["flow" if (what := kind(process)) not in ours else what].append(process)
-        if victim != "all":
-            return ours[victim]
-        services = self.services(["keeper", "worker", "prefect", "mlflow"])
-        under = [child for service in services for child in service.children(recursive=True)]
-        return [*services, *under, *(process for found in ours.values() for process in found)]
-
-    def services(self, names: list[str]) -> list[psutil.Process]:
-        """Those that are up; one that was killed may not be yet."""
-        found = []
-        for name in names:
-            with suppress(psutil.Error):
-                found.append(self.machine.process(name))
-        return found
-
-    def kill_one(self, number: int) -> dict[str, Any]:
-        draw = random.Random(f"{self.told.seed} kill {number}")
-        lasts = min(line.get("seconds", line.get("run_s")) for line in self.done)  # the machine may be less busy by now
-        victim, wait = draw.choice(VICTIMS), draw.random() * lasts
-        deadline = time.monotonic() + ENDS_S
-        while (status := self.machine.make("status")).stdout.count(" up  ") < 4:  # the keeper is at it
-            assert time.monotonic() < deadline, status.stdout
-            time.sleep(2)
-        run, started = self.begin(number), time.monotonic()
-        time.sleep(wait)
-        while not (alive := self.victims(victim, run)) and not self.is_over(run):
-            time.sleep(0.1)
-        at, hit = self.api(f"/flow_runs/{run}")["state_name"], [describe(process) for process in alive]
-        for process in alive:
-            with suppress(psutil.Error):
-                process.kill()
-        if victim == "all":
-            psutil.wait_procs(alive, timeout=20)
-            self.machine.up()
-        state, message = self.end(run)
-        line = {"kill": number, "victim": victim, "after_s": round(wait, 1), "while": at, "hit": hit[:6]}
-        line |= {"state": state, "seconds": round(time.monotonic() - started, 1)}
-        return line | self.outcome(state, message)
-
-    def is_over(self, run: str) -> bool:
-        return self.api(f"/flow_runs/{run}")["state_type"] in ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
-
-    def outcome(self, state: str, message: str) -> dict[str, Any]:
-        """Judge the end of a run; each broken invariant."""
-        if state in ("Completed", "Rejected", "Skipped"):
-            found = self.broken()
-            return {"how": "LOST" if found else "registered", "broken": found}
-        if state != "HANGS":
-            for line in self.machine.make("status").stderr.splitlines():
-                if "prefect deployment run" in line:
-                    return {"how": "told", "line": line, "message": message}
-        return {"how": "HANGS" if state == "HANGS" else "LOST", "message": message}
-
-    def run(self, kills: int) -> list[dict[str, Any]]:
-        """So many kills in all, those of earlier calls among them."""
-        if not self.done:
-            for number in (0, -1):  # without kills: what others are compared with, and how long a run lasts
-                started = time.monotonic()
-                outcome = self.outcome(*self.end(self.begin(number)))
-                assert outcome["how"] == "registered", outcome
-            begin_to_edit(self.root)
-            lasts = round(time.monotonic() - started, 1)
-            self.add({"kill": 0, "seed": self.told.seed, "run_s": lasts} | outcome)
-        self.person = of_person(self.root)
-        for number in range(len(self.done), kills + 1):
-            self.add(self.kill_one(number))
-        return self.done[1:]
-
-    def add(self, line: dict[str, Any]) -> None:
-        self.done.append(line)
-        with self.lines.open("a") as file:
-            file.write(json.dumps(line | {"scores": self.scores}) + "\n")
-        print(json.dumps(line), flush=True)
+def kind(process: psutil.Process) -> str:
+    """stage or dvc; else the command's name."""
+    words = process.cmdline()
+    if "toy.py" in words:
+        return "stage"
+    return "dvc" if "dvc" in words else Path(words[0]).name if words else process.name()
 
 
 def main() -> int:
@@ -464,12 +318,9 @@ def main() -> int:
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--folder", type=Path, default=Path("runs/kills"), help="kept; a second call goes on")
-    parser.add_argument("--flows", action="store_true", help="flows alone, without `make up`")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    if asked.flows:
-        return 1 if run(asked.folder.resolve() / f"flows-{asked.seed}", asked.kills, asked.seed).broken else 0
-    killer = Unattended(asked.folder.resolve(), asked.seed)
+    killer = Kills(asked.folder.resolve(), asked.seed)
     try:
         lines = killer.run(asked.kills)
     finally:

@@ -11,7 +11,7 @@ TEXT = """
 04  everything is killed at once: the host is gone -> the next run does the work from what was kept
 05  the newest checkpoint is cut short by a loss of power -> the one before is used; a warning names both
 06  another dvc command holds DVC's lock as a stage ends -> it is waited for, and the stage is recorded
-07  DVC's rwlock is empty, or names a number that another process has now -> a flow run does not meet it
+07  DVC's rwlock is empty or half -> a flow run does not meet it
 08  dvc.lock is empty, or has the marks of a merge conflict -> a sentence with git's command, no traceback
 09  a bit flips in a cache object or in the checkpoint -> named with both hashes; not scored, not registered
 10  the disk is full at a checkpoint, in convert or in push -> what was whole stays; try again, room named
@@ -65,7 +65,7 @@ m2  register is killed in mid-write -> nothing is left pending
 m3  no GPU is there though asked for -> said before anything starts
 m4  a loss of NaN -> met once, with its step
 m5  a model name that MLflow refuses -> refused before training
-m6  runs of the schedule pile up -> one runs
+m6  runs of the schedule pile up -> one at a time runs
 m7  a machine of a cluster and RAY_ADDRESS -> its memory and GPUs are not this machine's
 m8  a bit flips in a file whose time is kept, so that DVC calls it current -> it is not registered
 m9  a checkpoint that is to be resumed holds pickles -> none is loaded

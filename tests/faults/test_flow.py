@@ -238,7 +238,7 @@ def test_a_training_that_diverges_is_neither_tried_again_nor_registered(flow):
     assert flow.logged.count("train: step 7: loss nan at rate 0.001") == 1
 
 
-FLOW = "from flows.full import full; full(ref='HEAD', overrides=['evaluate.gallery=7'])"
+FLOW = "from flows.pipeline import full; full(ref='HEAD', overrides=['evaluate.gallery=7'])"
 
 
 @pytest.mark.fault("20", "32")

@@ -40,7 +40,7 @@ FLOW = """
 from flows import archive, dvc
 from m3diff.provenance.git import git
 from flows.workspace import workspace
-with workspace("one", "HEAD", ["evaluate.gallery=7"], False):
+with workspace("one", "HEAD", ["evaluate.gallery=7"]):
     dvc.link_data()
     assert dvc.repro("evaluate", print) == "Ran"
     archive.commit("what ran", ())

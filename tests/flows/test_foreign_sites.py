@@ -204,7 +204,7 @@ def test_a_page_of_another_site_is_refused_on_every_route_and_a_job_takes_nothin
 
 TEMPORARY = """
 import json, sys
-import flows.full
+import flows.pipeline
 from prefect import flow
 from prefect.client.orchestration import get_client
 

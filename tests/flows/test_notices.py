@@ -1,27 +1,20 @@
 """Somebody is told, once, in a paragraph that says what to do; and telling fails nothing and gives nothing away."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import pytest
 from prefect.blocks.notifications import AppriseNotificationBlock
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Crashed, Failed
 
 from flows import notices
-from flows.full import full
-from flows.notices import decided, failed, forget, reason_of, tell, tell_of_silence
+from flows.notices import decided, failed, forget, reason_of, tell
+from flows.pipeline import full, retrain
 from flows.report import Done
-from flows.retrain import retrain
 from flows.watch import watch
 from flows.workspace import FLOWS, Workspace
 from m3diff.registry.promote import Promotion
-from m3diff.settings.section import ParamsError
 from tests.servers import Listener
 
 GATE = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "0.1 less"}
@@ -38,71 +31,60 @@ def test_a_notice_goes_to_an_address_of_apprise_once_and_the_latest_are_remember
     monkeypatch.setattr(notices, "REMEMBERED", 2)
     for key in ("a", "a", "b", "c", "c", "b"):
         tell(pytest.fail, key, f"title {key}", "the text", checkout)
-    told = [(notice["title"], notice["message"]) for notice in listener.got]
-    assert told == [(f"title {key}", "the text") for key in "abc"]
+    assert [(told["title"], told["message"]) for told in listener.got] == [(f"title {k}", "the text") for k in "abc"]
     forget("b", checkout)
     for key in ("b", "c"):
         tell(pytest.fail, key, "what is over may be told again", "text", checkout)
     assert len(listener.got) == 4
+    monkeypatch.delenv("M3DIFF_NOTIFY")
+    tell(pytest.fail, "d", "nobody is told", "and nothing waits")
+    monkeypatch.setenv("M3DIFF_NOTIFY", listener.address)
+    tell(pytest.fail)
+    assert len(listener.got) == 4
 
 
 def test_what_was_not_taken_is_a_warning_without_the_address_and_goes_out_at_the_next_occasion_once(
-    checkout, listener: Listener, caplog, capfd, monkeypatch
+    checkout, listener: Listener, caplog, capfd
 ):
     said: list[str] = []
     listener.code = 500
     tell(said.append, "a", "first", "text")
     tell(said.append, "b", "second", "text")
-    assert [line.split(":")[0] for line in said] == ["warning", "warning"]
     assert "first: nobody was told, for M3DIFF_NOTIFY does not work" in said[0]
     assert "2 notice(s) wait" in said[1]
     listener.code = 200
     for _ in range(2):
         tell(said.append, checkout=checkout)
-    assert [notice["title"] for notice in listener.got] == ["first", "second"]
     tell(said.append, "a", "first", "text")
-    assert len(listener.got) == 2
+    assert [notice["title"] for notice in listener.got] == ["first", "second"]
     everything = "".join([*said, caplog.text, *capfd.readouterr(), (checkout / FLOWS / "notices.json").read_text()])
     assert "secret-word" not in everything
 
 
-def test_without_an_address_nobody_is_told_and_nothing_waits(checkout, listener: Listener, monkeypatch):
-    monkeypatch.delenv("M3DIFF_NOTIFY")
-    tell(pytest.fail, "a", "the title", "the text")
-    monkeypatch.setenv("M3DIFF_NOTIFY", listener.address)
-    tell(pytest.fail)
-    assert listener.got == []
-
-
-@pytest.mark.parametrize("address", ["nonsense://secret-word", "json://", "no-such-block/secret-word", "secret-word"])
-def test_an_address_that_is_none_is_a_warning_and_fails_nothing(checkout, monkeypatch, caplog, capfd, address):
-    def missing(name: str) -> None:
-        raise ValueError(f"no block {name}")
+@pytest.mark.parametrize("fault", ["nonsense://secret-word", "json://", "no-such-block/secret-word", "a full disk"])
+def test_an_address_that_is_none_and_a_full_disk_are_a_warning_and_fail_nothing(
+    checkout, monkeypatch, caplog, capfd, fault
+):
+    def refuse(*words: object) -> None:
+        raise OSError(f"secret-word, {words}")
 
     said: list[str] = []
-    monkeypatch.setattr(notices.Block, "load", missing)
-    monkeypatch.setenv("M3DIFF_NOTIFY", address)
+    monkeypatch.setattr(notices.Block, "load", refuse)
+    if fault == "a full disk":
+        monkeypatch.setattr(notices, "write_atomic", refuse)
+    else:
+        monkeypatch.setenv("M3DIFF_NOTIFY", fault)
     tell(said.append, "a", "the title", "the text")
     assert len(said) == 1
     assert "secret-word" not in "".join([*said, caplog.text, *capfd.readouterr()])
 
 
-def test_a_disk_that_is_full_fails_no_run_and_a_block_of_prefects_is_loaded_by_its_name(
-    checkout, listener, monkeypatch
-):
+def test_a_block_of_prefects_is_loaded_by_its_name(checkout, listener, monkeypatch):
     block = AppriseNotificationBlock(url=listener.address)
     monkeypatch.setattr(notices.Block, "load", {"custom-webhook/mine": block}.__getitem__)
     monkeypatch.setenv("M3DIFF_NOTIFY", "custom-webhook/mine")
     tell(pytest.fail, "a", "the title", "the text")
     assert [notice["title"] for notice in listener.got] == ["the title"]
-
-    def full_disk(*words: object) -> None:
-        raise OSError("no space left")
-
-    said: list[str] = []
-    monkeypatch.setattr(notices, "write_atomic", full_disk)
-    tell(said.append, "b", "the title", "the text")
-    assert said == ["warning: a notice was not sent: OSError"]
 
 
 # What is told
@@ -176,56 +158,3 @@ def test_a_decision_of_the_gate_is_told_with_its_numbers_and_the_reason_of_the_r
     assert f"m version 7 {outcome}: 0.1 less. Run because new data. " in text
     assert then in text
     assert ("nothing to do" in text) == ("nothing to do" in then)
-
-
-# Silence
-
-
-@pytest.fixture
-def server(monkeypatch) -> dict[str, list[float]]:
-    """Prefect's answers: how many days ago trainings completed, and deployments were made."""
-    days: dict[str, list[float]] = {"/flow_runs/filter": [], "/deployments/filter": [30, 30]}
-
-    def request(method: str, path: str, json: dict[str, Any]) -> httpx.Response:
-        assert json["deployments"] == {"name": {"any_": ["full", "retrain"]}}, "a look says nothing of training"
-        times = [(datetime.now(UTC) - timedelta(days=count)).isoformat() for count in days[path]]
-        found = [{"end_time": time, "created": time} for time in times][: json.get("limit")]
-        return httpx.Response(200, json=found, request=httpx.Request(method, "http://prefect"))
-
-    @contextmanager
-    def client(sync_client: bool) -> Iterator[Any]:
-        if not days:
-            raise httpx.ConnectError("no answer")
-        yield SimpleNamespace(request=request)
-
-    monkeypatch.setattr(notices, "get_client", client)
-    return days
-
-
-@pytest.mark.parametrize(
-    ("days", "last", "silent"),
-    [("3", [4, 5], True), ("3", [2, 5], False), ("", [400], False), ("0.5", [0.6], True), ("3", [], True)],
-)
-def test_silence_is_told_where_nothing_ended_well_for_so_many_days(server, told, monkeypatch, days, last, silent):
-    monkeypatch.setenv("M3DIFF_SILENCE_DAYS", days)
-    server["/flow_runs/filter"] = last
-    tell_of_silence(Path(), print)
-    assert [title for _, title, _ in told] == (["m3diff: nothing ran well for days"] if silent else [])
-    if silent:
-        number = int((last or [30])[0])
-        assert f"for {number} days" in told[0][2], "before the first run time counts from the deployment"
-        assert told[0][0].startswith("silence since 20"), "another silence after another run"
-
-
-def test_a_server_that_does_not_answer_stops_no_look_and_a_number_of_days_that_is_none_is_named(
-    server, told, monkeypatch
-):
-    server.clear()
-    said: list[str] = []
-    monkeypatch.setenv("M3DIFF_SILENCE_DAYS", "3")
-    tell_of_silence(Path(), said.append)
-    assert said == ["warning: earlier runs were not looked at: ConnectError: no answer"]
-    for text in ("three", "0", "-1", "nan", "inf"):
-        monkeypatch.setenv("M3DIFF_SILENCE_DAYS", text)
-        with pytest.raises(ParamsError, match=f"M3DIFF_SILENCE_DAYS='{text}': expected a number of days above 0"):
-            tell_of_silence(Path(), print)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,8 @@ from prefect.states import Completed, Failed
 
 from flows import archive, dvc, notices, pipeline, report
 from flows.dvc import DvcError
-from flows.full import full
-from flows.pipeline import FLOW_RUN, run_pipeline
+from flows.pipeline import FLOW_RUN, full, look_for_changes, retrain, run_pipeline, unregistered
 from flows.report import Done
-from flows.retrain import look_for_changes, retrain, unregistered
 from flows.warm import NothingNewError
 from flows.workspace import Workspace
 from m3diff.provenance.dvc import Lock
@@ -53,7 +50,6 @@ class Pipeline:
         self.opened: list[Any] = []
         self.logged: list[str] = []
         self.told: list[str] = []
-        self.champion: Registration | None = None
         self.root, self.data = root, ()
         logger = SimpleNamespace(info=self.logged.append, warning=self.logged.append)
         fakes: dict[Any, dict[str, Any]] = {
@@ -62,7 +58,6 @@ class Pipeline:
                 "workspace": self.workspace,
                 "git": lambda *arguments: self.git.append(arguments),
                 "load_params": lambda path: "the parameters",
-                "current_champion": lambda params: self.champion,
                 "look_before": self.look_before,
                 "reproduce": lambda stage, current, return_state: self.task((stage, current), name=stage),
                 "push_data": lambda return_state: self.task("push"),
@@ -71,7 +66,6 @@ class Pipeline:
             },
             dvc: {
                 "stages": lambda: {"ingest@a": set(), "ingest@b": set(), "train": {"ingest@a", "ingest@b"}},
-                "link_data": lambda: self.done.append("link"),
             },
             archive: {"commit": lambda message, links: self.done.append(message)},
             notices: {"decided": lambda done, log: self.told.append(done.state)},
@@ -93,8 +87,8 @@ class Pipeline:
             raise DvcError("stage preflight", 3, [])
         return self.status
 
-    def register(self, known: Registration | None, return_state: bool):
-        self.known, self.known_as = known, os.environ.get(FLOW_RUN)
+    def register(self, return_state: bool):
+        self.known_as = os.environ.get(FLOW_RUN)
         return self.task("register", REGISTRATION)
 
     def promote(self, version: int, return_state: bool):
@@ -115,7 +109,7 @@ def recorded(monkeypatch, tmp_path) -> Pipeline:
 
 
 def run(**changes: Any):
-    asked: dict[str, Any] = {"ref": None, "overrides": [], "dirty": False, "reason": "asked for"}
+    asked: dict[str, Any] = {"ref": None, "overrides": [], "reason": "asked for"}
     return run_pipeline(**(asked | changes))
 
 
@@ -162,7 +156,7 @@ def test_a_run_ends_in_a_word_is_told_and_may_be_the_latest(recorded, outcomes, 
     assert [words[0] for words in recorded.git] == git
     assert recorded.git[1:] in ([], [("branch", "--quiet", "-D", f"runs/{recorded.opened[0][0]}")])
     assert recorded.told == [name]
-    assert recorded.opened[0][4] == bool(overrides)
+    assert recorded.opened[0][3] == bool(overrides)
     assert "a.dvc: as on runs/data" in recorded.logged
 
 
@@ -175,22 +169,6 @@ def test_dvc_is_not_asked_for_a_stage_that_is_current_unless_one_before_it_was_a
     assert recorded.done[:3] == [("ingest@a", False), ("ingest@b", True), ("train", False)]
 
 
-@pytest.mark.parametrize(
-    ("status", "champion", "linked", "known"),
-    [
-        ({}, REGISTRATION, False, REGISTRATION),
-        ({}, None, True, None),
-        ({"train": []}, REGISTRATION, False, None),
-    ],
-    ids=["a current champion", "register and gate have to do", "linked already, and no champion is asked for"],
-)
-def test_data_are_linked_where_something_is_left_to_do(recorded, status, champion, linked, known):
-    recorded.status, recorded.champion = status, champion
-    run()
-    assert recorded.done[: linked + 1] == ["link"] * linked + [("ingest@a", True)]
-    assert recorded.known == known
-
-
 def test_a_run_from_the_champion_that_has_seen_all_data_is_skipped(recorded, monkeypatch):
     @contextmanager
     def refuse(*arguments: Any):
@@ -201,7 +179,7 @@ def test_a_run_from_the_champion_that_has_seen_all_data_is_skipped(recorded, mon
     monkeypatch.setattr(pipeline, "workspace", refuse)
     state = run(replay=0.5)
     assert (state.name, state.message, state.is_completed()) == ("Skipped", "no dataset changed", True)
-    assert recorded.opened[0][5] == 0.5
+    assert recorded.opened[0][4] == 0.5
     assert recorded.done == recorded.git == recorded.pages == []
 
 
@@ -221,40 +199,38 @@ def test_the_first_failure_ends_the_run_with_a_page_that_says_why(recorded, fail
     assert recorded.told == [], "that is left to the hook of the flow"
 
 
-def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(recorded):
-    def reasons(status: Any, params: Any) -> list[str]:
-        assert (status, params) == (recorded.status, "the parameters")
-        return found
-
+def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(recorded, monkeypatch):
+    asked: list[Any] = []
     found: list[str] = []
-    state = run(reason="", worthwhile=reasons)
+    monkeypatch.setattr(pipeline, "look_for_changes", lambda *given: asked.append(given) or found)
+    state = run(reason="", if_changed=True)
     assert (state.name, state.message) == ("Skipped", pipeline.NO_REASON)
     assert (recorded.done, recorded.pages) == ([], [])
     found = ["new data"]
-    assert run(reason="the schedule", worthwhile=reasons).name == "Rejected"
+    assert run(reason="the schedule", if_changed=True).name == "Rejected"
     assert recorded.logged.count("because the schedule") == recorded.logged.count("because new data") == 1
+    assert asked == [(recorded.status, "the parameters")] * 2
 
 
 @pytest.mark.parametrize(
     ("flow", "given", "asked"),
     [
-        (full, {}, {"ref": None, "overrides": [], "dirty": False, "reason": "asked for", "replay": None}),
-        (full, {"ref": "main", "dirty": True, "reason": "why"}, {"ref": "main", "dirty": True, "reason": "why"}),
-        (full, {"overrides": ["a=1"], "replay": 0.5}, {"overrides": ["a=1"], "replay": None}),
-        (full, {"warm_start": True}, {"replay": 0.25}),
-        (retrain, {}, {"ref": "HEAD", "overrides": [], "dirty": False, "reason": "", "data": True, "replay": None}),
-        (retrain, {"ref": "main", "overrides": ["a=1"]}, {"ref": "main", "overrides": ["a=1"], "data": False}),
-        (retrain, {"warm_start": True, "replay": 0.5}, {"ref": "HEAD", "replay": 0.5}),
+        (full, {}, [None, [], "asked for", {"replay": None}]),
+        (full, {"ref": "main", "reason": "why", "replay": 0.5}, ["main", [], "why", {"replay": None}]),
+        (full, {"overrides": ["a=1"], "warm_start": True}, [None, ["a=1"], "asked for", {"replay": 0.25}]),
+        (retrain, {}, ["HEAD", [], "", {"if_changed": True, "data": True, "replay": None}]),
+        (retrain, {"ref": "main"}, ["main", [], "", {"if_changed": True, "data": False, "replay": None}]),
+        (
+            retrain,
+            {"warm_start": True, "replay": 0.5},
+            ["HEAD", [], "", {"if_changed": True, "data": True, "replay": 0.5}],
+        ),
     ],
 )
 def test_the_flows_hand_on_what_they_are_asked(monkeypatch, flow, given, asked):
-    def got(ref: str | None, overrides: list[str], dirty: bool = False, reason: str = "", **more: Any) -> None:
-        given = {"ref": ref, "overrides": overrides, "dirty": dirty, "reason": reason} | more
-        assert asked.items() <= given.items()
-        assert ("worthwhile" in more) == (flow is retrain)
-
-    monkeypatch.setattr(sys.modules[flow.fn.__module__], "run_pipeline", got)
-    flow.fn(**given)
+    monkeypatch.setattr(pipeline, "require_own_code", lambda: None)
+    monkeypatch.setattr(pipeline, "run_pipeline", lambda *got, **named: [*got, named])
+    assert flow.fn(**given) == asked
 
 
 # The tasks
@@ -277,42 +253,26 @@ def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkey
     assert pipeline.reproduce.fn("train", current=True).name == "Skipped"
 
 
-@pytest.mark.parametrize(
-    ("current", "whole", "over", "up", "status", "looked"),
-    [
-        (True, True, None, None, {}, ["send"]),
-        (True, False, None, False, {"train": "first"}, ["send", "link", "up"]),
-        (False, True, True, None, {}, ["over", "send"]),
-        (False, True, False, True, {"train": "second"}, ["over", "link", "up"]),
-        (False, True, False, False, {"train": "first"}, ["over", "link", "up"]),
-    ],
-    ids=["all is current", "the cache lost some", "with the lock of the latest run", "some of its entries", "nothing"],
-)
-def test_before_anything_runs_the_machine_the_remote_and_the_latest_run_are_looked_at(
-    monkeypatch, current, whole, over, up, status, looked
-):
+def test_before_anything_runs_the_machine_and_the_remote_are_looked_at(monkeypatch):
     seen: list[str] = []
-    statuses = iter(({"train": "first"}, {"train": "second"}))
     monkeypatch.setattr(pipeline, "load_params", lambda path: f"params of {path}")
     monkeypatch.setattr(pipeline, "preflight", seen.append)
     monkeypatch.setattr(archive, "check_remote", lambda: seen.append("remote"))
-    monkeypatch.setattr(dvc, "is_current", lambda: current)
-    monkeypatch.setattr(archive, "can_be_sent", lambda: seen.append("send") or whole)
-    monkeypatch.setattr(archive, "take_over", lambda: seen.append("over") or over)
-    monkeypatch.setattr(archive, "take_up", lambda stages: seen.append("up") or up)
-    monkeypatch.setattr(dvc, "link_data", lambda: seen.append("link"))
-    monkeypatch.setattr(dvc, "status", lambda: next(statuses))
-    assert pipeline.look_before.fn() == status
-    assert seen == ["params of params.yaml", "remote", *looked]
+    monkeypatch.setattr(archive, "take_up", lambda: {"train": seen.append("up")})
+    assert pipeline.look_before.fn() == {"train": None}
+    assert seen == ["params of params.yaml", "remote", "up"]
 
 
 @pytest.mark.parametrize(
     ("how", "name"),
-    [("registered", "Ran"), ("updated", "Ran"), ("unchanged", "Skipped"), ("promoted", "Ran"), ("first", "Ran")]
-    + [("refused", "Rejected"), ("pushed", "Ran")],
+    [("registered", "Ran"), ("updated", "Ran"), ("known", "Skipped"), ("unchanged", "Skipped"), ("promoted", "Ran")]
+    + [("first", "Ran"), ("refused", "Rejected"), ("pushed", "Ran")],
 )
 def test_the_state_of_what_acts_outside_says_what_came_of_it_and_to_be_rejected_is_no_failure(monkeypatch, how, name):
-    made = Registration(outcome=how, model="m", version=3, run_id="r") if how in ("registered", "updated") else None
+    outcome = "unchanged" if how == "known" else how
+    made = None
+    if how in ("registered", "updated", "known"):
+        made = Registration(outcome=outcome, model="m", version=3, run_id="r")
     made, asked = made or (("Ran", "all of it") if how == "pushed" else decision(how)), []
     monkeypatch.setattr(pipeline, "load_params", lambda path: f"params of {path}")
     for does in ("archive.push", "register", "promote"):
@@ -321,10 +281,8 @@ def test_the_state_of_what_acts_outside_says_what_came_of_it_and_to_be_rejected_
         state = pipeline.push_data.fn()
         assert (state.message, state.result(), asked) == ("all of it", "Ran", [])
     elif isinstance(made, Registration):
-        state = pipeline.register_model.fn(None)
+        state = pipeline.register_model.fn()
         assert (state.message, state.result(), asked) == (str(made), made, ["params of params.yaml"])
-        known = pipeline.register_model.fn(Registration(outcome="unchanged", model="m", version=3, run_id="r"))
-        assert (known.name, asked) == ("Skipped", ["params of params.yaml"]), "it is not registered again"
     else:
         state = pipeline.promote_model.fn(7)
         assert (state.message, state.result()) == (str(made), made)
@@ -376,27 +334,26 @@ def done(tmp_path, monkeypatch) -> Done:
     )
 
 
-def text(done: Done, champion: dict[str, float] | None = None, uri: str = PARAMS.register_.tracking_uri) -> str:
+def text(done: Done, uri: str = PARAMS.register_.tracking_uri) -> str:
     params = PARAMS.model_copy(update={"register_": PARAMS.register_.model_copy(update={"tracking_uri": uri})})
-    return "\n".join(report.page(done, params, champion or {}))
+    return "\n".join(report.page(done, params))
 
 
 @pytest.mark.fault("see")
 def test_the_page_says_what_came_out_why_it_ran_how_long_it_took_and_where_to_look(done):
-    found = text(done, {"d/p/CIDEr": 1.3}, "http://127.0.0.1:5000")
+    found = text(done, "http://127.0.0.1:5000")
     assert found.startswith(f"# Rejected: run `01234567` of commit `{'c' * 12}`")
     for words in (
         "- because new data",
-        "began 1970-01-01 00:00:00 UTC, took 1 h 02 min; branch `runs/0123456789ab`",
+        "began 1970-01-01 00:00:00 UTC, took 1:02:06; branch `runs/0123456789ab`",
         "m version 7 refused: why",
-        "| train | Ran | 1 h 02 min |\n| promote | Rejected | 1.2 s |",
-        "| d/p | CIDEr | 125.0 | 130.0 |",
+        "| train | Ran | 1:02:05 |\n| promote | Rejected | 0:00:01 |",
+        "| d/p | CIDEr | 125.0 |",
         "m version 7, MLflow run `r1`",
         "[the version](http://127.0.0.1:5000/#/models/m/versions/7)",
     ):
         assert words in found
     assert "METEOR" not in found
-    assert "| d/p | CIDEr | 125.0 |  |" in text(done), "without a champion"
     (PARAMS.paths.report / "metrics.json").unlink()
     assert "## Scores" not in text(done)
     done.error, done.decision, done.registration = "DvcError: stage train exited with 3", None, None
@@ -411,7 +368,6 @@ def kept(monkeypatch) -> dict[str, list]:
     """The places that the page went to."""
     kept: dict[str, list] = {"artifact": [], "commit": [], "branch": [], "log": []}
     monkeypatch.setattr(report, "load_params", lambda path: PARAMS)
-    monkeypatch.setattr(report, "champion_scores", lambda done, params: {})
     monkeypatch.setattr(report, "create_markdown_artifact", lambda **artifact: kept["artifact"].append(artifact))
     monkeypatch.setattr(archive, "commit", lambda message, links: kept["commit"].append((message, links)))
     monkeypatch.setattr(archive, "publish", lambda branch, log: kept["branch"].append(branch))
@@ -443,18 +399,13 @@ def test_a_page_that_cannot_be_kept_is_a_warning(done, kept, monkeypatch):
     assert kept["log"] == ["the page of this run could not be kept: ConnectionError: the server is gone"]
 
 
-def test_a_duration_is_told_as_people_do():
-    told = {0.04: "0.0 s", 59.94: "59.9 s", 200: "3 min 20 s", 3599: "59 min 59 s", 7260: "2 h 01 min"}
-    assert {seconds: report.duration(seconds) for seconds in told} == told
-
-
 # When the schedule trains again
 
 
 def changes(status: dict[str, Any]) -> list[str]:
     """The reasons in DVC's status, where the newest version is the checkpoint of `dvc.lock`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flows.retrain.unregistered", lambda params: ["unregistered"])
+        patch.setattr(pipeline, "unregistered", lambda params: ["unregistered"])
         *found, last = look_for_changes(status, None)
     assert last == "unregistered"
     return found
@@ -528,10 +479,10 @@ def test_what_was_trained_and_not_registered_is_a_reason(monkeypatch, tmp_path, 
         lock.write_text(yaml.safe_dump({"stages": stages if "model" in trained else {"pretrain": {"outs": [entry]}}}))
     version = newest and SimpleNamespace(version="3", tags={"dvc.checkpoint": newest})
     asked = {} if reason == "nothing was trained yet" else {("client", "m3diff", "challenger"): version}
-    monkeypatch.setattr("flows.retrain.LOCK", lock)
-    monkeypatch.setattr("flows.retrain.Lock", lambda: Lock(lock))
+    monkeypatch.setattr(pipeline, "LOCK", lock)
+    monkeypatch.setattr(pipeline, "Lock", lambda: Lock(lock))
     monkeypatch.setattr(tracking, "connected", lambda uri: contextlib.nullcontext("client"))
-    monkeypatch.setattr("flows.retrain.find_alias", lambda *arguments: asked[arguments])
+    monkeypatch.setattr(pipeline, "find_alias", lambda *arguments: asked[arguments])
     found = list(unregistered(PARAMS))
     assert len(found) == bool(reason)
     assert all(text.startswith(reason) for text in found)

@@ -87,7 +87,7 @@ def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and
     status = machine.make("status")
     assert status.returncode == 1
     assert "worker is not up, keeper is not up" in status.stderr
-    assert "last successful run:  third, " in status.stdout
+    assert "last training: third, " in status.stdout
     machine.up()
     assert machine.make("status").returncode == 0
     log = (root / "services" / "worker.log").read_text()

@@ -40,9 +40,7 @@ class Server:
         heard: bool = False,
     ) -> None:
         self.set: list[State[Any]] = []
-        self.changed: list[uuid.UUID] = []
         self.crashes, self.gone, self.heard = crashes, False, heard
-        self.others: list[FlowRun] = []
         since = datetime.now(UTC) - timedelta(minutes=minutes)
         of_state = {"state": state.model_copy(update={"timestamp": since}), "state_type": state.type}
         deployed = DEPLOYED[deployment].id if deployment else None
@@ -64,13 +62,12 @@ class Server:
 
     async def set_flow_run_state(self, flow_run_id: uuid.UUID, state: State[Any]) -> Any:
         self.set.append(state)
-        self.changed.append(flow_run_id)
         return SimpleNamespace(status=SimpleNamespace(value="ACCEPT"))
 
     async def get_scheduled_flow_runs_for_work_pool(self, **asked: Any) -> list[Any]:
         if self.gone:
             raise httpx.ConnectError("no answer")
-        return [SimpleNamespace(flow_run=run) for run in (self.run, *self.others)]
+        return [SimpleNamespace(flow_run=self.run)]
 
 
 def ask(server: Server, what: Callable[[Worker], Coroutine[Any, Any, Any]], in_hand: bool = False) -> Any:
@@ -176,32 +173,6 @@ def test_a_run_that_is_here_still_is_not_begun_again_and_the_worker_goes_on(how:
     assert [run.id for run in begun] == ([server.run.id] if how == "free" else [])
 
 
-OTHERS: dict[str, tuple[float, dict[str, Any], list[str]]] = {
-    "later": (1, {}, ["other"]),
-    "earlier": (3, {}, ["one"]),
-    "earlier, and waiting for a slot": (3, {"state_name": "AwaitingConcurrencySlot"}, ["one"]),
-    "to come": (-60, {}, ["one", "other"]),
-    "of another deployment": (1, {"deployment_id": DEPLOYED["full"].id}, ["one", "other"]),
-    "with other parameters": (1, {"parameters": {"warm_start": True}}, ["one", "other"]),
-    "asked for by a person": (1, {"tags": []}, ["one", "other"]),
-    "begun before": (1, {"state_name": "AwaitingRetry"}, ["one", "other"]),
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_of_the_runs_that_a_schedule_missed_the_latest_alone_begins(case: str) -> None:
-    minutes, changes, left = OTHERS[case]
-    server, now = Server(Pending(), "retrain", {}, 0, 0), datetime.now(UTC)
-    due = {"state_name": "Late", "tags": ["auto-scheduled"]}
-    server.run = server.run.model_copy(update=due | {"expected_start_time": now - timedelta(minutes=2)})
-    when = {"id": uuid.uuid4(), "name": "other", "expected_start_time": now - timedelta(minutes=minutes)}
-    server.others = [server.run.model_copy(update=due | when | changes)]
-    begun = [entry.flow_run for entry in ask(server, Worker._get_scheduled_flow_runs)]
-    assert [run.name for run in begun] == left
-    assert [state.name for state in server.set] == ["Coalesced"] * (2 - len(left))
-    assert {run.id for run in begun} | {*server.changed} == {server.run.id, when["id"]}
-
-
 def test_prefects_own_command_starts_this_worker() -> None:
     from prefect.cli._worker_utils import _load_worker_class
 
@@ -228,25 +199,19 @@ def test_a_server_that_does_not_answer_ends_no_worker_that_has_begun(
     assert ask(Server(Running(), "full", HERE, 0, 0), report) == ("goes on" if set_up else "ended")
 
 
-PRINTS = """
-import sys
-import flows
-sys.stdin.readline()
-for number in range(3):
-    print("printed", number)
-    print("told", number, file=sys.stderr, flush=True)
-open(sys.argv[1], "w").close()
-"""
+PRINTS = "import sys, flows; sys.stdin.readline(); print('printed'); print('told', file=sys.stderr)"
 
 
 @pytest.mark.fault("W4")
 def test_a_flow_goes_on_where_the_worker_that_reads_what_it_prints_was_killed(tmp_path: Path) -> None:
-    given = os.environ | {"PREFECT__FLOW_RUN_ID": str(uuid.uuid4())}
-    command, pipe = [sys.executable, "-c", PRINTS, str(tmp_path / "end")], subprocess.PIPE
-    flow = subprocess.Popen(command, env=given, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
+    log = tmp_path / "services/worker.log"
+    log.parent.mkdir()
+    log.write_text("before\n")
+    given = os.environ | {"PREFECT__FLOW_RUN_ID": str(uuid.uuid4()), "PYTHONPATH": str(REPOSITORY)}
+    command, pipes = [sys.executable, "-c", PRINTS], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    flow = subprocess.Popen(command, env=given, cwd=tmp_path, stderr=subprocess.STDOUT, **pipes)
     assert flow.stdin is not None
     assert flow.stdout is not None
     flow.stdout.close()
-    flow.stdin.write(b"\n")
-    flow.stdin.close()
-    assert (flow.wait(60), (tmp_path / "end").exists()) == (0, True)
+    flow.communicate(b"\n", 60)
+    assert (flow.returncode, sorted(log.read_text().splitlines())) == (0, ["before", "printed", "told"])

@@ -19,8 +19,8 @@ from tests import toy
 SEED = Path("params.yaml")
 
 
-def opened(flow_run="one", ref=None, overrides=(), dirty=False, **more):
-    return workspace(flow_run, ref, overrides, dirty, **more)
+def opened(flow_run="one", ref=None, overrides=(), **more):
+    return workspace(flow_run, ref, overrides, **more)
 
 
 def worktrees() -> list[str]:
@@ -64,33 +64,24 @@ def test_what_decides_a_run_and_is_not_committed_is_named_and_refused_and_the_re
         (project / file).parent.mkdir(parents=True, exist_ok=True)
         with (project / file).open("a") as opened_file:
             opened_file.write("\n# new\n")
-        with pytest.raises(UncommittedError, match=f"not committed: .*{file}.*ref=HEAD.*dirty=true"), opened():
+        with pytest.raises(UncommittedError, match=f"not committed: .*{file}.*ref=BRANCH.*ref=HEAD"), opened():
             pytest.fail("it began")
         git("add", file)
         git("stash", "--quiet")
         assert (worktrees(), has_branch("runs/one")) == ([], False)
 
 
-def test_a_named_commit_runs_without_what_is_not_committed_which_goes_to_the_runs_branch_where_asked(project):
+def test_a_named_commit_runs_without_what_is_not_committed(project):
     first = git("rev-parse", "HEAD")
     toy.change(project, "train", seed=2)
     toy.commit(project, "second")
     head = git("rev-parse", "HEAD")
     toy.change(project, "train", seed=3)
-    (project / "profiles" / "new.yaml").write_text("extends: ../params.yaml\n")
-    (project / "notes.txt").write_text("mine")
-    status = git("status", "--porcelain")
     for name, ref, seed, commit in (("a", "HEAD", 2, head), ("b", first[:9], 7407, first)):
         with opened(name, ref) as work:
             assert (trained_by()["seed"], work.commit) == (seed, commit)
     with pytest.raises(ParamsError, match="ref: 'nowhere' is no commit, branch or tag"), opened("c", "nowhere"):
         pytest.fail("it began")
-    with opened(dirty=True) as work:
-        assert trained_by()["seed"] == 3
-        assert git("show", "--name-only", "--format=").split() == ["params.yaml", "profiles/new.yaml"]
-        assert git("rev-parse", "HEAD^") == head
-    assert work.commit != head
-    assert (git("rev-parse", "HEAD"), git("diff", "--cached"), git("status", "--porcelain")) == (head, "", status)
 
 
 def test_overrides_are_committed_and_keep_the_comments(project):
@@ -105,7 +96,8 @@ def test_overrides_are_committed_and_keep_the_comments(project):
 
 OVERRIDES = {
     "train.epochs": "expected section.parameter=value",
-    "trian.epochs=6": "no section 'trian'; did you mean 'train'",
+    "trian.epochs=6": "trian.*did you mean 'train'",
+    "train.epochs.more=6": r"train.epochs.more=6",
     "train.epochs=[6": r"train.epochs=\[6",
     "train.epochs=six": "train.epochs",
     "train.epohcs=6": "epohcs",
@@ -197,7 +189,7 @@ def test_a_relative_store_or_scratch_folder_is_the_checkouts_wherever_it_lies(pr
     toy.change(project, "compute", scratch="../scratch")
     toy.commit(project, "places")
     meant = tracking.resolve(uri)
-    for name in ("one", "two"):
+    for name in ("one", "two"):  # the second finds the links of the first outside its worktree
         with opened(name):
             assert tracking.resolve(uri) == meant
             (Path("../scratch") / name).write_text("a checkpoint")
