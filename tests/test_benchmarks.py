@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,14 +92,12 @@ def test_sides_whose_losses_differ_or_that_die_are_refused_and_figures_are_of_th
     assert figures["rounds"] == [15.0, 30.0, 7.5]
 
 
-def data(out: Path, printed: str) -> None:
-    found = json.loads(out.read_text())
+def data(found: dict[str, Any]) -> None:
     assert found["rows"] > 900
     assert len(found["warm_runs_s"]) == 1
 
 
-def train(out: Path, printed: str) -> None:
-    found = json.loads(out.read_text())
+def train(found: dict[str, Any]) -> None:
     for name in ("unpacked", "packed", "peer_prepared"):
         assert found[name]["losses"] == pytest.approx(found["peer"]["losses"], rel=2e-4)
         assert found["ratios"][name] == found[name]["captions_per_s"] / found["peer"]["captions_per_s"]
@@ -107,29 +106,40 @@ def train(out: Path, printed: str) -> None:
     assert not found["not_run"]
 
 
-IN_SMALL: dict[str, tuple[int, str, Callable[[Path, str], None]]] = {
-    "data": (20, "--sizes 1000 --runs 1", data),
-    "train": (25, "--pairs 2 --repeats 1 --steps 4 --round-s 0.01 --device cpu --threads 1", train),
+def gpu_rows(found: dict[str, Any]) -> None:
+    names = ["packed, flex, selective", "packed, sdpa, none", "unpacked, selective"]
+    assert [row["name"] for row in found["ablation"]] == names
+    assert all(row["planned_gb"] > 0 for row in found["ablation"])
+
+
+TRAIN = "train --pairs 2 --repeats 1 --device cpu --threads 1"
+GPU_ROWS = '--rows "packed, flex, selective" "packed, sdpa, none" "unpacked, selective"'
+IN_SMALL: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
+    "data --sizes 1000 --runs 1": (20, data),
+    f"{TRAIN} --steps 4 --round-s 0.01": (25, train),
+    f"{TRAIN} --precision bf16 {GPU_ROWS}": (60, gpu_rows),
 }
-"""Every benchmark: its seconds in small, with which arguments, and what then holds of its file and what it prints."""
+"""Every benchmark with its arguments, its seconds in small, and what then holds of its file."""
 
 
 def test_every_benchmark_has_a_small_run() -> None:
     scripts = {file.stem for file in (REPOSITORY / "benchmarks").glob("*.py") if "\ndef main(" in file.read_text()}
-    assert scripts - {"gpu", "digests", "reading"} == IN_SMALL.keys(), "these have tests of their own"
+    others = {"gpu", "digests", "reading"}  # these have tests of their own
+    assert scripts - others == {line.split()[0] for line in IN_SMALL}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow(of[0])] * (of[0] > 10)) for name, of in IN_SMALL.items()]
-)
-def test_every_benchmark_runs_in_small(name: str, tmp_path: Path) -> None:
-    _, arguments, check = IN_SMALL[name]
-    out = tmp_path / "out"
-    command = [sys.executable, "-Wignore", f"benchmarks/{name}.py", *arguments.split(), "--out", str(out)]
+@pytest.mark.parametrize("line", [pytest.param(line, marks=pytest.mark.slow(of[0])) for line, of in IN_SMALL.items()])
+def test_every_benchmark_runs_in_small(line: str, tmp_path: Path) -> None:
+    name, *arguments = shlex.split(line)
+    command = [sys.executable, "-Wignore", f"benchmarks/{name}.py", *arguments, "--out", str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": "."}
     done = subprocess.run(command, env=environment, text=True, capture_output=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
-    check(out, done.stdout)
+    found = json.loads((tmp_path / "out").read_text())
+    IN_SMALL[line][1](found)
+    lines = tmp_path / "out.jsonl"
+    rows = [json.loads(row) for row in lines.read_text().splitlines()] if lines.exists() else []
+    assert [row["name"] for row in rows] == [row["name"] for row in found.get("ablation", [])]
 
 
 def test_the_mixture_of_the_data_benchmark_is_one_that_every_command_takes(tmp_path: Path) -> None:
@@ -139,21 +149,11 @@ def test_the_mixture_of_the_data_benchmark_is_one_that_every_command_takes(tmp_p
     assert main(["--params", str(params), "ingest", "omnidiff_real"]) == 0
 
 
-@pytest.mark.slow(60)
-def test_rows_that_a_gpu_would_measure_are_a_line_of_json_each_and_a_name_that_is_none_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_row_that_is_none_is_refused_with_the_rows() -> None:
     from benchmarks.levers import chosen_variants
 
     with pytest.raises(ValueError, match=r"'packed, flx, none'; rows: .*packed, flex, none"):
         chosen_variants(["packed, flx, none"], False, "fp32")
-    names = ["packed, flex, selective", "packed, sdpa, none", "unpacked, selective"]
-    how = ("--pairs", "1", "--repeats", "1", "--precision", "bf16", "--device", "cpu", "--threads", "1")
-    found = run(tmp_path, "train.py", *how, "--rows", *names)
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == names
-    assert [line["captions_per_s"] for line in lines] == [one["captions_per_s"] for one in found["ablation"]]
-    assert all(line["planned_gb"] > 0 for line in lines)
 
 
 def test_the_ladder_names_every_gpu_test_and_rows_that_exist() -> None:
@@ -214,11 +214,3 @@ def test_the_ladder_is_climbed_in_small_killed_once_and_continued(tmp_path: Path
     assert [row["name"].partition(":")[0].split()[0] for row in rows] == ["tests/gpu", "train"]
     assert [row["rc"] for row in rows] == [0] * 2, [row["printed"] for row in rows if row["rc"]]
     assert rows[1]["rows"][0]["captions_per_s"] > 0
-
-
-def run(folder: Path, script: str, *arguments: str) -> dict:
-    out = folder / "out"
-    command = [sys.executable, "-Wignore", str(REPOSITORY / "benchmarks" / script), *arguments, "--out", str(out)]
-    done = subprocess.run(command, text=True, capture_output=True, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text())

@@ -5,7 +5,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +96,7 @@ def test_steps_are_counted_as_the_training_loop_does(
 @pytest.mark.parametrize("per_epoch", [1, 3, 10, 406, 566, 681, 841, 99_991])
 def test_in_these_epochs_the_loop_takes_so_many_steps(per_epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
-
-    def run(name: str, changes: dict[str, Any], given: Sequence[Path], targets: Sequence[str]) -> None:
-        said.append((name, changes, given, targets))
-
-    monkeypatch.setattr(runs, "run", run)
+    monkeypatch.setattr(runs, "run", lambda *given: said.append(given))
     monkeypatch.setattr(runs, "steps_per_epoch", lambda name, paths: per_epoch)
     monkeypatch.setattr(runs, "remove", said.append)
     for steps in (1, 11, 1097, 4060, 123_457):
@@ -110,14 +105,11 @@ def test_in_these_epochs_the_loop_takes_so_many_steps(per_epoch: int, monkeypatc
     assert said[:2] == [("name", {"a": 1}, [Path("b")], ["convert"]), "name"]
 
 
-@pytest.mark.parametrize(
-    ("value", "written"), [(None, "null"), ([1, 2], "[1, 2]"), ("no_module", "no_module"), (2.5, "2.5"), (True, "true")]
-)
-def test_changes_folders_and_stages_are_given_to_dvc(value: object, written: str, monkeypatch) -> None:
+def test_changes_folders_and_stages_are_given_to_dvc(monkeypatch) -> None:
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(runs, "dvc", lambda *arguments, check=True: calls.append(arguments))
-    runs.run("name", {"train.seed": 3, "a.b": value}, [Path("data/x")], ["convert"])
-    wanted = ("--copy-paths", "data/x", "-S", "train.seed=3", "-S", f"a.b={written}", "convert")
+    runs.run("name", {"train.seed": 3, "a.b": None, "c": "no_module"}, [Path("data/x")], ["convert"])
+    wanted = ("--copy-paths", "data/x", "-S", "train.seed=3", "-S", "a.b=null", "-S", "c=no_module", "convert")
     assert calls == [("exp", "remove", "--quiet", "name"), ("exp", "run", "--temp", "--name", "name", *wanted)]
 
 
