@@ -2,8 +2,7 @@
 
 Every variant must give the same loss. Repetitions go round all variants in turn, so that a busy machine is busy for
 all; medians count. Micro-batches are made before the step, as the loader's threads make them. The optimizer's time is
-spread over the pairs of a training step (42 at 7B). Where the GPU is too small for 7B shapes, the LLM has as many
-layers as fit, and the result says how many.
+spread over the pairs of a training step (42 at 7B).
 
 The tiny data are 64 pairs of MiniChange's training mixture, question and five references each (minichange.json); at 7B
 the tokens are random, in the published mixture's numbers. Pixels are noise in both: no step's cost depends on them.
@@ -42,12 +41,7 @@ from m3diff.stages.train.progress import peak_flops
 
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
 PAD = 0
-SEVEN_B_LAYERS = 28
 TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter: bf16 weight; fp32 master, two moments and gradient
-RESERVE_GB, ACTIVATIONS_GB, LAYER_ACTIVATIONS_GB = 2.0, 2.8, 0.3
-"""GB of the device; of one packed pair at 7B without recomputation: encoder, MDP and logits, and one LLM layer
-(counted, 8.3 GB over 28 layers)."""
-
 HERE = Path(__file__).parent
 BASE = HERE.parent / "data" / "00_base"
 
@@ -172,12 +166,9 @@ def tiny(pairs: int = 16) -> Size:
     return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 16}, 16)
 
 
-def seven_b(layers: int = 28, pairs: int = 6) -> Size:
-    """The published 7B shapes, with so many of the LLM's layers: 1,460 visual and 29 prompt tokens, 6.17 captions a
-    pair of 15 tokens each on average."""
+def seven_b(pairs: int = 6) -> Size:
+    """The published 7B shapes: 1,460 visual and 29 prompt tokens, 6.17 captions a pair of 15 tokens each on average."""
     config, rng = M3DiffConfig.published(LARGE_BASE, {}), np.random.default_rng(0)
-    config.text_config.num_hidden_layers = layers
-    config.text_config.layer_types = config.text_config.layer_types[:layers]
     side = config.vision_config.image_size // config.vision_config.patch_size
     groups = []
     for number in range(pairs):
@@ -388,20 +379,6 @@ def _now(gpu: bool) -> float:
     return time.perf_counter()
 
 
-def fitting_layers(free_gb: float) -> int:
-    """Number of the LLM's 28 layers that a GPU of so much free memory can train, one packed pair at a time.
-
-    Raises:
-        MemoryError: not one.
-    """
-    one, two = (static_gb(seven_b(layers)) for layers in (1, 2))
-    layer = two - one + LAYER_ACTIVATIONS_GB
-    layers = int((free_gb - RESERVE_GB - ACTIVATIONS_GB - (one - (two - one))) // layer)
-    if layers < 1:
-        raise MemoryError(f"7B shapes need {one + layer + RESERVE_GB + ACTIVATIONS_GB:.0f} GB, {free_gb:.0f} are free")
-    return min(layers, SEVEN_B_LAYERS)
-
-
 def static_gb(size: Size) -> float:
     """Weights, gradients and optimizer, of the model with its adapters."""
     with torch.device("meta"):
@@ -470,8 +447,7 @@ def measured_levers(
 
     A GPU is nobody else's, so that its rows are measured one after another; on a CPU in turn.
     """
-    most = fitting_layers(torch.cuda.mem_get_info()[0] / 1e9) if gpu and shapes == "7b" else SEVEN_B_LAYERS
-    size = tiny(pairs) if shapes == "tiny" else seven_b(most)
+    size = tiny(pairs) if shapes == "tiny" else seven_b()
     layers = size.config.text_config.num_hidden_layers
     bench = Bench(size, gpu, precision)
     flops = peak_flops(chip, precision)

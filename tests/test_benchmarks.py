@@ -49,20 +49,6 @@ def test_stock_rows_compute_by_transformers_and_pefts_own_modules(bench):
         assert bool(ours) == bool(wanted), name
 
 
-@pytest.mark.parametrize("free_gb", [20.0, 30.0])
-def test_as_many_layers_as_fit_and_no_more(free_gb: float) -> None:
-    from benchmarks.levers import ACTIVATIONS_GB, LAYER_ACTIVATIONS_GB, RESERVE_GB, fitting_layers, seven_b, static_gb
-
-    def needed(layers: int) -> float:
-        return static_gb(seven_b(layers)) + ACTIVATIONS_GB + layers * LAYER_ACTIVATIONS_GB + RESERVE_GB
-
-    layers = fitting_layers(free_gb)
-    assert needed(layers) <= free_gb < needed(layers + 1)
-    with pytest.raises(MemoryError, match="7B shapes need 1[0-9] GB, 8 are free"):
-        fitting_layers(8.0)
-    assert fitting_layers(80.0) == 28, "a large one takes all"
-
-
 def dies(pipe: Connection) -> None:
     pipe.recv()
 

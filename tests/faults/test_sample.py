@@ -46,17 +46,17 @@ def test_a_sample_of_the_longest_and_slow_faults_lasts_as_long_as_it_may_is_the_
 
 
 @pytest.mark.parametrize(
-    ("places", "marks", "all_of_them"),
+    ("place", "marks", "all_of_them"),
     [
-        ([], "not gpu", True),
-        (["tests"], "not gpu", True),
-        ([], "fault and not gpu", False),
-        (["tests/faults"], "not gpu", False),
-        (["tests/faults/test_a.py::test_1"], "not gpu", False),
-        (["tests/flows"], "not gpu", False),
+        ("", "not gpu", True),
+        ("tests", "not gpu", True),
+        ("", "fault and not gpu", False),
+        ("tests/faults", "not gpu", False),
+        ("tests/faults/test_a.py::test_1", "not gpu", False),
+        ("tests/flows", "not gpu", False),
     ],
 )
-def test_who_asks_for_faults_gets_all(monkeypatch, places, marks, all_of_them):
+def test_who_asks_for_faults_gets_all(monkeypatch, place, marks, all_of_them):
     monkeypatch.chdir(FAULTS.parents[1])
-    config: Any = SimpleNamespace(option=SimpleNamespace(file_or_dir=places, markexpr=marks))
+    config: Any = SimpleNamespace(option=SimpleNamespace(file_or_dir=[place] if place else [], markexpr=marks))
     assert is_run_of_all(config) == all_of_them

