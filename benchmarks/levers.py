@@ -166,9 +166,12 @@ def tiny(pairs: int = 16) -> Size:
     return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 16}, 16)
 
 
-def seven_b(pairs: int = 6) -> Size:
-    """The published 7B shapes: 1,460 visual and 29 prompt tokens, 6.17 captions a pair of 15 tokens each on average."""
+def seven_b(layers: int = 28, pairs: int = 6) -> Size:
+    """The published 7B shapes, with so many of the LLM's layers: 1,460 visual and 29 prompt tokens, 6.17 captions a
+    pair of 15 tokens each on average."""
     config, rng = M3DiffConfig.published(LARGE_BASE, {}), np.random.default_rng(0)
+    config.text_config.num_hidden_layers = layers
+    config.text_config.layer_types = config.text_config.layer_types[:layers]
     side = config.vision_config.image_size // config.vision_config.patch_size
     groups = []
     for number in range(pairs):

@@ -1,10 +1,9 @@
 """Training speed, `make bench-train` -> benchmarks/results/train.json.
 
 On a CPU: the project's step beside transformers' Trainer with peft (benchmarks/sides.py) on the embedded shapes, round
-by round, then what each lever brings. On a GPU: what each lever brings at 7B shapes with random weights, beside what the
-plan counts. The same lines run in both places: `--device cpu --shapes tiny
---precision bf16` takes all that a GPU would take. Each row is a line of JSON beside the result as soon as it is
-measured.
+by round, then what each lever brings. On a GPU: what each lever brings at 7B shapes with random weights, beside what
+the plan counts. The same lines run in both places: `--device cpu --shapes tiny --precision bf16` takes all that a GPU
+would take. Each row is a line of JSON beside the result as soon as it is measured.
 """
 
 import argparse
