@@ -1,4 +1,4 @@
-"""The tools that compare two states of the code: digests of outputs, and the files that a reader of a run meets."""
+"""The digests that compare the outputs of two states of the code."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save
 
-from benchmarks import digests, reading
+from benchmarks import digests
 
 FILES = {"m3diff/model/curves.csv": "1", "m3diff/report/metrics.json": "2", "scores/of grid.json": "3"}
 
@@ -50,38 +50,3 @@ def test_pixels_and_values_are_digested_and_places_are_not(tmp_path, monkeypatch
         "run/report.json",
         "run/1 images",
     ]
-
-
-MODULES = {
-    "components/__init__.py": "",
-    "components/colours.py": "RED = 'red'\ndef mix(): ...\n",
-    "components/shapes/__init__.py": "from m3diff.shapes.round import CIRCLE\n",
-    "components/shapes/round.py": "CIRCLE = 'o'\n",
-    "components/shapes/params.py": "class Section: ...\n",
-    "components/draw.py": "from m3diff import colours\n"
-    "from m3diff.shapes import CIRCLE\n"
-    "from m3diff.shapes.params import Section\n"
-    "import torch\n"
-    "def draw(cfg: Section):\n"
-    "    from .shapes.round import CIRCLE as RING\n"
-    "    return torch.ones(1), colours.RED, RING\n"
-    "def other():\n"
-    "    from m3diff.colours import mix as RING\n"
-    "    return RING, CIRCLE\n",
-}
-
-
-def test_a_function_reads_the_files_that_define_what_it_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "CLONE", tmp_path)
-    (tmp_path / "m3diff").symlink_to("components")
-    for name, text in MODULES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    draw = tmp_path / "components" / "draw.py"
-    names = {path.relative_to(tmp_path / "components").as_posix() for path in reading.named(draw, 5)}
-    assert names == {"colours.py", "shapes/params.py", "shapes/round.py"}
-    assert {path.name for path in reading.named(draw, 8)} == {"colours.py", "round.py"}
-    order = reading.reading_order([(draw, 5), (tmp_path / "components" / "colours.py", 2)])
-    found = {file.path.name: file.runs for file in order}
-    assert found == {"draw.py": True, "params.py": False, "colours.py": True, "round.py": False}
-    assert list(found)[0] == "draw.py"

@@ -1,6 +1,5 @@
 """The measured cost of a variant: its learning curve, captions, steps and "no change"."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 
 from benchmarks.experiments import cost
@@ -79,30 +77,6 @@ def test_the_probability_of_no_change_is_of_how_its_references_begin(tmp_path: P
     for alike in ([test[0], test[3]], test[1:3], []):
         assert cost.area(captioner, alike, shares) is None, "no pair without a change, or none with one"
     assert cost.area(captioner, test, {}) is None, "no reference says that nothing changed"
-
-
-def test_a_model_is_measured_on_the_datasets_of_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def in_a_process(arguments: list[str]) -> str:
-        asked.append(arguments)
-        told = {"captions_per_s": 7, "no_change_auc": {"toy": None, "more": 0.5}}
-        return json.dumps(told) if arguments[0] == "captions" else "0.1"
-
-    monkeypatch.setattr(cost, "read", lambda experiment, path: b'{"parameters_trainable": 5}')
-    monkeypatch.setattr(cost, "copy", lambda *_: None)
-    monkeypatch.setattr(cost, "in_a_process", in_a_process)
-    monkeypatch.setattr(cost, "caption_flops", lambda changes, params: 1e9)
-    protocols = ("toy/total", "toy/hard", "more/total")
-    assert cost.measure("name", {"a": 1}, protocols, PARAMS) == {
-        "parameters": 5,
-        "caption_gflop": 1.0,
-        "captions_per_s": 7,
-        "step_s": 0.1,
-        "no_change_auc": {"toy/total": None, "toy/hard": None, "more/total": 0.5},
-    }
-    assert asked[0][2:] == ["toy", "more"]
-    assert json.loads(asked[1][1]) == {"a": 1}
 
 
 def test_a_variant_is_measured_with_its_own_base_and_model_for_so_many_steps(tmp_path: Path) -> None:

@@ -194,25 +194,6 @@ def test_a_model_with_edits_is_that_without_them():
             assert plain == variants[entry["same_steps_as"]]
 
 
-def test_the_rehearsal_has_the_profiles_module_and_ratios_of_rates_on_the_embedded_base(tmp_path: Path):
-    paper = load_params(toy.REPOSITORY / "profiles" / "paper.yaml")
-    full = paper.models["m3diff"]
-    found = {name: params_with(entry, tmp_path) for name, entry in FILES["rehearse"].variants.items()}
-    module, control = found["module"].models["m3diff"], found["no module"].models["no_module"]
-    layers = json.loads((toy.REPOSITORY / "data/00_base/config.json").read_text())["vision_config"]["num_hidden_layers"]
-    levels = tuple(range(layers - len(full.module.vision_feature_layers) + 1, layers + 1))
-    assert module.module.vision_feature_layers == levels
-    for name in ("layers", "pos_embed_scale", "init_gain", "score", "residual"):
-        assert getattr(module.module, name) == getattr(full.module, name), name
-    for part, rate in full.rates.items():
-        assert module.rates[part] / module.rates.llm == pytest.approx(rate / full.rates.llm)
-        assert control.rates[part] == (None if part == "module" else module.rates[part])
-    assert (module.delays, control.lora, control.module) == (full.delays, module.lora, None)
-    for params in found.values():
-        for name in ("warmup_share", "weight_decay", "max_grad_norm"):
-            assert getattr(params.train, name) == getattr(paper.train, name), name
-
-
 def test_the_control_base_is_the_embedded_one_without_the_tasks_of_two_images():
     values = resolve(toy.REPOSITORY / "infra" / "base-single.yaml")
     found = differences(resolve(toy.REPOSITORY / "profiles" / "embedded.yaml"), values)
@@ -267,37 +248,10 @@ class Runs:
         return BUDGET._replace(steps=100 + len(self.calls))
 
     def epochs_for(self, steps: int, name: str, changes: Mapping[str, Any], folders: list[Path], paths: Any) -> float:
-        self.calls.append(("epochs", steps, name, dict(changes), folders))
         return 1.25
 
     def dvc(self, *arguments: str) -> None:
         self.calls.append(arguments)
-
-
-def test_each_variant_runs_with_each_seed_and_one_of_as_many_steps_after_its_data_are_made(monkeypatch, tmp_path):
-    runs = Runs(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    Path("data/other").mkdir(parents=True)
-    variants = {"plain": {"train.base": "data/other"}, "gone": {"train.base": "data/gone"}}
-    variants["More, edits"] = {"train.base": "data/other", "synthetic": [SYN], "same_steps_as": "plain"}
-    needs = {"data/other": "make other", "data/gone": "make gone"}
-    monkeypatch.setattr(engine, "SYNTHETIC_DATA", toy.REPOSITORY / engine.SYNTHETIC_DATA)
-    found = engine.conduct("toy", experiment(variants=variants, needs=needs, seeds=2), PARAMS)
-    other, made = [Path("data/other")], engine.changes_of(variants["More, edits"])
-    seeds = [{"train.seed": 7407}, {"train.seed": 7408}]
-    assert runs.calls == [
-        *[(f"toy-plain-{of['train.seed']}", of | variants["plain"], other) for of in seeds],
-        ("epochs", 102, "toy-more-edits-data", made, other),
-        *[(f"toy-more-edits-{of['train.seed']}", of | made | {"train.epochs": 1.25}, other) for of in seeds],
-    ]
-    assert list(found["left_out"]) == ["gone"]
-    assert found["bases"] == {"data/other": sha256_of_folder(Path("data/other"))}
-    assert found["budgets"]["plain"]["steps"] == 102
-    rows = found["protocols"][PROTOCOL]
-    assert [(row["row"], row["same_steps_as"]) for row in rows] == [("plain", None), ("More, edits", "plain")]
-    assert rows[0]["scores"]["CIDEr"]["values"] == [7407.0, 7408.0]
-    with pytest.raises(ParamsError, match="protocols: toy/hard was not scored; metrics.json has toy/total"):
-        engine.conduct("toy", experiment(variants={"plain": {}}, protocols=("toy/hard",)), PARAMS)
 
 
 def test_slower_variants_run_once_more_in_as_many_seconds(monkeypatch):

