@@ -21,11 +21,11 @@ help:           ## list the targets
 run: install    ## the whole pipeline on the embedded benchmark, then the scores and where everything is
 	@python -m infra.run
 
-test: install   ## the quick tests, and of the slow ones three minutes a day
+test: install   ## the quick tests
 	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal
 
 test-all: install ## every test, as CI runs it; of those that take 45 seconds or more five minutes a day
-	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal --all
+	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal --all -m 'not gpu and not team'
 
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"make test-gpu: torch {torch.__version__} sees no GPU; install a CUDA build of torch and check nvidia-smi")'
@@ -35,7 +35,7 @@ test-team: install-team ## the tests that start PostgreSQL, an SSH server and an
 	@OMP_NUM_THREADS=1 python -m pytest -m team
 
 test-long: install ## the tests of which `make test-all` takes a sample: the longest, and the slow ones of faults
-	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal --long
+	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal --long -m 'slow and not gpu and not team'
 
 faults: install ## every fault of tests/faults/table.py, an hour at most; SEED=N for the points of an earlier run
 	@OMP_NUM_THREADS=1 timeout 3600 python -m pytest -n 2 --dist worksteal -m 'fault and not gpu and not team' $(if $(SEED),--faults-seed $(SEED))

@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 
 FAULTS = Path(__file__).parent / "faults"
-LONG_S = 45
-SAMPLE_S = 180
-"""What `make test` takes of the slow tests, in seconds by their marks."""
-SAMPLE_OF_ALL_S = 300
-"""What `make test-all` takes of those of LONG_S seconds and more and of the slow ones of faults; `make test-long` runs
-each of them."""
+LONG_S, SAMPLE_S = 45, 300
+"""What `make test-all` takes, in seconds by their marks, of the tests of LONG_S and more and of the slow ones of faults;
+`make test-long` runs each of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     today = int(time.time() // 86400)
-    parser.addoption("--all", action="store_true", help="every slow test too, and a larger sample of the longest")
+    parser.addoption("--all", action="store_true", help="a sample of the longest tests, and every other")
     parser.addoption("--long", action="store_true", help="the tests alone of which --all takes a sample")
     parser.addoption(
         "--faults-seed", type=int, default=today, help="seed of the faults and of their sample; else the day"
@@ -48,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if config.option.long:
         items[:] = [item for item in items if is_sampled(item)]
-    elif is_run_of_all(config):
-        left_out = beyond_sample(items, config.option.faults_seed, config.option.all)
+    elif config.option.all:
+        left_out = beyond_sample(items, config.option.faults_seed)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
     longest: dict[object, float] = {}
@@ -59,19 +56,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -longest.get(item.path, 0))
 
 
-def is_run_of_all(config: pytest.Config) -> bool:
-    """Return True if nobody asked for these: not for faults by their mark, nor a folder or a test by its name."""
-    places = {Path(os.path.abspath(place.partition("::")[0])) for place in config.option.file_or_dir}
-    return places <= {FAULTS.parent} and "fault" not in config.option.markexpr
-
-
-def beyond_sample(items: list[pytest.Item], seed: int, every: bool) -> set[str]:
-    """The tests that are left out this time: the slow ones beyond a sample; with `every` the sampled ones beyond it."""
-    part = [item for item in items if (is_sampled(item) if every else seconds_of(item))]
-    seconds = {item.nodeid: seconds_of(item) for item in part}
+def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
+    """The tests that are left out this time."""
+    seconds = {item.nodeid: seconds_of(item) for item in items if is_sampled(item)}
     spent, left_out = 0.0, set()
     for test in sorted(seconds, key=lambda test: random.Random(f"{seed} {test}").random()):  # a new one moves no other
-        if spent + seconds[test] > (SAMPLE_OF_ALL_S if every else SAMPLE_S):
+        if spent + seconds[test] > SAMPLE_S:
             left_out.add(test)
         else:
             spent += seconds[test]

@@ -36,6 +36,7 @@ def test_prefect_accepts_the_file_whose_flows_are_one_at_a_time_where_they_must_
     assert (len(nightly["cron"].split()), looks["interval"], looks["active"]) == (5, 900, True)
 
 
+@pytest.mark.slow(10)
 def test_a_flow_loaded_as_prefect_does_finds_dvc_itself_and_not_the_module_of_its_name_beside_it():
     code = (
         "from prefect.flows import load_flow_from_entrypoint as load\n"

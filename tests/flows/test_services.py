@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,19 +122,6 @@ def test_what_the_unit_has_systemd_start_comes_up_with_the_environment_that_syst
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         child.wait()
-
-
-def test_a_port_that_something_else_holds_is_named_and_a_record_of_a_process_that_is_gone_is_not_taken_for_up(project):
-    machine = Machine(project)
-    with socket.create_server(("127.0.0.1", machine.prefect)):
-        refused = machine.make("up")
-    assert refused.returncode == 1
-    assert f"port {machine.prefect} is taken by another program" in refused.stderr
-    assert "M3DIFF_PREFECT_PORT=" in refused.stderr
-    for pid in (2**22 - 1, os.getpid()):  # gone; of another process
-        (project / "services" / "worker.json").write_text(json.dumps({"pid": pid, "started": 0.0}))
-        ended = machine.make("down")
-        assert (ended.returncode, "worker: not up" in ended.stdout) == (0, True)
 
 
 PREFECT = (

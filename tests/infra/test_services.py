@@ -5,6 +5,7 @@ import configparser
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -207,6 +208,19 @@ def test_what_is_left_of_a_server_does_not_keep_its_port_from_the_next(left, fol
     finally:
         services.down()
     assert not services.is_taken(port)
+
+
+def test_a_port_that_something_else_holds_is_named_and_a_record_of_a_process_that_is_gone_is_not_taken_for_up(
+    folder, capsys
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServiceError, match=f"small: port {port} is taken by .*; .*SMALL={port + 1} make up"):
+            services.start(Service("small", ["true"], port, "SMALL"))
+    for pid in (2**22 - 1, os.getpid()):  # gone; of another process
+        (folder / "worker.json").write_text(json.dumps({"pid": pid, "started": 0.0}))
+        services.down()
+        assert "worker: not up" in capsys.readouterr().out
 
 
 def test_one_keeper_runs_and_what_systemd_runs_is_left_to_it(folder, monkeypatch, capsys):
