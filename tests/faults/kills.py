@@ -67,22 +67,6 @@ def one_dataset(root: Path) -> Path:
     return root
 
 
-def begin_to_edit(root: Path) -> None:
-    """A person's own work in the checkout: staged, new, and half typed."""
-    (root / "staged.txt").write_text("a person's")
-    toy.run(root, "git", "add", "staged.txt")
-    (root / "new.txt").write_text("a person's")
-    with (root / "params.yaml").open("a") as file:
-        file.write("\ntrain: half typed\n")
-
-
-def of_person(root: Path) -> dict[str, Any]:
-    """The part of the checkout that is a person's."""
-    data = sorted(str(path) for path in (root / "data").rglob("*"))
-    asked = (("status", "--porcelain"), ("diff", "HEAD"), ("rev-parse", "HEAD"), ("symbolic-ref", "HEAD"))
-    return {"data": data} | {" ".join(words): git(*words, cwd=root) for words in asked}
-
-
 class Undisturbed:
     """A copy of the project in which nothing is killed, and `dvc repro` alone works."""
 
@@ -228,13 +212,7 @@ class Kills:
                 same = entries(theirs) == entries(lock)
                 found.append(f"dvc.lock of {branch} is not the undisturbed one's ({same=} as data); both in {place}")
         found += self.broken_registry(entries(lock), score)
-        if hasattr(self, "person") and self.person != (now := of_person(self.root)):
-            changed = [name for name in now if now[name] != self.person[name]]
-            found.append(f"the checkout is not as its person left it: {changed}: {now['status --porcelain']!r}")
-        common = self.root / ".git"
-        locks = [path for path in common.rglob("*.lock") if "worktrees" not in path.parts and path.stat().st_size == 0]
-        names = [str(path.relative_to(common)) for path in locks if "m3diff" not in str(path.relative_to(common))]
-        return [*found, *(f"git's lock {name} was left behind" for name in names)]
+        return found
 
     def broken_registry(self, stages: dict[str, Any], score: float) -> list[str]:
         """The same of the record of decisions and of MLflow."""
@@ -271,10 +249,8 @@ class Kills:
                 started = time.monotonic()
                 outcome = self.outcome(*self.end(self.begin(number)))
                 assert outcome["how"] == "registered", outcome
-            begin_to_edit(self.root)
             lasts = round(time.monotonic() - started, 1)
             self.add({"kill": 0, "seed": self.seed, "run_s": lasts} | outcome)
-        self.person = of_person(self.root)
         for number in range(len(self.done), kills + 1):
             self.add(self.kill_one(number))
         return self.done[1:]
