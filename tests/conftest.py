@@ -12,8 +12,8 @@ import pytest
 
 FAULTS = Path(__file__).parent / "faults"
 LONG_S, SAMPLE_S = 45, 300
-"""`make test-all` takes so many seconds, by their marks, of the tests of LONG_S and more and of the slow ones of faults;
-`make test-long` takes each of them."""
+"""Of the tests of LONG_S seconds and more, and of the slow ones of faults, `make test-all` takes SAMPLE_S seconds,
+`make test-long` each."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
