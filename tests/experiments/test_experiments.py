@@ -1,23 +1,27 @@
-"""`make experiment`: the files of experiments, the runs of their variants and the table's figures."""
+"""`make experiment`: the files of experiments, the runs of their variants, what these cost, and the table's figures."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
-from dvc.utils.hydra import apply_overrides
+from dvc.utils.hydra import apply_overrides, to_hydra_overrides
 
 from benchmarks.experiments import __main__ as engine
-from benchmarks.experiments import cost, page
-from benchmarks.experiments.runs import Budget, over_seeds, read, setting
+from benchmarks.experiments import cost, page, runs
+from benchmarks.experiments.runs import Budget, Targets, over_seeds, read, score_of, setting
 from m3diff.records.files import sha256_of_folder
+from m3diff.records.schemas import NO_CHANGE
 from m3diff.scoring.bootstrap import resampled_scores
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import load_params
@@ -25,6 +29,22 @@ from m3diff.settings.profiles import differences, resolve
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 from tests import toy
+from tests.stages.train.toy import write_mixture
+from tests.tiny import noise_image
+
+
+@pytest.fixture
+def toy_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The toy project with every stage run and committed, as the current folder; git knows who commits."""
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "toy")
+        monkeypatch.setenv(f"{name}_EMAIL", "toy@localhost")
+    root = toy.build(tmp_path / "toy")
+    toy.run(root, "dvc", "repro", "-q")
+    toy.commit(root, "run")
+    monkeypatch.chdir(root)
+    return root
+
 
 PROTOCOL = "toy/total"
 SYN = "minichange_edits"
@@ -329,3 +349,232 @@ def test_variants_are_experiments_of_dvc_and_what_ran_is_restored(
     assert listed == {f"rows-{name}-7407" for name in ("plain", "other", "more")}
     checkpoint = read("rows-other-7407", Path("data/05_model/checkpoint/manifest.json"))
     assert json.loads(checkpoint)["base"] == "data/other"
+
+
+# Runs of DVC, their budgets, the epochs of as many steps, and targets on new scenes
+
+
+PATHS = PARAMS.paths
+ALIGN = {"datasets": ["minichange"], "epochs": 1, "global_batch": 4}
+ALIGN |= {"rates": {"vision": None, "projector": 0.001, "module": 0.001, "llm": None}}
+SMALL = {"train.global_batch": 4, "compute.micro_batch": 1, "compute.workers": 1}
+
+
+def written(changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An experiment `name` with these changes, whose files stand in the folder."""
+    file = folder / "params.yaml"
+    shutil.copy(toy.REPOSITORY / "params.yaml", file)
+    apply_overrides(file, [runs.setting(key, value) for key, value in changes.items()])
+
+    def read(name: str, path: Path) -> bytes:
+        assert name == "name"
+        return (folder / path).read_bytes()
+
+    def copy(name: str, path: Path, to: Path) -> None:
+        assert name == "name"
+        shutil.copytree(folder / path, to)
+
+    monkeypatch.setattr(runs, "read", read)
+    monkeypatch.setattr(runs, "copy", copy)
+
+
+def write_reports(folder: Path, alignment: dict[str, float]) -> None:
+    pairs = {"minichange": 30, "minichange_free": 500, "minichange_shifted": 0}
+    mixed = {"datasets": {name: {"pairs": {"train": count, "val": 7, "test": 8}} for name, count in pairs.items()}}
+    trained = {"steps": 90, "rows_in": 1000, "rows_out": 2700, "alignment": alignment}
+    for path, report in ((PATHS.mixture, mixed), (PATHS.model, trained)):
+        (folder / path).mkdir(parents=True)
+        (folder / path / "report.json").write_text(json.dumps(report))
+
+
+@pytest.mark.parametrize(
+    ("changes", "alignment", "want"),
+    [
+        ({"train.epochs": 2.5}, {}, (530, 2.5, 90, 2700, 0, 0)),
+        (
+            {"train.model": "onediff", "+models.onediff.align": ALIGN},
+            {"steps": 8.0, "captions": 60, "loss": 0.5},
+            (500, 2.7, 90, 2700, 30, 8),
+        ),
+    ],
+    ids=["fine-tuning", "alignment"],
+)
+def test_a_budget_is_of_the_fine_tuning_and_beside_it_of_the_alignment(
+    changes: dict[str, Any], alignment: dict[str, float], want: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(changes, tmp_path, monkeypatch)
+    write_reports(tmp_path, alignment)
+    found = runs.budget_of("name", PATHS)
+    assert found == want
+    assert isinstance(found.alignment_steps, int)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, 5),  # 11 pairs and 6, in fours
+        ({"train.max_captions_per_sequence": 1}, 10),  # their 26 references and 13
+        ({"train.model": "onediff", "+models.onediff.align": ALIGN}, 2),  # 6 pairs
+    ],
+)
+def test_steps_are_counted_as_the_training_loop_does(
+    changes: dict[str, Any], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(SMALL | changes, tmp_path, monkeypatch)
+    write_mixture(tmp_path / PATHS.mixture, {"train": {"minichange": 11, "minichange_free": 6}, "val": {}, "test": {}})
+    assert runs.steps_per_epoch("name", PATHS) == steps
+
+
+@pytest.mark.parametrize("per_epoch", [1, 3, 10, 406, 566, 681, 841, 99_991])
+def test_in_these_epochs_the_loop_takes_so_many_steps(per_epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(runs, "run", lambda *given: said.append(given))
+    monkeypatch.setattr(runs, "steps_per_epoch", lambda name, paths: per_epoch)
+    monkeypatch.setattr(runs, "remove", said.append)
+    for steps in (1, 11, 1097, 4060, 123_457):
+        epochs = runs.epochs_for(steps, "name", {"a": 1}, [Path("b")], PATHS)
+        assert math.ceil(epochs * per_epoch) == steps
+    assert said[:2] == [("name", {"a": 1}, [Path("b")], ["convert"]), "name"]
+
+
+def test_changes_folders_and_stages_are_given_to_dvc(monkeypatch) -> None:
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(runs, "dvc", lambda *arguments, check=True: calls.append(arguments))
+    runs.run("name", {"train.seed": 3, "a.b": None, "c": "no_module"}, [Path("data/x")], ["convert"])
+    wanted = ("--copy-paths", "data/x", "-S", "train.seed=3", "-S", "a.b=null", "-S", "c=no_module", "convert")
+    assert calls == [("exp", "remove", "--quiet", "name"), ("exp", "run", "--temp", "--name", "name", *wanted)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"kind": "edits", "source": {"root": "data/01_raw/x", "splits": ["train"]}, "band": [0.75, -1], "none": None},
+        {"separator": "; ", "words": ['say "no"', "a, b", "it's", "x: {y}", "", "null", "3"], "on": True, "empty": {}},
+        [[], [1e-05, 2.0, 3]],
+    ],
+)
+def test_a_mapping_is_written_as_hydra_reads_it(value: Any) -> None:
+    (read,) = to_hydra_overrides([runs.setting("+some.key", value)])
+    assert read.value() == value
+    assert not read.is_sweep_override()
+
+
+SCORES = {
+    "CIDEr": 2.0,
+    "CIDEr_shuffled": 0.5,
+    "exact": 0.75,
+    "by_type": {"size": {"exact": 0.25}, "color": {"exact": 0.5}, "ocr": {"pairs": 3}},
+}
+
+
+def test_a_score_is_plain_or_that_of_the_worst_type_or_a_ratio():
+    assert score_of(SCORES, "exact") == 0.75
+    assert score_of(SCORES, "by_type/*/exact") == 0.25
+    assert score_of(SCORES, "CIDEr_shuffled/CIDEr") == 0.25
+    with pytest.raises(ParamsError, match=r"^CIDER: no score of evaluate has this name$"):
+        score_of(SCORES, "CIDER")
+    with pytest.raises(ParamsError, match=r"^reversal: no swapped images$"):
+        score_of(SCORES | {"reversal": None, "absent": {"reversal": "no swapped images"}}, "reversal")
+    with pytest.raises(ParamsError, match=r"by_type/\*/right: no type of change has this score"):
+        score_of(SCORES, "by_type/*/right")
+
+
+def test_the_mean_over_the_seeds_reaches_a_target_or_does_not():
+    wanted = Targets(
+        profile=Path("p.yaml"),
+        at_least={"d/total": {"exact": 0.7, "CIDEr": 3.0}},
+        at_most={"d/total": {"exact": 0.7, "CIDEr_shuffled": 0.5}},
+    )
+    rows = list(runs.compare(wanted, [{"d/total": SCORES}, {"d/total": SCORES | {"exact": 0.65}}]))
+    assert [(row["score"], row["mean"], row["reached"]) for row in rows] == [
+        ("exact", pytest.approx(0.7), True),
+        ("CIDEr", 2.0, False),
+        ("exact", pytest.approx(0.7), True),
+        ("CIDEr_shuffled", 0.5, True),
+    ]
+
+
+def test_the_fresh_scenes_are_of_seeds_that_the_embedded_run_does_not_use():
+    embedded, fresh = (load_params(toy.REPOSITORY / name) for name in ("params.yaml", "benchmarks/fresh.yaml"))
+    used = {each.seed for each in embedded.synthesize.values()} | {embedded.pretrain.seed}
+    drawn = fresh.synthesize.values()
+    assert len({each.seed for each in drawn}) == len(drawn) == 2
+    assert not used & {each.seed for each in drawn}
+    assert {each.level for each in drawn} == {"grid", "free"}
+    assert {(each.scenes["train"], each.scenes["val"]) for each in drawn} == {(0, 0)}
+    wanted = engine.read_experiment("targets").targets
+    assert {name for bound in (wanted.at_least, wanted.at_most) for name in bound} <= {
+        f"{name}/total" for name in fresh.ingest.datasets
+    }
+
+
+# The measured cost of a variant
+
+
+def test_the_learning_curve_is_a_running_mean_at_every_tenth_step_and_the_measured_ones(monkeypatch) -> None:
+    lines = [f"{n},{1 if n < 20 else 2},{0.7 if n == 13 else ''},{0.2 if n == 17 else ''}" for n in range(1, 26)]
+    text = "\n".join(["step,loss,val_loss,module_score/4", *lines])
+    monkeypatch.setattr(cost, "read", lambda experiment, path: text.encode())
+    assert cost.learning_curve("name", PARAMS.paths) == [
+        {"step": 10, "loss": 1.0},
+        {"step": 13, "loss": 1.0, "val_loss": 0.7},
+        {"step": 17, "loss": 1.0, "module_score/4": 0.2},
+        {"step": 20, "loss": 1.03},
+        {"step": 25, "loss": round(2 - 0.97**6, 4)},
+    ]
+
+
+class Words:
+    """A processor whose tokens are letters and whose images are their mean."""
+
+    def encode_reference(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def prepare_image(self, image: Any) -> np.ndarray:
+        return np.asarray(image.resize((1, 1)), dtype=np.uint8)
+
+    def prompt_inputs(self, questions: list[str]) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(len(questions), 3, dtype=torch.long)}
+
+    def image_inputs(self, prepared: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"pixels": prepared.float().mean(dim=(1, 2, 3))}
+
+
+def test_the_probability_of_no_change_is_of_how_its_references_begin(tmp_path: Path) -> None:
+    """Three of 4 references with a first token `n` say so, and one of 2 with `s`: 0.75 P(n) + 0.5 P(s)."""
+    texts = [("no", NO_CHANGE), ("none", NO_CHANGE), ("nil", NO_CHANGE), ("new", "addition")]
+    texts += [("same", NO_CHANGE), ("star", "removal"), ("ball", "removal")]
+    rows = [{"references": [text], "change_types": [kind]} for text, kind in texts]
+    captioner: Any = SimpleNamespace(processor=Words())
+    shares = cost.no_change_shares(captioner, rows)
+    assert shares == {13: 0.75, 18: 0.5}
+
+    images = []
+    for number, grey in enumerate((10, 10, 200, 60)):
+        noise_image(number).point(lambda _, grey=grey: grey).save(tmp_path / f"{number}.png")
+        images.append(str(tmp_path / f"{number}.png"))
+    pairs = [(0, 1, NO_CHANGE), (0, 2, "color"), (1, 3, "color"), (2, 2, NO_CHANGE)]
+    test = [{"before": images[a], "after": images[b], "change_types": [kind]} for a, b, kind in pairs]
+
+    def model(input_ids: torch.Tensor, pixels: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        """Says `n` of equal images, `b` of others; the more they differ, the surer."""
+        logits = torch.zeros(len(input_ids), 3, 26)
+        logits[:, -1, 1] = (pixels[1::2] - pixels[0::2]).abs() / 10
+        logits[:, -1, 13] = 2.0
+        return SimpleNamespace(logits=logits)
+
+    captioner.model = model
+    assert cost.area(captioner, test, shares) == 1.0
+    swapped = [one | {"change_types": ["color"] if one["change_types"] == [NO_CHANGE] else [NO_CHANGE]} for one in test]
+    assert cost.area(captioner, swapped, shares) == 0.0
+    for alike in ([test[0], test[3]], test[1:3], []):
+        assert cost.area(captioner, alike, shares) is None, "no pair without a change, or none with one"
+    assert cost.area(captioner, test, {}) is None, "no reference says that nothing changed"
+
+
+def test_a_variant_is_measured_with_its_own_base_and_model_for_so_many_steps(tmp_path: Path) -> None:
+    train, settings = cost.changed({"train.model": "onediff", "train.base": "data/other"}, PARAMS)
+    assert (train.base, settings) == (Path("data/other"), PARAMS.models["onediff"])
+    (tmp_path / "train").mkdir()
+    pq.write_table(pa.table({"pair": ["a", "a", "b", "c", "d", "e"]}), tmp_path / "train" / "0.parquet")
+    assert cost.epochs_of(6, tmp_path, SimpleNamespace(global_batch=2)) == 2.0

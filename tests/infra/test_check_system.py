@@ -1,4 +1,4 @@
-"""Each missing requirement is named with its remedy, before anything is installed."""
+"""`make install` names what is missing before anything is installed; `bin/m3diff` works from a fresh clone."""
 
 import os
 import re
@@ -85,3 +85,47 @@ def test_make_run_without_java_ends_before_anything_is_installed(tmp_path):
     assert "needs Java 17" in done.stderr
     assert not (checkout / ".venv").exists()
     assert "install" not in re.sub("apt install|brew install", "", done.stdout)
+
+
+# bin/m3diff
+
+
+INSTALL = """install:
+	@echo installing
+	@mkdir -p .venv/bin
+	@cp stand-in .venv/bin/m3diff
+	@touch .venv/.ready
+"""
+STAND_IN = """#!/bin/sh
+pwd
+printf '<%s>\\n' "$@"
+exit 3
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    (clone / "bin").mkdir()
+    shutil.copy(REPOSITORY / "bin" / "m3diff", clone / "bin")
+    (clone / "Makefile").write_text(INSTALL)
+    (clone / "stand-in").write_text(STAND_IN)
+    (clone / "stand-in").chmod(0o755)
+    return clone
+
+
+@pytest.mark.parametrize("by_link", [False, True])
+def test_it_installs_once_and_passes_arguments_folder_and_exit_code_on(clone: Path, tmp_path: Path, by_link: bool):
+    there, launcher = tmp_path / "elsewhere", clone / "bin" / "m3diff"
+    there.mkdir()
+    if by_link:
+        (tmp_path / "link").symlink_to(launcher)
+        launcher = tmp_path / "link"
+    environment = {"PATH": os.environ["PATH"]}
+    for said in ("installing", ""):
+        done = subprocess.run(
+            [launcher, "caption", "a b.png", ""], cwd=there, env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (3, f"{there}\n<caption>\n<a b.png>\n<>\n")
+        assert done.stderr.strip() == said
