@@ -216,11 +216,6 @@ class S3:
             "MLFLOW_S3_ENDPOINT_URL": self.endpoint,
         }
 
-    @property
-    def remote(self) -> dict[str, str]:
-        """The options of a DVC remote in the bucket."""
-        return {"url": f"s3://{self.bucket}/dvc", "endpointurl": self.endpoint}
-
 
 def program(name: str, package: str, *folders: str) -> str:
     """The program's path.

@@ -146,6 +146,7 @@ def test_a_share_that_is_none_and_a_champion_that_cannot_be_found_again_are_told
         assert not Path(f"{BASE}.dvc").exists()
 
 
+@pytest.mark.slow(20)
 def test_a_checkpoint_that_the_cache_lost_comes_from_the_remote_else_the_run_is_refused(trained):
     content, md5 = sha256_of_folder(CHECKPOINT), warm.find_alias().tags["dvc.checkpoint"]
     change_mine(trained)

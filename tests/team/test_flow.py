@@ -1,5 +1,5 @@
 """A team's whole flow: servers on PostgreSQL, data by SSH, models by S3, commits by a git remote; a second clone, which
-has nothing but these and brings the champion back; and data by S3."""
+has nothing but these and brings the champion back."""
 
 import json
 import os
@@ -152,31 +152,6 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_that_has_only_the
     assert "ok       stored model" in python(clone, "-m", "m3diff", "lineage", "champion")
     toy.run(clone, "git", "fetch", "-q", "origin", "runs/history:runs/history")
     assert run["id"] in python(clone, "-m", "m3diff", "history")
-
-
-@pytest.mark.team
-@pytest.mark.slow(20)
-def test_data_goes_to_a_remote_by_s3_and_comes_back_in_another_clone(tmp_path, monkeypatch):
-    root, clone = tmp_path / "first", tmp_path / "second"
-    (root / "folder").mkdir(parents=True)
-    (root / "file.bin").write_bytes(bytes(range(256)) * 1000)
-    for number in range(5):
-        (root / "folder" / f"{number}.txt").write_text(f"file {number}")
-    toy.run(root, "git", "init", "-q")
-    toy.run(root, "dvc", "init", "-q")
-    toy.run(root, "dvc", "add", "-q", "file.bin", "folder")
-    with servers.s3() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        toy.run(root, "dvc", "remote", "add", "-q", "-d", "team", server.remote["url"])
-        toy.run(root, "dvc", "remote", "modify", "-q", "team", "endpointurl", server.remote["endpointurl"])
-        toy.commit(root, "data and where it is pushed")
-        toy.run(root, "dvc", "push", "-q")
-        toy.run(tmp_path, "git", "clone", "-q", "first", "second")
-        assert not (clone / "file.bin").exists()
-        toy.run(clone, "dvc", "pull", "-q")
-    for path in [root / "file.bin", *(root / "folder").iterdir()]:
-        assert (clone / path.relative_to(root)).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize(
