@@ -294,14 +294,16 @@ def end_orphans(service: Service) -> None:
     """End what a killed keeper or server left, such as a child that holds its port. A worker's flows are no part of
     it."""
     kept, process = service.kept(), service.process()
+    if not kept or kept.get("of", str(SERVICES)) != str(SERVICES):  # a copied checkout has its original's
+        return
     if service.port is None:
         if process is not None:
             process.kill()
         return
-    with suppress(psutil.Error, KeyError):
+    with suppress(psutil.Error):
         if psutil.Process(kept["pid"]).create_time() != kept["started"]:
             return  # the number, and so the group, is another's by now
-    with suppress(ProcessLookupError, KeyError):
+    with suppress(ProcessLookupError):
         os.killpg(kept["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 10
         while is_taken(service.port) and time.monotonic() < deadline:

@@ -105,7 +105,7 @@ def test_what_the_unit_has_systemd_start_comes_up_with_the_environment_that_syst
     settings.write_text(f"M3DIFF_PREFECT_PORT={machine.prefect}\nM3DIFF_MLFLOW_PORT={machine.mlflow}\n")
     settings.chmod(0o600)
     given = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home())}
-    lines = units.unit(None).splitlines()
+    lines = units.unit().splitlines()
     (line,) = [line for line in lines if line.startswith("ExecStart=")]
     assert f"WorkingDirectory={project}" in lines
     command = shlex.split(line.removeprefix("ExecStart="))

@@ -366,40 +366,37 @@ def test_a_worker_answers_where_the_server_has_heard_this_one_lately(name, ago, 
 # The unit of systemd
 
 
-@pytest.mark.fault("S5")
-@pytest.mark.parametrize("user", [None, "postgres"])
-def test_the_unit_runs_what_make_up_starts_and_starts_it_again(user, tmp_path):
-    lines = units.unit(user).splitlines()
-    (start,) = [line.removeprefix("ExecStart=") for line in lines if line.startswith("ExecStart=")]
-    assert shlex.split(start) == [sys.executable, services.__file__, "run"]
-    asked = {"Restart=always", "KillMode=control-group", "NoNewPrivileges=yes", "StartLimitIntervalSec=0"}
-    assert asked | {f"WorkingDirectory={tmp_path}", "OOMPolicy=continue"} <= {*lines}
-    assert (f"User={user}" in lines, "ProtectSystem=full" in lines) == (user is not None,) * 2
-    (stop,) = [line.partition("=")[2] for line in lines if line.startswith("TimeoutStopSec=")]
-    assert int(stop) > services.GRACE_S, "a stage's grace would be cut short"
-
-
 @pytest.fixture
 def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A person's systemd that answers; what it was told."""
     told: list[str] = []
-    monkeypatch.setattr(units, "manager", lambda: (tmp_path / "user", None))
-    monkeypatch.setattr(units, "systemctl", lambda folder, user, *words: told.append(" ".join(words)))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(units.os, "getuid", lambda: 1000)
+    monkeypatch.setattr(units, "systemctl", lambda *words: told.append(" ".join(words)))
     return told
 
 
-def test_a_unit_is_written_started_with_the_machine_and_removed(systemd, tmp_path):
+@pytest.mark.fault("S5")
+def test_a_unit_that_runs_what_make_up_starts_is_written_started_with_the_machine_and_removed(systemd, tmp_path):
+    file = tmp_path / "systemd" / "user" / units.NAME
     for _ in range(2):  # again is allowed
         systemd.clear()
         units.install()
         assert systemd == ["--version", "daemon-reload", f"enable {units.NAME}", f"restart {units.NAME}"]
+    lines = file.read_text().splitlines()
+    (start,) = [line.removeprefix("ExecStart=") for line in lines if line.startswith("ExecStart=")]
+    assert shlex.split(start) == [sys.executable, services.__file__, "run"]
+    asked = {"Restart=always", "KillMode=control-group", "NoNewPrivileges=yes", "StartLimitIntervalSec=0"}
+    assert asked | {f"WorkingDirectory={tmp_path}", "OOMPolicy=continue"} <= {*lines}
+    (stop,) = [line.partition("=")[2] for line in lines if line.startswith("TimeoutStopSec=")]
+    assert int(stop) > services.GRACE_S, "a stage's grace would be cut short"
     systemd.clear()
     units.uninstall()
     assert systemd == [f"disable --now {units.NAME}", "daemon-reload"]
-    assert list((tmp_path / "user").iterdir()) == []
+    assert not file.exists()
 
 
-def test_a_unit_of_another_checkout_is_left_alone_and_none_is_installed_beside_services_of_make_up(
+def test_a_unit_of_another_checkout_is_left_alone_and_none_is_installed_beside_services_of_make_up_or_by_root(
     systemd, folder, tmp_path, monkeypatch
 ):
     units.install()
@@ -410,16 +407,19 @@ def test_a_unit_of_another_checkout_is_left_alone_and_none_is_installed_beside_s
         for action in (units.install, units.uninstall):
             with pytest.raises(ServiceError, match=words):
                 action()
-    assert {*systemd} <= {"--version"}
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(units.os, "getuid", lambda: 0)
+    with pytest.raises(ServiceError, match="not as root"):
+        units.install()
     here = psutil.Process()
     (folder / "mlflow.json").write_text(json.dumps({"pid": here.pid, "started": here.create_time(), "port": 1}))
     with pytest.raises(ServiceError, match="mlflow: up already by `make up`"):
         units.install()
+    assert systemd == []
 
 
 def test_a_machine_without_systemd_is_told_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(units, "manager", lambda: (tmp_path / "user", None))
+    monkeypatch.setattr(units.os, "getuid", lambda: 1000)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ServiceError, match="no systemd; `make up` works without"):
         units.install()
