@@ -48,45 +48,6 @@ def test_a_flow_loaded_as_prefect_does_finds_dvc_itself_and_not_the_module_of_it
     assert done.stdout.strip() == str(REPOSITORY), done.stderr
 
 
-class Page:
-    """Prefect's server, as its page asks it."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = environment
-
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
-        return ask_prefect(self.environment["PREFECT_API_URL"], method, path, body)
-
-    def deployment(self, name: str) -> dict[str, Any]:
-        return self.ask("GET", f"/deployments/name/m3diff/{name}")
-
-    def change(self, method: str, name: str, path: str = "", body: Any = None) -> None:
-        found = self.deployment(name)
-        path = path.replace("ONLY", found["schedules"][0]["id"] if found["schedules"] else "")
-        self.ask(method, f"/deployments/{found['id']}{path}", body)
-
-    def seen(self) -> list[Any]:
-        """The settings that a person can change, of everything that `deploy` makes known."""
-        found = []
-        for name in DEPLOYMENTS:
-            entry = self.deployment(name)
-            rules = [(one["active"], one["schedule"], one["parameters"], one["slug"]) for one in entry["schedules"]]
-            for _, rule, _, _ in rules:
-                rule.pop("anchor_date", None)
-            limit = (entry["global_concurrency_limit"] or {}).get("limit")
-            found.append((name, entry["paused"], limit, entry["concurrency_options"], rules))
-        pool, queue = self.ask("GET", "/work_pools/m3diff"), self.ask("GET", "/work_pools/m3diff/queues/default")
-        switched = [(one["name"], one["enabled"]) for one in self.ask("POST", "/automations/filter", {})]
-        return [*found, pool["is_paused"], pool["concurrency_limit"], queue["is_paused"], switched]
-
-    def deploy(self) -> str:
-        """Deploy as `make up` and the unit do; its output."""
-        command = [sys.executable, str(REPOSITORY / "infra" / "services.py"), "deploy"]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-
 NIGHTLY = {"cron": "30 4 * * *", "timezone": "UTC"}
 
 
@@ -94,35 +55,63 @@ NIGHTLY = {"cron": "30 4 * * *", "timezone": "UTC"}
 @pytest.mark.slow(120)
 def test_what_a_person_changed_stays_and_is_said_and_what_prefect_yaml_changes_arrives(project, tmp_path):
     with prefect_server(tmp_path / "prefect") as environment:
-        page = Page(environment)
-        assert "stays" not in page.deploy()
-        assert "stays" not in page.deploy(), "nobody changed anything"
+
+        def ask(method: str, path: str, body: Any = None) -> Any:
+            return ask_prefect(environment["PREFECT_API_URL"], method, path, body)
+
+        def deploy() -> str:
+            """Deploy as the keeper does; what it says."""
+            command = [sys.executable, str(REPOSITORY / "infra" / "services.py"), "deploy"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        def seen() -> list[Any]:
+            """The settings that a person can change, of everything that is made known."""
+            found = []
+            for name in DEPLOYMENTS:
+                entry = ask("GET", f"/deployments/name/m3diff/{name}")
+                rules = [
+                    [one[key] for key in ("active", "schedule", "parameters", "slug")] for one in entry["schedules"]
+                ]
+                for rule in rules:
+                    rule[1].pop("anchor_date", None)
+                limit = (entry["global_concurrency_limit"] or {}).get("limit")
+                found.append((name, entry["paused"], limit, entry["concurrency_options"], rules))
+            pool, queue = ask("GET", "/work_pools/m3diff"), ask("GET", "/work_pools/m3diff/queues/default")
+            switched = [(one["name"], one["enabled"]) for one in ask("POST", "/automations/filter", {})]
+            return [*found, pool["is_paused"], pool["concurrency_limit"], queue["is_paused"], switched]
+
+        assert "stays" not in deploy() + deploy(), "nobody changed anything"
         (project / "services" / "entries.json").unlink()  # as after an upgrade from a version that kept no record
-        page.change("PATCH", "watch", body={"paused": True})
-        page.change("DELETE", "watch", "/schedules/ONLY")
-        page.change("PATCH", "full", body={"concurrency_limit": 1})
-        page.change("POST", "full", "/schedules", [{"active": True, "schedule": NIGHTLY, "slug": "mine"}])
-        page.change("PATCH", "retrain", body={"concurrency_limit": 3})
+        full, retrain, watch = (ask("GET", f"/deployments/name/m3diff/{name}") for name in DEPLOYMENTS)
+        ask("PATCH", f"/deployments/{watch['id']}", {"paused": True})
+        ask("DELETE", f"/deployments/{watch['id']}/schedules/{watch['schedules'][0]['id']}")
+        ask("PATCH", f"/deployments/{full['id']}", {"concurrency_limit": 1})
+        mine = {"active": True, "schedule": NIGHTLY, "slug": "mine"}
+        ask("POST", f"/deployments/{full['id']}/schedules", [mine])
+        ask("PATCH", f"/deployments/{retrain['id']}", {"concurrency_limit": 3})
         other = {"active": False, "schedule": NIGHTLY, "parameters": {"warm_start": True}}
-        page.change("PATCH", "retrain", "/schedules/ONLY", other)
-        page.ask("PATCH", "/work_pools/m3diff", {"is_paused": True, "concurrency_limit": 1})
-        page.ask("PATCH", "/work_pools/m3diff/queues/default", {"is_paused": True})
-        (automation,) = page.ask("POST", "/automations/filter", {})
-        page.ask("PATCH", f"/automations/{automation['id']}", {"enabled": False})
-        before = page.seen()
+        ask("PATCH", f"/deployments/{retrain['id']}/schedules/{retrain['schedules'][0]['id']}", other)
+        ask("PATCH", "/work_pools/m3diff", {"is_paused": True, "concurrency_limit": 1})
+        ask("PATCH", "/work_pools/m3diff/queues/default", {"is_paused": True})
+        (automation,) = ask("POST", "/automations/filter", {})
+        ask("PATCH", f"/automations/{automation['id']}", {"enabled": False})
+        before = seen()
         old = {key: automation[key] for key in ("trigger", "actions", "enabled", "description")}
-        page.ask("POST", "/automations/", old | {"name": "start crashed runs of m3diff again"})
+        ask("POST", "/automations/", old | {"name": "start crashed runs of m3diff again"})
         for _ in range(2):
-            said = page.deploy()
-            assert page.seen() == before, "what an old automation did, the worker does now"
+            said = deploy()
+            assert seen() == before, "what an old automation did, the worker does now"
             for words in ("m3diff/retrain", "m3diff/watch", "work pool m3diff"):
                 assert f"{words} stays as Prefect's page has it: " in said
-        assert "command" not in page.ask("GET", "/work_pools/m3diff")["base_job_template"]["job_configuration"]
+        assert "command" not in ask("GET", "/work_pools/m3diff")["base_job_template"]["job_configuration"]
 
         file = project / "prefect.yaml"
-        text = file.read_text()
-        file.write_text(text.replace("limit: 1, collision_strategy: ENQUEUE", "limit: 2, collision_strategy: ENQUEUE"))
-        page.deploy()
-        now = page.deployment("retrain")
+        file.write_text(
+            file.read_text().replace("{limit: 1, collision_strategy: ENQ", "{limit: 2, collision_strategy: ENQ")
+        )
+        deploy()
+        now = ask("GET", "/deployments/name/m3diff/retrain")
         assert (now["global_concurrency_limit"]["limit"], now["schedules"][0]["active"]) == (2, True)
-        assert page.seen()[2] == before[2], "of another deployment, whose entry is as it was"
+        assert seen()[2] == before[2], "of another deployment, whose entry is as it was"
