@@ -194,7 +194,7 @@ OF_CODE_ALONE = (
     append_to("components/datasets/omnidiff.py", text=ADDED),
     append_to(*templates("commands/inspect")),
 )
-"""A comment in the training loop; the planner, another family, another dataset's reader, the template of another page."""
+"""A comment; the planner, another family, another dataset's reader, the template of another page."""
 
 CHANGES: dict[str, tuple[tuple[Callable[[Path], None], ...], list[str], list[str]]] = {
     # what changed: how, the stages that `dvc status` names, the stages that `dvc repro` runs
