@@ -59,11 +59,7 @@ class Workspace(NamedTuple):
 
 @contextmanager
 def workspace(
-    flow_run: str,
-    ref: str | None,
-    overrides: Sequence[str],
-    data: bool = False,
-    replay: float | None = None,
+    flow_run: str, ref: str | None, overrides: Sequence[str], data: bool = False, replay: float | None = None
 ) -> Iterator[Workspace]:
     """Within, the current directory is a worktree of the flow run's own. It is removed after a success and kept for a
     week after a failure.
