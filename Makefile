@@ -56,13 +56,13 @@ up: install     ## Prefect server, MLflow server and a worker on this machine, a
 down:           ## end what `up` started
 	@python -m infra.services down
 
-status:         ## each service: up or not, where, since when, its log; the last runs of the flows, and what hangs
+status:         ## each service: up or not, where, since when, its log; the last training, and what hangs
 	@python -m infra.services status
 
 serve: install  ## captions over HTTP with the champion, and a page, at http://127.0.0.1:8000; MODEL=FOLDER or a version for another
 	@m3diff serve $(if $(MODEL),--model $(MODEL))
 
-install-services: install ## have systemd run the services of `up`, on a machine that stays on
+install-services: install ## have the systemd of the user run the services of `up`, on a machine that stays on
 	@python -m infra.units install
 
 uninstall-services: ## end and remove what `install-services` wrote

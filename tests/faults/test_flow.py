@@ -186,8 +186,8 @@ def test_a_remote_that_fails_half_way_leaves_nothing_registered_and_the_next_run
     assert len(flow.versions) == 1
 
 
-@pytest.mark.fault("11", "m3")
-def test_a_gpu_that_is_not_there_is_told_with_have_and_need_before_anything_runs(flow, tmp_path, monkeypatch):
+@pytest.mark.fault("11", "m3", "19")
+def test_a_gpu_or_a_server_of_mlflow_that_is_not_there_is_told_before_anything_runs(flow, tmp_path, monkeypatch):
     driver = tmp_path / "bin" / "nvidia-smi"
     driver.parent.mkdir()
     driver.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
@@ -197,15 +197,10 @@ def test_a_gpu_that_is_not_there_is_told_with_have_and_need_before_anything_runs
     with pytest.raises(NotReadyError, match=r"compute.gpu: 2 GPU\(s\) asked for, 0 found"):
         flow.run("compute.gpu=true", "compute.workers=2")
     assert time.monotonic() - began < 60
-    assert flow.tries == ["preflight"]
     assert "2 GPU(s) asked for, 0 found" in flow.pages[-1]
-
-
-@pytest.mark.fault("19")
-def test_a_server_of_mlflow_that_is_gone_ends_a_run_before_its_first_stage(flow):
     with pytest.raises(NotReadyError, match="MLflow at http://127.0.0.1:9 does not answer"):
         flow.run("register.tracking_uri=http://127.0.0.1:9", "train.seed=3")
-    assert flow.tries == ["preflight"]
+    assert flow.tries == ["preflight"] * 2
 
 
 @pytest.mark.fault("19")

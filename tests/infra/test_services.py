@@ -191,6 +191,7 @@ time.sleep(60)
 def test_what_is_left_of_a_server_does_not_keep_its_port_from_the_next(left, folder, monkeypatch):
     """MLflow's own process starts the one that listens; a server that is alive was left by a killed keeper."""
     port = free_port()
+    monkeypatch.setattr(services, "GRACE_S", 1)
     service = Service("small", [sys.executable, "-c", LISTENS, str(port)], port)
     monkeypatch.setattr(services, "environment", lambda service: dict(os.environ))
     monkeypatch.setattr(services, "services", lambda: [service])
