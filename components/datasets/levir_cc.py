@@ -47,9 +47,11 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         raise DataError(f"{root / file}: expected a list `images`, found {describe(records)}; fetch it again")
     for number, record in enumerate(records):
         source = f"{file}, image {number}"
-        if fault := fault_in(record, FIELDS) or _fault_of_tokens(record["sentences"]):
-            split = record.get("split") if isinstance(record, dict) else None
-            yield broken(split, source, fault)
+        fault = fault_in(record, FIELDS)
+        if not fault and not all(map(_has_tokens, record["sentences"])):
+            fault = "sentences: expected objects with a list `tokens` of text"
+        if fault:
+            yield broken(record.get("split") if isinstance(record, dict) else None, source, fault)
             continue
         name, split = record["filename"], record["split"]
         pair = f"{images}/{split}/A/{name}", f"{images}/{split}/B/{name}"
@@ -57,13 +59,9 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         yield Row(name, split, name, *pair, texts, [CHANGE if SAME.isdisjoint(texts) else NO_CHANGE], source)
 
 
-def _fault_of_tokens(sentences: list[Any]) -> str | None:
-    for number, sentence in enumerate(sentences):
-        if fault := fault_in(sentence, {"tokens": list}):
-            return f"sentence {number}: {fault}"
-        if wrong := [token for token in sentence["tokens"] if not isinstance(token, str)]:
-            return f"sentence {number}: tokens: expected text, found {describe(wrong[0])}"
-    return None
+def _has_tokens(sentence: Any) -> bool:
+    tokens = sentence.get("tokens") if isinstance(sentence, dict) else None
+    return isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
 
 
 PUBLISHED = Published(

@@ -22,16 +22,7 @@ from m3diff.datasets import pairs
 from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, TableRow
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 
-NAMES = {name: name for name in (*CHANGE_TYPES, NO_CHANGE)} | {
-    "colour": "color",
-    "text": "ocr",
-    "count": "counting",
-    "disappear": "disappearance",
-    "add": "addition",
-    "remove": "removal",
-    "no change": NO_CHANGE,
-    "distractor": NO_CHANGE,
-}
+NAMES = (*CHANGE_TYPES, NO_CHANGE)
 
 
 def read(
@@ -42,10 +33,10 @@ def read(
 ) -> Iterator[Row]:
     """Read as `pairs` does, with the change types checked against the paper's twelve."""
     for row in pairs.read(root, manifest, columns, split):
-        unknown = [name for name in row.change_types if name.strip().lower() not in NAMES]
-        fault = f"change_types: {', '.join(unknown)} is none of {', '.join(CHANGE_TYPES)}" if unknown else row.fault
-        types = [] if unknown else [NAMES[name.strip().lower()] for name in row.change_types]
-        yield row._replace(change_types=types, fault=fault)
+        types = [name.strip().lower() for name in row.change_types]
+        unknown = [name for name in types if name not in NAMES]
+        fault = f"change_types: {', '.join(unknown)} is none of {', '.join(NAMES)}" if unknown else row.fault
+        yield row._replace(change_types=[] if unknown else types, fault=fault)
 
 
 REAL = Published("omnidiff_real", "OmniDiff-Real", SplitCount(7_007, 7_007), SplitCount(799, 799), SplitCount(803, 803))

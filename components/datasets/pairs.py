@@ -110,11 +110,10 @@ def read(
 
     def found_rows() -> Iterator[Row]:
         for path, place, own_split in _files(root, manifest, split):
-            needed = ["images"] if named.get("images") else ["before", "after"]
-            needed += ["captions", *([] if own_split else ["split"])]
-            header = [
-                each for field in needed if len(named[field]) < 2 for each in columns_in((*named[field], field)[0])
-            ]
+            needed = [*(["images"] if named.get("images") else ["before", "after"]), "captions"]
+            needed += [] if own_split else ["split"]
+            single = [(*named[field], field)[0] for field in needed if len(named[field]) < 2]
+            header = [each for column in single for each in columns_in(column)]
             for at, value in read_values(path, header, delimiter, rows):
                 if where and isinstance(value, dict) and not _matches(value, where):
                     continue
@@ -138,10 +137,9 @@ def read(
 
 def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
     """The files of the manifest, what goes before their names in a message, and the split of their pairs if known."""
-    by_split: Iterable[tuple[Split | None, str]] = (
-        ((split, manifest),) if isinstance(manifest, str) else manifest.items()
-    )
-    for own_split, name in by_split:
+    named: Iterable[tuple[Split | None, str]]
+    named = [(split, manifest)] if isinstance(manifest, str) else manifest.items()
+    for own_split, name in named:
         for path in files_called(root, name):
             folder = path.relative_to(root).parent if path != root / name else Path()
             yield path, "" if folder == Path() else f"{folder}/", own_split
@@ -181,10 +179,8 @@ def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str])
             values = [each for each in (look_up(value, column) for column in names) if each is not None]
             found[field] = next(iter(values), None)
             if field == "captions" and values[1:]:  # of several columns, whose empty fields are none
-                listed = [texts(each) for each in values if each != ""]
-                found[field] = [text for each in listed for text in (each if isinstance(each, list) else [each])] or [
-                    ""
-                ]
+                several = [texts(each) for each in values if each != ""] or [""]
+                found[field] = [text for each in several for text in (each if isinstance(each, list) else [each])]
         found["captions"], found["questions"] = _answer(found["captions"], "".join(named["captions"][:1]))
     except DataError as error:
         return found, str(error)
@@ -193,11 +189,9 @@ def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str])
     if "images" in needed:
         images = found["images"]
         if not isinstance(images, list) or len(images) != 2:
-            if images is None:
-                return found, f"{' or '.join(named['images'])}: is missing; expected two images, found 0"
-            count = len(images) if isinstance(images, list) else 1
-            shown = "" if isinstance(images, list) else f": {describe(images)}"
-            return found, f"{' or '.join(named['images'])}: expected a list of two images, found {count}{shown}"
+            count = len(images) if isinstance(images, list) else int(images is not None)
+            names = " or ".join(named["images"])
+            return found, f"{names}: expected a list of two images, found {count}: {describe(images)}"
         found["before"], found["after"] = images
     if missing := [" or ".join(named[field]) or field for field in needed if found[field] is None]:
         return found, f"{', '.join(missing)}: is missing"

@@ -41,6 +41,13 @@ def read(root: Path) -> Iterator[spec.Row]:
         else:
             splits[idx] = PARTS[word]
     images = {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
+
+    def pair(part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: str | None) -> spec.Row:
+        """By the name that Emu Edit has for it; an image that is not there by the place where it should be."""
+        name, place = f"{part}-{idx}", f"{EMU}/data/{part}-*.parquet, idx {idx}"
+        sides = images.get(name, (f"{place}, {emu_edit.BEFORE}", f"{place}, {emu_edit.AFTER}"))
+        return spec.Row(name, split, name, *sides, texts, [], source, fault)
+
     file, seen = "instructions_with_idx_train_split.txt", set[int]()
     for source, idx, text, fault in _lines(root, file):
         if idx is None:
@@ -48,10 +55,10 @@ def read(root: Path) -> Iterator[spec.Row]:
             continue
         seen.add(idx)
         fault = None if idx in splits else "split: the number is in no list of splits.json"
-        yield _row("validation", idx, splits.get(idx), images, [text], source, fault)
+        yield pair("validation", idx, splits.get(idx), [text], source, fault)
     for idx in sorted(splits.keys() - seen):
         fault = f"instruction: {file} has no line for it"
-        yield _row("validation", idx, splits[idx], images, [], f"splits.json, {idx}", fault)
+        yield pair("validation", idx, splits[idx], [], f"splits.json, {idx}", fault)
     variants = read_json(root / VARIANTS, dict)
     for source, idx, text, fault in _lines(root, "instructions_with_idx_test_split.txt"):
         if idx is None:
@@ -60,23 +67,7 @@ def read(root: Path) -> Iterator[spec.Row]:
         found = variants.get(f"{idx} ")
         if not isinstance(found, list):
             found, fault = [], f"{VARIANTS} {f'{idx} '!r}: expected a list, found {describe(found)}"
-        yield _row("test", idx, "test", images, [] if fault else [*found, text], source, fault)
-
-
-def _row(
-    part: str,
-    idx: int,
-    split: str | None,
-    images: dict[Any, tuple[Any, Any]],
-    texts: list[Any],
-    source: str,
-    fault: str | None,
-) -> spec.Row:
-    """A pair by the name that Emu Edit has for it; an image that is not there by the place where it should be."""
-    name = f"{part}-{idx}"
-    place = f"{EMU}/data/{part}-*.parquet, idx {idx}"
-    before, after = images.get(name, (f"{place}, {emu_edit.BEFORE}", f"{place}, {emu_edit.AFTER}"))
-    return spec.Row(name, split, name, before, after, texts, [], source, fault)
+        yield pair("test", idx, "test", [] if fault else [*found, text], source, fault)
 
 
 def _lines(root: Path, file: str) -> Iterator[tuple[str, int | None, str, str | None]]:

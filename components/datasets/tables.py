@@ -82,8 +82,8 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SEP_LINE = re.compile(r'"?sep=(.)"?(\r\n|\r|\n)', re.IGNORECASE)
 """The line above the header by which Excel tells itself the delimiter."""
 
-SHARD = re.compile(r"-(\d{5})-of-(\d{5})\b")
-"""Which of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet."""
+SHARD = re.compile(r"-\d{5}-of-(\d{5})\b")
+"""Of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet."""
 
 
 def read_values(
@@ -178,23 +178,6 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path.name}, line {number}", error
 
 
-def shards(root: Path, pattern: str) -> list[Path]:
-    """The files of a split of the Hugging Face hub, in order.
-
-    Raises:
-        DataError: there is none, or one of them is missing.
-    """
-    paths = sorted(root.glob(pattern))
-    if not paths:
-        raise DataError(f"{root / pattern}: no such file; the dataset is incomplete, fetch it or correct the root")
-    found = [SHARD.search(path.name) for path in paths]
-    numbers = [(int(part[1]), int(part[2])) for part in found if part]
-    if numbers and numbers != [(n, numbers[0][1]) for n in range(numbers[0][1])]:
-        names = ", ".join(f"{number} of {total}" for number, total in numbers)
-        raise DataError(f"{root / pattern}: not each file of one release is there once, but {names}; fetch it again")
-    return paths
-
-
 def read_shards(root: Path, pattern: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """The place and the value of every row of a split of the Hugging Face hub, by these columns alone; each image as an
     `Embedded`.
@@ -202,7 +185,13 @@ def read_shards(root: Path, pattern: str, columns: Sequence[str]) -> Iterator[tu
     Raises:
         DataError: a file is missing or cannot be read, or has not the columns.
     """
-    for path in shards(root, pattern):
+    paths = sorted(root.glob(pattern))
+    if not paths:
+        raise DataError(f"{root / pattern}: no such file; the dataset is incomplete, fetch it or correct the root")
+    totals = {int(part[1]) for path in paths if (part := SHARD.search(path.name))}
+    if totals and totals != {len(paths)}:
+        raise DataError(f"{root / pattern}: has {len(paths)} of {max(totals)} files of one release; fetch it again")
+    for path in paths:
         yield from _parquet(path, columns, columns)
 
 
@@ -278,11 +267,11 @@ def look_up(row: Mapping[str, Any], column: str) -> Any:
     """
     if "{" not in column or column in row:
         return pick(row, column)
-    parts = [(text, field, form) for text, field, form, _ in string.Formatter().parse(column)]
-    values = {field: pick(row, field) for _, field, _ in parts if field is not None}
+    values = {field: pick(row, field) for field in columns_in(column)}
     if None in values.values():
         return None
-    return "".join(text + ("" if field is None else _formatted(values[field], form)) for text, field, form in parts)
+    parts = string.Formatter().parse(column)
+    return "".join(text + ("" if field is None else _formatted(values[field], form)) for text, field, form, _ in parts)
 
 
 def _formatted(value: Any, form: str | None) -> str:

