@@ -24,11 +24,10 @@ def compute(**changes: Any) -> Compute:
 
 
 @pytest.mark.fault("P12", "S7")
-@pytest.mark.parametrize(("cores", "want"), [(16, 16), (2, 6), (None, 6)])
-def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_network(
-    cores: int | None, want: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cores", "want"), [(16, 16), (2, 6)])
+def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_no_network_and_no_dashboard(
+    cores: int, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor a dashboard, which asks clouds where it is."""
     from ray._private import services
 
     asked: dict[str, Any] = {}
@@ -51,25 +50,23 @@ def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_netw
     assert "num_cpus" not in asked
 
 
-@pytest.mark.parametrize(
-    ("address", "given", "want"),
-    [(None, None, "a new one"), (None, "mine", "mine"), ("head:6379", None, None), ("head:6379", "mine", "mine")],
-)
+@pytest.mark.parametrize("address", ["", "head:6379"])
+@pytest.mark.parametrize("given", ["", "mine"])
 def test_a_cluster_of_the_run_s_own_has_a_token_of_its_own_and_a_team_s_the_one_that_is_set(
-    address: str | None, given: str | None, want: str | None, monkeypatch: pytest.MonkeyPatch
+    address: str, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray writes one into the user's home where it is given none."""
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
-    seen: list[str | None] = []
-    monkeypatch.setattr(ray, "init", lambda **given: seen.append(os.environ.get(TOKEN)))
-    for name, value in ((TOKEN, given), ("RAY_ADDRESS", address)):
-        monkeypatch.setenv(name, value or "")
-        if value is None:
-            monkeypatch.delenv(name)
+    seen: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **given: seen.append(os.environ.get(TOKEN, "")))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv(TOKEN, given)
+    if not given:
+        monkeypatch.delenv(TOKEN)
     for _ in range(2):
         ray_cluster.start_ray(compute())
     assert seen[0] == seen[1], "Ray has read the first one, for good"
-    assert seen[0] == want or (want == "a new one" and len(seen[0] or "") == 64)
+    assert (seen[0] == given) if given or address else (len(seen[0]) == 64)
 
 
 @pytest.mark.fault("P10")
@@ -82,22 +79,22 @@ def test_a_head_is_given_a_moment_and_then_named_once(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.fault("P11")
-@pytest.mark.parametrize("error", [ConnectionError("no raylet"), RuntimeError("no GCS\nlog"), Exception("timed out")])
+@pytest.mark.parametrize(("error", "times"), [(RuntimeError("no GCS\nlog"), 1), (Exception("timed out"), 2)])
 def test_a_ray_that_does_not_start_is_told_in_a_line_with_the_place_of_its_logs(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Busy cores do not give its processes their 30 s, so that is tried twice."""
+    tried: list[Any] = []
+
     def init(**given: Any) -> None:
+        tried.append(given)
         raise error
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ray_cluster.NoRoomError, match="/ray/session_latest/logs") as refused:
+    with pytest.raises(ray_cluster.NoRoomError, match=f"{str(error).splitlines()[0]}; see .*/session_latest/logs$"):
         ray_cluster.start_ray(compute())
-    assert str(error).partition("\n")[0] in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-HEAD = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {}}
+    assert len(tried) == times
 
 
 def node(last: int, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -107,8 +104,8 @@ def node(last: int, alive: bool = True, **resources: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("nodes", "changes", "want"),
     [
-        ([HEAD, node(2, CPU=1), node(3, CPU=1)], {}, 2),
-        ([HEAD, node(2, CPU=1), node(3, alive=False, CPU=1)], {}, 1),
+        ([node(1), node(2, CPU=1), node(3, CPU=1)], {}, 2),
+        ([node(1), node(2, CPU=1), node(3, alive=False, CPU=1)], {}, 1),
         ([node(2, CPU=3.0), node(3, CPU=1)], {"cpus_per_worker": 2}, 1),
         ([node(2, CPU=8, GPU=1), node(3, CPU=8)], {"gpu": True}, 1),
     ],
@@ -123,74 +120,51 @@ def test_nodes_have_room_for_the_workers_that_each_of_them_can_hold_whole(
 def test_a_node_that_joins_in_time_ends_the_wait_and_one_that_does_not_is_asked_for_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    nodes, clock = [HEAD, node(2, CPU=1)], [0.0]
+    nodes, clock = [node(1), node(2, CPU=1)], [0.0]
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds
-        if clock[0] == joins:
-            nodes.append(node(3, CPU=1))
+        nodes.extend([node(3, CPU=1)] if clock[0] == 70 else [])
 
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(ray_cluster.time, "sleep", sleep)
-    joins = -1.0
-    with pytest.raises(ray_cluster.NoRoomError) as refused:
+    with pytest.raises(ray_cluster.NoRoomError, match="room for 1 of 2 workers: a worker needs 1 CPU; 10.0.0.1 has 0"):
         ray_cluster.wait_for_room(compute(), 60)
     assert clock[0] == 60
-    said = "the nodes of Ray have room for 1 of 2 workers: a worker needs 1 CPU; 10.0.0.1 has 0 CPU, 10.0.0.2 has 1 CPU"
-    assert str(refused.value).startswith(f"{said}; start another node")
-    assert capsys.readouterr().out == f"{said}; waiting 60 s for a node to join\n"
-    joins = 70.0
+    assert capsys.readouterr().out.count("10.0.0.2 has 1 CPU; waiting 60 s for a node to join\n") == 1
     ray_cluster.wait_for_room(compute(), 60)
     assert clock[0] == 70
-
-
-GROUPS = """
-import os, subprocess
-from m3diff.cluster import children_in_a_group_of_their_own
-before = os.getpgrp()
-with children_in_a_group_of_their_own():
-    child = subprocess.Popen(["sleep", "60"])
-assert os.getpgrp() == before
-print(os.getpgid(child.pid) == before)
-child.kill()
-"""
-
-
-@pytest.mark.parametrize(("leads", "together"), [(False, "False"), (True, "True")])
-def test_what_ray_starts_is_not_reached_by_a_signal_to_the_group_of_this_process(leads: bool, together: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", GROUPS]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, process_group=0 if leads else None)
-    assert ended.stdout.split() == [together], ended.stderr
 
 
 IN_BACKGROUND = """
 import os, subprocess, sys, time
 from m3diff.cluster import children_in_a_group_of_their_own
+before = os.getpgrp()
 with children_in_a_group_of_their_own():
     child = subprocess.Popen(["sleep", "60"])
-    while os.getppid() == int(sys.argv[1]):
+    while len(sys.argv) > 1 and os.getppid() == int(sys.argv[1]):
         time.sleep(0.01)
+with open("ended", "w") as file:
+    file.write(f"{os.getpgrp() == before} {os.getpgid(child.pid) == before}")
 child.kill()
-open("ended", "w").write("well")
 """
-
-
-STARTS = (
-    "nohup {} $$ > said 2>&1 &",
-    "{} $$ > said 2>&1 &",
-    "(trap '' HUP; exec {} $$) > said 2>&1 &",
-    "setsid {} $$ > said 2>&1 &",
-    "{} $$ < /dev/null > said 2>&1 & disown",
-    "{} $$ <&- > said 2>&1 &",
-    "{} $$ 2>&1 | cat > said &",
-    "set -m; {} $$ > said 2>&1 &",
-)
+STARTS = {
+    "nohup {} $$ > said 2>&1 &": None,
+    "setsid {} $$ > said 2>&1 &": None,
+    "{} $$ <&- > said 2>&1 &": None,
+    "set -m; {} $$ > said 2>&1 &": None,
+    "{} > said 2>&1; true": "True False",
+    "exec {} > said 2>&1": "True True",
+}
+"""Ways a shell starts it, and whether it is back in its group, and the child in that: not where a signal to the group
+would reach the child, but for a leader, as what a shell starts by hand."""
 
 
 @pytest.mark.fault("W5")
-def test_what_a_script_leaves_in_the_background_goes_on_when_the_script_and_its_group_are_gone(tmp_path: Path) -> None:
+def test_what_ray_starts_has_a_group_of_its_own_and_what_a_script_leaves_in_the_background_outlives_that_script(
+    tmp_path: Path,
+) -> None:
     """No terminal, no session of its own: as by cron, CI, ssh or `docker exec`."""
     (tmp_path / "serve.py").write_text(IN_BACKGROUND)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
@@ -200,7 +174,8 @@ def test_what_a_script_leaves_in_the_background_goes_on_when_the_script_and_its_
         script = f"{start.format(f'{sys.executable} ../serve.py')}\nsleep 0.3"
         subprocess.run(["bash", "-c", script], cwd=folder, env=environment, process_group=0, check=True)
     deadline = time.monotonic() + 60
-    for folder, start in zip(folders, STARTS, strict=True):
+    for folder, (start, want) in zip(folders, STARTS.items(), strict=True):
         while not (folder / "ended").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert (folder / "ended").exists(), (start, (folder / "said").read_text())
+        assert want in (None, (folder / "ended").read_text()), start

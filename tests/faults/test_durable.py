@@ -23,7 +23,7 @@ from m3diff.provenance.git import git
 from m3diff.records import files
 from m3diff.records.files import write_atomic
 from m3diff.registry.decisions import Entry, append
-from m3diff.stages.predict.journal import Answer, Journal
+from m3diff.stages.predict.stage import Answer, Journal
 from m3diff.stages.train import progress, state
 from m3diff.stages.train.progress import Curve
 from m3diff.stages.train.state import MOMENTS, latest_valid_checkpoint, write_state
@@ -71,7 +71,7 @@ PLAIN = {
     "components/models/checkpoint.py export_checkpoint": "a command's output, and the manifest is last",
     "components/models/checkpoint.py save_checkpoint": "DVC, and the manifest is last",
     "components/models/checkpoint.py write_manifest": "see RENAMED",
-    "components/stages/predict/journal.py Journal.__enter__": "here: lines appended, each flushed",
+    "components/stages/predict/stage.py Journal.__enter__": "here: lines appended, each flushed",
     "components/stages/pretrain/bases.py Blip2Base.write": "DVC",
     "components/stages/pretrain/bases.py LlavaOneVision.write": "DVC",
     "components/commands/rescore.py score": "in a temporary folder",

@@ -1,24 +1,21 @@
 """The memory that a training step holds for its backward pass, counted on a model without storage (torch's meta
 device).
 
-Forward pass and loss of one sequence run on shapes alone. A storage that is alive afterwards is one that backward
-keeps, so hooks, recomputation and products in place count as they are. Attention and RMS norm keep what the fused
-kernels of a GPU keep.
+The forward pass of one sequence runs on shapes alone. A storage that is alive afterwards is one that backward keeps, so
+hooks, recomputation and products in place count as they are. Attention and RMS norm keep what a GPU's fused kernels do.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
 
 from m3diff.models.family import Family
 
@@ -30,8 +27,8 @@ def count_activations(
 ) -> dict[str, int]:
     """Bytes that one sequence of one pair takes for backward, by part.
 
-    Beside the family's parts: `logits`, the most that head and cross-entropy hold at a time; `between parts`; and with
-    full recomputation the most that one layer holds while it is computed again.
+    Beside the family's parts: `logits`, which cross-entropy holds in fp32 as softmax and two gradients; `between
+    parts`; and with full recomputation the most that one layer holds while it is computed again.
 
     Args:
         model: on the meta device and as it trains: with adapters, in the precision of its weights.
@@ -47,15 +44,14 @@ def count_activations(
         "use_cache": False,
         **model.blank_images(model.config, "meta"),
     }
-    labels = torch.zeros(supervised, dtype=torch.long, device="meta")
     model.train()
     family.fuse(model, activation_checkpointing)
     with OnShapes():
-        held = held_for_backward(model, inputs, labels, parts_of_modules(model, family))
+        held = held_for_backward(model, inputs, parts_of_modules(model, family))
     if layers := recomputed_layers(model):
         family.fuse(model, "none")
         with OnShapes():
-            alone = held_for_backward(model, inputs, labels, {name: name for name in layers})
+            alone = held_for_backward(model, inputs, {name: name for name in layers})
         held[ONE_LAYER] = max(alone.get(name, 0) for name in layers)
         family.fuse(model, activation_checkpointing)
     return held
@@ -74,81 +70,57 @@ def recomputed_layers(model: nn.Module) -> list[str]:
     return [name for name in marked if not any(other.startswith(f"{name}.") for other in marked)]
 
 
-def held_for_backward(
-    model: Any, inputs: Mapping[str, Any], labels: Tensor, names: Mapping[str, str]
-) -> dict[str, int]:
-    """Bytes that are alive between forward and backward, by the name of the module that made them.
+def held_for_backward(model: Any, inputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
+    """Return the bytes that are alive between forward and backward, by the name of the module that made them.
 
     Args:
         inputs: of the model. Neither they nor its weights count.
-        labels: [supervised tokens]
         names: module -> name to count under; inside a named module the innermost name counts.
     """
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-    named = {**names, head: LOGITS}
-    with Storages(model, inputs) as storages:
-        with storages.named(model, named):
-            logits = model(**inputs).logits
-        storages.name = LOGITS
-        loss, logits = F.cross_entropy(logits.float(), labels, reduction="none").sum(), get_gradient_edge(logits)
-        held = storages.alive()
-        torch.autograd.grad(loss, logits)
-    return {name: size for name, size in (held | {LOGITS: storages.most_logits}).items() if size}
+    with Storages(model, inputs, {**names, head: LOGITS}) as storages:
+        logits = model(**inputs).logits
+        held = storages.alive() | {LOGITS: 3 * 4 * logits.numel()}
+    return {name: size for name, size in held.items() if size}
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that is made within, under the name that is current then.
+    """Every storage that is made within, under the name of the innermost named module that runs."""
 
-    Attributes:
-        name: what is made now belongs to it.
-        most_logits: the most bytes that were alive under LOGITS at a time.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], names: Mapping[str, str]) -> None:
         super().__init__()
-        self.name, self.most_logits = BETWEEN, 0
+        self.names, self.running = names, ModuleTracker()
         there = [*model.parameters(), *model.buffers(), *(value for value in inputs.values() if torch.is_tensor(value))]
         self.before = {StorageWeakRef(tensor.untyped_storage()) for tensor in there}
         self.made: dict[StorageWeakRef, tuple[str, int]] = {}
 
+    def __enter__(self) -> Any:
+        self.running.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.running.__exit__(*raised)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
+        paths = (path.partition(".")[2] for path in self.running.parents)  # after the model's class
+        innermost = max((path for path in paths if path in self.names), key=len, default=None)
+        name = BETWEEN if innermost is None else self.names[innermost]
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                reference = StorageWeakRef(storage)
-                if reference not in self.before:
-                    self.made.setdefault(reference, (self.name, storage.nbytes()))
-        if self.name == LOGITS:
-            self.most_logits = max(self.most_logits, self.alive().get(LOGITS, 0))
+                if StorageWeakRef(storage) not in self.before:
+                    self.made.setdefault(StorageWeakRef(storage), (name, storage.nbytes()))
         return result
 
     def alive(self) -> dict[str, int]:
-        """Bytes by name."""
+        """Return bytes by name."""
         sizes: dict[str, int] = {}
         for reference, (name, size) in self.made.items():
             if not reference.expired():
                 sizes[name] = sizes.get(name, 0) + size
         return sizes
-
-    @contextmanager
-    def named(self, model: nn.Module, names: Mapping[str, str]) -> Iterator[None]:
-        """Within, a module's forward pass sets the name that it has in `names`."""
-        outer: list[str] = []
-
-        def enter(name: str, *_: Any) -> None:
-            outer.append(self.name)
-            self.name = name
-
-        def leave(*_: Any) -> None:
-            self.name = outer.pop()
-
-        with ExitStack() as hooks:
-            for path, module in model.named_modules():
-                if path in names:
-                    hooks.callback(module.register_forward_pre_hook(partial(enter, names[path])).remove)
-                    hooks.callback(module.register_forward_hook(leave).remove)
-            yield
 
 
 class OnShapes(TorchFunctionMode):

@@ -137,8 +137,7 @@ class Plan:
             for a mean one.
         sequences: of an epoch.
         steps: of the run.
-        model_flops: of the run, without recomputation; frozen weights cost 2 of 3, as their gradient is not computed.
-        run_flops: with what is recomputed.
+        run_flops: of the run, with what is recomputed; frozen weights cost 2 of 3, as their gradient is not computed.
         memory_gb: on one GPU, by what it is for.
         activations_gb: that part of it, for a micro-batch, by where it arises.
         caption_flops: of a pair's images and prompt, by the merged model; the images are encoded once. Not counted are
@@ -155,7 +154,6 @@ class Plan:
     longest: int | None
     sequences: int
     steps: int
-    model_flops: float
     run_flops: float
     memory_gb: Mapping[str, float]
     activations_gb: Mapping[str, float]
@@ -170,10 +168,6 @@ class Plan:
         """Hours of one GPU that computes, recomputation counted, at a share of its peak (hardware FLOPs utilisation,
         HFU)."""
         return self.run_flops / (peak_tflops * TERA * hfu) / 3600
-
-    def mfu(self, hfu: float) -> float:
-        """The share of the peak that the model's own FLOPs then come to (model FLOPs utilisation)."""
-        return hfu * self.model_flops / self.run_flops
 
 
 class Run(NamedTuple):
@@ -238,7 +232,6 @@ def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
         longest=longest,
         sequences=sequences,
         steps=math.ceil(train.epochs * math.ceil(sequences / train.global_batch)),  # as the loop counts them
-        model_flops=in_all * total,
         run_flops=in_all * (total + recomputed_flops(terms, compute.activation_checkpointing)),
         memory_gb=static_memory(train, compute, parameters) | {"activations": sum(activations.values())},
         activations_gb=activations,
@@ -523,10 +516,7 @@ def _time_lines(plan: Plan, gpu: Gpu | None, hfu: float) -> Iterator[str]:
     else:
         hours = plan.gpu_hours(gpu.bf16_tflops, hfu)
         speed = plan.workload.references * plan.train.epochs / hours / 3600
-        yield (
-            f"time on {gpu.name} ({gpu.bf16_tflops:g} TFLOP/s dense bf16) at {hfu:.0%} HFU, which is "
-            f"{plan.mfu(hfu):.1%} MFU (without recomputation):"
-        )
+        yield f"time on {gpu.name} ({gpu.bf16_tflops:g} TFLOP/s dense bf16) at {hfu:.0%} HFU:"
         yield f"  {hours:.4g} GPU-hours, {hours / plan.gpus:.4g} h on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU"
 
 

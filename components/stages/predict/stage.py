@@ -8,12 +8,17 @@ At 7B shapes a pair takes 21.9 TFLOP to read, vision encoder and MDP module incl
 pass, takes 0.13 more: 401 PFLOP for the paper's 16.2k test pairs and two controls of 1,000.
 """
 
+import base64
+import fcntl
 import io
 import json
+import os
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -23,12 +28,14 @@ from m3diff.provenance.code import key_of
 from m3diff.records.files import StageReport, sha256, write_atomic
 from m3diff.records.progress import progress
 from m3diff.settings.compute import Compute
-from m3diff.stages.predict.journal import Answer, Journal
 from m3diff.stages.predict.pairs import PairSample, batches, control_pairs, read_test_pairs
 from m3diff.stages.predict.params import Predict
-from m3diff.stages.predict.workers import Batch, Job, caption
+from m3diff.stages.predict.workers import Answer, Batch, Job, caption
 
 PREDICTIONS, SHUFFLED, REVERSED = "predictions", "predictions_shuffled", "predictions_reversed"
+
+Key = tuple[str, str]
+"""Name of the set of pairs (predictions, control), id of the pair."""
 
 
 class PredictReport(StageReport):
@@ -38,6 +45,68 @@ class PredictReport(StageReport):
     words: float
     control: int
     reversed: int
+
+
+class Journal:
+    """A file with a line of JSON for each answer. Within `with`, no other process has it.
+
+    Attributes:
+        answers: all that the file holds.
+
+    Raises:
+        BlockingIOError: another process writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.answers: dict[Key, Answer] = {}
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file: BinaryIO = self.path.open("a+b")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.file.close()
+            raise BlockingIOError(f"{self.path}: another process captions the same pairs; wait for its end") from error
+        self.file.seek(0)
+        self.file.truncate(self._read(self.file.read()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file.close()
+
+    def _read(self, data: bytes) -> int:
+        """Take the answers of whole lines; return the length of these. What follows a torn line was never finished."""
+        whole = 0
+        for line in data.splitlines(keepends=True):
+            try:
+                if not line.endswith(b"\n"):
+                    break
+                row = json.loads(line)
+                saliency = None
+                if "saliency" in row:
+                    saliency = np.frombuffer(base64.b64decode(row["saliency"]), np.float16).reshape(row["shape"])
+                self.answers[row["set"], row["pair"]] = Answer(row["caption"], saliency)
+            except ValueError:
+                break
+            whole += len(line)
+        return whole
+
+    def add(self, answers: Iterable[tuple[Key, Answer]]) -> None:
+        """Write the answers that are not there yet, down to the disk."""
+        for key, answer in answers:
+            if key not in self.answers:
+                self.answers[key] = answer
+                row: dict[str, Any] = {"set": key[0], "pair": key[1], "caption": answer.caption}
+                if answer.saliency is not None:
+                    row["shape"] = answer.saliency.shape
+                    row["saliency"] = base64.b64encode(answer.saliency.tobytes()).decode()
+                self.file.write(json.dumps(row).encode() + b"\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
 
 def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Path) -> PredictReport:

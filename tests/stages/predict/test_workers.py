@@ -23,9 +23,8 @@ from m3diff.models.generation import load_captioner
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict import stage, workers
-from m3diff.stages.predict.journal import Answer
 from m3diff.stages.predict.pairs import batches, read_test_pairs
-from m3diff.stages.predict.stage import predict
+from m3diff.stages.predict.stage import Answer, predict
 from m3diff.stages.predict.workers import AHEAD, Batch, Job, caption, caption_on_ray, images_ahead
 from tests.stages.predict.conftest import ORDER, compute, settings, write_test_split
 
@@ -56,7 +55,9 @@ class Processor:
         return np.asarray(image)
 
 
-def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use(mixture):
+def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use_and_one_that_is_refused_ends_them(
+    mixture, tmp_path
+):
     processor, count = Processor(), 2 * (1 + AHEAD)
     stream = images_ahead(in_batches(mixture), processor, threads=2)
     next(stream)
@@ -64,17 +65,10 @@ def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use(mixture
         assert processor.changed.wait_for(lambda: processor.seen >= count, timeout=120), "the batch and the next two"
     assert processor.seen == count, "and no more"
     assert len(list(stream)) == 4
-
-
-def test_an_image_that_is_refused_ends_the_stream_and_its_threads(tmp_path):
     broken = write_test_split(tmp_path / "mixture")
     (broken / f"{ORDER[0]}_before.png").unlink()
     with pytest.raises(DataError, match=f"{ORDER[0]}_before.png: cannot be read"):
         list(images_ahead(in_batches(broken), Processor(), threads=1))
-    for thread in threading.enumerate():
-        if thread.name.startswith("images"):
-            thread.join(timeout=120)
-            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(("dtype", "want"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
@@ -112,29 +106,11 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixt
             assert [answer.saliency for answer in answers] == [None] * len(captions)
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("count", [0, 2])
-def test_ray_is_for_gpus_alone(gpu, count, checkpoint, monkeypatch):
-    for name in ("caption_on_ray", "answers_of"):
-        monkeypatch.setattr(workers, name, lambda *_, name=name: name)
-    monkeypatch.setattr(workers, "load", lambda job: None)
-    asked = job(checkpoint, gpu=gpu, workers=count)
-    assert caption(asked, []) == ("caption_on_ray" if gpu and count else "answers_of")
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
     yield
     ray.shutdown()
-
-
-def same(got: Any, want: Any) -> None:
-    assert sorted(number for number, _ in got) == sorted(want), "each batch once"
-    for number, answers in got:
-        assert [answer.caption for answer in answers] == [answer.caption for answer in want[number]]
-        for one, other in zip(answers, want[number], strict=True):
-            np.testing.assert_array_equal(one.saliency, other.saliency)
 
 
 @pytest.mark.slow(85)
@@ -164,7 +140,11 @@ def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
     asked = in_batches(mixture)
     want = dict(caption(job(checkpoint), asked))
     monkeypatch.setattr(workers, "Worker", Mortal)
-    same(list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), asked)), want)
+    got = list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), asked))
+    assert sorted(number for number, _ in got) == sorted(want), "each batch once"
+    for number, (answer,) in got:
+        assert answer.caption == want[number][0].caption
+        np.testing.assert_array_equal(answer.saliency, want[number][0].saliency)
     assert len(list(tmp_path.iterdir())) == 1, "one has died"
     said = capsys.readouterr().out
     assert "predict: a worker died (" in said
@@ -176,30 +156,26 @@ class Remote:
     """Stands for a Ray of five CPUs and GPUs: what is asked of it, and which batches each worker is dealt. A mortal
     worker dies at its second batch."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, mortal: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: dict[str, Any] = {}
         self.dealt: list[list[int]] = []
-        self.mortal, self.killed = mortal, 0
+        self.mortal, self.killed = False, 0
         nodes = [{"Resources": {"CPU": 3 * 5, "GPU": 5}, "NodeManagerAddress": "10.0.0.7"}]
         monkeypatch.setattr("m3diff.cluster.live_nodes", lambda: nodes)
         monkeypatch.setattr(workers, "ROOM_S", 0)
-        for name in ("remote", "kill", "wait"):
-            monkeypatch.setattr(ray, name, getattr(self, name))
+        monkeypatch.setattr(ray, "remote", self.remote)
+        monkeypatch.setattr(ray, "kill", self.kill)
+        monkeypatch.setattr(ray, "wait", lambda refs, num_returns: (refs[:num_returns], refs[num_returns:]))
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         monkeypatch.setattr(ray, "get", lambda refs: refs)
 
     def remote(self, **given: Any) -> Any:
         self.asked.update(given)
-        return lambda kind: SimpleNamespace(remote=self.actor)
-
-    def actor(self, job: Job) -> Any:
-        return SimpleNamespace(caption=SimpleNamespace(remote=self.caption))
+        actor = SimpleNamespace(caption=SimpleNamespace(remote=self.caption))
+        return lambda kind: SimpleNamespace(remote=lambda job: actor)
 
     def kill(self, worker: Any) -> None:
         self.killed += 1
-
-    def wait(self, refs: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
-        return refs[:num_returns], refs[num_returns:]
 
     def caption(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
         self.dealt.append([batch.number for batch in part])
@@ -213,41 +189,39 @@ class Remote:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_each_worker_is_placed_with_its_device_and_its_environment(gpu, checkpoint, mixture, monkeypatch):
-    fake = Remote(monkeypatch)
-    made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
+def test_each_worker_is_placed_with_its_device_and_its_environment_or_refused_with_what_ray_has(
+    gpu, checkpoint, mixture, monkeypatch
+):
+    fake, asked = Remote(monkeypatch), in_batches(mixture)
+    made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), asked))
     assert sorted(made) == [(number, [(f"of {number}", None)]) for number in range(10, 15)]
     environment = {"env_vars": workers.environment(gpu)}
     assert fake.asked == {"num_cpus": 3, "num_gpus": int(gpu), "runtime_env": environment}
-    assert fake.dealt == [[10, 12, 14], [11, 13]]
+    assert (fake.dealt, fake.killed) == ([[10, 12, 14], [11, 13]], 2), "room is given back"
     fake.dealt.clear()
-    list(caption_on_ray(job(checkpoint, workers=8, cpus_per_worker=3), in_batches(mixture)))
+    list(caption_on_ray(job(checkpoint, workers=8, cpus_per_worker=3), asked))
     assert fake.dealt == [[10], [11], [12], [13], [14]], "no worker without work, and no room is asked for it"
-
-
-def test_workers_without_room_are_refused_with_what_ray_has(checkpoint, mixture, monkeypatch):
-    Remote(monkeypatch)
-    with pytest.raises(
-        ParamsError, match="^compute.workers: .*2 of 3 workers: a worker needs 6 CPU; 10.0.0.7 has 15 CPU"
-    ):
-        list(caption_on_ray(job(checkpoint, workers=3, cpus_per_worker=6), in_batches(mixture)))
+    with pytest.raises(ParamsError, match=r"^compute.workers: .*2 of 3 workers: a worker needs 6 CPU; 10.* has 15 CPU"):
+        list(caption_on_ray(job(checkpoint, workers=3, cpus_per_worker=6), asked))
+    monkeypatch.setattr(workers, "load", lambda job: None)
+    monkeypatch.setattr(workers, "answers_of", lambda *_: "here")
+    for count, with_gpu in ((0, True), (2, False), (0, False)):
+        assert caption(job(checkpoint, workers=count, gpu=with_gpu), asked) == "here", "Ray is for GPUs alone"
 
 
 def test_what_a_dead_worker_left_is_dealt_again_until_too_many_died_and_what_was_captioned_is_kept(
     model, mixture, tmp_path, monkeypatch
 ):
-    fake, cfg, out = Remote(monkeypatch, mortal=True), settings(batch_pairs=1), tmp_path / "out"
-    how = compute(out, workers=1, max_failures=4)
+    fake, cfg, out = Remote(monkeypatch), settings(batch_pairs=1), tmp_path / "out"
+    how, fake.mortal = compute(out, workers=1, max_failures=4), True
     monkeypatch.setattr(stage, "caption", caption_on_ray)
     with pytest.raises(ConnectionError, match="a worker died .*max_failures: 4 .* run `m3diff predict` again: what is"):
         predict(cfg, how, mixture, model, out)
-    assert (fake.killed, fake.dealt) == (5, [list(range(at, 15)) for at in range(5)]), "room is given back"
+    assert (fake.killed, fake.dealt) == (5, [list(range(at, 15)) for at in range(5)])
     fake.mortal = False
     predict(cfg, how, mixture, model, out)
     assert fake.dealt[5:] == [list(range(5, 15))]
-    rows = json.loads((out / "predictions.json").read_text()) + json.loads(
-        (out / "predictions_reversed.json").read_text()
-    )
+    rows = [row for name in ("", "_reversed") for row in json.loads((out / f"predictions{name}.json").read_text())]
     assert {int(row["caption"].removeprefix("of ")) for row in rows} == {*range(5), *range(10, 15)}
 
 

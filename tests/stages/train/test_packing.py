@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from m3diff.models import FAMILIES, attention
+from m3diff.models import FAMILIES
 from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
 from m3diff.models.fused import make_fused
@@ -159,38 +158,3 @@ def test_sequences_of_about_one_length_share_a_rectangle() -> None:
     tokens = layout.rows[layout.places]
     assert tokens.tolist() == list(range(sum(lengths))), "each token is at its place"
     assert packed.sequences[layout.rows[24:44]].tolist() == [7] * 18 + [0, 0]
-
-
-class Ops(TorchDispatchMode):
-    """The names of the attention kernels that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in str(func):
-            self.seen.append(str(func))
-        return func(*args, **kwargs or {})
-
-
-def test_one_caption_a_sequence_of_any_length_takes_the_causal_kernel_without_a_mask(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    packed = pack([group(1, seed=seed, own_questions=True) for seed in range(4)])
-    assert len(set(torch.bincount(packed.sequences).tolist())) > 1
-    model, calls, original = tiny_model(MDP), [], attention.scaled_dot_product_attention
-
-    def watched(*given: Any, **named: Any) -> Tensor:
-        calls.append((given[3] if len(given) > 3 else named.get("attn_mask"), named.get("is_causal", False)))
-        with Ops() as ops:
-            out = original(*given, **named)
-        assert ops.seen == ["aten._scaled_dot_product_flash_attention_for_cpu.default"]
-        return out
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
-    for training in (False, True):
-        make_fused(model, fused=training)
-        calls.clear()
-        summed_loss(model.train(training), packed, torch.randn(8, 3, SIDE, SIDE), "sdpa")
-        assert calls == [(None, True)] * model.config.text_config.num_hidden_layers

@@ -1,8 +1,7 @@
 """An optimizer step against AdamW by hand, its gradient's norm against autograd, the module's numbers against hooks."""
 
 import math
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor
 
 from m3diff.models import FAMILIES
-from m3diff.models import m3diff_model as module_of
 from m3diff.models.settings import Delays
-from m3diff.models.tuning import TrainableGroup, unwrapped
+from m3diff.models.tuning import unwrapped
 from m3diff.settings.load import load_params
-from m3diff.stages.train import engine
 from m3diff.stages.train.attempts import DivergedError
-from m3diff.stages.train.engine import build_engine, rate_factor, take_step, token_loss
+from m3diff.stages.train.engine import deepspeed_config, rate_factor, take_step, token_loss
 from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.state import MasterState
 from tests.stages.train.toy import Place, Recipe, built, recipe, started, take
@@ -111,14 +108,7 @@ def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(stage: int, lim
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("stage", "precision", "clipped"),
-    [
-        (0, "fp32", NO_CLIPPING),
-        (0, "fp32", 1.0),
-        (0, "bf16", 1.0),
-        (1, "bf16", 1.0),
-        (2, "bf16", NO_CLIPPING),
-        pytest.param(3, "bf16", 1.0, marks=pytest.mark.slow),
-    ],
+    [(0, "fp32", NO_CLIPPING), (0, "bf16", 1.0), (1, "fp32", 1.0), (2, "bf16", NO_CLIPPING)],
 )
 def test_a_gradient_or_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(
     stage: int, precision: str, clipped: float | None, bad: float, place: Place
@@ -130,12 +120,11 @@ def test_a_gradient_or_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(
     parameter.register_hook(lambda gradient: gradient * bad)
     with pytest.raises(DivergedError, match=r"step 2: the loss is [\d.]+ and the gradient's norm (nan|inf) with lr_"):
         take(training, 1)
-    if stage < 3:
-        with torch.no_grad():
-            for weight in training.engine.module.parameters():
-                weight.fill_(bad)
-        with pytest.raises(DivergedError, match=r"step 4: the loss is nan and .* lr_vision [\d.e-]+, .*warmup_share"):
-            take(training, 3)
+    with torch.no_grad():
+        for weight in training.engine.module.parameters():
+            weight.fill_(bad)
+    with pytest.raises(DivergedError, match=r"step 4: the loss is nan and .* lr_vision [\d.e-]+, .*warmup_share"):
+        take(training, 3)
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -156,20 +145,10 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage: int, place: Place) -> Non
 
 
 @pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small", "levir-cc", "blip2idc"])
-def test_a_profile_in_bf16_loses_no_small_gradient_of_many_micro_batches(profile: str) -> None:
-    """1 + 256 * 2**-9 is 1.5; added up in bf16, each of the 256 would be rounded away."""
+def test_a_profile_in_bf16_adds_gradients_up_in_fp32(profile: str) -> None:
     params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
-    train = params.train.model_copy(update={"global_batch": 257, "max_grad_norm": NO_CLIPPING})
-    assert train.precision == "bf16"
-    model = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
-    group = TrainableGroup("llm", ("llm",), 0.0, [model.weight])
-    made = build_engine(train, params.compute.model_copy(update={"micro_batch": 1}), model, [group])
-    for number in range(257):
-        gradient = 1.0 if number == 0 else 2.0**-9
-        made.backward(257 * gradient * made(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
-        made.step()
-    first = MasterState(made).get(model.weight, "exp_avg").flatten()  # a tenth of the gradient
-    torch.testing.assert_close(first, torch.full((4,), 0.15), rtol=1e-4, atol=0)
+    config = deepspeed_config(params.train, params.compute)
+    assert (config["bf16"], config["data_types"]) == ({"enabled": True}, {"grad_accum_dtype": "fp32"})
 
 
 def test_the_rate_warms_up_and_falls_as_a_half_cosine_and_a_delayed_part_joins_it(base: Path) -> None:
@@ -205,35 +184,6 @@ def test_a_part_that_is_delayed_stays_as_it_is_until_its_step_and_rates_are_thos
     assert training.rates == {f"lr_{part}": pytest.approx(last * rate) for part, rate in model.rates.items() if rate}
 
 
-def letter(base: Path) -> Recipe:
-    """The module and recipe of paper-letter on the tiny base: its layers, heads, rates and batch are the tiny one's."""
-    params = load_params(REPOSITORY / "profiles/paper-letter.yaml")
-    names = ("max_captions_per_sequence", "epochs", "warmup_share", "weight_decay", "max_grad_norm")
-    module = asdict(params.models["m3diff"].module) | MDP
-    changes = {name: getattr(params.train, name) for name in names} | {"global_batch": 8, "micro_batch": 2}
-    return recipe(base, model=tiny_settings(module), **changes)
-
-
-def test_a_step_by_the_letter_has_a_finite_loss_an_unclipped_gradient_and_moves_every_weight_of_the_module(
-    place: Place,
-) -> None:
-    made = letter(place.base)
-    assert (made.model.module.residual, made.cfg.max_grad_norm, made.cfg.max_captions_per_sequence) == (False, None, 1)
-    training = started(made, place.mixture, place.folder)
-    module = unwrapped(training.engine.module).model.mdp
-    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    take(training, 0)
-    (row,) = training.curve.rows
-    assert math.isfinite(float(row["loss"]))
-    state = MasterState(training.engine)
-    firsts = [state.get(parameter, "exp_avg") for parameter in state.parameters.values()]
-    assert norm_of(firsts) / 0.1 == pytest.approx(float(row["grad_norm"]), rel=1e-3), "AdamW's first moment"
-    assert training.engine.gradient_clipping() == 0
-    still = [name for name, parameter in module.named_parameters() if torch.equal(parameter, before[name])]
-    # a bias of keys moves every weight of a query alike, so softmax gives it no gradient but rounding
-    assert [name for name in still if not name.endswith("k_proj.bias")] == []
-
-
 USED = MDP | {"init_gain": 2.0}
 
 
@@ -260,11 +210,10 @@ def seen_by_hooks(model: Any) -> dict[int, list[tuple[Tensor, Tensor, Tensor]]]:
 @pytest.mark.parametrize(
     ("fields", "changes"),
     [
-        ({}, {"micro_batch": 2}),
-        ({"score": "channel"}, {"precision": "bf16", "zero_stage": 2}),
+        ({"score": "channel"}, {"micro_batch": 2, "precision": "bf16", "zero_stage": 2}),
         ({}, {"activation_checkpointing": "full", "max_captions_per_sequence": 1}),
     ],
-    ids=["accumulated", "bf16", "recomputed"],
+    ids=["accumulated in bf16", "recomputed"],
 )
 def test_the_module_s_numbers_are_those_that_hooks_see(fields: dict, changes: dict, place: Place) -> None:
     training = place.started(global_batch=8, model=tiny_settings(USED | fields), **changes)
@@ -283,30 +232,3 @@ def test_the_module_s_numbers_are_those_that_hooks_see(fields: dict, changes: di
         assert row[f"module_score/{number}"] == pytest.approx(float(scores.mean()), rel=1e-5)
     for figure in ("module_update_ratio", "module_score"):
         assert row[f"{figure}/1"] != pytest.approx(row[f"{figure}/2"], rel=1e-4)
-
-
-def test_workers_sums_are_added_before_they_are_divided_and_nothing_is_measured_in_other_steps(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of two workers has large features: a mean of the ratios would be 0.3125 for the first level."""
-    ours = torch.tensor([[4.0, 1.0], [0.0, 4.0], [64.0, 4.0]], dtype=torch.float64)  # ratio 0.25
-    theirs = torch.tensor([[36.0, 3.0], [0.0, 4.0], [256.0, 4.0]], dtype=torch.float64)  # ratio 0.375
-    training, summed = place.started(), engine.sum_over_ranks
-    with monkeypatch.context() as patch:
-        patch.setattr(module_of, "sums_of", lambda *_: pytest.fail("measured"))
-        take(training, 1)
-    assert [training.curve.rows[0][name] for name in training.module] == ["", "", "", ""]
-    assert M3DIFF.contribution is not None
-    recorded = nullcontext([ours.float() / 4, 3 * ours.float() / 4])
-    training.family = replace(M3DIFF, contribution=replace(M3DIFF.contribution, recorded=lambda model: recorded))
-    monkeypatch.setattr(
-        engine, "sum_over_ranks", lambda sums, ranks: sums + theirs if sums.equal(ours) else summed(sums, ranks)
-    )
-    take(training, 0)
-    assert training.curve.latest(training.module) == {
-        "step": 1,
-        "module_update_ratio/1": pytest.approx((40 / 320) ** 0.5, rel=1e-5),
-        "module_update_ratio/2": 0.0,
-        "module_score/1": 0.5,
-        "module_score/2": 1.0,
-    }

@@ -1,6 +1,7 @@
 """Runs on Ray Train workers, on one machine and on a cluster of nodes: none listens to the network, and one whose
 worker or node dies, or that SIGTERM asks to end, goes on from its newest checkpoint to the same bits."""
 
+import contextlib
 import ipaddress
 import os
 import pickle
@@ -72,12 +73,10 @@ def resumed_at(folder: Path) -> int:
 def listening(family: list[psutil.Process]) -> Iterator[tuple[str, str]]:
     """The name of a process and the address that it listens at, for each of its sockets."""
     for process in family:
-        try:
+        with contextlib.suppress(psutil.Error):  # it has ended
             name = " ".join([process.name(), *process.cmdline()[:1]])
-            found = process.net_connections("inet")
-        except psutil.Error:  # it has ended
-            continue
-        yield from ((name, socket.laddr.ip) for socket in found if socket.status == psutil.CONN_LISTEN)
+            sockets = process.net_connections("inet")
+            yield from ((name, socket.laddr.ip) for socket in sockets if socket.status == psutil.CONN_LISTEN)
 
 
 def is_loopback(address: str) -> bool:
