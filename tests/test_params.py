@@ -64,8 +64,8 @@ VALUES: list[tuple[str, Any, str]] = [
     ("train.warmup_share", 1.5, "Input should be less than or equal to 1 (found 1.5)"),
     ("promote.confidence", 1.0, "Input should be less than 1 (found 1.0)"),
     ("promote.guards.no_change_recall", -0.1, "Input should be greater than or equal to 0 (found -0.1)"),
-    ("train.epochs", INFINITE, "expected a finite number (found inf)"),
-    ("synthesize.minichange.oversample_types", [INFINITE], "expected a finite number (found inf)"),
+    ("train.epochs", INFINITE, "Input should be a finite number (found inf)"),
+    ("models.m3diff.lora.alpha", INFINITE, "Input should be a finite number (found inf)"),
     ("train.precision", "fp16", "Input should be 'fp32' or 'bf16' (found 'fp16')"),
     ("evaluate.metrics", [], "Tuple should have at least 1 item"),
     ("register.model_name", "team/m3diff:1.5", "MLflow refuses / : . in the name of a model; write - or _ instead"),
@@ -157,22 +157,19 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"models.m3diff.module.vision_feature_layers": [5]},
         ["models.m3diff: module.vision_feature_layers: 5 lies beyond the 4 layers of the vision encoder"],
     ),
-    "roots that are one or inside another": (
-        {EXTRA: INGESTED | {"root": "data/01_raw/minichange/extra"}}
-        | {"ingest.datasets.same": INGESTED | {"root": "data/x/../01_raw/minichange"}},
+    "folders that are one or inside another": (
+        {EXTRA: INGESTED | {"root": "data/01_raw/minichange/extra"}, "paths.mixture": "data/02_records"}
+        | {"ingest.datasets.same": INGESTED | {"root": "data/x/../01_raw/minichange"}, "paths.report": "data"},
         [
             f"{EXTRA}.root: data/01_raw/minichange/extra is inside {MINE}.root",
             f"ingest.datasets.same.root: data/x/../01_raw/minichange is {MINE}.root, too",
             f"{EXTRA}.root: data/01_raw/minichange/extra is inside ingest.datasets.same.root",
-        ],
-    ),
-    "outputs in a root or in each other": (
-        {"paths.clean": "data/01_raw/minichange/clean", "paths.mixture": "data/02_records", "compute.scratch": "data"},
-        [
-            f"paths.clean: data/01_raw/minichange/clean is inside {MINE}.root",
             "paths.mixture: data/02_records is paths.records, too; give each a folder of its own",
+            "ingest.datasets.same.root: data/x/../01_raw/minichange is inside paths.report",
+            f"{EXTRA}.root: data/01_raw/minichange/extra is inside paths.report",
             *(f"ingest.datasets.{name}.root: data/01_raw/{name} is inside" for name in EMBEDDED["ingest"]["datasets"]),
-            *(f"paths.{name}: data" for name in EMBEDDED["paths"]),
+            *(f"paths.{name}: data/0" for name in EMBEDDED["paths"] if name not in ("mixture", "report")),
+            "paths.mixture: data/02_records is inside paths.report",
         ],
     ),
     "generators of what cannot make itself": (
@@ -196,14 +193,11 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
         + [f"{WRITTEN} augment.second's model is in data/01_raw/made"],
     ),
     "parts of made datasets": (
-        made("made", edits=0, edit=3, editor={"kind": "drawn", "steps": 3}, paraphrases={"tset": 2})
-        | {"augment.made.writer": {"kind": "endpoint", "url": "ftp://x", "model": "m"}, "augment.second": NEIGHBOURS},
+        made("made", editor={"kind": "drawn", "steps": 3}, writer={"kind": "endpoint", "url": "ftp://x", "model": "m"})
+        | {"augment.second": NEIGHBOURS},
         [
-            "augment.made.edits: Input should be greater than or equal to 1 (found 0)",
-            "augment.made.edit: unknown key; did you mean 'edits'?",
             "augment.made.editor.steps: unknown key; known keys: kind",
             "augment.made.writer.url: expected http://... or https://..., up to and with /v1, found 'ftp://x'",
-            "augment.made.paraphrases.tset: Input should be 'train', 'val' or 'test' (found 'tset')",
             "augment.second.features: Input tag 'cilp' found using 'kind' does not match any of the expected tags",
             "augment.second.band: expected two numbers of -1 to 1, the lower first, found [0.9, 0.7]",
             "augment.second.source: missing; add it as in profiles/embedded.yaml",

@@ -18,7 +18,7 @@ from mlflow.cli import cli
 from mlflow.tracking import MlflowClient
 
 from m3diff.commands import preflight as looks
-from m3diff.commands.preflight import GIB, NotReadyError, preflight
+from m3diff.commands.preflight import GIB, NotReadyError, preflight, size_of
 from m3diff.registry.decisions import Entry, append
 from m3diff.registry.promote import rollback
 from m3diff.scoring.metrics import METRICS
@@ -85,6 +85,8 @@ def test_a_machine_that_has_everything_is_taken_by_the_disk_of_the_nearest_folde
     places: list[Path] = []
     monkeypatch.setattr(shutil, "disk_usage", lambda place: places.append(place) or SimpleNamespace(free=100 * GIB))
     (tmp_path / "data").mkdir()
+    (tmp_path / "data/a").write_bytes(b"12345")
+    assert (size_of(tmp_path), size_of(tmp_path / "none")) == (5, 0)
     asked = commands(monkeypatch)
     preflight(params)
     assert asked == [[str(java), "-version"]]
@@ -218,8 +220,10 @@ def test_an_experiment_that_was_deleted_is_said_with_the_command_that_restores_i
     preflight(params)
 
 
-@pytest.mark.fault("T10")
-def test_a_champion_whose_alias_was_taken_away_is_said_with_the_command_that_sets_it_again(params, mlflow_store):
+@pytest.mark.fault("T10", "19")
+def test_a_champion_whose_alias_was_taken_away_is_said_with_the_command_that_sets_it_again(
+    params, mlflow_store, tmp_path
+):
     mlflow_store.delete_registered_model_alias("m3diff", "champion")
     (said,) = faults(params).splitlines()[1:]
     assert "the alias 'champion' is gone from model 'm3diff'" in said
@@ -228,17 +232,5 @@ def test_a_champion_whose_alias_was_taken_away_is_said_with_the_command_that_set
     preflight(params)
     mlflow_store.delete_registered_model("m3diff")
     preflight(params)  # the next registration is the first of another registry
-
-
-@pytest.mark.fault("T10", "19")
-def test_a_file_that_is_no_store_of_mlflow_is_said(params, mlflow_store, tmp_path):
     (tmp_path / "services" / "mlflow" / "mlflow.db").write_text("no database")
     assert "register.tracking_uri: " in faults(params)
-
-
-def test_the_size_of_a_folder_is_that_of_all_files_below(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b").write_bytes(b"12345")
-    (tmp_path / "c").write_bytes(b"123")
-    assert looks.size_of(tmp_path) == 8
-    assert looks.size_of(tmp_path / "none") == 0

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 class Fields:
     """Base of frozen dataclasses of plain values: refuses unknown keys and broken rules, keeps lists as tuples."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
     def __post_init__(self) -> None:
         faults = []
@@ -73,7 +73,7 @@ class Lora(Fields):
 class ByPart(Mapping[str, Value], Generic[Value]):
     """A mapping of the fields of its subclass: a value for each part."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
     def __getitem__(self, part: str) -> Value:
         if part not in self.__dataclass_fields__:

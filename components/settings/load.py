@@ -4,13 +4,12 @@ Unknown keys are refused, and faults are named together, before anything runs. F
 in a comment. `rules.py` checks one section against another, and `profiles.py` resolves a profile.
 """
 
-import math
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from m3diff.settings.explain import explain
-from m3diff.settings.profiles import leaves, resolve
+from m3diff.settings.profiles import resolve
 from m3diff.settings.rules import RULES
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
@@ -26,17 +25,11 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
             where there is none, every fault between values.
     """
     raw = resolve(path)
-    faults = [
-        f"{place}: expected a finite number (found {item})"
-        for place, value in leaves(raw)
-        for item in (value if isinstance(value, list) else [value])
-        if isinstance(item, float) and not math.isfinite(item)
-    ]
     try:
         params = Params.model_validate(raw)
-        faults += [] if faults else [fault for rule in RULES for fault in rule(params)]
+        faults = [fault for rule in RULES for fault in rule(params)]
     except ValidationError as error:
-        faults += explain(error, raw, Params)
+        faults = explain(error, raw, Params)
     if not faults:
         return params
     lines = dict.fromkeys(faults)

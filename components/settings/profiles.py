@@ -8,7 +8,7 @@ datasets that the profile ingests.
 
 import datetime
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,6 @@ def _merge(below: Any, overlay: Any, at: tuple[str, ...] = ()) -> Any:
     return below | overlay | merged
 
 
-def leaves(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Every value that is no mapping, with its place: `train.epochs`. An empty mapping counts as a value."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from leaves(item, (*at, str(key)))
-    else:
-        yield ".".join(at), value
-
-
 def profiles(folder: Path) -> Iterator[Path]:
     """The files of a folder that are profiles, not other YAML."""
     for path in sorted(folder.glob("*.yaml")):
@@ -124,25 +115,20 @@ def find_profile(name: str, folder: Path) -> Path:
     return known[name]
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Iterator[str]:
     """A line for each value that differs: `train.epochs: 5 -> 1`; of a mapping that is gone, one: `synthesize.x:
     removed`."""
-    before, after = dict(leaves(old)), dict(leaves(new))
-    there = {place.rsplit(".", above)[0] for place in after for above in range(place.count(".") + 1)}
-    lines: dict[str, None] = {}
-    for place in before | after:
-        if place in before and place in after and before[place] == after[place]:
-            continue
-        above = (place.rsplit(".", number)[0] for number in range(place.count("."), 0, -1))
-        gone = next((each for each in above if each not in there), None)
-        shown = [
-            yaml.safe_dump(values[place], default_flow_style=True, width=1180).split("\n")[0]
-            if place in values
-            else "-"
-            for values in (before, after)
-        ]
-        lines[f"{gone}: removed" if gone else f"{place}: {shown[0]} -> {shown[1]}"] = None
-    return list(lines)
+    for key in old | new:
+        before, after = old.get(key), new.get(key)
+        if before and isinstance(before, dict) and key not in new:
+            yield f"{at}{key}: removed"
+        elif before and after and isinstance(before, dict) and isinstance(after, dict):
+            yield from differences(before, after, f"{at}{key}.")
+        elif before != after or (key in old) != (key in new):
+            lines = [
+                yaml.safe_dump(value, default_flow_style=True, width=1180).split("\n")[0] for value in (before, after)
+            ]
+            yield f"{at}{key}: {lines[0] if key in old else '-'} -> {lines[1] if key in new else '-'}"
 
 
 def use_profile(name: str, target: Path, folder: Path) -> list[str]:

@@ -21,7 +21,7 @@ class ParamsError(ValueError):
 class Section(BaseModel):
     """Base for parameter sections: forbids unknown keys, is frozen, and rejects booleans where a number is expected."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from m3diff.datasets import pairs
 from m3diff.datasets.files import parse_json, read_text
-from m3diff.datasets.pairs import files_called
 from m3diff.datasets.tables import DELIMITERS, Embedded, column_names, read_values, sep_line
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
@@ -91,7 +90,6 @@ ALIASES = {
     "val": ("val", "valid", "validation", "dev", "development", "eval"),
     "test": ("test", "testing"),
 }
-PARTS = {"part", "shard", "chunk"}
 
 
 class Guess(NamedTuple):
@@ -184,8 +182,7 @@ def guess(root: Path) -> Guess:
         except DataError as error:
             faults.append(str(error))
             continue
-        names = [manifest] if isinstance(manifest, str) else manifest.values()
-        read |= {each.name for name in names for each in files_called(root, name)}
+        read |= {manifest} if isinstance(manifest, str) else {*manifest.values()}
         if path.name in DOCUMENTED and not {"before", "after", "images"} & guessed.options.get("columns", {}).keys():
             break
     if not found:
@@ -228,8 +225,6 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     notes, by_split = [], not isinstance(manifest, str)
     if not isinstance(manifest, str):
         notes.append(f"{', '.join(manifest.values())}: a file for each split")
-    elif manifest != path.name:
-        notes.append(f"{manifest}: numbered parts of one table")
     reading, rows = _sample(path)
     notes += [f"{path.name}: {READING[name].format(value)}: option `{name}`" for name, value in reading.items()]
     values = _by_column(rows)
@@ -259,30 +254,16 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
 
 
 def _manifest(root: Path, path: Path) -> str | dict[str, str]:
-    """The file's name; with siblings that are called alike but for the split, those of each split, a pattern for the
-    numbered parts of one; a pattern for numbered parts that name no split."""
-    kind, own = _kind(path), split_called(path.stem)
-    words, is_numbered, suffix = kind
-    groups: dict[str, list[str]] = {}
-    for each in manifests(root):
-        split = split_called(each.stem)
-        if _kind(each) == kind and (split is None) == (own is None):
-            groups.setdefault(split or "all", []).append(each.name)
-    several = any(len(names) > 1 for names in groups.values())
-    if sum(map(len, groups.values())) < 2 or (several and not is_numbered) or (not own and not PARTS & {*words}):
-        return path.name
-    starts = {split: os.path.commonprefix(names) for split, names in groups.items()}
-    files = {split: names[0] if not names[1:] else f"{starts[split]}*{suffix}" for split, names in groups.items()}
-    if any(sorted(each.name for each in files_called(root, files[split])) != groups[split] for split in groups):
-        return path.name
-    return {split: files[split] for split in SPLITS if split in files} if own else files["all"]
+    """The file's name; with siblings that are called alike but for the split, those of each split."""
+    splits = {split_called(each.stem): each.name for each in manifests(root) if _rest(each) == _rest(path)}
+    files = {split: splits[split] for split in SPLITS if split in splits}
+    return files if split_called(path.stem) and len(files) > 1 else path.name
 
 
-def _kind(path: Path) -> tuple[list[str], bool, str]:
-    """Words of a file's name without the split's, whether it has numbers, and the suffix."""
-    words = re.findall(r"[^\W\d_]+|[^\w\s.-]", path.stem.lower())
+def _rest(path: Path) -> list[str]:
+    """Words, numbers and suffix of a file's name without the word of its split."""
     splits = {*chain(*ALIASES.values())}
-    return [word for word in words if word not in splits], bool(re.search(r"\d", path.stem)), path.suffix
+    return [word for word in re.findall(r"[^\W\d_]+|\d+|[^\w\s.-]", path.name.lower()) if word not in splits]
 
 
 def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

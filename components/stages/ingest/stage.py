@@ -77,7 +77,22 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     pq.write_table(table, folder / "records.parquet", compression="zstd")
     if grammar := DATASETS[entry.reader].grammar:
         write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")
-    report = _report(name, entry, table, annotation_rows, images, unread)
+    per_pair = pc.list_value_length(table["references"])
+    by_split = pa.table({"split": table["split"].fill_null("?"), "references": per_pair}).group_by("split")
+    sums = by_split.aggregate([("references", "count"), ("references", "sum")]).sort_by("split").to_pylist()
+    report = IngestReport(
+        stage="ingest",
+        rows_in=annotation_rows,
+        rows_out=table.num_rows,
+        dataset=name,
+        reader=entry.reader,
+        pairs={row["split"]: row["references_count"] for row in sums},
+        references={row["split"]: row["references_sum"] for row in sums},
+        empty_references=pc.sum(pc.equal(pc.utf8_length(pc.list_flatten(table["references"])), 0)).as_py() or 0,
+        faults=table.num_rows - table["fault"].null_count,
+        images=images,
+        unread_images=unread,
+    )
     return report.write(out / f"{name}.json")
 
 
@@ -107,27 +122,6 @@ def _with_digests(table: pa.Table, image_cache: Path, stage: str) -> tuple[pa.Ta
         table = table.set_column(place, RAW_SCHEMA.field(place), found)
     assert table.schema.equals(RAW_SCHEMA), table.schema
     return table, images.height, images["digest"].null_count()
-
-
-def _report(
-    name: str, entry: DatasetEntry, table: pa.Table, annotation_rows: int, images: int, unread: int
-) -> IngestReport:
-    per_pair = pc.list_value_length(table["references"])
-    by_split = pa.table({"split": table["split"].fill_null("?"), "references": per_pair}).group_by("split")
-    sums = by_split.aggregate([("references", "count"), ("references", "sum")]).sort_by("split").to_pylist()
-    return IngestReport(
-        stage="ingest",
-        rows_in=annotation_rows,
-        rows_out=table.num_rows,
-        dataset=name,
-        reader=entry.reader,
-        pairs={row["split"]: row["references_count"] for row in sums},
-        references={row["split"]: row["references_sum"] for row in sums},
-        empty_references=pc.sum(pc.equal(pc.utf8_length(pc.list_flatten(table["references"])), 0)).as_py() or 0,
-        faults=table.num_rows - table["fault"].null_count,
-        images=images,
-        unread_images=unread,
-    )
 
 
 def to_table(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[pa.Table, int]:

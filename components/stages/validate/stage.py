@@ -197,8 +197,7 @@ def _refuse(
     out: Path,
 ) -> None:
     faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
-    faults += too_many_bad(cfg.max_quarantined_share, clean, quarantine)
-    faults += too_many_leaked(cfg.max_leaked_share, clean, quarantine)
+    faults += too_many(cfg, clean, quarantine)
     for name, counts in report.datasets.items():
         if counts.lost_test_pairs and not cfg.allow_lost_test_pairs:
             faults.append(
@@ -211,46 +210,30 @@ def _refuse(
         raise DataError("\n  ".join(["the data is refused:", *faults, where]))
 
 
-def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
-    """A sentence for each dataset's split with a larger share of bad rows; leaks are no fault of theirs.
+def too_many(cfg: Validate, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
+    """A sentence for each dataset's split with a larger share of bad rows than `cfg` allows, and for each dataset of
+    whose training rows, whatever its files call them, a larger share is in a test set.
 
-    Rows of no split, which are all bad, are a share of the dataset's.
+    A leak is no fault of a row. Rows of no split, which are all bad, are a share of the dataset's.
     """
-    bad = quarantine.filter(pl.col("rules") != [LEAK])
-    return [
-        f"{dataset} {split or 'without a split'}: {count} of {total} rows are bad, more than "
-        f"validate.max_quarantined_share = {share}; the first:\n{first}"
-        for (dataset, split), count, total, first in _above(share, bad, [clean, quarantine], ["dataset", "own_split"])
-    ]
-
-
-def too_many_leaked(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
-    """A sentence for each dataset with a larger share of its training rows, whatever its files call them, in a test
-    set."""
-    leaked = quarantine.filter(pl.col("rules").list.contains(LEAK))
-    train = [rows.filter(split="train") for rows in (clean, quarantine)]
-    return [
-        f"{dataset}: {count} of {total} training pairs are in a test set, more than validate.max_leaked_share = "
-        f"{share}, so its splits do not hold; remove these pairs from its training split and run `m3diff ingest` "
-        f"again; the first:\n{first}"
-        for (dataset,), count, total, first in _above(share, leaked, train, ["dataset"])
-    ]
-
-
-def _above(
-    share: float, some: pl.DataFrame, rows: list[pl.DataFrame], by: list[str]
-) -> Iterator[tuple[tuple[Any, ...], int, int, str]]:
-    """Each group of rows that are more than this share of all in the group: its key, both counts, the first reasons.
-
-    A key's null is no condition.
-    """
-    every = pl.concat([each.select(by) for each in rows])
-    for key, found in some.group_by(by, maintain_order=True):
-        conditions = [pl.col(name) == value for name, value in zip(by, key, strict=True) if value is not None]
-        total = every.filter(conditions).height
-        if found.height > Fraction(str(share)) * total:
-            reasons = [f"{row['source']}: {row['reason']}" for row in found.iter_rows(named=True)]
-            yield key, found.height, total, _first(reasons)
+    columns = ["dataset", "split", "own_split"]
+    every = pl.concat([clean.select(columns), quarantine.select(columns)])
+    bad, leaked = quarantine.filter(pl.col("rules") != [LEAK]), quarantine.filter(pl.col("rules").list.contains(LEAK))
+    train, leaks = every.filter(split="train"), "training pairs are in a test set"
+    remedy = ", so its splits do not hold; remove these pairs from its training split and run `m3diff ingest` again"
+    for limit, some, of, by, what, then in (
+        ("max_quarantined_share", bad, every, ["dataset", "own_split"], "rows are bad", ""),
+        ("max_leaked_share", leaked, train, ["dataset"], leaks, remedy),
+    ):
+        share = getattr(cfg, limit)
+        for key, found in some.group_by(by, maintain_order=True):
+            conditions = [pl.col(name) == value for name, value in zip(by, key, strict=True) if value is not None]
+            total = of.filter(conditions).height
+            if found.height > Fraction(str(share)) * total:
+                first = _first([f"{row['source']}: {row['reason']}" for row in found.iter_rows(named=True)])
+                name = " ".join(value or "without a split" for value in key)
+                count = f"{name}: {found.height} of {total} {what}, more than validate.{limit} = {share}"
+                yield f"{count}{then}; the first:\n{first}"
 
 
 def _first(lines: list[str]) -> str:

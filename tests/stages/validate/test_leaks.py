@@ -1,6 +1,8 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -10,7 +12,7 @@ from PIL import Image, ImageFilter
 from m3diff.records.errors import DataError
 from m3diff.stages.validate.leaks import find_twins, sound_pairs
 from m3diff.stages.validate.rules import LEAK
-from m3diff.stages.validate.stage import too_many_bad, too_many_leaked
+from m3diff.stages.validate.stage import too_many
 from tests.layouts import judge_by_polars_alone, run_ingest, run_validate, write_json
 
 
@@ -70,15 +72,19 @@ def test_a_pair_of_a_test_set_does_not_train_under_whatever_name_direction_encod
     assert kept.overlaps == {"train in test": 4, "val in test": 1, "train in val": 2}
 
 
+def limits(share: float) -> Any:
+    return SimpleNamespace(max_quarantined_share=share, max_leaked_share=share)
+
+
 def test_exactly_the_share_of_leaked_or_bad_rows_is_allowed_where_floats_round_it_down():
     for share, count in ((0.29, 29), (0.07, 7), (0.57, 57), (0.58, 58)):
         rows = [{"dataset": "a", "split": "train", "own_split": "train", "source": "", "reason": ""}] * 100
-        for rule, faults in (("leak", too_many_leaked), ("empty", too_many_bad)):
-            quarantine = pl.DataFrame(rows[:count]).with_columns(rules=pl.lit([LEAK if rule == "leak" else rule]))
-            assert [*faults(share, pl.DataFrame(rows[count:]), quarantine)] == []
-            assert len([*faults(share - 0.001, pl.DataFrame(rows[count:]), quarantine)]) == 1
+        for rule in (LEAK, "empty"):
+            quarantine = pl.DataFrame(rows[:count]).with_columns(rules=pl.lit([rule]))
+            assert [*too_many(limits(share), pl.DataFrame(rows[count:]), quarantine)] == []
+            assert len([*too_many(limits(share - 0.001), pl.DataFrame(rows[count:]), quarantine)]) == 1
     lost = pl.DataFrame([rows[0] | {"own_split": None, "rules": ["id"]}], schema=quarantine.schema)
-    (line,) = too_many_bad(0.16, pl.DataFrame(rows[:5]), lost)  # no other split that a row without one is a part of
+    (line,) = too_many(limits(0.16), pl.DataFrame(rows[:5]), lost)  # no other split that a row without one is a part of
     assert line.startswith("a without a split: 1 of 6 rows are bad, more than validate.max_quarantined_share = 0.16")
 
 
@@ -141,6 +147,7 @@ def test_each_row_has_the_first_test_pair_that_looks_the_same(kind, at_once, mon
     assert find_twins(pairs_of(thumbs, 60), "train", "test", 2).rows() == wanted
 
 
+@pytest.mark.slow(10)
 def test_the_pairs_of_a_fixed_camera_are_compared_in_little_memory():
     """Eight million candidates: in one piece they take a gigabyte."""
     code = (

@@ -285,7 +285,6 @@ def render(evidence: Evidence, store: ImageStore) -> str:
         without_rare_words=any(of.groups.get("distractors", {}).get("CIDEr") == 0 for of in scores.values()),
         overview=overview(scores, columns, evidence.notes),
         parts=protocol_parts(evidence, all_columns, columns),
-        alarms=alarms(parsed),
         confusion=confusion_table(parsed),
         gallery=gallery([run], evidence.metrics, rights, saliency, store),
         gallery_title="All pairs",
@@ -293,7 +292,7 @@ def render(evidence: Evidence, store: ImageStore) -> str:
         image_rights=rights,
         images_inside=store.is_inside,
         has_saliency=bool(saliency),
-        absent=absent_scores(scores),
+        absent=dict.fromkeys(absent for of in scores.values() for absent in of.absent.items()),
         control_pairs=sum(pair.shuffled_prediction is not None for pair in first.pairs),
     )
 
@@ -332,18 +331,6 @@ def rules_of(protocol: Protocol) -> str:
     return f"{which}{ids}, against {against}{cut}; tokens by {split_at}."
 
 
-def absent_scores(protocols: Mapping[str, ProtocolScores]) -> list[tuple[str, str]]:
-    """Score and why it is absent; with the protocols where it is not so in all."""
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, scores in protocols.items():
-        for absent in scores.absent.items():
-            found[absent].append(name)
-    return [
-        (score if len(names) == len(protocols) else f"{score} of {', '.join(names)}", reason)
-        for (score, reason), names in found.items()
-    ]
-
-
 def table_columns(
     metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]
 ) -> tuple[list[str], list[str]]:
@@ -351,14 +338,6 @@ def table_columns(
     there = {name for of in protocols.values() for name, value in of.scores.items() if value is not None}
     shown = [m for m in metrics.values() if m.scores and (not m.optional or m.headline in there)]
     return [score for m in shown for score in m.scores], [m.headline for m in shown]
-
-
-def alarms(parsed: Iterable[ParsedCaption]) -> list[tuple[str, int, int]]:
-    """Kind of pair, how many were called unchanged, and of how many anything else was predicted; no empty kinds."""
-    kinds = ("distractors", "pairs with one change", "pairs with several changes")
-    counts = Counter((min(len(caption.pair.changes), 2), caption.says_no_change) for caption in parsed)
-    rows = [(kind, counts[changes, True], counts[changes, False]) for changes, kind in enumerate(kinds)]
-    return [row for row in rows if row[1] + row[2]]
 
 
 def confusion_table(parsed: Iterable[ParsedCaption]) -> dict[str, Any]:
