@@ -232,9 +232,9 @@ def restore(params: Params, args: argparse.Namespace) -> int:
 def prune(params: Params, args: argparse.Namespace) -> int:
     from m3diff.registry.prune import prune as run
 
-    made = run(params.register_, args.keep, args.yes and not args.dry_run)
-    print("\n".join(made.lines()))
-    if not made.remove or args.dry_run or args.yes:
+    removed, lines = run(params.register_, args.keep, args.yes and not args.dry_run)
+    print("\n".join(lines))
+    if not removed or args.dry_run or args.yes:
         return 0
     print("m3diff prune: nothing was removed; check the list, then add --yes", file=sys.stderr)
     return USAGE
@@ -366,36 +366,14 @@ def score(args: argparse.Namespace) -> int:
 
 def export(params: Params, args: argparse.Namespace) -> None:
     if args.hub:
-        export_hub(params, args)
+        from m3diff.commands.export.folder import export_hub
+
+        notices = export_hub(params, args.out, args.allow_unlicensed)
+        print("".join(f"{notice}\n" for notice in notices), end="")
         return
     from m3diff.models.checkpoint import export_checkpoint
 
     export_checkpoint(params.paths.model / "checkpoint", args.out, args.adapters)
-
-
-def export_hub(params: Params, args: argparse.Namespace) -> None:
-    paths = params.paths
-    from m3diff.commands.export.folder import export_hub as run
-    from m3diff.commands.export.run import Run, Trace
-    from m3diff.provenance.dvc import Lock
-    from m3diff.registry.lineage import read_lineage
-
-    def trace() -> Trace:
-        lock = Lock()
-        return Trace(read_lineage(params, lock), lock.params(params.ingest.datasets))
-
-    told = Run(
-        entries=licensed(params),
-        base=params.train.base,
-        max_new_tokens=params.predict.max_new_tokens,
-        mixture=paths.mixture,
-        clean=paths.clean,
-        model=paths.model,
-        predictions=paths.predictions,
-        report=paths.report,
-        trace=trace,
-    )
-    print("".join(f"{notice}\n" for notice in run(told, args.out, args.allow_unlicensed)), end="")
 
 
 def export_llava(params: Params, args: argparse.Namespace) -> None:

@@ -17,14 +17,18 @@ from tests.toy import REPOSITORY
 NAMES = ("my projects", "o'neill", 'a & b;$x (1) [x] "said" müller 5% #1? `w` *')
 
 
+def ran(command: list[Any], **options: Any) -> tuple[int, str, str]:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
 def run(code: str, folder: Path, environment: Mapping[str, str], python: str | Path = sys.executable) -> list[str]:
     """The lines that code prints in a process of its own, whose `m3diff` is this repository's."""
     paths = os.pathsep.join([str(REPOSITORY), *(path for path in sys.path if "site-packages" in path)])
     clean = {name: os.environ[name] for name in ("PATH", "HOME", "LC_ALL") if name in os.environ}
-    given = {"PYTHONPATH": paths} | clean | environment
-    done = subprocess.run([python, "-c", code], cwd=folder, env=given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    status, out, err = ran([python, "-c", code], cwd=folder, env={"PYTHONPATH": paths} | clean | environment)
+    assert status == 0, err
+    return out.splitlines()
 
 
 @pytest.mark.fault("P1")
@@ -34,10 +38,6 @@ def test_no_variable_leads_git_or_mlflow_elsewhere(tmp_path):
     given = dict.fromkeys([*listed, "MLFLOW_REGISTRY_URI"], "0")
     print_left = f"import os, m3diff; print(*[name for name in {list(given)} if name in os.environ])"
     assert set(run(print_left, tmp_path, given)[0].split()) == {"GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"}
-
-
-OWN, OTHER = ("127.0.0.1", "localhost", "::1"), ("example.org", "10.0.0.7")
-ASK = "import m3diff, urllib.request as u; print(*[bool(u.proxy_bypass(h)) for h in {}], u.getproxies().get('no'))"
 
 
 @pytest.mark.fault("P2")
@@ -79,7 +79,7 @@ print(os.environ["RAY_TMPDIR"])
 
 
 @pytest.mark.fault("P3")
-@pytest.mark.parametrize("name", ["d" * LONGEST, "d/" * 60, *NAMES[1:]])
+@pytest.mark.parametrize("name", ["d" * LONGEST, "d/" * 60, NAMES[2]])
 def test_a_folder_for_temporary_files_takes_sockets_whatever_its_path(name, tmp_path):
     folder = tmp_path / name
     folder.mkdir(parents=True)
@@ -128,8 +128,8 @@ def asked(folder: Path, script: Path, python: Path | str = sys.executable) -> tu
     script.write_text("import sys; from m3diff.__main__ import main; sys.argv = ['m3diff', 'score']; sys.exit(main())")
     paths = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])} if python == sys.executable else {}
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | paths
-    done = subprocess.run([python, script], cwd=folder, env=given, capture_output=True, text=True)
-    return done.returncode, done.stderr
+    code, _, said = ran([python, script], cwd=folder, env=given)
+    return code, said
 
 
 def project(folder: Path, *files: str) -> Path:
@@ -164,13 +164,9 @@ def test_the_code_that_runs_is_the_project_s_own_where_it_has_any(files, at, ref
     if refused:
         (line,) = said.splitlines()
         assert all(text in line for text in (str(REPOSITORY), str(place), f"`make install` in {place}"))
-
-
-@pytest.mark.fault("P6")
-def test_a_virtual_environment_runs_the_code_of_the_checkout_that_it_lies_in(tmp_path):
-    copy = project(tmp_path / "copy", *CODE, "params.yaml")
-    code, said = asked(tmp_path, tmp_path / "m3diff", environment_at(copy))
-    assert (code, f"`make install` in {copy}" in said) == (3, True), said
+    if at == "." and refused and "params.yaml" in files:  # a virtual environment runs the checkout's that it lies in
+        code, said = asked(tmp_path, tmp_path / "m3diff", environment_at(place))
+        assert (code, f"`make install` in {place}" in said) == (3, True), said
 
 
 @pytest.mark.fault("P7")
@@ -179,18 +175,12 @@ def test_a_worktree_s_stage_runs_the_worktree_s_code_under_pythonsafepath_too(sa
     tree = project(tmp_path / "tree", *CODE, "params.yaml")
     (tree / CODE[1]).write_text("import sys; print('code of the tree', *sys.argv[1:])")
     given = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "PYTHONSAFEPATH": safe}
-    command = [sys.executable, "-m", "m3diff", "ingest", "a b"]
-    done = subprocess.run(command, cwd=tree, env=given, capture_output=True, text=True)
-    assert done.stdout == "code of the tree ingest a b\n", done.stderr
-
-
-def ran(command: list[str | Path], **options: Any) -> tuple[int, str, str]:
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    return done.returncode, done.stdout.strip(), done.stderr
+    found = ran([sys.executable, "-m", "m3diff", "ingest", "a b"], cwd=tree, env=given)
+    assert found[:2] == (0, "code of the tree ingest a b"), found[2]
 
 
 @pytest.mark.fault("P6")
-@pytest.mark.parametrize(("how", "name"), [("copied", "there"), ("moved", "my projects"), ("moved", "o'neill & sons")])
+@pytest.mark.parametrize(("how", "name"), [("copied", "there"), ("moved", "o'neill & sons")])
 def test_a_checkout_that_was_copied_or_moved_is_adopted_by_make_install_and_refused_before(how, name, tmp_path):
     first, there, again = project(tmp_path / "first", "stand-in"), tmp_path / name, tmp_path / "another o'clock"
     python, path = environment_at(first), tmp_path / "bin"
@@ -257,17 +247,14 @@ def test_make_install_asks_no_index_where_what_is_installed_is_enough(offline, a
 
 
 @pytest.mark.fault("P9")
-def test_a_checkout_and_a_run_s_worktree_have_the_bytes_of_the_commit_whatever_autocrlf_says(tmp_path, monkeypatch):
-    from flows.workspace import git as flow_git  # noqa: F401  # the module that makes worktrees
-
+def test_a_checkout_has_the_bytes_of_the_commit_whatever_autocrlf_says(tmp_path, monkeypatch):
     (tmp_path / "settings").write_text("[core]\n\tautocrlf = true\n[user]\n\tname = a\n\temail = a@localhost\n")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
-    origin = tmp_path / "origin"
-    subprocess.run(["git", "init", "-q", origin], check=True)
-    shutil.copy(REPOSITORY / ".gitattributes", origin)
-    (origin / "m3diff").write_bytes(b"#!/bin/sh\necho ran\n")
-    (origin / "windows.csv").write_bytes(b"a,b\r\n")
-    subprocess.run("git add -A && git commit -qm one", shell=True, cwd=origin, check=True)
-    subprocess.run(["git", "clone", "-q", origin, tmp_path / "clone"], check=True)
-    for name in ("m3diff", "windows.csv"):
-        assert (tmp_path / "clone" / name).read_bytes() == (origin / name).read_bytes()
+    files = {"m3diff": b"#!/bin/sh\necho ran\n", "windows.csv": b"a,b\r\n"}
+    subprocess.run(["git", "init", "-q", tmp_path / "origin"], check=True)
+    shutil.copy(REPOSITORY / ".gitattributes", tmp_path / "origin")
+    for name, content in files.items():
+        (tmp_path / "origin" / name).write_bytes(content)
+    subprocess.run("git add -A && git commit -qm one", shell=True, cwd=tmp_path / "origin", check=True)
+    subprocess.run(["git", "clone", "-q", tmp_path / "origin", tmp_path / "clone"], check=True)
+    assert {name: (tmp_path / "clone" / name).read_bytes() for name in files} == files

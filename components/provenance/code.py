@@ -57,8 +57,17 @@ def _recorded(stage: str) -> dict[str, str]:
 
 
 def digests(module: Path, named: Iterable[str] = ()) -> dict[str, str]:
-    """sha256 of the meaning of each file that `module` and the modules `named` can run, by its path below ROOT."""
-    return {path.relative_to(ROOT).as_posix(): digest(path) for path in closure(module.resolve(), named, ROOT)}
+    """sha256 of the meaning of each file that is run: `module`, the modules `named`, and every Python file under ROOT
+    that these import, directly or not, in functions too; by its path below ROOT, sorted. Packages count: importing
+    `m3diff.models.tuning` runs `components/models/__init__.py`."""
+    found: dict[Path, str] = {}
+    waiting = [module.resolve(), *(path for name in named for path in _files(name))]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found[file], imported = _read(file.read_bytes())
+            waiting += [path for name in imported for path in _files(name)]
+    return {path.relative_to(ROOT).as_posix(): meaning for path, meaning in sorted(found.items())}
 
 
 def digest(file: Path) -> str:
@@ -70,14 +79,9 @@ def digest(file: Path) -> str:
     return _read(file.read_bytes())[0]
 
 
-def imports(file: Path) -> list[str]:
-    """Every module that a file imports, wherever in the file; `from a import b` gives `a.b`."""
-    return _read(file.read_bytes())[1]
-
-
 @cache
 def _read(source: bytes) -> tuple[str, list[str]]:
-    """Digest and imports of a file's content."""
+    """A file's digest and every module that it imports, wherever in the file; `from a import b` gives `a.b`."""
     tree = ast.parse(source)
     names = []
     for node in ast.walk(tree):
@@ -103,25 +107,12 @@ def is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def closure(module: Path, named: Iterable[str], root: Path) -> list[Path]:
-    """Sorted: `module`, the modules `named`, and every Python file under `root` that these import, directly or not, in
-    functions too. Packages count: importing `m3diff.models.tuning` runs `components/models/__init__.py`."""
-    found: set[Path] = set()
-    waiting = [module, *(path for name in named for path in _files(name, root))]
-    while waiting:
-        file = waiting.pop()
-        if file not in found:
-            found.add(file)
-            waiting += [path for name in imports(file) for path in _files(name, root)]
-    return sorted(found)
-
-
-def _files(name: str, root: Path) -> Iterator[Path]:
-    """The files that importing a dotted name runs; none for what is not under `root`."""
+def _files(name: str) -> Iterator[Path]:
+    """The files that importing a dotted name runs; none for what is not under ROOT."""
     parts = name.split(".")
     parts[0] = HOUSE.name if parts[0] == PACKAGE else parts[0]
     for end in range(1, len(parts) + 1):
-        place = root.joinpath(*parts[:end])
+        place = ROOT.joinpath(*parts[:end])
         for path in (place / "__init__.py", place.with_suffix(".py")):
             if path.is_file():
                 yield path

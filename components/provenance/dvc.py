@@ -1,21 +1,18 @@
 """DVC's files as m3diff reads them: `dvc.lock`, hashes, the cache, the data of a commit. DVC itself runs outside."""
 
 import hashlib
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tarfile
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from m3diff.provenance.git import AS_COMMITTED, git, read, require_own_repository, run
+from m3diff.provenance.git import AS_COMMITTED, git, read, require_own_repository
 from m3diff.records.errors import DataError, redacted
 
 LOCK = Path("dvc.lock")
@@ -89,10 +86,10 @@ class Lock:
         """The parameters that a stage ran with, by section; empty where it has none or never ran."""
         return self.stages.get(stage, {}).get("params", {}).get("params.yaml", {})
 
-    def output(self, stage: str, name: str) -> Path | None:
-        """The path of a stage's output, by its last name."""
+    def output(self, stage: str, name: str) -> Path:
+        """The path of a stage's output, by its last name; that name where the stage wrote no such output."""
         outs = (Path(out["path"]) for out in self.stages.get(stage, {}).get("outs", []))
-        return next((path for path in outs if path.name == name), None)
+        return next((path for path in outs if path.name == name), Path(name))
 
     def _entries(self) -> Iterator[tuple[str, Path, str]]:
         """(stage and kind, path, md5) of every dependency and output."""
@@ -112,11 +109,10 @@ def dvc_hash(path: Path) -> str:
     if path.is_file():
         return md5(path)
     files = [file for file in path.rglob("*") if file.is_file() and file.suffix != ".pyc"]
-    return hash_of_list({file.relative_to(path).as_posix(): md5(file) for file in files})
+    return _hash_of_list({file.relative_to(path).as_posix(): md5(file) for file in files})
 
 
-def hash_of_list(files: Mapping[str, str]) -> str:
-    """DVC's hash of a folder of these files, md5 by name."""
+def _hash_of_list(files: Mapping[str, str]) -> str:
     listed = [{"md5": files[name], "relpath": name} for name in sorted(files)]
     return hashlib.md5(json.dumps(listed, sort_keys=True).encode()).hexdigest() + ".dir"
 
@@ -150,15 +146,11 @@ def read_lock(commit: str) -> Lock:
 
 def hash_in_git(commit: str, path: Path) -> str | None:
     """DVC's hash of a file or folder that the commit itself holds; None where it holds none."""
-    done = run(*AS_COMMITTED, "archive", commit, "--", path.as_posix())
-    if done.returncode:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            for entry in archive.getmembers():  # Python before 3.11.4 takes no filter
-                assert not {"/", ".."} & {*Path(entry.name).parts}, "git writes none"
-            archive.extractall(folder)
-        return dvc_hash(Path(folder) / path)
+    names = [Path(name) for name in git("ls-tree", "-r", "--name-only", commit, "--", path.as_posix()).splitlines()]
+    found = {name: hashlib.md5(read(commit, name) or b"").hexdigest() for name in names}
+    if path in found or not found:
+        return found.get(path)
+    return _hash_of_list({name.relative_to(path).as_posix(): md5 for name, md5 in found.items()})
 
 
 def tracked(commit: str, lock: Lock) -> dict[Path, str]:

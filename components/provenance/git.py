@@ -119,10 +119,10 @@ def main_tree(cwd: Path | None = None) -> Path:
 
 
 def require_own_repository() -> None:
-    """Check that git and DVC can make working trees of this project with branches runs/*.
+    """Check that git and DVC can make working trees of this project.
 
     Raises:
-        DataError: it is a folder or a submodule of a larger repository, or a branch is in the way.
+        DataError: it is a folder or a submodule of a larger repository.
     """
     here, inside = Path.cwd(), git("rev-parse", "--show-prefix").rstrip("/")
     if inside:
@@ -135,10 +135,6 @@ def require_own_repository() -> None:
             f"{here}: is a submodule, whose working trees DVC cannot read; `git clone {shlex.quote(str(here))} FOLDER` "
             "makes a repository of its own"
         )
-    if git("rev-parse", "--show-object-format") != "sha1":
-        raise DataError(f"{here}: DVC reads no repository of sha256; make one with `git init --object-format=sha1`")
-    if commit_at("refs/heads/runs"):
-        raise DataError("the branch `runs` is in the way of branches runs/*; `git branch -m runs OTHER` renames it")
 
 
 def who() -> str:
@@ -159,15 +155,11 @@ def alone(what: str, cwd: Path | None = None) -> Iterator[None]:
     """
     folder = common_dir(cwd) / "m3diff"
     folder.mkdir(exist_ok=True)
-    with (folder / f"{what}.lock").open("a+") as lock:
+    with (folder / f"{what}.lock").open("a") as lock:
         os.set_inheritable(lock.fileno(), True)  # a git that outlives this process holds the lock until it ends
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.seek(0)
-            print(f"{what}: waiting for another one to end ({lock.read().strip()})", flush=True)
+            print(f"{what}: waiting for another one on this machine to end", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} of {who()}")
-        lock.flush()
         yield

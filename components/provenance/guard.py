@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -28,13 +28,6 @@ OURS = ("components", "profiles")
 """Folders of code and of files beside the parameters; data may be large, and is hashed by DVC alone."""
 
 REFERENCE = re.compile(r"\$\{([^}]+)\}")
-
-
-class Watched(NamedTuple):
-    """Inputs of a stage: parameters by their path, and the hashes of files by name."""
-
-    params: dict[str, Any]
-    files: dict[str, str]
 
 
 def require_own_code() -> None:
@@ -71,7 +64,10 @@ def unchanged() -> Iterator[None]:
         raise ParamsError(f"{stage}: {FOLDER}/{stage}.json is of other code ({stale[0]}); run `dvc repro code` first")
     before = watched(stage)
     yield
-    if changed := list(differences(before, watched(stage))):
+    after = watched(stage)
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    if names:
+        changed = [f"{name} {before.get(name, 'absent')} -> {after.get(name, 'absent')}" for name in names]
         raise ParamsError(
             f"{stage}: edited while it ran: {'; '.join(changed)}. What ran is not what DVC would record, so nothing is "
             "recorded. Put the edit back and run `dvc repro` again: a training goes on from its last checkpoint. Or "
@@ -79,8 +75,9 @@ def unchanged() -> Iterator[None]:
         )
 
 
-def watched(stage: str) -> Watched:
-    """The parameters and code of the stage `train` or `ingest@minichange`, as dvc.yaml names them."""
+def watched(stage: str) -> dict[str, str]:
+    """The parameters (as JSON) and the code (hashes) of the stage `train` or `ingest@minichange`, as dvc.yaml names
+    them, by path."""
     name, _, key = stage.partition("@")
     graph = yaml.safe_load(GRAPH.read_text(encoding="utf-8"))["stages"]
     values = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
@@ -91,28 +88,21 @@ def watched(stage: str) -> Watched:
         texts = [text for text in entry[kind] if "item." not in text]
         return [REFERENCE.sub(lambda match: str(lookup(known, match[1])), text) for text in texts]
 
+    found = {
+        leaf: json.dumps(value, default=str)
+        for path in filled("params")
+        for leaf, value in leaves(path, lookup(values, path))
+    }
     ours = [Path(path) for path in filled("deps") if Path(path).parts[0] in OURS]
     below = [file for path in ours for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
-    code = [file for file in below if file.is_file() and "__pycache__" not in file.parts]
-    files = {str(file): sha256(file)[:12] for file in code}
-    if stage != "code":
-        files |= {file: meaning[:12] for file, meaning in current(stage).items()}
-    return Watched({path: lookup(values, path) for path in filled("params")}, files)
+    found |= {str(file): sha256(file)[:12] for file in below if file.is_file() and "__pycache__" not in file.parts}
+    return found | ({} if stage == "code" else {file: meaning[:12] for file, meaning in current(stage).items()})
 
 
-def differences(before: Watched, after: Watched) -> Iterator[str]:
-    """Changes: parameters to the value, files by their hashes."""
-    for path in dict.fromkeys([*before.params, *after.params]):
-        yield from _values(path, before.params.get(path), after.params.get(path))
-    for file in dict.fromkeys([*before.files, *after.files]):
-        old, new = before.files.get(file, "absent"), after.files.get(file, "absent")
-        if old != new:
-            yield f"{file} {old} -> {new}"
-
-
-def _values(path: str, old: Any, new: Any) -> Iterator[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys([*old, *new]):
-            yield from _values(f"{path}.{key}", old.get(key), new.get(key))
-    elif old != new:
-        yield f"{path} {json.dumps(old)} -> {json.dumps(new)}"
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values of a parameter, down to the last key."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(f"{path}.{key}", inner)
+    else:
+        yield path, value

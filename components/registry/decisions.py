@@ -20,23 +20,22 @@ from typing import Any, Literal, NamedTuple
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from m3diff.provenance.git import commit_at, common_dir, git, main_tree, run, who, words
+from m3diff.provenance.git import commit_at, git, main_tree, run, who, words
 from m3diff.records.errors import DataError, redacted
 from m3diff.records.tables import aligned
 from m3diff.registry.tracking import registered
 
 NAME = "runs/history"
 FILE = "decisions.jsonl"  # of earlier releases
-BRANCH, PENDING, THEIRS = f"refs/heads/{NAME}", "refs/m3diff/pending", "refs/m3diff/theirs"
+BRANCH, PENDING = f"refs/heads/{NAME}", "refs/m3diff/pending"
 REMOTE = "m3diff.runs"  # git's setting that names the remote which keeps the branch; none by default
 TAG = "decisions"  # of the registered model in MLflow: `12 3f2a...`, the number and the commit of the twelfth
 EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # git's hash of a tree without files
 FETCH_S, PUSH_S = 4, 10  # a rollback does not wait for a remote that is gone
-ATTEMPTS = 20
-STALE_S = 10  # git holds the lock of a ref for milliseconds: an older one was left by a killed process
-DURABLE = ("-c", "core.fsync=all", "-c", "gc.auto=0")
+DURABLE = ("-c", "core.fsync=all", "-c", "gc.auto=0", "-c", "core.filesRefLockTimeout=10000")  # ms
 DAMAGED = (
-    f"the record of decisions is damaged: see `git fsck`, and `git update-ref {BRANCH} COMMIT` to its last good one"
+    f"the record of decisions is damaged: see `git log {NAME}` and `git fsck`, and put the branch back to its last "
+    f"good commit: git update-ref {BRANCH} COMMIT"
 )
 
 Action = Literal["promote", "rollback", "noticed"]
@@ -117,15 +116,8 @@ def faults(repository: Path = Path(".")) -> list[str]:
 
 
 def _tip(repository: Path) -> str | None:
-    """The newest decision's commit; None where there is no branch yet. A damaged branch is no absent one."""
-    if tip := commit_at(BRANCH, repository):
-        return tip
-    file = common_dir(repository) / BRANCH  # git takes an empty one for none
-    there = file.exists() or run("show-ref", "--verify", "--quiet", BRANCH, cwd=repository).returncode == 0
-    tip = commit_at(BRANCH, repository)  # which another process made meanwhile
-    if there and tip is None:
-        raise DataError(f"{NAME}: names no commit; {DAMAGED}")
-    return tip
+    """The newest decision's commit, be it there or lost; None where there is no branch yet."""
+    return run("rev-parse", "--quiet", "--verify", BRANCH, cwd=repository).stdout.decode().strip() or None
 
 
 def _read(repository: Path, tip: str | None) -> list[Decision]:
@@ -154,38 +146,34 @@ def _parsed(text: str, place: str) -> Decision:
     try:
         return Decision.model_validate_json(text)
     except ValidationError as error:
-        raise DataError(
-            f"{NAME}: {place}: no decision ({error.errors()[0]['msg']}). See `git log {NAME}`, and put the branch back "
-            f"to its last good commit: git update-ref {BRANCH} COMMIT"
-        ) from error
+        raise DataError(f"{NAME}: {place}: no decision ({error.errors()[0]['msg']}); {DAMAGED}") from error
 
 
 def append(repository: Path, entry: Entry, pending: bool = False) -> Decision:
     """Add a decision to the record, durably; `pending`: a move that is still to be made, until `settled`.
 
     Raises:
-        BlockingIOError: other processes wrote again and again in between; try again.
+        BlockingIOError: another process wrote in between; try again.
         DataError: git refuses.
     """
-    for _ in range(ATTEMPTS):
-        tip = _tip(repository)
-        decision = Decision(
-            **dict(entry),
-            number=len(_read(repository, tip)) + 1,
-            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            who=who(),
-            flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
-            commit=commit_at("HEAD", repository),
-        )
-        message = json.dumps(decision.model_dump(mode="json", by_alias=True), allow_nan=False).encode()
-        parent = ("-p", tip) if tip else ()
-        tree = git(*DURABLE, "hash-object", "-w", "-t", "tree", "--stdin", cwd=repository)
-        commit = git(*DURABLE, "commit-tree", tree, *parent, cwd=repository, stdin=message)
-        if pending:
-            write_ref(repository, PENDING, commit)
-        if write_ref(repository, BRANCH, commit, tip or "0" * 40):
-            return decision
-    raise BlockingIOError(f"{NAME}: other processes wrote {ATTEMPTS} times in between; try again")
+    tip = _tip(repository)
+    decision = Decision(
+        **dict(entry),
+        number=len(_read(repository, tip)) + 1,
+        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        who=who(),
+        flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
+        commit=commit_at("HEAD", repository),
+    )
+    message = json.dumps(decision.model_dump(mode="json", by_alias=True), allow_nan=False).encode()
+    parent = ("-p", tip) if tip else ()
+    tree = git(*DURABLE, "hash-object", "-w", "-t", "tree", "--stdin", cwd=repository)
+    commit = git(*DURABLE, "commit-tree", tree, *parent, cwd=repository, stdin=message)
+    if pending:
+        write_ref(repository, PENDING, commit)
+    if not write_ref(repository, BRANCH, commit, tip or "0" * 40):
+        raise BlockingIOError(f"{NAME}: another process wrote in between; try again")
+    return decision
 
 
 def pending(repository: Path) -> Decision | None:
@@ -204,23 +192,14 @@ def write_ref(repository: Path, ref: str, commit: str = "", expected: str = "") 
     """Let a ref name a commit, or remove it where none is given. False where it is not at `expected`.
 
     Raises:
-        DataError: git refuses for another reason.
+        DataError: git refuses for another reason, such as a lock that a killed git left.
     """
     change = [ref, commit, *([expected] if expected else [])] if commit else ["-d", ref]
-    for _ in range(ATTEMPTS):
-        done = run(*DURABLE, "update-ref", "-m", "m3diff", *change, cwd=repository)
-        if done.returncode == 0:
-            return True
-        if b"but expected" in done.stderr or b"reference already exists" in done.stderr:
-            return False
-        if b".lock': File exists" not in done.stderr:
-            break
-        lock = common_dir(repository) / f"{ref}.lock"
-        if lock.exists() and abs(time.time() - lock.stat().st_mtime) > STALE_S:  # of the future: the clock was set back
-            warn(f"{lock} was left by a process that was killed; removed")
-            lock.unlink(missing_ok=True)
-        time.sleep(1)
-    raise DataError(f"git update-ref {ref}: {words(done)}")
+    done = run(*DURABLE, "update-ref", "-m", "m3diff", *change, cwd=repository)
+    overtaken = b"but expected" in done.stderr or b"reference already exists" in done.stderr
+    if done.returncode and not overtaken:
+        raise DataError(f"git update-ref {ref}: {words(done)}")
+    return done.returncode == 0
 
 
 def holds(repository: Path, tip: str, commit: str) -> bool:
@@ -285,34 +264,25 @@ def share(repository: Path) -> None:
         return
     push = ("push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}")
     done = run(*push, cwd=main_tree(repository), seconds=PUSH_S)
-    if done.returncode and (b"rejected" not in done.stderr or catch_up(repository)):
+    if b"rejected" in done.stderr:
+        warn(
+            f"not pushed: {remote!r} has decisions that this clone has not: two clones decided at once. Nothing is "
+            f"overwritten. Compare: git fetch {remote} {NAME}, then git log {NAME} and git log FETCH_HEAD. To go on "
+            f"from theirs: git update-ref {BRANCH} FETCH_HEAD"
+        )
+    elif done.returncode:
         warn(f"not pushed to {remote!r} ({words(done)}); the next decision tries again")
 
 
-def catch_up(repository: Path, remote: str | None = None) -> bool:
-    """Take over what other clones decided, by default from the remote of `m3diff.runs`. False: warned that both have
-    new decisions."""
+def catch_up(repository: Path, remote: str | None = None) -> None:
+    """Take over what other clones decided, by default from the remote of `m3diff.runs`; git does not where both sides
+    have new decisions, nor where this one has more."""
     if (remote := remote or remote_of(repository)) is None:
-        return True
-    fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", remote, f"+{BRANCH}:{THEIRS}")
+        return
+    fetch = ("fetch", "--no-tags", "--no-write-fetch-head", remote, f"{BRANCH}:{BRANCH}")
     done = run(*DURABLE, *fetch, cwd=main_tree(repository), seconds=FETCH_S)
-    if done.returncode:
-        if b"couldn't find remote ref" not in done.stderr:
-            warn(f"not fetched from {remote!r} ({words(done)}); going on with what this clone knows")
-        return True
-    ours, theirs = _tip(repository), commit_at(THEIRS, repository)
-    assert theirs is not None, f"git fetched no {THEIRS}"
-    if ours is None or holds(repository, theirs, ours):
-        return ours == theirs or write_ref(repository, BRANCH, theirs, ours or "0" * 40)
-    if holds(repository, ours, theirs):
-        return True
-    new = [git("rev-list", "--count", f"{a}..{b}", cwd=repository) for a, b in ((ours, theirs), (theirs, ours))]
-    warn(
-        f"{remote!r} has {new[0]} decisions that this clone has not, and this clone {new[1]} that {remote!r} has not: "
-        f"two clones decided at once. Nothing is overwritten and nothing more is pushed from here. Compare: git log "
-        f"{NAME} and git log {THEIRS}. To go on from theirs: git update-ref {BRANCH} {THEIRS}"
-    )
-    return False
+    if done.returncode and b"[rejected]" not in done.stderr and b"couldn't find remote ref" not in done.stderr:
+        warn(f"not fetched from {remote!r} ({words(done)}); going on with what this clone knows")
 
 
 def remote_of(repository: Path) -> str | None:
@@ -332,20 +302,18 @@ def agree(client: MlflowClient, repository: Path, model: str) -> None:
     if known and not holds(repository, BRANCH, commit):
         for remote in git("remote", cwd=repository).split():
             catch_up(repository, remote)
-        if not holds(repository, BRANCH, commit):
-            ours = _tip(repository)
-            here = f"ends at {ours} with {len(_read(repository, ours))}" if ours else "is not there"
-            remedy = (
-                f"fetch it from the clone that decided: git fetch CLONE +{BRANCH}:{BRANCH}. If none has it any more, "
-                f"delete the tag {TAG!r} of the model on MLflow's page: what was rolled back is then judged anew"
-            )
-            if commit_at(commit, repository):
-                remedy = f"that commit is in this clone: git update-ref {BRANCH} {commit}"
-            raise DataError(
-                f"decisions are missing: MLflow knows {number} of model {model!r}, the last one in commit {commit}, "
-                f"but the branch {NAME} of {repository.resolve()} {here}, and git's remotes do not have it. Nothing is "
-                f"decided; {remedy}"
-            )
+    if known and not holds(repository, BRANCH, commit):
+        remedy = (
+            f"fetch it from the clone that decided: git fetch CLONE +{BRANCH}:{BRANCH}. If none has it any more, "
+            f"delete the tag {TAG!r} of the model on MLflow's page: what was rolled back is then judged anew"
+        )
+        if commit_at(commit, repository):
+            remedy = f"that commit is in this clone: git update-ref {BRANCH} {commit}"
+        raise DataError(
+            f"decisions are missing: MLflow knows {number} of model {model!r}, the last one in commit {commit}; the "
+            f"branch {NAME} of {repository.resolve()} ends at {_tip(repository) or 'nothing'}, and git's remotes do "
+            f"not have it. Nothing is decided; {remedy}"
+        )
     let_know(client, repository, model)
 
 
@@ -365,15 +333,10 @@ def warn(text: str) -> None:
 def table(found: Sequence[Decision]) -> str:
     """The record for a terminal, one line a decision, its reason below."""
     rows: list[Sequence[str]] = [("", "at", "who", "model", "champion", "outcome", "flow run")]
-    reasons, registries = [], dict[str, int]()
     for one in found:
         moved = f"{one.from_ or '-'} -> {one.to or '-'}"
         rows.append((str(one.number), one.at, one.who, one.model, moved, one.outcome, one.flow_run or "-"))
-        note = ""
-        if one.registry is not None:
-            if registries.get(one.model, one.registry) != one.registry:
-                note = "(another registry: version numbers begin again) "
-            registries[one.model] = one.registry
-        reasons.append(f"{' ' * len(str(found[-1].number))}  {note}{one.why or 'no reason was given'}")
     first, *lines = aligned(rows)
+    indent = " " * (len(str(len(found))) + 2)
+    reasons = [f"{indent}{one.why or 'no reason was given'}" for one in found]
     return "\n".join([first, *(text for pair in zip(lines, reasons, strict=True) for text in pair)])

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ RESULTS = ("dvc.data", "dvc.val_data", "dvc.metrics", "dvc.lock.sha256", "test_s
 
 ADAPTERS = "adapters"
 """The folder in a checkpoint that holds what trained alone."""
-FORBIDDEN = re.compile(r"[^\w.\- ]")  # in what a tag names after `hours.`
 
 
 def code_path(tags: Mapping[str, str]) -> Path:
@@ -80,8 +78,6 @@ def read_lineage(params: Params, lock: Lock) -> dict[str, str]:
     }
     for name, entry in params.ingest.datasets.items():
         found[f"{RAW}{name}"] = lock.recorded(entry.root, f"ingest@{name} deps")  # as ingest read it
-    for kind, hours in training_hours(params.compute.scratch / "train_speed.json").items():
-        found[f"hours.{FORBIDDEN.sub('_', kind)}"] = f"{hours:.4g}"
     return {tag: value for tag, value in found.items() if value is not None}
 
 
@@ -89,15 +85,6 @@ def kept_alone(cfg: Register, checkpoint: Path) -> Path | None:
     """The adapters, where a version keeps no more; None where it keeps the whole checkpoint, or there are none."""
     folder = checkpoint / ADAPTERS
     return folder if cfg.keeps == "adapters" and folder.is_dir() else None
-
-
-def training_hours(measured: Path) -> dict[str, float]:
-    """Hours of training by kind of device, of all devices together; empty where the stage left no whole measurement."""
-    try:
-        found = json.loads(measured.read_text())
-        return {str(found["device"]): float(found["device_hours"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def weights_sha256(manifest: Path) -> str | None:

@@ -163,11 +163,7 @@ def verdict_on(
         return refused(f"MLflow has no {SCORES} of it; run `m3diff register` again"), False
     if champion is None:
         return judge_first(cfg, ours), False
-    try:
-        theirs = versions.stored_scores(client, champion, on)
-    except DataError as damaged:
-        print(f"promote: champion {champion.version}: {damaged}", flush=True)
-        theirs = None
+    theirs = versions.stored_scores(client, champion, on)
     try:
         if theirs is not None and can_be_judged(cfg, ours, theirs):
             return judge(cfg, ours, theirs), False
@@ -222,9 +218,12 @@ def going_back(client: MlflowClient, repository: Path, model: str, to: int | Non
     if now is None and to is None:
         lost = champion_lost(client, seen, model) or f"model {model!r} has no version with the alias {CHAMPION!r}"
         raise DataError(f"there is nothing to roll back: {lost}")
-    target = (
-        int(find_version(client, model, str(to)).version) if to is not None else version_before(client, seen, model)
-    )
+    target = alias_of(client, model, PREVIOUS) if to is None else int(find_version(client, model, str(to)).version)
+    if target is None:
+        raise DataError(
+            f"model {model!r} has no version with the alias {PREVIOUS!r}: no earlier champion is known. Name a version "
+            "(`m3diff history` lists them): m3diff rollback --to VERSION"
+        )
     if target == now:
         raise DataError(f"version {target} of {model!r} is the champion already")
     line = record.champions(of_registry(client, seen, model), model).line
@@ -238,21 +237,6 @@ def going_back(client: MlflowClient, repository: Path, model: str, to: int | Non
         why=why.encode(errors="replace").decode(),
         previous=next((version for version in reversed(older) if exists(client, model, version)), None),
     )
-
-
-def version_before(client: MlflowClient, seen: list[Decision], model: str) -> int:
-    """The version that the alias `previous` names; never one that was taken back."""
-    found = alias_of(client, model, PREVIOUS)
-    remedy = "a version (`m3diff history` lists them): m3diff rollback --to VERSION"
-    if found is None:
-        raise DataError(
-            f"model {model!r} has no version with the alias {PREVIOUS!r}: no earlier champion is known. Name {remedy}"
-        )
-    if back := rolled_back_by(client, seen, find_version(client, model, str(found))):
-        raise DataError(
-            f"the alias {PREVIOUS!r} names version {found}, which {back.who} rolled back at {back.at}; name {remedy}"
-        )
-    return found
 
 
 # Moves of the alias
@@ -295,18 +279,13 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
     """
     model, before, after = decision.model, decision.from_, decision.to
     assert after is not None, f"decision {decision.number} moves nothing"
-    known, there = alias_of(client, model, PREVIOUS), exists(client, model, after)
-    ours = bool(of_registry(client, [decision], model))
-    if ours and there and alias_of(client, model, CHAMPION) in (before, after):
-        if decision.action == "promote":
-            versions.put_alias(client, model, PREVIOUS, decision.previous)
-        if (now := alias_of(client, model, CHAMPION)) in (before, after):
-            if now != after:
-                client.set_registered_model_alias(model, CHAMPION, str(after))
-            versions.put_alias(client, model, PREVIOUS, decision.previous)
-            record.settled(repository)
-            return True
-        versions.put_alias(client, model, PREVIOUS, known)
+    now, there = alias_of(client, model, CHAMPION), exists(client, model, after)
+    if of_registry(client, [decision], model) and there and now in (before, after):
+        aliases = [(CHAMPION, after), (PREVIOUS, decision.previous)]
+        for alias, version in reversed(aliases) if decision.action == "promote" else aliases:
+            versions.put_alias(client, model, alias, version)
+        record.settled(repository)
+        return True
     gone = "" if there else f"version {after} is gone; "
     if decision.registry not in (None, made_at(client, model)):
         gone = "the registered model is another one now; "
@@ -315,7 +294,7 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
         versions=decision.versions,
         outcome="not done",
         why=f"decision {decision.number} was not carried out: {gone}it was to follow version {before}, and the "
-        f"champion is {alias_of(client, model, CHAMPION)}",
+        f"champion is {now}",
         previous=alias_of(client, model, PREVIOUS),
         of=decision.number,
     )

@@ -12,10 +12,9 @@ from pathlib import Path
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
-from pydantic import BaseModel, ConfigDict
 
 from m3diff.provenance import dvc
-from m3diff.provenance.dvc import LOCK, Lock, listing, object_file, read_lock, tracked
+from m3diff.provenance.dvc import LOCK, Lock, read_lock
 from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository, run, words
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
@@ -26,34 +25,13 @@ from m3diff.stages.register.params import Register
 KEEP = 5
 
 
-class Plan(BaseModel):
-    """The versions that are removed and kept, and why."""
-
-    model_config = ConfigDict(frozen=True)
-
-    keep: dict[int, str]  # version -> why it stays
-    remove: list[int]
-    weights_bytes: int  # in MLflow
-    branches: list[str]  # full names of references
-    data_bytes: int  # in DVC's cache, of the removed versions alone
-    gc: list[str]  # DVC's command; empty where it must not be run
-    kept_data: list[str]  # why it must not
-
-    def lines(self) -> Iterator[str]:
-        yield from (f"keep    version {number}: {why}" for number, why in self.keep.items())
-        yield from (f"remove  version {number}" for number in self.remove)
-        yield from (f"remove  branch {name.removeprefix('refs/')}" for name in self.branches)
-        yield f"frees   {in_words(self.weights_bytes)} of weights in MLflow, {in_words(self.data_bytes)} in DVC's cache"
-        yield from (f"data    stay, since {why}" for why in self.kept_data)
-        if self.gc:
-            yield f"data    dvc {' '.join(self.gc)}"
-
-
-def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> Plan:
+def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> tuple[list[int], list[str]]:
     """Plan and, with `yes`, do it. A version goes last, so that what was interrupted is planned again.
 
     Args:
         keep: how many of the newest versions stay.
+
+    Returns: the versions that are removed, and the plan's lines.
 
     Raises:
         DataError: git or DVC refused; what is left is removed by the next call.
@@ -65,28 +43,30 @@ def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> Plan:
         why = reasons(versions, aliases_of(client, cfg.model_name), keep)
         kept = [version for version in versions if int(version.version) in why]
         removed = [version for version in versions if version not in kept]
-        ours, others = commits(removed), commits(kept)
-        branches = branches_of(removed, others)
+        numbers = [int(version.version) for version in removed]
+        named = {commit_at(version.tags.get("git.commit", "")) for version in kept}
+        branches = branches_of(removed, {commit for commit in named if commit})
         hindrances = list(hindering(kept, branches))
+        gc = gc_command() if removed and not hindrances else []
         shared = {version.source for version in kept}
         stored = {version.source: version for version in removed if version.source not in shared}
-        plan = Plan(
-            keep=why,
-            remove=[int(version.version) for version in removed],
-            weights_bytes=sum(stored_bytes(client, version) for version in stored.values()),
-            branches=branches,
-            data_bytes=0 if hindrances else data_bytes(ours, {*others, "HEAD"}),
-            gc=[] if hindrances or not removed else gc_command(),
-            kept_data=hindrances,
-        )
-        if yes and removed:
-            for branch in plan.branches:
+        freed = in_words(sum(stored_bytes(client, version) for version in stored.values()))
+        lines = [
+            *(f"keep    version {number}: {reason}" for number, reason in why.items()),
+            *(f"remove  version {number}" for number in numbers),
+            *(f"remove  branch {name.removeprefix('refs/')}" for name in branches),
+            f"frees   {freed} of weights in MLflow",
+            *(f"data    stay, since {hindrance}" for hindrance in hindrances),
+            *([f"data    dvc {' '.join(gc)}"] if gc else []),
+        ]
+        if yes:
+            for branch in branches:
                 delete_branch(branch)
-            if plan.gc:
-                dvc.call(Path(), *plan.gc, "--force")
+            if gc:
+                dvc.call(Path(), *gc, "--force")
             for version in removed:
                 delete_version(client, version, shared)
-    return plan
+    return numbers, lines
 
 
 def reasons(versions: list[ModelVersion], aliases: dict[int, list[str]], keep: int) -> dict[int, str]:
@@ -103,12 +83,6 @@ def reasons(versions: list[ModelVersion], aliases: dict[int, list[str]], keep: i
                 why[other] = f"version {number} was trained from it"
                 todo.append(other)
     return dict(sorted(why.items(), reverse=True))
-
-
-def commits(versions: Iterable[ModelVersion]) -> set[str]:
-    """The commits of versions, those that this clone has."""
-    named = {version.tags.get("git.commit") for version in versions}
-    return {commit for commit in named if commit and commit_at(commit)}
 
 
 # Branches
@@ -205,22 +179,6 @@ def worktrees(what: str) -> list[str]:
     """The `worktree` (its folder) or the `branch` of each of git's working trees."""
     lines = (line.partition(" ") for line in git("worktree", "list", "--porcelain").splitlines())
     return [value for name, _, value in lines if name == what]
-
-
-def data_bytes(removed: Collection[str], kept: Collection[str]) -> int:
-    """Bytes in the cache of the removed commits' data that no kept commit has."""
-    cache = dvc.cache_folder()
-
-    def hashes_of(commits: Collection[str]) -> set[str]:
-        found: set[str] = set()
-        for commit in commits:
-            with suppress(DataError):  # a commit without dvc.lock or params.yaml tracks nothing
-                roots = set(tracked(commit, read_lock(commit)).values())
-                found |= roots | {part for root in roots for part in listing(cache, root).values()}
-        return found
-
-    files = [object_file(cache, hash_) for hash_ in hashes_of(removed) - hashes_of(kept)]
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def delete_version(client: MlflowClient, version: ModelVersion, shared: Collection[str | None]) -> None:

@@ -23,19 +23,22 @@ from m3diff.provenance.dvc import LOCK, Lock, dvc_hash, listing, lookup, tracked
 from m3diff.provenance.git import find_commit, git, read
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.lineage import ADAPTERS, RAW, VERSION, WEIGHTS, code_path, weights_sha256
+from m3diff.registry.lineage import CODE, RAW, VERSION, WEIGHTS, code_path, weights_sha256
 from m3diff.registry.versions import commit_of, download_checkpoint, find_version
 from m3diff.stages.register.params import Register
 
 Outcome = Literal["ok", "missing", "differs"]
 REVISION = re.compile(r".*/.*|[0-9a-f]{40}")
-NAMED = (
+OUTPUTS = (
+    ("records", "validate", "records.parquet", None),
     ("mixture", "convert", "train", "dvc.data"),
     ("mixture", "convert", "val", "dvc.val_data"),
-    ("checkpoint", "train", "checkpoint", "dvc.checkpoint"),
+    ("mixture", "convert", "test", None),
+    ("checkpoint", "train", "checkpoint", VERSION),
+    ("predictions", "predict", "predictions.json", None),
     ("metrics", "evaluate", "metrics.json", "dvc.metrics"),
 )
-"""Links of the chain that a version's tags name: the link, the stage and the last name of its output, the tag."""
+"""Links of the chain that stages write: the part, the stage, the last name of its output, the version's tag if any."""
 
 
 class Check(NamedTuple):
@@ -91,26 +94,16 @@ def lineage(cfg: Register, version: str) -> list[Check]:
 
 
 def chain(version: ModelVersion, objects: "Objects") -> Iterator[Check]:
-    tags, commit, lock = version.tags, objects.commit, objects.lock
-    named = sorted(tag.removeprefix(RAW) for tag in tags if tag.startswith(RAW))
-    if not named:
-        yield compared("raw data", "of each dataset", None, None)
-    for name in named:
-        root = Path(lock.ran_with(f"ingest@{name}").get(f"ingest.datasets.{name}", {}).get("root", name))
-        recorded = lock.hashes(root).get(f"ingest@{name} deps")
-        yield objects.linked("raw data", root, tags[f"{RAW}{name}"], recorded, read=False)
-        yield objects.output("records", f"ingest@{name}", name)
-    yield objects.output("records", "validate", "records.parquet")
-    for split in ("train", "val", "test"):
-        yield objects.output("mixture", "convert", split, tags)
-    base = Path(lock.ran_with("train").get("train", {}).get("base", ""))
-    for what, path, tag in (("base", base, "dvc.base"), ("model code", code_path(tags), "dvc.code")):
-        hashes = lock.hashes(path)
-        yield objects.linked(what, path, tags.get(tag), hashes.get("predict deps", hashes.get("train deps")))
-    yield objects.output("checkpoint", "train", "checkpoint", tags)
-    yield from of_stored(version, objects.cache, tags.get(VERSION, ""))
-    yield objects.output("predictions", "predict", "predictions.json")
-    yield objects.output("metrics", "evaluate", "metrics.json", tags)
+    tags, commit = version.tags, objects.commit
+    for what, path, where, tag in links(tags, objects.lock):
+        recorded = objects.lock.hashes(path).get(where)
+        named = tags.get(tag) if tag else recorded
+        if recorded is None or recorded != named:
+            yield compared(what, path, named, recorded, LOCK.name)
+        else:
+            yield objects.check(what, path, recorded, read=what != "raw data")
+        if what == "checkpoint":
+            yield from of_stored(version, objects.cache)
     text = read(commit, LOCK)
     in_commit = None if text is None else hashlib.sha256(text).hexdigest()
     yield compared("dvc.lock", commit[:12], tags.get("dvc.lock.sha256"), in_commit, "the commit's")
@@ -121,27 +114,39 @@ def chain(version: ModelVersion, objects: "Objects") -> Iterator[Check]:
         yield Check("commit", "git", commit, "differs", note)
 
 
-def of_stored(version: ModelVersion, cache: Path, checkpoint: str) -> Iterator[Check]:
+def links(tags: Mapping[str, str], lock: Lock) -> Iterator[tuple[str, Path, str, str | None]]:
+    """Each part of the chain, its path, its place in dvc.lock (`train outs`), and the version's tag if it has one."""
+    for tag in sorted(tag for tag in tags if tag.startswith(RAW)):
+        name = tag.removeprefix(RAW)
+        root = lock.ran_with(f"ingest@{name}").get(f"ingest.datasets.{name}", {}).get("root", name)
+        yield "raw data", Path(root), f"ingest@{name} deps", tag
+        yield "records", lock.output(f"ingest@{name}", name), f"ingest@{name} outs", None
+    for what, stage, name, tag in OUTPUTS:
+        if stage == "train":
+            yield "base", Path(lock.ran_with("train")["train"]["base"]), "train deps", "dvc.base"
+            code = code_path(tags)
+            yield "model code", code, next(iter(lock.hashes(code)), "predict deps"), CODE
+        yield what, lock.output(stage, name), f"{stage} outs", tag
+
+
+def of_stored(version: ModelVersion, cache: Path) -> Iterator[Check]:
     """The checkpoint that MLflow keeps, or its adapters alone, against DVC's, and its manifest against the version's
     tags."""
-    kept = version.tags.get("dvc.adapters")
+    tags = version.tags
     with tempfile.TemporaryDirectory() as scratch:
         try:
             stored = dvc_hash(download_checkpoint(version, Path(scratch)))
         except (MlflowException, OSError):
             stored = None
-    note = "MLflow's copy" if kept is None else "MLflow's copy, adapters alone"
-    yield compared("stored model", f"models:/{version.name}/{version.version}", kept or checkpoint, stored, note)
-    files = listing(cache, checkpoint)
-    if kept is not None and files:
-        within = f"{ADAPTERS}/"
-        inside = {name.removeprefix(within): md5 for name, md5 in files.items() if name.startswith(within)}
-        yield compared("adapters", "the checkpoint's folder", kept, dvc.hash_of_list(inside))
-    manifest = dvc.object_file(cache, files.get("manifest.json", "none"))
+    named, note = tags.get(VERSION), "MLflow's copy"
+    if "dvc.adapters" in tags:
+        named, note = tags["dvc.adapters"], "MLflow's copy, adapters alone"
+    yield compared("stored model", f"models:/{version.name}/{version.version}", named, stored, note)
+    manifest = dvc.object_file(cache, listing(cache, tags.get(VERSION, "")).get("manifest.json", "none"))
     if manifest.is_file():
-        weights, base = weights_sha256(manifest), json.loads(manifest.read_text()).get("base_sha256")
-        yield compared("weights", "the checkpoint's manifest", version.tags.get(WEIGHTS), weights)
-        yield compared("base", "the checkpoint's manifest", version.tags.get("base.sha256"), base)
+        base = json.loads(manifest.read_text()).get("base_sha256")
+        yield compared("weights", "the checkpoint's manifest", tags.get(WEIGHTS), weights_sha256(manifest))
+        yield compared("base", "the checkpoint's manifest", tags.get("base.sha256"), base)
 
 
 class Objects:
@@ -150,21 +155,6 @@ class Objects:
     def __init__(self, commit: str, lock: Lock) -> None:
         self.commit, self.lock, self.cache = commit, lock, dvc.cache_folder()
         self.tracked = tracked(commit, lock)
-
-    def output(self, what: str, stage: str, name: str, tags: Mapping[str, str] | None = None) -> Check:
-        """An output of a stage, by its last name: the version's tag where there is one, dvc.lock, and the content."""
-        path = self.lock.output(stage, name)
-        if path is None:
-            return Check(what, name, "", "missing", f"{LOCK} has no output {name} of {stage}")
-        recorded = self.lock.hashes(path)[f"{stage} outs"]
-        tag = next((tag for _, *where, tag in NAMED if where == [stage, name]), None)
-        return self.linked(what, path, tags.get(tag) if tags is not None and tag else recorded, recorded)
-
-    def linked(self, what: str, path: Path, named: str | None, recorded: str | None, read: bool = True) -> Check:
-        """A hash that a version's tag names and dvc.lock records; where they agree, its content."""
-        if recorded is None or recorded != named:
-            return compared(what, path, named, recorded, LOCK.name)
-        return self.check(what, path, recorded, read)
 
     def check(self, what: str, path: Path, hash_: str, read: bool = True) -> Check:
         """Look for this content. `read`: hash what the cache holds again, not only look for it."""
@@ -181,8 +171,6 @@ class Objects:
             states = {state for place, state in self.absent.items() if place.is_relative_to(path)}
             if states == {"deleted"}:
                 outcome, note = "ok", "in the remote"
-        elif outcome == "missing" and path.exists() and dvc_hash(path) == hash_:
-            note = "on this disk alone; `dvc add` it, and commit its .dvc file, so that it can be brought back"
         return Check(what, path, hash_, outcome, note)
 
     @cached_property
@@ -242,16 +230,14 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
         raise DataError(f"{folder}: exists; name another with --into, or remove it: git worktree remove {folder}")
     lock = dvc.read_lock(commit)
     dvc.add_worktree(commit, folder)
-    remote = dvc.call(folder, "remote", "list").strip()
-    faults = [] if remote else ["there is no DVC remote, and the cache here does not have it"]
-    fetch = [("fetch", "--quiet")] if remote else []
-    for command in [*fetch, ("checkout", "--quiet", "--allow-missing")]:
+    faults = []
+    for command in (("fetch", "--quiet"), ("checkout", "--quiet", "--allow-missing")):
         try:
             dvc.call(folder, *command)
         except DataError as error:  # each file is checked below
             faults.append(str(error))
-    why = faults[0] if faults else ""
     checks = verify(folder, commit, lock, tags)
+    why = faults[0] if faults else "not there"
     return folder, [check._replace(note=why) if check.outcome == "missing" else check for check in checks]
 
 
@@ -268,7 +254,8 @@ def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Itera
         yield Check("parameters", stage, "", "differs" if other else "ok", note)
     if tags:
         yield compared("dvc.lock", LOCK, tags.get("dvc.lock.sha256"), Lock(folder / LOCK).sha256)
-        yield compared("model code", code, tags.get("dvc.code"), there[code])
-        for what, stage, name, tag in NAMED:
-            written = lock.output(stage, name)
-            yield compared(what, written or name, tags.get(tag), there.get(written) if written else None, tag)
+        yield compared("model code", code, tags.get(CODE), there[code])
+        for what, stage, name, tag in OUTPUTS:
+            if tag:
+                path = lock.output(stage, name)
+                yield compared(what, path, tags.get(tag), there.get(path), tag)

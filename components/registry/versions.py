@@ -17,7 +17,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.store.entities import PagedList
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.errors import DataError, readable
+from m3diff.records.errors import DataError
 from m3diff.records.tables import aligned
 from m3diff.registry import tracking
 from m3diff.registry.lineage import FLOW_RUN, VERSION
@@ -113,22 +113,18 @@ def scored_again(on: str) -> str:
 
 
 def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Table | None:
-    """scores.parquet of a version on the test set `on`; None where MLflow has none, or has lost the version's run.
-
-    Raises:
-        DataError: MLflow's copy is damaged, or no scores.parquet.
-    """
+    """scores.parquet of a version on the test set `on`; None where MLflow has none, a damaged one, or has lost the
+    version's run."""
     if not (run := version.run_id):  # made by hand, not by register
         return None
     places = [SCORES] if tested_on(version) == on else []
     for place in [*places, f"{scored_again(on)}/{SCORES}"]:
         if has_artifact(client, run, place):
             with tempfile.TemporaryDirectory() as scratch:
-                file = Path(client.download_artifacts(run, place, scratch))
-                with readable(file, f"MLflow's copy in run {run} is damaged: evaluate and register again"):
-                    table = pq.read_table(file)
-                    assert {"protocol", "id"} <= {*table.column_names}, "it has no columns protocol and id"
-                    return table
+                try:
+                    return pq.read_table(client.download_artifacts(run, place, scratch))
+                except pa.ArrowInvalid as error:
+                    print(f"MLflow's copy of {place} in run {run} is damaged ({error}); it is not read", flush=True)
     return None
 
 
@@ -194,7 +190,7 @@ def in_words(count: float) -> str:
 
 def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dict[str, Any]]:
     """Every version, newest first: number, aliases, time (UTC), scores as the scorers give them but for those that its
-    run has not, bytes of weights as MLflow keeps them, hours of training by device, and its origin.
+    run has not, bytes of weights as MLflow keeps them, and its origin.
 
     Args:
         protocol: "<dataset>/<protocol>" that the scores are of.
@@ -209,14 +205,12 @@ def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dict[str
             number, tags = int(version.version), version.tags
             run = tracking.find_run(client, version.run_id)
             logged = run.data.metrics if run else {}
-            hours = {tag.removeprefix("hours."): float(tags[tag]) for tag in tags if tag.startswith("hours.")}
             facts = {
                 "version": number,
                 "aliases": aliases.get(number, []),
                 "registered": time.strftime("%Y-%m-%d %H:%M", time.gmtime(version.creation_timestamp / 1000)),
                 "scores": {name: logged[key] for name in scores if (key := f"{protocol}/{name}") in logged},
                 "weights_bytes": stored_bytes(client, version),
-                "hours": hours,
                 "commit": tags.get("git.commit"),
                 "dirty": tags.get("git.dirty") == "true",  # parameters or code differed from the commit
                 "run": run.info.run_name if run else None,

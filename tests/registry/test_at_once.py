@@ -73,13 +73,33 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object]) -> 
     return seen
 
 
-def test_a_champion_that_another_machine_moved_meanwhile_is_judged_against_anew(waiting, monkeypatch):
-    seen = meanwhile(monkeypatch, lambda times: waiting.point("champion", 2) if times == 1 else None)
-    decision = waiting.decide(version=3)
-    assert seen == [1, 2]
-    assert (decision.outcome, decision.champion) == ("refused", 2)
-    assert waiting.aliases()["champion"] == 2
-    assert waiting.record() == ["first", "moved elsewhere", "refused"]
+def there_and_back(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine promotes version 2, and a person sees that it is bad and goes back to 1."""
+    with monkeypatch.context() as other:
+        other.setattr(promote, "alone", lambda *_: nullcontext())
+        assert registry.decide(version=2).outcome == "promoted"
+    registry.rollback(why="bad")
+
+
+@pytest.mark.parametrize("how", ["moved", "there and back"])
+def test_a_champion_that_moved_meanwhile_is_judged_against_anew_also_where_it_is_the_same_again(
+    waiting, monkeypatch, how
+):
+    def act(times: int) -> None:
+        if times == 1 and how == "moved":
+            waiting.point("champion", 2)
+        elif times == 1:
+            there_and_back(waiting, monkeypatch)
+
+    seen = meanwhile(monkeypatch, act)
+    decision = waiting.decide(version=3 if how == "moved" else 2)
+    assert decision.outcome == "refused"
+    if how == "moved":
+        assert (seen, decision.champion) == ([1, 2], 2)
+        assert waiting.record() == ["first", "moved elsewhere", "refused"]
+    else:
+        assert "rolled it back" in decision.reason
+        assert waiting.record() == ["first", "promoted", "rolled back", "refused"]
     agrees(waiting)
 
 
@@ -88,44 +108,6 @@ def test_a_champion_that_moves_again_and_again_ends_in_try_again(waiting, monkey
     with pytest.raises(BlockingIOError, match="moved 5 times while the version was judged.*try again"):
         waiting.decide(version=2)
     assert seen == [1, 4, 3, 4, 3]
-
-
-def test_a_rollback_meanwhile_counts_although_the_champion_is_the_same_again(waiting, monkeypatch):
-    """Judged against 1; meanwhile another machine promoted it, a person saw that it is bad and went back to 1."""
-
-    def there_and_back(times: int) -> None:
-        if times == 1:
-            with monkeypatch.context() as other:
-                other.setattr(promote, "alone", lambda *_: nullcontext())
-                assert waiting.decide(version=2).outcome == "promoted"
-            waiting.rollback(why="bad")
-
-    meanwhile(monkeypatch, there_and_back)
-    decision = waiting.decide(version=2)
-    assert (decision.outcome, "rolled it back" in decision.reason) == ("refused", True)
-    assert waiting.record() == ["first", "promoted", "rolled back", "refused"]
-    agrees(waiting)
-
-
-def test_directly_before_the_alias_moves_the_champion_is_read_once_more(waiting, monkeypatch):
-    real, moved = MlflowClient.set_registered_model_alias, []
-
-    def overtaken(client, name, alias, version):
-        real(client, name, alias, version)
-        moved.append((alias, int(version)))
-        if moved == [("previous", 1)]:
-            real(client, name, "champion", "2")
-
-    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", overtaken)
-    decision = waiting.decide(version=3)
-    assert (decision.outcome, decision.champion) == ("refused", 2)
-    assert ("champion", 3) not in moved
-    assert waiting.record() == ["first", "promoted", "not done", "moved elsewhere", "refused"]
-    not_done = waiting.entries()[2]
-    assert (not_done.of, not_done.to) == (2, 3)
-    assert not_done.why.startswith("decision 2 was not carried out: it was to follow version 1, and the champion is 2")
-    assert waiting.aliases() == {"challenger": 4, "champion": 2}
-    agrees(waiting)
 
 
 def held(registry: Registry, lock: str) -> bool:
@@ -144,13 +126,17 @@ def test_one_promote_at_a_time_judges_while_a_rollback_need_not_wait_and_nobody_
     meanwhile(monkeypatch, lambda times: locks.append((held(waiting, "promote"), held(waiting, "record"))))
     real = MlflowClient.set_registered_model_alias
 
+    moved = []
+
     def move(*args):
         locks.append(held(waiting, "record"))
+        moved.append(args[-2:])
         real(*args)
 
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", move)
     waiting.decide(version=2)
     assert locks == [(True, False), True, True]
+    assert moved == [("previous", "1"), ("champion", "2")], "so that there is always a way back"
     waiting.rollback()
     assert locks[3:] == [True], "of a rollback too"
 
@@ -247,29 +233,26 @@ def test_killed_at_any_durable_write_the_next_promote_leaves_one_champion_that_t
     assert outcomes == {"rolled back": {"unchanged", "refused"}}.get(name.removesuffix(" to the last"), {name})
 
 
-@pytest.mark.parametrize("overtaken", ["moved", "deleted"])
-def test_a_killed_promotion_that_somebody_overtook_is_recorded_as_not_done(waiting, overtaken):
+@pytest.mark.parametrize("overtaken", ["moved", "deleted", None])
+def test_a_killed_promotion_is_finished_by_a_rollback_too_and_not_done_where_somebody_overtook_it(waiting, overtaken):
     """Killed before the aliases moved; then another machine made version 2 champion, or a person deleted version 4."""
     killed_at(waiting, lambda registry: registry.decide(version=4), 4)
-    assert [entry.to for entry in decisions()] == [1, 4]
+    assert ([entry.to for entry in decisions()], waiting.aliases()["champion"]) == ([1, 4], 1)
     if overtaken == "moved":
         waiting.point("champion", 2)
         decision = waiting.decide(version=4)
         assert (decision.outcome, decision.champion) == ("refused", 2)
         assert waiting.record() == ["first", "promoted", "not done", "moved elsewhere", "refused"]
-    else:
+        not_done = waiting.entries()[2]
+        assert (not_done.of, not_done.to) == (2, 4)
+        assert "decision 2 was not carried out: it was to follow version 1, and the champion is 2" in not_done.why
+    elif overtaken == "deleted":
         waiting.client.delete_model_version("m3diff", "4")
         assert waiting.decide(version=3).outcome == "promoted"
         assert "version 4 is gone" in waiting.entries()[2].why
         assert waiting.record() == ["first", "promoted", "not done", "promoted"]
+    else:
+        waiting.rollback()
+        assert (waiting.record(), waiting.aliases()["champion"]) == (["first", "promoted", "rolled back"], 1)
+        assert waiting.decide(version=4).outcome == "refused"
     agrees(waiting)
-
-
-def test_the_next_rollback_too_finishes_what_was_killed(waiting):
-    killed_at(waiting, lambda registry: registry.decide(version=2), 4)
-    assert waiting.aliases()["champion"] == 1
-    waiting.rollback()
-    assert waiting.record() == ["first", "promoted", "rolled back"]
-    assert waiting.aliases()["champion"] == 1
-    agrees(waiting)
-    assert waiting.decide(version=2).outcome == "refused"

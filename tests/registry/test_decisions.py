@@ -2,7 +2,6 @@
 
 import calendar
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -51,15 +50,6 @@ def moved(to: int | None, before: int | None = None, **changes: object) -> Entry
 
 def back(to: int, before: int) -> Entry:
     return moved(to, before, action="rollback", outcome="rolled back", why="")
-
-
-def rewrite(root: Path, commits: list[str]) -> None:
-    """Decide by hand which commits the branch has, as somebody does who edits it."""
-    parent: tuple[str, ...] = ()
-    for commit in commits:
-        tree, message = git(root, "rev-parse", f"{commit}^{{tree}}"), git(root, "log", "-1", "--format=%B", commit)
-        parent = ("-p", git(root, "commit-tree", tree, *parent, stdin=message.encode()))
-    git(root, "update-ref", record.BRANCH, parent[1])
 
 
 def of_an_earlier_release(root: Path, *lines: dict[str, object], more: str = "") -> str:
@@ -111,10 +101,9 @@ def test_without_a_repository_the_remedy_is_said_and_an_empty_record_is_sound(he
     assert json.loads(capsys.readouterr().out) == []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    for asked in (decisions, lambda: append(Path("."), moved(1)), lambda: alone("x").__enter__()):
+    for asked in (lambda: append(Path("."), moved(1)), lambda: alone("x").__enter__()):
         with pytest.raises(DataError, match="no git repository.*or make one: git init"):
             asked()
-    assert main(["history"]) == 3
 
 
 # A record that somebody edited, that is damaged, or that an earlier release wrote
@@ -131,7 +120,11 @@ def test_decisions_taken_out_or_put_in_are_named_and_history_exits_with_three(he
         append(Path("."), moved(version, version - 1 or None))
     assert (faults(), main(["history"])) == ([], 0)
     commits = git(here, "rev-list", "--reverse", record.BRANCH).split()
-    rewrite(here, [commits[place] for place in places])
+    parent: tuple[str, ...] = ()
+    for commit in (commits[place] for place in places):  # as somebody does who edits the branch
+        message = git(here, "log", "-1", "--format=%B", commit).encode()
+        parent = ("-p", git(here, "commit-tree", record.EMPTY, *parent, stdin=message))
+    git(here, "update-ref", record.BRANCH, parent[1])
     (fault,) = faults()
     assert fault.startswith(found)
     assert main(["history"]) == 3
@@ -150,17 +143,15 @@ def test_a_record_of_an_earlier_release_is_read_and_continued(here):
     assert git(here, "rev-parse", f"{record.BRANCH}~2") == old
 
 
-@pytest.mark.parametrize("lost", ["tip", "parent", "file", "ref", "a note", "a line"])
-def test_a_record_of_which_a_part_is_gone_or_is_no_decision_is_no_empty_record(here, lost, capsys):
+@pytest.mark.parametrize("lost", ["tip", "parent", "file", "a note", "a line"])
+def test_a_record_of_which_a_part_is_gone_or_is_no_decision_is_no_empty_record(here, lost):
     """Taken for empty, the next decision would begin it anew, and what was decided would be lost without a word."""
     of_an_earlier_release(here, {"number": 1, "from": None, "to": 1}, more="{}\n" if lost == "a line" else "")
     if lost != "a line":
         append(here, moved(2, 1))
     name = {"tip": record.BRANCH, "parent": f"{record.BRANCH}^", "file": f"{record.BRANCH}^:{record.FILE}"}
     said = {"a note": r"commit \w{12}, .*: no decision", "a line": "decisions.jsonl line 2: no decision"}.get(lost, "")
-    if lost == "ref":
-        (here / ".git" / record.BRANCH).write_bytes(b"")
-    elif lost in name:
+    if lost in name:
         gone = git(here, "rev-parse", name[lost])
         (here / ".git/objects" / gone[:2] / gone[2:]).unlink()
     elif lost == "a note":
@@ -223,29 +214,25 @@ def test_champions_follow_each_other_and_a_rollback_takes_back_what_it_leaves(ca
 # Many writers, killed writers
 
 
-def test_writers_at_once_lose_nothing_and_one_that_is_overtaken_again_and_again_asks_to_try_again(here, monkeypatch):
-    failed: list[BaseException] = []
-
+def test_writers_at_once_lose_nothing_and_one_that_is_overtaken_is_asked_to_try_again(here, monkeypatch):
     def write(model: str) -> None:
-        try:
-            for version in range(1, 6):
+        for version in range(1, 6):
+            with alone("record"):
                 append(here, moved(version, model=model))
-        except BaseException as error:
-            failed.append(error)
 
-    with monkeypatch.context() as patient:
-        patient.setattr(record, "ATTEMPTS", 200)
-        threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert (failed, faults()) == ([], [])
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults() == []
     for model in "abc":
         assert [entry.to for entry in decisions() if entry.model == model] == [1, 2, 3, 4, 5]
-    monkeypatch.setattr(record, "write_ref", lambda *given: False)
-    with pytest.raises(BlockingIOError, match="other processes wrote 20 times in between; try again"):
+    real, tip = record.write_ref, git(here, "rev-parse", f"{record.BRANCH}^")
+    monkeypatch.setattr(record, "write_ref", lambda *given: real(*given[:3], tip))  # it read an older tip
+    with pytest.raises(BlockingIOError, match="another process wrote in between; try again"):
         append(here, moved(1))
+    assert len(decisions()) == 15
 
 
 def test_a_move_is_pending_from_before_it_is_recorded_until_it_is_settled(here, monkeypatch, capsys):
@@ -268,20 +255,17 @@ def test_a_move_is_pending_from_before_it_is_recorded_until_it_is_settled(here, 
     assert append(here, moved(4), pending=True) == pending(here)
 
 
-def test_a_lock_of_git_that_a_killed_process_left_is_removed_and_a_fresh_one_waited_for(here, capsys):
+def test_a_lock_of_git_is_waited_for_and_one_that_a_killed_git_left_is_named(here, monkeypatch):
     lock = here / ".git" / f"{record.BRANCH}.lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    os.utime(lock, (0, 0))
-    append(here, moved(1))
-    assert "was left by a process that was killed; removed" in capsys.readouterr().err
-    lock.touch()
     threading.Timer(0.5, lock.unlink).start()
-    append(here, moved(2, 1))
-    assert [entry.to for entry in decisions()] == [1, 2]
-    assert capsys.readouterr().err == ""
-    with pytest.raises(DataError, match="git update-ref refs/heads/x: .*not a valid"):  # in git's words
-        record.write_ref(here, "refs/heads/x", "nonsense")
+    append(here, moved(1))
+    assert [entry.to for entry in decisions()] == [1]
+    lock.touch()
+    monkeypatch.setattr(record, "DURABLE", ("-c", "core.filesRefLockTimeout=1"))
+    with pytest.raises(DataError, match=f"git update-ref.*{lock}.*remove the file"):  # in git's words
+        append(here, moved(2, 1))
 
 
 HOLD = """
@@ -314,8 +298,7 @@ def test_one_process_at_a_time_and_a_killed_one_holds_nothing_but_until_its_git_
     with alone("record", here):
         assert capsys.readouterr().out == "", "another lock"
     with alone("promote", here):
-        said = f"promote: waiting for another one to end (pid {first.pid} of {who()})"
-        assert (said in capsys.readouterr().out) == waits
+        assert ("promote: waiting for another one" in capsys.readouterr().out) == waits
         assert killed or not waits or first.poll() is not None or first.wait(5) == 0
     first.wait()
 
@@ -349,19 +332,15 @@ def test_clones_that_decide_in_turn_have_one_record_which_is_pushed_where_git_co
         decide(root, moved(version, version - 1))
     assert [entry.to for entry in decisions(here)] == [1, 2, 3, 4]
     assert faults(here) == []
-    assert git(here, "ls-remote", "team", record.BRANCH).split()[0] == git(here, "rev-parse", record.BRANCH)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_remote_that_is_gone_is_a_warning_and_the_next_decision_pushes_again(here, second, capsys):
     remote = second.with_name("remote.git")
     remote.rename(remote.with_name("away"))
-    decide(here, moved(1))
+    assert capsys.readouterr().err == ""
+    decide(here, moved(5, 4))
     said = capsys.readouterr().err
     assert "not fetched from 'team'" in said
     assert "not pushed to 'team'" in said
     remote.with_name("away").rename(remote)
-    decide(here, moved(2, 1))
+    decide(here, moved(6, 5))
     assert capsys.readouterr().err == ""
     assert git(remote, "rev-parse", record.BRANCH) == git(here, "rev-parse", record.BRANCH)
 
@@ -371,27 +350,26 @@ def test_clones_that_decided_at_once_keep_both_records_and_say_so_plainly(here, 
     catch_up(second)
     append(second, moved(2, 1))
     append(here, moved(3, 1))
-    append(here, moved(4, 3))
     share(second)
+    catch_up(here)
     assert capsys.readouterr().err == ""
     share(here)
     said = capsys.readouterr().err
-    assert "'team' has 1 decisions that this clone has not, and this clone 2 that 'team' has not" in said
-    assert "Nothing is overwritten" in said
-    assert [entry.to for entry in decisions(here)] == [1, 3, 4]
-    assert [entry.to for entry in decisions(second)] == [1, 2]
+    assert "'team' has decisions that this clone has not: two clones decided at once. Nothing is overwritten" in said
+    assert [entry.to for entry in decisions(here)] == [1, 3]
+    for command in ("git fetch team runs/history", f"git update-ref {record.BRANCH} FETCH_HEAD"):
+        assert command in said
+        git(here, *command.split()[1:])
+    assert [entry.to for entry in decisions(here)] == [entry.to for entry in decisions(second)] == [1, 2]
 
 
 def test_a_remote_that_does_not_answer_keeps_nobody_waiting(here, monkeypatch, capsys):
     git(here, "config", "m3diff.runs", "ext::sleep 30")
     git(here, "config", "protocol.ext.allow", "always")
     append(here, moved(1, why=""))
-    started = time.monotonic()
     monkeypatch.setattr(record, "FETCH_S", 0.5)
-    assert catch_up(here)
-    assert "no answer in 0.5 s" in capsys.readouterr().err
     monkeypatch.setattr(record, "PUSH_S", 0.6)
-    monkeypatch.setattr(record, "FETCH_S", 30)
+    catch_up(here)
+    assert "no answer in 0.5 s" in capsys.readouterr().err
     share(here)
-    assert time.monotonic() - started < 6, "it is not asked a second time"
     assert "not pushed to 'ext::sleep 30' (no answer in 0.6 s)" in capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_a_guarded_score_may_be_worse_by_exactly_its_tolerance_and_no_more(model
 
 
 @pytest.mark.fault("T13")
-@pytest.mark.parametrize("pairs", [10, 60, 100, 600])
+@pytest.mark.parametrize("pairs", [10, 100, 600])
 def test_a_guard_that_is_better_where_it_is_smaller_may_grow_by_exactly_its_tolerance(models, pairs):
     more, less = (scores(exact) for exact in models)
     silent = np.array(more["change_statistics"].to_pylist())

@@ -1,26 +1,19 @@
 """Promotion and the way back: which alias moves when, what is kept of a decision, a champion of another test set."""
 
-import os
 import re
 import subprocess
-import sys
 import time
 
 import pytest
-import yaml
-from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
 
-from m3diff.commands import rescore
 from m3diff.models.checkpoint import CheckpointError
 from m3diff.provenance.dvc import dvc_hash
 from m3diff.provenance.git import who
 from m3diff.records.errors import DataError
-from m3diff.registry import promote, versions
-from m3diff.registry.decisions import champions, decisions
+from m3diff.registry.decisions import decisions
 from m3diff.registry.lineage import PREDICT_CODE
-from tests.registry.conftest import PAIRS, PROTOCOL, scores
+from tests.registry.conftest import PAIRS, PROTOCOL, Registry, scores
 from tests.toy import REPOSITORY
 
 
@@ -53,23 +46,6 @@ def test_who_is_better_takes_over_and_who_is_not_is_refused_once_and_the_old_cha
         registry.add(score, seed=1)
         assert registry.decide().outcome == "refused"
     assert registry.aliases()["champion"] == 3
-
-
-def test_a_promotion_that_was_cut_off_before_the_alias_moved_is_finished_by_the_next(registry, monkeypatch):
-    registry.grow(1.0)
-    registry.add(2.0)
-    with monkeypatch.context() as cut:
-        cut.setattr(promote.versions, "put_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
-        with pytest.raises(ConnectionError):
-            registry.decide()
-    moved, move = [], MlflowClient.set_registered_model_alias
-    monkeypatch.setattr(
-        MlflowClient, "set_registered_model_alias", lambda *given: (moved.append(given[2:]), move(*given))
-    )
-    decision = registry.decide()
-    assert (decision.outcome, decision.gain) == ("promoted", pytest.approx(1.0))
-    assert moved == [("previous", "1"), ("champion", "2")], "so that there is always a way back"
-    assert registry.record() == ["first", "promoted"]
 
 
 def test_the_record_holds_every_decision_by_the_gate_s_parameters_with_its_numbers_reason_and_time(registry):
@@ -141,16 +117,6 @@ def test_its_old_score_counts_for_nothing_nor_do_scores_without_those_of_the_gat
     assert rescoring.calls[1][1] == registry.params.predict.max_new_tokens
 
 
-@pytest.mark.parametrize(
-    ("tag", "changed", "other"),
-    [(dvc_hash(PREDICT_CODE), [], False), (dvc_hash(PREDICT_CODE), ["a.py"], True), ("0" * 32, [], True)],
-)
-def test_code_is_another_where_it_was_registered_so_or_edited_since(tag, changed, other, monkeypatch):
-    monkeypatch.setattr(rescore, "edited", lambda stage: changed)
-    version = ModelVersion("m3diff", "1", 0, tags=[ModelVersionTag("dvc.code", tag)])
-    assert bool(rescore.other_code(version)) == other
-
-
 def test_where_it_cannot_be_scored_again_the_challenger_is_refused_with_reason_and_remedy(registry, rescoring):
     for error in (
         MlflowException("no artifact"),
@@ -181,113 +147,157 @@ def test_what_may_pass_by_itself_is_no_refusal(registry, rescoring, error):
 # The way back: which version is champion after it, what is not promoted again, and how far it goes
 
 
-def test_the_previous_champion_is_champion_again_and_never_one_that_was_rolled_back(three):
+def play(registry: Registry, story: str) -> None:
+    """Act a story, a step a line: `add CIDEr`, `promote [VERSION] [again]`, `rollback [VERSION]`, `set ALIAS VERSION`,
+    `drop ALIAS`, `delete VERSION`. After `->` stand the outcome or the new champion and words of its reason; `aliases`
+    and `record` (from the fourth entry on) compare these."""
+    for line in story.strip().splitlines():
+        act, _, told = (part.strip() for part in line.partition("->"))
+        name, *words = act.split()
+        number = next((int(word) for word in words if word.isdecimal()), None)
+        outcome, _, reason = told.partition(": ")
+        if name == "add":
+            registry.add(float(words[0]))
+        elif name == "set":
+            registry.point(words[0], int(words[1]))
+        elif name == "drop":
+            registry.client.delete_registered_model_alias("m3diff", words[0])
+        elif name == "delete":
+            registry.client.delete_model_version("m3diff", words[0])
+        elif name == "promote":
+            done = registry.decide(number, "again" in words)
+            assert (done.outcome, reason in done.reason) == (outcome, True), (line, done)
+        elif name == "aliases":
+            held = {alias: version for alias, version in registry.aliases().items() if alias != "challenger"}
+            assert ", ".join(f"{alias} {version}" for alias, version in sorted(held.items())) == told
+        elif name == "record":
+            assert ", ".join(registry.record()[3:]) == told
+        elif outcome == "refused":
+            with pytest.raises(DataError) as refused:
+                registry.rollback(number)
+            assert reason in str(refused.value), (line, refused.value)
+        else:
+            assert registry.rollback(number, "it says no").to == int(outcome), line
+
+
+STORIES = {
+    "there and back": """
+        rollback    -> 2
+        aliases     -> champion 2, previous 1
+        promote     -> refused: rolled it back at
+        promote 3   -> refused: (it says no); to let the gate judge it all the same: m3diff promote --again
+        record      -> rolled back, refused
+        promote again -> promoted
+        aliases     -> champion 3, previous 2
+        promote     -> unchanged
+        rollback    -> 2
+        rollback    -> 1
+        aliases     -> champion 1
+        rollback    -> refused: no earlier champion is known. Name a version (`m3diff history` lists them)
+        record      -> rolled back, refused, promoted, rolled back, rolled back
+    """,
+    "again asks the gate, and other versions are judged as ever": """
+        add 2.5
+        set champion 4
+        promote 4   -> unchanged
+        rollback 3  -> 3
+        promote 4   -> refused: rolled it back
+        promote 4 again -> refused: its lower bound does not exceed 0
+        rollback    -> 2
+        add 2.6
+        promote     -> promoted
+        aliases     -> champion 5, previous 2
+        rollback    -> 2
+        aliases     -> champion 2, previous 1
+    """,
+    "a named version is taken, and what is skipped over counts as taken back": """
+        rollback 9  -> refused: model 'm3diff' has no version '9'; there are [3, 2, 1]
+        rollback 3  -> refused: is the champion already
+        record      ->
+        rollback 1  -> 1
+        aliases     -> champion 1
+        promote 2   -> refused: rolled it back
+        promote 3   -> refused: rolled it back
+    """,
+    "previous skips a version that was deleted": """
+        add 4.0
+        promote     -> promoted
+        delete 2
+        rollback    -> 3
+        aliases     -> champion 3, previous 1
+    """,
+    "a rollback by hand is noticed and holds": """
+        set champion 2
+        promote     -> refused: it was found rolled back at
+        aliases     -> champion 2, previous 2
+        record      -> moved elsewhere, refused
+    """,
+    "without its alias no worse model becomes champion": """
+        drop champion
+        add 0.1
+        promote     -> refused: m3diff rollback --to 3 --why 'the alias was gone'
+        promote     -> refused: m3diff rollback --to 4 --why 'accepted without a comparison'
+        aliases     -> previous 2
+        record      -> moved elsewhere, refused
+        rollback    -> refused: m3diff rollback --to 3
+        rollback 3  -> 3
+        promote     -> refused
+        add 4.0
+        promote     -> promoted
+        rollback    -> 3
+    """,
+    "nor without its version": """
+        delete 3
+        add 0.1
+        promote     -> refused: m3diff rollback --to 2 --why 'the alias was gone'
+        rollback    -> refused: m3diff rollback --to 2
+        rollback 2  -> 2
+        promote     -> refused
+        add 4.0
+        promote     -> promoted
+        rollback    -> 2
+    """,
+    "one that is accepted can be rolled back, and without any champion the way on is said": """
+        drop champion
+        add 0.1
+        rollback 4  -> 4
+        aliases     -> champion 4, previous 3
+        rollback    -> 3
+        delete 1
+        delete 2
+        delete 3
+        add 2.0
+        promote     -> refused: m3diff rollback --to 5 --why 'accepted without a comparison'
+        rollback 5  -> 5
+        promote     -> unchanged
+    """,
+}
+
+
+@pytest.mark.fault("S2", "T10")
+@pytest.mark.parametrize("story", STORIES)
+def test_the_way_back(three, story):
+    play(three, STORIES[story])
+
+
+def test_a_rollback_is_recorded_shared_and_outlives_the_model(three, tmp_path):
+    subprocess.run(["git", "init", "-q", "--bare", "remote.git"], check=True)
+    subprocess.run(["git", "config", "m3diff.runs", str(tmp_path / "remote.git")], check=True)
     done = three.rollback(why="it says no to every pair")
-    assert three.aliases() == {"challenger": 3, "champion": 2, "previous": 1}
-    assert three.entries()[-1] == done
     assert (done.action, done.from_, done.to, done.previous, done.who) == ("rollback", 3, 2, 1, who())
     assert str(done) == "m3diff: champion 3 -> 2, rolled back: it says no to every pair"
-    three.rollback()
-    assert three.aliases() == {"challenger": 3, "champion": 1}
-    with pytest.raises(DataError, match="no earlier champion is known.*m3diff rollback --to VERSION"):
-        three.rollback()
-    three.point("previous", 3)
-    with pytest.raises(DataError, match=f"names version 3, which {who()} rolled back at"):
-        three.rollback()
-    three.client.delete_registered_model("m3diff")
-    assert three.record() == ["first", "promoted", "promoted", "rolled back", "rolled back"], "it outlives the model"
-
-
-@pytest.mark.fault("S2")
-def test_a_rolled_back_version_is_not_promoted_again_unless_asked(three):
-    done = three.rollback(why="it says no to every pair")
-    refused = three.decide()
-    assert (refused.outcome, refused.challenger, refused.champion) == ("refused", 3, 2)
-    assert refused.reason == (
-        f"{done.who} rolled it back at {done.at} (it says no to every pair); to let the gate judge it all the same: "
-        "m3diff promote --again"
-    )
-    three.decide(version=3)
-    assert three.record()[3:] == ["rolled back", "refused"], "the same refusal is one entry"
-    again = three.decide(again=True)
-    assert (again.outcome, again.champion) == ("promoted", 2)
-    assert three.aliases() == {"challenger": 3, "champion": 3, "previous": 2}
-    assert three.decide().outcome == "unchanged"
-
-
-def test_again_asks_the_gate_and_other_versions_are_judged_as_ever_after_a_rollback(three):
-    three.add(2.5)
-    three.point("champion", 4)
+    three.point("champion", 1)
     three.decide()
-    three.rollback(to=3)
-    assert three.decide(version=4).reason.startswith(f"{who()} rolled it back")
-    assert "its lower bound does not exceed 0" in three.decide(version=4, again=True).reason
-    three.rollback()
-    assert three.grow(2.6) == ["promoted"]
-    assert three.aliases() == {"challenger": 5, "champion": 5, "previous": 2}
-    three.rollback()
-    assert three.aliases() == {"challenger": 5, "champion": 2, "previous": 1}
-
-
-def test_a_named_version_is_taken_and_what_is_skipped_over_counts_as_taken_back(three):
-    for to, words in ((9, "model 'm3diff' has no version '9'; there are .3, 2, 1"), (3, "is the champion already")):
-        with pytest.raises(DataError, match=words):
-            three.rollback(to=to)
-    assert len(three.record()) == 3
-    three.rollback(to=1)
-    assert three.aliases() == {"challenger": 3, "champion": 1}
-    assert sorted(champions(decisions(), "m3diff").taken_back) == [2, 3]
-    assert three.decide(version=2).reason.startswith(f"{who()} rolled it back")
-
-
-def test_previous_skips_a_version_that_was_deleted(three):
-    three.grow(4.0)
-    three.client.delete_model_version("m3diff", "2")
-    three.rollback()
-    assert three.aliases() == {"challenger": 4, "champion": 3, "previous": 1}
-    versions.put_alias(three.client, "m3diff", "previous", 2)  # as a move does that was recorded before the deletion
-    assert three.aliases() == {"challenger": 4, "champion": 3}
+    noticed = three.entries()[4]
+    assert (noticed.action, noticed.from_, noticed.to, noticed.outcome) == ("noticed", 2, 1, "moved elsewhere")
+    assert "the alias 'champion' names version 1, and no decision of this record moved it there" in noticed.why
+    three.client.delete_registered_model("m3diff")
+    assert three.entries()[3] == done
+    assert decisions(tmp_path / "remote.git") == three.entries()
 
 
 def test_a_champion_from_before_the_record_is_rolled_back_too_and_none_is_where_there_is_none(registry):
     for score in (1.0, 2.0):
         registry.add(score)
-    with pytest.raises(DataError, match="there is nothing to roll back"):
-        registry.rollback()
-    registry.point("champion", 2)
-    registry.point("previous", 1)
-    registry.rollback()
-    assert registry.aliases() == {"challenger": 2, "champion": 1}
-    assert registry.decide().reason.startswith(f"{who()} rolled it back")
-
-
-@pytest.mark.fault("S2")
-def test_a_rollback_by_hand_is_noticed_and_holds_and_decisions_go_to_the_remote_of_git_config(three, tmp_path):
-    subprocess.run(["git", "init", "-q", "--bare", "remote.git"], check=True)
-    subprocess.run(["git", "config", "m3diff.runs", str(tmp_path / "remote.git")], check=True)
-    three.point("champion", 2)
-    refused = three.decide()
-    assert (refused.outcome, refused.reason.startswith("it was found rolled back at")) == ("refused", True)
-    assert three.aliases()["champion"] == 2
-    noticed = three.entries()[3]
-    assert (noticed.action, noticed.from_, noticed.to, noticed.outcome) == ("noticed", 3, 2, "moved elsewhere")
-    assert "the alias 'champion' names version 2, and no decision of this record moved it there" in noticed.why
-    assert three.record()[3:] == ["moved elsewhere", "refused"]
-    assert decisions(tmp_path / "remote.git") == three.entries()
-
-
-@pytest.mark.slow(15)
-def test_the_command_takes_seconds_and_loads_no_torch(three):
-    values = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
-    values["register"]["tracking_uri"] = three.params.register_.tracking_uri
-    (three.root / "params.yaml").write_text(yaml.safe_dump(values))
-    program = (
-        "import sys; from m3diff.__main__ import main; code = main(['rollback', '--why', 'too slow']); "
-        "import m3diff.registry.promote; assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    before = os.times()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    after = os.times()
-    assert (done.returncode, done.stdout) == (0, "m3diff: champion 3 -> 2, rolled back: too slow\n"), done.stderr
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 10
-    assert three.aliases()["champion"] == 2
+    play(registry, "rollback -> refused: there is nothing to roll back\nset champion 2\nset previous 1\nrollback -> 1")
+    play(registry, "aliases -> champion 1\npromote -> refused: rolled it back")

@@ -10,7 +10,7 @@ from transformers import ProcessorMixin
 from transformers.image_processing_utils import BatchFeature
 
 from m3diff.images.open import load_image, to_rgb
-from m3diff.models.processing import PairProcessor
+from m3diff.models.processing import IMAGE, PairProcessor
 
 CHANGES_NOTHING = {"padding": (True, "longest"), "padding_side": ("left",), "truncation": (False,)}
 CHANGES_NOTHING |= {"add_special_tokens": (False,)}
@@ -68,20 +68,16 @@ class CalledWithPairs(PairProcessor):
         return BatchFeature(self.inputs(opened, self.questions(text, len(pairs))))
 
     def questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
-        """A question for each pair. One with a special token would be read as more images, or another turn:
-        ValueError."""
+        """A question for each pair. One with the mark of an image would be read as more images: ValueError."""
         given = self.question if text is None else text
         questions = [self.asked(each) for each in ([given] * pairs if isinstance(given, str) else given or [])]
         if len(questions) != pairs:
             raise ValueError(f"text: one question, or one for each pair; found {len(questions)} for {pairs} pairs")
-        special = [str(token) for token in self.tokenizer.all_special_tokens]
-        for question in questions:
-            if found := [token for token in special if token in question]:
-                raise ValueError(
-                    "text: the question alone, without special tokens, or what `apply_chat_template` makes of one turn "
-                    "of the user with two images and a question, add_generation_prompt=True; found "
-                    f"{found[0]} in {question!r}"
-                )
+        if any(IMAGE in question for question in questions):
+            raise ValueError(
+                "text: the question alone, or what `apply_chat_template` makes of one turn of the user with two images "
+                f"and a question, add_generation_prompt=True; found {text!r}"
+            )
         return questions
 
     def asked(self, text: str) -> str:

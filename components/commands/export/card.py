@@ -3,18 +3,28 @@
 `card_FAMILY.md.j2` has the words on a family and its paper, `card.md.j2` all else.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import polars as pl
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from m3diff.commands.export.families import SharedFamily
-from m3diff.commands.export.run import Dataset, Example, Run, Trace, read_json
-from m3diff.registry.lineage import CODE, RAW, VERSION
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import DatasetSpec, Use, check_licence
+from m3diff.provenance.dvc import Lock
+from m3diff.records.errors import DataError, readable
+from m3diff.records.files import sha256
+from m3diff.records.schemas import NO_CHANGE
+from m3diff.registry.lineage import read_lineage
 from m3diff.scoring.bootstrap import CONFIDENCE, RESAMPLES
+from m3diff.settings.rules import licensed
+from m3diff.settings.tree import Params, Paths
+from m3diff.stages.ingest.params import DatasetEntry
 
 SCORES = {
     "CIDEr": "CIDEr",
@@ -34,15 +44,32 @@ SCORES = {
 ANSWERS = {"yes": "yes", "conditions": "on conditions", "no": "no", "unstated": "not stated"}
 
 
+class Dataset(NamedTuple):
+    """A dataset of the mixture: its pairs and samples by split."""
+
+    name: str
+    spec: DatasetSpec
+    pairs: Mapping[str, int]
+    samples: Mapping[str, int]
+
+
+class Example(NamedTuple):
+    """A test pair: its image files, what the model said of it, and its references."""
+
+    id: str
+    before: Path
+    after: Path
+    caption: str
+    references: list[str]
+
+
 def write_card(
     name: str,
-    run: Run,
+    params: Params,
     family: SharedFamily,
     manifest: Mapping[str, Any],
     config: Mapping[str, Any],
     datasets: list[Dataset],
-    trace: Trace | None,
-    untraced: str,
     example: Example | None,
     question: str,
 ) -> str:
@@ -52,37 +79,44 @@ def write_card(
         name: of the folder.
         manifest: of the checkpoint.
         config: the model's config.json.
-        untraced: why there is no trace.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    scores = read_json(run.report / "metrics.json").get("protocols", {})
+    scores = read_json(params.paths.report / "metrics.json").get("protocols", {})
     first = {protocol.partition("/")[0]: protocol for protocol in reversed(scores)}
     headlines = {protocol: scores[protocol] for protocol in scores if protocol in first.values()}
-    trained = [each for each in datasets if each.trains]
+    trained = [each for each in datasets if each.samples["train"]]
+    recipe, untraced, lineage = "", "", dict[str, str]()
+    try:
+        lock = Lock()
+        lineage, ran = read_lineage(params, lock), lock.params(params.ingest.datasets)
+        sections = [section for section in ("train", f"models.{ran['train']['model']}", "convert") if section in ran]
+        recipe = yaml.safe_dump({section: ran[section] for section in sections}, sort_keys=False).strip()
+    except DataError as error:
+        untraced = str(error)
     return environment.get_template(f"card_{family.name}.md.j2").render(
         name=name,
-        run=run,
+        base=params.train.base.name,
+        max_new_tokens=params.predict.max_new_tokens,
         family=family,
+        manifest=manifest,
         datasets=datasets,
-        trace=trace,
+        lineage=lineage,
         untraced=untraced,
         example=example,
         question=question,
-        scores=scores,
-        report=read_json(run.model / "report.json"),
+        report=read_json(params.paths.model / "report.json"),
         module=config[family.module] if family.has_module(config) else None,
         side=config["vision_config"]["image_size"],
         patch=config["vision_config"]["patch_size"],
-        front=front_matter(run, family, trained),
+        front=front_matter(params.train.base.name, family, trained),
+        headlines=headlines,
         table=score_table(headlines),
-        types=type_table(headlines),
         absent={score: why for each in headlines.values() for score, why in each.get("absent", {}).items()},
         known_scores=SCORES,
         answers=ANSWERS,
-        recipe=trace and recipe(trace.parameters),
-        hashes=hashes(manifest, trace),
+        recipe=recipe,
         trained=sorted({each.spec.title for each in trained}),
         drawn=all(each.spec.generate is not None for each in trained),
         versions={name: version(name) for name in ("torch", "transformers")},
@@ -91,7 +125,7 @@ def write_card(
     )
 
 
-def front_matter(run: Run, family: SharedFamily, trained: list[Dataset]) -> str:
+def front_matter(base: str, family: SharedFamily, trained: list[Dataset]) -> str:
     """The card's head, which model hubs read; YAML."""
     free = all(
         use.answer == "yes" and each.spec.licence.name.lower() == "apache-2.0"
@@ -99,81 +133,84 @@ def front_matter(run: Run, family: SharedFamily, trained: list[Dataset]) -> str:
         for use in (each.spec.licence.train, each.spec.licence.redistribute)
     )
     head = {"license": "apache-2.0"} if free else {"license": "other", "license_name": "see-data-and-licences"}
-    if run.base.name in family.bases:
-        head["base_model"] = family.bases[run.base.name]
+    head |= {"base_model": family.bases[base]} if base in family.bases else {}
     head |= {"language": "en", "library_name": "transformers"}
-    if family.reads_question:
-        head["pipeline_tag"] = "image-text-to-text"  # a pipeline sends a text
+    head |= {"pipeline_tag": "image-text-to-text"} if family.reads_question else {}  # a pipeline sends a text
     tags = ["image-difference-captioning", "change-captioning", *family.tags]
     return yaml.safe_dump({**head, "tags": tags}, sort_keys=False).strip()
 
 
-def score_table(protocols: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each score that any protocol has, with its interval; the protocols' names first."""
-    pairs = ["pairs"]
-    for protocol in protocols.values():
-        published = protocol.get("published_pairs") or 0
-        note = f" of {published:,} that papers score" if protocol["pairs"] < published else ""
-        pairs.append(f"{protocol['pairs']:,}{note}")
-    rows = [["", *(f"`{name}`" for name in protocols)], pairs]
+def score_table(protocols: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By title, each score that any protocol has: a cell for each protocol, times 100 with its interval."""
+    rows: dict[str, list[str]] = {}
     for score, title in SCORES.items():
-        if any(protocol.get(score) is not None for protocol in protocols.values()):
-            rows.append([title, *(cell(protocol, score) for protocol in protocols.values())])
+        cells = []
+        for protocol in protocols.values():
+            value, interval = protocol.get(score), protocol["intervals"].get(score)
+            bounds = f" ({100 * interval['low']:.1f} to {100 * interval['high']:.1f})" if interval else ""
+            cells.append("–" if value is None else f"{100 * value:.1f}{bounds}")
+        rows |= {title: cells} if {*cells} - {"–"} else {}
     return rows
 
 
-def cell(protocol: Mapping[str, Any], score: str) -> str:
-    """A score times 100, and its interval where it has one."""
-    value, interval = protocol.get(score), protocol["intervals"].get(score)
-    bounds = f" ({100 * interval['low']:.1f} to {100 * interval['high']:.1f})" if interval else ""
-    return "–" if value is None else f"{100 * value:.1f}{bounds}"
+def read_json(file: Path) -> dict[str, Any]:
+    """A report of a stage, as evaluate's and train's; nothing where there is none."""
+    with readable(file):
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def type_table(protocols: Mapping[str, Any]) -> list[list[str]]:
-    """The share of single changes that were named wholly right, %, by change type: a row a type, and how many pairs.
-    Nothing where no grammar reads captions."""
-    by_type = {name: protocol.get("by_type", {}) for name, protocol in protocols.items()}
-    known = {
-        name: kinds
-        for name, kinds in by_type.items()
-        if any(kind.get("exact_accuracy") is not None for kind in kinds.values())
-    }
-    rows = [["change type", *(f"`{name}`" for name in known)]] if known else []
-    for kind in dict.fromkeys(kind for kinds in known.values() for kind in kinds):
-        values = [kinds.get(kind, {}) for kinds in known.values()]
-        shares = (each.get("exact_accuracy") for each in values)
-        cells = zip(shares, values, strict=True)
-        rows.append([kind, *("–" if x is None else f"{100 * x:.0f} % of {each['pairs']}" for x, each in cells)])
-    return rows
+# Its data
 
 
-def recipe(parameters: Mapping[str, Any]) -> str:
-    """The parameters of training, as `dvc.lock` has them; YAML."""
-    names = ["train", f"models.{parameters['train']['model']}", "convert"]
-    return yaml.safe_dump({name: parameters[name] for name in names if name in parameters}, sort_keys=False).strip()
+def read_datasets(params: Params) -> list[Dataset]:
+    """The datasets of the mixture, by convert's report. Raises DataError without it, or for one that is unknown."""
+    file = params.paths.mixture / "report.json"
+    if not file.is_file():
+        raise DataError(f"{file}: no such file, so what trained the model is unknown; run `m3diff convert` first")
+    with readable(file):
+        found = json.loads(file.read_text(encoding="utf-8"))["datasets"]
+    entries = licensed(params)
+    return [Dataset(name, spec_of(name, entries), each["pairs"], each["samples"]) for name, each in found.items()]
 
 
-def hashes(manifest: Mapping[str, Any], trace: Trace | None) -> list[tuple[str, str, str]]:
-    """Rows of subject, kind of hash, hash: of the weights, and of all that the trace knows."""
-    weights = {
-        file: sha for file, sha in manifest["files"].items() if file.endswith(".safetensors") and "/" not in file
-    }
-    rows = [(f"`{file}`", "sha256", digest) for file, digest in weights.items()]
-    rows.append(("base, content of its folder", "sha256", manifest["base_sha256"]))
-    if trace is None:
-        return rows
-    tags = trace.lineage
-    dirty = ", with changes that were not committed" if tags["git.dirty"] == "true" else ""
-    return [
-        *rows,
-        (f"commit of the project that wrote this folder{dirty}", "git", tags["git.commit"]),
-        ("`dvc.lock`", "sha256", tags["dvc.lock.sha256"]),
-        ("test set: ids, references, images", "sha256", tags["test_set.sha256"]),
-        ("checkpoint", "DVC", tags[VERSION]),
-        ("training samples", "DVC", tags["dvc.data"]),
-        ("validation samples", "DVC", tags["dvc.val_data"]),
-        ("base", "DVC", tags["dvc.base"]),
-        ("code of the model", "DVC", tags[CODE]),
-        ("`metrics.json`", "DVC", tags["dvc.metrics"]),
-        *((f"raw data of `{tag.removeprefix(RAW)}`", "DVC", tags[tag]) for tag in tags if tag.startswith(RAW)),
-    ]
+def spec_of(name: str, entries: Mapping[str, DatasetEntry]) -> DatasetSpec:
+    """The facts of a dataset of the mixture. Raises DataError for one that the parameters do not name."""
+    if name not in entries:
+        raise DataError(f"{name}: in the mixture, but not in ingest.datasets; run `m3diff convert` again")
+    return DATASETS[entries[name].reader]
+
+
+def licence_notices(specs: Mapping[str, DatasetSpec], uses: Iterable[Use], allow_unlicensed: bool) -> list[str]:
+    """Conditions that the licences of datasets set for these uses.
+
+    Raises:
+        DataError: a licence refuses, and `allow_unlicensed` is not set.
+    """
+    told = [(name, check_licence(spec, use, allow_unlicensed)) for name, spec in specs.items() for use in uses]
+    return [f"{name}: {notice}" for name, notice in told if notice]
+
+
+def find_example(paths: Paths, datasets: list[Dataset]) -> Example | None:
+    """The first captioned test pair with a change, of the first dataset whose images may be passed on without a
+    condition; not chosen by how well the model does on it. None where there is no such pair.
+
+    Raises:
+        DataError: its images are not those that were captioned.
+    """
+    predictions, records = paths.predictions / "predictions.json", paths.clean / "records.parquet"
+    if not (predictions.is_file() and records.is_file()):
+        return None
+    with readable(predictions):
+        captions = {row["image_id"]: row["caption"] for row in json.loads(predictions.read_text(encoding="utf-8"))}
+    with readable(records):
+        table = pl.read_parquet(records).filter(pl.col("split") == "test", pl.col("id").is_in([*captions]))
+    free = [each.name for each in datasets if each.spec.licence.redistribute.answer == "yes"]
+    rows = [row for row in table.to_dicts() if row["dataset"] in free and row["change_types"] != [NO_CHANGE]]
+    if not rows:
+        return None
+    row = min(rows, key=lambda row: free.index(row["dataset"]))
+    for side in ("before", "after"):
+        path = Path(row[side])
+        if not path.is_file() or sha256(path) != row[f"{side}_sha256"].hex():
+            raise DataError(f"{path}: missing or changed since ingest, so no example; run `dvc repro` first")
+    return Example(row["id"], Path(row["before"]), Path(row["after"]), captions[row["id"]], row["references"])

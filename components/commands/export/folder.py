@@ -18,16 +18,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from m3diff.commands.export.card import write_card
+from m3diff.commands.export.card import find_example, licence_notices, read_datasets, write_card
 from m3diff.commands.export.families import SHARED, SharedFamily
-from m3diff.commands.export.run import Run, Trace, find_example, licence_notices, read_datasets
 from m3diff.records.errors import DataError
+from m3diff.settings.tree import Params
 
 WEIGHTS = ("[!.]*.safetensors", "[!.]*.safetensors.index.json")
 
 
-def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]:
-    """Write the model of `run` to `out`, whole or not at all; returns what the licences ask for.
+def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> list[str]:
+    """Write the trained model to `out`, whole or not at all; returns what the licences ask for.
 
     Raises:
         DataError: there is no whole checkpoint, `out` exists, or a dataset's licence does not let it be passed on.
@@ -37,35 +37,29 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
 
     if out.exists():
         raise DataError(f"{out}: exists; name a folder that does not")
-    datasets = read_datasets(run)
+    datasets = read_datasets(params)
     # to train, and to redistribute, for a model may reproduce its training data
-    trained = [each.name for each in datasets if each.trains]
-    notices = licence_notices(trained, run.entries, ("train", "redistribute"), allow_unlicensed)
-    checkpoint = run.model / "checkpoint"
+    trained = {each.name: each.spec for each in datasets if each.samples["train"]}
+    notices = licence_notices(trained, ("train", "redistribute"), allow_unlicensed)
+    checkpoint = params.paths.model / "checkpoint"
     manifest = verify_manifest(checkpoint)
     if (family := SHARED.get(manifest["family"])) is None:
         raise DataError(
             f"{checkpoint}: of the family {manifest['family']!r}; a folder to share is written of {', '.join(SHARED)}; "
             "`m3diff export FOLDER` copies the checkpoint of any"
         )
-    trace: Trace | None
-    try:
-        trace, untraced = run.trace(), ""
-    except DataError as error:
-        trace, untraced = None, str(error)
-    example = find_example(run, datasets)
+    example = find_example(params.paths, datasets)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
-        write_model(checkpoint, folder, family, run.max_new_tokens, QUESTION)
+        write_model(checkpoint, folder, family, params.predict.max_new_tokens, QUESTION)
         config = json.loads((folder / "config.json").read_text())
         for file, text in family.sources(config).items():
             (folder / file).write_text(text, encoding="utf-8")
-        for side in ("before", "after") if example else ():
-            source = getattr(example, side)
+        for side, source in (("before", example.before), ("after", example.after)) if example else ():
             shutil.copyfile(source, folder / f"example_{side}{source.suffix}")
-        card = write_card(out.name, run, family, manifest, config, datasets, trace, untraced, example, QUESTION)
+        card = write_card(out.name, params, family, manifest, config, datasets, example, QUESTION)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_manifest(folder, family=manifest["family"], base_sha256=manifest["base_sha256"])
         folder.rename(out)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import polars as pl
 
-from m3diff.commands.export.run import licence_notices
+from m3diff.commands.export.card import licence_notices, spec_of
 from m3diff.records.errors import DataError, readable
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
@@ -54,8 +54,8 @@ def export_llava(
     for shard in (shard for found in shards.values() for shard in found):
         with readable(shard):
             names |= set(pl.read_parquet(shard, columns=["dataset"])["dataset"])
-    for notice in licence_notices(sorted(names), entries, ("redistribute",), allow_unlicensed):
-        print(notice)
+    specs = {name: spec_of(name, entries) for name in sorted(names)}
+    print("".join(f"{notice}\n" for notice in licence_notices(specs, ["redistribute"], allow_unlicensed)), end="")
     out.mkdir(parents=True, exist_ok=True)
     suffix = "jsonl" if lines else "json"
     root = Path.cwd() if absolute else None

@@ -16,13 +16,6 @@ class Register(Section):
     model_name: str = Field(min_length=1)
     keeps: Literal["merged", "adapters"]  # what a version holds: all weights, or those that trained, beside the base
 
-    @field_validator("experiment", "model_name")
-    @classmethod
-    def no_blank_name(cls, name: str) -> str:
-        if name != name.strip():
-            raise ValueError("a name must not start or end with a space")
-        return name
-
     @field_validator("model_name")
     @classmethod
     def mlflow_takes_it(cls, name: str) -> str:

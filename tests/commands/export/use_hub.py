@@ -1,6 +1,6 @@
-"""Uses shared folders as others do, by transformers' Auto classes; `bare.py` runs it.
+"""Uses shared folders as others do, by transformers' Auto classes, where only what these need can be imported.
 
-    use_hub.py REQUESTS ANSWERS
+    python -P use_hub.py REQUESTS ANSWERS
 
 A request is {"folder", "images", "text"}: its answer is {"tokens"} of each pair, without padding, or {"error"}. Other
 requests are {"folder", "load": a class of transformers}, {"folder", "save": a new folder, "options"}, {"folder",
@@ -17,29 +17,41 @@ import runpy
 import sys
 from contextlib import redirect_stdout
 from functools import cache
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 
-import numpy as np
-import torch
-import transformers
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+HIDDEN = {"m3diff", "flows", "tests", "accelerate", "datasets", "dvc", "mlflow", "pandas", "peft", "polars", "prefect"}
+HIDDEN |= {"pyarrow", "pydantic", "ray", "scipy", "sklearn", "torchvision"}
 
+
+class Bare(PathFinder):
+    """Finds nothing of this project and of what it needs beyond torch, transformers, safetensors and pillow."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in HIDDEN else super().find_spec(name, path, target)
+
+
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare]
 MAX_NEW_TOKENS = 8
-transformers.logging.disable_progress_bar()
 
 
 @cache
 def load(folder):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
     return processor, AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
 
 
 def captions(folder, images, text=None, tensors=False, **options):
-    processor = load(folder)[0]
+    import numpy as np
+    import torch
+    from PIL import Image
+
     if tensors:
         images = [torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1) for path in images]
-    return generated(folder, processor(images=images, text=text, **options))
+    return generated(folder, load(folder)[0](images=images, text=text, **options))
 
 
 def generated(folder, inputs):
@@ -50,6 +62,8 @@ def generated(folder, inputs):
 
 
 def answer(request):
+    import transformers
+
     folder = request["folder"]
     try:
         if "run" in request:
@@ -69,7 +83,7 @@ def answer(request):
             asked = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
             return generated(folder, load(folder)[0].apply_chat_template(request["chat"], **asked))
         if "pipeline" in request:
-            pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True)
+            pipe = transformers.pipeline("image-text-to-text", model=folder, trust_remote_code=True)
             return pipe(text=request["pipeline"], max_new_tokens=MAX_NEW_TOKENS, return_full_text=False)[0]
         if "prompt" in request:
             inputs = load(folder)[0](images=request["prompt"])
@@ -79,7 +93,8 @@ def answer(request):
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-requests, answers = map(Path, sys.argv[1:])
-missing = [name for name in ("m3diff", "peft", "ray", "mlflow", "pyarrow") if importlib.util.find_spec(name) is None]
-told = {"answers": [answer(request) for request in json.loads(requests.read_text())], "missing": missing}
-answers.write_text(json.dumps(told))
+if __name__ == "__main__":
+    requests, answers = map(Path, sys.argv[1:])
+    missing = [name for name in sorted(HIDDEN) if importlib.util.find_spec(name) is None]
+    told = {"answers": [answer(request) for request in json.loads(requests.read_text())], "missing": missing}
+    answers.write_text(json.dumps(told))

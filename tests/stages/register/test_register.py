@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import mlflow
@@ -28,7 +30,7 @@ from m3diff.registry.tracking import PROCESS, Description, completed, followed
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
 from tests import toy
-from tests.servers import free_port
+from tests.servers import free_port, started
 from tests.toy import change, store
 
 
@@ -252,19 +254,6 @@ def test_a_deleted_run_version_model_or_score_file_is_made_again(opened, what, o
     assert (done.outcome, done.version, opened.challenger()) == (outcome, version, version)
     assert (done.run_id == run) == (what != "run")
     assert opened.register().outcome == "unchanged"
-    opened.client.log_artifact(done.run_id, "params.yaml", "a/b")
-    there = ("scores.parquet", "a/b/params.yaml", "params.yaml", "a/b/params", "none/scores.parquet")
-    assert [stage.has_artifact(opened.client, done.run_id, path) for path in there] == [True, True, False, False, False]
-
-
-def test_a_run_that_an_interrupted_registration_left_is_used_again(opened, monkeypatch):
-    with monkeypatch.context() as cut:
-        cut.setattr(stage, "log_model", lambda *_: (_ for _ in ()).throw(OSError("no space")))
-        with pytest.raises(OSError, match="no space"):
-            opened.register()
-    (left,) = opened.runs()
-    assert opened.register().run_id == left.info.run_id
-    assert len(opened.client.get_metric_history(left.info.run_id, "train/loss")) == 3
 
 
 def test_the_run_that_the_training_opened_becomes_the_version_s_and_no_other_version_s(opened):
@@ -305,18 +294,6 @@ def test_a_run_that_another_process_writes_to_is_its_own_until_it_is_over(opened
 
 
 @pytest.mark.fault("m1")
-def test_an_alias_that_two_machines_set_at_once_is_set(opened, monkeypatch):
-    move = MlflowClient.set_registered_model_alias
-
-    def at_once(*given: object) -> None:
-        move(*given)
-        raise MlflowException("UNIQUE constraint failed: registered_model_aliases")
-
-    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", at_once)
-    assert (opened.register().outcome, opened.challenger()) == ("registered", 1)
-
-
-@pytest.mark.fault("m1")
 def test_who_loses_the_race_for_a_version_takes_back_its_version_model_and_run(opened, monkeypatch):
     """Another machine makes the same version after this one looked for it, and before this one makes its own."""
     really, theirs = mlflow.register_model, []
@@ -328,7 +305,14 @@ def test_who_loses_the_race_for_a_version_takes_back_its_version_model_and_run(o
         theirs.append(really(model, name, tags=tags))
         return really(uri, name, tags=tags)
 
+    move = MlflowClient.set_registered_model_alias
+
+    def at_once(*given: object) -> None:
+        move(*given)
+        raise MlflowException("UNIQUE constraint failed: registered_model_aliases")
+
     monkeypatch.setattr(mlflow, "register_model", overtaken)
+    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", at_once)
     done = opened.register()
     assert (done.outcome, done.version, opened.challenger()) == ("registered", 1, 1)
     assert done.run_id == theirs[0].run_id
@@ -355,3 +339,36 @@ def test_what_travels_with_a_version_is_the_code_of_its_model_and_the_first_capt
     images = [base64.b64decode(row[side]) for side in ("before", "after")]
     root = trained / "data/01_raw/minichange"
     assert images == [(root / folder / "2.png").read_bytes() for folder in ("images", "sc_images")]
+
+
+@pytest.mark.fault("19")
+@pytest.mark.slow
+def test_a_server_that_ends_in_the_middle_leaves_one_run_and_one_version_when_register_runs_again(trained, monkeypatch):
+    port, kept = free_port(), trained / "services" / "mlflow"
+    uri = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{kept}/mlflow.db", "--no-serve-artifacts"]
+    command += ["--default-artifact-root", (kept / "artifacts").as_uri()]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    log_model = stage.log_model
+
+    def answers() -> bool:
+        with suppress(tracking.TrackingUnavailableError):
+            tracking.check_alive(uri)
+            return True
+        return False
+
+    change(trained, "register", tracking_uri=uri)
+    with ExitStack() as first, monkeypatch.context() as cut:
+        first.enter_context(started(command, kept / "log", answers, env=environment))
+        cut.setattr(stage, "log_model", lambda *given: (first.close(), log_model(*given))[1])
+        with pytest.raises(tracking.TrackingUnavailableError, match="run `m3diff register` again: nothing was lost"):
+            stage.register(load_params())
+    with started(command, kept / "log", answers, env=environment):
+        assert stage.register(load_params()).outcome == "registered"
+        client = MlflowClient(uri)
+        (version,) = client.search_model_versions("name = 'm3diff'")
+        (run,) = client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])
+        assert (version.run_id, run.info.status) == (run.info.run_id, "FINISHED")
+        assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 3
+    mlflow.set_tracking_uri("")

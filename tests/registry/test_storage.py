@@ -1,0 +1,361 @@
+"""A version's data: its chain, every link of which is checked; it comes back from remotes; old versions go."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.workspace import workspace
+from m3diff.__main__ import main
+from m3diff.provenance.dvc import Lock, add_worktree, dvc_hash, listing, object_file
+from m3diff.records.errors import DataError
+from m3diff.registry import restore as chain_of
+from m3diff.registry.lineage import weights_sha256
+from m3diff.registry.prune import branch_name, in_words, reasons
+from m3diff.registry.restore import lineage, of_stored
+from m3diff.settings.load import load_params
+from tests import toy
+from tests.registry.conftest import Team
+from tests.toy import REPOSITORY
+
+CHECKPOINT, PREDICTIONS = "data/05_model/checkpoint", "data/06_predictions/predictions.json"
+
+
+@pytest.fixture
+def project(team: Team, monkeypatch: pytest.MonkeyPatch) -> Team:
+    monkeypatch.chdir(team.project)
+    return team
+
+
+def faults() -> list[tuple[str, str, str]]:
+    checks = lineage(load_params().register_, "1")
+    return [(check.outcome, check.what, str(check.where)) for check in checks if check.outcome != "ok"]
+
+
+@pytest.fixture
+def change() -> Iterator[Callable[..., None]]:
+    """Write a file anew, or take it away; it is put back at the end."""
+    with ExitStack() as stack:
+
+        def put_back(path: Path, mode: int, content: bytes) -> None:
+            path.unlink(missing_ok=True)
+            path.write_bytes(content)
+            path.chmod(mode)
+
+        def change(path: Path, text: str | None = None) -> None:
+            stack.callback(put_back, path, path.stat().st_mode, path.read_bytes())
+            path.unlink()
+            if text is not None:
+                path.write_text(text)
+
+        yield change
+
+
+def test_the_chain_goes_from_raw_data_to_the_commit_and_holds(project, capsys):
+    assert main(["lineage", "challenger"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    links = [line[9:21].strip() for line in lines]
+    assert list(dict.fromkeys(links)) == [
+        "raw data", "records", "mixture", "base", "model code", "checkpoint", "stored model", "weights", "predictions",
+        "metrics", "dvc.lock", "commit",
+    ]  # fmt: skip
+    assert all(line.startswith("ok ") for line in lines)
+    recorded = Lock().hashes(Path(CHECKPOINT))["train outs"]
+    assert recorded[:12] in next(line for line in lines if "checkpoint" in line)
+
+
+@pytest.mark.fault("09")
+def test_another_content_in_the_cache_the_remote_or_mlflow_is_named(project, change):
+    hash_ = Lock().hashes(Path(PREDICTIONS))["predict outs"]
+    cached = object_file(project.project / ".dvc/cache", hash_)
+    change(cached, "damaged")
+    assert faults() == [("differs", "predictions", PREDICTIONS)]
+    change(cached)
+    change(object_file(project.remote, hash_))
+    assert faults() == [("missing", "predictions", PREDICTIONS)]
+    (word,) = (project.database.parent / "artifacts").rglob("word.txt")
+    for text in ("another", None):
+        change(word, text)
+        assert faults() == [("differs", "stored model", "models:/m3diff/1"), ("missing", "predictions", PREDICTIONS)]
+
+
+@pytest.mark.parametrize(
+    ("tag", "value", "outcome", "what"),
+    [
+        ("dvc.checkpoint", "0" * 32, "differs", "checkpoint"),
+        ("dvc.data", "0" * 32, "differs", "mixture"),
+        ("dvc.raw.minichange", "0" * 32, "differs", "raw data"),
+        ("dvc.raw.gone", "0" * 32, "missing", "raw data"),
+        ("dvc.base", "0" * 32, "differs", "base"),
+        ("base.sha256", "0" * 64, "differs", "base"),
+        ("dvc.code", "0" * 32, "differs", "model code"),
+        ("dvc.metrics", "0" * 32, "differs", "metrics"),
+        ("weights.sha256", "0" * 64, "differs", "weights"),
+        ("dvc.lock.sha256", "0" * 64, "differs", "dvc.lock"),
+        ("git.dirty", "true", "differs", "commit"),
+        ("git.commit", "0" * 40, "missing", "commit"),
+    ],
+)
+def test_a_tag_that_says_something_else_is_named(project, monkeypatch, tag, value, outcome, what):
+    """Of the version as MLflow gives it."""
+    real = chain_of.find_version
+
+    def find_version(*asked: object) -> SimpleNamespace:
+        found = real(*asked)
+        return SimpleNamespace(name="m3diff", version="1", tags=found.tags | {tag: value})
+
+    monkeypatch.setattr(chain_of, "find_version", find_version)
+    assert (outcome, what) in [(found, link) for found, link, _ in faults()]
+    assert main(["lineage", "1"]) == 3
+
+
+@pytest.mark.parametrize("outcome", ["ok", "differs", "missing"])
+def test_a_version_that_keeps_adapters_alone_is_compared_with_its_tag_and_a_manifest_with_the_weights(
+    outcome, tmp_path, monkeypatch
+):
+    adapters, cache, whole = tmp_path / "adapters", tmp_path / "cache", "c" * 32 + ".dir"
+    adapters.mkdir()
+    (adapters / "tuned.safetensors").write_text("tuned")
+    manifest = object_file(cache, "a" * 32)
+    for file, content in (
+        (manifest, {"base_sha256": "b", "files": {"model.safetensors": "w"}}),
+        (object_file(cache, whole), [{"md5": "a" * 32, "relpath": "manifest.json"}]),
+    ):
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content))
+    tags = {"dvc.checkpoint": whole, "weights.sha256": weights_sha256(manifest), "base.sha256": "b"}
+    tags["dvc.adapters"] = "0" * 32 if outcome == "differs" else dvc_hash(adapters)
+    kept = adapters if outcome != "missing" else tmp_path / "gone"
+    monkeypatch.setattr(chain_of, "download_checkpoint", lambda version, into: Path(kept).resolve(strict=True))
+    version = SimpleNamespace(name="m3diff", version="1", tags=tags)
+    found = {check.what: check.outcome for check in of_stored(version, cache)}
+    assert found == {"stored model": outcome, "weights": "ok", "base": "ok"}
+
+
+# A fresh clone and the remotes alone give a version's data, parameters and checkpoint back
+
+PARTS = ("data/01_raw/minichange", "data/02_records/minichange", "data/04_mixture/test", CHECKPOINT)
+
+
+@pytest.fixture
+def clone(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    clone = team.clone(tmp_path)
+    monkeypatch.chdir(clone)
+    assert not (clone / CHECKPOINT).exists()
+    return clone
+
+
+@pytest.mark.fault("S1", "T17")
+@pytest.mark.slow(25)
+def test_a_version_comes_back_in_a_fresh_clone_with_the_same_hashes_past_dvcs_own_hooks(team, clone, tmp_path, capsys):
+    assert [check.note for check in lineage(load_params().register_, "1") if check.what == "checkpoint"] == [
+        "in the remote"
+    ]
+    assert faults() == [], "without a cache its manifest cannot be read, but nothing is wrong"
+    assert toy.run(clone, "git", "worktree", "list").count("\n") == 1
+    toy.run(clone, "dvc", "install")
+    out = tmp_path / "out"
+    for _ in range(2):  # and again where a person removed the folder
+        shutil.rmtree(out, ignore_errors=True)
+        capsys.readouterr()
+        assert main(["restore", "1", "--into", "../out"]) == 0
+    assert [dvc_hash(out / part) for part in PARTS] == [dvc_hash(team.project / part) for part in PARTS]
+    for file in ("params.yaml", "dvc.lock", "data/07_report/metrics.json"):
+        assert (out / file).read_bytes() == (team.project / file).read_bytes()
+    assert toy.status(out) == {}
+    said = capsys.readouterr().out
+    assert f"restored to {out}" in said
+    for line in ("checkpoint   data/05_model/checkpoint", "parameters   train", "dvc.lock     dvc.lock"):
+        assert f"ok       {line}" in said
+    assert "missing" not in said
+
+
+@pytest.mark.fault("09")
+@pytest.mark.slow(15)
+def test_a_branch_needs_no_mlflow_and_of_a_remote_that_lost_a_file_the_rest_is_restored(team, clone, tmp_path, capsys):
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    params["register"]["tracking_uri"] = "http://127.0.0.1:9"
+    Path("params.yaml").write_text(yaml.safe_dump(params))
+    broken = Path(shutil.copytree(team.remote, tmp_path / "remote"))
+    toy.run(clone, "dvc", "remote", "modify", "--local", "store", "url", str(broken))
+    lost = object_file(broken, dvc_hash(team.project / CHECKPOINT / "word.txt"))
+    lost.chmod(0o644)
+    lost.unlink()
+    assert main(["restore", "runs/first", "--into", str(tmp_path / "lost")]) == 3
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if line.split()[1:3] == ["data", CHECKPOINT]]
+    assert line.split()[0] in ("missing", "differs")
+    assert "NOT restored, see above" in said
+    assert "ok       data         data/04_mixture/train" in said
+
+
+def test_what_is_not_there_or_is_there_already_is_refused_in_words(project, tmp_path, capsys):
+    for arguments, message in (
+        (["restore", "7"], "model 'm3diff' has no version '7'; there are [1]"),
+        (["restore", "runs/none"], "commit runs/none: not in this clone, nor has origin"),
+        (["restore", "challenger", "--into", str(tmp_path)], "exists; name another with --into"),
+    ):
+        assert main(arguments) == 3
+        assert message in capsys.readouterr().err
+
+
+# Old versions
+
+
+def of_version(team: Team, number: int) -> tuple[Path, set[Path], str]:
+    """The files of a version in MLflow and in DVC's cache, and its run."""
+    version = team.client.get_model_version("m3diff", str(number))
+    model = team.client.get_logged_model(version.source.removeprefix("models:/"))
+    cache = team.project / ".dvc/cache"
+    cached = {object_file(cache, hash_) for hash_ in listing(cache, version.tags["dvc.checkpoint"]).values()}
+    return Path(model.artifact_location.removeprefix("file://")), cached, version.run_id
+
+
+@pytest.mark.slow(100)
+def test_old_versions_go_with_all_that_is_theirs_alone_and_what_an_alias_names_stays(
+    trained_once, empty_store, tmp_path, monkeypatch, capsys
+):
+    """Three versions of three branches: the first is the champion, the last the challenger."""
+    three = Team(tmp_path, trained_once, empty_store)
+    for name, seed in (("first", None), ("second", 1), ("third", 2)):
+        three.run(name, seed)
+    client = three.client
+    client.set_registered_model_alias("m3diff", "champion", "1")
+    monkeypatch.chdir(three.project)
+
+    def left() -> tuple[list[int], set[str]]:
+        versions = sorted(int(version.version) for version in client.search_model_versions("name = 'm3diff'"))
+        branches = toy.run(three.project, "git", "for-each-ref", "--format=%(refname)").split()
+        return versions, {name for name in branches if "runs/" in name}
+
+    before = client.get_model_version("m3diff", "1").tags["dvc.lock.sha256"]
+    client.set_model_version_tag("m3diff", "1", "dvc.lock.sha256", "0" * 64)
+    toy.run(three.project, "git", "branch", "--quiet", "aside", "runs/third")
+    main(["prune", "--keep", "0", "--dry-run"])
+    said = capsys.readouterr().out
+    assert "data    stay, since version 1 was registered before its dvc.lock was committed" in said
+    assert "dvc gc" not in said
+    client.set_model_version_tag("m3diff", "1", "dvc.lock.sha256", before)
+
+    (stored, cached, _), (stored_too, cached_too, run) = of_version(three, 1), of_version(three, 2)
+    everywhere = {
+        f"refs/{at}/runs/{name}" for at in ("heads", "remotes/origin") for name in ("first", "second", "third")
+    }
+    for arguments, code in ((["--dry-run"], 0), ([], 2), (["--dry-run", "--yes"], 0)):
+        assert main(["prune", "--keep", "1", *arguments]) == code
+        said = capsys.readouterr().out
+        for line in ("keep    version 3: challenger", "keep    version 1: champion", "remove  version 2\n"):
+            assert line in said
+        assert "remove  branch heads/runs/second" in said
+        assert "data    dvc gc --workspace --all-commits" in said
+        assert "frees   0 bytes" not in said
+        assert (left(), stored_too.is_dir()) == (([1, 2, 3], everywhere), True)
+
+    assert main(["prune", "--keep", "1", "--yes"]) == 0
+    assert left() == ([1, 3], {name for name in everywhere if "second" not in name})
+    assert "second" not in toy.run(three.project, "git", "ls-remote", "origin")
+    assert (stored.is_dir(), stored_too.is_dir()) == (True, False)
+    assert [all(file.is_file() for file in cached), any(file.is_file() for file in cached_too - cached)] == [
+        True,
+        False,
+    ]
+    data = client.get_run(run).data
+    assert (data.tags["pruned"], bool(data.metrics)) == ("true", True)
+    for number in ("1", "3"):
+        assert [str(check) for check in lineage(load_params().register_, number) if check.outcome != "ok"] == []
+    assert main(["prune", "--keep", "1"]) == 0, "nothing is left to remove"
+
+
+def version(number: int, **tags: str) -> Any:
+    return SimpleNamespace(version=str(number), tags={f"dvc.{name}": value for name, value in tags.items()})
+
+
+def test_what_a_kept_versions_training_began_with_stays_and_so_does_what_that_began_with():
+    began = {5: ("e", "x"), 4: ("d", "c"), 3: ("c", "a"), 2: ("b", "x"), 1: ("a", "x")}
+    there = [version(number, checkpoint=checkpoint, base=base) for number, (checkpoint, base) in began.items()]
+    assert reasons(there, {4: ["champion", "previous"]}, 1) == {
+        5: "one of the newest",
+        4: "champion, previous",
+        3: "version 4 was trained from it",
+        1: "version 3 was trained from it",
+    }
+    assert list(reasons(there, {}, 0)) == []
+
+
+def test_branches_bytes_and_the_number_to_keep_are_read_as_people_write_them(capsys):
+    references = ("refs/heads/runs/x", "refs/remotes/origin/runs/x", "refs/remotes/runs/x")
+    assert [branch_name(reference) for reference in references] == ["runs/x", "runs/x", "x"]
+    counts = {0: "0 bytes", 999: "999 bytes", 1000: "1 kB", 5_400_000: "5.4 MB", 17e9: "17 GB", 2e12: "2 TB"}
+    assert {count: in_words(count) for count in counts} == counts
+    for count in ("-1", "x", "1.5"):
+        with pytest.raises(SystemExit):
+            main(["prune", "--keep", count])
+        assert "--keep" in capsys.readouterr().err
+
+
+# A project that is no repository of its own is refused before anything is begun, with what to type
+
+
+def sh(script: str, folder: Path) -> str:
+    person = "-c user.name=a -c user.email=a@localhost -c protocol.file.allow=always"
+    script = f'git() {{ command git {person} "$@"; }}\n{script}'
+    done = subprocess.run(["bash", "-ec", script], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A repository of one file."""
+    (tmp_path / "base").mkdir()
+    sh("git init -q; echo a > params.yaml; git add -A; git commit -qm one", tmp_path / "base")
+    return tmp_path / "base"
+
+
+ADD = "git add -A; git commit -qm two"
+ODD = {
+    "mono/m 3": f"git init -q mono; cp -r base 'mono/m 3'; cd mono; rm -rf 'm 3/.git'; {ADD}",
+    "mono/a/b": f"git init -q mono; cd mono; mkdir -p a/b; echo a > a/b/c; {ADD}",
+    "super/m3": "git init -q super; cd super; git submodule --quiet add ../base m3; git commit -qm two",
+}
+"""Where the project is: in a folder of a larger repository, in a submodule; and what makes it."""
+
+
+@pytest.mark.fault("P13")
+@pytest.mark.parametrize("at", ODD)
+def test_a_run_is_refused_before_it_begins_and_the_remedy_works_as_printed(at, base, tmp_path, monkeypatch):
+    sh(ODD[at], tmp_path)
+    place = tmp_path / at
+    monkeypatch.chdir(place)
+    with pytest.raises(DataError) as refused, workspace("one", None, [], False):
+        pytest.fail("began")
+    assert not (place / "runs").exists()
+    (line,) = str(refused.value).splitlines()
+    (remedy,) = re.findall(r"`(git [^`]*)`", line)
+    top = sh("git rev-parse --show-toplevel", place).strip()
+    sh(remedy.replace("FOLDER", str(tmp_path / "new")), Path(top))
+    monkeypatch.chdir(tmp_path / "new")
+    assert Path(".git").is_dir()
+    with pytest.raises(Exception) as met, workspace("one", "HEAD", [], False):
+        pytest.fail("no project of DVC")
+    assert not isinstance(met.value, DataError) or "repository" not in str(met.value)
+
+
+@pytest.mark.fault("P9")
+def test_a_run_s_worktree_has_the_bytes_of_the_commit_whatever_autocrlf_says(base, tmp_path, monkeypatch):
+    (tmp_path / "settings").write_text("[core]\n\tautocrlf = true\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
+    monkeypatch.chdir(base)
+    shutil.copytree(REPOSITORY / ".dvc", base / ".dvc", ignore=shutil.ignore_patterns("cache", "tmp", "config.local"))
+    sh("git add -A; git commit -qm dvc", base)
+    add_worktree("HEAD", tmp_path / "mü ller")
+    assert (tmp_path / "mü ller" / "params.yaml").read_bytes() == b"a\n"
+    assert str(base / ".dvc/cache") in (tmp_path / "mü ller/.dvc/config.local").read_text(encoding="utf-8")
