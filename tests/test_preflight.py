@@ -173,9 +173,9 @@ def test_spice_is_tried_where_its_folder_is_named_and_evaluate_computes_it(param
     asked = commands(monkeypatch)
     preflight(scored_by(params, "pixel_threshold"))
     assert asked == [], "no metric of Java"
-    assert f"compute.spice_dir: no SPICE from {folder}: {folder}: has no {JARS[0]} and no " in faults(named)
+    assert f"compute.spice_dir: no SPICE from {folder}: {folder}: has no {next(iter(JARS))} and no " in faults(named)
     folder.mkdir()
-    for name in JARS + NASHORN:
+    for name in (*JARS, *NASHORN):
         (folder / name).touch()
     java.write_text(java.read_text() + 'case "$*" in *-jar*) echo no models >&2; exit 1;; esac\n')
     assert "its last words: " in faults(named)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from m3diff.datasets.spec import DatasetSpec, check_licence
+from m3diff.datasets.spec import check_licence
 from m3diff.endpoint import Answer, Endpoint, Question, in_unicode, on_this_machine
 from m3diff.images.open import ImageError, load_image
 from m3diff.records.errors import DataError
@@ -137,36 +137,27 @@ def zero_shot(
 
 
 def check(request: Request, cfg: Evaluate, pairs: Sequence[PairSample], records: Path, clean: Path) -> None:
-    """Refuse what can be refused before an image is sent and an answer is paid for."""
+    """Refuse what can be refused before an image is sent and an answer is paid for.
+
+    Where images go to another machine, the conditions of their licences are printed.
+    """
     if needs_java(choose_metrics(cfg.metrics)):
         require_java()
     rows = read_test_records(clean)
-    if unknown := [pair.id for pair in pairs if pair.id not in rows]:
-        raise DataError(f"{clean / 'records.parquet'}: no test pair {unknown[0]}; run `m3diff convert` again")
-    known = [rows[pair.id] for pair in pairs]
+    known = [rows[pair.id] for pair in pairs if pair.id in rows]
     specs = load_specs(records, known)
     if not cfg.allow_fewer_pairs:
         check_complete(select(known, specs))
-    for notice in notices(request, specs):
-        print(f"zero-shot: {notice}", flush=True)
+    if not on_this_machine(request.url):
+        notices = [check_licence(spec, "redistribute", request.allow_unlicensed) for spec in specs.values()]
+        for notice in dict.fromkeys(filter(None, notices)):
+            print(f"zero-shot: {notice}", flush=True)
     for pair in pairs:
         try:
             load_image(pair.before, pair.before_sha256)
             load_image(pair.after, pair.after_sha256)
         except ImageError as error:
             raise DataError(f"{pair.id}: {error}") from error
-
-
-def notices(request: Request, specs: Mapping[str, DatasetSpec]) -> list[str]:
-    """Conditions of the licences where images go to another machine.
-
-    Raises:
-        DataError: one does not allow to hand the images on, and the request does not insist.
-    """
-    if on_this_machine(request.url):
-        return []
-    told = (check_licence(spec, "redistribute", request.allow_unlicensed) for spec in specs.values())
-    return list(dict.fromkeys(filter(None, told)))
 
 
 def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[Answer]:
@@ -186,33 +177,17 @@ def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[An
         answers = endpoint.ask(questions, "zero-shot")
     except ConnectionError as error:
         raise ConnectionError(f"{error}; what it answered is kept: run the command again") from error
-    if told := without_captions(answers):
-        if any(answer.kind == "text" for answer in answers):
-            print(f"zero-shot: note: {told}", flush=True)
-        else:
-            endpoint.forget(questions)
-            raise DataError(f"{request.url}, model {request.model!r}: {told}; run the command again: it asks anew")
+    if all(answer.kind in WITHOUT for answer in answers):
+        endpoint.forget(questions)
+        kinds = Counter(answer.kind for answer in answers)
+        said = next((answer.text.strip() for answer in answers if answer.text.strip()), "")
+        raise DataError(
+            f"{request.url}, model {request.model!r}: no answer is a caption: "
+            f"{', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}, such as {said[:200]!r}. For cut ones "
+            "pass a larger --max-tokens; switch a reasoning parser or thinking off in the server; else pass another "
+            "--prompt or --model. Run the command again: it asks anew"
+        )
     return answers
-
-
-def without_captions(answers: Sequence[Answer]) -> str:
-    """The reason why most answers are no caption; "" where most are one."""
-    kinds = Counter(answer.kind for answer in answers)
-    without = len(answers) - kinds["text"]
-    if without <= len(answers) / 2:
-        return ""
-    reasoned = sum(answer.kind == "empty" and bool(answer.text.strip()) for answer in answers)
-    reason = next((answer.text for answer in answers if answer.kind == "refused"), "")
-    told = {
-        "the text of {} came as reasoning_content: start the server without its reasoning parser, or with the model's "
-        "thinking switched off": reasoned,
-        "{} are empty, or thoughts alone (<think>): does the model take two images?": kinds["empty"] - reasoned,
-        "{} reached the token limit (finish_reason=length): pass a larger --max-tokens, or switch the model's thinking "
-        "off": kinds["cut"],
-        "{} are refused, such as with {!r}: pass another --prompt or --model": kinds["refused"],
-    }
-    found = [text.format(f"{count:,}", reason[:200]) for text, count in told.items() if count]
-    return "; ".join([f"{without:,} of {len(answers):,} answers are no caption", *found])
 
 
 def write_predictions(

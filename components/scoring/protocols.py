@@ -1,9 +1,9 @@
 """Pairs that are scored together, each dataset by its own evaluation protocols and within one by what changed, and
 published figures of a protocol.
 
-published/results.csv                        every method's row of a benchmark's headline protocol, times 100, its paper
-published/clevr_change_cider_by_type.csv     CIDEr of CLEVR-Change by change type, times 100 (BLIP2IDC, WACV 2025)
-published/selection.csv                      the split on which a method's epoch was chosen, and how that is known
+published/results.csv has every method's row of a benchmark's headline protocol, or of a "<benchmark>/<protocol>", times
+100, its paper, and how it is known that its epoch was chosen on the test split. A result that several papers print is
+there once.
 """
 
 import csv
@@ -26,9 +26,6 @@ LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
 """Groups by the mean number of words of a pair's references, by the fewest words of each."""
 COLUMNS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
 PUBLISHED_SCORES = tuple(COLUMNS.values())
-BY_TYPE = {"color": "color", "material": "texture", "add": "add", "drop": "drop", "move": "move"}
-"""Change type -> what the papers call it."""
-BY_TYPE_SOURCE = "BLIP2IDC (WACV 2025), CIDEr by change type"
 
 
 @dataclass(frozen=True)
@@ -154,42 +151,23 @@ class PublishedRow(NamedTuple):
     chosen_on_test: str | None  # how it is known that the epoch was chosen on the test split; None: it is not known
 
 
-def published_rows(benchmark: str, change_type: str | None = None) -> list[PublishedRow]:
-    """The figures of a benchmark's headline protocol in the file's order, or of the pairs of one change type.
-
-    A result that several papers print is there once.
-    """
-    rows: dict[tuple[str, str], tuple[dict[str, str], dict[str, float | None]]] = {}
-    if change_type is None:
-        for row in read("results.csv"):
-            if row["benchmark"] == benchmark:
-                scores = {name: float(row[column]) if row[column] else None for column, name in COLUMNS.items()}
-                rows.setdefault((row["method"], row["cider"]), (row, scores))
-    elif benchmark == "clevr_change" and change_type in BY_TYPE:
-        for row in read("clevr_change_cider_by_type.csv"):
-            scores = dict.fromkeys(PUBLISHED_SCORES) | {"CIDEr": float(row[BY_TYPE[change_type]])}
-            rows[row["method"], ""] = row | {"source": BY_TYPE_SOURCE}, scores
-    return [
-        PublishedRow(row["method"], row["venue"], scores, row["source"], chosen_on_test(row["method"], benchmark))
-        for row, scores in rows.values()
-    ]
+@cache
+def published_rows(benchmark: str) -> list[PublishedRow]:
+    """The figures of a benchmark's headline protocol, or of its "<benchmark>/<protocol>", in the file's order."""
+    with (Path(__file__).parent / "published" / "results.csv").open(encoding="utf-8") as file:
+        return [
+            PublishedRow(
+                method=row["method"],
+                venue=row["venue"],
+                scores={name: float(row[column]) if row[column] else None for column, name in COLUMNS.items()},
+                source=row["source"],
+                chosen_on_test=row["chosen_on_test"] or None,
+            )
+            for row in csv.DictReader(file)
+            if row["benchmark"] == benchmark
+        ]
 
 
 def published_of(dataset: str, protocol: Protocol, is_headline: bool) -> list[PublishedRow]:
-    """The published rows of a protocol: those of its benchmark are of the headline's, or of one change type."""
-    if is_headline:
-        return published_rows(dataset)
-    return published_rows(dataset, *protocol.change_types) if len(protocol.change_types) == 1 else []
-
-
-@cache
-def read(name: str) -> list[dict[str, str]]:
-    return list(csv.DictReader((Path(__file__).parent / "published" / name).read_text("utf-8").splitlines()))
-
-
-def chosen_on_test(method: str, benchmark: str) -> str | None:
-    """The evidence that a method's epoch was chosen on the benchmark's test split; None where there is none."""
-    for row in read("selection.csv"):
-        if (row["method"], row["selected_on"]) == (method, "test") and row["benchmark"] in (benchmark, "all"):
-            return row["evidence"]
-    return None
+    """The published rows of a protocol: those of its benchmark are of the headline's."""
+    return published_rows(dataset if is_headline else f"{dataset}/{protocol.name}")

@@ -6,9 +6,7 @@ Captions are tokenised once; Java programs run beside the scorers in Python.
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_serializer
@@ -18,7 +16,7 @@ from m3diff.records.progress import progress
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import ParsedCaption
 from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Program, Tokens, Tools, needs_java
-from m3diff.scoring.metrics.java import Scorer, ScorerFailed, sanitise, tokenise
+from m3diff.scoring.metrics.java import Programs, ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.protocols import ProtocolPairs
 
@@ -50,21 +48,12 @@ def compute_metrics(
     scored = {one.name: one for one in protocols}
     tokens: Future[dict[str, Tokens]] = Future()
     programs = {name: metric.program for name, metric in metrics.items() if metric.program}
-    stopped = Event()
-    with ThreadPoolExecutor(max_workers=max(1, len(programs))) as pool, ExitStack() as workers, ExitStack() as first:
-        first.callback(stopped.set)
-
-        def start(name: str, more_s: float) -> Scorer:
-            started = workers.enter_context(Scorer(name, limit_s + more_s))
-            if stopped.is_set():
-                started.__exit__()
-                raise ScorerFailed("stopped")
-            return started
+    with ThreadPoolExecutor(max_workers=max(1, len(programs))) as pool, Programs(limit_s) as java:
 
         def distinct_items() -> list[Item]:
             return list(dict.fromkeys(of.item(pair) for of in tokens.result().values() for pair in of.predictions))
 
-        program = Program(start, distinct_items, spice_dir)
+        program = Program(java, distinct_items, spice_dir)
         answers = {name: pool.submit(run, program).result for name, run in programs.items()}  # they take long to start
         try:
             tokens.set_result(tokenise_protocols(scored.values(), limit_s) if needs_java(metrics) else {})

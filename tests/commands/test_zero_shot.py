@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff import endpoint
-from m3diff.__main__ import COMMANDS, DATA_REFUSED, main
+from m3diff.__main__ import main
 from m3diff.commands import zero_shot as module
 from m3diff.commands.compare import compare
 from m3diff.commands.zero_shot import PROMPT, Request, Result, ZeroShotReport, caption_of, zero_shot
@@ -22,7 +21,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.endpoint import Answer
 from m3diff.records.errors import DataError
-from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA
+from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.run import EvaluateReport, ProtocolScores
 from m3diff.settings.section import ParamsError
@@ -180,54 +179,27 @@ def test_what_is_put_off_is_asked_again_and_what_is_no_caption_is_scored_as_empt
 @pytest.mark.parametrize(
     ("reply", "told"),
     [
-        (None, "6 are empty"),
-        ("<think>Is it the cup", "thoughts alone"),
-        (REASONED, "the text of 6 came as reasoning_content: start the server without its reasoning parser"),
-        ({"content": " ", "reasoning": "The cup is new."}, "the text of 6 came as reasoning_content"),
-        ({"content": None, "tool_calls": []}, "6 are empty"),
-        (CUT, "6 reached the token limit (finish_reason=length): pass a larger --max-tokens"),
-        ({**REASONED, "finish_reason": "length"}, "6 reached the token limit"),
-        (REFUSED, "6 are refused, such as with 'I will not say.'"),
-        ({"content": None, "finish_reason": "content_filter"}, "6 are refused"),
+        (None, "6 empty, such as ''"),
+        (REASONED, "6 empty, such as 'The cup is new.'"),
+        (CUT, "6 cut, such as 'the red cube at the'. For cut ones pass a larger --max-tokens"),
+        (REFUSED, "6 refused, such as 'I will not say.'"),
     ],
 )
-def test_answers_without_a_caption_are_an_error_with_its_reason(reply, told, server, folders, tmp_path):
-    server.replies = {"pair": [reply]}
-    with pytest.raises(DataError, match="6 of 6 answers are no caption") as refused:
+def test_answers_without_a_caption_are_an_error_and_the_next_run_asks_anew(reply, told, server, folders, tmp_path):
+    replies, server.replies = server.replies, {"pair": [reply]}
+    with pytest.raises(DataError, match="no answer is a caption") as refused:
         run(tmp_path, asked_of(server))
     assert told in str(refused.value)
     assert not (tmp_path / "scratch/evaluated").exists()
-
-
-def test_after_answers_without_a_caption_the_command_is_run_again_and_asks_anew(
-    server, folders, tmp_path, monkeypatch, capsys
-):
-    replies, server.replies = server.replies, {"pair": [CUT]}
-    paths = SimpleNamespace(**{name: tmp_path / name for name in ("mixture", "records", "clean")})
-    cfg, compute = bench.config(metrics=["change_accuracy"]), bench.compute(scratch=tmp_path / "scratch")
-    params = SimpleNamespace(paths=paths, evaluate=cfg, compute=compute, predict=SimpleNamespace(limit=0))
-    monkeypatch.setitem(COMMANDS, "zero-shot", COMMANDS["zero-shot"]._replace(load=lambda _: params))
-    monkeypatch.setattr("m3diff.__main__.check_paths", lambda *_: None)
-    typed = ["zero-shot", "--url", server.url, "--model", "a/model", "--key-variable", "A_KEY"]
-    assert main(typed) == DATA_REFUSED
-    assert "run the command again" in capsys.readouterr().err
     server.replies = replies  # the server is mended
-    assert main(typed) == main(typed) == 0
-    assert len(server.asked) == 12, "what was said then is kept"
-    server.replies = replies | {f"pair {n}?": [REASONED] for n in range(4)}
-    for _ in range(2):  # of kept answers too
-        assert len(run(tmp_path, asked_of(server, model="b")).captioned.without_caption["empty"]) == 4
-        told = "zero-shot: note: 4 of 6 answers are no caption; the text of 4 came as reasoning_content"
-        assert told in capsys.readouterr().out
-    server.replies = replies | {f"pair {n}?": [REASONED] for n in range(3)}
-    run(tmp_path, asked_of(server, model="c"))
-    assert "note:" not in capsys.readouterr().out
+    assert predictions(run(tmp_path, asked_of(server))) == bench.PREDICTIONS
+    assert len(server.asked) == 12
 
 
 def test_marks_in_captions_are_counted_and_shown_and_a_caption_stands_on_one_line(server, folders, tmp_path, capsys):
     server.replies = {pair: [f"assistant\n{texts[0]}"] for pair, texts in server.replies.items()}
     result = run(tmp_path, asked_of(server))
-    assert re.search(r"note: 6 of 6 captions hold .*, such as '.*the red cube", capsys.readouterr().out)
+    assert re.search(r"note: 6 of 6 captions hold .*, such as '.*", capsys.readouterr().out)
     assert "6 of 6 captions hold" in (result.folder / "report/report.html").read_text()
     assert predictions(result)["toy/0"] == f"assistant {bench.PREDICTIONS['toy/0']}"
     assert caption_of(Answer("text", " the cup \ud83d\n\nwent\n")) == "the cup ? went"
@@ -248,49 +220,41 @@ def test_a_limit_takes_the_first_pairs_of_the_mixture_and_the_report_says_that_p
     assert server.asked == []
 
 
-@pytest.mark.parametrize("fault", ["changed", "gone", "unknown", "java", "licence"])
+@pytest.mark.parametrize("fault", ["changed", "gone", "java", "licence"])
 def test_what_cannot_be_scored_or_shown_is_refused_before_anything_is_sent(
-    fault, server, folders, tmp_path, monkeypatch
+    fault, server, folders, tmp_path, monkeypatch, capsys
 ):
     if fault == "changed":
         bench.paint(tmp_path / "3_after.png", (0, 0, 0))
     elif fault == "gone":
         (tmp_path / "3_after.png").unlink()
-    elif fault == "unknown":
-        table = pq.read_table(folders.clean / "records.parquet").to_pylist()
-        rows = [row for row in table if row["id"] != "toy/3"]
-        pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), folders.clean / "records.parquet")
-    elif fault == "licence":
+    elif fault == "java":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
         bench.write_json(folders.records / "toy.json", {"reader": "omnidiff"})
         monkeypatch.setattr("m3diff.endpoint.THIS_MACHINE", ())
-    else:
-        monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JavaMissing if fault == "java" else DataError, match="Java|toy/3|none stated"):
+    with pytest.raises(JavaMissing if fault == "java" else DataError, match="Java|toy/3|none stated") as refused:
         run(tmp_path, asked_of(server), metrics=["CIDEr"], allow_fewer_pairs=True)
     assert server.asked == []
+    if fault == "licence":
+        assert "pass --allow-unlicensed" in str(refused.value)
+        run(tmp_path, asked_of(server, allow_unlicensed=True), allow_fewer_pairs=True)
+        assert "zero-shot: OmniDiff (licence: none stated): redistribute" in capsys.readouterr().out
+        assert len(server.asked) == 6
 
 
 @pytest.mark.parametrize(
-    ("url", "refused"),
+    ("url", "here"),
     [
-        ("https://api.example.org/v1", True),
-        ("https://localhost.example.org/v1", True),
-        ("http://127.0.0.1:8000/v1", False),
-        ("http://localhost:8000/v1", False),
-        ("http://[::1]:8000/v1", False),
+        ("https://api.example.org/v1", False),
+        ("https://localhost.example.org/v1", False),
+        ("http://127.0.0.1:8000/v1", True),
+        ("http://localhost:8000/v1", True),
+        ("http://[::1]:8000/v1", True),
     ],
 )
-def test_images_that_no_licence_allows_to_hand_on_go_to_this_machine_alone(url, refused):
-    specs = {"omnidiff_real": DATASETS["omnidiff"]}
-    allowed = module.notices(Request(url, "m", allow_unlicensed=True), specs)
-    if refused:
-        with pytest.raises(DataError, match=r"OmniDiff \(licence: none stated\).*pass --allow-unlicensed"):
-            module.notices(Request(url, "m"), specs)
-        assert "OmniDiff (licence: none stated): redistribute" in allowed[0]
-        (told,) = module.notices(Request(url, "m"), {"d": DATASETS["magicbrush"]})
-        assert "the unzipped test files must not be put online" in told
-    else:
-        assert module.notices(Request(url, "m"), specs) == allowed == []
+def test_images_that_no_licence_allows_to_hand_on_go_to_this_machine_alone(url, here):
+    assert endpoint.on_this_machine(url) is here
 
 
 def test_the_papers_zero_shot_rows_stand_below_the_scores():

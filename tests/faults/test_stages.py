@@ -172,7 +172,6 @@ def test_tags_in_yaml_are_refused_and_not_executed(small, capsys):
 
 @pytest.mark.fault("31", "m9")
 def test_nothing_unpickles_what_a_stage_reads():
-    own = {"components/scoring/metrics/worker.py"}  # what its own child process wrote a moment before
     for folder in ("components", "flows"):
         for file in sorted((REPOSITORY / folder).rglob("*.py")):
             for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
@@ -180,8 +179,7 @@ def test_nothing_unpickles_what_a_stage_reads():
                 place = f"{file.relative_to(REPOSITORY)}:{call.lineno}"
                 assert given.get("allow_pickle", "False") == "False", place
                 assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), place
-                if name in ("pickle.load", "pickle.loads"):
-                    assert str(file.relative_to(REPOSITORY)) in own, place
+                assert name not in ("pickle.load", "pickle.loads"), place
                 if name == "torch.load":
                     assert given.get("weights_only") == "True", place
 

@@ -135,8 +135,8 @@ class Grouped(ProtocolPairs):
         return {ALL: [pair.id for pair in self.pairs], **self.named}
 
 
-def grouped(pairs: list[EvalPair], groups: Groups) -> Grouped:
-    return Grouped("toy", Protocol("test", n=None), pairs, groups)
+def grouped(pairs: list[EvalPair], groups: Groups, **rules: Any) -> Grouped:
+    return Grouped("toy", Protocol("test", n=None, **rules), pairs, groups)
 
 
 def folders_in(root: Path) -> Folders:
@@ -201,8 +201,8 @@ def run(folders: Folders, out: Path, **changes: Any) -> EvaluateReport:
     return evaluate(config(**changes), compute(), *folders, out)
 
 
-def small_table(folder: Path, *entries: tuple[str, str]) -> str:
-    """A PYTHONPATH under which METEOR's table of paraphrases has these entries alone: (in a reference, predicted)."""
+def small_table(folder: Path, monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> Path:
+    """A copy of METEOR's package whose table of paraphrases has these entries alone: (in a reference, predicted)."""
     from pycocoevalcap.meteor import meteor
 
     package = folder / "pycocoevalcap" / "meteor"
@@ -211,16 +211,18 @@ def small_table(folder: Path, *entries: tuple[str, str]) -> str:
         (package / name).symlink_to(Path(meteor.__file__).parent / name)
     with gzip.open(package / "data" / "paraphrase-en.gz", "wt", encoding="utf-8") as file:
         file.writelines(f"0.5\n{reference}\n{predicted}\n" for reference, predicted in entries)
-    return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setattr(meteor, "__file__", str(package / "meteor.py"))
+    return package
 
 
-def fake_java(folder: Path, when: str, then: str) -> str:
-    """A PATH whose `java` runs the shell line `then` if its arguments hold `when`, and the real Java otherwise."""
+def fake_java(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, then: str) -> Path:
+    """A `java` first on PATH that runs the shell line `then` if its arguments hold `when`, else the real Java."""
     folder.mkdir()
     script = folder / "java"
     script.write_text(f'#!/bin/sh\ncase "$*" in *{when}*) {then};; esac\nexec {shutil.which("java")} "$@"\n')
     script.chmod(0o755)
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return script
 
 
 def evidence(

@@ -1,6 +1,7 @@
-"""The stage evaluate on six pairs: its files, its page, what it refuses and what is absent."""
+"""Metrics side by side, and the stage evaluate on six pairs: its files, what it refuses and what is absent."""
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,20 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring import bootstrap
-from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics, gate_metrics, mean_of, of_each_group
-from m3diff.scoring.metrics.java import JavaMissing
+from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.metrics import (
+    ALL,
+    METRICS,
+    Metric,
+    MetricScores,
+    choose_metrics,
+    gate_metrics,
+    mean_of,
+    of_each_group,
+)
+from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
+from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.run import HEADLINE, EvaluateReport, compute_metrics, headline, merge, summarise
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.scoring import bench
 from tests.scoring.bench import gallery_of
@@ -39,11 +52,6 @@ def test_every_score_is_computed_and_a_second_run_writes_the_same_bytes(tmp_path
     assert list(metrics["absent"]) == ["SPICE", "reversal"]
     assert metrics["CIDEr_shuffled"] < metrics["CIDEr"]
     rows = pq.read_table(out / "scores.parquet").to_pylist()
-    assert {row["protocol"] for row in rows} == {PROTOCOL}
-    assert {row["id"]: row["prediction"] for row in rows} == bench.PREDICTIONS
-    assert [row["change_types"] for row in rows] == [types for _, types, _ in bench.RECORDS]
-    assert [row["predicted_type"] for row in rows] == ["color", "removal", "none", "several", "none", "color"]
-    assert [row["exact_right"] for row in rows] == [True, False, False, False, True, False]
     assert rows[0]["CIDEr"] > rows[1]["CIDEr"] > rows[2]["CIDEr"] == 0
     assert rows[0]["METEOR"] == pytest.approx(1.0)
     assert 1 > rows[1]["METEOR"] > rows[2]["METEOR"] == 0.0
@@ -64,8 +72,8 @@ def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_wi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folders = bench.write(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path / "table"))
-    monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "sleep 1000"))
+    bench.small_table(tmp_path / "table", monkeypatch)
+    bench.fake_java(tmp_path / "bin", monkeypatch, "meteor", "exec sleep 1000")
     for path in (
         folders.predictions / "predictions_shuffled.json",
         folders.predictions / "saliency.npz",
@@ -100,6 +108,11 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     assert 0 < metrics["CIDEr_shuffled"] < metrics["CIDEr"]
     assert metrics["intervals"]["false_no_change"] == {"low": 0.0, "high": pytest.approx(0.75, abs=0.1)}
     table = pq.read_table(tmp_path / "out" / "scores.parquet")
+    rows = table.to_pylist()
+    assert {row["id"]: row["prediction"] for row in rows} == bench.PREDICTIONS
+    assert [row["change_types"] for row in rows] == [types for _, types, _ in bench.RECORDS]
+    assert [row["predicted_type"] for row in rows] == ["color", "removal", "none", "several", "none", "color"]
+    assert [row["exact_right"] for row in rows] == [True, False, False, False, True, False]
     known = ["protocol", "id", "dataset", "change_types", "prediction", "CIDEr", "ROUGE-L"]
     assert table.column_names == [*known, *METRICS["change_accuracy"].columns]
     types = {"CIDEr": "double", "id": "string", "type_right": "bool", "change_statistics": "list<element: double>"}
@@ -167,3 +180,122 @@ def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(JavaMissing, match="install a Java runtime"):
         bench.run(folders, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# Without the stage
+
+
+def score(metrics: dict[str, Metric], groups: dict[str, list[str]] | None = None) -> MetricScores:
+    pairs = [replace(bench.pair("x", ["x"], []), id="a")]
+    return compute_metrics(metrics, [bench.grouped(pairs, groups or {})], {}, None, 20)["toy/test"]
+
+
+def metric(compute, headline: str = "words", **fields) -> Metric:
+    return Metric(compute, headline, **({"scores": (headline,), "java": False} | fields))
+
+
+def constant(pairs, groups, tools) -> MetricScores:
+    return MetricScores({name: {"words": 2.0} for name in groups}, {"a": {"column": 1.0}})
+
+
+def test_scores_of_several_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Java
+
+    def fail(*_):
+        raise ScorerFailed("out of words")
+
+    metrics = {
+        "a": metric(fail, "a_headline", scores=("a_1", "a_headline")),
+        "words": metric(constant, overall=("control",)),
+    }
+    found = score(metrics, {"change": []})
+    of_group = {"a_1": None, "a_headline": None, "words": 2.0}
+    assert found.groups == {ALL: of_group | {"control": None}, "change": of_group}
+    assert (found.absent, found.pairs) == ({"a_headline": "out of words"}, {"a": {"column": 1.0}})
+
+
+def test_a_program_works_beside_the_scorers_in_python():
+    begun, others_done = threading.Event(), threading.Event()
+
+    def program(of):
+        begun.set()
+        assert others_done.wait(10)
+        return {"answer": 1.0}
+
+    def in_python(pairs, groups, tools):
+        assert begun.wait(10)
+        others_done.set()
+        return MetricScores({}, {})
+
+    def from_program(pairs, groups, tools):
+        return MetricScores({ALL: {"slow": tools.answers()["answer"]}}, {})
+
+    metrics = {"slow": metric(from_program, "slow", program=program), "quick": metric(in_python, "quick")}
+    assert score(metrics).groups[ALL] == {"slow": 1.0, "quick": None}
+
+
+# metrics.json
+
+TOY = ProtocolPairs("toy", Protocol("total", n=8), bench.pairs())
+
+
+def report(toy: ProtocolPairs = TOY) -> EvaluateReport:
+    """Every caption score 0.5, the accuracies as they are, no control, one interval."""
+    metrics = choose_metrics(bench.ALL_METRICS)
+    fixed = {
+        name: MetricScores({group: dict.fromkeys(metric.scores, 0.5) for group in toy.groups}, {})
+        for name, metric in metrics.items()
+    }
+    accuracy = {"change_accuracy": metrics["change_accuracy"]}
+    fixed["change_accuracy"] = compute_metrics(accuracy, [toy], bench.parse(toy.pairs), None, 1)[toy.name]
+    fixed["SPICE"] = MetricScores({}, {}, {"SPICE": "why"})
+    scores = {toy.name: merge(metrics, toy.groups, fixed)}
+    return summarise(9, 6, [toy], scores, {toy.name: {"CIDEr": Interval(low=0.4, high=0.75)}})
+
+
+def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read_with_every_value_in_its_group(tmp_path: Path):
+    report().write(tmp_path / "metrics.json")
+    text = (tmp_path / "metrics.json").read_text()
+    assert '"changes": 2,' in text, "counts stay whole numbers"
+    written = json.loads(text)
+    assert list(written) == ["stage", "rows_in", "rows_out", "protocols"]
+    assert (written["stage"], written["rows_in"], written["rows_out"]) == ("evaluate", 9, 6)
+    assert list(written["protocols"]) == ["toy/total"]
+    total = written["protocols"]["toy/total"]
+    captions = ["CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "SPICE"]
+    overall = [*METRICS["change_accuracy"].overall, *METRICS["pixel_threshold"].overall]
+    groups = ["intervals", "change", "multi_change", "distractors", "by_type", "by_changes", "by_length", "absent"]
+    assert list(total) == ["pairs", "published_pairs", *captions, "CIDEr_shuffled", *overall, *groups]
+    false_changes = ["false_changes", "false_changes_per_pair"]
+    of_type = ["type_accuracy", "place_accuracy", "exact_accuracy", *false_changes]
+    assert list(total["change"]) == ["pairs", *captions, *false_changes]
+    named = {"by_type": ["color", "illumination", "removal"], "by_changes": ["1", "2"], "by_length": ["1-9", "10-19"]}
+    assert {name: list(total[name]) for name in named} == named
+    for name, (first, *_) in named.items():
+        assert list(total[name][first]) == ["pairs", *captions, *of_type]
+    assert (total["pairs"], total["published_pairs"]) == (6, 8)
+    assert total["intervals"] == {"CIDEr": {"low": 0.4, "high": 0.75}}
+    assert [total[name]["pairs"] for name in ("change", "multi_change", "distractors")] == [4, 1, 2]
+    removal = total["by_type"]["removal"]
+    assert (removal["pairs"], removal["exact_accuracy"], removal["CIDEr"]) == (1, 0.0, 0.5)
+    assert (total["multi_change"]["type_recall"], total["change_type_accuracy"]) == (0.5, 2 / 3)
+    assert (total["SPICE"], total["change"]["SPICE"], total["absent"]["SPICE"]) == (None, None, "why")
+    assert total["absent"].keys() == {"SPICE", "reversal"}
+
+
+def test_the_scores_to_compare_runs_by_are_those_of_each_dataset_s_first_protocol_times_100():
+    first, second = report().protocols["toy/total"], report(replace(TOY, protocol=Protocol("other", n=8)))
+    both = EvaluateReport(
+        stage="evaluate", rows_in=9, rows_out=6, protocols={"toy/total": first, **second.protocols, "more/all": first}
+    )
+    found = headline(both)
+    assert list(found) == ["toy/total", "more/all"]
+    assert found["toy/total"]["CIDEr"] == 50.0
+    assert found["toy/total"]["change_type_accuracy"] == round(100 * first.scores["change_type_accuracy"], 2)
+    assert not {"SPICE", "reversal"} & found["toy/total"].keys(), "scores that are absent"
+    assert set(found["toy/total"]) <= set(HEADLINE)
+    partial = {8: True, 6: False, None: False}
+    toys = {n: ProtocolPairs("toy", Protocol("total", n=n), bench.pairs()) for n in partial}
+    assert {n: report(toy).protocols["toy/total"].is_partial for n, toy in toys.items()} == partial

@@ -16,7 +16,7 @@ from m3diff.scoring.bootstrap import Interval, intervals
 from m3diff.scoring.grammar import parse_predictions
 from m3diff.scoring.marks import notes_of_marks
 from m3diff.scoring.metrics import ALL, METRICS, Metric, Value, choose_metrics
-from m3diff.scoring.metrics.java import ScorerFailed, require_java, sanitise
+from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import PUBLISHED_SCORES, ProtocolPairs, apply, published_of, takes
@@ -35,10 +35,6 @@ VARIANTS = {
     **dict.fromkeys(METRICS["BLEU"].scores, "of the corpus"),
 }
 AS_IT_IS = "--allow-faults scores the file all the same and says so"
-SAME_REFERENCES = (
-    "all pairs have the same references, so CIDEr is 0: it weighs a word by how few pairs' references hold it; score "
-    "them together with pairs that have others"
-)
 
 
 class ScoreReport(BaseModel):
@@ -103,8 +99,6 @@ def score(
     scored, counts = find_references(chosen, of, references, data)
     dataset = chosen.name if chosen else str(references and references.stem)
     pairs, faults, notes = find_pairs(predictions, dataset, of, scored, counts, allow_faults)
-    if chosen is None:
-        notes += find.notes_of_file(scored.pairs, known.values())
     # a COCO file's references are joined and cut already, or wrongly not
     left = replace(of, references="all", max_words=None) if scored.as_scored else of
     return compute(ProtocolPairs(dataset, of, apply(left, pairs)), scored, chosen, spice_dir, faults, notes)
@@ -139,34 +133,33 @@ def find_pairs(
     Raises:
         DataError: as `score`.
     """
-    found = files.read_predictions(path, find.finder(references.pairs, dataset))
+    found = files.read_predictions(path)
     taken = {name: pair for name, pair in references.pairs.items() if takes(protocol, pair)}
     if not taken:
         raise DataError(f"{dataset}: no pair of the references is one of protocol {protocol.name!r}")
     try:
-        matched = find.match(found.rows, references.pairs, dataset, counts)
+        matched = find.match(found, references.pairs, dataset, counts)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    faults = find.faults_of_references(taken, counts, protocol) if references.as_scored else []
-    faults += find.split_references(taken)
-    faults += find.faults_of_predictions(len(found.rows), matched, taken, references.pairs, counts)
+    faults = find.faults_of_predictions(len(found), matched, taken, references.pairs, counts)
+    if references.as_scored and (fault := find.fault_of_references(taken, counts, protocol)):
+        faults.insert(0, f"references: {fault}")
     captions = {name: matched.captions[name] for name in taken if name in matched.captions}
     if protocol.n is not None and len(captions) != protocol.n:
         scored = f"{len(captions):,} pairs are scored, papers score {protocol.n:,}"
         faults.append(f"{scored}: such scores stand beside no published ones")
-    faults += find.too_long(captions) if protocol.max_words is None else []
     if faults and not allow_faults:
         raise DataError("\n  ".join([f"{path}: no score of {dataset}/{protocol.name}:", *faults, AS_IT_IS]))
     if not captions:
         raise DataError(f"{path}: no caption of a pair of protocol {protocol.name!r}")
-    notes = list(found.notes)
+    notes = []
     if matched.renamed:
         notes.append("ids such as {!r} were taken for {!r}".format(*matched.renamed))
     if rest := len(matched.captions) - len(captions):
         notes.append(f"{rest:,} captions of pairs that {protocol.name!r} does not take were left out")
     said, texts = list(captions.values()), [taken[name].references for name in captions]
     notes += find.notes_of_captions(said, list(chain(*texts)), protocol)
-    notes += notes_of_marks(said, texts) + notes_of_marks(list(chain(*texts)), what="references")
+    notes += notes_of_marks(said) + notes_of_marks(chain(*texts), "references")
     return [replace(taken[name], prediction=caption) for name, caption in captions.items()], faults, notes
 
 
@@ -191,8 +184,6 @@ def compute(
     metrics = metrics_of(one.protocol, references, spice_dir)
     parsed = parse_predictions({one.dataset: references.grammar}, one.pairs) if references.grammar else {}
     scores = compute_metrics(metrics, [one], parsed, spice_dir, LIMIT_S)[one.name]
-    if len(one.pairs) > 1 and len({frozenset(map(sanitise, pair.references)) for pair in one.pairs}) == 1:
-        notes = [*notes, SAME_REFERENCES]
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError(f"--spice-dir {spice_dir}: SPICE gave no score: {scores.absent['SPICE']}")
     wanted = {name for metric in metrics.values() for name in metric.scores + metric.overall} - {"CIDEr_shuffled"}

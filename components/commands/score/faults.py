@@ -4,10 +4,9 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
-from m3diff.commands.score.files import Benchmark, Counts, Prediction, published_counts
+from m3diff.commands.score.files import Counts, Prediction
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring.pairs import EvalPair
@@ -18,10 +17,6 @@ TOKENISED = re.compile(r"\w (?:[.,;:!?]|'s|n't)(?: |$)")
 SENTENCES = re.compile(r"\w\. +\w")
 MANY = 0.2
 """Share of captions from which on a way of writing is the file's."""
-WORDS = 5_000
-"""Words of a caption above which METEOR may fail, and every pair's score with it; they have up to 8 characters."""
-
-nfc, nfkc = (partial(unicodedata.normalize, form) for form in ("NFC", "NFKC"))
 
 
 class Matched(NamedTuple):
@@ -30,6 +25,10 @@ class Matched(NamedTuple):
     captions: dict[str, str]
     unknown: list[str]
     renamed: tuple[str, str] | None  # an id as it was given, and whose it was taken for
+
+
+def nfc(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
 def plain(name: str) -> str:
@@ -42,17 +41,8 @@ def plain(name: str) -> str:
 
 
 def finder(known: Iterable[str], dataset: str) -> Callable[[str], str | None]:
-    """The references' id that an id means, None where it means none. Unicode forms of the same letters are equal.
-
-    Raises:
-        DataError: two of the references' ids differ in their Unicode form alone.
-    """
-    ids: dict[str, str] = {}
-    for name in known:
-        if (other := ids.setdefault(nfc(name), name)) != name:
-            raise DataError(
-                f"references: the ids {other!a} and {name!a} differ in their Unicode form alone; rename one"
-            )
+    """The references' id that an id means, None where it means none. Unicode forms of the same letters are equal."""
+    ids = {nfc(name): name for name in known}
     names = Counter(map(plain, ids))
     by_plain = {plain(form): name for form, name in ids.items() if names[plain(form)] == 1}
 
@@ -93,23 +83,9 @@ def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts
 
 
 def not_known(unknown: Sequence[str], rows: int, ids: Sequence[str], counts: Counts) -> str:
-    """The unknown ids beside valid ones, and one of them beside that with its letters and digits."""
+    """The unknown ids beside valid ones."""
     found = f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(ids)}"
-    by_letters = {letters(name): name for name in ids}
-    for given in unknown:
-        if name := by_letters.get(letters(given)):
-            found += (
-                f". {given!a} and {name!a} differ in case, spaces, punctuation, a final .0 or Unicode form alone: "
-                "write the ids as the references do"
-            )
-            break
-    return found + level(rows, counts)
-
-
-def letters(name: str) -> str:
-    """The id's letters and digits, whatever their case and form."""
-    form = nfkc(name).casefold().strip()
-    return re.sub(r"[\W_]+", "", EXTENSION.sub("", form.removesuffix(".0")))
+    return f"{found}: write the ids as the references do{level(rows, counts)}"
 
 
 def some(names: Sequence[str]) -> str:
@@ -146,91 +122,30 @@ def faults_of_predictions(
     return faults
 
 
-def too_long(captions: Mapping[str, str]) -> list[str]:
-    """Captions of so many words that a scorer may die of them."""
-    longer = [name for name, text in captions.items() if len(text.split()) > WORDS or len(text) > 8 * WORDS]
-    if not longer:
-        return []
-    return [
-        f"{len(longer):,} captions have more than {WORDS:,} words or {8 * WORDS:,} characters, such as that of "
-        f"{longer[0]!r}: METEOR may fail on them, and then no pair has any. Shorten or empty them"
-    ]
-
-
-def split_references(pairs: Mapping[str, EvalPair]) -> list[str]:
-    """References that are the words, or the characters, of one."""
-    split = {
-        name: pair.references
-        for name, pair in pairs.items()
-        if len(pair.references) > 2 and all(len(text.split()) < 2 for text in pair.references)
-    }
-    if len(split) <= MANY * len(pairs):
-        return []
-    name, texts = next(iter(split.items()))
-    return [
-        f"references: those of {len(split):,} of {len(pairs):,} pairs are single words, such as {name!r} with "
-        f"{some(texts)}: a list of tokens, or one text, was read as a list of texts; join the words of each "
-        "reference by spaces"
-    ]
-
-
-def notes_of_file(pairs: Mapping[str, EvalPair], known: Iterable[Benchmark]) -> list[str]:
-    """Notes on a file of references without a benchmark: joined text, and the faults of benchmarks whose numbers it
-    has."""
+def fault_of_references(pairs: Mapping[str, EvalPair], counts: Counts, protocol: Protocol) -> str:
+    """The difference of a file of references from those of the benchmark; "" where there is none."""
     texts = [text for pair in pairs.values() for text in pair.references]
-    notes = []
-    for benchmark in known:
-        protocol = benchmark.protocol(None)
-        counts = published_counts(benchmark, protocol)
-        if counts.references is None or counts.pairs is None:
-            continue
-        wordless = counts.pairs - (counts.wordless or 0)
-        if len(pairs) in {counts.pairs, counts.records, counts.image_pairs, wordless}:
-            notes += [
-                f"if these are {benchmark.name}'s, as under protocol {protocol.name!r}: {fault}; --benchmark "
-                f"{benchmark.name} checks it"
-                for fault in faults_of_references(pairs, counts, protocol)
-            ]
-    if len(texts) == len(pairs) and share(SENTENCES, texts) > MANY:
-        notes.append(
-            f"{sum(bool(SENTENCES.search(text)) for text in texts):,} of {len(pairs):,} pairs have one reference of "
-            "several sentences: joined text? Most protocols score each sentence as a reference of its own"
-        )
-    return notes
-
-
-def faults_of_references(pairs: Mapping[str, EvalPair], counts: Counts, protocol: Protocol) -> list[str]:
-    """Differences of a file of references from those of the benchmark."""
-    texts = [text for pair in pairs.values() for text in pair.references]
-    fault = ""
     if counts.pairs is not None and len(pairs) != counts.pairs:
         fault = f"{len(pairs):,} pairs, the benchmark has {counts.pairs:,}"
         if counts.wordless and len(pairs) == counts.pairs - counts.wordless:
-            fault += (
-                f": the {counts.wordless} pairs of which every reference is empty were dropped; they count in every "
-                "published score"
-            )
-        else:
-            fault += level(len(pairs), counts)
-    elif protocol.references == "joined":
+            return f"{fault}: the {counts.wordless} pairs of which every reference is empty were dropped; they count"
+        return fault + level(len(pairs), counts)
+    if protocol.references == "joined":
         several = sum(len(pair.references) > 1 for pair in pairs.values())
-        words = [len(text.split()) for text in texts]
-        longer = sum(count > protocol.max_words for count in words) if protocol.max_words is not None else 0
+        longest = max(len(text.split()) for text in texts)
         if several:
-            fault = f"{several:,} pairs have several; under {protocol.name!r} all sentences of a pair are one text"
-        elif longer:
-            fault = (
-                f"untruncated, {longer:,} have more than {protocol.max_words} words and the longest {max(words)}; "
-                f"{protocol.name!r} cuts them there"
-            )
+            return f"{several:,} pairs have several; under {protocol.name!r} all sentences of a pair are one text"
+        if protocol.max_words is not None and longest > protocol.max_words:
+            return f"untruncated, of up to {longest} words; {protocol.name!r} cuts them after {protocol.max_words}"
     elif counts.references is not None and len(texts) < counts.references:
-        fault = f"{len(texts):,} of {counts.references:,}: "
         if len(texts) == len(pairs) and share(SENTENCES, texts) > 0:
             rule = f"under {protocol.name!r} every sentence is a reference of its own"
-            fault += f"joined text, one reference a pair; {rule}"
-        else:
-            fault += "of pairs that stand in several records the last one overwrote the others; all of them count"
-    return [f"references: {fault}"] if fault else []
+            return f"{len(texts):,} of {counts.references:,}: joined text, one reference a pair; {rule}"
+        return (
+            f"{len(texts):,} of {counts.references:,}: of pairs that stand in several records the last one overwrote "
+            "the others; all of them count"
+        )
+    return ""
 
 
 def share(pattern: re.Pattern[str], texts: Sequence[str]) -> float:
@@ -247,9 +162,6 @@ def notes_of_captions(captions: Sequence[str], references: Sequence[str], protoc
             notes.append(f"{longer:,} captions were cut after {protocol.max_words} words, as the references are")
     elif protocol.references == "all" and share(SENTENCES, captions) > MANY > share(SENTENCES, references):
         notes.append(f"captions hold several sentences: joined text? References of {protocol.name!r} are one each")
-    tokenised = share(TOKENISED, captions) > MANY
-    if protocol.tokenizer == "ptb" and tokenised:
-        notes.append("captions look tokenised already; they are tokenised again (PTB), as the references are")
-    if protocol.tokenizer == "whitespace" and not tokenised and share(TOKENISED, references) > MANY:
+    if protocol.tokenizer == "whitespace" and share(TOKENISED, captions) <= MANY < share(TOKENISED, references):
         notes.append("captions are not tokenised, the references are: 'head.' is no 'head'; write 'head .'")
     return notes

