@@ -3,8 +3,8 @@
 Every answer is kept by the content of its question, in a file of JSON Lines that people can read: a second run asks
 nothing, and one that was killed goes on. A server that puts a question off (429) or fails (5xx) is asked again, after
 the time that it names. Refusals, empty answers and truncated answers are each recorded as a distinct outcome; a
-rejected request (400, 413, 422) counts as refused where the server took others of the same form. The key is in an
-environment variable, and in no file.
+rejected request (400, 413, 422) counts as refused where the server answered others that were asked with it. The key is
+in an environment variable, and in no file.
 """
 
 import base64
@@ -12,12 +12,12 @@ import hashlib
 import io
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
 
 RETRIES = 5  # of a request that the server puts off or fails; the client waits as the server asks
 CONCURRENT = 8
-WINDOW = 4 * CONCURRENT  # questions that wait for a thread or are asked
+WINDOW = 32 * CONCURRENT  # questions that wait for a thread or are asked: each takes 2 kB
 NOT_TAKEN, PUT_OFF = (400, 413, 422), (408, 409, 425, 429)
 """States of a reply: the question is at fault, or its form; and: later."""
-PNG, PLAIN_CHUNKS = b"\x89PNG\r\n\x1a\n", {b"IHDR", b"IDAT", b"IEND", b"sRGB", b"pHYs"}
-RGB_OF_8_BITS = b"\x08\x02"
-"""Bytes 24 and 25 of a PNG."""
+
+URL = re.compile(r"https?://(\[[\da-f:]+\]|[^\s/:\[\]]+)(:[1-9]\d*)?(/\S*)?", re.IGNORECASE)
 
 
 def endpoint_url(text: str) -> str:
@@ -53,11 +52,7 @@ def endpoint_url(text: str) -> str:
             "expected a URL without a key or a user, found one with '@', '?' or '#'; the key belongs into the "
             "environment variable that key_variable names"
         )
-    known = False
-    with suppress(ValueError):
-        parts = urlsplit(text)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    if not known or any(letter.isspace() for letter in text):
+    if not URL.fullmatch(text):
         raise ValueError(f"expected http://... or https://..., up to and with /v1, found {text!r}")
     return text
 
@@ -96,15 +91,6 @@ class Answer(NamedTuple):
     text: str
 
 
-Form = tuple[Any, ...]
-
-
-def form_of(facts: Mapping[str, Any]) -> Form:
-    """The form of a question, which a server takes or not, whatever the words: the model, and which parts it has."""
-    has = [bool(facts.get("system")), facts.get("seed") is not None, len(facts.get("images") or ())]
-    return (facts.get("model"), facts.get("max_tokens"), *has)
-
-
 class Answers:
     """The answers so far, in a file: a line of JSON for each, on the disk before the next question is asked.
 
@@ -113,31 +99,26 @@ class Answers:
 
     Attributes:
         known: answers by the key of their question.
-        forms: of the questions that were answered.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, threading.Lock()
         self.known: dict[str, Answer] = {}
-        self.forms: set[Form] = set()
         data = path.read_bytes() if path.is_file() else b""
         self.torn = bool(data) and not data.endswith(b"\n")
         for line in data.split(b"\n"):
             with suppress(ValueError, TypeError, KeyError):
                 entry = json.loads(line)
-                key, kind, text, form = entry["key"], entry["kind"], entry["answer"], form_of(entry)
+                key, kind, text = entry["key"], entry["kind"], entry["answer"]
                 if kind == FORGOTTEN:
                     self.known.pop(key, None)
                 elif kind in get_args(Kind) and isinstance(key, str) and isinstance(text, str):
                     self.known[key] = Answer(kind, text)
-                    self.forms.add(form)
 
     def keep(self, key: str, facts: Mapping[str, Any], answer: Answer) -> None:
         """Write one answer, down to the disk."""
         self._append({"key": key, **facts, "kind": answer.kind, "answer": answer.text})
-        with self.lock:
-            self.known[key] = answer
-            self.forms.add(form_of(facts))
+        self.known[key] = answer
 
     def forget(self, key: str) -> None:
         """Take an answer back, so that its question is asked again."""
@@ -182,7 +163,7 @@ class Endpoint:
         keys = [self.key(question) for question in questions]
         new = {key: one for key, one in zip(keys, questions, strict=True) if key not in self.answers.known}
         if new:
-            self._ask(new, told)
+            self._ask(new, told, others_answered=len(new) < len(set(keys)))
         return [self.answers.known[key] for key in keys]
 
     def forget(self, questions: Iterable[Question]) -> None:
@@ -206,7 +187,7 @@ class Endpoint:
             "max_tokens": self.max_tokens,
         }
 
-    def _ask(self, new: Mapping[str, Question], told: str) -> None:
+    def _ask(self, new: Mapping[str, Question], told: str, others_answered: bool) -> None:
         """Ask in parallel; each answer is kept as it comes."""
         import openai
 
@@ -218,52 +199,47 @@ class Endpoint:
             http_client=openai.DefaultHttpxClient(trust_env=False) if on_this_machine(self.url) else None,
         )
 
-        def ask_one(asked: tuple[str, Question]) -> tuple[str, Question, openai.APIStatusError] | None:
-            key, question = asked
-            answer = self._answer(client, question)
-            if not isinstance(answer, Answer):
-                return key, question, answer
-            self.answers.keep(key, self._facts(question), answer)
-            return None
+        def ask_one(key: str) -> bool:
+            """True unless the question was rejected."""
+            answer = self._answer(client, new[key])
+            if isinstance(answer, Answer):
+                self.answers.keep(key, self._facts(new[key]), answer)
+            else:
+                rejected[key] = answer
+            return isinstance(answer, Answer)
 
-        rejected: list[tuple[str, Question, openai.APIStatusError]] = []
+        rejected: dict[str, openai.APIStatusError] = {}
+        keys = list(new)
+        windows = (keys[start : start + WINDOW] for start in range(0, len(keys), WINDOW))
         with client, ThreadPoolExecutor(CONCURRENT) as pool:
             try:
-                for done in progress(in_window(pool, ask_one, new.items()), told, len(new), "question"):
-                    rejected += [one] if (one := done.result()) else []
-                    for one in list(rejected):  # another question of the form was answered: this one is refused
-                        key, question, error = one
-                        facts = self._facts(question)
-                        if form_of(facts) in self.answers.forms:
-                            self.answers.keep(key, facts, Answer("refused", error.message))
-                            rejected.remove(one)
-                    if len(rejected) >= CONCURRENT:  # so many that it is their form
+                asked = (answered for window in windows for answered in pool.map(ask_one, window))
+                for answered in progress(asked, told, len(new), "question"):
+                    others_answered |= answered
+                    if not others_answered and len(rejected) >= CONCURRENT:  # so many that it is their form
                         break
-                if rejected:
-                    raise ParamsError(self._told(rejected[0][2], rejected[0][1]))
             finally:
                 pool.shutdown(cancel_futures=True)
+        for key, error in rejected.items():
+            if not others_answered:
+                raise ParamsError(self._told(error, new[key]))
+            self.answers.keep(key, self._facts(new[key]), Answer("refused", error.message))
 
     def _answer(self, client: Any, question: Question) -> "Answer | openai.APIStatusError":
         """The answer, or the error by which the server rejects the question."""
         import openai
 
-        request = self._request(question)
-        for _ in range(RETRIES):
-            try:
-                return read_answer(client.chat.completions.create(**request))
-            except openai.APIStatusError as error:
-                if error.code == "content_filter":
-                    return Answer("refused", error.message)
-                if error.status_code in NOT_TAKEN:
-                    return error
-                later = error.status_code >= 500 or error.status_code in PUT_OFF
-                raise (ConnectionError if later else ParamsError)(self._told(error, question)) from error
-            except openai.OpenAIError as error:
-                raise ConnectionError(self._told(error, question)) from error
-            except json.JSONDecodeError as error:  # the reply was cut on its way
-                torn = error
-        raise ConnectionError(self._told(torn, question)) from torn
+        try:
+            return read_answer(client.chat.completions.create(**self._request(question)))
+        except openai.APIStatusError as error:
+            if error.code == "content_filter":
+                return Answer("refused", error.message)
+            if error.status_code in NOT_TAKEN:
+                return error
+            later = error.status_code >= 500 or error.status_code in PUT_OFF
+            raise (ConnectionError if later else ParamsError)(self._told(error, question)) from error
+        except (openai.OpenAIError, json.JSONDecodeError) as error:  # not reached, or the reply was cut on its way
+            raise ConnectionError(self._told(error, question)) from error
 
     def _request(self, question: Question) -> dict[str, Any]:
         """The body of the request; a text alone where there is no image, which every server takes."""
@@ -278,14 +254,6 @@ class Endpoint:
     def _told(self, error: Exception, question: Question) -> str:
         about = ", ".join(map(str, question.images)) or repr(question.text[:60])
         return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}; asked about {about}"
-
-
-def in_window(pool: Executor, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Future[Any]]:
-    """The work on each item as it is done, in no order. At most WINDOW of it waits or runs: a future takes 2 kB."""
-    left, waiting = iter(items), set[Future[Any]]()
-    while waiting := waiting | {pool.submit(work, item) for item in islice(left, WINDOW - len(waiting))}:
-        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        yield from done
 
 
 def in_unicode(text: str) -> str:
@@ -305,36 +273,23 @@ def data_url(path: Path) -> str:
     """The image inside a URL, as the project's own models see it: upright RGB, and nothing of where and how it was
     taken.
 
-    A PNG or JPEG that is that already goes as it is. Any other JPEG in colour is encoded anew by its own tables: it
-    keeps its size and is off by less than a grey level in the mean, while a photograph as PNG has some nine times as
-    many bytes, more than servers take. All else goes as PNG.
+    A JPEG in colour is encoded anew by its own tables: it keeps its size and is off by less than a grey level in the
+    mean, while a photograph as PNG has some nine times as many bytes, more than servers take. All else goes as PNG.
 
     Raises:
         ImageError: it cannot be read.
     """
     from PIL.JpegImagePlugin import JpegImageFile, get_sampling
 
-    image, data, kind, made = load_image(path), path.read_bytes(), "png", io.BytesIO()
+    image, kind, made = load_image(path), "png", io.BytesIO()
     image.info.clear()  # Pillow would write a comment and a colour profile anew
-    with open_image(data) as file:
+    with open_image(path.read_bytes()) as file:
         if isinstance(file, JpegImageFile) and file.mode == "RGB":
             kind = "jpeg"
-            known = all(name == "APP14" or (name == "APP0" and held.startswith(b"JFIF")) for name, held in file.applist)
-            if not known or not data.endswith(b"\xff\xd9"):
-                image.save(made, "JPEG", qtables=file.quantization, subsampling=get_sampling(file))
-        elif not is_plain_png(data):
+            image.save(made, "JPEG", qtables=file.quantization, subsampling=get_sampling(file))
+        else:
             image.save(made, "PNG")
-    return f"data:image/{kind};base64,{base64.b64encode(made.getvalue() or data).decode()}"
-
-
-def is_plain_png(data: bytes) -> bool:
-    """True of a PNG in RGB of 8 bits that holds its picture and nothing else."""
-    if not data.startswith(PNG) or data[24:26] != RGB_OF_8_BITS:
-        return False
-    at = len(PNG)
-    while at < len(data) and data[at + 4 : at + 8] in PLAIN_CHUNKS:
-        at += 12 + int.from_bytes(data[at : at + 4])
-    return at == len(data)
+    return f"data:image/{kind};base64,{base64.b64encode(made.getvalue()).decode()}"
 
 
 def read_answer(reply: Any) -> Answer:
