@@ -144,8 +144,8 @@ def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch,
 
 
 def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
-    from m3diff.stages.augment.kinds import make_edits
     from m3diff.stages.augment.source import Rejected
+    from m3diff.stages.augment.stage import make_edits
     from tests.stages.augment.toys import ToyWriter, edits, original
 
     originals = [original(tmp_path, "one", "make it grey"), original(tmp_path, "two", "add a cat")]

@@ -33,7 +33,6 @@ from tests.toy import REPOSITORY
 # Every write, listed
 
 RENAMED = {
-    "components/stages/augment/stage.py _write": "DVC; the next run removes what a kill left (test_stage.py)",
     "components/commands/export/folder.py export_hub": "a command's output, whole or not there",
     "components/records/files.py atomic": "here",
     "components/models/checkpoint.py write_manifest": "here, with the checkpoint that it ends",
@@ -43,8 +42,7 @@ RENAMED = {
 """With a rename of their own, and where that is tested."""
 
 PLAIN = {
-    "components/stages/augment/stage.py own_folder": "a lock",
-    "components/stages/augment/stage.py _fill": "see RENAMED",
+    "components/stages/augment/stage.py _fill": "DVC, and new_folder",
     "components/stages/convert/stage.py _write_shards": "DVC",
     "components/datasets/minichange/generate.py _write_scene": "DVC",
     "components/provenance/git.py alone": "a lock",

@@ -124,7 +124,6 @@ class Neighbours(Made):
     kind: Literal["neighbours"]
     features: Features
     writer: Writer
-    search: Literal["exact", "faiss"] = "exact"
     candidates: int = Field(ge=1)  # nearest images that are looked at, of each image
     band: tuple[float, float]  # lowest and highest cosine of a pair's features
     max_text_similarity: float = Field(ge=0, le=1)  # share of words that the two captions may have in common

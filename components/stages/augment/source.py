@@ -5,7 +5,7 @@ val, train) keeps it, as validate decides.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,9 +23,6 @@ from m3diff.stages.augment.params import Source, Split
 
 MAX_PIXELS = 100_000_000
 """A larger image is not used."""
-
-TWO = object()
-"""In the place of the one image of a row that has two."""
 
 
 class Rejected(Counter[str]):
@@ -54,19 +51,6 @@ class Original(NamedTuple):
     caption: str | None = None  # of the image, where the text is an instruction and the source has one
 
 
-class Candidate(NamedTuple):
-    """A row of the source, unchecked. Its image is TWO where one image is wanted and it has two."""
-
-    name: Any
-    split: Any
-    scene: Any
-    image: Any
-    texts: Any
-    source: str
-    fault: str | None
-    change_types: Sequence[str] = ()
-
-
 def read_originals(
     source: Source, unpack_to: Path, image_cache: Path, rejected: Rejected, use: Literal["instruction", "caption"]
 ) -> list[Original]:
@@ -85,34 +69,42 @@ def read_originals(
             of single images.
     """
     singles = DATASETS[source.reader].singles
-    described = singles(source.root) if singles else []
-    rows = [Candidate(*row[:4], row.references, row.source, row.fault) for row in described]
-    captions = {place_of(source, row.image): _first(row.texts) for row in rows}
+    rows = list(singles(source.root)) if singles else []
+    captions = {place_of(source, row.before): _first(row.references) for row in rows}
     if use == "instruction" or not rows:
-        rows = []
-        for row in _rows(source, unpack_to):
-            image = row.before if use == "instruction" or row.fault or row.before == row.after else TWO
-            rows.append(Candidate(*row[:3], image, row.references, row.source, row.fault, row.change_types))
-    if use == "caption" and all(row.image is TWO for row in rows):
+        rows = list(_rows(source, unpack_to))
+    is_caption = use == "caption"
+    if is_caption and not any(row.fault or row.before == row.after for row in rows):
         raise DataError(
             f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
             "with options {columns: {before: image, after: image, captions: caption}}"
         )
     found = []
-    for candidate in _usable(rows, source, rejected):
-        text = _first(candidate.texts)
-        if candidate.image is TWO:
-            rejected.add("is a pair of two images", candidate.source)
-        elif use == "instruction" and candidate.change_types == [NO_CHANGE]:
-            rejected.add("nothing is to change", candidate.source)
+    for row in _usable(rows, source, rejected):
+        text = _first(row.references)
+        if is_caption and row.before != row.after:
+            rejected.add("is a pair of two images", row.source)
+        elif not is_caption and row.change_types == [NO_CHANGE]:
+            rejected.add("nothing is to change", row.source)
         elif not text:
-            rejected.add(f"no {use}", candidate.source)
+            rejected.add(f"no {use}", row.source)
         else:
-            found.append((candidate, text))
-    return [
-        Original(*of[:3], image, digest, text, of.change_types, captions.get(image))
-        for of, text, image, digest in _readable(found, source, image_cache, rejected)
-    ]
+            found.append((row, text, place_of(source, row.before)))
+    paths = pl.Series([str(image) for _, _, image in found if image], dtype=pl.String)
+    checked = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
+    known = {Path(path): (verdict, digest) for path, verdict, digest in checked.iter_rows()}
+    originals = []
+    for row, text, image in found:
+        fault = f"{describe(row.before)} is no path inside {source.root}; correct the path; a link needs follow_links"
+        if image is not None:
+            verdict, digest = known[image]
+            if verdict == OK:
+                caption = captions.get(image)
+                originals.append(Original(*row[:3], image, digest.hex(), text, row.change_types, caption))
+                continue
+            fault = f"{image}: {verdict}; {'restore it or save it anew' if image.exists() else 'fetch it'}"
+        rejected.add("image cannot be read", f"{row.source}: {fault}")
+    return originals
 
 
 def known_pairs(source: Source, unpack_to: Path) -> set[frozenset[Path | None]]:
@@ -124,15 +116,19 @@ def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
     if not source.root.is_dir():
         raise DataError(f"{source.root}: is no folder; fetch the source or correct its root")
     rows = DATASETS[source.reader].read(source.root, **source.options)
-    return unpacked((row for row in rows if not row.without_caption), unpack_to)
+    described = (Row._make(map(_whole, row)) for row in rows if not row.without_caption)
+    return unpacked(described, unpack_to)
 
 
-def _usable(rows: Iterable[Candidate], source: Source, rejected: Rejected) -> Iterator[Candidate]:
+def _whole(value: Any) -> Any:
+    """The value with ? for half a character, as a cut JSON escape leaves it ("\\ud83d"): no file can hold that."""
+    if isinstance(value, list):
+        return [*map(_whole, value)]
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _usable(rows: Sequence[Row], source: Source, rejected: Rejected) -> Iterator[Row]:
     """The rows of the source's splits that can be read and whose scene is in no higher split."""
-    rows = [
-        row._replace(name=_whole(row.name), scene=_whole(row.scene), change_types=[*map(_whole, row.change_types)])
-        for row in rows
-    ]
     highest: dict[str, int] = {}
     for row in rows:
         if row.split in SPLITS and isinstance(row.scene, str):
@@ -158,40 +154,13 @@ def place_of(source: Source, image: Any) -> Path | None:
     """The path of an image; None where it would be outside the root, or no file can be called so."""
     if isinstance(image, Path):
         return image
-    named = isinstance(image, str) and image and image == _whole(image)
-    if not named or fault_of_path(image, source.root):
+    if not isinstance(image, str) or not image or fault_of_path(image, source.root):
         return None
     path = source.root / image
     return path if source.follow_links or is_inside(path, source.root) else None
 
 
-def _readable(
-    found: list[tuple[Candidate, str]], source: Source, image_cache: Path, rejected: Rejected
-) -> Iterator[tuple[Candidate, str, Path, str]]:
-    """Those whose image can be read to its end, with its path and digest; the others are counted."""
-    places = [place_of(source, row.image) for row, _ in found]
-    paths = pl.Series([str(image) for image in places if image], dtype=pl.String)
-    checked = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
-    known = {Path(path): (verdict, digest) for path, verdict, digest in checked.iter_rows()}
-    for (row, text), image in zip(found, places, strict=True):
-        if image is None:
-            fault = f"{describe(row.image)} is no path inside {source.root}; correct the path"
-            fault += "; a link out of the root needs follow_links in the source"
-        elif known[image][0] == OK:
-            yield row, text, image, known[image][1].hex()
-            continue
-        else:
-            remedy = "restore it or save it anew" if image.exists() else "fetch it"
-            fault = f"{image}: {known[image][0]}; {remedy}"
-        rejected.add("image cannot be read", f"{row.source}: {fault}")
-
-
 def _first(texts: Any) -> str:
     """The first text that is not blank; "" where there is none."""
     found = texts if isinstance(texts, list) else []
-    return next((_whole(" ".join(text.split())) for text in found if isinstance(text, str) and text.strip()), "")
-
-
-def _whole(text: Any) -> Any:
-    """The text with ? for half a character, as a cut JSON escape leaves it ("\\ud83d"): no file can hold that."""
-    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
+    return next((" ".join(text.split()) for text in found if isinstance(text, str) and text.strip()), "")

@@ -4,48 +4,70 @@
                     "images/77ab....png", "captions": ["..."], "change_types": ["color"], "made": {"seed": 7, ...}}
     images/        originals, copied, and edits; by their content
 
+*Edits* (Syned, Evennou et al., WACV 2025, section 4.3): each original edited several times by its own instruction,
+which is the caption; a writer's paraphrases are further references. Edits of one original differ by their seed alone.
+They share its scene, its split and its types of change. An edit that shows the original, or what an earlier one shows,
+pixel by pixel, is none; a pair whose paraphrases are fewer than asked for is left out, since scores move with the
+number of references.
+
+*Neighbours* (DiffCap's retrieved pairs, OneDiff, arXiv 2407.05645, section 3.2): images that are alike but not the
+same, whose captions differ, with a caption of the difference that is written from the two. Each image is a query and
+the others of its split are searched, so that no pair crosses splits. The caption is written from texts alone: what no
+caption tells (on MiniChange camera and lamp) is not in it.
+
+*Coupled samples* (OneDiff, section 4.2): two unrelated images with their captions become one pair, whose caption is
+both captions, so that a new module learns to read both images before it learns to compare them. Within a split, in a
+random order by the seed; each image is used once.
+
 Edits and writers' answers are kept in `compute.scratch`, which several runs and worktrees may share, by what decides
 them, for the run that goes on after a kill and for every later one:
 
     edits/drawn-9e1c40d2a7b35f68/77ab....png    by what decides an edit: the editor; original, instruction and seed
-    augment/0/, augment/0.lock                  a run's own, while it goes on
+    augment-k3x9/                               a run's own, while it goes on
 
 Equal settings, sources and models give equal bytes; of an endpoint's model that is what its kept answers are.
 """
 
-import fcntl
+from __future__ import annotations
+
 import hashlib
+import io
 import json
+import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import getfile
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from pydantic import Field
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
-from m3diff.datasets.tables import SUFFIXES
+from m3diff.images.open import load_image
 from m3diff.models.device import Device
 from m3diff.provenance.code import digests
 from m3diff.records.errors import DataError
-from m3diff.records.files import StageReport, sha256, write_atomic
+from m3diff.records.files import StageReport, new_folder, sha256, write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
 from m3diff.settings.compute import Compute
-from m3diff.stages.augment.editors import Editor, load_editor
-from m3diff.stages.augment.features import Features
-from m3diff.stages.augment.kinds import Made, Pair, make_coupled_samples, make_edits, make_neighbours
-from m3diff.stages.augment.params import MANIFEST, CoupledSamples, Drawn, Edits, InstructPix2Pix, Neighbours
-from m3diff.stages.augment.source import Rejected, known_pairs, read_originals
-from m3diff.stages.augment.writers import load_writer
+from m3diff.stages.augment.minichange import DrawnEditor
+from m3diff.stages.augment.params import MANIFEST, CoupledSamples, Drawn, Edits, Grammar, InstructPix2Pix, Neighbours
+from m3diff.stages.augment.source import Original, Rejected, known_pairs, read_originals
+from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest
+from m3diff.stages.augment.writers import GrammarWriter, LanguageModel, Writer
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 IMAGES = "images"
-OURS = re.compile(r"[0-9a-f]{32}(\..*)?").fullmatch  # an image's name, of earlier versions too: by its content
+OURS = re.compile(rf"{re.escape(MANIFEST)}|{IMAGES}(/[0-9a-f]{{32}}(\..*)?)?|(.*/)?\.[^/]*").fullmatch
+"""The files that augment writes, of earlier versions too: images by their content; and hidden ones."""
+
 PLAIN = re.compile(r"\.\w+").fullmatch  # a suffix that stays
 NO_CODE = (
     "components/models/",
@@ -53,6 +75,176 @@ NO_CODE = (
 )
 """Code that an editor imports and no edit depends on: devices, and what reads settings and names weights, which are in
 the key themselves."""
+
+
+class Editor(Protocol):
+    """`identity` is the digest of what decides its edits in addition to the parameters. `edit` gives the edited image,
+    RGB, of the original's size; None where it cannot carry the instruction out."""
+
+    identity: str
+
+    def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None: ...
+
+
+class Pair(NamedTuple):
+    """A pair of images with its captions. `made` says how it came about, for people: the reader passes over it."""
+
+    id: str
+    split: str
+    scene: str
+    before: Path
+    after: Path
+    captions: list[str]
+    change_types: Sequence[str]
+    made: Mapping[str, Any]
+
+
+class Made(NamedTuple):
+    """Pairs in order; how many others were rejected, by reason; and texts that a writer gave in vain."""
+
+    pairs: list[Pair]
+    rejected: Rejected
+    dropped_texts: Mapping[str, int] = {}
+    models: Mapping[str, str] = {}  # digests of what made it, by its part
+
+
+def seed_of(*facts: object) -> int:
+    """A seed of 32 bits that follows from the facts."""
+    return int.from_bytes(hashlib.sha256("\0".join(map(str, facts)).encode()).digest()[:4])
+
+
+def make_edits(
+    cfg: Edits, originals: list[Original], rejected: Rejected, editor: Editor, writer: Writer, into: Path
+) -> Made:
+    """The pairs of all originals.
+
+    Args:
+        rejected: rows of the source that are not usable; pairs that are not made are counted in it, too.
+        into: the folder of this editor's edits. What another run has left there is not edited again.
+    """
+    dropped, pairs = Counter[str](), list[Pair]()
+    texts = {at: [original.text] for at, original in enumerate(originals)}
+    for split, count in cfg.paraphrases.items():
+        places = [at for at, original in enumerate(originals) if original.split == split] if count else []
+        asked = [originals[at] for at in places]
+        facts = [{"text": one.text} | ({"first": one.caption} if one.caption else {}) for one in asked]
+        for at, written in zip(places, writer.write("paraphrase", facts, count), strict=True):
+            texts[at] += written.texts
+            dropped += written.dropped
+    for at, original in progress(enumerate(originals), "augment: edits", len(originals), "original"):
+        if len(texts[at]) <= cfg.paraphrases.get(original.split, 0):
+            rejected["too few paraphrases"] += cfg.edits
+        else:
+            pairs += _edit(cfg, original, texts[at], rejected, editor, into)
+    return Made(pairs, rejected, dropped, {"editor": editor.identity, "writer": writer.identity})
+
+
+def _edit(
+    cfg: Edits, original: Original, texts: list[str], rejected: Rejected, editor: Editor, into: Path
+) -> list[Pair]:
+    """The pairs of one original. A file of an edit is named by the content that is edited, how and by which seed."""
+    pairs: list[Pair] = []
+    name, split, scene, image, digest, instruction, kinds, _ = original
+    shown = {_pixels(image)}
+    for number in range(cfg.edits):
+        seed = seed_of(cfg.seed, name, number)
+        facts = f"{digest}\0{instruction}\0{seed}"
+        file = into / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.png"
+        if not file.exists():
+            edited = editor.edit(image, instruction, seed)
+            if edited is None:
+                rejected["cannot be carried out"] += 1
+                continue
+            png = io.BytesIO()
+            edited.save(png, "PNG", compress_level=4)
+            write_atomic(file, png.getvalue())
+        if (pixels := _pixels(file)) in shown:
+            rejected["shows what another shows"] += 1
+            continue
+        shown.add(pixels)
+        made = {"of": name, "seed": seed}
+        pairs.append(Pair(f"{name}-{number}", split, scene, image, file, texts, kinds, made))
+    return pairs
+
+
+def _pixels(image: Path) -> bytes:
+    return hashlib.sha256(load_image(image).tobytes()).digest()
+
+
+def make_neighbours(
+    cfg: Neighbours,
+    captioned: list[Original],
+    known: set[frozenset],
+    rejected: Rejected,
+    features: Features,
+    writer: Writer,
+) -> Made:
+    """The pairs of all splits, with `cfg.references` captions each.
+
+    Args:
+        known: pairs of image paths that the source has already.
+    """
+    dropped, pairs = Counter[str](), list[Pair]()
+    chosen: dict[tuple[str, frozenset], tuple[Original, Original, float]] = {}
+    for split in SPLITS:
+        images = [each for each in captioned if each.split == split]
+        if len(images) < 2:
+            rejected.update({"alone in its split": 1} if images else {})
+            continue
+        cosines, numbers = nearest(features.features([each.image for each in images]), cfg.candidates)
+        for query, alike, others in zip(images, cosines.tolist(), numbers.tolist(), strict=True):
+            for cosine, number in zip(alike, others, strict=True):
+                found = images[number]
+                both = frozenset((query.image, found.image))
+                if reason := _no_pair(cfg, query, found, cosine):
+                    rejected[reason] += 1
+                elif both in known or (split, both) in chosen:
+                    rejected["is a pair of the source" if both in known else "was found the other way round"] += 1
+                else:
+                    chosen[split, both] = (query, found, cosine)
+    facts = [{"first": query.text, "second": found.text} for query, found, _ in chosen.values()]
+    texts = writer.write("difference", facts, cfg.references)
+    for (query, found, cosine), written in zip(chosen.values(), texts, strict=True):
+        dropped += written.dropped
+        if len(written.texts) < cfg.references:
+            rejected["too few captions"] += 1
+            continue
+        # of two scenes, which are in one split, the pair has a scene of its own
+        scene = query.scene if query.scene == found.scene else f"{query.scene}+{found.scene}"
+        name, made = f"{query.name}+{found.name}", {"cosine": round(cosine, 4)}
+        pairs.append(Pair(name, query.split, scene, query.image, found.image, list(written.texts), [], made))
+    return Made(pairs, rejected, dropped, {"features": features.identity, "writer": writer.identity})
+
+
+def _no_pair(cfg: Neighbours, query: Original, found: Original, cosine: float) -> str | None:
+    """The reason why two images make no pair."""
+    low, high = cfg.band
+    if not low <= cosine <= high:
+        return "too alike" if cosine > high else "too unlike"
+    if query.digest == found.digest:
+        return "same image"
+    # the share of the words of both that both have, each as often as it occurs (Jaccard of multisets)
+    one, other = (Counter(re.findall(r"\w+", each.text.lower())) for each in (query, found))
+    similarity = (one & other).total() / max(1, (one | other).total())
+    if similarity > cfg.max_text_similarity or query.text == found.text:
+        return "captions are alike"
+    return None
+
+
+def make_coupled_samples(cfg: CoupledSamples, captioned: list[Original], rejected: Rejected) -> Made:
+    """The pairs of all splits. What is not usable counts as a pair that is not made, as does a last odd image."""
+    pairs = list[Pair]()
+    for split in SPLITS:
+        images = [each for each in captioned if each.split == split]
+        random.Random(seed_of(cfg.seed, split)).shuffle(images)
+        rejected.update({"no partner is left": 1} if len(images) % 2 else {})
+        for one, two in zip(images[::2], images[1::2], strict=False):
+            if one.scene == two.scene:
+                rejected["both are of one scene"] += 1
+                continue
+            caption, scene = f"{one.text}{cfg.separator}{two.text}", f"{one.scene}+{two.scene}"
+            pairs.append(Pair(f"{one.name}+{two.name}", split, scene, one.image, two.image, [caption], [], {}))
+    return Made(pairs, rejected)
 
 
 class AugmentReport(StageReport):
@@ -86,13 +278,15 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
     if notice := check_licence(DATASETS[cfg.source.reader], "train"):
         print(f"augment: {name}: made from {notice}", flush=True)
     _require_ours(cfg.root)
-    with own_folder(compute.scratch) as images:
-        made, known = _make(cfg, compute, images)
+    compute.scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=compute.scratch, prefix="augment-") as images:
+        made, known = _make(cfg, compute, Path(images))
         report = _report(name, cfg.kind, made)
         if not made.pairs:
             rejected = "".join(f"\n  rejected: {reason}" for reason in report.reasons())
             raise DataError(f"augment.{name}: no pair could be made of {cfg.source.root}{rejected}")
-        _write(cfg.root, made.pairs, known)
+        with new_folder(cfg.root) as folder:
+            _fill(folder, made.pairs, known)
     return report.write(Path(f"{cfg.root}.json"))
 
 
@@ -106,9 +300,14 @@ def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Pa
     if isinstance(cfg, CoupledSamples):
         made = make_coupled_samples(cfg, originals, rejected)
     else:
-        writer = load_writer(cfg.writer, cfg.seed, compute.scratch / "answers.jsonl")
+        answers = compute.scratch / "answers.jsonl"
+        writer: Writer
+        writer = GrammarWriter() if isinstance(cfg.writer, Grammar) else LanguageModel(cfg.writer, cfg.seed, answers)
         if isinstance(cfg, Edits):
-            editor = load_editor(cfg.editor, cfg.source, device)
+            editor: Editor
+            editor = (
+                DrawnEditor(cfg.source.root) if isinstance(cfg.editor, Drawn) else Pix2PixEditor(cfg.editor, device)
+            )
             kept = kept_edits(cfg.editor, editor, compute.scratch)
             made = make_edits(cfg, originals, rejected, editor, writer, kept)
         else:
@@ -128,70 +327,22 @@ def kept_edits(cfg: Drawn | InstructPix2Pix, editor: Editor, scratch: Path) -> P
     return scratch / "edits" / f"{cfg.kind}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
-@contextmanager
-def own_folder(scratch: Path) -> Iterator[Path]:
-    """Within, a folder that no other run uses: the first of `augment/` whose lock is free. It is not there yet; what a
-    killed run left there is removed, and so is the folder in the end."""
-    parent = scratch / "augment"
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in count():
-        with (parent / f"{number}.lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            folder = parent / str(number)
-            shutil.rmtree(folder, ignore_errors=True)
-            try:
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-            return
-
-
 def _require_ours(root: Path) -> None:
-    """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names; or
-    where none can be written."""
-    manifest, images = root / MANIFEST, root / IMAGES
-    if root.is_symlink():
-        raise DataError(f"{root}: is a link, whose place a folder would take; name the folder that it leads to")
-    if taken := next((place for place in (root, *root.parents) if place.exists() and not place.is_dir()), None):
-        raise DataError(f"{taken}: is no folder; name another root")
-    strange = [path for path in sorted(root.glob("[!.]*")) if path not in (manifest, images)]
-    strange += [path for path in sorted(images.glob("[!.]*")) if not OURS(path.name)]
-    if strange:
-        raise DataError(
-            f"{strange[0].parent}: holds {strange[0].name!r}, which augment does not write; name another root"
-        )
+    """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names."""
+    if root.is_symlink() or (root.exists() and not root.is_dir()):
+        raise DataError(f"{root}: is a link or a file; name another root, or the folder that the link leads to")
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*"))
+    if strange := [name for name in names if not OURS(name)]:
+        raise DataError(f"{root}: holds {strange[0]!r}, which augment does not write; name another root")
+    manifest = root / MANIFEST
     if manifest.exists():
-        with manifest.open(encoding="utf-8", errors="replace") as file, suppress(json.JSONDecodeError):
-            first = json.loads(file.readline())
-            if isinstance(first, dict) and "made" in first:
-                return
-        raise DataError(f"{manifest}: its rows say nothing of how they were made; name another root")
-
-
-def _write(root: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
-    """The folder anew, next to the old one until it is whole: each image once, the manifest last.
-
-    The old one goes last, also one that a kill between the renames left.
-    """
-    new, old = root.with_name(f".{root.name}.new"), root.with_name(f".{root.name}.old")
-    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed
-    try:
-        _fill(new, pairs, known)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)  # the error is reported, and a full disk may be its reason
-        raise
-    if root.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        root.rename(old)
-    new.rename(root)
-    shutil.rmtree(old, ignore_errors=True)
+        with manifest.open(encoding="utf-8", errors="replace") as file:
+            if '"made": ' not in file.readline():
+                raise DataError(f"{manifest}: its rows say nothing of how they were made; name another root")
 
 
 def _fill(folder: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
-    """Write images and manifest. An image keeps a plain suffix of its name; else it gets one by its first bytes."""
+    """Write images, each once, and the manifest last. An image keeps a plain suffix of its name."""
     (folder / IMAGES).mkdir(parents=True)
     names: dict[Path, str] = {}
     lines = []
@@ -199,11 +350,7 @@ def _fill(folder: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
         for path in (pair.before, pair.after):
             if path in names:
                 continue
-            suffix = path.suffix.lower()
-            if not PLAIN(suffix):
-                with path.open("rb") as file:
-                    data = file.read(4)
-                suffix = next((each for start, each in SUFFIXES.items() if data.startswith(start)), "")
+            suffix = path.suffix.lower() if PLAIN(path.suffix) else ""
             names[path] = f"{IMAGES}/{(known.get(path) or sha256(path))[:32]}{suffix}"
             shutil.copyfile(path, folder / names[path])
         row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}

@@ -1,4 +1,4 @@
-"""Writers: facts to texts. A new one has its settings in `params.py` and a line in `load_writer`.
+"""Writers: facts to texts. A new one has its settings in `params.py` and a line in `stage.py`.
 
 `GrammarWriter` has MiniChange's templates: exact, and silent about what is not in MiniChange's words. `LanguageModel`
 asks an endpoint, whose answers are kept by their content (components/endpoint.py), and uses those texts of an answer
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from m3diff.endpoint import Answer, Endpoint, Question, in_unicode
-from m3diff.stages.augment.params import Grammar, Remote
-from m3diff.stages.augment.words import difference, paraphrase
+from m3diff.stages.augment.minichange import difference, paraphrase
+from m3diff.stages.augment.params import Remote
 
 Task = Literal["paraphrase", "difference"]
 """*paraphrase*: {"text": an instruction} in other words, as Syned's references; {"first": a caption of the image
@@ -53,22 +53,12 @@ class Written(NamedTuple):
 
 
 class Writer(Protocol):
-    @property
-    def identity(self) -> str:
-        """Names what decides its texts in addition to the parameters; "" where nothing does."""
+    """`identity` names what decides its texts in addition to the parameters; "" where nothing does. `write` gives at
+    most `n` texts for each of the facts, in order."""
 
-    def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:
-        """At most `n` texts for each of the facts, in order.
+    identity: str
 
-        Raises:
-            ParamsError: an endpoint refuses the key, the model or the form of a question.
-            ConnectionError: it cannot be reached; what it answered is kept.
-        """
-
-
-def load_writer(cfg: Grammar | Remote, seed: int, store: Path) -> Writer:
-    """The writer; `store` is the file of kept answers."""
-    return GrammarWriter() if isinstance(cfg, Grammar) else LanguageModel(cfg, seed, store)
+    def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]: ...
 
 
 class GrammarWriter:
@@ -83,6 +73,10 @@ class GrammarWriter:
 
 
 class LanguageModel:
+    """Args:
+    store: the file of kept answers.
+    """
+
     def __init__(self, cfg: Remote, seed: int, store: Path) -> None:
         self.endpoint = Endpoint(cfg.url, cfg.model, cfg.key_variable, cfg.timeout_s, store, cfg.max_tokens)
         self.seed, self.identity = seed, cfg.model

@@ -28,7 +28,6 @@ MADE = {
 }
 INGESTED = {"reader": "pairs", "root": "data/01_raw/made", "options": {"manifest": "pairs.jsonl"}}
 LATER = ["ingest@made", "validate", "convert", "train", "predict", "evaluate"]
-ALONE = ("repro", "--single-item", "augment@made")
 
 
 @pytest.fixture
@@ -60,22 +59,6 @@ def test_a_made_dataset_follows_its_source_and_its_entry(project):
     assert "ingest@made" not in again, "the source has the same splits, so what is made is the same"
     (project / "data/01_raw/note.txt").write_text("no part of it")
     assert toy.status(project) == {}
-
-
-@pytest.mark.slow(15)
-def test_a_made_dataset_comes_from_the_run_cache_and_its_folder_is_dvcs_alone(project):
-    """Why the stage's output is not `persist`, by which DVC would leave the folder and never restore it."""
-    root = project / "data/01_raw/made"
-    toy.run(project, "dvc", "repro", "augment@made")
-    made = sorted(path.name for path in root.rglob("*"))
-    for seed, said in ((4, "Running stage 'augment@made'"), (3, "Stage 'augment@made' is cached - skipping run")):
-        set_params(project, "augment.made.seed", seed)
-        assert said in toy.run(project, "dvc", *ALONE)
-    assert sorted(path.name for path in root.rglob("*")) == made
-    (root / "mine.txt").write_text("mine")
-    set_params(project, "augment.made.seed", 5)
-    assert "Running stage 'augment@made'" in toy.run(project, "dvc", *ALONE)
-    assert not (root / "mine.txt").exists(), "as docs/made-data.md warns"
 
 
 PAGE = (REPOSITORY / "docs" / "made-data.md").read_text("utf-8")

@@ -1,5 +1,5 @@
-"""Features that two images are compared by, and each image's nearest others by their cosine. New features have their
-settings in `params.py` and a line in `EMBEDDERS`.
+"""Synthetic data by weights: InstructPix2Pix (Brooks et al., CVPR 2023), as diffusers has it and without a safety
+checker; features that two images are compared by, and each image's nearest others by their cosine.
 
 A base's own encoder gives the features of all places, joined. Their mean would not do: on MiniChange it calls any two
 scenes alike (cosine of the nearest other scene 0.93 in the mean), joined they are not (0.58), and OneDiff's band of
@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from m3diff.images.open import load_image
 from m3diff.records.progress import progress
-from m3diff.settings.section import ParamsError
-from m3diff.stages.augment.params import Clip, Encoder
+from m3diff.stages.augment.params import Clip, Encoder, InstructPix2Pix
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,10 +31,9 @@ Matrix = NDArray[np.float32]
 """[images, width], rows of length 1."""
 
 BATCH = 32
-GIB = 2**30
 BLOCK = 1024  # images whose similarities to all others are held at once, at most
 CELLS = 2**25  # similarities that are held at once, of 12 bytes each
-PROBED = 0.1  # share of FAISS's cells that are searched
+MULTIPLE = 8  # of the sides that a latent diffusion model takes, in pixels
 
 
 class Features:
@@ -54,8 +51,7 @@ class Features:
 
         Raises:
             ImageError: an image cannot be read.
-            ParamsError: the memory would not hold them, as is known after the first batch; or the model is of another
-                kind.
+            OSError, ValueError: transformers finds no model of the kind in the folder.
         """
         import torch
 
@@ -66,21 +62,9 @@ class Features:
             with torch.inference_mode():
                 batch = embed([load_image(path) for path in images[start : start + BATCH]]).flatten(1).float()
             if start == 0:
-                found = _empty(len(images), batch.shape[1])
+                found = np.empty((len(images), batch.shape[1]), np.float32)
             found[start : start + BATCH] = torch.nn.functional.normalize(batch, dim=1).cpu().numpy()
         return found
-
-
-def _empty(images: int, width: int) -> Matrix:
-    """Raises ParamsError where the memory would not hold them."""
-    needed, room = images * width * 4, psutil.virtual_memory().available
-    if needed > room:
-        raise ParamsError(
-            f"augment: features: {images:,} images of a split, {width:,} numbers each, are {needed / GIB:.1f} GiB, and "
-            f"{room / GIB:.1f} GiB of memory are free; write kind: clip, whose features are short, or make of fewer "
-            "images (source.splits), or free memory"
-        )
-    return np.empty((images, width), np.float32)
 
 
 def _encoder(folder: str, device: Device) -> Embed:
@@ -107,17 +91,10 @@ def _clip(folder: str, device: Device) -> Embed:
     """[images, width] of the space that images and texts share."""
     from transformers import AutoImageProcessor, AutoModelForZeroShotImageClassification
 
-    try:
-        processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        loaded: Any = AutoModelForZeroShotImageClassification.from_pretrained(
-            folder, dtype=device.dtype, local_files_only=True, use_safetensors=True
-        )
-    except (OSError, ValueError) as error:
-        why = str(error).partition("\n")[0]
-        raise ParamsError(
-            f"{folder}: is no CLIP or SigLIP of transformers with its weights as safetensors ({why}); name one, or "
-            "take `kind: encoder` for a LLaVA-OneVision"
-        ) from error
+    processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    loaded: Any = AutoModelForZeroShotImageClassification.from_pretrained(
+        folder, dtype=device.dtype, local_files_only=True, use_safetensors=True
+    )
     model = loaded.to(device.torch).eval()
 
     def embed(images: list[Image.Image]) -> Tensor:
@@ -132,16 +109,12 @@ EMBEDDERS = {"encoder": _encoder, "clip": _clip}
 """Kind of features -> (folder, device) -> the model's function from images to their features, flattened afterwards."""
 
 
-def nearest(features: Matrix, count: int, search: Literal["exact", "faiss"]) -> tuple[Matrix, NDArray[np.int64]]:
+def nearest(features: Matrix, count: int) -> tuple[Matrix, NDArray[np.int64]]:
     """Each row's most similar others: cosines and row numbers, both [images, count or one less than there are], the
     most similar first. Equal settings and features give the same."""
     count = min(count, len(features) - 1)
     if count < 1:
         return np.empty((len(features), 0), np.float32), np.empty((len(features), 0), np.int64)
-    return _faiss(features, count) if search == "faiss" else _exact(features, count)
-
-
-def _exact(features: Matrix, count: int) -> tuple[Matrix, NDArray[np.int64]]:
     similarities, numbers = [], []
     size = min(BLOCK, max(1, CELLS // len(features)))
     for start in range(0, len(features), size):
@@ -157,18 +130,49 @@ def _exact(features: Matrix, count: int) -> tuple[Matrix, NDArray[np.int64]]:
     return np.concatenate(similarities), np.concatenate(numbers)
 
 
-def _faiss(features: Matrix, count: int) -> tuple[Matrix, NDArray[np.int64]]:
-    """By an inverted file: cells of like images, the nearest tenth of which is searched. It may miss neighbours, and
-    then gives farther ones."""
-    import faiss
+class Pix2PixEditor:
+    """Each edit has a random state of its own: the same seed gives the same edit, whatever was edited before."""
 
-    cells = max(1, int(len(features) ** 0.5))
-    index: Any = faiss.index_factory(features.shape[1], f"IVF{cells},Flat", faiss.METRIC_INNER_PRODUCT)
-    index.train(features)
-    index.add(features)
-    index.nprobe = max(1, round(cells * PROBED))
-    similarities, numbers = index.search(features, count + 1)
-    others = numbers != np.arange(len(features))[:, None]
-    others[others.all(axis=1), -1] = False  # where a row did not find itself, the farthest goes
-    shape = (len(features), count)
-    return similarities[others].reshape(shape), numbers[others].reshape(shape)
+    def __init__(self, cfg: InstructPix2Pix, device: Device) -> None:
+        self.cfg, self.identity, self.device = cfg, cfg.identity(), device
+        self.pipeline: Any = None
+
+    def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None:
+        import torch
+        from PIL import Image
+
+        original = load_image(image)
+        made = self._loaded()(
+            instruction,
+            image=original.resize(fitted(original.size, self.cfg.image_px), Image.Resampling.LANCZOS),
+            num_inference_steps=self.cfg.steps,
+            guidance_scale=self.cfg.guidance,
+            image_guidance_scale=self.cfg.image_guidance,
+            generator=torch.Generator("cpu").manual_seed(seed),  # the same numbers on every device
+        )
+        edited: Image.Image = made.images[0]
+        return edited.convert("RGB").resize(original.size, Image.Resampling.BICUBIC)
+
+    def _loaded(self) -> Any:
+        """The pipeline; it is loaded for the first edit, since a run that goes on may have none to make."""
+        if self.pipeline is None:
+            import torch
+            from diffusers import StableDiffusionInstructPix2PixPipeline
+
+            self.pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(
+                str(self.cfg.model),
+                torch_dtype=torch.float16 if self.device.gpu else torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                safety_checker=None,
+                requires_safety_checker=False,
+            ).to(self.device.torch)
+            self.pipeline.set_progress_bar_config(disable=True)
+        return self.pipeline
+
+
+def fitted(size: tuple[int, int], longer: int) -> tuple[int, int]:
+    """Width and height with the longer side as given, both multiples of 8 and nearest to the shape."""
+    scale = longer / max(size)
+    width, height = (max(MULTIPLE, round(side * scale / MULTIPLE) * MULTIPLE) for side in size)
+    return width, height

@@ -1,10 +1,21 @@
-"""MiniChange's words read back: an instruction as changes, a description as things; and what two descriptions tell."""
+"""MiniChange's words read back: an instruction as changes, which `DrawnEditor` carries out on the scene behind an image
+and draws anew; a description as things; and what two descriptions tell.
+
+As any photograph of the benchmark, an edit has a camera, light and noise of its own; what an instruction leaves open
+(where in its place a new object is, which way a new arrow points) follows from the seed.
+"""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from m3diff.datasets.minichange.generate import FILE, read_scenes
 from m3diff.datasets.minichange.language import (
     ARMS,
     CAMERA,
@@ -16,11 +27,31 @@ from m3diff.datasets.minichange.language import (
     name,
     references,
 )
-from m3diff.datasets.minichange.scene import COLORS, DIRECTIONS, GLYPHS, KINDS, PLACES, WIDTHS, Change, Thing
+from m3diff.datasets.minichange.levels import LAMP_ON, LEVELS, SEEN, sample_free_thing, sample_grid_thing, seen, square
+from m3diff.datasets.minichange.render import render
+from m3diff.datasets.minichange.scene import (
+    COLORS,
+    DIRECTIONS,
+    GLYPHS,
+    KINDS,
+    PLACES,
+    STATES,
+    WIDTHS,
+    Change,
+    Scene,
+    Thing,
+    View,
+    pick,
+)
+from m3diff.records.files import sha256
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SIZES = tuple(WIDTHS["free"])  # those of both levels
 MOST_CHANGES = 3  # of a pair, as the benchmark has them
 WORDS = 5  # ways to say each change
+TRIES = 400  # to find room for a new object
 OLD = "{old_"
 """Begins a slot of a template for what an object was, which an instruction need not say."""
 
@@ -191,3 +222,87 @@ def _became(before: Thing, after: Thing) -> Change | None:
         return None
     states = {"arrow": "orientation", "doll": "pose", "sign": "ocr", "die": "counting"}
     return Change(states[before.kind] if differs == ["state"] else differs[0], before=before, after=after)
+
+
+class DrawnEditor:
+    """Edits the images of one MiniChange on disk.
+
+    Raises:
+        DataError: it holds no scenes.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.scenes, self.identity = root, read_scenes(root), sha256(root / FILE)
+
+    def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None:
+        scene = self.scenes.of.get(image.relative_to(self.root).as_posix())
+        rng = np.random.default_rng(seed)
+        edited = carry_out(scene, instruction, rng) if scene else None
+        return render(edited, self.scenes.image_px, rng, self.scenes.domain) if edited else None
+
+
+def carry_out(scene: Scene, instruction: str, rng: np.random.Generator) -> Scene | None:
+    """The scene after the changes of an instruction, under a camera and light that have moved a little.
+
+    None where the instruction is not in MiniChange's words, or cannot be carried out: no object, or more than one, has
+    its name at its place; the lamp is so already; a new object finds no room.
+    """
+    after: Scene | None = scene
+    for change in read_instruction(instruction) or ():
+        after = _changed(after, change, scene.view, rng) if after else None
+    if after is None or after is scene:
+        return None
+    return replace(after, view=LEVELS[scene.level].jitter(rng, after.view))
+
+
+def _changed(scene: Scene, change: Change, seen_by: View, rng: np.random.Generator) -> Scene | None:
+    """The scene after one change; places are meant as the camera before, `seen_by`, sees them."""
+    level = LEVELS[scene.level]
+    if change.type == "viewpoint":
+        return replace(scene, view=level.moved(scene.view, change.word))
+    if change.type == "illumination":
+        is_so = (change.word == "on") == (scene.view.brightness > LAMP_ON)
+        return None if is_so else replace(scene, view=level.lit(scene.view, change.word))
+    if change.before is None:
+        assert change.after is not None
+        if (new := _new_thing(scene, change.after, seen_by, rng)) is None:
+            return None
+        return level.in_order(replace(scene, things=(*scene.things, new)))
+    said = change.before
+    meant = [
+        at
+        for at, thing in enumerate(scene.things)
+        if (thing.cell, name(thing)) == (said.cell, name(said)) and said.state in (None, thing.state)
+    ]
+    if len(meant) != 1:
+        return None
+    thing, things, marks = scene.things[meant[0]], list(scene.things), scene.marks
+    things[meant[0] : meant[0] + 1] = [_altered(thing, change.type, change.after, rng)] if change.after else []
+    if change.type == "removal":  # it leaves a print
+        marks += (level.mark(thing),)
+    return replace(scene, things=tuple(things), marks=marks)
+
+
+def _altered(thing: Thing, change_type: str, after: Thing, rng: np.random.Generator) -> Thing:
+    if change_type == "substitution":
+        state = pick(rng, STATES[after.kind]) if after.kind in STATES else None
+        return replace(thing, kind=after.kind, color=after.color, size=after.size, state=state)
+    if change_type in ("size", "color"):
+        return replace(thing, **{change_type: getattr(after, change_type)})
+    return replace(thing, state=after.state)
+
+
+def _new_thing(scene: Scene, wanted: Thing, seen_by: View, rng: np.random.Generator) -> Thing | None:
+    """An object of this name somewhere at its place; None where there is no room."""
+    looks: dict[str, Any] = {"color": wanted.color, "size": wanted.size}
+    if scene.level == "grid":
+        taken = {thing.cell for thing in scene.things} | {mark.cell for mark in scene.marks}
+        new = replace(sample_grid_thing(rng, wanted.cell, wanted.kind), **looks)
+        return None if wanted.cell in taken else new
+    for _ in range(TRIES):
+        thing = replace(sample_free_thing(rng, seen_by, wanted.kind), **looks)
+        squares = [square(each) for each in (*scene.things, thing)]
+        is_seen = all(seen(each, squares[at + 1 :]) >= SEEN for at, each in enumerate(squares))
+        if thing.cell == wanted.cell and is_seen:
+            return thing
+    return None
