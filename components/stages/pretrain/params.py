@@ -1,16 +1,15 @@
 """The section `pretrain`: sizes and schedule of the tiny base model that the embedded run starts from."""
 
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from m3diff.settings.section import Section
 
 Level = Literal["grid", "free"]
 TaskName = Literal["image", "asked for in two", "side by side", "asked for", "two images", "sentence"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
-OF_TWO_IMAGES = ("asked for in two", "side by side", "two images")
 
 
 class Blip2(Section):
@@ -20,7 +19,9 @@ class Blip2(Section):
     start: Path  # the folder of that LLaVA-OneVision
     queries: int = Field(ge=1)
     qformer_layers: int = Field(ge=2)  # every second one reads the picture
-    stacked: bool  # two images of a task as one picture, one below the other; false: tasks of one image alone
+    stacked: (
+        bool  # its encoder sees two images as one picture, one below the other, too; false: tasks of one image alone
+    )
 
 
 class Pretrain(Section):
@@ -29,7 +30,7 @@ class Pretrain(Section):
     seed: int = Field(ge=0)
     image_px: int = Field(ge=32)  # as MiniChange is drawn
     levels: tuple[Level, ...] = Field(("grid",), min_length=1)  # of MiniChange, of which scenes are drawn in turn
-    tasks: tuple[TaskName, ...] = TASKS  # of `curriculum.py`; fewer make a control, such as one without two images
+    tasks: tuple[TaskName, ...] = TASKS  # of `curriculum.py`, "image" among them; fewer make a control
     vision_px: int = Field(ge=8)
     patch_px: int = Field(ge=4)  # 24: 9 patches, one to a place of the 3 x 3 grid
     width: int = Field(ge=8)
@@ -47,33 +48,3 @@ class Pretrain(Section):
     weight_decay: float = Field(ge=0)
     blip2: Blip2 | None = None  # without it: a LLaVA-OneVision
     threads: int = Field(ge=1)  # two are a third faster, no more, and the sums then depend on the machine
-
-    @field_validator("levels", "tasks")
-    @classmethod
-    def none_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Each name once."""
-        if len(set(names)) < len(names):
-            raise ValueError(f"expected each name once, found {', '.join(names)}")
-        return names
-
-    @field_validator("tasks")
-    @classmethod
-    def with_first_task(cls, tasks: tuple[TaskName, ...]) -> tuple[TaskName, ...]:
-        """To describe one image is what a base learns first and is measured by."""
-        if "image" not in tasks:
-            raise ValueError(f"expected 'image' among the tasks, found {', '.join(tasks) or 'none'}")
-        return tasks
-
-    @model_validator(mode="after")
-    def two_images_stacked(self) -> Self:
-        """A BLIP-2 sees one picture."""
-        if self.blip2 is None:
-            return self
-        if not self.blip2.stacked and (two := [name for name in self.tasks if name in OF_TWO_IMAGES]):
-            raise ValueError(f"blip2.stacked: false shows one image, and tasks has {', '.join(two)}; leave them out")
-        if self.vision_px % (2 * self.patch_px):
-            raise ValueError(
-                f"vision_px: a BLIP-2's picture of two images needs an even number of rows of patches of patch_px: "
-                f"{self.patch_px}, found {self.vision_px}"
-            )
-        return self

@@ -5,7 +5,8 @@ The real recipes start from models that have seen images but no differences. So 
 says what a base learns, never a difference. Deterministic; run: `make base`, `make base FAMILY=blip2idc`.
 
 torch orthogonalises every update of Muon in bf16. Where a processor has to emulate it, that takes 24 times as long as
-in fp32 (54 and 2.3 ms for a matrix of 128 x 256 on an AMD EPYC), five sixths of a step of the tiny base.
+in fp32 (54 and 2.3 ms for a matrix of 128 x 256 on an AMD EPYC), five sixths of a step of the tiny base. So it is
+done in fp32 there.
 """
 
 import csv
@@ -43,7 +44,7 @@ def pretrain(cfg: Pretrain, out: Path) -> None:
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     of = architecture_of(cfg)
-    bank = _render_bank(cfg, of)
+    bank = render_bank(cfg, of)
     model = of.make_model()
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.scenes):,} scenes")
     segmentation = _learn_to_segment(of, model, bank, cfg) if cfg.segmentation_steps else ""
@@ -64,24 +65,21 @@ class Bank:
     levels: tuple[Level, ...]
     held_out: int
 
-    @property
-    def kept(self) -> int:
-        """Return how many scenes train."""
-        return len(self.scenes) - self.held_out
-
     def sample(self, rng: np.random.Generator, turn: int, count: int) -> np.ndarray:
         """Return numbers of `count` scenes that train, all of the level whose turn it is."""
         every = len(self.levels)
         level = turn % every
-        return level + every * rng.choice(len(range(level, self.kept, every)), count, replace=False)
+        trains = range(level, len(self.scenes) - self.held_out, every)
+        return level + every * rng.choice(len(trains), count, replace=False)
 
     def held_out_of(self, level: Level) -> np.ndarray:
         """Return numbers of the scenes of a level that do not train."""
-        numbers = np.arange(self.kept, len(self.scenes))
+        numbers = np.arange(len(self.scenes))[-self.held_out :]
         return numbers[numbers % len(self.levels) == self.levels.index(level)]
 
 
-def _render_bank(cfg: Pretrain, of: Architecture) -> Bank:
+def render_bank(cfg: Pretrain, of: Architecture) -> Bank:
+    """Draw the scenes, on all cores."""
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         made = pool.map(partial(_render_one, cfg, of), range(cfg.scenes), chunksize=250)
         bank = list(progress(made, "render", total=cfg.scenes, unit="scene"))
@@ -98,11 +96,6 @@ def _render_one(cfg: Pretrain, of: Architecture, number: int) -> tuple[np.ndarra
     return of.prepare_image(render(scene, cfg.image_px, rng)), scene
 
 
-def has_bf16_products() -> bool:
-    """Return whether this processor multiplies in bf16 by itself."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 def orthogonalised(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Return the Newton-Schulz iteration of torch's Muon, in the precision of `grad`, [rows, columns]."""
     a, b, c = coefficients
@@ -114,20 +107,8 @@ def orthogonalised(grad: Tensor, coefficients: tuple[float, float, float], steps
     return found.T if grad.size(0) > grad.size(1) else found
 
 
-class Muon(torch.optim.Muon):
-    """torch's own where the processor has products in bf16; else with `orthogonalised` in the place of its."""
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]  # no loss is asked for
-        assert closure is None, "a step takes no closure here"
-        if has_bf16_products():
-            super().step()
-            return
-        own = theirs._zeropower_via_newtonschulz
-        theirs._zeropower_via_newtonschulz = orthogonalised  # type: ignore[assignment]  # its parameters' names
-        try:
-            super().step()
-        finally:
-            theirs._zeropower_via_newtonschulz = own
+if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+    theirs._zeropower_via_newtonschulz = orthogonalised  # type: ignore[assignment]  # its parameters' names
 
 
 class Optimizer:
@@ -141,7 +122,7 @@ class Optimizer:
         for name, p in model.named_parameters():
             (matrices if p.ndim == 2 and "embed" not in name else rest).append(p)
         decay, shape = cfg.weight_decay, partial(plateau, cfg.warmup_steps, steps)
-        muon = Muon(matrices, lr=cfg.lr_matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        muon = torch.optim.Muon(matrices, lr=cfg.lr_matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=decay)
         self.optimizers = (muon, adamw)
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, shape) for optimizer in self.optimizers]
