@@ -14,8 +14,7 @@ import pytest
 
 from m3diff.models.generation import load_captioner
 from tests.servers import free_port
-from tests.serving.process import Running
-from tests.serving.toy import form, png
+from tests.serving.toy import Running, form, png
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 

@@ -235,24 +235,19 @@ class Served:
     """A model with its facts, and the requests that it still has to answer."""
 
     def __init__(self, deployed: Deployed, facts: Facts) -> None:
-        self.deployed, self.facts = deployed, facts
-        self.under_way = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self.deployed, self.facts, self.under_way = deployed, facts, 0
 
     async def ask(self, asked: Asked) -> Answer | Fault:
         self.under_way += 1
-        self.idle.clear()
         try:
             return await self.deployed.ask(asked)
         finally:
             self.under_way -= 1
-            if not self.under_way:
-                self.idle.set()
 
     async def retire(self) -> None:
         """Remove the model once it has given its last answer."""
-        await self.idle.wait()
+        while self.under_way:
+            await asyncio.sleep(0.05)
         await self.deployed.remove()
 
 

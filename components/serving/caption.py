@@ -1,14 +1,13 @@
 """`m3diff caption BEFORE AFTER`: captions of one's own images. No server is needed."""
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from m3diff.datasets.files import describe, fault_of_path, is_inside, read_text
+from m3diff.datasets.files import describe, fault_of_path, is_inside
+from m3diff.datasets.tables import read_table
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
@@ -79,21 +78,16 @@ def _images(folder: Path) -> dict[str, Path]:
 
 
 def _of_table(table: Path, roots: list[Path]) -> Iterator[AskedPair]:
-    """Rows of a CSV file; paths are relative to its folder and stay in the roots."""
-    rows = csv.DictReader(io.StringIO(read_text(table).removeprefix("\ufeff"), newline=""))
-    columns = rows.fieldnames or []
-    if missing := [side for side in SIDES if side not in columns]:
-        raise DataError(f"{table}: no column {' and '.join(missing)} among {', '.join(columns) or 'none'}; {WANTED}")
+    """Rows of a table; paths are relative to its folder and stay in the roots."""
     number = 0
-    for number, row in enumerate(rows, 1):
+    for number, (where, row, fault) in enumerate(read_table(table, SIDES), 1):
         for side in SIDES:
-            if not row[side]:
-                raise DataError(f"{table} row {number}: {side} is empty; write the path of an image")
-            fault = fault_of_path(row[side], table.parent, roots, "--image-root")
-            if not fault and not is_inside(table.parent / row[side], *roots):
+            named = row[side] if isinstance(row[side], str) else ""
+            fault = fault or fault_of_path(named, table.parent, roots, "--image-root")
+            if not fault and not is_inside(table.parent / named, *roots):
                 fault = "is a symbolic link out of the table's folder; name the folder that it leads to by --image-root"
             if fault:
-                raise DataError(f"{table} row {number}: {side}: {describe(row[side])} {fault}")
+                raise DataError(f"{table.parent / where}: {side}: {describe(row[side])} {fault}")
         yield AskedPair(f"{number:05}", *(table.parent / row[side] for side in SIDES))
     if not number:
         raise DataError(f"{table}: no row; {WANTED}")

@@ -5,7 +5,6 @@ server is not started.
 """
 
 import asyncio
-import ipaddress
 import itertools
 import logging
 import os
@@ -22,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from m3diff.cluster import on_one_machine, start_ray
+from m3diff.endpoint import THIS_MACHINE
 from m3diff.registry.model_source import Source, find, version_of
 from m3diff.serving import batcher, request
 from m3diff.serving.batcher import Answer, Deploy, Fault, Metrics, Models
@@ -251,11 +251,7 @@ def take_token(host: str) -> str | None:
         ParamsError: it is short, or there is none and other machines could reach the server.
     """
     token = os.environ.pop(TOKEN, None)
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if token is None and not is_loopback:
+    if token is None and host not in THIS_MACHINE:
         raise ParamsError(
             f"serve: --host {host} lets other machines in, and there is no token; set {TOKEN} ({NEW_TOKEN} makes one), "
             "or leave --host out"
@@ -271,8 +267,7 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)  # type: ignore[arg-type]
     except OSError as error:
-        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ParamsError(
-            f"serve: cannot listen on {host} port {port} ({why}); end the program that does, or choose another: "
+            f"serve: cannot listen on {host} port {port} ({error}); end the program that does, or choose another: "
             f"m3diff serve --port {port % 65535 + 1}"
         ) from error

@@ -238,7 +238,7 @@ def listening(own: str, root: psutil.Process, names: Iterable[str]) -> Iterator[
 @pytest.mark.slow(120)
 def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_ask_what_it_says(machine, tmp_path):
     from tests.faults import small
-    from tests.serving.process import running, write_registry
+    from tests.serving.toy import running, write_registry
 
     text = (REPOSITORY / "SECURITY.md").read_text().partition("\n## Ports\n")[2].partition("\n## ")[0]
     rows = [re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("| `")]

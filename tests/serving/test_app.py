@@ -92,18 +92,15 @@ def test_many_at_once_share_batches_and_each_has_its_own_answer(serve):
         wanted.append((said("one", QUESTION, *("/".join(map(str, colour)) for colour in colours)), bool(overlay)))
     answers = [answer.json() for answer in service.post_at_once(CAPTION, requests)]
     assert [(answer["caption"], "overlay" in answer) for answer in answers] == wanted
-    metrics = service.get("/metrics").text
-    assert 'm3diff_batch_pairs_bucket{le="1.0"} 40.0' not in metrics, "no pair shared a batch"
-    assert 'm3diff_batch_pairs_bucket{le="8.0"} 40.0' in metrics, "a batch had more than batch_pairs"
-
-
-def test_the_overlay_is_each_image_with_outlines_and_never_huge(serve):
     large = png(plain(200, 200, 200, (3000, 1500)))
-    found = serve().post(CAPTION, **form(BEFORE, large, overlay="true")).json()["overlay"]
+    found = service.post(CAPTION, **form(BEFORE, large, overlay="true")).json()["overlay"]
     before, after = (Image.open(io.BytesIO(base64.b64decode(found[side]))) for side in ("before", "after"))
     assert (before.size, after.size) == ((32, 24), (OVERLAY_PX, OVERLAY_PX // 2))
     assert len(after.getcolors() or ()) > 1, "a plain image has no second colour but its outlines"
     assert after.getpixel((2, 2)) == (200, 200, 200)
+    metrics = service.get("/metrics").text
+    assert 'm3diff_batch_pairs_bucket{le="1.0"} 41.0' not in metrics, "no pair shared a batch"
+    assert 'm3diff_batch_pairs_bucket{le="8.0"} 41.0' in metrics, "a batch had more than batch_pairs"
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -141,14 +138,12 @@ WHERE = "messages.0.content: before: "
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no image": (form(b"GIF or not", AFTER), "not_an_image", "before: 10 bytes, is of no known image format"),
     "nothing": (form(BEFORE, b""), "not_an_image", "after: 0 bytes"),
-    "a cut image": (form(BEFORE, AFTER[: len(AFTER) // 2]), "not_an_image", "cannot be read as an image"),
     "PostScript": (form(EPS, AFTER), "not_an_image", "is of no known image format"),
     "a bomb": (form(bomb(9000, 9000), AFTER), "too_many_pixels", "9000x9000 pixels, 81,000,000 padded to a square; at"),
     "a line": (form(png(Image.new("1", (1, 30_000))), AFTER), "too_many_pixels", "before: has 1x30000 pixels"),
     "a bomb that Pillow refuses": (form(BEFORE, bomb(60000, 60000)), "not_an_image", "exceeds limit"),
     "too many values": (typed(b"[" + b"{}," * 9_999 + b"{}]"), "not_json", "at most 10,000 values"),
     "one image": ({"files": {"before": ("a.png", BEFORE)}}, "missing_field", "after: nothing"),
-    "a path": ({"files": {"before": BEFORE}, "data": {"after": "/etc/passwd"}}, "not_an_image", "after: 11 bytes"),
     "a field too many": (form(BEFORE, AFTER, colour="red"), "unknown_field", "colour: red"),
     "a side twice": ({"files": [("before", BEFORE), ("before", BEFORE)]}, "repeated_field", "before: given twice"),
     "an odd overlay": (form(BEFORE, AFTER, overlay="maybe"), "invalid_field", "overlay: maybe; "),
@@ -159,29 +154,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "JSON that is none": (typed(b"{"), "not_json", "Invalid JSON"),
     "nested JSON": (typed(b"[" * 100_000), "not_json", "JSON"),
     "an address": (as_json(before="http://[::1]/a"), "not_base64", "before: http://[::1]/a"),
-    "no base64": (as_json(before="ä"), "not_base64", "before: ä"),
     "a field in JSON": (as_json(colour=1), "unknown_field", "colour: 1"),
     "another type": (typed(b"x", "text/plain"), "wrong_type", "Content-Type 'text/p"),
-    "a form without parts": (typed(b"x", f"{FORM}; boundary=y"), "", ""),
     "a form without a boundary": (typed(b"x", FORM), "not_a_form", "a multipart form"),
     "chat: one image": (parts(TEXT, IMAGE), "wrong_parts", "1 image(s), 1 text(s); exactly 2 images"),
     "chat: two texts": (parts(TEXT, IMAGE, IMAGE, TEXT), "wrong_parts", "2 text(s); exactly 2 images and at most one"),
     "chat: an address": (parts(at("https://a.com/a.png"), IMAGE), "not_base64", f"{WHERE}https://a.com/a.png"),
-    "chat: a file's": (parts(at("file:///etc/passwd"), IMAGE), "not_base64", f"{WHERE}file:///etc/passwd"),
-    "chat: a path": (parts(at("/etc/passwd"), IMAGE), "not_base64", f"{WHERE}/etc/passwd"),
     "chat: two messages": (messages(USER, USER), "invalid_field", "messages: "),
     "chat: a system's": (messages({"role": "system", "content": [TEXT]}), "invalid_field", "messages.0.role: system"),
     "chat: no message": (messages(), "missing_field", "messages: nothing"),
-    "chat: a message that is none": (messages("What?"), "invalid_field", "messages.0: What?"),
-    "chat: no role": (messages({"content": [IMAGE, IMAGE]}), "missing_field", "messages.0.role: nothing"),
     "chat: its field": (parts(IMAGE, IMAGE, colour=1), "unknown_field", "colour: 1"),
-    "chat: a message's": (messages(USER | {"a": 1}), "unknown_field", "messages.0.a: 1"),
     "chat: an address's": (parts(at(URL, min_pixels=9), OTHER), "unknown_field", "image_url.min_pixels: 9"),
-    "chat: text alone": (messages({"role": "user", "content": "What?"}), "invalid_field", "content"),
     "chat: a stream": (parts(IMAGE, IMAGE, stream=True), "unknown_field", "stream: True"),
     "chat: some temperature": (parts(IMAGE, IMAGE, temperature=0.7), "unknown_field", "temperature: 0.7"),
-    "chat: a tool": (parts(IMAGE, IMAGE, tools=[{"type": "function"}]), "unknown_field", "tools: "),
-    "chat: JSON": (parts(IMAGE, OTHER, response_format={"type": "json"}), "unknown_field", "response_format"),
     "chat: few tokens": (parts(IMAGE, IMAGE, max_tokens=3), "invalid_field", "max_tokens: 3; 64 or more"),
     "chat: a special token": (parts(TEXT | {"text": "<image>"}, IMAGE, IMAGE), "special_token", "'<image>'"),
 }
@@ -206,7 +191,7 @@ def test_what_is_no_question_about_two_images_is_refused_with_what_was_found_the
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["JPEG2000", "PNG", "tiff_lzw"])
-def test_a_damaged_image_of_any_format_is_refused_or_read_and_no_fault_of_the_server(kind, serve):
+def test_a_damaged_image_is_refused_or_read_and_no_fault_of_the_server(kind, serve):
     answers = serve(max_queue=DAMAGES).post_at_once(CAPTION, [form(data, AFTER) for data in damaged(kind)])
     assert {answer.status_code for answer in answers} <= {200, 422}
 

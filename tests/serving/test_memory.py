@@ -17,8 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from m3diff.serving.app import COPIES
 from m3diff.serving.batcher import DECODERS
-from tests.serving.process import Running, running, write_registry
-from tests.serving.toy import PARAMS, form, plain, png
+from tests.serving.toy import PARAMS, Running, form, plain, png, running, write_registry
 
 BYTES_PER_PIXEL = 30
 PATIENCE_S = 400

@@ -11,8 +11,7 @@ import pytest
 from m3diff.models.generation import load_captioner
 from m3diff.stages.register.stage import SIGNATURE, copy_code
 from tests.servers import free_port, started
-from tests.serving.process import environment, running
-from tests.serving.toy import base64_of, form, png
+from tests.serving.toy import base64_of, environment, form, png, running
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 

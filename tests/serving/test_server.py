@@ -24,8 +24,19 @@ from m3diff.__main__ import main
 from m3diff.models.generation import QUESTION
 from m3diff.serving.server import deployer
 from m3diff.settings.section import ParamsError
-from tests.serving.process import Running, command, environment, running, write_registry
-from tests.serving.toy import PARAMS, chat, form, plain, png, said
+from tests.serving.toy import (
+    PARAMS,
+    Running,
+    chat,
+    command,
+    environment,
+    form,
+    plain,
+    png,
+    running,
+    said,
+    write_registry,
+)
 from tests.stages.train.cluster import cluster
 from tests.tiny import tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
@@ -238,7 +249,7 @@ CANNOT: dict[str, tuple[Callable[[Any], list[str]], str, int, str]] = {
     "a short token": (lambda root: ["--host", "127.0.0.1"], "short", 2, "M3DIFF_SERVE_TOKEN has 5 characters; 16 at"),
     "no such version": (unknown, TOKEN, 3, "model 'm3diff' has no version 'nowhere'; there are [1]; name one of these"),
     "a damaged checkpoint": (damaged, "", 3, "/checkpoint/model.safetensors: a Git LFS pointer"),
-    "a taken port": (lambda root: [], "", 2, "(Address already in use); end the program that does, or choose"),
+    "a taken port": (lambda root: [], "", 2, "Address already in use"),
 }
 
 
