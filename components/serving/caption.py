@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from m3diff.datasets.files import describe, fault_of_path, is_inside
-from m3diff.datasets.tables import read_table
+from m3diff.datasets.tables import read_values
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
@@ -80,15 +80,16 @@ def _images(folder: Path) -> dict[str, Path]:
 def _of_table(table: Path, roots: list[Path]) -> Iterator[AskedPair]:
     """Rows of a table; paths are relative to its folder and stay in the roots."""
     number = 0
-    for number, (where, row, fault) in enumerate(read_table(table, SIDES), 1):
+    for number, (where, row) in enumerate(read_values(table, SIDES), 1):
+        if isinstance(row, DataError):
+            raise DataError(f"{table.parent / where}: {row}")
         for side in SIDES:
-            named = row[side] if isinstance(row[side], str) else ""
-            fault = fault or fault_of_path(named, table.parent, roots, "--image-root")
-            if not fault and not is_inside(table.parent / named, *roots):
+            fault = fault_of_path(str(row[side]), table.parent, roots, "--image-root")
+            if not fault and not is_inside(table.parent / str(row[side]), *roots):
                 fault = "is a symbolic link out of the table's folder; name the folder that it leads to by --image-root"
             if fault:
                 raise DataError(f"{table.parent / where}: {side}: {describe(row[side])} {fault}")
-        yield AskedPair(f"{number:05}", *(table.parent / row[side] for side in SIDES))
+        yield AskedPair(f"{number:05}", *(table.parent / str(row[side]) for side in SIDES))
     if not number:
         raise DataError(f"{table}: no row; {WANTED}")
 

@@ -192,7 +192,7 @@ NO_PAIR = [
     ("one", "many", "", "11 image.s. in one folder alone: a, b, n0, n1, n2, ...; name both sides alike"),
     ("empty", "empty", "", "empty: no image"),
     ("t.csv", None, "first,after\n1,2\n", "t.csv: no column before; found first, after"),
-    ("t.csv", None, "before,after\nx.png,y.png\nx.png\n", "t.csv, line 3: before: .*has 1 fields, the header 2"),
+    ("t.csv", None, "before,after\nx.png,y.png\nx.png\n", "t.csv, line 3: row: has 1 fields, the header 2"),
     ("t.csv", None, "before,after\n", "t.csv: no row"),
     ("t.csv", None, "before,after\nx.png,http://[::1]/y.png\n", "t.csv, line 2: after: .*is an address, and nothing"),
     ("x.png", None, "", "x.png: unknown kind of manifest"),
