@@ -18,20 +18,15 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 PATIENCE_S, UNTIL_S = 60, 400
 REPOSITORY = Path(__file__).parents[1]
 SECRET = "only-for-tests"
-
-
-class MissingPackageError(RuntimeError):
-    """A server's program is not on this machine."""
 
 
 def free_port() -> int:
@@ -163,8 +158,7 @@ class Listener:
 # A team's
 
 
-@dataclass(frozen=True)
-class Postgres:
+class Postgres(NamedTuple):
     port: int
     user: str
 
@@ -182,52 +176,25 @@ class Postgres:
         return f"postgresql://{self.user}:{SECRET}@127.0.0.1:{self.port}/{database}"
 
 
-@dataclass(frozen=True)
-class Ssh:
-    port: int
-    user: str
-    key: Path
+class Ssh(NamedTuple):
+    """`remote` has the options of a DVC remote that keeps its files under `folder`."""
+
     folder: Path
-
-    @property
-    def remote(self) -> dict[str, str]:
-        """The options of a DVC remote that keeps its files under `folder`."""
-        place = {"url": f"ssh://{self.user}@127.0.0.1:{self.port}{self.folder}", "keyfile": str(self.key)}
-        return place | {"allow_agent": "false"}
+    remote: dict[str, str]
 
 
-@dataclass(frozen=True)
-class S3:
-    port: int
+class S3(NamedTuple):
+    """`environment` is what boto3, and so DVC and MLflow, read."""
+
     bucket: str
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What boto3, and so DVC and MLflow, read."""
-        return {
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "MLFLOW_S3_ENDPOINT_URL": self.endpoint,
-        }
+    environment: dict[str, str]
 
 
 def program(name: str, package: str, *folders: str) -> str:
-    """The program's path.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
+    """The program's path. Raises RuntimeError if it is not installed."""
     found = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *folders]))
     if found is None:
-        raise MissingPackageError(
-            f"{name} is not on this machine: apt-get install -y --no-install-recommends {package}"
-        )
+        raise RuntimeError(f"{name} is not on this machine: apt-get install -y --no-install-recommends {package}")
     return found
 
 
@@ -290,10 +257,8 @@ def postgres() -> Iterator[Postgres]:
 
 def accepts(server: Postgres) -> bool:
     """Whether PostgreSQL takes a connection: it listens before it is ready."""
-    try:
-        import psycopg2
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("psycopg2 is not installed: make install-team") from error
+    import psycopg2
+
     try:
         psycopg2.connect(server.url("postgres")).close()
     except psycopg2.OperationalError:
@@ -328,24 +293,28 @@ def ssh() -> Iterator[Ssh]:
         (folder / "config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
         command = [sshd, "-D", "-e", "-f", str(folder / "config")]
         with started(command, folder / "log", lambda: listens(port)):
-            yield Ssh(port, getpass.getuser(), folder / "client", folder / "remote")
+            place = {"url": f"ssh://{getpass.getuser()}@127.0.0.1:{port}{folder}/remote", "allow_agent": "false"}
+            yield Ssh(folder / "remote", place | {"keyfile": str(folder / "client")})
 
 
 @contextlib.contextmanager
 def s3(bucket: str = "m3diff") -> Iterator[S3]:
     """A store that speaks S3 (moto), in memory, with one empty bucket."""
-    try:
-        import boto3
-        import moto.server  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise MissingPackageError(f"{error.name} is not installed: make install-team") from error
-    with tempfile.TemporaryDirectory(prefix="m3diff-s3-") as place:
-        found = S3(free_port(), bucket)
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(found.port)]
-        with started(command, Path(place) / "log", lambda: answers(f"{found.endpoint}/moto-api/")):
-            keys = {"aws_access_key_id": "test", "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
-            boto3.client("s3", endpoint_url=found.endpoint, **keys).create_bucket(Bucket=bucket)
-            yield found
+    import boto3
+
+    port = free_port()
+    address, command = (
+        f"http://127.0.0.1:{port}",
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+    )
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
+    with (
+        tempfile.TemporaryDirectory(prefix="m3diff-s3-") as place,
+        started(command, Path(place) / "log", lambda: answers(f"{address}/moto-api/")),
+    ):
+        given = {"aws_access_key_id": "test", "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
+        boto3.client("s3", endpoint_url=address, **given).create_bucket(Bucket=bucket)
+        yield S3(bucket, keys | {"AWS_EC2_METADATA_DISABLED": "true", "MLFLOW_S3_ENDPOINT_URL": address})
 
 
 def answers(address: str) -> bool:

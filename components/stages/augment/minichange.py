@@ -8,10 +8,11 @@ As any photograph of the benchmark, an edit has a camera, light and noise of its
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,11 +57,8 @@ OLD = "{old_"
 """Begins a slot of a template for what an object was, which an instruction need not say."""
 
 
-class Description(NamedTuple):
-    """The things and marks of an image, offsets left out."""
-
-    things: tuple[Thing, ...]
-    marks: tuple[int, ...]  # places
+Description = tuple[list[Thing], list[int]]
+"""The things of an image, offsets left out, and the places of its marks."""
 
 
 def _any(words: Iterable[object]) -> str:
@@ -81,7 +79,7 @@ def read_description(text: str) -> Description | None:
         return None
     groups = [each.groupdict() for each in found if each]
     things = [_thing(each["name"], PLACES.index(each["place"]), _state(each)) for each in groups if each["name"]]
-    return Description(tuple(things), tuple(PLACES.index(each["place"]) for each in groups if not each["name"]))
+    return things, [PLACES.index(each["place"]) for each in groups if not each["name"]]
 
 
 def _thing(text: str, cell: int, state: object = None) -> Thing:
@@ -150,7 +148,7 @@ def paraphrase(text: str, caption: str | None = None) -> list[str]:
     """
     changes = read_instruction(text) or ()
     shown = read_description(caption) if caption else None
-    known = tuple(_informed(change, shown.things) if shown else change for change in changes)
+    known = tuple(_informed(change, shown[0]) if shown else change for change in changes)
     # templates that say what an object was need its state, which may not be known; its name holds size and colour
     stateless = [
         each for each in known if each.type not in ("size", "color") and getattr(each.before, "state", None) is None
@@ -181,9 +179,11 @@ def difference(first: str, second: str, count: int) -> list[str]:
 
 def changes_between(before: Description, after: Description) -> tuple[Change, ...] | None:
     """The changes from one description to the other, in the order of references; None where no clause tells one."""
-    gone, came = _without(before.things, after.things), _without(after.things, before.things)
-    marks = [place for place in after.marks if place not in before.marks]
-    if [place for place in before.marks if place not in after.marks and all(place != thing.cell for thing in came)]:
+    (things, old_marks), (new_things, new_marks) = before, after
+    gone = list((Counter(things) - Counter(new_things)).elements())
+    came = list((Counter(new_things) - Counter(things)).elements())
+    marks = [place for place in new_marks if place not in old_marks]
+    if not set(old_marks) <= {*new_marks, *(thing.cell for thing in came)}:
         return None
     changes: list[Change] = []
     for thing in gone:
@@ -193,7 +193,7 @@ def changes_between(before: Description, after: Description) -> tuple[Change, ..
             return None
         if told:
             changes.append(told[0])
-            came.remove(told[0].after)
+            came.remove(told[0].after)  # type: ignore[arg-type]  # such a change has both
         elif thing.cell in marks:
             marks.remove(thing.cell)
             changes.append(Change("removal", before=thing))
@@ -203,14 +203,6 @@ def changes_between(before: Description, after: Description) -> tuple[Change, ..
     if marks or len(changes) > MOST_CHANGES:
         return None
     return tuple(sorted(changes, key=lambda change: change.order))
-
-
-def _without(things: Sequence[Thing], others: Sequence[Thing]) -> list[Any]:
-    left = list(things)
-    for thing in others:
-        if thing in left:
-            left.remove(thing)
-    return left
 
 
 def _became(before: Thing, after: Thing) -> Change | None:
@@ -276,20 +268,19 @@ def _changed(scene: Scene, change: Change, seen_by: View, rng: np.random.Generat
     ]
     if len(meant) != 1:
         return None
-    thing, things, marks = scene.things[meant[0]], list(scene.things), scene.marks
-    things[meant[0] : meant[0] + 1] = [_altered(thing, change.type, change.after, rng)] if change.after else []
-    if change.type == "removal":  # it leaves a print
-        marks += (level.mark(thing),)
-    return replace(scene, things=tuple(things), marks=marks)
-
-
-def _altered(thing: Thing, change_type: str, after: Thing, rng: np.random.Generator) -> Thing:
-    if change_type == "substitution":
-        state = pick(rng, STATES[after.kind]) if after.kind in STATES else None
-        return replace(thing, kind=after.kind, color=after.color, size=after.size, state=state)
-    if change_type in ("size", "color"):
-        return replace(thing, **{change_type: getattr(after, change_type)})
-    return replace(thing, state=after.state)
+    thing, things, marks, wanted = scene.things[meant[0]], list(scene.things), scene.marks, change.after
+    if wanted is None:
+        del things[meant[0]]
+        if change.type == "removal":  # it leaves a print
+            marks += (level.mark(thing),)
+        return replace(scene, things=tuple(things), marks=marks)
+    new = replace(thing, kind=wanted.kind, color=wanted.color, size=wanted.size)
+    if change.type == "substitution":
+        new = replace(new, state=pick(rng, STATES[wanted.kind]) if wanted.kind in STATES else None)
+    elif change.type not in ("size", "color"):
+        new = replace(new, state=wanted.state)
+    things[meant[0]] = new
+    return replace(scene, things=tuple(things))
 
 
 def _new_thing(scene: Scene, wanted: Thing, seen_by: View, rng: np.random.Generator) -> Thing | None:

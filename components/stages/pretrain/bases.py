@@ -73,10 +73,6 @@ class LlavaOneVision:
         """[side, side, 3] uint8."""
         return self.processor.prepare_image(image)
 
-    def images_of_a_picture(self, step: int) -> int:
-        """Each image is encoded by itself."""
-        return 1
-
     def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
         """[pictures, patches, width], as the LLM gets them."""
         return encoder(pixel_values=self.pixels(prepared), output_hidden_states=True).hidden_states[-1]
@@ -183,7 +179,6 @@ def llava_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionCon
 class Blip2Base:
     """A BLIP-2: how it is made, fed and written."""
 
-    own: Blip2
     config: Blip2IDCConfig
     llava: LlavaOnevisionForConditionalGeneration
     processor: Blip2IDCProcessor
@@ -203,10 +198,6 @@ class Blip2Base:
     def prepare_image(self, image: Image.Image) -> np.ndarray:
         """Return it as it is drawn: a picture of one image and one of two are resized differently."""
         return np.asarray(image.convert("RGB"))
-
-    def images_of_a_picture(self, step: int) -> int:
-        """Pictures of one image and of two in turn, where a recipe stacks them."""
-        return 1 + step % 2 if self.own.stacked else 1
 
     def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
         """[pictures, patches, width], without the class token."""
@@ -245,10 +236,9 @@ class Blip2Base:
         self.processor.save_pretrained(folder)
 
 
-def blip2_config(cfg: Pretrain, own: Blip2, llava: Any, tokenizer: Any) -> Blip2IDCConfig:
+def blip2_config(cfg: Pretrain, own: Blip2, llava: Any, start: int) -> Blip2IDCConfig:
     """The encoder and the LLM of the LLaVA-OneVision, behind a Q-Former of the same width."""
     vision, text = llava.vision_config, llava.text_config.to_dict()
-    start = tokenizer.convert_tokens_to_ids(START)
     return Blip2IDCConfig(
         vision_config={
             **{name: getattr(vision, name) for name in OF_THE_ENCODER},
@@ -316,6 +306,6 @@ def architecture_of(cfg: Pretrain) -> Architecture:
         return LlavaOneVision(cfg, M3DiffProcessor(images, tokenizer, num_image_tokens=patches, **text))
     llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
     tokenizer = AutoTokenizer.from_pretrained(own.start)
-    config = blip2_config(cfg, own, llava.config, tokenizer)
+    config = blip2_config(cfg, own, llava.config, tokenizer.convert_tokens_to_ids(START))
     pixels = Blip2IDCImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    return Blip2Base(own, config, llava, Blip2IDCProcessor(pixels, tokenizer, config))
+    return Blip2Base(config, llava, Blip2IDCProcessor(pixels, tokenizer, config))

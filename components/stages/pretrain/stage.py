@@ -150,7 +150,7 @@ def _learn_to_segment(of: Architecture, model: torch.nn.Module, bank: Bank, cfg:
     """Train the vision encoder alone (see `curriculum.py`); return the log."""
     encoder = of.encoder(model)
     segmentation = Segmentation(encoder, cfg.width)
-    rng = np.random.default_rng([cfg.seed, 1])
+    rng, stacked = np.random.default_rng([cfg.seed, 1]), cfg.blip2 is not None and cfg.blip2.stacked
 
     def loss(chosen: np.ndarray, images: int) -> tuple[Tensor, float]:
         patches = of.patches(encoder, bank.pixels[chosen], images)
@@ -158,7 +158,8 @@ def _learn_to_segment(of: Architecture, model: torch.nn.Module, bank: Bank, cfg:
 
     def work(step: int) -> tuple[str, Tensor, int]:
         chosen = bank.sample(rng, step, cfg.images_per_batch)
-        return "segmentation", loss(chosen, of.images_of_a_picture(step))[0], len(chosen)
+        images = 1 + step % 2 if stacked else 1  # pictures of one image and of two in turn
+        return "segmentation", loss(chosen, images)[0], len(chosen)
 
     def right(level: Level) -> float:
         return loss(bank.held_out_of(level), 1)[1]

@@ -62,9 +62,9 @@ def test_every_description_is_read_as_its_scene_and_two_tell_every_change_but_ca
         for scene in (before, after):
             read = read_description(describe_scene(scene))
             assert read is not None
-            found, true = ([(*looks(each), each.state) for each in of] for of in (read.things, scene.things))
+            found, true = ([(*looks(each), each.state) for each in of] for of in (read[0], scene.things))
             assert sorted(found, key=str) == sorted(true, key=str)
-            assert sorted(read.marks) == sorted(mark.cell for mark in scene.marks)
+            assert sorted(read[1]) == sorted(mark.cell for mark in scene.marks)
         told = difference(describe_scene(before), describe_scene(after), 5)
         visible = tuple(change for change in changes if change.type not in NOT_TOLD)
         exact += told == (references(visible, 5) if visible else [])

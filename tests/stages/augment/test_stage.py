@@ -211,41 +211,25 @@ def test_an_earlier_dataset_is_replaced_whole_and_an_error_while_the_new_one_is_
 
 
 def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw, tmp_path):
-    names = ["CLEVR_default_000000.png", "gone.png", "CLEVR_default_000001.png"]
-    rows = [{"id": str(n), "image": f"images/{name}", "caption": f"text {n}"} for n, name in enumerate(names)]
+    names = ["images/CLEVR_default_000000.png", "gone.png", "images/CLEVR_default_000001.png"]
+    rows = [{"id": str(n), "image": name, "caption": f"text {n}"} for n, name in enumerate(names)]
     (tmp_path / "images").symlink_to(raw / "images")
     cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=single_images(tmp_path, rows, follow_links=True))
-    report = augment("made", cfg, compute(tmp_path / "runs"))
-    (told,) = list(told_of_made(report))[1:]
+    (told,) = list(told_of_made(augment("made", cfg, compute(tmp_path / "runs"))))[1:]
     assert told.startswith("augment: made: rejected: 1: image cannot be read; the first: pairs.jsonl, line 2: ")
-    assert told.endswith("/images/gone.png: is missing; fetch it")
+    assert told.endswith("/gone.png: is missing; fetch it")
     assert "examples" not in json.loads((tmp_path / "made.json").read_text())
-
-
-def test_where_no_pair_can_be_made_the_first_row_and_its_remedy_are_told(tmp_path):
-    (tmp_path / "a.png").write_text("none")
-    source = single_images(tmp_path, [{"id": "1", "image": "a.png", "caption": "a"}])
-    cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=source)
-    told = (
-        rf"augment\.made: no pair could be made of {tmp_path}\n  rejected: 1: image cannot be read; the first: .*anew"
-    )
-    with pytest.raises(DataError, match=told):
+    single_images(tmp_path, rows[1:2])
+    with pytest.raises(
+        DataError, match=r"augment\.made: no pair could be made of .*\n  rejected: 1: image cannot be read"
+    ):
         augment("made", cfg, compute(tmp_path / "runs"))
 
 
 def test_a_writer_behind_an_endpoint_loses_nothing_and_is_asked_nothing_twice(raw, tmp_path):
-    """Refusals, 429, 5xx and empties, each for one kind of object."""
-    replies = {
-        "ball": [429, 503, '["first of a ball", "second of a ball"]'],
-        "box": ["I'm sorry, I cannot help"],
-        "star": ['["half a star", "ano'],
-        "arrow": [""],
-        "doll": [{"content": None, "refusal": "no"}],
-        "die": ['["one alone"]'],
-    }
     reports, asked = [], []
     with chat_server('["say it in one way", "or in another"]') as server:
-        server.replies = replies
+        server.replies = {"ball": [429, 503, '["a ball", "the ball"]'], "box": ["I'm sorry, I cannot"], "arrow": [""]}
         writer = {"kind": "endpoint", "url": server.url, "model": "m"}
         for name in ("one", "two"):
             cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 2, "val": 2, "test": 2})
@@ -253,14 +237,11 @@ def test_a_writer_behind_an_endpoint_loses_nothing_and_is_asked_nothing_twice(ra
             asked.append(len(server.asked))
     assert reports[0] == reports[1]
     assert sha256_of_folder(tmp_path / "one") == sha256_of_folder(tmp_path / "two")
-    tries = Counter(server.texts)
-    assert asked == [len(tries) + 2] * 2, "again: what was put off twice, and nothing else"
+    assert asked == [len(set(server.texts)) + 2] * 2, "again: what was put off twice, and nothing else"
     assert {len(row["captions"]) for row in rows_of(tmp_path / "one")} == {3}
     assert reports[0].rejected["too few paraphrases"] + reports[0].rows_out == 2 * SCENES
-    assert reports[0].dropped_texts.keys() >= {"refused", "unreadable", "empty"}
+    assert reports[0].dropped_texts.keys() == {"refused", "empty"}
     assert reports[0].models["writer"] == "m"
-    kept = [json.loads(line) for line in (tmp_path / "runs/answers.jsonl").read_text().splitlines()]
-    assert len(kept) == len({each["key"] for each in kept}) == len(tries)
 
 
 def test_what_was_edited_once_is_edited_for_no_entry_again(tmp_path, edited):
@@ -280,29 +261,25 @@ def key(folder: Path, content: str = "weights", **changes: Any) -> str:
     return kept_edits(cfg, Pix2PixEditor(cfg, Device(gpu=False, precision="fp32")), Path("runs")).name
 
 
-def test_edits_are_known_by_settings_and_weights_wherever_these_lie(tmp_path):
-    first = key(tmp_path / "one")
+def test_edits_are_known_by_settings_weights_wherever_these_lie_and_the_code_of_their_editor_alone(
+    tmp_path, monkeypatch
+):
+    first, identity = key(tmp_path / "one"), sha256_of_folder(tmp_path / "one")
     assert first.startswith("instruct_pix2pix-")
-    identity = InstructPix2Pix(kind="instruct_pix2pix", model=tmp_path / "one").identity()
     assert first == key(tmp_path / "two") == key(tmp_path / "one", sha256=identity)
     assert len({first, key(tmp_path / "one", steps=3), key(tmp_path / "one", content="others")}) == 3
-
-
-@pytest.mark.parametrize(
-    ("changed", "anew"),
-    [
-        ("stages/augment/weights.py", True),
-        ("images/open.py", True),
-        ("stages/augment/writers.py", False),
-        ("stages/augment/params.py", False),
-        ("models/family.py", False),
-    ],
-)
-def test_edits_are_known_by_the_code_of_their_editor_alone(changed, anew, tmp_path, monkeypatch):
-    assert (ROOT / "components" / changed).is_file()
-    before, real, other = key(tmp_path / "model"), stage.digests, {f"components/{changed}": "other"}
-    monkeypatch.setattr(stage, "digests", lambda file: {name: other.get(name, old) for name, old in real(file).items()})
-    assert (key(tmp_path / "model") != before) == anew
+    real = stage.digests
+    for changed, anew in {
+        "stages/augment/weights.py": True,
+        "images/open.py": True,
+        "stages/augment/writers.py": False,
+        "stages/augment/params.py": False,
+        "models/family.py": False,
+    }.items():
+        assert (ROOT / "components" / changed).is_file()
+        other = {f"components/{changed}": "other"}
+        monkeypatch.setattr(stage, "digests", lambda file: {n: other.get(n, old) for n, old in real(file).items()})  # noqa: B023
+        assert (key(tmp_path / "one") != first) == anew
 
 
 def test_two_runs_that_make_the_same_entry_at_once_touch_nothing_of_each_other(tmp_path, monkeypatch):
