@@ -15,7 +15,6 @@ import pytest
 from m3diff import endpoint
 from m3diff.__main__ import main
 from m3diff.commands import zero_shot as module
-from m3diff.commands.compare import compare
 from m3diff.commands.zero_shot import PROMPT, Request, Result, ZeroShotReport, caption_of, zero_shot
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
@@ -24,7 +23,6 @@ from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.run import EvaluateReport, ProtocolScores
-from m3diff.settings.section import ParamsError
 from m3diff.stages.evaluate.stage import evaluate
 from tests.chat import Server, chat_server
 from tests.scoring import bench
@@ -101,7 +99,7 @@ def test_both_images_go_in_one_message_before_and_then_after_with_the_pairs_own_
     assert {body["max_tokens"] for body in server.asked} == {7}
 
 
-def test_the_scores_are_those_that_evaluate_gives_and_compare_takes_them_beside_another_run(server, folders, tmp_path):
+def test_the_scores_are_those_that_evaluate_gives_and_no_folder_is_written_over(server, folders, tmp_path):
     result = run(tmp_path, asked_of(server))
     assert predictions(result) == bench.PREDICTIONS
     for extra in ("predictions_shuffled.json", "saliency.npz"):
@@ -112,13 +110,7 @@ def test_the_scores_are_those_that_evaluate_gives_and_compare_takes_them_beside_
     assert own.protocols["toy/test"].scores["change_type_accuracy"] == 2 / 3
     for name in ("metrics.json", "headline.json", "scores.parquet", "report.html"):
         assert (result.folder / "report" / name).read_bytes() == (tmp_path / "own" / name).read_bytes(), name
-    server.replies = {"pair": ["nothing changed"]}
-    other = run(tmp_path, asked_of(server, model="calm"), tmp_path / "named")
-    assert other.folder == tmp_path / "named"
-    page = tmp_path / "compare.html"
-    tables = compare(tmp_path / "own", other.folder / "report", folders.records, folders.clean, page)
-    rows = {row.name: [cell.text for cell in row.cells] for row in tables["toy/test"].rows}
-    assert rows["no_change_recall"] == ["50.0", "100.0", "+50.0"]
+    assert run(tmp_path, asked_of(server), tmp_path / "named").folder == tmp_path / "named"
     with pytest.raises(DataError, match="exists; name a folder that does not"):
         run(tmp_path, asked_of(server), tmp_path / "named")
 
@@ -145,15 +137,12 @@ def test_a_second_run_asks_nothing_another_model_or_prompt_is_asked_and_one_that
     assert len(server.asked) == 18 + 3
 
 
-def test_a_server_that_goes_on_failing_leaves_no_result_and_what_it_answered(server, folders, tmp_path, monkeypatch):
+def test_a_server_that_goes_on_failing_leaves_no_result(server, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(endpoint, "RETRIES", 1)
     server.replies["pair 0?"] = [500]
     with pytest.raises(ConnectionError, match="what it answered is kept: run the command again"):
         run(tmp_path, asked_of(server))
     assert not (tmp_path / "scratch/evaluated").exists()
-    server.replies = {"pair": [404]}
-    with pytest.raises(ParamsError, match="model 'unknown': NotFoundError"):
-        run(tmp_path, asked_of(server, model="unknown"))
 
 
 def test_what_is_put_off_is_asked_again_and_what_is_no_caption_is_scored_as_empty_and_named(server, folders, tmp_path):
@@ -196,10 +185,10 @@ def test_answers_without_a_caption_are_an_error_and_the_next_run_asks_anew(reply
     assert len(server.asked) == 12
 
 
-def test_marks_in_captions_are_counted_and_shown_and_a_caption_stands_on_one_line(server, folders, tmp_path, capsys):
+def test_marks_in_captions_are_counted_and_a_caption_stands_on_one_line(server, folders, tmp_path, capsys):
     server.replies = {pair: [f"assistant\n{texts[0]}"] for pair, texts in server.replies.items()}
     result = run(tmp_path, asked_of(server))
-    assert re.search(r"note: 6 of 6 captions hold .*, such as '.*", capsys.readouterr().out)
+    assert "note: 6 of 6 captions hold a role" in capsys.readouterr().out
     assert "6 of 6 captions hold" in (result.folder / "report/report.html").read_text()
     assert predictions(result)["toy/0"] == f"assistant {bench.PREDICTIONS['toy/0']}"
     assert caption_of(Answer("text", " the cup \ud83d\n\nwent\n")) == "the cup ? went"
@@ -279,11 +268,8 @@ def test_the_papers_zero_shot_rows_stand_below_the_scores():
     ("argv", "words"),
     [
         ([], "--url, --model"),
-        (["--model", "m"], "--url"),
-        (["--url", "http://127.0.0.1:1/v1"], "--model"),
         (["--url", "api.example.org/v1", "--model", "m"], "expected http://... or https://..."),
         (["--url", "https://me:key@api.example.org/v1", "--model", "m"], "without a key or a user"),
-        (["--url", "https://api.example.org/v1?key=5", "--model", "m"], "without a key or a user"),
     ],
 )
 def test_nothing_is_sent_unless_the_user_names_url_and_model(argv, words, capsys):

@@ -198,10 +198,7 @@ def test_a_prediction_is_read_with_the_grammar_of_its_own_dataset_where_that_rea
     found = parse_predictions(load_grammars(tmp_path, ["other", "loud", "toy"]), pairs)
     assert {i: caption.predicted_type for i, caption in found.items()} == {"toy/0": "color", "toy/1": "loud"}
     assert found["toy/1"].reference_clauses == [[Clause("loud")]]
-
-
-def test_types_stand_in_the_order_of_omnidiff_then_a_datasets_own_then_the_rest():
-    ordered = ["viewpoint", "color", "drop", "none", "several", "unreadable"]
+    ordered = ["viewpoint", "color", "drop", "none", "several", "unreadable"]  # OmniDiff's, a dataset's own, the rest
     assert sorted(reversed(ordered), key=type_order) == ordered
 
 
@@ -211,12 +208,10 @@ RULES = '"clause_separator": ", ", "no_change": []'
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not a grammar"),
         ("[]", "not a grammar"),
         (f"{{{RULES}}}", "KeyError: 'clauses'"),
         (f'{{{RULES}, "clauses": [{{"type": "x", "pattern": "("}}]}}', "not a grammar"),
         (f'{{{RULES}, "clauses": [], "inverse": {{"x": {{}}}}}}', "KeyError: 'type'"),
-        (f'{{{RULES}, "clauses": [], "inverse": []}}', "not a grammar"),
         (None, "no such file; run `m3diff ingest` again"),
     ],
 )
@@ -224,6 +219,5 @@ def test_a_bad_or_missing_grammar_is_refused_by_name(text: str | None, said: str
     path = tmp_path / "grammar.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(DataError, match=said) as refused:
+    with pytest.raises(DataError, match=f"{path}: .*{said}"):
         Grammar.load(path)
-    assert str(path) in str(refused.value)

@@ -65,30 +65,13 @@ def test_a_question_is_asked_once_also_by_a_later_run(server: Server, tmp_path: 
     assert server.texts[2:] == ["c?", "a?"]
 
 
-def test_a_server_that_puts_off_is_asked_again_and_cut_json_once_more(server: Server, tmp_path: Path):
-    cut = '{"right": tr'
-    server.replies = {"a?": [429, 503, WRONG], "b?": [cut, RIGHT], "c?": [cut]}
-    found = judge(server, tmp_path).ask(["a?", "b?", "c?"])
-    assert found == [(False, WRONG), (True, RIGHT), (None, cut)]
-
-
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [
-        ({"role": "assistant", "content": None, "refusal": "I cannot"}, "refused: I cannot"),
-        ({"role": "assistant", "content": None}, "no answer"),
-        (None, "no answer"),
-        ({"role": "assistant", "content": None, "reasoning_content": '{"right": true}'}, "no answer"),
-        ('{"right": "yes"}', '{"right": "yes"}'),
-        ("[true]", "[true]"),
-    ],
-)
-def test_a_refusal_and_anything_but_the_json_asked_for_is_no_verdict(
-    reply: Any, answer: str, server: Server, tmp_path: Path
-):
-    server.replies = {"a?": [reply]}
-    (found,) = judge(server, tmp_path).ask(["a?"])
-    assert (found.right, found.answer) == (None, answer)
+def test_a_server_that_puts_off_and_cut_json_are_asked_again_and_anything_but_the_json_is_no_verdict(server, tmp_path):
+    cut, refusal = '{"right": tr', {"role": "assistant", "content": None, "refusal": "I cannot"}
+    server.replies = {"a?": [429, 503, WRONG], "b?": [cut, RIGHT], "c?": [cut], "d?": [refusal], "e?": [None]}
+    server.replies |= {"f?": ['{"right": "yes"}'], "g?": ["[true]"]}
+    found = judge(server, tmp_path).ask([f"{name}?" for name in "abcdefg"])
+    without = [cut, "refused: I cannot", "no answer", '{"right": "yes"}', "[true]"]
+    assert found == [(False, WRONG), (True, RIGHT), *((None, answer) for answer in without)]
 
 
 def test_a_wrong_key_or_model_costs_the_judge_alone_and_names_the_parameter(server: Server, tmp_path: Path):

@@ -55,9 +55,7 @@ def test_pairs_come_with_prediction_images_and_every_reference_in_the_order_of_t
     ("content", "said"),
     [
         (json.dumps(GOOD)[:100], "not valid JSON.*is the file whole"),
-        ("\ufffe".encode("utf-16"), "not valid JSON"),
         ("{}", "expected a list"),
-        ("[]", "expected a list"),
         ('["a"]', "row 0: expected"),
         (json.dumps([*GOOD, {"image_id": "toy/0"}]), "row 6: expected"),
         (json.dumps([*GOOD, {"image_id": 7, "caption": "x"}]), "row 6: expected"),
@@ -205,8 +203,7 @@ def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_word
 
 def test_the_protocols_of_a_part_are_those_of_the_dataset_of_its_name():
     spec, change = DATASETS["omnidiff"], DATASETS["clevr_change"]
-    for part in {protocol.part for protocol in spec.protocols}:
-        assert {protocol.part for protocol in protocols_of(str(part), spec)} == {part}
+    assert {one.part for one in protocols_of("omnidiff_real", spec)} == {"omnidiff_real"}
     on_val = replace(change, protocols=(replace(change.protocols[1], split="val"),))
     assert protocols_of("mine", spec) == protocols_of("mine", on_val) == (Protocol("test", n=None),)
     assert protocols_of("mine", change) == change.protocols
@@ -231,9 +228,8 @@ def test_the_reader_that_ingest_reports_says_which_dataset_it_is(tmp_path: Path)
 def test_a_figure_is_under_its_own_score_once_as_the_first_paper_printed_it():
     parts = [part.part for spec in DATASETS.values() for part in spec.published]
     assert [part for part in parts if not published_rows(part)] == ["emu_edit", "syned"], "no figures are known"
-    rows = {row.method: row for row in published_rows("iedit") if row.method in ("CLIP4IDC", "NCT")}
-    assert rows["NCT"].source == rows["CLIP4IDC"].source == "OmniDiff (arXiv 2503.11093v2)"
-    assert rows["NCT"].scores["SPICE"] == 12.7  # a later paper does not print it
+    (row,) = [row for row in published_rows("iedit") if row.method == "NCT"]
+    assert (row.source, row.scores["SPICE"]) == ("OmniDiff (arXiv 2503.11093v2)", 12.7)  # a later paper prints no SPICE
     (row,) = [row for row in published_rows("spot_the_diff") if row.method == "SMART"]
     assert row.scores == {"BLEU-4": None, "METEOR": 13.5, "ROUGE-L": 31.6, "CIDEr": 39.4, "SPICE": 19.0}
     assert row.venue == "TPAMI'24"

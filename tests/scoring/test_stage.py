@@ -21,16 +21,11 @@ from m3diff.scoring.metrics import (
     Metric,
     MetricScores,
     choose_metrics,
-    gate_metrics,
-    mean_of,
-    of_each_group,
 )
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
-from m3diff.scoring.protocols import ProtocolPairs
-from m3diff.scoring.run import HEADLINE, EvaluateReport, compute_metrics, headline, merge, summarise
+from m3diff.scoring.run import HEADLINE, EvaluateReport, compute_metrics, headline
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.scoring import bench
-from tests.scoring.bench import gallery_of
 
 PROTOCOL = "toy/test"
 
@@ -124,30 +119,6 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     assert page.count('"data:image/webp;base64,') == 3 * 6
 
 
-def test_a_metric_from_outside_stands_in_every_file_on_the_page_and_in_the_gate(tmp_path: Path, monkeypatch):
-    def compute(pairs, groups, tools) -> MetricScores:
-        """Words of a prediction, in hundreds."""
-        words = {pair.id: len(pair.prediction.split()) / 100 for pair in pairs}
-        means = of_each_group(groups, lambda ids: {"words": sum(words[i] for i in ids) / len(ids)})
-        return MetricScores(means, {i: {"words": value} for i, value in words.items()})
-
-    rules = {"columns": {"words": "double"}, "java": False, "resampled": {"words": mean_of("words")}}
-    monkeypatch.setitem(METRICS, "words", Metric(compute, headline="words", scores=("words",), **rules))
-    bench.run(bench.write(tmp_path), tmp_path / "out", metrics=["words", "change_accuracy"])
-    of_pairs = {i: len(prediction.split()) / 100 for i, prediction in bench.PREDICTIONS.items()}
-    metrics = written(tmp_path / "out")
-    assert metrics["words"] == pytest.approx(sum(of_pairs.values()) / 6)
-    assert metrics["by_type"]["color"]["words"] == pytest.approx(of_pairs["toy/0"])
-    rows = pq.read_table(tmp_path / "out" / "scores.parquet").to_pylist()
-    assert {row["id"]: row["words"] for row in rows} == of_pairs
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count('<th scope="col">words</th>') == 3  # by protocol, by group and by type
-    gallery = gallery_of(page)
-    place = gallery["columns"].index("words")
-    assert {pair["id"]: pair["scores"]["0"][0][place] for pair in gallery["pairs"]} == of_pairs
-    assert "words" in gate_metrics()
-
-
 def test_every_protocol_is_scored_on_its_own_pairs_and_a_benchmark_that_lacks_some_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -238,21 +209,13 @@ def test_a_program_works_beside_the_scorers_in_python():
 
 # metrics.json
 
-TOY = ProtocolPairs("toy", Protocol("total", n=8), bench.pairs())
 
-
-def report(toy: ProtocolPairs = TOY) -> EvaluateReport:
-    """Every caption score 0.5, the accuracies as they are, no control, one interval."""
-    metrics = choose_metrics(bench.ALL_METRICS)
-    fixed = {
-        name: MetricScores({group: dict.fromkeys(metric.scores, 0.5) for group in toy.groups}, {})
-        for name, metric in metrics.items()
-    }
-    accuracy = {"change_accuracy": metrics["change_accuracy"]}
-    fixed["change_accuracy"] = compute_metrics(accuracy, [toy], bench.parse(toy.pairs), None, 1)[toy.name]
-    fixed["SPICE"] = MetricScores({}, {}, {"SPICE": "why"})
-    scores = {toy.name: merge(metrics, toy.groups, fixed)}
-    return summarise(9, 6, [toy], scores, {toy.name: {"CIDEr": Interval(low=0.4, high=0.75)}})
+def report(protocol: str = "total", n: int | None = 8) -> EvaluateReport:
+    """Every caption score 0.5, the accuracies as they are, one interval."""
+    spec = replace(DATASETS["pairs"], protocols=(Protocol(protocol, n=n),))
+    return bench.evidence(
+        Path(), bench.pairs(), {"toy": spec}, intervals={"CIDEr": Interval(low=0.4, high=0.75)}
+    ).report
 
 
 def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read_with_every_value_in_its_group(tmp_path: Path):
@@ -261,11 +224,11 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read_with_every_val
     assert '"changes": 2,' in text, "counts stay whole numbers"
     written = json.loads(text)
     assert list(written) == ["stage", "rows_in", "rows_out", "protocols"]
-    assert (written["stage"], written["rows_in"], written["rows_out"]) == ("evaluate", 9, 6)
+    assert (written["stage"], written["rows_in"], written["rows_out"]) == ("evaluate", 6, 6)
     assert list(written["protocols"]) == ["toy/total"]
     total = written["protocols"]["toy/total"]
     captions = ["CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "SPICE"]
-    overall = [*METRICS["change_accuracy"].overall, *METRICS["pixel_threshold"].overall]
+    overall = METRICS["change_accuracy"].overall
     groups = ["intervals", "change", "multi_change", "distractors", "by_type", "by_changes", "by_length", "absent"]
     assert list(total) == ["pairs", "published_pairs", *captions, "CIDEr_shuffled", *overall, *groups]
     false_changes = ["false_changes", "false_changes_per_pair"]
@@ -281,21 +244,22 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read_with_every_val
     removal = total["by_type"]["removal"]
     assert (removal["pairs"], removal["exact_accuracy"], removal["CIDEr"]) == (1, 0.0, 0.5)
     assert (total["multi_change"]["type_recall"], total["change_type_accuracy"]) == (0.5, 2 / 3)
-    assert (total["SPICE"], total["change"]["SPICE"], total["absent"]["SPICE"]) == (None, None, "why")
+    assert (total["SPICE"], total["change"]["SPICE"], total["absent"]["SPICE"]) == (
+        None,
+        None,
+        "its jars are not there",
+    )
     assert total["absent"].keys() == {"SPICE", "reversal"}
 
 
 def test_the_scores_to_compare_runs_by_are_those_of_each_dataset_s_first_protocol_times_100():
-    first, second = report().protocols["toy/total"], report(replace(TOY, protocol=Protocol("other", n=8)))
-    both = EvaluateReport(
-        stage="evaluate", rows_in=9, rows_out=6, protocols={"toy/total": first, **second.protocols, "more/all": first}
-    )
-    found = headline(both)
+    first, second = report().protocols["toy/total"], report("other").protocols
+    protocols = {"toy/total": first, **second, "more/all": first}
+    found = headline(EvaluateReport(stage="evaluate", rows_in=9, rows_out=6, protocols=protocols))
     assert list(found) == ["toy/total", "more/all"]
     assert found["toy/total"]["CIDEr"] == 50.0
     assert found["toy/total"]["change_type_accuracy"] == round(100 * first.scores["change_type_accuracy"], 2)
     assert not {"SPICE", "reversal"} & found["toy/total"].keys(), "scores that are absent"
     assert set(found["toy/total"]) <= set(HEADLINE)
     partial = {8: True, 6: False, None: False}
-    toys = {n: ProtocolPairs("toy", Protocol("total", n=n), bench.pairs()) for n in partial}
-    assert {n: report(toy).protocols["toy/total"].is_partial for n, toy in toys.items()} == partial
+    assert {n: report(n=n).protocols["toy/total"].is_partial for n in partial} == partial

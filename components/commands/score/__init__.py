@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from m3diff.commands.score import faults as find
 from m3diff.commands.score import files
-from m3diff.datasets.spec import Protocol
+from m3diff.datasets.spec import Protocol, SplitCount
 from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import Interval, intervals
 from m3diff.scoring.grammar import parse_predictions
@@ -106,9 +106,9 @@ def score(
 
 def find_references(
     benchmark: files.Benchmark | None, protocol: Protocol, references: Path | None, data: Path | None
-) -> tuple[files.References, files.Counts]:
+) -> tuple[files.References, SplitCount | None]:
     """The references that are scored, and the numbers of pairs and references that there should be."""
-    counts = files.Counts(None) if benchmark is None else files.published_counts(benchmark, protocol)
+    counts = None if benchmark is None else files.published_counts(benchmark, protocol)
     if benchmark and data:
         own = files.from_data(benchmark, data)
         counts = files.counts_of(own, protocol)
@@ -126,7 +126,12 @@ def find_references(
 
 
 def find_pairs(
-    path: Path, dataset: str, protocol: Protocol, references: files.References, counts: files.Counts, allow_faults: bool
+    path: Path,
+    dataset: str,
+    protocol: Protocol,
+    references: files.References,
+    counts: SplitCount | None,
+    allow_faults: bool,
 ) -> tuple[list[EvalPair], list[str], list[str]]:
     """The captioned pairs that the protocol takes, the faults of both files, and notes.
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from m3diff.commands.score.files import Counts, Prediction
-from m3diff.datasets.spec import Protocol
+from m3diff.commands.score.files import Prediction
+from m3diff.datasets.spec import Protocol, SplitCount
 from m3diff.records.errors import DataError
 from m3diff.scoring.pairs import EvalPair
 
@@ -53,7 +53,7 @@ def finder(known: Iterable[str], dataset: str) -> Callable[[str], str | None]:
     return find
 
 
-def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts: Counts) -> Matched:
+def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts: SplitCount | None) -> Matched:
     """Every caption under the id of the references that its own id means.
 
     Raises:
@@ -82,7 +82,7 @@ def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts
     return Matched(captions, unknown, renamed)
 
 
-def not_known(unknown: Sequence[str], rows: int, ids: Sequence[str], counts: Counts) -> str:
+def not_known(unknown: Sequence[str], rows: int, ids: Sequence[str], counts: SplitCount | None) -> str:
     """The unknown ids beside valid ones."""
     found = f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(ids)}"
     return f"{found}: write the ids as the references do{level(rows, counts)}"
@@ -93,20 +93,25 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def level(ids: int, counts: Counts) -> str:
+def level(ids: int, counts: SplitCount | None) -> str:
     """The level, if any, that the number of ids gives away."""
-    levels = {
-        counts.image_pairs: f". There are {ids:,} distinct pairs of images: keyed by its images, a pair overwrote "
-        "others that have the same; key by the id",
-        counts.records: f". The annotation file has {ids:,} records: this is the record level. A pair is scored once, "
-        "against the references of all its records",
-        counts.pairs: "",
-    }
-    return levels.get(ids, "")
+    if counts is None or ids == counts.pairs:
+        return ""
+    if ids == counts.records:
+        return (
+            f". The annotation file has {ids:,} records: this is the record level. A pair is scored once, against the "
+            "references of all its records"
+        )
+    if ids == counts.image_pairs:
+        return (
+            f". There are {ids:,} distinct pairs of images: keyed by its images, a pair overwrote others that have the "
+            "same; key by the id"
+        )
+    return ""
 
 
 def faults_of_predictions(
-    rows: int, matched: Matched, taken: Mapping[str, EvalPair], known: Iterable[str], counts: Counts
+    rows: int, matched: Matched, taken: Mapping[str, EvalPair], known: Iterable[str], counts: SplitCount | None
 ) -> list[str]:
     """Unknown and missing ids, with the likely reason."""
     faults = [not_known(matched.unknown, rows, list(known), counts)] if matched.unknown else []
@@ -122,10 +127,10 @@ def faults_of_predictions(
     return faults
 
 
-def fault_of_references(pairs: Mapping[str, EvalPair], counts: Counts, protocol: Protocol) -> str:
+def fault_of_references(pairs: Mapping[str, EvalPair], counts: SplitCount | None, protocol: Protocol) -> str:
     """The difference of a file of references from those of the benchmark; "" where there is none."""
     texts = [text for pair in pairs.values() for text in pair.references]
-    if counts.pairs is not None and len(pairs) != counts.pairs:
+    if counts is not None and len(pairs) != counts.pairs:
         fault = f"{len(pairs):,} pairs, the benchmark has {counts.pairs:,}"
         if counts.wordless and len(pairs) == counts.pairs - counts.wordless:
             return f"{fault}: the {counts.wordless} pairs of which every reference is empty were dropped; they count"
@@ -137,7 +142,7 @@ def fault_of_references(pairs: Mapping[str, EvalPair], counts: Counts, protocol:
             return f"{several:,} pairs have several; under {protocol.name!r} all sentences of a pair are one text"
         if protocol.max_words is not None and longest > protocol.max_words:
             return f"untruncated, of up to {longest} words; {protocol.name!r} cuts them after {protocol.max_words}"
-    elif counts.references is not None and len(texts) < counts.references:
+    elif counts is not None and counts.references is not None and len(texts) < counts.references:
         if len(texts) == len(pairs) and share(SENTENCES, texts) > 0:
             rule = f"under {protocol.name!r} every sentence is a reference of its own"
             return f"{len(texts):,} of {counts.references:,}: joined text, one reference a pair; {rule}"

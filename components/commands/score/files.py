@@ -5,12 +5,13 @@ Nothing of a dataset is handed on here: its files are the user's, read where the
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, parse_json, read_json, read_text
-from m3diff.datasets.spec import DatasetSpec, Protocol, Published
+from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
 from m3diff.datasets.tables import read_values
 from m3diff.records.errors import DataError, readable
 from m3diff.scoring.grammar import Grammar
@@ -50,7 +51,7 @@ def read_predictions(path: Path) -> list[Prediction]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The place and the value of each row of a table, of a JSON list, or of an object of ids with captions."""
+    """The place and the value of each row of a table, of JSON (a list, or one row), or of an object {id: caption}."""
     if path.suffix.lower() in TABLES:
         for where, row in read_values(path, ()):
             if isinstance(row, DataError):
@@ -61,6 +62,8 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
         value = parse_json(read_text(path), str(path))
     except DataError as error:
         raise DataError(f"{error}; expected {KINDS}") from error
+    if isinstance(value, dict) and named(value, IDS) and named(value, (*PREDICTIONS, *CAPTIONS)):
+        value = [value]
     if isinstance(value, dict):
         yield from ((f"{path}, {name!r}", {IDS[0]: name, CAPTIONS[0]: caption}) for name, caption in value.items())
     elif isinstance(value, list):
@@ -148,16 +151,6 @@ def benchmarks() -> dict[str, Benchmark]:
     return dict(sorted((found | own).items()))
 
 
-class Counts(NamedTuple):
-    """Numbers of the pairs of a protocol. None: not known."""
-
-    pairs: int | None
-    references: int | None = None
-    wordless: int | None = None  # pairs of which every reference is empty
-    records: int | None = None  # of the annotation file
-    image_pairs: int | None = None  # distinct ones
-
-
 class References(NamedTuple):
     """Pairs by name, in the file's order: without captions, and without their images, of which scores know nothing."""
 
@@ -242,11 +235,11 @@ def from_records(path: Path, dataset: str) -> References:
     return References(pairs, None, len(images), Grammar.load(rules) if rules.is_file() else None)
 
 
-def counts_of(references: References, protocol: Protocol) -> Counts:
+def counts_of(references: References, protocol: Protocol) -> SplitCount:
     """Numbers of the pairs that a protocol takes."""
     pairs = [pair.references for pair in references.pairs.values() if takes(protocol, pair)]
     whole = len(pairs) == len(references.pairs)
-    return Counts(
+    return SplitCount(
         pairs=len(pairs),
         references=len(pairs) if protocol.references == "joined" else sum(map(len, pairs)),
         wordless=sum(not any(text.strip() for text in texts) for texts in pairs),
@@ -255,10 +248,9 @@ def counts_of(references: References, protocol: Protocol) -> Counts:
     )
 
 
-def published_counts(benchmark: Benchmark, protocol: Protocol) -> Counts:
+def published_counts(benchmark: Benchmark, protocol: Protocol) -> SplitCount | None:
     """Published numbers of the pairs that a protocol takes; all of a split but for their number."""
-    test = benchmark.published.test if benchmark.published else None
+    test = benchmark.published and benchmark.published.test
     if test is None or protocol.n != test.pairs:
-        return Counts(protocol.n)
-    references = test.pairs if protocol.references == "joined" else test.references
-    return Counts(test.pairs, references, test.wordless, test.records, test.image_pairs)
+        return None if protocol.n is None else SplitCount(protocol.n)
+    return replace(test, references=test.pairs) if protocol.references == "joined" else test

@@ -101,7 +101,9 @@ class Programs:
         with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as log:
             given.write(stdin.encode())
             given.seek(0)
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdin=given, stdout=answer, stderr=log)
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdin=given, stdout=answer, stderr=log, process_group=0
+            )
             self.running.add(process)
             try:
                 status = process.wait(0 if self.ended else limit_s)

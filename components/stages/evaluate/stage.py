@@ -100,11 +100,6 @@ def score_table(
         for one in protocols
         for pair in one.pairs
     ]
-    return pa.Table.from_pylist(rows, schema=pa.schema([(name, arrow_type(arrow)) for name, arrow in columns.items()]))
-
-
-def arrow_type(name: str) -> pa.DataType:
-    """`list<x>` too, which pyarrow's own function does not know."""
-    if name.startswith("list<"):
-        return pa.list_(arrow_type(name[len("list<") : -1]))
-    return pa.type_for_alias(name)
+    lists = {f"list<{name}>": pa.list_(pa.type_for_alias(name)) for name in ("string", "double")}  # pyarrow has none
+    types = [(name, lists.get(arrow) or pa.type_for_alias(arrow)) for name, arrow in columns.items()]
+    return pa.Table.from_pylist(rows, schema=pa.schema(types))
