@@ -11,23 +11,11 @@ import pytest
 from PIL import Image
 
 from m3diff.records.errors import DataError
-from tests.layouts import (
-    edit_json,
-    judge_by_polars_alone,
-    run_ingest,
-    run_validate,
-    save_picture,
-    write_birds,
-    write_clevr,
-    write_clevr_dc,
-    write_iedit,
-    write_json,
-    write_spot,
-)
+from tests.layouts import WRITERS, edit_json, judge_by_polars_alone, run_ingest, run_validate, save_picture, write_birds
 
 KEY = "CLEVR_default_000005.png"
 CAPTIONS, SPLITS, BIRDS = "change_captions.json", "splits.json", "birds-to-words-v1.0.tsv"
-SPOT = "annotations/train.json"
+HEADER = b"before,after,captions,split\n"
 Change = Callable[[Path], Any]
 
 
@@ -51,14 +39,12 @@ def write_two_birds(root: Path) -> Path:
 
 
 LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, dict[str, Any]]] = {
-    "clevr": (write_clevr, "clevr_change", {}),
-    "dc": (write_clevr_dc, "clevr_dc", {}),
-    "spot": (write_spot, "spot_the_diff", {}),
-    "iedit": (write_iedit, "iedit", {}),
+    "clevr": (WRITERS["clevr_change"], "clevr_change", {}),
+    "dc": (WRITERS["clevr_dc"], "clevr_dc", {}),
+    "spot": (WRITERS["spot_the_diff"], "spot_the_diff", {}),
+    "iedit": (WRITERS["iedit"], "iedit", {}),
     "birds": (write_two_birds, "birds_to_words", {}),
-    "csv": (write_own, "pairs", {}),
-    "jsonl": (write_own, "pairs", {"manifest": "pairs.jsonl"}),
-    "parquet": (write_own, "pairs", {"manifest": "pairs.parquet"}),
+    **{kind: (write_own, "pairs", {"manifest": f"pairs.{kind}"}) for kind in ("csv", "jsonl", "parquet")},
 }
 
 
@@ -88,110 +74,82 @@ def caption(value: Any) -> Change:
     return edit(CAPTIONS, lambda captions: captions.update({KEY: value}))
 
 
-def record(**fields: Any) -> Change:
-    """Spot-the-Diff's second training record has these fields."""
-    return edit(SPOT, lambda records: records[1].update(fields))
-
-
 def image(name: str, data: bytes) -> Change:
     return put(f"sc_images/CLEVR_semantic_{name}.png", data)
 
 
+def without(root: Path) -> Path:
+    """The place of an image that is taken away."""
+    path = root / "sc_images/CLEVR_semantic_000005.png"
+    path.rename(root.parent / "elsewhere.png")
+    return path
+
+
 def bomb(root: Path) -> None:
-    """A white PNG of 100 million pixels in 12 kB."""
-    Image.new("1", (10_000, 10_000)).save(root / "sc_images/CLEVR_semantic_000005.png")
+    Image.new("1", (3000, 2000)).save(without(root))
 
 
 def loop(root: Path) -> None:
-    path = root / "sc_images/CLEVR_semantic_000005.png"
-    path.unlink()
-    path.symlink_to("CLEVR_semantic_000005.png")
+    without(root).symlink_to("CLEVR_semantic_000005.png")
 
 
 def escape(root: Path) -> None:
-    path = root / "sc_images/CLEVR_semantic_000005.png"
-    path.rename(root.parent / "elsewhere.png")
-    path.symlink_to(root.parent / "elsewhere.png")
+    without(root).symlink_to(root.parent / "elsewhere.png")
 
 
 def fifo(root: Path) -> None:
-    path = root / "sc_images/CLEVR_semantic_000005.png"
-    path.unlink()
-    os.mkfifo(path)
-
-
-def emptied(root: Path) -> None:
-    write_json(root / "split.json", {"train": [], "val": [], "test": []})
-    write_json(root / "captions.json", {})
+    os.mkfifo(without(root))
 
 
 REFUSED: list[tuple[str, str, Change, str]] = [
-    ("captions cut short", "clevr", cut(CAPTIONS, 200), r"change_captions\.json: line 1 column \d+: not valid JSON"),
-    ("captions empty", "clevr", put(CAPTIONS, b""), r"change_captions\.json: the file is empty"),
     ("captions are a list", "clevr", put(CAPTIONS, b"[]"), r"expected an object at the top, found a list"),
-    ("captions in Latin-1", "clevr", put(CAPTIONS, '{"é": []}'.encode("latin-1")), r"byte 2 is not UTF-8.*iconv"),
-    ("captions are binary", "clevr", put(CAPTIONS, bytes(range(256))), r"not UTF-8"),
+    (
+        "captions in Latin-1",
+        "clevr",
+        put(CAPTIONS, '{"é": []}'.encode("latin-1")),
+        r"byte 2 is not UTF-8.*iconv -f WIN",
+    ),
+    ("captions in UTF-16", "clevr", put(CAPTIONS, "{}".encode("utf-16")), r"byte 0 is not UTF-8.*iconv -f UTF-16 "),
     ("a key twice", "clevr", put(CAPTIONS, b'{"a": ["x"], "a": ["y"]}'), r"key 'a' occurs twice"),
     ("NaN for captions", "clevr", put(CAPTIONS, b'{"a": NaN}'), r"NaN is no JSON value"),
     ("JSON nested 100,000 deep", "clevr", put(SPLITS, b"[" * 100_000), r"splits\.json: not usable JSON"),
     ("a number of 5,000 digits", "clevr", put(SPLITS, b'{"train": [' + b"9" * 5000 + b"]}"), r"not usable JSON"),
     ("a split missing", "clevr", edit(SPLITS, lambda splits: splits.pop("val")), r"splits\.json: no list val"),
-    ("an empty dataset", "dc", emptied, r"holds no pair"),
     ("a column missing", "csv", replace("pairs.csv", b"after", b"later"), r"pairs\.csv: no column after; found before"),
     ("a column twice", "csv", replace("pairs.csv", b"split", b"split,split"), r"column split occurs twice"),
-    (
-        "a quote never closed",
-        "csv",
-        put("pairs.csv", b'before,after,captions,split\na,b,"c,d\n'),
-        r"line 2: not valid CSV",
-    ),
-    ("a header alone", "csv", put("pairs.csv", b"before,after,captions,split\n"), r"holds no pair"),
+    ("a quote never closed", "csv", put("pairs.csv", HEADER + b'a,b,"c,d\n'), r"line 2: not valid CSV"),
+    ("a header alone", "csv", put("pairs.csv", HEADER), r"holds no pair"),
     ("a Parquet file cut short", "parquet", cut("pairs.parquet", 300), r"pairs\.parquet: cannot be read as Parquet"),
 ]
 
 QUARANTINED: list[tuple[str, str, Change, str]] = [
     ("captions are a number", "clevr", caption(7), r"references: expected a list of text, found a whole number 7"),
-    ("captions are null", "clevr", caption(None), r"references: expected a list of text, found null"),
     ("no caption", "clevr", caption([]), r"references: there is none"),
     ("a caption is a number", "clevr", caption([3.5]), r"reference 0: expected text, found a number 3\.5"),
     ("half a surrogate pair", "clevr", caption(["\ud83d"]), r"reference 0: holds half a surrogate pair"),
     ("HTML in a caption", "clevr", caption(["a <a href='x'>link</a>"]), r"references: 1 hold HTML"),
-    ("an HTML entity", "clevr", caption(["salt &amp; pepper"]), r"references: 1 hold HTML"),
     ("a chat token", "clevr", caption(["bye<|im_end|>"]), r"references: 1 hold HTML or a special token"),
-    ("a caption of 10 MB", "clevr", caption(["x" * 10_000_000]), r"one has 10000000 characters, more than"),
-    ("a scene without captions", "clevr", edit(CAPTIONS, lambda c: c.pop(KEY)), r"change_captions\.json has no key"),
-    ("a scene in no split", "clevr", edit(SPLITS, lambda s: s["train"].remove(5)), r"split: the scene is in no list"),
+    ("a caption of 1 MB", "clevr", caption(["x" * 1_000_000]), r"one has 1000000 characters, more than"),
     ("a scene in two splits", "clevr", edit(SPLITS, lambda s: s["train"].append(9)), r"also in a higher split"),
     ("a scene twice in a split", "dc", edit("split.json", lambda s: s["train"].append(9)), r"occurs more than once"),
     ("an image of zero bytes", "clevr", image("000005", b""), r"after: .*000005\.png is empty \(0 bytes\)"),
     ("an image cut short", "clevr", cut("sc_images/CLEVR_semantic_000005.png", 70), r"000005\.png does not decode"),
-    ("an image missing", "clevr", lambda r: (r / "sc_images/CLEVR_semantic_000005.png").unlink(), r"png is missing"),
+    ("an image missing", "clevr", without, r"png is missing"),
     (
-        "a decompression bomb",
+        "too many pixels",
         "clevr",
         bomb,
-        r"has 10000x10000 pixels, 100,000,000 padded to a square, more than 1,000,000; save it smaller",
+        r"has 3000x2000 pixels, 9,000,000 padded to a square, more than 1,000,000; save",
     ),
     ("a symbolic link to itself", "clevr", loop, r"Too many levels of symbolic links"),
     ("a symbolic link out of the root", "clevr", escape, r"is a symbolic link out of the dataset's root"),
     ("a pipe for an image", "clevr", fifo, r"000005\.png is no regular file"),
-    ("an id is empty", "spot", record(img_id=""), r"img_id: is empty"),
-    (
-        "a path that climbs out",
-        "iedit",
-        edit("train.json", lambda r: r[0].update(img0="../../x.png")),
-        r"leads out of the",
-    ),
+    ("a path that climbs out", "iedit", edit("train.json", lambda r: r[0].update(img0="../../x")), r"leads out of the"),
     ("an absolute path", "csv", replace("pairs.csv", b"1.png", b"/etc/passwd"), r"leads out of the dataset's root"),
     ("a NUL in a path", "jsonl", replace("pairs.jsonl", b"1.png", b"1\\u0000.png"), r"leads out of the dataset's root"),
     ("a field too many", "csv", replace("pairs.csv", b"it fell", b"it, fell"), r"row: has 5 fields, the header 4"),
     ("a line of broken JSON", "jsonl", replace("pairs.jsonl", b'{"before":"1', b'{"before:"1'), r"row: line 1 column"),
-    (
-        "a split of another name",
-        "csv",
-        replace("pairs.csv", b"train", b"dev"),
-        r"split: dev is none of train, val, test",
-    ),
+    ("a split of another name", "csv", replace("pairs.csv", b"train", b"dev"), r"split: dev is none of train, val, te"),
     ("null for an image", "jsonl", replace("pairs.jsonl", b'"1.png"', b"null"), r"before: is missing"),
 ]
 
@@ -284,7 +242,5 @@ def test_an_unreadable_annotation_file_is_named(tmp_path, monkeypatch):
 
     ingest = build(tmp_path, "clevr", lambda root: None)
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(
-        DataError, match=r"change_captions\.json: cannot be read: Permission denied; check its permissions"
-    ):
+    with pytest.raises(DataError, match=r"change_captions\.json: cannot be read: Permission denied; check its perm"):
         ingest()

@@ -136,9 +136,8 @@ def test_change_types_are_those_of_the_annotations(tmp_path):
     for flag in (0, 1):  # sentences say whether a pair changed, and not the flag
         edit_json(root / LEVIR, lambda file, flag=flag: [one.update(changeflag=flag) for one in file["images"]])
         assert [row.change_types for row in levir_cc.read(root)] == [["change"], ["none"], ["change"], ["none"]]
-    write_json(
-        root / LEVIR, {"images": [layouts.levir_record("val", 9, ["a\\almost nothing has changed", *layouts.SAME[:4]])]}
-    )
+    texts = ["a\\almost nothing has changed", *layouts.SAME[:4]]
+    write_json(root / LEVIR, {"images": [layouts.levir_record("val", 9, texts)]})
     assert [row.change_types for row in levir_cc.read(root)] == [["none"]]
     assert set(layouts.SAME) == levir_cc.SAME
 
@@ -175,11 +174,7 @@ def update(file: str, change: Callable[[Any], Any]) -> Change:
 
 
 def lines(file: str, *texts: str) -> Change:
-    return lambda root: (root / file).write_text("".join(f"{text}\n" for text in texts))
-
-
-def nlvr(file: str, *found: tuple[str, Any]) -> Change:
-    return lines(f"data/{file}.json", *(json.dumps(layouts.nlvr_line(name, "x", label)) for name, label in found))
+    return lambda root: (root / file).write_text("\n".join(texts))
 
 
 def shard(split: str, *rows: dict[str, Any]) -> Change:
@@ -187,7 +182,7 @@ def shard(split: str, *rows: dict[str, Any]) -> Change:
 
 
 def put(file: str, value: Any) -> Change:
-    return lambda root: write_json(root / file, value)
+    return lines(file, json.dumps(value))
 
 
 def cut(file: str, keep: int) -> Change:
@@ -210,6 +205,7 @@ TRAIN, TEST = (f"instructions_with_idx_{part}_split.txt" for part in ("train", "
 PIXELS = {"image": stored(1), "edited_image": stored(1)}
 LINE = "line: expected '<number> <INSTRUCT> <text>', found text"
 NLVR = "identifier: expected dev-<set>-<pair>-<sentence>, found text"
+DEV = [("dev-1-0-0", "x", True), ("dev-1-0", "x", "True"), ("train-1-0-0", "x", "False"), ("dev-1-0-0", "x", "true")]
 SCENE = "split: the scene is in no list of split"
 SESSION = "test/edit_sessions.json"
 BROKEN: list[tuple[str, list[Change], list[str]]] = [  # name, split, place and the fault's beginning
@@ -287,9 +283,8 @@ BROKEN: list[tuple[str, list[Change], list[str]]] = [  # name, split, place and 
     (
         "nlvr2",
         [
-            nlvr("dev", ("dev-1-0-0", True), ("dev-1-0", "True"), ("train-1-0-0", "False"), ("dev-1-0-0", "true")),
-            lambda root: (root / "data/dev.json").open("a").write("{"),
-            lines("data/train.json", json.dumps({**layouts.nlvr_line("train-5-0-0", "x", "True"), "directory": "38"})),
+            lines("data/dev.json", *(json.dumps(layouts.nlvr_line(*line)) for line in DEV), "{"),
+            put("data/train.json", {**layouts.nlvr_line("train-5-0-0", "x", "True"), "directory": "38"}),
         ],
         [
             "None train train.json, line 1: directory: expected a whole number, found text '38'",
@@ -388,67 +383,50 @@ def test_without_the_zip_of_magicbrush_s_test_an_option_leaves_it_out(tmp_path):
     assert [row.split for row in DATASETS["magicbrush"].read(root, test=None)] == ["train", "train", "val"]
 
 
-def test_a_pair_without_the_bytes_of_an_image_goes_to_quarantine_and_the_others_stay(tmp_path):
-    root = WRITERS["emu_edit"](tmp_path / "raw")
+def test_a_pair_without_the_bytes_of_an_image_stands_alone_and_the_others_stay(tmp_path):
+    root = WRITERS["emu_edit"](tmp_path)
     rows = [emu_row("test", 0, "x") | {"edited_image": {"bytes": None, "path": "a.png"}}, emu_row("test", 1, "y")]
     layouts.write_shards(root, "test", [*rows, emu_row("test", 2, "z") | {"edited_image": None}])
-    run_ingest(root, "emu_edit", "emu_edit")
-    report = run_validate(tmp_path, max_quarantined_share=0.7, allow_lost_test_pairs=True)
-    assert report.datasets["emu_edit"].pairs == {"val": 3, "test": 1}
+    first, second, third = list(DATASETS["emu_edit"].read(root))[3:]
+    assert (first.after, second.fault, third.fault) == ("a.png", None, "edited_image: is missing")
 
 
-COPIED = {  # annotation files that are beside the project, and as the dataset has them
-    "clevr_change": {"splits.json": "splits.json", "type_mapping.json": "type_mapping.json"},
-    "clevr_dc": {"split.json": "split.json"},
-    "spot_the_diff": {f"{split}.json": f"annotations/{split}.json" for split in ("train", "val")},
-    "iedit": {"train.json": "train.json", "valid.json": "valid.json"},
-    "birds_to_words": {},
-}
-
-
-def complete(reader: str, root: Path) -> None:
-    """The other files: captions of the CLEVRs, test splits without a pair, and the table of birds."""
-    if reader == "clevr_change":
-        numbers = [scene for split in json.loads((root / "splits.json").read_text()).values() for scene in split]
-        for name in ("change_captions.json", "no_change_captions.json"):
-            write_json(root / name, {f"CLEVR_default_{scene:06d}.png": ["words"] for scene in numbers})
-    elif reader == "clevr_dc":
-        numbers = [scene for split in json.loads((root / "split.json").read_text()).values() for scene in split]
-        write_json(root / "captions.json", {str(scene): ["words"] for scene in numbers})
-    elif reader == "birds_to_words":
+def copy_real(reader: str, root: Path) -> None:
+    """Train and validation as they were released, a test split without a pair."""
+    if reader == "birds_to_words":
         rows = []
         for split in ("train", "val"):
-            file = REAL / f"birds_to_words/cwj1412_{split}.json"
-            for row in map(json.loads, filter(None, file.read_text().split("\n"))):
+            text = (REAL / f"birds_to_words/cwj1412_{split}.json").read_text()
+            for row in map(json.loads, filter(None, text.split("\n"))):
                 found = [row["description"]] if split == "train" else row["description"]
                 rows += [(row["img1"], row["img2"], split, " ".join(tokens)) for tokens in found]
         layouts.write_birds(root / "birds-to-words-v1.0.tsv", rows)
-    else:
-        write_json(root / ("test.json" if reader == "iedit" else "annotations/test.json"), [])
+        return
+    for name in DATASETS[reader].files:
+        (root / name).parent.mkdir(exist_ok=True)
+        file = REAL / reader / Path(name).name
+        (root / name).write_text("[]" if file.stem == "test" else file.read_text())
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real annotations are not beside the project")
-@pytest.mark.parametrize("reader", COPIED)
-def test_the_real_annotations_count_to_the_unit(tmp_path, reader):
-    for name, to in COPIED[reader].items():
-        (tmp_path / to).parent.mkdir(exist_ok=True)
-        (tmp_path / to).write_bytes((REAL / reader / name).read_bytes())
-    complete(reader, tmp_path)
-    rows, (published,) = list(DATASETS[reader].read(tmp_path)), DATASETS[reader].published
-    assert not any(row.fault for row in rows)
-    is_whole = reader.startswith("clevr")
-    for split in ("train", "val", "test") if is_whole else ("train", "val"):
-        own, count = [row for row in rows if row.split == split], getattr(published, split)
-        assert len(own) == count.pairs
-        if is_whole:
-            continue
-        said = [text for row in own for text in row.references]
-        assert (len(said), said.count("")) == (count.references, count.empty)
-        distinct = sum(len({" ".join(text.split()) for text in row.references} - {""}) for row in own)
-        assert len(said) - count.empty - distinct == count.repeated
-        assert sum({*row.references} == {""} for row in own) == count.wordless
-        assert count.records is None or sum(row.raw_rows for row in own) == count.records
-        assert count.image_pairs is None or len({(row.before, row.after) for row in own}) == count.image_pairs
+def test_the_real_annotations_count_to_the_unit(tmp_path):
+    for reader in ("spot_the_diff", "iedit", "birds_to_words"):
+        copy_real(reader, tmp_path)
+        rows, (published,) = list(DATASETS[reader].read(tmp_path)), DATASETS[reader].published
+        assert not any(row.fault for row in rows)
+        for split in ("train", "val"):
+            own, count = [row for row in rows if row.split == split], getattr(published, split)
+            said = [text for row in own for text in row.references]
+            assert (len(own), len(said), said.count("")) == (count.pairs, count.references, count.empty)
+            distinct = sum(len({" ".join(text.split()) for text in row.references} - {""}) for row in own)
+            assert len(said) - count.empty - distinct == count.repeated
+            assert sum({*row.references} == {""} for row in own) == count.wordless
+            assert count.records is None or sum(row.raw_rows for row in own) == count.records
+            assert count.image_pairs is None or len({(row.before, row.after) for row in own}) == count.image_pairs
+    for reader, file, pairs_of_a_scene in (("clevr_change", "splits.json", 2), ("clevr_dc", "split.json", 1)):
+        scenes = json.loads((REAL / reader / file).read_text())
+        found = {split: pairs_of_a_scene * len(numbers) for split, numbers in scenes.items()}
+        assert found == DATASETS[reader].published[0].pairs()
 
 
 PAIR = {"before": "a/1.png", "after": "b/1.png", "captions": ["it fell", "down"], "split": "train"}
@@ -456,18 +434,14 @@ PAIRS = [PAIR, {"before": "a/2.png", "after": "b/2.png", "captions": ["gone"], "
 CONTRADICTS = "has the same id, but other images, split or scene"
 
 
-@pytest.mark.parametrize("manifest", ["p.csv", "p.tsv", "p.json", "p.jsonl", "p.parquet"])
-def test_a_collection_of_ones_own_reads_the_same_in_every_format(tmp_path, manifest):
-    frame, path = pl.DataFrame(PAIRS), tmp_path / manifest
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
+def test_a_collection_of_ones_own_reads_the_same_in_every_format(tmp_path, suffix):
+    frame, path = pl.DataFrame(PAIRS), tmp_path / f"p{suffix}"
     flat = frame.with_columns(captions=pl.Series([json.dumps(row["captions"]) for row in PAIRS]))
-    {
-        ".parquet": frame.write_parquet,
-        ".jsonl": frame.write_ndjson,
-        ".json": lambda to: write_json(to, PAIRS),
-        ".csv": flat.write_csv,
-        ".tsv": lambda to: flat.write_csv(to, separator="\t"),
-    }[path.suffix](path)
-    assert [(row.name, row.split, row.references, row.fault) for row in pairs.read(tmp_path, manifest)] == [
+    writers = {".parquet": frame.write_parquet, ".jsonl": frame.write_ndjson, ".csv": flat.write_csv}
+    writers |= {".json": lambda to: write_json(to, PAIRS), ".tsv": lambda to: flat.write_csv(to, separator="\t")}
+    writers[suffix](path)
+    assert [(row.name, row.split, row.references, row.fault) for row in pairs.read(tmp_path, path.name)] == [
         ("a/1.png|b/1.png", "train", ["it fell", "down"], None),
         ("a/2.png|b/2.png", "test", ["gone"], None),
     ]
@@ -508,16 +482,10 @@ def test_omnidiff_takes_its_columns_from_params_and_its_types_from_the_paper_wha
     rows = [{"image1": f"{n}.jpg", "image2": "b.jpg", "caption": "x", "types": each} for n, each in enumerate(types)]
     write_json(tmp_path / "real.json", [*rows, rows[0] | {"image1": "9.jpg", "types": ["magic"]}, {"types": ["size"]}])
     columns = {"before": "image1", "after": "image2", "captions": "caption", "change_types": "types"}
-    *good, bad, lost = sorted(
-        omnidiff.read(tmp_path, "real.json", columns, split="val"), key=lambda row: str(row.before)
-    )
-    assert {row.split for row in good} == {"val"}
-    assert [(row.change_types, row.fault) for row in good] == [
-        (["ocr", "color"], None),
-        (["color", "ocr"], None),
-        (["none"], None),
-        ([], None),
-    ]
+    found = omnidiff.read(tmp_path, "real.json", columns, split="val")
+    *good, bad, lost = sorted(found, key=lambda row: str(row.before))
+    assert {(row.split, row.fault) for row in good} == {("val", None)}
+    assert [row.change_types for row in good] == [["ocr", "color"], ["color", "ocr"], ["none"], []]
     assert bad.fault.startswith("change_types: magic is none of viewpoint, ")
     assert (lost.fault, lost.change_types) == ("image1, image2, caption: is missing", ["size"])
 

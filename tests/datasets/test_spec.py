@@ -1,8 +1,8 @@
 """The one list: every dataset's file owns its layout, licence, counts and protocols; a licence is obeyed."""
 
 import re
+import subprocess
 import sys
-from collections import Counter
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
@@ -15,64 +15,36 @@ from m3diff.records.errors import DataError
 from m3diff.stages.convert.mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from tests.layouts import write_clevr
 
-REAL = Path("../shared/real")
-
 USES = ("train", "redistribute", "show")
-FACTS = {  # answers to train, redistribute and show; part of a row or entry as it is in the annotation files
-    "birds_to_words": ("conditions", "https://www.inaturalist.org/photos/13985343 <tab>"),
-    "clevr_change": ("unstated", '"CLEVR_default_000123.png": ["the tiny cylinder changed to brown"'),
-    "clevr_dc": ("unstated", '"123": ["the small cyan cube has been added"'),
-    "emu_edit": ("conditions", '{"instruction": "Add a goat outside the fence", "image": ..., "task": "add"'),
-    "iedit": ("unstated", '"uid": "Reddit_1012"'),
-    "levir_cc": (
-        "unstated",
-        '{"filepath": "val", "filename": "val_000001.png", "imgid": 6815, "split": "val", "changef',
-    ),
-    "magicbrush": (
-        "conditions",
-        '{"img_id": "242679", "turn_index": 1, "source_img": ..., "mask_img": ..., "instructi',
-    ),
-    "minichange": ("yes", '"CLEVR_default_000123.png": ["at the top the small red box turned blue"'),
-    "nlvr2": ("conditions", '"label": "True", "identifier":'),
-    "omnidiff": ("unstated", '{"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ..."'),
-    "pairs": ("yes", "a/1.png,b/1.png,the lamp is out,train"),
-    "spot_the_diff": ("unstated", '{"img_id": "235", "sentences": ['),
-    "syned": ("conditions", "183 <INSTRUCT> Add a duck on the box of food."),
-}
+ANSWERS = {"minichange": "yes", "pairs": "yes"}  # of the licence to each use
+ANSWERS |= dict.fromkeys(("birds_to_words", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
+ANSWERS |= dict.fromkeys(("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "spot_the_diff"), "unstated")
 
 
 def test_the_list_is_complete_and_each_entry_is_its_file_s_and_frozen():
-    folder = Path("components/datasets")
-    files = [path for path in folder.rglob("*.py") if "\nSPEC = " in path.read_text()]
+    files = [path for path in Path("components/datasets").rglob("*.py") if "\nSPEC = " in path.read_text()]
     assert set(DATASETS) == {path.parent.name if path.stem == "__init__" else path.stem for path in files}
     for name, spec in DATASETS.items():
         assert spec is sys.modules[f"m3diff.datasets.{name}"].SPEC
         for value in (spec, spec.licence, spec.licence.train, *spec.published, *spec.protocols):
             with pytest.raises(FrozenInstanceError):
                 setattr(value, fields(value)[0].name, "other")
-    assert all(count == 1 for count in Counter(spec.files for spec in DATASETS.values()).values())
-    assert [name for name, spec in DATASETS.items() if spec.grammar] == ["minichange"]
-    assert [name for name, spec in DATASETS.items() if spec.generate] == ["minichange"]
+    assert len({spec.files for spec in DATASETS.values()}) == len(DATASETS)
+    assert [name for name, spec in DATASETS.items() if spec.grammar and spec.generate] == ["minichange"]
     assert {name: spec.never_train for name, spec in DATASETS.items() if spec.never_train} == {"magicbrush": ("val",)}
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_every_docstring_gives_page_licence_layout_and_an_example_row(name):
-    spec, (answer, example) = DATASETS[name], FACTS[name]
-    told = sys.modules[f"m3diff.datasets.{name}"].__doc__ or ""
-    assert example in told
-    for file in spec.files:
-        if name != "omnidiff":  # its layout is not known; an option names the file
-            part = re.escape(file).replace("train", r"(train|\{train,val(id)?,test\})").replace("valid", r"\S*valid\S*")
-            assert re.search(part, told) or "{train,val" in told, file
+def test_every_docstring_gives_page_and_licence_and_every_permission_its_reason(name):
+    spec, told = DATASETS[name], sys.modules[f"m3diff.datasets.{name}"].__doc__ or ""
     if name not in ("pairs", "minichange"):
         assert f"Page: {spec.page}" in told
-        wanted = "states no" if spec.licence is UNSTATED else spec.licence.name
-        assert wanted in told or "Licence unknown" in told
-    assert (spec.licence.url is None) == (answer == "unstated" or name == "pairs")
+        assert re.search(f"states? no|Licence unknown|{re.escape(spec.licence.name)}", told)
+    assert (spec.licence is UNSTATED) == (ANSWERS[name] == "unstated")
+    assert (spec.licence.url is None) == (spec.licence is UNSTATED or name == "pairs")
     for use in USES:
         permission = getattr(spec.licence, use)
-        assert (permission.answer, len(permission.reason) > 10) == (answer, True)
+        assert (permission.answer, len(permission.reason) > 10) == (ANSWERS[name], True)
 
 
 @pytest.mark.parametrize("override", [False, True])
@@ -84,26 +56,17 @@ def test_what_a_licence_allows_is_allowed_and_what_it_excludes_refused_unless_as
     notice = f"MiniChange (licence: L1): {use}: because"
     refused = not override and (answer == "no" or (answer == "unstated" and use == "redistribute"))
     if refused:
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=rf"{re.escape(notice)}; refused: .* --allow-unlicensed"):
             check_licence(spec, use, override)
-        assert str(error.value).startswith(notice + "; refused: ")
-        assert "--allow-unlicensed" in str(error.value)
     else:
         assert check_licence(spec, use, override) == (None if answer == "yes" else notice)
 
 
 def test_every_task_is_one_of_the_questions_file():
-    tasks = {name: spec.task for name, spec in DATASETS.items()}
-    assert set(tasks.values()) <= set(yaml.safe_load(Path("profiles/questions.yaml").read_text()))
-    assert {name: task for name, task in tasks.items() if task != "difference"} == {
-        "birds_to_words": "birds",
-        "emu_edit": "edit",
-        "iedit": "edit",
-        "magicbrush": "edit",
-        "nlvr2": "statement",
-        "omnidiff": "detail",
-        "syned": "edit",
-    }
+    tasks = {name: spec.task for name, spec in DATASETS.items() if spec.task != "difference"}
+    own = {"birds_to_words": "birds", "nlvr2": "statement", "omnidiff": "detail"}
+    assert tasks == own | dict.fromkeys(("emu_edit", "iedit", "magicbrush", "syned"), "edit")
+    assert {"difference", *tasks.values()} <= yaml.safe_load(Path("profiles/questions.yaml").read_text()).keys()
 
 
 def test_published_pairs_and_references_of_every_part():
@@ -121,10 +84,6 @@ def test_published_pairs_and_references_of_every_part():
         "spot_the_diff": ((8_566, 17_676), (1_493, 3_310), (1_270, 2_107)),
         "syned": ((3_050, 3_050), (539, 539), (2_022, 10_053)),
     }
-
-
-def test_the_row_of_each_dataset_is_that_of_the_paper_s_table():
-    """OmniDiff, Table 1: pairs, words a caption, share of captions over 20 words, written by people, distractors."""
     rows = {name: spec.table for name, spec in DATASETS.items() if spec.table}
     assert {name: (t.pairs, t.words, t.over_20, t.human, t.distractors) for name, t in rows.items()} == {
         "clevr_change": (79_606, 8, 0.0, False, True),
@@ -133,14 +92,10 @@ def test_the_row_of_each_dataset_is_that_of_the_paper_s_table():
         "levir_cc": (10_077, 8, 0.01, True, True),
         "birds_to_words": (3_347, 32, 0.25, True, False),
         "omnidiff": (15_598, 60, 0.37, True, True),
-    }
-
-
-def test_a_part_is_found_by_the_dataset_s_name_and_the_only_one_by_any():
+    }, "OmniDiff, Table 1"
     assert omnidiff.SPEC.part("omnidiff_render") is omnidiff.RENDER
-    assert omnidiff.SPEC.part("mine") is None
-    assert clevr_change.SPEC.part("mine") is clevr_change.PUBLISHED
-    assert DATASETS["pairs"].part("pairs") is None
+    assert clevr_change.SPEC.part("mine") is clevr_change.PUBLISHED, "the only one by any name"
+    assert omnidiff.SPEC.part("mine") is DATASETS["pairs"].part("pairs") is None
 
 
 def test_the_paper_s_mixture_is_the_official_training_splits():
@@ -158,66 +113,41 @@ def test_the_paper_s_mixture_is_the_official_training_splits():
     assert SAMPLES == 896_000
 
 
-def test_protocols_name_pairs_that_papers_score(tmp_path):
-    for name, spec in DATASETS.items():
-        assert len({protocol.name for protocol in spec.protocols}) == len(spec.protocols) >= 1
-        for protocol in spec.protocols:
-            published = spec.part(protocol.part or name)
-            assert protocol.headline in protocol.metrics
-            assert protocol.split == "test"
-            if protocol.ids == ".*" and not protocol.change_types:
-                assert protocol.n == (published.test.pairs if published and protocol.source else None)
-            assert (protocol.source is None) == (protocol.n is None)
-    own = {name for name, spec in DATASETS.items() if not any(protocol.source for protocol in spec.protocols)}
+def test_protocols_name_pairs_that_papers_score_and_what_is_not_plain_of_them(tmp_path):
+    protocols = {(name, one.name): one for name, spec in DATASETS.items() for one in spec.protocols}
+    assert len(protocols) == sum(len(spec.protocols) for spec in DATASETS.values()) == 27
+    for (name, _), one in protocols.items():
+        published = DATASETS[name].part(one.part or name)
+        assert one.headline in one.metrics
+        assert (one.split, one.source is None) == ("test", one.n is None)
+        if one.ids == ".*" and not one.change_types:
+            assert one.n == (published.test.pairs if published and one.source else None)
+    own = {name for name, spec in DATASETS.items() if not any(one.source for one in spec.protocols)}
     assert own == {"emu_edit", "magicbrush", "minichange", "nlvr2", "pairs"}
     names = [row.name for row in clevr_change.read(write_clevr(tmp_path)) if row.split == "test"]
-    by_name = {protocol.name: protocol for protocol in clevr_change.SPEC.protocols}
-    for name, ids in (("total", names), ("semantic", names[::2]), ("distractor", names[1::2])):
-        assert [each for each in names if re.fullmatch(by_name[name].ids, each)] == ids
     assert names[:2] == ["000001.png", "000001.png_n"]
-    counts = {name: protocol.n for name, protocol in by_name.items()}
-    halves = {"total": 7_970, "semantic": 3_985, "distractor": 3_985}
-    assert counts == halves | dict.fromkeys(("color", "material", "add", "drop", "move"), 797)
-    parts = [(protocol.part, protocol.n) for protocol in omnidiff.SPEC.protocols]
-    assert parts == [("omnidiff_real", 803), ("omnidiff_render", 767)]
-
-
-def test_the_settings_of_each_protocol_that_is_not_the_plain_one():
-    """References as they are, PTB, no cut; SPICE where papers print it."""
-    protocols = {(name, one.name): one for name, spec in DATASETS.items() for one in spec.protocols}
-    joined = {key for key, one in protocols.items() if (one.references, one.max_words) == ("joined", 60)}
+    for name, ids in (("total", names), ("semantic", names[::2]), ("distractor", names[1::2])):
+        assert [each for each in names if re.fullmatch(protocols["clevr_change", name].ids, each)] == ids
+    subsets = {key[1]: one.n for key, one in protocols.items() if one.n and (one.change_types or one.ids != ".*")}
+    kinds = dict.fromkeys(("color", "material", "add", "drop", "move"), 797)
+    assert subsets == kinds | {"semantic": 3_985, "distractor": 3_985, "change": 964, "no_change": 965}
+    types = {one.change_types for one in protocols.values() if one.change_types}
+    assert types == {(name,) for name in (*kinds, "change", "none")}
+    joined = {key for key, one in protocols.items() if (one.references, one.max_words) != ("all", None)}
     assert joined == {("spot_the_diff", "multi-change")}
-    assert {key for key, one in protocols.items() if one.tokenizer == "whitespace"} == {
-        ("birds_to_words", "whitespace"),
-        *(("levir_cc", name) for name in ("total", "change", "no_change")),
-    }
+    cut = protocols["spot_the_diff", "multi-change"]
+    assert (cut.references, cut.max_words) == ("joined", 60)
+    by_words = {key for key, one in protocols.items() if one.tokenizer == "whitespace"}
+    assert by_words == {("birds_to_words", "whitespace"), *(("levir_cc", n) for n in ("total", "change", "no_change"))}
     with_spice = {name for (name, _), one in protocols.items() if "SPICE" in one.metrics}
     assert with_spice == {"spot_the_diff", "iedit", "clevr_change", "clevr_dc"}
-    assert {name: one.n for (reader, name), one in protocols.items() if reader == "levir_cc"} == {
-        "total": 1_929,
-        "change": 964,
-        "no_change": 965,
-    }
-    types = {one.change_types for one in protocols.values() if one.change_types}
-    assert types == {(name,) for name in ("color", "material", "add", "drop", "move", "change", "none")}
     headlines = {name: spec.protocols[0].name for name, spec in DATASETS.items()}
-    assert {name: one for name, one in headlines.items() if one != "test"} == {
-        "clevr_change": "total",
-        "levir_cc": "total",
-        "minichange": "total",
-        "omnidiff": "real",
-        "spot_the_diff": "single-change",
-    }
+    others = {"omnidiff": "real", "spot_the_diff": "single-change"}
+    others |= dict.fromkeys(("clevr_change", "levir_cc", "minichange"), "total")
+    assert {name: one for name, one in headlines.items() if one != "test"} == others
 
 
 def test_the_list_is_light_to_import():
-    import subprocess
-
     heavy = "{'torch', 'transformers', 'polars', 'pandas', 'PIL', 'scipy'}"
-    told = subprocess.run(
-        [sys.executable, "-c", f"import sys, m3diff.datasets; print(sorted({heavy} & set(sys.modules)))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert told.stdout.strip() == "[]"
+    code = f"import sys, m3diff.datasets; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
