@@ -104,7 +104,7 @@ def score_model(params: Params, model: str, base: Path, out: Path | None = None)
 
 def score(params: Params, source: Source, made: Path) -> EvaluateReport:
     """Write `predictions/` and `report/` of a model into a new folder."""
-    from m3diff.models.checkpoint import place_on_base
+    from m3diff.models.checkpoint import place_on_base, verify_loaded
     from m3diff.stages.evaluate.stage import evaluate
     from m3diff.stages.predict.stage import predict
 
@@ -114,7 +114,7 @@ def score(params: Params, source: Source, made: Path) -> EvaluateReport:
         (held / "checkpoint").symlink_to(source.folder.resolve())
     else:
         shutil.copytree(source.folder, held / "checkpoint")
-        place_on_base(held / "checkpoint", source.base)
+        place_on_base(held / "checkpoint", verify_loaded(held / "checkpoint"), source.base)
     made.mkdir()
     cfg = params.predict.model_copy(update={"max_new_tokens": source.max_new_tokens})
     predictions, report = made / "predictions", made / "report"

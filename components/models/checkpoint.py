@@ -32,7 +32,10 @@ ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"
 WEIGHTS = ".safetensors"
 READ = (".json", ".jinja", ".txt", ".model")
 """What is read of a model beside its weights; its card, code and pictures are not."""
-GIT_LFS = b"version https://git-lfs"
+REMEDY = (
+    "restore it (`dvc checkout`, `git lfs pull`), or fetch it again from where it came; if you saved the model "
+    "here again on purpose, delete manifest.json"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ def verify_manifest(folder: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     for name, want in manifest["files"].items():
-        _check_file(folder / name, _remedy(folder, name), want)
+        _check_file(folder / name, want)
     return manifest
 
 
@@ -66,106 +69,63 @@ def verify_loaded(folder: Path) -> dict[str, Any]:
     """Check the files that a model is loaded from against its manifest and return it.
 
     The weights must be the manifest's. Configuration and tokenizer may have been edited, of which a warning tells. The
-    card and the code may be edited or absent.
+    card, the code and the adapters beside a whole model may be edited or absent.
 
     Raises:
-        CheckpointError: weights are missing or differ, another file is missing or cannot be read; names the file.
+        CheckpointError: weights are missing or differ, another file is missing or no JSON; names the file.
     """
-    manifest = read_manifest(folder)
-    for name, want in _loaded(manifest).items():
-        _check_file(folder / name, _remedy(folder, name), want if name.endswith(WEIGHTS) else None)
-    if edited := [name for name in edited_files(folder) if (folder / MANIFEST).is_file()]:
+    manifest, edited = read_manifest(folder), []
+    for name, want in manifest["files"].items():
+        path = folder / name
+        if name.startswith(f"{ADAPTERS}/") or not name.endswith((WEIGHTS, *READ)):
+            continue
+        _check_file(path, want if name.endswith(WEIGHTS) else None)
+        if name.endswith(READ) and hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest() != want:
+            edited.append(name)
+    if edited:
         logger.warning("%s: edited since it was written, used as it is now: %s", folder, ", ".join(edited))
     return manifest
 
 
-def _loaded(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Files that a model is loaded from. A whole model's adapters are not read beside it."""
-    files = manifest["files"].items()
-    return {name: sha for name, sha in files if name.endswith((WEIGHTS, *READ)) and not name.startswith(f"{ADAPTERS}/")}
-
-
-def _check_file(path: Path, remedy: str, want: str | None = None) -> None:
-    """Check that a file is there, no pointer, and of the digest `want`; without one, that it can be read if it is JSON.
+def _check_file(path: Path, want: str | None = None) -> None:
+    """Check that a file is there and of the digest `want`; without one, that it can be read if it is JSON.
 
     Raises:
         CheckpointError: names the file and the remedy.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path}: missing, though the manifest names it; {remedy}")
-    with path.open("rb") as file:
-        if file.read(len(GIT_LFS)) == GIT_LFS:  # left by git where Git LFS was not there
-            raise CheckpointError(
-                f"{path}: a Git LFS pointer, not the file itself; run `git lfs install && git lfs pull` in "
-                f"{path.parent}, or download the folder again"
-            )
+        raise CheckpointError(f"{path}: missing, though the manifest names it; {REMEDY}")
     if want is not None and (got := _sha256(path)) != want:
-        raise CheckpointError(f"{path}: sha256 {got[:12]} but the manifest says {want[:12]}; {remedy}")
+        raise CheckpointError(f"{path}: sha256 {got[:12]} but the manifest says {want[:12]}; {REMEDY}")
     if want is None and path.suffix == ".json":
         try:
             json.loads(path.read_bytes())
         except ValueError as error:
-            raise CheckpointError(f"{path}: not JSON ({error}); {remedy}") from error
+            raise CheckpointError(f"{path}: not JSON ({error}); {REMEDY}") from error
 
 
 def see_whole_files(folder: Path) -> None:
     """See that weights and JSON below the folder of a base, which has no manifest, can be read.
 
     Raises:
-        CheckpointError: one is cut off, a pointer of Git LFS or no JSON; names the file.
+        CheckpointError: one is cut off, or no JSON; names the file.
     """
     for path in _files(folder):
-        if path.suffix == ".json" and not is_hidden(path, folder):
-            _check_file(path, "fetch it again")
-    for place in (folder, *(path for path in folder.rglob("*") if path.is_dir() and not is_hidden(path, folder))):
-        _shapes(place)
-
-
-def _remedy(folder: Path, name: str) -> str:
-    """The way to get a file again: from DVC where it tracks the folder, else from where the folder came."""
-    if tracked := _tracked(folder):
-        return f"restore it with `dvc checkout {tracked}`"
-    saved = "; if you saved the model here again on purpose, delete manifest.json" if name.endswith(WEIGHTS) else ""
-    return f"fetch the folder again from where it came, or export it again{saved}"
-
-
-def _tracked(folder: Path) -> str | None:
-    """The output of a stage that a folder is or lies in, as dvc.lock of its checkout names it; None without one."""
-    place = folder.resolve()
-    for root in place.parents:
-        lock = root / "dvc.lock"
-        if (root / ".dvc").is_dir() and lock.is_file():
-            text, inner = lock.read_text(encoding="utf-8"), place.relative_to(root)
-            return next((str(out) for out in (inner, *inner.parents) if f"- path: {out}\n" in text), None)
-    return None
-
-
-def edited_files(folder: Path) -> list[str]:
-    """Files read beside the weights that differ from the manifest, line ends aside; all of them
-    where there is no manifest."""
-    manifest = read_manifest(folder)
-    read = {name: want for name, want in _loaded(manifest).items() if name.endswith(READ)}
-    if not (folder / MANIFEST).is_file():
-        return sorted(read)
-    plain = {name: (folder / name).read_bytes().replace(b"\r\n", b"\n") for name in read if (folder / name).is_file()}
-    return sorted(name for name, data in plain.items() if hashlib.sha256(data).hexdigest() != read[name])
+        if not is_hidden(path, folder):
+            _check_file(path)
+            _shapes(path)
 
 
 @contextmanager
-def edits_named(folder: Path) -> Iterator[None]:
-    """Raises CheckpointError for any error of reading a model within it where its folder has files that were edited,
-    and names them; elsewhere the error is a bug and passes."""
+def loading(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError for any error of reading a model within it but one of memory."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if not (edited := edited_files(folder)):
-            raise
         said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise CheckpointError(
-            f"{folder}: cannot be loaded ({said}); restore what was edited since it was written: {', '.join(edited)}"
-        ) from error
+        raise CheckpointError(f"{folder}: cannot be loaded ({said}); {REMEDY}") from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -177,37 +137,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     file = folder / MANIFEST
     if file.is_file():
-        _check_file(file, _remedy(folder, MANIFEST))
+        _check_file(file)
         manifest = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise CheckpointError(f"{file}: has no list of files; {_remedy(folder, MANIFEST)}")
+            raise CheckpointError(f"{file}: has no list of files; {REMEDY}")
         return manifest
     try:
         processor = json.loads((folder / "processor_config.json").read_bytes())["auto_map"]["AutoProcessor"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{folder}: {_unknown(folder)}") from None
+        raise CheckpointError(
+            f"{folder}: no {MANIFEST}, so it is no checkpoint or was not written to its end; name a folder that "
+            "training, `m3diff export` or `m3diff export --hub` wrote. A shared model that was saved again needs its "
+            "processor's save_pretrained there, too; adapters in peft's own layout are loaded by peft"
+        ) from None
     family = next((name for name in FAMILIES if f"processing_{name}." in processor), None)
     files = (path for path in _files(folder) if path.parent == folder and path.name.endswith((WEIGHTS, *READ)))
     return {"family": family, "files": {path.name: _sha256(path) for path in files if path.name[0] != "."}}
-
-
-def _unknown(folder: Path) -> str:
-    """Why a folder without a manifest cannot be loaded, and what to do."""
-    if folder.name == LORA and (folder.parent / TUNED).is_file():
-        return f"half of a folder of adapters; name the whole: {folder.parent}"
-    if (folder / "adapter_config.json").is_file():
-        return (
-            f"adapters in peft's layout without {MANIFEST}, which m3diff does not load; load their base by "
-            f"transformers and lay them over it: peft.PeftModel.from_pretrained(base, {str(folder)!r})"
-        )
-    lost = f"no {MANIFEST}, so it is no checkpoint or was not written to its end"
-    if tracked := _tracked(folder):
-        return f"{lost}; restore it with `dvc checkout {tracked}`, or delete it and train again"
-    return (
-        f"{lost}; name a folder that training, `m3diff export` or `m3diff export --hub` wrote, or fetch it again from "
-        "where it came. A shared model that was saved again needs its processor, too: AutoProcessor.from_pretrained("
-        f"SHARED_FOLDER, trust_remote_code=True).save_pretrained({str(folder)!r})"
-    )
 
 
 def folder_sha256(folder: Path, hidden: bool = True) -> str:
@@ -306,16 +251,15 @@ def _check_whole(merged: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder}: holds {found:,} numbers, but the model has {want:,}: a weight is missing")
 
 
-def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors in the folder's own files. Raises CheckpointError for a file that holds none."""
+def _shapes(place: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors in a file, or in a folder's own files. Raises CheckpointError for one that is cut off."""
     shapes: dict[str, list[int]] = {}
-    for path in folder.glob(f"[!.]*{WEIGHTS}"):
-        _check_file(path, "fetch it again")
+    for path in place.glob(f"[!.]*{WEIGHTS}") if place.is_dir() else [place] if place.suffix == WEIGHTS else []:
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: not a whole safetensors file ({error}); fetch it again") from error
+            raise CheckpointError(f"{path}: not a whole safetensors file ({error}); {REMEDY}") from error
     return shapes
 
 
@@ -337,7 +281,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
     if (name := manifest.get("family")) not in list(FAMILIES):
         raise CheckpointError(f"{folder / MANIFEST}: family {name!r} is none of {', '.join(FAMILIES)}; update m3diff")
     family = FAMILIES[name]
-    with edits_named(folder):
+    with loading(folder):
         if is_adapters(folder):
             return _load_adapters(folder, manifest, family, dtype, base), family
         if (folder / MANIFEST).is_file():
@@ -382,12 +326,7 @@ def _base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
     return base
 
 
-def place_on_base(adapters: Path, base: Path) -> None:
-    """Let the manifest of a folder of adapters, which lies elsewhere now, lead to their base."""
-    _write_copied(adapters, verify_loaded(adapters), base)
-
-
-def _write_copied(folder: Path, manifest: Mapping[str, Any], base: Path) -> None:
+def place_on_base(folder: Path, manifest: Mapping[str, Any], base: Path) -> None:
     """Write the manifest of a folder that was copied, with its own files and the way to the base from there."""
     facts = {name: value for name, value in manifest.items() if name not in ("files", "base")}
     write_manifest(folder, **facts, base=os.path.relpath(base, folder))
@@ -407,4 +346,4 @@ def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
     if out.exists():
         raise CheckpointError(f"{out}: exists; name a folder that does not")
     shutil.copytree(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST, ".*"))
-    _write_copied(out, manifest, source / manifest["base"])
+    place_on_base(out, manifest, source / manifest["base"])

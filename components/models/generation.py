@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from m3diff.models.checkpoint import edits_named, load_model
+from m3diff.models.checkpoint import load_model, loading
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.processing import PairProcessor
@@ -77,6 +77,6 @@ def load_captioner(
     if device is None:
         device = Device(gpu=True, precision="bf16") if torch.cuda.is_available() else Device(False, "fp32")
     model, family = load_model(checkpoint, device.dtype, base)
-    with edits_named(checkpoint):
+    with loading(checkpoint):
         processor = family.load_processor(checkpoint, model.config)
     return Captioner(model.to(device.torch), processor, family, max_new_tokens)

@@ -51,9 +51,10 @@ def test_of_a_folder_nothing_is_kept_adapters_are_led_to_their_base_and_nothing_
     folder, placed = Path(rescoring.download("of a folder")), []
     monkeypatch.setattr(module, "find", lambda *given: Source("m3diff/sha256-1", folder, 64, Path("base")))
     monkeypatch.setattr("m3diff.models.checkpoint.place_on_base", lambda *given: placed.append(given))
+    monkeypatch.setattr("m3diff.models.checkpoint.verify_loaded", lambda folder: {})
     place, _ = score_model(registry.params, str(folder), Path("base"), Path("mine"))
     assert (place, rescoring.calls[0][:2]) == (Path("mine"), ("of a folder", 64))
-    ((copied, base),) = placed
+    ((copied, _, base),) = placed
     assert (copied.name, base) == ("checkpoint", Path("base"))
     with pytest.raises(DataError, match="mine: exists; name a folder that does not"):
         score_model(registry.params, str(folder), Path("base"), Path("mine"))

@@ -13,7 +13,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.m3diff import LARGE_BASE, SMALL_BASE
 from m3diff.models.onediff import LLAVA_BASE
 
-CALLED = {"m3diff.images.open": "images", "m3diff.commands.export.called": "called"}
+CALLED = {"m3diff.images.open": "images", "m3diff.records.errors": "errors", "m3diff.commands.export.called": "called"}
 """Of every folder: what its processor is made of; modules with the names of their files in it."""
 
 PACKAGE = Path(__file__).parents[2]
