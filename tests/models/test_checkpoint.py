@@ -141,9 +141,9 @@ def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], o
 WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "no manifest.json, .*not written to its end; name a"),
-    "manifest cut off": (rewritten(MANIFEST, lambda d: d[: len(d) // 2]), "manifest.json: not JSON .*fetch the folder"),
-    "manifest empty": (rewritten(MANIFEST, lambda _: b"[]"), "manifest.json: has no list of files; fetch"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS}: missing, though the manifest names it; f"),
+    "manifest cut off": (rewritten(MANIFEST, lambda d: d[: len(d) // 2]), "manifest.json: not JSON .*fetch it again"),
+    "manifest empty": (rewritten(MANIFEST, lambda _: b"[]"), "manifest.json: has no list of files; restore"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS}: missing, though the manifest names it; r"),
     "a bit": (rewritten(WEIGHTS, lambda d: d[:-1] + bytes([d[-1] ^ 1])), f"{WEIGHTS}: sha256 .*the manifest says .*; "),
     "family": (rewritten(MANIFEST, lambda d: d.replace(b'"m3diff"', b'"m4diff"')), "family 'm4diff' is none of m3diff"),
 }
