@@ -45,12 +45,6 @@ if TYPE_CHECKING:
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
-FOUND_OF_LLAVA = """\
-Tested by running them: ms-swift reads the file as it is, but crops each image
-at any resolution (3,672 visual tokens per pair instead of 1,460), which is a
-different recipe. LLaMA-Factory 0.9.5 reads the data but does not support
-LLaVA-OneVision."""
-
 
 def described(params: Params) -> "Description":
     """The name and parameters of the training's MLflow run."""
@@ -408,44 +402,37 @@ def _url(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-STAGE = partial(Command, group="stages, in order")
-SCORING = partial(Command, group="data and scoring")
-USE = partial(Command, group="use and share")
-REGISTRY = partial(Command, group="model registry")
-SET_UP = partial(Command, group="set-up")
-"""A row of the table in its group of `m3diff --help`."""
-
 ROWS: tuple[Command, ...] = (
-    STAGE(code, "write what code each stage runs, by meaning; DVC compares it", ("m3diff code",)),
-    STAGE(
+    Command(code, "write what code each stage runs, by meaning; DVC compares it", ("m3diff code",)),
+    Command(
         pretrain,
         "pre-train a tiny base model (from scratch: about two hours on one core)",
         ("m3diff pretrain", "m3diff --params infra/base-blip2idc.yaml pretrain"),
     ),
-    STAGE(
+    Command(
         synthesize,
         "generate a synthetic dataset, such as MiniChange",
         ("m3diff synthesize minichange",),
         (arg("name", help="an entry of the section `synthesize`"),),
     ),
-    STAGE(
+    Command(
         augment,
         "make synthetic pairs from a raw dataset: edits, similar images, coupled samples",
         ("m3diff augment minichange_edits",),
         (arg("name", help="an entry of the section `augment`"),),
         extra="augment",
     ),
-    STAGE(
+    Command(
         ingest,
         "read raw datasets into records: image pairs with their references",
         ("m3diff ingest", "m3diff ingest mine"),
         (arg("name", nargs="?", help="an entry of `ingest.datasets`; default: all"),),
     ),
-    STAGE(validate, "check records and images; what fails goes to quarantine with the reason", ("m3diff validate",)),
-    STAGE(convert, "turn clean records into the training mixture of question-answer samples", ("m3diff convert",)),
-    STAGE(train, "fine-tune the model on the mixture", ("m3diff train",)),
-    STAGE(predict, "caption the pairs of the test split", ("m3diff predict",)),
-    STAGE(
+    Command(validate, "check records and images; what fails goes to quarantine with the reason", ("m3diff validate",)),
+    Command(convert, "turn clean records into the training mixture of question-answer samples", ("m3diff convert",)),
+    Command(train, "fine-tune the model on the mixture", ("m3diff train",)),
+    Command(predict, "caption the pairs of the test split", ("m3diff predict",)),
+    Command(
         evaluate,
         "score predictions against their references and write the report",
         ("m3diff evaluate", "m3diff evaluate --model champion", "m3diff evaluate --model 12 --out runs/12"),
@@ -459,7 +446,7 @@ ROWS: tuple[Command, ...] = (
             arg("--out", **FOLDER, help="with --model: folder for captions and report"),
         ),
     ),
-    SCORING(
+    Command(
         data,
         "check a dataset's folder, compute dataset statistics",
         ("m3diff data check data/01_raw/mine", "m3diff data check mine --reader pairs", "m3diff data statistics"),
@@ -480,7 +467,7 @@ ROWS: tuple[Command, ...] = (
         ),
         load=load_anywhere,
     ),
-    SCORING(
+    Command(
         compare,
         "compare two runs on the same test pairs: differences with intervals, and a page of pairs",
         ("m3diff compare runs/a/report data/07_report --out compare.html",),
@@ -490,7 +477,7 @@ ROWS: tuple[Command, ...] = (
             arg("--out", type=Path, default=Path("compare.html"), help="page to write (default: compare.html)"),
         ),
     ),
-    SCORING(
+    Command(
         score,
         "score any captions by a benchmark's protocol; needs no images, model or parameter file",
         (
@@ -516,7 +503,7 @@ ROWS: tuple[Command, ...] = (
         extra="score",
         load=None,
     ),
-    SCORING(
+    Command(
         zero_shot,
         "caption and score the test split with a model behind an endpoint, without training",
         (
@@ -552,7 +539,7 @@ ROWS: tuple[Command, ...] = (
             ),
         ),
     ),
-    SCORING(
+    Command(
         export_llava,
         "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift",
         ("m3diff export-llava llava/ --absolute",),
@@ -562,9 +549,8 @@ ROWS: tuple[Command, ...] = (
             flag("--lines", "JSON Lines instead of one JSON array"),
             flag("--allow-unlicensed", "include datasets whose licence does not allow passing them on"),
         ),
-        notes=FOUND_OF_LLAVA,
     ),
-    USE(
+    Command(
         caption,
         "describe what changed between two images, or in many pairs; needs no server",
         (
@@ -589,7 +575,7 @@ ROWS: tuple[Command, ...] = (
         extra="serve",
         load=load_anywhere,
     ),
-    USE(
+    Command(
         serve,
         "serve captions over HTTP, with a web page",
         ("m3diff serve", "m3diff serve --model data/05_model/checkpoint --port 8001"),
@@ -606,7 +592,7 @@ ROWS: tuple[Command, ...] = (
         extra="serve",
         load=load_anywhere,
     ),
-    USE(
+    Command(
         export,
         "copy the trained model: merged, only its adapters, or a folder that others load (--hub)",
         ("m3diff export shared/model", "m3diff export shared/hub --hub", "m3diff export small --adapters"),
@@ -619,8 +605,8 @@ ROWS: tuple[Command, ...] = (
             flag("--allow-unlicensed", "with --hub: even if no licence allows passing the data on"),
         ),
     ),
-    REGISTRY(register, "log the run to MLflow and register its checkpoint as a model version", ("m3diff register",)),
-    REGISTRY(
+    Command(register, "log the run to MLflow and register its checkpoint as a model version", ("m3diff register",)),
+    Command(
         promote,
         "make the challenger champion if it is significantly better on the same test set",
         ("m3diff promote", "m3diff promote --version 12"),
@@ -629,7 +615,7 @@ ROWS: tuple[Command, ...] = (
             flag("--again", "even if the version was champion and was rolled back"),
         ),
     ),
-    REGISTRY(
+    Command(
         rollback,
         "restore the previous champion; the decision is recorded and the version not promoted again",
         ("m3diff rollback --why 'worse on the new camera'", "m3diff rollback --to 9 --why 'requested by the team'"),
@@ -638,26 +624,26 @@ ROWS: tuple[Command, ...] = (
             arg("--why", default="", metavar="TEXT", help="the reason, kept in the record"),
         ),
     ),
-    REGISTRY(
+    Command(
         history,
         "list every decision on the champion: when, who, from, to, why; detects removed decisions",
         ("m3diff history", "m3diff history --json"),
         (flag("--json", "print JSON"),),
         load=None,
     ),
-    REGISTRY(
+    Command(
         models,
         "list the versions: aliases, scores, size of the weights, commits, runs",
         ("m3diff models", "m3diff models --json"),
         (flag("--json", "print JSON, with every detail"),),
     ),
-    REGISTRY(
+    Command(
         lineage,
         "show the chain from raw data to a version's scores, with every hash checked",
         ("m3diff lineage champion",),
         (arg("version", help="number or alias, such as champion"),),
     ),
-    REGISTRY(
+    Command(
         restore,
         "restore a version's data, parameters and checkpoint in a separate working tree",
         ("m3diff restore 12", "m3diff restore champion --into ../twelve"),
@@ -666,7 +652,7 @@ ROWS: tuple[Command, ...] = (
             arg("--into", **FOLDER, help="new folder; default: next to the project"),
         ),
     ),
-    REGISTRY(
+    Command(
         prune,
         "remove old versions, weights, branches and data; keeps whatever a kept version needs",
         ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
@@ -676,14 +662,14 @@ ROWS: tuple[Command, ...] = (
             flag("--yes", "remove it"),
         ),
     ),
-    SET_UP(
+    Command(
         profile,
         "make a profile the parameters of the next run; prints what changes",
         ("m3diff profile one-gpu",),
         (arg("name", help="a file in profiles/, without .yaml"),),
         load=None,
     ),
-    SET_UP(
+    Command(
         plan,
         "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing",
         ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),

@@ -380,33 +380,24 @@ def test_the_committed_parameters_load_with_each_value_in_its_type():
     assert params.register_.model_name == "m3diff"
 
 
-def inside(value: Any, where: str = "params") -> Iterator[tuple[str, Any]]:
+def inside(value: Any) -> Iterator[Any]:
     """Every value at every depth."""
-    yield where, value
-    if isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from inside(getattr(value, name), f"{where}.{name}")
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from inside(getattr(value, field.name), f"{where}.{field.name}")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from inside(item, f"{where}[{key!r}]")
-    elif isinstance(value, tuple):
-        for number, item in enumerate(value):
-            yield from inside(item, f"{where}[{number}]")
+    yield value
+    names = [*type(value).model_fields] if isinstance(value, BaseModel) else []
+    names += [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    for part in (*parts, *(getattr(value, name) for name in names)):
+        yield from inside(part)
 
 
 @pytest.mark.parametrize("file", ["params.yaml", "profiles/paper.yaml"])
 def test_parameters_are_frozen_to_the_bottom(file):
-    for where, value in inside(load_params(Path(file))):
-        assert not isinstance(value, list | set), where
-        assert not isinstance(value, dict) or type(value) is FrozenDict, where
+    for value in inside(load_params(Path(file))):
+        assert not isinstance(value, list | set), value
+        assert not isinstance(value, dict) or type(value) is FrozenDict, value
         if isinstance(value, BaseModel):
-            assert value.model_config["frozen"], where
-            assert value.model_config["extra"] == "forbid", where
-        if dataclasses.is_dataclass(value):
-            assert value.__dataclass_params__.frozen, where
+            assert (value.model_config["frozen"], value.model_config["extra"]) == (True, "forbid"), value
+        assert not dataclasses.is_dataclass(value) or value.__dataclass_params__.frozen, value
 
 
 def test_a_frozen_mapping_refuses_every_change_and_can_be_sent_to_another_process():

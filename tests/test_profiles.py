@@ -1,7 +1,6 @@
 """Profiles: what differs from the profile they extend, resolved, and written as the next run's."""
 
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -211,18 +210,3 @@ def test_differences_name_what_is_added_and_what_is_gone_a_mapping_as_one():
     new = {"a": {"b": 2, "e": "text"}, "d": {"f": True}, "same": [1], "part": {"z": 1}}
     changed = ["a.b: 1 -> 2", "a.c: null -> -", "a.e: - -> text", "d: {} -> {f: true}"]
     assert [*differences(old, new)] == [*changed, "gone: removed", "part.x: removed"]
-
-
-def test_make_profile_plans_first_and_make_base_trains_the_base_or_a_familys():
-    recipe = (REPOSITORY / "Makefile").read_text().split("\nprofile:")[1].split("\n\n")[0].split("\n")[1:]
-    assert recipe == ["\t@m3diff --params profiles/$(PROFILE).yaml plan", "\t@m3diff profile $(PROFILE)"]
-    assert made("base") == ["m3diff pretrain && dvc repro --single-item pretrain"]
-    for family in ("blip2idc", "blip2idc-stacked"):
-        assert made("base", f"FAMILY={family}") == [f"m3diff --params infra/base-{family}.yaml pretrain"]
-        assert (REPOSITORY / "infra" / f"base-{family}.yaml").is_file()
-
-
-def made(*arguments: str) -> list[str]:
-    """Commands that make would run, once all is installed."""
-    told = subprocess.run(["make", "-n", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    return [line for line in told.stdout.splitlines() if line.startswith("m3diff")]

@@ -2,11 +2,8 @@
 a package has in their place."""
 
 import argparse
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +23,7 @@ class Command(NamedTuple):
         examples: as typed in the project's root.
         arguments: rows of `arg`; a list of rows excludes one another; a mapping has sub-commands, each with its help.
         extra: of the package, that has what the command imports.
-        notes: printed below the examples.
         load: reads the parameters that --params names; None where the command needs none.
-        group: its heading in `m3diff --help`.
     """
 
     run: Callable[..., int | None]
@@ -36,9 +31,7 @@ class Command(NamedTuple):
     examples: tuple[str, ...]
     arguments: tuple[Any, ...] = ()
     extra: str = "train"
-    notes: str = ""
     load: Callable[[Path], Params] | None = load_params
-    group: str = ""
 
 
 def arg(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -52,27 +45,17 @@ def flag(name: str, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def make_parser(commands: Mapping[str, Command], description: str) -> argparse.ArgumentParser:
-    """The parser of all commands. Its help lists them in their groups, as wide as the terminal."""
-    width = max(shutil.get_terminal_size().columns - 2, 40)
-    paragraphs = []
-    for title, members in groupby(commands.items(), lambda item: item[1].group):
-        lines = [
-            textwrap.fill(
-                one.help, width, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16, break_on_hyphens=False
-            )
-            for name, one in members
-        ]
-        paragraphs.append("\n".join([f"{title}:", *lines]))
-    plain: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(prog="m3diff", description=description, epilog="\n\n".join(paragraphs), **plain)
+    """The parser of all commands, in their order."""
+    form = argparse.RawDescriptionHelpFormatter  # examples keep their lines
+    parser = argparse.ArgumentParser(prog="m3diff", description=description)
     parser.add_argument(
         "--params", type=Path, default=Path("params.yaml"), help="parameter file or profile (default: params.yaml)"
     )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="see the list below")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands.items():
         epilog = "\n".join(["examples:", *(f"  {line}" for line in command.examples)])
-        epilog += f"\n\n{command.notes}" if command.notes else ""
-        _add(subparsers.add_parser(name, description=command.help, epilog=epilog, **plain), command.arguments)
+        words = {"help": command.help, "description": command.help, "epilog": epilog}
+        _add(subparsers.add_parser(name, formatter_class=form, **words), command.arguments)
     return parser
 
 

@@ -1,28 +1,527 @@
-"""What `m3diff data check` says of the layouts of published datasets, and the entries that it proposes."""
+"""What people do with folders of their own, and what `m3diff data check` says: read, asked, refused or mended."""
 
+import gzip
+import json
 import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unicodedata import normalize
 
+import polars as pl
 import pytest
 import yaml
 
-from m3diff.commands.inspect.check import Finding, check, recognise
+from m3diff.__main__ import DATA_REFUSED, main
+from m3diff.commands.inspect.check import check, recognise
+from m3diff.commands.inspect.guess import choose
 from m3diff.datasets import DATASETS
+from m3diff.datasets.pairs import read
 from m3diff.datasets.spec import SplitCount
 from m3diff.records.errors import DataError
 from m3diff.stages.ingest.params import DatasetEntry
-from tests.layouts import WRITERS, edit_json, write_clevr_dc, write_iedit, write_manifest, write_spot
+from tests.layouts import (
+    WRITERS,
+    edit_json,
+    run_ingest,
+    save_picture,
+    write_clevr_dc,
+    write_iedit,
+    write_json,
+    write_manifest,
+    write_spot,
+)
+
+Write = Callable[[Path], Any]
+READ, ASKED, REFUSED, IN_DOUBT, MENDED = "read", "asked", "refused", "in doubt", "mended"
+"""Read as it is; read once a question is answered by an entry; refused; refused by ingest, too, for what the captions
+are; mended by what is printed."""
+
+AWKWARD = "it's #1 & 100% Köln [x] $HOME"
+"""A folder's name that a shell and a pattern each take for something else."""
+HEADER = "before,after,captions,split"
+PAIR = "0.png,0_2.png,it fell,train"
+TEXT = f"{HEADER}\n{PAIR}\n"
+ROW = dict(zip(HEADER.split(","), PAIR.split(","), strict=True))
+SAYS = ("the lamp is gone", "a car left", "the door is open", "a tree was cut")
+SPLIT = ("train", "train", "val", "test")
+TALK = [{"from": "human", "value": "<image><image>\nWhat changed?"}, {"from": "gpt", "value": "it fell"}]
+LLAVA = {"id": "7", "image": ["0.png", "0_2.png"], "conversations": TALK}
+LFS = b"version https://git-lfs.github.com/spec/v1\n"
 
 
-def look(root: Path) -> Finding:
-    return check(root, {})
+def images(root: Path) -> None:
+    for number in range(2):
+        save_picture(root / f"{number}.png", number)
+        save_picture(root / f"{number}_2.png", number, 99)
+
+
+def pictures(root: Path, *folders: str) -> None:
+    for number in range(4):
+        for shade, folder in enumerate(folders or ("p", "q")):
+            save_picture(root / folder / f"{number}.png", number, 90 * shade)
+
+
+def by(*writes: Write) -> Write:
+    return lambda root: [write(root) for write in writes]
+
+
+def put(name: str, data: bytes = b"") -> Write:
+    def write(root: Path) -> None:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+
+    return write
+
+
+def text(name: str, data: str = TEXT, encoding: str = "utf-8") -> Write:
+    """Four images beside a file."""
+    return by(images, put(name, data.encode(encoding)))
+
+
+def table(*lines: str) -> Write:
+    return text("pairs.csv", "".join(f"{line}\n" for line in lines))
+
+
+def rows(value: Any, name: str = "pairs.json") -> Write:
+    return text(name, json.dumps(value))
+
+
+def row(**fields: Any) -> Write:
+    """A list of one pair with other values."""
+    return rows([ROW | fields])
+
+
+def splits(*values: Any) -> Write:
+    return rows([ROW | {"split": value, "id": str(number)} for number, value in enumerate(values)])
+
+
+def four(**columns: Any) -> list[dict[str, Any]]:
+    """Four rows; a column is a function of the row's number, a list of four, or one value."""
+    return [
+        {n: c(i) if callable(c) else c[i] if isinstance(c, list | tuple) else c for n, c in columns.items()}
+        for i in range(4)
+    ]
+
+
+P, Q = "p/{}.png".format, "q/{}.png".format
+PLAIN = four(before=P, after=Q, captions=SAYS, split=SPLIT)
+SIDES = {"before": P, "after": Q}
+
+
+def store(root: Path, name: str, value: list[dict[str, Any]]) -> None:
+    if name.endswith(".csv"):
+        pl.DataFrame(value).write_csv(root / name)
+    elif name.endswith(".jsonl"):
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in value))
+    else:
+        write_json(root / name, value)
+
+
+def files(**named: list[dict[str, Any]]) -> Write:
+    """Pictures and tables; __ in a name for a dot."""
+    return lambda root: (pictures(root), *(store(root, name.replace("__", "."), each) for name, each in named.items()))
+
+
+def columns(**named: Any) -> Write:
+    return files(data__csv=four(**named))
+
+
+def pairs(split: tuple[str, ...] = SPLIT, **named: Any) -> Write:
+    return columns(**SIDES, **named, split=split)
+
+
+def says(*texts: str, split: tuple[str, ...] = ("train", "train", "train", "val")) -> Write:
+    return pairs(split, caption=[*texts, *SAYS][:4])
+
+
+def lists(caption: Any) -> Write:
+    return files(data__json=four(**SIDES, caption=caption, split=SPLIT))
+
+
+def talk(*questions: str) -> Write:
+    """LLaVA's records, a question a row."""
+    turns = [
+        [{"from": "human", "value": f"<image>\n<image>\n{question}"}, {"from": "gpt", "value": answer}]
+        for question, answer in zip((questions * 4)[:4], SAYS, strict=True)
+    ]
+    return files(data__json=four(image=lambda n: [P(n), Q(n)], conversations=turns, split=SPLIT))
+
+
+def folders(names: tuple[str, ...], others: tuple[str, ...]) -> Write:
+    return lambda root: [
+        save_picture(root / folder / name, number)
+        for folder, each in (("before", names), ("after", others))
+        for number, name in enumerate(each)
+    ]
+
+
+def moved(path: str, name: str = "pairs.csv", data: str | None = None) -> Write:
+    """A table that names an image by `path`, which is in the folder a b."""
+    return by(
+        text(name, data or f"{HEADER}\n{path},0_2.png,it fell,train\n"),
+        lambda root: save_picture(root / "a b/0.png", 7),
+    )
+
+
+def from_top(form: str) -> Write:
+    return lambda root: moved(form.format(root=root, quoted=root.as_uri()))(root)
+
+
+def linked(root: Path) -> None:
+    row()(root)
+    (root / "0.png").rename(root.parent / "0.png")
+    (root / "0.png").symlink_to(root.parent / "0.png")
+
+
+THREE = {
+    f"{split}__csv": four(**SIDES, caption=SAYS)[start:end]
+    for split, start, end in (("train", 0, 2), ("val", 2, 3), ("test", 3, 4))
+}
+BY_SPLIT = "manifest: {train: train.csv, val: val.csv, test: test.csv}"
+CASES: dict[str, tuple[Write, str, list[str]]] = {
+    # how a table is written
+    "semicolons": (table(HEADER.replace(",", ";"), PAIR.replace(",", ";")), READ, ["by ';': option", "delimiter: ;}"]),
+    "a byte order mark": (text("pairs.csv", encoding="utf-8-sig"), READ, ["train         1           1"]),
+    "sep=;": (text("pairs.csv", f"sep=;\r\n{TEXT.replace(',', ';')}"), READ, []),
+    "commas not quoted": (table(HEADER, "0.png,0_2.png,a, b,train"), REFUSED, ["line 2: row", "double quotes"]),
+    "an empty table": (put("pairs.csv"), REFUSED, ["pairs.csv: the file is empty; fetch it again"]),
+    "a header alone": (table(HEADER), REFUSED, ["NO PAIR at all"]),
+    "rows below a key": (rows({"info": {}, "data": [ROW]}), READ, ["under 'data': option `rows`", "rows: data"]),
+    "two keys of rows": (rows({"a": [ROW], "b": [ROW]}), REFUSED, ["a, b; write", "{manifest: pairs.json, rows: a}"]),
+    # names of columns
+    "other names": (table("vorher,nachher,Änderung", "0.png,0_2.png,es fiel"), READ, ["captions is Änderung"]),
+    "names that tell nothing": (table("x,y", "1,2"), REFUSED, ["columns x, y; none names two", "options: {col"]),
+    "a mask beside": (columns(mask=P, after=Q, after_mask=P, before=P, caption=SAYS), READ, ["{captions: caption}"]),
+    "three frames": (
+        by(columns(frame1=P, frame2=Q, frame3="r/{}.png".format, caption=SAYS), lambda root: pictures(root, "r")),
+        ASKED,
+        ["before: frame1, after: frame2", "before: frame2, after: frame3"],
+    ),
+    "folders that tell nothing": (
+        by(columns(name=str, caption=SAYS), lambda root: pictures(root, "cam_l", "cam_r")),
+        ASKED,
+        ["before: 'cam_l/{name}.png'", "before: 'cam_r/{name}.png'"],
+    ),
+    "captions by the images' name": (
+        by(folders(("1.png",), ("1.png",)), lambda root: write_json(root / "texts.json", {"1": ["it fell"]})),
+        READ,
+        ["columns: {before: 'before/{key}.png', after: 'after/{key}.png', captions: value}"],
+    ),
+    # splits
+    "no split": (table("before,after,captions", "0.png,0_2.png,a b"), READ, ["all pairs are train", "split: train}"]),
+    "splits of other names": (
+        splits("Train", "validation", "dev", "testing"),
+        READ,
+        ["splits: {Train: train, dev: val, testing: test, validation: val}"],
+    ),
+    "words in splits": (splits("Train ", "validation_1", "dev-clean", "test-other", "val2017"), READ, []),
+    "a split that says nothing": (splits("part 3"), MENDED, ["split 'part 3'", "{splits: {part 3: train}}"]),
+    # which table
+    "a file for each split": (files(**THREE), READ, ["a file for each split", BY_SPLIT]),
+    "numbered parts": (files(part_1__csv=PLAIN[:2], part_2__csv=PLAIN[2:]), ASKED, ["manifest: part_1.csv"]),
+    "the documented table": (files(archive__json=PLAIN, pairs__csv=PLAIN), READ, ["not read: archive.json"]),
+    "notes beside": (files(labels__csv=PLAIN, notes__csv=four(who="x", text="it is")), READ, ["not read: notes.csv"]),
+    # which captions
+    "two columns": (
+        pairs(caption=SAYS, description=SAYS),
+        ASKED,
+        ["captions: caption}", "captions: description}", "captions: [caption, description]"],
+    ),
+    "numbered columns": (pairs(caption1=SAYS, caption2=["x y", "", "", ""]), READ, ["[caption1, caption2]", "     3"]),
+    "an instruction that is the caption": (pairs(instruction=SAYS), READ, ["captions: instruction"]),
+    "no captions": (table("before,after", "0.png,0_2.png"), REFUSED, ["none holds captions", "in another file belong"]),
+    # captions that are lists, or none
+    "mixed quotes": (says("""["the man's hat", 'a car']"""), IN_DOUBT, ["line 2: captions are a list or", "in 1 rows"]),
+    "an array": (says("array(['a b', 'c d'], dtype=object)"), IN_DOUBT, ["line 2"]),
+    "an object": (says(*SAYS[:2], "{'en': 'a b'}"), IN_DOUBT, ["line 4: captions are a list or an object"]),
+    "a list without quotes": (says("[a b, c d]"), IN_DOUBT, ["line 2", "`json.dumps(captions)`"]),
+    "words of a caption": (lists(lambda n: SAYS[n].split()), IN_DOUBT, ["single words", "' '.join"]),
+    "a JSON list in quotes": (table(HEADER, '0.png,0_2.png,"[""a b"", ""c""]",train'), READ, ["1           2"]),
+    "brackets in a sentence": (says("(left) it is gone (right)", "it says [EXIT]", "a {red} box", "(off)"), READ, []),
+    "no word in training": (says("nan", "TODO", "?"), READ, ["line 2: ", "no_caption: ['?', TODO, nan]"]),
+    "an empty one in training": (says("", "  "), READ, ["empty captions: 2"]),
+    "no word in test": (says("None", split=SPLIT[::-1]), ASKED, ["1 of them in test"]),
+    "an empty one in test": (says("", split=SPLIT[::-1]), ASKED, ["no_caption: ['']"]),
+    "words that say something": (says("none of it moved", "no change", "removed"), READ, ["{captions: caption}"]),
+    "captions that are a number": (
+        row(captions=7),
+        REFUSED,
+        ["references: expected a list of text, found a whole number 7"],
+    ),
+    # questions
+    "the task's question": (talk("What has changed?"), READ, ["captions: conversations"]),
+    "one of another task": (talk("Is there a car?"), ASKED, ["'Is there a car?' (4)"]),
+    "several": (
+        talk("What changed?", "How many boxes are there?"),
+        ASKED,
+        [
+            "'What changed?' (2); 'How many boxes are there?' (2)",
+            "where: {conversations.0.value:",
+            "all_ask_what_changed",
+        ],
+    ),
+    "a column of questions": (
+        pairs(question="How many?", answer=SAYS),
+        ASKED,
+        ["How many?' (4)", "question: question"],
+    ),
+    "an instruction and its input": (
+        pairs(instruction="Look.", input=["Count.", "Count.", "", "Count."], output=SAYS),
+        ASKED,
+        ["question: '{instruction} {input}'"],
+    ),
+    # what other programs write
+    "LLaVA": (rows([LLAVA], "train.json"), READ, ["like pairs", "conversations, id: null}", "split: train"]),
+    "ms-swift": (
+        rows([{"images": LLAVA["image"], "messages": [{"role": "assistant", "content": "it fell"}]}]),
+        READ,
+        ["columns: {images: images, captions: messages}"],
+    ),
+    "rows that are no pair": (
+        rows([LLAVA, *(LLAVA | {"id": str(n), "image": ["0.png"] * n} for n in (0, 1, 3))]),
+        MENDED,
+        ["{pairs_only: true}"],
+    ),
+    "Syned's folder, not whole": (
+        by(rows({"train": [0]}, "splits.json"), put("instructions_with_idx_train_split.txt")),
+        REFUSED,
+        ["looks like syned", "MISSING gt_augmented_test_clean.json", "fetch the missing files again"],
+    ),
+    "CARD's folder": (rows({}, "change_multi_captions.json"), REFUSED, ["CARD's folder", "reader spot_the_diff"]),
+    # what is no table
+    "an empty folder": (lambda root: None, REFUSED, ["it holds nothing", "Expected one of: "]),
+    "an Excel file": (put("p.xlsx", b"PK\3\4"), REFUSED, ["p.xlsx: is no table that is read; write .csv"]),
+    "an Excel file called CSV": (put("p.csv", b"PK\3\4" + bytes(99)), REFUSED, ["by its content", "CSV (UTF-8)"]),
+    "a video": (put("clip.mp4"), REFUSED, ["clip.mp4: is a video, and pairs are images", "`ffmpeg -i "]),
+    "a pointer of DVC": (put("images.dvc", b"outs:"), REFUSED, ["images.dvc: is DVC's pointer", "`dvc pull`"]),
+    "a table in Git LFS": (put("pairs.csv", LFS), REFUSED, ["pairs.csv: is a pointer of Git LFS", "lfs pull`"]),
+    "one folder of images": (lambda r: images(r / "images"), REFUSED, ["images without a table: write ", HEADER]),
+    # encodings, archives, names of files
+    "Latin-1": (text("pairs.csv", TEXT.replace("it", "die Tür"), "latin-1"), MENDED, ["`iconv -f WINDOWS-1252"]),
+    "gzip called CSV": (by(images, put("pairs.csv", gzip.compress(TEXT.encode()))), MENDED, ["`mv "]),
+    "an archive": (put("pairs.tar.gz", b"x"), REFUSED, ["pairs.tar.gz: is an archive; unpack it"]),
+    "a folder too high": (lambda r: ((r / "my").mkdir(), row()(r / "my")), MENDED, ["`m3diff data "]),
+    "a folder too deep": (by(images, lambda r: put("pairs.csv", TEXT.encode())(r.parent)), REFUSED, ["`m3diff data "]),
+    # images that are not where the rows say
+    "an image missing": (row(before="9.png"), REFUSED, ["missing images: 1", "9.png: is no file below"]),
+    "an absolute path": (from_top("{root}/a b/0.png"), READ, ["images 2, of them 0 missing"]),
+    **{
+        f"elsewhere: {path}": (
+            moved(path),
+            REFUSED,
+            [f"{path!r}: there is 'a b/0.png'; write paths relative to "],
+        )
+        for path in ("/mnt/x.y/a b/0.png", "C:\\data\\a b\\0.png", "file:///mnt/x/a%20b/0.png", "../a b/0.png")
+    },
+    "out of the root": (row(before="/mnt/9.png"), REFUSED, ["/mnt/9.png: leads out of the root", "image_root"]),
+    "backslashes": (moved(r"a b\0.png"), REFUSED, ["there is 'a b/0.png'; write paths"]),
+    "blanks": (row(before=" 0.png"), REFUSED, ["' 0.png': there is '0.png'; write paths"]),
+    "another suffix": (row(before="0.jpg"), REFUSED, ["'0.jpg': there is '0.png'; write paths"]),
+    "capitals in a name": (row(before="0.PNG"), REFUSED, ["'0.PNG': there is '0.png'; write paths"]),
+    "another Unicode form": (
+        by(
+            table(HEADER, f"{normalize('NFC', 'Köln/é 1.png')},0_2.png,der Käse fiel,train"),
+            lambda root: save_picture(root / normalize("NFD", "Köln/é 1.png"), 7),
+        ),
+        REFUSED,
+        ["there is ", "write paths relative to"],
+    ),
+    "a link to nothing": (
+        by(row(before="9.png"), lambda root: (root / "9.png").symlink_to("8.png")),
+        REFUSED,
+        ["missing images: 1", "9.png: is no file below"],
+    ),
+    "a link out of the root": (linked, MENDED, ["follow_links: true"]),
+    "images in folders below": (
+        by(row(before="9.png"), lambda root: save_picture(root / "c d/9.png", 7)),
+        REFUSED,
+        ["there is 'c d/9.png'", "template"],
+    ),
+    "an id twice": (rows([ROW | {"id": 1}, ROW | {"id": 1, "before": "1.png"}]), MENDED, ["{columns: {id: null}}"]),
+    "one image on both sides": (
+        row(after="0.png"),
+        REFUSED,
+        ["pairs of one image: 1", "both images are 0.png; name both"],
+    ),
+    "an image without a byte": (by(row(), put("0.png")), REFUSED, ["images without a byte: 1"]),
+    "a web page": (
+        by(row(), put("0.png", b"<!DOCTYPE html>")),
+        REFUSED,
+        ["no images: 1", "begins with b'<!DOCTYPE html>'"],
+    ),
+}
+
+
+def look(root: Path, entry: Mapping[str, Any] | None = None) -> tuple[bool, str]:
+    """Whether the folder is sound, and all that check says."""
+    try:
+        return (found := check(root, {"own": DatasetEntry.model_validate(entry)} if entry else {})).sound, "\n".join(
+            found.lines
+        )
+    except DataError as error:
+        return False, str(error)
+
+
+def entries(told: str) -> list[dict[str, Any]]:
+    """The entries that are printed for params.yaml, without their names."""
+    lines = told[told.index("ingest.datasets in params.yaml:") :].split("\n")[1:]
+    return [next(iter(yaml.safe_load(line).values())) for line in lines if line.startswith("    ")]
+
+
+def counts(told: str) -> list[str]:
+    return [line for line in told.split("\n") if re.match("  (train|val|test|images) ", line)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_is_read_asked_about_refused_or_mended_and_what_is_printed_works(tmp_path, name):
+    """Entries read the folder as it was checked, and no question is asked twice; remedies are applied as printed."""
+    write, kind, words = CASES[name]
+    root = tmp_path / "up" / (AWKWARD if kind == MENDED else "raw")
+    root.mkdir(parents=True)
+    write(root)
+    sound, told = look(root)
+    assert [each for each in words if each not in told] == [], told
+    assert (sound, "  ASK " in told) == (kind == READ, kind == ASKED), told
+    if kind == IN_DOUBT:
+        with pytest.raises(DataError, match="captions are in doubt"):
+            run_ingest(root, "pairs", "own", **entries(told)[0]["options"])
+    if kind == MENDED:
+        assert is_mended(told, root), told
+    found = entries(told) if kind in (READ, ASKED) else []
+    assert len(found) == 1 or kind != READ
+    for entry in found:
+        again, answered = look(root, entry)
+        assert again or (kind == ASKED and "  ASK " in answered), (
+            answered
+        )  # a second question, of this column's captions
+        assert kind != READ or "no_caption" in told or counts(answered) == counts(told)
+        if again:
+            report = run_ingest(root, "pairs", "own", **entry["options"])
+            assert (report.faults, bool(report.pairs)) == (0, True)
+
+
+def is_mended(told: str, root: Path) -> bool:
+    """Whether the folder is sound once the printed command or option is applied."""
+    if command := next(
+        (part for part in re.findall(r"`([^`]+)`", told) if part.startswith(("iconv", "mv", "m3d"))), ""
+    ):
+        if not command.startswith("m3diff"):
+            subprocess.run(command, shell=True, check=True)
+            root = next(path.parent for path in root.rglob("*.csv*"))
+        else:
+            words = subprocess.run(f"printf '%s\\n' {command}", shell=True, capture_output=True, text=True, check=True)
+            root = Path(words.stdout.splitlines()[-1])
+        told = look(root)[1]
+    (entry,) = entries(told)
+    line = next((line for line in told.splitlines()[:-1] if "options: {" in line), "")
+    if option := re.search(r"options: (\{.*\})", line):
+        entry["options"] = entry.get("options", {}) | yaml.safe_load(option[1])
+    entry["follow_links"] = "follow_links: true" in told
+    return look(Path(entry["root"]), entry)[0]
+
+
+ORDERED = """before_path after_path, original edited, start end, previous_frame current_frame, current next, t1 t2,
+    T0 T1, pre post, img_2019 img_2023, scan_2019_05 scan_2020_01, sourceImg targetImg, first last,
+    picture picture_edited, posted_before prepared_after, folder_1 folder_2, image_one image_two, imageA imageB,
+    beforeimg afterimg, vorher nachher, avant après, 变化前 变化后, input.url output.url"""
+UNORDERED = """left_cam right_cam, x y, photo picture, newspaper prediction, forward starter,
+    last_image current_image, before_old before_older, new_before picture, p_12 q_11"""
+"""Whole words decide: `new` and `pre` are no words of newspaper and prediction; `last` may be the one before."""
+
+
+@pytest.mark.parametrize("names", [*ORDERED.split(","), *UNORDERED.split(",")])
+def test_whole_words_of_two_names_tell_which_is_before_in_any_order_or_both_orders_are_left_open(names):
+    before, after = names.split()
+    for given in ((before, after), (after, before)):
+        told = [(before, after)] if names in ORDERED.split(",") else [given, given[::-1]]
+        assert choose(given) == told
+        assert choose([*given, "after_mask"]) == told
+
+
+def test_a_doubt_of_an_entry_by_hand_is_asked_too_and_refused_by_ingest_with_the_first_row(tmp_path):
+    options = {"manifest": "data.csv", "columns": {"captions": "caption"}}
+    says("nan")(tmp_path)
+    sound, told = look(tmp_path, {"reader": "pairs", "root": str(tmp_path), "options": options})
+    assert (sound, "options: {no_caption: [nan]}" in told) == (False, True)
+    with pytest.raises(DataError, match=r"(?s)data\.csv, line 2: .*options: \{no_caption: \[nan\]\}"):
+        run_ingest(tmp_path, "pairs", "own", **options)
+
+
+def test_pairs_whose_captions_stand_for_none_are_passed_over_and_counted(tmp_path, capsys):
+    root = tmp_path / "raw"
+    pictures(root)
+    texts = [["nan"], ["a car left", "NaN "], ["-"], ["a tree was cut"]]
+    store(root, "data.json", four(**SIDES, captions=texts, split=SPLIT))
+    report = run_ingest(root, "pairs", "own", manifest="data.json", no_caption=["nan", "-"])
+    assert (report.rows_in, report.pairs, report.references) == (4, {"test": 1, "train": 1}, {"test": 1, "train": 1})
+    assert "2 pairs without a caption are passed over, first data.json, record 0" in capsys.readouterr().out
+    report = run_ingest(root, "pairs", "own", manifest="data.json", no_caption=[])
+    assert report.references == {"test": 1, "train": 3, "val": 1}
+
+
+def test_one_text_of_several_captions_is_cut_at_the_separator(tmp_path):
+    says("a b | c d |", "e")(tmp_path)
+    options = {"manifest": "data.csv", "columns": {"captions": "caption"}}
+    assert run_ingest(tmp_path, "pairs", "own", **options, separator="|").references == {"train": 4, "val": 1}
+    assert run_ingest(tmp_path, "pairs", "own", **options, separator="").references == {"train": 3, "val": 1}
+
+
+@pytest.mark.parametrize("number", [7, 7.0, "7", "7.0"])
+def test_a_number_in_a_template_is_whole(tmp_path, number):
+    save_picture(tmp_path / "000007.png", 1)
+    save_picture(tmp_path / "b/7.png", 2)
+    write_json(tmp_path / "m.json", [{"n": number, "captions": "it fell"}])
+    options = {"manifest": "m.json", "split": "train", "columns": {"before": "{n:06}.png", "after": "b/{n:d}.png"}}
+    assert look(tmp_path, {"reader": "pairs", "root": tmp_path, "options": options})[0]
+
+
+def test_the_command_prints_what_check_says_and_exits_by_it(tmp_path, capsys):
+    row()(tmp_path)
+    assert main(["data", "check", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path} looks like pairs\n  licence: ")
+    (tmp_path / "0.png").unlink()
+    assert main(["data", "check", str(tmp_path), "--reader", "pairs"]) == DATA_REFUSED
+    assert capsys.readouterr().out.startswith(f"{tmp_path} is read as pairs\n")
+    with pytest.raises(SystemExit):
+        main(["data", "check", str(tmp_path), "--reader", "pears"])
+    with pytest.raises(DataError, match="no such folder; name the folder"):
+        check(tmp_path / "pairs.json", {})
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [(1.0, "1"), (2.0**53, "9007199254740992"), ("1.0", "1.0"), (None, "0.png|0_2.png")]
+)
+def test_ids_that_pandas_has_made_floats_are_whole(tmp_path, given, name):
+    row(id=given)(tmp_path)
+    assert [found.name for found in read(tmp_path, "pairs.json")] == [name]
+
+
+def test_a_parquet_file_that_is_cut_short_or_damaged_inside_is_read_or_named(tmp_path):
+    root, path = tmp_path / "raw", tmp_path / "raw/data.parquet"
+    images(root)
+    pl.DataFrame([ROW]).write_parquet(path)
+    data = path.read_bytes()
+    entry = {"reader": "pairs", "root": root, "options": {"manifest": "*.parquet"}}
+    for kept in (0, 4, 300, -8):
+        path.write_bytes(data[:kept])
+        for given in (None, entry):
+            sound, told = look(root, given)
+            assert (sound, "data.parquet" in told) == (False, True), told
+        with pytest.raises(DataError, match=r"data\.parquet"):
+            run_ingest(root, "pairs", "own", manifest="data.parquet")
+    for start in range(4, len(data) - 8, len(data) // 12):
+        path.write_bytes(data[:start] + b"\xff" * 8 + data[start + 8 :])
+        assert "data.parquet" in look(root)[1]
 
 
 @pytest.mark.parametrize("reader", sorted(DATASETS))
 def test_every_layout_is_known_by_its_files_with_an_entry_and_its_missing_images_and_files_are_named(tmp_path, reader):
     root, spec = WRITERS[reader](tmp_path / "raw"), DATASETS[reader]
-    lines, sound = look(root)
+    lines, sound = check(root, {})
     assert (sound, lines[0]) == (True, f"{root} looks like {reader}")
     assert lines[1].startswith(f"  licence: {spec.licence.name} (train: ")
     assert [line for line in lines if "found   " in line] == [f"  found   {file}" for file in spec.files]
@@ -35,7 +534,7 @@ def test_every_layout_is_known_by_its_files_with_an_entry_and_its_missing_images
         images = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".gif"))
         images[0].unlink()
         images[1].write_bytes(b"")
-        lines, sound = look(root)
+        lines, sound = check(root, {})
         assert not sound
         assert f"  images {len(images)}, of them 1 missing and 1 empty" in lines
         assert lines[lines.index("  missing images: 1") + 1] == f"    {images[0]}"
@@ -45,7 +544,7 @@ def test_every_layout_is_known_by_its_files_with_an_entry_and_its_missing_images
             continue  # without it MiniChange is CLEVR-Change's layout
         held = {path: path.read_bytes() for path in root.glob(file)}
         [path.unlink() for path in held]
-        lines, sound = look(root)
+        lines, sound = check(root, {})
         assert (sound, lines[0]) == (False, f"{root} looks like {reader}")
         found = [f"  {'MISSING' if each == file else 'found  '} {each}" for each in spec.files]
         assert lines[2:] == [*found, "  fetch the missing files again; nothing was read"]
@@ -53,7 +552,7 @@ def test_every_layout_is_known_by_its_files_with_an_entry_and_its_missing_images
 
 
 def test_counts_are_beside_the_published_ones_and_what_differs_is_said(tmp_path, monkeypatch):
-    lines = look(write_spot(tmp_path / "spot")).lines
+    lines = check(write_spot(tmp_path / "spot"), {}).lines
     start = lines.index("  split     pairs  references   published:    pairs  references (Spot-the-Diff)")
     assert lines[start + 1 : start + 5] == [
         "  train         2           5                 8,566      17,676  differs",
@@ -64,13 +563,13 @@ def test_counts_are_beside_the_published_ones_and_what_differs_is_said(tmp_path,
     root, spec = write_clevr_dc(tmp_path / "dc"), DATASETS["clevr_dc"]
     exact = replace(spec.published[0], train=SplitCount(2, 3), val=SplitCount(0), test=SplitCount(1))
     monkeypatch.setitem(DATASETS, "clevr_dc", replace(spec, published=(exact,)))
-    lines = look(root).lines
+    lines = check(root, {}).lines
     assert "  train         2           3                     2           3" in lines
     assert "  test          1           1                     1           ?" in lines
     assert not any(line.endswith("  differs") or line.startswith("  not the release") for line in lines)
     wrong = replace(exact, train=SplitCount(2, 4))
     monkeypatch.setitem(DATASETS, "clevr_dc", replace(spec, published=(wrong,)))
-    assert "  train         2           3                     2           4  differs" in look(root).lines
+    assert "  train         2           3                     2           4  differs" in check(root, {}).lines
 
 
 def test_a_dataset_of_params_is_read_with_its_own_options_and_splits_and_a_reader_that_is_said_goes_first(tmp_path):
@@ -90,7 +589,7 @@ def test_a_dataset_of_params_is_read_with_its_own_options_and_splits_and_a_reade
     assert "read as: before is img0, after is img1, captions is sents" in told
     assert "  MISSING annotations/train.json" in check(root, {}, "spot_the_diff").lines
     (root / "test.json").unlink()
-    assert look(root).lines[0] == f"{root} looks like iedit", "a partly fetched dataset stays what it is"
+    assert check(root, {}).lines[0] == f"{root} looks like iedit", "a partly fetched dataset stays what it is"
 
 
 def test_collections_of_ones_own_get_names_of_their_own_as_exact_yaml(tmp_path):
@@ -112,7 +611,7 @@ def test_omnidiff_is_held_against_the_part_of_its_name_else_of_its_size_and_five
         assert any(f"({title})" in line for line in check(root, {part: entry}).lines)
     root = write_clevr_dc(tmp_path / "dc")
     edit_json(root / "split.json", lambda splits: splits["train"].extend(f"scene {n}" for n in range(7)))
-    lines, sound = look(root)
+    lines, sound = check(root, {})
     start = lines.index("  rows that cannot be read: 7")
     assert lines[start + 1].startswith("    split.json, train[2]: scene: expected a number from 0, found text")
     assert (sound, lines[start + 5][:26], lines[start + 6]) == (False, "    split.json, train[6]: ", "    and 2 more")
@@ -121,8 +620,8 @@ def test_omnidiff_is_held_against_the_part_of_its_name_else_of_its_size_and_five
 def test_a_folder_above_or_without_data_is_refused_with_the_place_to_look(tmp_path):
     write_spot(tmp_path / "repository/data")
     with pytest.raises(DataError, match="perhaps you mean `m3diff data check .*/repository/data`"):
-        look(tmp_path / "repository")
+        check(tmp_path / "repository", {})
     (tmp_path / "own").mkdir()
     (tmp_path / "own/b.parquet").write_text("no parquet")
     with pytest.raises(DataError, match=r"(?s)b\.parquet: cannot be read as Parquet.*Or say what it is by --reader"):
-        look(tmp_path / "own")
+        check(tmp_path / "own", {})

@@ -7,18 +7,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.stages.validate import suite
+from m3diff.stages.validate.leaks import find_twins, sound_pairs
 from m3diff.stages.validate.params import Validate
+from m3diff.stages.validate.rules import LEAK
+from m3diff.stages.validate.stage import too_many
 from m3diff.stages.validate.suite import ValidateReport
 from tests.layouts import (
     edit_json,
@@ -387,3 +393,149 @@ def test_the_section_s_limits_are_kept():
     wrong |= {"max_quarantined_share": 1.1, "max_leaked_share": 1.1}
     with pytest.raises(ValueError, match="5 validation errors"):
         Validate.model_validate(fields | wrong)
+
+
+def scene(number: int, moved: bool = False) -> Image.Image:
+    """160x120: soft ground and four discs, whose places follow the number; `moved` shifts one of them."""
+    random = np.random.default_rng(number)
+    image = Image.new("RGB", (160, 120), tuple(int(v) for v in random.integers(60, 200, 3)))
+    for disc in range(4):
+        x, y = (int(v) for v in random.integers(0, 90, 2))
+        x += 30 if moved and disc == 0 else 0
+        image.paste(tuple(int(v) for v in random.integers(0, 255, 3)), (x, y, x + 28, y + 28))
+    return image.filter(ImageFilter.GaussianBlur(1))
+
+
+def write_own(root: Path, pairs: dict[str, tuple[Image.Image, Image.Image, str]], suffix: str = "png", **save) -> Path:
+    """A collection of pairs (before, after, split) by name, its images saved with the options `save`."""
+    root.mkdir(parents=True)
+    rows = []
+    for name, (before, after, split) in pairs.items():
+        paths = [f"{name}_{side}.{suffix}" for side in ("a", "b")]
+        for image, path in zip((before, after), paths, strict=True):
+            image.save(root / path, **save)
+        rows.append({"id": name, "before": paths[0], "after": paths[1], "captions": ["it moved"], "split": split})
+    write_json(root / "pairs.json", rows)
+    run_ingest(root, "pairs", root.name, manifest="pairs.json")
+    return root
+
+
+HELD_OUT = {str(n): (scene(n), scene(n, moved=True), "test") for n in range(3)}
+
+
+@pytest.mark.fault("16")
+def test_a_pair_of_a_test_set_does_not_train_under_whatever_name_direction_encoding_and_size(tmp_path):
+    """Val may be in test, and one shared image or another change of a scene is no leak."""
+    held = {name: pair[:2] for name, pair in HELD_OUT.items()}
+    write_own(tmp_path / "official", HELD_OUT | {"v": (*held["1"], "val")})
+    mine = {"copy": held["1"], "back": held["2"][::-1], "own": (scene(7), scene(7, moved=True))}
+    mine |= {"small": tuple(image.resize((107, 80)) for image in held["0"])}
+    mine |= {"shared": (scene(1), scene(5)), "none": (scene(1), scene(1))}
+    write_own(tmp_path / "mine", {name: (*pair, "train") for name, pair in mine.items()})
+    write_own(tmp_path / "jpeg", {"1": (*held["1"], "train")}, "jpg", quality=75)
+    report = run_validate(tmp_path, max_quarantined_share=0)
+    frame = pl.read_parquet(tmp_path / "clean/quarantine.parquet")
+    same, alike = ("has the same images", "looks the same")
+    assert dict(frame.select("id", "reason").iter_rows()) == {
+        name: f"leak: test pair official/{pair} {how}, so this one may not train"
+        for name, pair, how in (
+            *(("mine/copy", 1, same), ("mine/back", 2, same)),
+            *(("mine/small", 0, alike), ("jpeg/1", 1, alike)),
+        )
+    }
+    assert (report.leaks, report.quarantined) == (4, 4)
+    by_content = run_validate(tmp_path, near_duplicate_max_diff=None)
+    assert (by_content.leaks, by_content.overlaps["train in test"]) == (2, 2)
+    kept = run_validate(tmp_path, allow_test_leakage=True)
+    assert (kept.quarantined, kept.leaks) == (0, 0)
+    assert kept.overlaps == {"train in test": 4, "val in test": 1, "train in val": 2}
+
+
+def limits(share: float) -> Any:
+    return SimpleNamespace(max_quarantined_share=share, max_leaked_share=share)
+
+
+def test_exactly_the_share_of_leaked_or_bad_rows_is_allowed_where_floats_round_it_down():
+    for share, count in ((0.29, 29), (0.07, 7), (0.57, 57), (0.58, 58)):
+        rows = [{"dataset": "a", "split": "train", "own_split": "train", "source": "", "reason": ""}] * 100
+        for rule in (LEAK, "empty"):
+            quarantine = pl.DataFrame(rows[:count]).with_columns(rules=pl.lit([rule]))
+            assert [*too_many(limits(share), pl.DataFrame(rows[count:]), quarantine)] == []
+            assert len([*too_many(limits(share - 0.001), pl.DataFrame(rows[count:]), quarantine)]) == 1
+    lost = pl.DataFrame([rows[0] | {"own_split": None, "rules": ["id"]}], schema=quarantine.schema)
+    (line,) = too_many(limits(0.16), pl.DataFrame(rows[:5]), lost)  # no other split that a row without one is a part of
+    assert line.startswith("a without a split: 1 of 6 rows are bad, more than validate.max_quarantined_share = 0.16")
+
+
+@pytest.mark.parametrize(("split", "train_on"), [("train", ["train"]), ("val", ["train", "val"])])
+def test_above_their_own_share_leaked_pairs_stop_the_stage_with_one_remedy(split, train_on, tmp_path, monkeypatch):
+    """A share of what trains, whatever the files call it; what the limit of bad rows lets through is no excuse."""
+    judge_by_polars_alone(monkeypatch)
+    own = {f"own{n}": (scene(9 + n), scene(9 + n, moved=True), "train") for n in range(3)}
+    mine = write_own(tmp_path / "mine", HELD_OUT | own | {"copy": HELD_OUT["0"][:2] + (split,)})
+    run_ingest(mine, "pairs", "mine", manifest="pairs.json", train_on=train_on)
+    assert run_validate(tmp_path, max_leaked_share=0.25, max_quarantined_share=0).leaks == 1
+    with pytest.raises(DataError) as refused:
+        run_validate(tmp_path, max_leaked_share=0.24)
+    told = str(refused.value)
+    assert "mine: 1 of 4 training pairs are in a test set, more than validate.max_leaked_share = 0.24" in told
+    assert "remove these pairs from its training split" in told
+    assert "test pair mine/0 has the same images" in told
+    assert "allow_test_leakage" not in told
+
+
+def pairs_of(thumbs: np.ndarray, tests: int) -> pl.DataFrame:
+    """Sound pairs of these thumbnails [pairs, 128], all of different content; the first are the test pairs."""
+    halves = [half.tobytes() for pair in thumbs.astype(np.uint8) for half in (pair[:64], pair[64:])]
+    paths = [f"{n}.png" for n in range(len(halves))]
+    digests = [n.to_bytes(4) for n in range(len(halves))]
+    images = pl.DataFrame({"path": paths, "digest": digests, "thumb": halves, "verdict": ["ok"] * len(halves)})
+    split = ["test" if n < tests else "train" for n in range(len(thumbs))]
+    records = pl.DataFrame({"id": paths[::2], "split": split, "before": paths[::2], "after": paths[1::2]})
+    return sound_pairs(records, images)
+
+
+def fixed_camera(pairs: int, noise: int) -> np.ndarray:
+    """Thumbnails of a scene that differ by this noise alone, so that nearly all pairs are candidates."""
+    random = np.random.default_rng(0)
+    return np.tile(random.integers(60, 200, 64), 2) + random.integers(-noise, noise + 1, (pairs, 128))
+
+
+@pytest.mark.parametrize("at_once", [1, 50, 200_000])
+@pytest.mark.parametrize("kind", ["a fixed camera", "all alike", "scenes, some of them turned round"])
+def test_each_row_has_the_first_test_pair_that_looks_the_same(kind, at_once, monkeypatch):
+    """Compared with every pair against every other, whatever the number of candidates that are held at once."""
+    monkeypatch.setattr("m3diff.stages.validate.leaks.COMPARED_AT_ONCE", at_once)
+    random = np.random.default_rng(1)
+    if kind == "scenes, some of them turned round":
+        scenes = random.integers(0, 200, (9, 128))
+        thumbs = scenes[random.integers(0, 9, 200)] + random.integers(0, 2, (200, 128))
+        thumbs[::3] = np.roll(thumbs[::3], 64, axis=1)
+    else:
+        thumbs = fixed_camera(200, noise=0 if kind == "all alike" else 1)
+        thumbs[::4] += random.integers(0, 2, (50, 128))
+    tests = thumbs[:60]
+    wanted = []
+    for row in range(60, 200):
+        for turned in (tests, np.roll(tests, 64, axis=1)):
+            close = np.flatnonzero(np.abs(turned - thumbs[row]).max(axis=1) <= 2)
+            if len(close):
+                wanted.append((row, f"{2 * close[0]}.png", "looks the same"))
+                break
+    assert 20 < len(wanted) <= 140
+    assert find_twins(pairs_of(thumbs, 60), "train", "test", 2).rows() == wanted
+
+
+@pytest.mark.slow(10)
+def test_the_pairs_of_a_fixed_camera_are_compared_in_little_memory():
+    """Eight million candidates: in one piece they take a gigabyte."""
+    code = (
+        "import resource\nfrom tests.stages.validate.test_validate import find_twins, fixed_camera, pairs_of\n"
+        "pairs = pairs_of(fixed_camera(5_000, 2), 1_000)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "found = find_twins(pairs, 'train', 'test', 2).height\n"
+        "print(found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found, megabytes = map(int, done.stdout.split())
+    assert (found, megabytes < 300) == (0, True)
