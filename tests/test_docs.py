@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -46,7 +47,7 @@ def code(blocks, tmp_path, monkeypatch):
     def load(place: str) -> ModuleType:
         text = next(text for file, text in blocks if file == place)
         path = tmp_path / place
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         name = place.removesuffix(".py").replace("components/", "m3diff/").replace("/", ".")
         spec = importlib.util.spec_from_file_location(name, path)
@@ -154,6 +155,14 @@ def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
     made = make_edits(cfg, originals, Rejected(), editor, ToyWriter(), tmp_path / "into")
     assert [pair.id for pair in made.pairs] == ["one-0"]
     assert made.rejected == {"cannot be carried out": 1}
+
+
+def test_the_stage_of_the_page_counts_words(code, blocks, tmp_path):
+    cfg = code("components/stages/vocabulary/params.py").Vocabulary(**section(blocks, "vocabulary")["vocabulary"])
+    references = [["The cup is gone", "the cup left"], ["it IS gone"]]
+    pl.DataFrame({"references": references}).write_parquet(tmp_path / "records.parquet")
+    code("components/stages/vocabulary/stage.py").vocabulary(cfg, tmp_path, tmp_path / "words.csv")
+    assert (tmp_path / "words.csv").read_text().split() == ["word,count", "cup,2", "gone,2", "is,2", "the,2"]
 
 
 @pytest.fixture
