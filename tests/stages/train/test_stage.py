@@ -27,7 +27,7 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop, on_ray, stage
 from m3diff.stages.train.attempts import with_retries
 from m3diff.stages.train.job import Job, only_worker
-from m3diff.stages.train.stage import RunLockedError, _only_trainer, run_key, run_local, train
+from m3diff.stages.train.stage import RunLockedError, _only_trainer, run_key, train
 from tests.stages.train.test_alignment import ALIGN
 from tests.stages.train.toy import Recipe, job, recipe
 from tests.tiny import tiny_settings
@@ -231,29 +231,6 @@ def test_what_a_worker_is_sent_is_read_before_anything_heavy_is_imported(
     (tmp_path / "job").write_bytes(pickle.dumps(work()))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", LIGHT, str(tmp_path / "job")], env=environment, check=True, timeout=300)
-
-
-@pytest.mark.parametrize(("gpu", "backend"), [(False, "gloo"), (True, "nccl")])
-def test_deepspeed_is_told_before_the_loop_is_imported_and_this_process_talks_by_its_device_s_backend(
-    gpu: bool, backend: str, work: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Any] = []
-
-    def tell(what: Any, **_: Any) -> None:
-        told.append(what)
-        raise InterruptedError
-
-    with monkeypatch.context() as patch:
-        for module in (stage, on_ray):
-            patch.setattr(module, "choose_accelerator", tell)
-        for begin in (run_local, lambda made: on_ray._worker({"job": made})):
-            with pytest.raises(InterruptedError):
-                begin(work(gpu=gpu))
-    monkeypatch.setattr(stage, "choose_accelerator", lambda gpu: None)
-    monkeypatch.setattr(torch.distributed, "init_process_group", tell)
-    with pytest.raises(InterruptedError):
-        run_local(work(gpu=gpu))
-    assert told == [gpu, gpu, backend]
 
 
 def test_the_only_worker_leaves_the_environment_and_the_linear_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
