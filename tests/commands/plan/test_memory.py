@@ -111,6 +111,7 @@ LAYER = 1579 * 2 * (6 * WIDTH + 2 * KEYS + 3 * HIDDEN + 7 * RANK) / 1e9
 keys and values; gate, up and their product; seven adapters' low ranks."""
 
 
+@pytest.mark.slow(15)
 def test_a_pair_at_7b_with_six_captions_of_15_tokens_keeps_what_is_counted_by_hand():
     settings = tiny_settings({}, rank=RANK)
     model = meta_model(FAMILY.planned_config(Path("none"), settings), FAMILY, settings, "bf16")
