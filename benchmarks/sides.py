@@ -195,8 +195,8 @@ class Rows(torch.utils.data.Dataset):
         return self.item(self.order(step)[place])
 
     def _encoded(self, row: int) -> dict[str, Any]:
-        prompt = self.processor.encode_prompt(self.samples.question[row])
-        reference = self.processor.encode_reference(self.samples.reference[row])
+        prompt = self.processor.encode_prompt(self.samples.value("question", row))
+        reference = self.processor.encode_reference(self.samples.value("reference", row))
         images = np.stack([self.loader.prepared(*file) for file in self.samples.images(row)])
         return {
             "input_ids": torch.tensor([*prompt, *reference]),

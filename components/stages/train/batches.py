@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,8 +34,6 @@ from m3diff.stages.train.packing import Packed, pack
 
 if TYPE_CHECKING:
     from m3diff.models.processing import PairProcessor
-
-T = TypeVar("T")
 
 TEXT, DIGEST = pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int32(), pa.binary())
 """Columns that repeat: a pair's samples share its name and images, a dataset's share their questions."""
@@ -62,19 +60,6 @@ Visit = tuple[int, int]
 AUGMENTED = 1  # other random numbers than those of an epoch's order
 
 
-class Column(Sequence[T]):
-    """A column, read value by value."""
-
-    def __init__(self, values: pa.ChunkedArray) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, row: Any) -> Any:
-        return self.values[int(row)].as_py()
-
-
 class Samples:
     """The samples of a split, column by column. Samples of one pair are neighbours.
 
@@ -85,24 +70,17 @@ class Samples:
         starts: the first row of each pair.
     """
 
-    pair: Column[str]
-    dataset: Column[str]
-    before: Column[str]
-    after: Column[str]
-    before_sha256: Column[bytes]
-    after_sha256: Column[bytes]
-    question: Column[str]
-    reference: Column[str]
-
     def __init__(self, table: pa.Table) -> None:
-        table = table.select(SCHEMA.names).cast(SCHEMA).unify_dictionaries()
-        for name in SCHEMA.names:
-            setattr(self, name, Column(table[name]))
-        codes = [chunk.indices for chunk in table["pair"].chunks]
+        self.table = table.select(SCHEMA.names).cast(SCHEMA).unify_dictionaries()
+        codes = [chunk.indices for chunk in self.table["pair"].chunks]
         self.starts = np.flatnonzero(np.diff(np.concatenate([[-1], *codes])))
 
     def __len__(self) -> int:
-        return len(self.pair)
+        return len(self.table)
+
+    def value(self, column: str, row: int) -> Any:
+        """Return one value of a column of SCHEMA."""
+        return self.table[column][int(row)].as_py()
 
     def pairs(self) -> list[np.ndarray]:
         """Return the row numbers of each pair, in order of appearance."""
@@ -111,7 +89,11 @@ class Samples:
 
     def images(self, row: int) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
         """Return path and digest of the image before and of the image after."""
-        return (self.before[row], self.before_sha256[row]), (self.after[row], self.after_sha256[row])
+        value = self.value
+        return (
+            (value("before", row), value("before_sha256", row)),
+            (value("after", row), value("after_sha256", row)),
+        )
 
 
 def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
@@ -257,8 +239,8 @@ class Loader:
 
     def pairs_of(self, rows: np.ndarray) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Return (prompt, reference) token ids of each row."""
-        samples, encode_prompt = self.samples, self.processor.encode_prompt
-        return [(encode_prompt(samples.question[row]), self.reference(samples.reference[row])) for row in rows]
+        value, encode_prompt = self.samples.value, self.processor.encode_prompt
+        return [(encode_prompt(value("question", row)), self.reference(value("reference", row))) for row in rows]
 
     def images_of(self, row: int, visit: Visit | None) -> list[np.ndarray]:
         """Return the images of a row's pair, before and after; without a visit as they are."""

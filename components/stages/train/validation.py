@@ -33,7 +33,7 @@ def sample_pairs(samples: Samples, count: int, seed: int) -> dict[str, list[np.n
     """
     by_dataset: dict[str, list[np.ndarray]] = {}
     for rows in samples.pairs():
-        by_dataset.setdefault(samples.dataset[int(rows[0])], []).append(rows)
+        by_dataset.setdefault(samples.value("dataset", rows[0]), []).append(rows)
     chosen = {}
     for dataset, pairs in sorted(by_dataset.items()):
         order = np.random.default_rng([seed, zlib.crc32(dataset.encode())]).permutation(len(pairs))
@@ -90,7 +90,7 @@ class Validation:
         captions = self._captions(engine, [int(rows[0]) for pairs in self.captioned for rows in pairs])
         scores = []
         for pairs in self.captioned:
-            references = [[self.samples.reference[row] for row in rows] for rows in pairs]
+            references = [[self.samples.value("reference", row) for row in rows] for rows in pairs]
             scores.append(cider(references, [captions[int(rows[0])] for rows in pairs]))
         return {"val_cider": float(np.mean(scores))}
 
@@ -99,7 +99,7 @@ class Validation:
         mine = pairs if self.alike else pairs[self.rank :: self.ranks]
         by_question: dict[str, list[int]] = {}
         for row in mine:
-            by_question.setdefault(self.samples.question[row], []).append(row)
+            by_question.setdefault(self.samples.value("question", row), []).append(row)
         engine.eval()
         captioner = Captioner(unwrapped(engine.module), self.processor, self.family, MAX_NEW_TOKENS)
         captions: dict[int, str] = {}

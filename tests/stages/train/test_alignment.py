@@ -90,7 +90,10 @@ def test_adapters_lie_on_the_base_that_was_trained_on(made: Recipe, whole: Train
 def test_a_phase_takes_the_samples_of_its_datasets_and_without_one_is_refused_by_name(mixture: Path) -> None:
     chosen = [DatasetFilter(("couples",), others=False), DatasetFilter(("couples",)), DatasetFilter()]
     held = [read_samples(mixture / "train", each) for each in chosen]
-    assert [(set(each.dataset), len(each)) for each in held[:2]] == [({"couples"}, 13), ({"toy"}, 23)]
+    assert [(set(each.table["dataset"].to_pylist()), len(each)) for each in held[:2]] == [
+        ({"couples"}, 13),
+        ({"toy"}, 23),
+    ]
     assert (len(held[2]), len(held[0].pairs())) == (36, 6)
     with pytest.raises(DataError, match="no sample of split 'train' of other; run `m3diff convert`"):
         read_training_samples(mixture, DatasetFilter(("other",), others=False))

@@ -4,7 +4,6 @@ import math
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,10 +28,6 @@ from m3diff.stages.train.batches import (
 from tests.stages.train.toy import write_mixture
 
 
-def columns_of(held: Samples) -> list[list[Any]]:
-    return [list(getattr(held, name)) for name in SCHEMA.names]
-
-
 def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_writer_s_types(
     mixture: Path, tmp_path: Path
 ) -> None:
@@ -44,7 +39,7 @@ def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_wri
     pq.write_table(first, tmp_path / "train" / "00000.parquet", row_group_size=3)
     held = read_samples(tmp_path / "train")
     want = {name: first[name].to_pylist() + val[name].to_pylist() for name in SCHEMA.names}
-    assert columns_of(held) == list(want.values())
+    assert held.table.to_pydict() == want
     assert held.images(1) == tuple((want[side][1], want[f"{side}_sha256"][1]) for side in ("before", "after"))
     by_pair = [[row for row, other in enumerate(want["pair"]) if other == name] for name in dict.fromkeys(want["pair"])]
     assert [rows.tolist() for rows in held.pairs()] == by_pair, "a pair may lie across two row groups"
@@ -92,7 +87,7 @@ def test_an_epoch_is_what_the_rule_in_plain_python_gives_and_stays_as_it_was(mos
     assert plan.steps_per_epoch == math.ceil(len(plan.epoch(0)) / 4)
     for epoch in range(3):
         got = [rows.tolist() for rows in plan.epoch(epoch)]
-        assert got == plan_in_words(list(plan.samples.pair), most, seed, epoch)
+        assert got == plan_in_words(plan.samples.table["pair"].to_pylist(), most, seed, epoch)
     first = schedule(samples(4), max_captions=2, seed=7).epoch(1)
     assert [rows.tolist() for rows in first] == [[9, 6], [8, 7], [5, 3], [0], [1, 2], [4]]
 
@@ -150,7 +145,7 @@ def test_a_micro_batch_has_the_images_by_turns_and_supervises_the_references_of_
     files = [file for rows in (second, third) for file in held.images(rows[0])]
     for image, file in zip(batch.images, files, strict=True):
         np.testing.assert_array_equal(image, loader.processor.prepare_image(load_image(*file)))
-    lengths = [sum(len(encode(held.reference[row])) for row in rows) for rows in (second, third)]
+    lengths = [sum(len(encode(held.value("reference", row))) for row in rows) for rows in (second, third)]
     assert batch.supervised_tokens == lengths[0]
     assert torch.equal(batch.weights, torch.tensor([1.0] * lengths[0] + [0.0] * lengths[1]))
     assert len(batch.packed.labels) == sum(lengths)

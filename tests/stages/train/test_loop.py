@@ -226,7 +226,7 @@ def test_a_run_is_counted_on_its_own_samples_and_described(
     held, processor = read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base)
     loader = Loader(held, processor, threads=1, device=Device(False, "fp32"))
     plan = Schedule(held, None, seed=1, global_batch=8, micro_batch=2, epochs=1.5, ranks=2)
-    ends = sum(len(processor.encode_reference(text)) for text in held.reference)
+    ends = sum(len(processor.encode_reference(text)) for text in held.table["reference"].to_pylist())
     # the prompt less its last token once a pair, that token and all but the last of each reference once a reference
     tokens = (len(processor.encode_prompt("What changed?")) - 1) * 10 + ends
     mean = progress.mean_tokens(plan, loader)

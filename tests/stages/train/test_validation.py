@@ -38,7 +38,9 @@ def test_pairs_come_from_all_of_each_dataset_by_the_seed_alone_and_fewer_are_par
     assert {name: len(pairs) for name, pairs in chosen.items()} == {"big": 10, "small": 3}
     assert firsts(10) == sorted(set(firsts(10)))
     assert max(firsts(10)) > 100, "not the first ten"
-    assert all(len(rows) == 2 and held.dataset[rows[0]] == name for name, pairs in chosen.items() for rows in pairs)
+    assert all(
+        len(rows) == 2 and held.value("dataset", rows[0]) == name for name, pairs in chosen.items() for rows in pairs
+    )
     assert firsts(10) == firsts(10, of=samples(big=100, more=50)) != firsts(10, seed=2)
     assert set(firsts(5)) < set(firsts(20))
     assert sample_pairs(samples(big=3), 0, seed=1) == {"big": []}
@@ -68,8 +70,8 @@ def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(
         with torch.no_grad():
             logits = model(**inputs, **found.processor.image_inputs(batch.images)).logits
         chosen = logits.log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
-        sums[found.samples.dataset[row]][0] -= float(chosen.sum())
-        sums[found.samples.dataset[row]][1] += len(chosen)
+        sums[found.samples.value("dataset", row)][0] -= float(chosen.sum())
+        sums[found.samples.value("dataset", row)][1] += len(chosen)
     got = found.losses(model)
     assert list(got) == ["val_loss", "val_loss_second", "val_loss_toy"]
     total, tokens = (sum(parts) for parts in zip(*sums.values(), strict=True))
@@ -107,7 +109,8 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(
     monkeypatch.setattr(validation, "CAPTION_BATCH", 2)
     found, rows, asked = validator(base, mixture), [0, 1, 3, 6, 7], []
     questions = ["Describe the difference." if row == 7 else "What changed?" for row in range(len(found.samples))]
-    found.samples.question = questions  # type: ignore[assignment]
+    place = SCHEMA.names.index("question")
+    found.samples = Samples(found.samples.table.set_column(place, "question", pa.array(questions)))
     original = validation.Captioner.caption
 
     def caption(self: Any, pairs: list, question: str) -> list[str]:
