@@ -101,9 +101,7 @@ def entry(blocks, tmp_path) -> DatasetEntry:
     return DatasetEntry.model_validate(section(blocks, "kitchen")["kitchen"] | {"root": root})
 
 
-def test_the_dataset_of_the_page_is_ingested_by_the_rules_of_the_list_and_its_bad_row_is_named(
-    kitchen, entry, tmp_path
-):
+def test_the_dataset_of_the_page_is_ingested_and_its_bad_row_is_named(kitchen, entry, tmp_path):
     report = ingest("kitchen", entry, tmp_path / "images.parquet", tmp_path / "records")
     assert report.pairs == {"train": 2, "val": 1, "test": 2, "?": 1}
     assert report.references == {"train": 3, "val": 2, "test": 3, "?": 0}

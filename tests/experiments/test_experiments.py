@@ -313,9 +313,7 @@ def test_the_results_and_their_page_are_written_unless_a_run_fails(tmp_path, mon
 
 
 @pytest.mark.slow(150)
-def test_variants_are_experiments_of_dvc_and_what_ran_is_restored(
-    toy_that_ran: Path, tmp_path: Path, monkeypatch, capfd
-):
+def test_variants_are_experiments_of_dvc(toy_that_ran: Path, tmp_path: Path, monkeypatch, capfd):
     """Three pairs, four with the synthetic one, one a batch: nine steps are 2.7 epochs of three and 2.125 of four."""
     root = toy_that_ran
     (root / ".gitignore").write_text((root / ".gitignore").read_text() + "/data/other/\n")
@@ -398,9 +396,7 @@ def write_reports(folder: Path, alignment: dict[str, float]) -> None:
     ],
     ids=["fine-tuning", "alignment"],
 )
-def test_a_budget_is_of_the_fine_tuning_and_beside_it_of_the_alignment(
-    changes: dict[str, Any], alignment: dict[str, float], want: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_is_of_fine_tuning_and_alignment(changes, alignment, want, tmp_path, monkeypatch):
     written(changes, tmp_path, monkeypatch)
     write_reports(tmp_path, alignment)
     found = runs.budget_of("name", PATHS)
@@ -416,9 +412,7 @@ def test_a_budget_is_of_the_fine_tuning_and_beside_it_of_the_alignment(
         ({"train.model": "onediff", "+models.onediff.align": ALIGN}, 2),  # 6 pairs
     ],
 )
-def test_steps_are_counted_as_the_training_loop_does(
-    changes: dict[str, Any], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_counted_as_in_training(changes, steps, tmp_path, monkeypatch):
     written(SMALL | changes, tmp_path, monkeypatch)
     write_mixture(tmp_path / PATHS.mixture, {"train": {"minichange": 11, "minichange_free": 6}, "val": {}, "test": {}})
     assert runs.steps_per_epoch("name", PATHS) == steps

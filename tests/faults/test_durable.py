@@ -306,9 +306,7 @@ def test_a_file_is_the_old_or_the_new_one_whenever_power_goes(tmp_path: Path) ->
     assert len(seen) >= 6
 
 
-def test_a_checkpoint_is_the_one_before_or_the_new_one_whenever_power_goes_and_on_the_disk_before_an_older_one_goes(
-    run_dir, tmp_path
-):
+def test_a_checkpoint_is_the_one_before_or_the_new_one_whenever_power_goes(run_dir, tmp_path):
     seen = []
     with Disk(run_dir) as disk:
         write_checkpoint(run_dir, 6)

@@ -47,9 +47,7 @@ def test_a_second_run_skips_all_and_a_parameter_of_evaluate_runs_evaluate_alone(
 
 @pytest.mark.fault("T10")
 @pytest.mark.slow(60)
-def test_a_deleted_experiment_is_met_before_the_first_step_and_what_was_trained_is_registered_when_it_is_mended(
-    flow, monkeypatch
-):
+def test_a_deleted_experiment_is_met_before_the_first_step_and_mended_by_its_remedy(flow, monkeypatch):
     flow.run()
     client = store(flow.root)
     experiment = client.get_experiment_by_name("m3diff").experiment_id
@@ -138,9 +136,7 @@ def with_remote(root: Path, tmp_path: Path) -> Path:
 @pytest.mark.fault("T5")
 @pytest.mark.slow(60)
 @pytest.mark.parametrize("local", ["--local", "--project"])
-def test_a_remote_with_a_relative_path_is_the_one_that_a_person_named_and_a_clone_restores_from_it(
-    flow, tmp_path, capsys, monkeypatch, local
-):
+def test_a_remote_with_a_relative_path_is_the_named_one(flow, tmp_path, capsys, monkeypatch, local):
     remote, stray = tmp_path / "dvc-store", flow.root / "runs" / "flows" / "dvc-store"
     toy.run(flow.root, "dvc", "remote", "add", local, "--default", "store", "../dvc-store")
     toy.commit(flow.root, "a remote")
@@ -238,9 +234,7 @@ FLOW = "from flows.pipeline import full; full(ref='HEAD', overrides=['evaluate.g
 
 @pytest.mark.fault("20", "32")
 @pytest.mark.slow(150)
-def test_a_server_of_prefect_that_is_killed_in_mid_run_costs_no_stage_and_the_next_run_takes_what_it_made(
-    project, tmp_path
-):
+def test_a_server_of_prefect_that_is_killed_in_mid_run_costs_no_stage(project, tmp_path):
     toy.replace_stage(project, "evaluate", toy.WAITS)
     toy.commit(project, "a slow stage")
     marks, port = tmp_path / "prefect", free_port()

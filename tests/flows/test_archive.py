@@ -88,9 +88,7 @@ def test_the_commit_holds_the_lock_and_the_metrics_and_no_folder_of_the_checkout
 
 
 @pytest.mark.fault("T5")
-def test_the_branch_goes_to_the_git_remote_that_is_named_for_it_by_a_path_that_is_meant_from_the_checkout(
-    project, tmp_path
-):
+def test_the_branch_goes_to_the_git_remote_whose_path_is_meant_from_the_checkout(project, tmp_path):
     said: list[str] = []
     git("init", "--quiet", "--bare", str(tmp_path / "origin"))
     git("remote", "add", "origin", "../origin")

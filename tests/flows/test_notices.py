@@ -43,9 +43,7 @@ def test_a_notice_goes_to_an_address_of_apprise_once_and_the_latest_are_remember
     assert len(listener.got) == 4
 
 
-def test_what_was_not_taken_is_a_warning_without_the_address_and_goes_out_at_the_next_occasion_once(
-    checkout, listener: Listener, caplog, capfd
-):
+def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(checkout, listener: Listener, caplog, capfd):
     said: list[str] = []
     listener.code = 500
     tell(said.append, "a", "first", "text")
@@ -62,9 +60,7 @@ def test_what_was_not_taken_is_a_warning_without_the_address_and_goes_out_at_the
 
 
 @pytest.mark.parametrize("fault", ["nonsense://secret-word", "json://", "no-such-block/secret-word", "a full disk"])
-def test_an_address_that_is_none_and_a_full_disk_are_a_warning_and_fail_nothing(
-    checkout, monkeypatch, caplog, capfd, fault
-):
+def test_a_wrong_address_and_a_full_disk_fail_nothing(checkout, monkeypatch, caplog, capfd, fault):
     def refuse(*words: object) -> None:
         raise OSError(f"secret-word, {words}")
 

@@ -141,9 +141,7 @@ NOTHING_MADE = dict.fromkeys(("ingest@a", "ingest@b", "train", "push", "register
         (NOTHING_MADE, [], "Skipped", ["update-ref", "branch"]),
     ],
 )
-def test_a_run_ends_in_a_word_is_told_may_be_the_latest_and_one_that_made_nothing_leaves_no_branch(
-    recorded, outcomes, overrides, name, git
-):
+def test_a_run_ends_in_a_word_and_one_that_made_nothing_leaves_no_branch(recorded, outcomes, overrides, name, git):
     recorded.outcomes, recorded.data = outcomes, ("a.dvc: as on runs/data",)
     assert run(overrides=overrides, data=bool(overrides)).name == name
     assert [words[0] for words in recorded.git] == git
@@ -269,9 +267,7 @@ def test_before_anything_runs_the_machine_and_the_remote_are_looked_at(monkeypat
         ("archive.push", ("Ran", "all of it"), "Ran", []),
     ],
 )
-def test_the_state_of_what_acts_outside_says_what_came_of_it_and_to_be_rejected_is_no_failure(
-    monkeypatch, task, made, name, asked
-):
+def test_the_state_of_what_acts_outside_says_what_came_of_it(monkeypatch, task, made, name, asked):
     result = {"register": lambda: Registration(outcome=made, model="m", version=3, run_id="r")}
     result |= {"promote": lambda: decision(made), "archive.push": lambda: made}
     done, given = result[task](), []

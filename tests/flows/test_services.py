@@ -39,9 +39,7 @@ def machine(project: Path) -> Iterator[Machine]:
 
 @pytest.mark.fault("24", "32", "S1", "see")
 @pytest.mark.slow(120)
-def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and_retrain_has_no_reason(
-    machine, tmp_path
-):
+def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reason(machine, tmp_path):
     root = machine.root
     assert machine.make("up").stdout.count("already up") == 4
     elsewhere = Machine(root).make("up")

@@ -172,9 +172,7 @@ def test_a_file_that_comes_while_others_are_copied_waits_with_them(project, look
 
 
 @pytest.mark.slow(30)
-def test_an_imported_source_that_changed_starts_retrain_and_one_that_is_gone_fails_the_look_after_the_others_had_theirs(
-    project, look, drop, imported
-):
+def test_an_imported_source_starts_retrain_and_one_that_is_gone_fails_the_look(project, look, drop, imported):
     assert look().name == "Skipped"
     assert not has_branch(DATA)
     (imported / "b.csv").write_text("2")
@@ -250,9 +248,7 @@ def test_any_change_of_its_files_changes_the_fingerprint(folder):
     assert len(set(seen)) == len(seen)
 
 
-def test_drop_folders_are_those_named_and_tracked_and_imports_the_data_with_a_source(
-    project, drop, imported, monkeypatch
-):
+def test_drop_folders_are_named_and_tracked_and_imports_have_a_source(project, drop, imported, monkeypatch):
     assert imports() == ["data/theirs.dvc"]
     for text, found in (("", set()), (f" data/mine/ ,{os.pathsep}./data/mine", {"data/mine"})):
         monkeypatch.setenv("M3DIFF_DROP", text)

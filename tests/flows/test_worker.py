@@ -138,7 +138,7 @@ LEFT = {
 
 @pytest.mark.fault("W2", "W4")
 @pytest.mark.parametrize("case", LOST)
-def test_a_run_whose_process_is_gone_has_an_end_or_begins_again_and_somebody_is_told(
+def test_a_run_whose_process_is_gone_ends_or_begins_again(
     case: str, told: list[str], process: Callable[[uuid.UUID], None]
 ) -> None:
     *given, want = LOST[case]
@@ -181,9 +181,7 @@ def test_prefects_own_command_starts_this_worker() -> None:
 
 @pytest.mark.fault("W4")
 @pytest.mark.parametrize("set_up", [True, False])
-def test_a_server_that_does_not_answer_ends_no_worker_that_has_begun(
-    set_up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_gone_ends_no_worker(set_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(self: Any) -> None:
         raise httpx.ConnectError("no answer")
 

@@ -206,9 +206,7 @@ def test_the_worktree_of_a_failed_run_stays_for_a_week_and_a_sweep_takes_nothing
 
 
 @pytest.mark.fault("04")
-def test_a_run_that_is_tried_again_goes_on_from_its_branch_and_begins_anew_where_it_was_killed_before_it_had_one(
-    project,
-):
+def test_a_run_that_is_tried_again_goes_on_from_its_branch_and_without_one_begins_anew(project):
     root = project / FLOWS / "one"
     root.parent.mkdir(parents=True)
     git("worktree", "add", "--quiet", "--detach", str(root), "HEAD")

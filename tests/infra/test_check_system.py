@@ -52,9 +52,7 @@ def test_a_machine_that_has_everything_passes_and_a_java_that_is_broken_or_too_o
     ("folder", "remedy"),
     [*((name, "move the checkout") for name in ("a:b", "$x", "US$")), ("no links", "git config core.symlinks true")],
 )
-def test_a_checkout_that_cannot_run_where_it_is_is_named_before_anything_is_installed(
-    folder, remedy, tmp_path, monkeypatch
-):
+def test_a_checkout_that_cannot_run_where_it_is_is_named(folder, remedy, tmp_path, monkeypatch):
     (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / folder)
     if folder == "no links":

@@ -37,7 +37,7 @@ def shown(tmp_path: Path, text: str, code: int = 0) -> tuple[int, str]:
     return given, re.sub(r"\d+ s\b", "N s", out.getvalue())
 
 
-def test_each_stage_has_a_line_a_warning_its_own_how_far_it_is_now_and_then_and_the_log_all_that_was_said(
+def test_each_stage_and_warning_has_a_line_and_the_log_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, text = shown(tmp_path, SAID)
@@ -92,7 +92,7 @@ scores on b/semantic, 240 pairs of 3985 that papers score; times 100, with 95 % 
 @pytest.mark.parametrize(
     ("vocabulary", "warnings"), [(597, ["the module changes nothing."]), (152_000, []), (597, None)]
 )
-def test_the_summary_says_scores_places_the_gates_words_what_training_warned_of_and_the_model_is_for(
+def test_the_summary_says_scores_places_gate_warnings_and_limits(
     tmp_path: Path, vocabulary: int, warnings: list[str] | None
 ) -> None:
     """A model that was trained before there were warnings has none."""

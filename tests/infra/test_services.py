@@ -107,9 +107,7 @@ def test_a_server_without_a_token_is_guarded_whatever_the_shell_and_the_other_se
         ("M3DIFF_FLOWS", "", "M3DIFF_FLOWS=: give a number"),
     ],
 )
-def test_a_setting_that_its_server_cannot_use_is_refused_before_anything_starts(
-    name, value, words, folder, monkeypatch
-):
+def test_a_wrong_setting_is_refused_before_anything_starts(name, value, words, folder, monkeypatch):
     monkeypatch.setenv(name, value)
     for what in ("up", "run"):
         with pytest.raises(ServiceError, match=words):
@@ -211,9 +209,7 @@ def test_what_is_left_of_a_server_does_not_keep_its_port_from_the_next(left, fol
     assert not services.is_taken(port)
 
 
-def test_a_port_that_something_else_holds_is_named_and_a_record_of_a_process_that_is_gone_is_not_taken_for_up(
-    folder, capsys
-):
+def test_a_taken_port_is_named_and_a_record_of_a_gone_process_is_not_taken_for_up(folder, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServiceError, match=f"small: port {port} is taken by .*; .*SMALL={port + 1} make up"):
@@ -316,9 +312,7 @@ services.keep()
 
 
 @pytest.mark.fault("S5", "W4")
-def test_the_keeper_starts_what_ended_the_worker_once_the_server_answers_and_waits_before_what_ends_again(
-    folder, tmp_path
-):
+def test_the_keeper_starts_what_ended_and_waits_before_what_ends_again(folder, tmp_path):
     command = [sys.executable, "-c", KEEP, str(folder), str(tmp_path / "answers")]
     keeper = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.DEVNULL)
     seen: list[psutil.Process] = []
@@ -397,9 +391,7 @@ def test_a_unit_that_runs_what_make_up_starts_is_written_started_with_the_machin
     assert not file.exists()
 
 
-def test_a_unit_of_another_checkout_is_left_alone_and_none_is_installed_beside_services_of_make_up_or_by_root(
-    systemd, folder, tmp_path, monkeypatch
-):
+def test_no_unit_is_written_over_anothers_beside_make_up_or_by_root(systemd, folder, tmp_path, monkeypatch):
     units.install()
     systemd.clear()
     for place, words in (("other", "m3diff.service is not of this checkout"), ("a$b", "move the checkout")):
