@@ -4,13 +4,9 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import yaml
 
-from flows import archive, dvc, pipeline
-from flows.report import Done
-from flows.workspace import Workspace
 from m3diff.__main__ import COMMANDS
 from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY
@@ -53,27 +49,6 @@ def test_a_stage_is_one_function_of_its_name_in_its_folder_which_the_command_of_
     for stage in [*STAGES, "register"]:
         assert stage in functions(REPOSITORY / "components" / "stages" / stage / "stage.py")
         assert f"from m3diff.stages.{stage}.stage import {stage} as run" in ast.unparse(commands[stage])
-
-
-def test_the_flow_has_a_task_for_each_stage_that_dvc_runs_then_push_register_and_promote(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    names: list[str] = []
-
-    def take(done: Done, name: str, *task: object) -> object:
-        names.append(name)
-        done.outcomes[name] = "Ran"
-        return SimpleNamespace(version=1)
-
-    monkeypatch.setattr(pipeline, "take", take)
-    monkeypatch.setattr(archive, "commit", lambda message, links: names.append("commit"))
-    monkeypatch.setattr(pipeline, "git", lambda *arguments: None)
-    work = Workspace("id", REPOSITORY, REPOSITORY, "commit", "tree", (), ())
-    pipeline.work_through(Done(work, []), {"train": []})
-    assert names == [*dvc.stages(), "push", "commit", *ACTIONS]
-    run = list(dict.fromkeys(stage.partition("@")[0] for stage in dvc.stages()))
-    empty = {stage for stage, section in yaml.safe_load(Path("params.yaml").read_text()).items() if section == {}}
-    assert run == [stage for stage in GRAPH if stage not in {"pretrain"} | empty], "a frozen stage is not run"
-    assert empty == {"augment"}, "off by default"
 
 
 def test_help_loads_no_heavy_library():
