@@ -13,7 +13,6 @@ are kept in the folder: a second call goes on after the last line.
 import argparse
 import json
 import random
-import re
 import shutil
 import sys
 import time
@@ -26,10 +25,10 @@ import httpx
 import psutil
 import yaml
 
-from flows import FLOW_RUN, archive
+from flows import FLOW_RUN
 from flows.dvc import entries
 from flows.workspace import override
-from m3diff.provenance.git import git
+from m3diff.provenance.git import commit_at, git
 from m3diff.registry.decisions import champions, decisions, faults, pending
 from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
@@ -122,7 +121,10 @@ class Kills:
         deployment = self.api("/deployments/name/m3diff/full")["id"]
         name = f"kill-{number}"
         body = {"name": name, "parameters": {"ref": "HEAD", "overrides": self.overrides}}
-        return self.api(f"/deployments/{deployment}/create_flow_run", body | {"state": {"type": "SCHEDULED"}})["id"]
+        path = f"/deployments/{deployment}/create_flow_run"
+        run = self.api(path, body | {"state": {"type": "SCHEDULED"}})["id"]
+        self.branch = f"runs/{run}"
+        return run
 
     def end(self, run: str) -> tuple[str, str]:
         """The state and the message with which a run ends; `HANGS` for one that does not."""
@@ -199,19 +201,14 @@ class Kills:
 
     def broken(self) -> list[str]:
         """Describe each invariant that does not hold after a run that ended well."""
-        found = []
         if self.number == 0:
-            self.undisturbed = Undisturbed(self.root, self.root.parent / "undisturbed", branches(self.root)[0])
+            self.undisturbed = Undisturbed(self.root, self.root.parent / "undisturbed", self.branch)
         lock, score = self.undisturbed.run(self.overrides)
-        for branch in branches(self.root, self.overrides):
-            if (theirs := git("show", f"{branch}:dvc.lock", cwd=self.root) + "\n") != lock:
-                place = self.root.parent / f"locks-{self.number}"
-                place.mkdir(exist_ok=True)
-                (place / "undisturbed.lock").write_text(lock)
-                (place / "run.lock").write_text(theirs)
-                same = entries(theirs) == entries(lock)
-                found.append(f"dvc.lock of {branch} is not the undisturbed one's ({same=} as data); both in {place}")
-        found += self.broken_registry(entries(lock), score)
+        found = self.broken_registry(entries(lock), score)
+        if commit_at(self.branch, self.root):  # one that made nothing leaves none
+            theirs = git("show", f"{self.branch}:dvc.lock", cwd=self.root) + "\n"
+            if theirs != lock:
+                found.append(f"dvc.lock of {self.branch} is not the undisturbed one's:\n{theirs}\n{lock}")
         return found
 
     def broken_registry(self, stages: dict[str, Any], score: float) -> list[str]:
@@ -260,19 +257,6 @@ class Kills:
         with self.lines.open("a") as file:
             file.write(json.dumps(line | {"scores": self.scores}) + "\n")
         print(json.dumps(line), flush=True)
-
-
-def branches(root: Path, overrides: list[str] | None = None) -> list[str]:
-    """The branches of runs that committed their outputs, with these parameters (all where None), newest first."""
-    form = "%(trailers:key=Overrides,valueonly,separator=%x2C)"
-    names = git("for-each-ref", "--sort=-committerdate", "--format=%(refname:short)", "refs/heads/runs/", cwd=root)
-    found = []
-    for name in [name for name in names.split() if name != archive.LATEST]:
-        if re.search("^push (ran|skipped)", git("log", "-1", "--format=%B", name, cwd=root), re.MULTILINE):
-            theirs = git("log", "-1", f"--format={form}", name, cwd=root).strip()
-            if overrides is None or theirs == ",".join(overrides):
-                found.append(name)
-    return found
 
 
 def describe(process: psutil.Process) -> str:
