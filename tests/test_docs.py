@@ -1,4 +1,5 @@
-"""docs/extending.md is true: its blocks are put where they say, in memory, and run."""
+"""docs/extending.md is true: its blocks are put where they say, in memory, and run; its dataset, metric and family go
+through every stage."""
 
 import ast
 import dataclasses
@@ -6,22 +7,24 @@ import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import polars as pl
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from pydantic import TypeAdapter
 
+from m3diff.__main__ import main
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
 from m3diff.models import FAMILIES
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.protocols import select
+from m3diff.settings.load import load_params
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.ingest.stage import ingest
+from tests.tiny import tiny_base
 from tests.toy import REPOSITORY
 
 BLOCK = re.compile(r"```(?:python|yaml)\n# (?P<place>[^\s,]+)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
@@ -101,19 +104,6 @@ def entry(blocks, tmp_path) -> DatasetEntry:
     return DatasetEntry.model_validate(section(blocks, "kitchen")["kitchen"] | {"root": root})
 
 
-def test_the_dataset_of_the_page_is_ingested_and_its_bad_row_is_named(kitchen, entry, tmp_path):
-    report = ingest("kitchen", entry, tmp_path / "images.parquet", tmp_path / "records")
-    assert report.pairs == {"train": 2, "val": 1, "test": 2, "?": 1}
-    assert report.references == {"train": 3, "val": 2, "test": 3, "?": 0}
-    rows = pq.read_table(tmp_path / "records" / "kitchen" / "records.parquet").to_pylist()
-    assert [row["id"] for row in rows[:5]] == [f"kitchen/{number}" for number in range(4, 9)]
-    assert rows[1]["references"] == ["the cup is gone"]
-    assert rows[5]["fault"] == "id: expected a whole number, found text 'nine'"
-    assert (report.faults, report.unread_images) == (1, 0)
-    assert kitchen.part("kitchen").pairs() == {"train": 2, "val": 1, "test": 2}
-    assert "Page: " in sys.modules[kitchen.read.__module__].__doc__
-
-
 def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, blocks):
     from tests.scoring import bench
 
@@ -125,21 +115,6 @@ def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, b
     pairs = [dataclasses.replace(pair, id=f"kitchen/{number}", dataset="kitchen") for number in (4, 7, 8)]
     found = {one.name: [pair.id for pair in one.pairs] for one in select(pairs, {"kitchen": changed})}
     assert found == {"kitchen/even": ["kitchen/4", "kitchen/8"], "kitchen/test": [pair.id for pair in pairs]}
-
-
-def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch, tmp_path):
-    from tests.scoring import bench
-
-    code("components/scoring/metrics/length.py")
-    ((name, module),) = line(blocks, "components/scoring/metrics/__init__.py").items()
-    monkeypatch.setitem(METRICS, name, module)
-    folders = bench.write(tmp_path)
-    bench.run(folders, tmp_path / "out", metrics=section(blocks, "metrics")["metrics"])
-    rows = {row["id"]: row["length"] for row in pq.read_table(tmp_path / "out" / "scores.parquet").to_pylist()}
-    assert rows["toy/2"] == 2 / 4  # "nothing changed" for "the lamp went out"
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["protocols"]["toy/test"]
-    assert metrics["length"] == pytest.approx(sum(rows.values()) / len(rows))
-    assert "length" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
@@ -185,25 +160,65 @@ def test_the_family_of_the_page_is_planned_and_trains_adapters_in_both(settings)
     assert found["llm"] > 0
 
 
-@pytest.mark.slow
-def test_the_family_of_the_page_goes_through_train_and_predict(settings, tmp_path):
-    from m3diff.settings.compute import Compute
-    from m3diff.stages.predict.params import Predict
-    from m3diff.stages.predict.stage import predict
-    from m3diff.stages.train.params import Train
-    from m3diff.stages.train.stage import train
-    from tests.stages.train.toy import COMPUTE, TRAIN, write_mixture
-
-    mixture = write_mixture(tmp_path / "mixture")
-    cfg = Train(base=REPOSITORY / "data" / "00_base", **TRAIN | {"model": "small_gpu", "epochs": 1})
-    compute = Compute(scratch=tmp_path / "runs", **COMPUTE)
-    train(cfg, settings, compute, mixture, tmp_path / "model")
-    asked = Predict(batch_pairs=2, max_new_tokens=4, limit=0)
-    predict(asked, compute, mixture, tmp_path / "model", tmp_path / "predictions")
-    assert len(json.loads((tmp_path / "predictions" / "predictions.json").read_text())) == 3
-
-
 def test_every_file_that_the_page_names_is_there(page):
     named = set(re.findall(r"`((?:components|tests|datasets|metrics|models)/[\w./]*\w[\w./]*)`", page))
     places = [REPOSITORY, REPOSITORY / "components", REPOSITORY / "components" / "scoring"]
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
+
+
+# Every stage in a row through the command line, nothing faked in between
+
+
+STAGES = ("ingest", "validate", "convert", "train", "predict", "evaluate")
+
+
+@pytest.fixture
+def metric(code, blocks, monkeypatch):
+    monkeypatch.setitem(METRICS, "length", code("components/scoring/metrics/length.py").METRIC)
+
+
+@pytest.fixture
+def parameters(entry, kitchen, metric, settings, blocks, tmp_path) -> Path:
+    """A profile that differs from the embedded run by what comes from outside, and by being small."""
+    model = section(blocks, "small_gpu")["small_gpu"]
+    model["module"] |= {"vision_feature_layers": [1, 2], "heads": 2}
+    folders = ("base", "records", "clean", "mixture", "model", "predictions", "report")
+    profile = {
+        "extends": str(REPOSITORY / "profiles" / "embedded"),
+        "paths": {name: str(tmp_path / "data" / name) for name in folders},
+        "models": {"small_gpu": model},
+        "ingest": {"datasets": {"kitchen": {"reader": "kitchen", "root": str(entry.root)}}},
+        "validate": {"max_quarantined_share": 0.5, "near_duplicate_max_diff": None},
+        "convert": {"questions": str(REPOSITORY / "profiles" / "questions.yaml")},
+        "train": {"model": "small_gpu", "base": str(tiny_base(tmp_path / "base")), "epochs": 2, "global_batch": 2},
+        "predict": {"max_new_tokens": 4},
+        "evaluate": {"metrics": ["CIDEr", "length"], "gallery": 2},
+        "promote": {"protocol": "kitchen/test", "guards": {}},
+        "compute": {"scratch": str(tmp_path / "runs"), "workers": 0, "micro_batch": 1, "caption_val_pairs": 0},
+    }
+    path = tmp_path / "outside.yaml"
+    path.write_text(yaml.safe_dump(profile))
+    return path
+
+
+def test_a_dataset_a_metric_and_a_family_from_outside_go_through_every_stage(parameters):
+    for stage in STAGES:
+        assert main(["--params", str(parameters), stage]) == 0, stage
+    paths = load_params(parameters).paths
+    quarantine = pl.read_parquet(paths.clean / "quarantine.parquet")
+    assert quarantine.height == 1
+    assert "id: expected a whole number" in quarantine["reason"][0]
+    trained = pl.read_parquet(paths.mixture / "train" / "*.parquet")
+    assert sorted(trained["reference"]) == ["it left", "the cup is gone", "the cup is gone"]
+    manifest = json.loads((paths.model / "checkpoint" / "manifest.json").read_text())
+    assert manifest["family"] == "adapted_vision"
+    predictions = json.loads((paths.predictions / "predictions.json").read_text())
+    assert [row["image_id"] for row in predictions] == ["kitchen/7", "kitchen/8"]
+    metrics = json.loads((paths.report / "metrics.json").read_text())
+    scores = pl.read_parquet(paths.report / "scores.parquet")
+    assert scores["prediction"].to_list() == [row["caption"] for row in predictions]
+    assert metrics["rows_out"] == 2
+    metrics = metrics["protocols"]["kitchen/test"]
+    assert metrics["CIDEr"] == pytest.approx(scores["CIDEr"].mean())
+    assert metrics["length"] == pytest.approx(scores["length"].mean())
+    assert "length" in (paths.report / "report.html").read_text()
