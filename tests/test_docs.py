@@ -86,7 +86,7 @@ def kitchen(code, blocks, monkeypatch) -> DatasetSpec:
 
 
 @pytest.fixture
-def entry(blocks, tmp_path) -> DatasetEntry:
+def entry(kitchen, blocks, tmp_path) -> DatasetEntry:
     from PIL import Image
 
     root = tmp_path / "kitchen"
@@ -174,7 +174,9 @@ STAGES = ("ingest", "validate", "convert", "train", "predict", "evaluate")
 
 @pytest.fixture
 def metric(code, blocks, monkeypatch):
-    monkeypatch.setitem(METRICS, "length", code("components/scoring/metrics/length.py").METRIC)
+    code("components/scoring/metrics/length.py")
+    ((name, module),) = line(blocks, "components/scoring/metrics/__init__.py").items()
+    monkeypatch.setitem(METRICS, name, module)
 
 
 @pytest.fixture

@@ -179,8 +179,8 @@ import os, socket, sys, time
 if os.fork() == 0:
     with socket.create_server(("127.0.0.1", int(sys.argv[1]))):
         print("listens", flush=True)
-        time.sleep(60)
-time.sleep(60)
+        time.sleep(600)
+time.sleep(600)
 """
 
 
