@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -500,12 +501,7 @@ def down() -> None:
         service.record.unlink(missing_ok=True)
 
 
-def run() -> None:
-    """Keep the services as the unit of systemd asks."""
-    keep(unit=True)
-
-
-COMMANDS = {"up": up, "down": down, "status": status, "run": run, "keep": keep, "deploy": deploy}
+COMMANDS = {"up": up, "down": down, "status": status, "run": partial(keep, unit=True), "keep": keep, "deploy": deploy}
 
 
 def main(what: str) -> int:

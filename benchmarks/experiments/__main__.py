@@ -138,10 +138,6 @@ def faults_of(cfg: Experiment) -> Iterator[str]:
     for name in cfg.compare_with:
         if name not in cfg.variants:
             yield f"compare_with: {closest(name, cfg.variants)}"
-    if cfg.equal_seconds is not None and not cfg.compare_with:
-        yield "equal_seconds: compare_with names no variant whose seconds count"
-    if cfg.targets and len(cfg.variants) > 1:
-        yield f"targets: expected one variant, found {len(cfg.variants)}"
     for number, (name, entry) in enumerate(cfg.variants.items()):
         above, synthetic = list(cfg.variants)[:number], entry.get(SYNTHETIC, [])
         known = resolve(SYNTHETIC_DATA)["augment"] if synthetic else ()
@@ -150,10 +146,6 @@ def faults_of(cfg: Experiment) -> Iterator[str]:
             yield f"variants.{name}.{SYNTHETIC}: {wanted}; found {synthetic!r}"
         if entry.get(SAME_STEPS, name) not in (*above, name) or entry.get(SAME_STEPS) == name:
             yield f"variants.{name}.{SAME_STEPS}: {closest(entry[SAME_STEPS], above, 'expected a variant above it:')}"
-        if cfg.equal_seconds is not None and not entry.keys() <= cost.MEASURED:
-            yield f"variants.{name}: with equal_seconds only {' and '.join(sorted(cost.MEASURED))} may change"
-        if SAME_STEPS in entry and EPOCHS in entry:
-            yield f"variants.{name}: {EPOCHS} follows from {SAME_STEPS}; leave one of the two out"
 
 
 def check_synthetic(cfg: Experiment, params: Params) -> None:

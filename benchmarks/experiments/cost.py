@@ -28,8 +28,6 @@ from m3diff.stages.train.stage import train
 
 STEPS, CAPTIONS, BATCH = 60, 96, 48
 """Timed steps and captions; pairs that are captioned at once."""
-MEASURED = {"train.model", "train.base"}
-"""The parameters that a measured variant may change."""
 
 
 def learning_curve(experiment: str, paths: Paths) -> list[dict[str, Any]]:

@@ -137,10 +137,6 @@ FAULTS = {
     TWO + "{synthetic: minichange_edits}}": "variants.two.synthetic: expected a list",
     HEAD + "variants: {one: {same_steps_as: two}, two: {}}": "variants.one.same_steps_as: expected a variant above it:",
     TWO + "{same_steps_as: two}}": "variants.two.same_steps_as: expected a variant above it:",
-    TWO + "{same_steps_as: one, train.epochs: 3}}": "variants.two: train.epochs follows from",
-    TWO + "{}}\ntargets: {profile: x}": "targets: expected one variant, found 2",
-    TWO + "{train.seed: 3}}\nequal_seconds: 0.1": "variants.two: with equal_seconds only ",
-    "title: T\nprotocols: [a]\nvariants: {one: {}}\nequal_seconds: 0.1": "equal_seconds: compare_with names no variant",
 }
 
 

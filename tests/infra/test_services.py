@@ -69,7 +69,7 @@ def test_a_server_that_others_reach_needs_both_tokens_and_on_loopback_none_is_as
             assert service.command[service.command.index("--host") + 1] == (own or "127.0.0.1")
     monkeypatch.setenv("M3DIFF_BIND", address)
     for missing in ([*TOKENS], [*TOKENS][1:]):
-        for action in (services.up, services.run):
+        for action in (services.up, services.keep):
             with pytest.raises(ServiceError, match=f"{len(missing)} setting.s. to correct") as refused:
                 action()
             assert [name for name in TOKENS if f"set {name} in" in str(refused.value)] == missing
@@ -224,7 +224,7 @@ def test_one_keeper_runs_and_what_systemd_runs_is_left_to_it(folder, monkeypatch
     monkeypatch.setattr(services, "start", lambda service: pytest.fail(service.name))
     monkeypatch.setattr(services, "services", list)
     with pytest.raises(ValueError, match="unpack"):  # no servers to start
-        services.run()
+        services.keep(unit=True)
     assert services.keeper().process() == psutil.Process()
     services.down()
     assert "systemctl stop m3diff" in capsys.readouterr().out
