@@ -1,5 +1,5 @@
 """The routes, as one ASGI application that knows nothing of where the model is; and the page at `/`, one file that asks
-nothing of any other machine, with pairs of the test split to try.
+nothing of any other machine.
 """
 
 import asyncio
@@ -9,31 +9,26 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import polars as pl
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartParser
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import check_licence
-from m3diff.records.errors import DataError, readable
 from m3diff.serving.batcher import Answer, Fault, Metrics, Models, Served
 from m3diff.serving.params import Serve
 from m3diff.serving.request import (
     AS_FILE,
-    SIDES,
     Asked,
     RequestRefusedError,
     Upload,
@@ -46,7 +41,6 @@ from m3diff.serving.request import (
     unprocessable,
 )
 from m3diff.serving.same_origin import foreign
-from m3diff.stages.ingest.params import DatasetEntry
 
 CHAT = "/v1/chat/completions"
 OPEN_ROUTES = ("/healthz", "/readyz")
@@ -58,9 +52,6 @@ COPIES = 4
 """Copies of a request in memory at most: received, read, on the way to a replica and there."""
 
 FILE = Path(__file__).with_name("page.html")
-EXAMPLES = 6
-"""Pairs of the test split on the page."""
-
 SAFE = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -87,47 +78,15 @@ def read_page() -> tuple[str, str]:
     return html, policy
 
 
-class Example(NamedTuple):
-    id: str
-    before: Path
-    after: Path
-    reference: str
-
-
-def find_examples(clean: Path, entries: Mapping[str, DatasetEntry], count: int = EXAMPLES) -> list[Example]:
-    """Pairs of the test split, of each dataset that the licence lets us show in turn; fewer if there are fewer.
-
-    Args:
-        clean: the folder that validate writes; it need not be there.
-        entries: datasets by name, as `ingest.datasets`.
-    """
-    table, shown = clean / "records.parquet", []
-    for name, entry in entries.items():
-        with suppress(DataError):
-            check_licence(DATASETS[entry.reader], "show")
-            shown.append(name)
-    if not table.is_file():
-        return []
-    wanted, in_turn = pl.col("split") == "test", pl.int_range(pl.len()).over("dataset")
-    with readable(table):
-        rows = pl.scan_parquet(table).filter(wanted, pl.col("dataset").is_in(shown)).sort("id").collect()
-    columns = ["id", "before", "after", pl.col("references").list.first().fill_null("")]
-    first = rows.sort(in_turn, "dataset").head(count).select(columns).iter_rows()
-    found = [Example(name, Path(before), Path(after), reference) for name, before, after, reference in first]
-    return [example for example in found if example.before.is_file() and example.after.is_file()]
-
-
 class Server:
     """State that the routes share.
 
     Args:
         name: of the registered model: what a client may call it in `model`.
-        examples: pairs on the page.
     """
 
-    def __init__(self, limits: Serve, models: Models, metrics: Metrics, name: str, examples: list[Example]) -> None:
+    def __init__(self, limits: Serve, models: Models, metrics: Metrics, name: str) -> None:
         self.limits, self.models, self.metrics, self.name = limits, models, metrics, name
-        self.examples = examples
         self.under_way = self.held = 0  # requests, and bytes that are set aside for them
         self.reader = ThreadPoolExecutor(1)  # what a request becomes while it is read is in memory once
 
@@ -141,12 +100,6 @@ class Server:
 
     async def measured(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def example_image(self, request: Request) -> Response:
-        number, side = request.path_params["number"], request.path_params["side"]
-        if number >= len(self.examples) or side not in SIDES:
-            raise HTTPException(404)
-        return FileResponse(getattr(self.examples[number], side))
 
     async def caption(self, request: Request) -> Response:
         answer = await self.answered(request)
@@ -261,18 +214,12 @@ class Server:
 def make_app(server: Server, token: str | None) -> ASGIApp:
     """The application with its gate; `token` as of Gate."""
     html, policy = read_page()
-    examples = [
-        {"id": each.id, "reference": each.reference, **{side: f"/examples/{number}/{side}" for side in SIDES}}
-        for number, each in enumerate(server.examples)
-    ]
     gets: dict[str, Any] = {
         "/": Response(html, media_type="text/html", headers={"content-security-policy": policy}),
         "/healthz": JSONResponse({"status": "ok"}),
         "/readyz": server.readyz,
         "/metrics": server.measured,
         "/v1/models": server.list_models,
-        "/examples": JSONResponse(examples),
-        "/examples/{number:int}/{side}": server.example_image,
     }
     posts = {CHAT: server.chat, "/caption": server.caption}
     routes = [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]

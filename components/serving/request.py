@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive
@@ -41,20 +41,6 @@ ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 AS_FILE = "save it as PNG or JPEG and send that file's bytes"
 ERROR_CODES = {"json_invalid": "not_json", "extra_forbidden": "unknown_field", "missing": "missing_field"}
-IGNORED = ("seed", "top_p", "user")
-FALSE = ("echo", "frequency_penalty", "logprobs", "min_p", "min_tokens", "presence_penalty", "store", "stream")
-FALSE += ("temperature", "top_logprobs", "use_beam_search")
-TRUE = ("best_of", "n", "repetition_penalty", "skip_special_tokens")
-NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(FALSE, (0,)) | dict.fromkeys(TRUE, (1,))  # 0 equals False
-NEUTRAL |= {
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "tool_choice": ("auto", "none"),
-    "top_k": (-1, 0, 1),
-}
-"""Values of fields that clients send, which ask for nothing but one caption as text; as do nulls and empty lists."""
 
 
 class RequestRefusedError(ValueError):
@@ -194,12 +180,10 @@ class Facts(NamedTuple):
     reads_question: bool
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class PairBody(Strict):
+class PairBody(BaseModel):
     """`POST /caption`: a form with two files, or JSON with both in base64."""
+
+    model_config = ConfigDict(extra="forbid")
 
     before: bytes
     after: bytes
@@ -207,47 +191,38 @@ class PairBody(Strict):
     overlay: bool = False
 
 
-class TextPart(Strict):
+class TextPart(BaseModel):
     type: Literal["text"]
     text: str
 
 
-class ImageUrl(Strict):
+class ImageUrl(BaseModel):
     url: bytes
-    detail: Literal["auto", "low", "high"] | None = None  # all the same: the model has one size
 
 
-class ImagePart(Strict):
+class ImagePart(BaseModel):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class UserMessage(Strict):
+class UserMessage(BaseModel):
     role: Literal["user"]
-    name: str | None = None
     content: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
-class ChatBody(Strict):
-    """JSON of `POST /v1/chat/completions`: one message of the user. The model was trained on a pair and a question, and
-    reads no other message."""
+class ChatBody(BaseModel):
+    """JSON of `POST /v1/chat/completions`: one message of the user, since the model was trained on a pair and a
+    question. Fields that greedy decoding has no use for, such as `temperature`, are passed over."""
 
     model: str
-    messages: list[UserMessage] = Field(max_length=1)
+    messages: list[UserMessage] = Field(max_length=1, min_length=1)
+    n: Literal[1] | None = None
+    stream: Literal[False] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
-    @model_validator(mode="before")
-    @classmethod
-    def without_what_changes_nothing(cls, given: Any) -> Any:
-        """The fields that ask for more than greedy decoding of one caption."""
-        if not isinstance(given, dict):
-            return given
-        nothing: dict[str, Any] = {name: (None, [], {}, *NEUTRAL.get(name, ())) for name in given}
-        return {name: value for name, value in given.items() if name not in IGNORED and value not in nothing[name]}
 
-
-B = TypeVar("B", bound=Strict)
+B = TypeVar("B", bound=BaseModel)
 
 
 def read_json(body: bytearray) -> Asked:

@@ -28,7 +28,6 @@ from m3diff.serving.batcher import Answer, Deploy, Fault, Metrics, Models
 from m3diff.serving.params import Serve
 from m3diff.serving.request import Asked, Facts
 from m3diff.settings.compute import Compute
-from m3diff.settings.rules import licensed
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
@@ -177,7 +176,6 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
     that are there.
 
     Args:
-        params: its clean records, which need not be there, are the examples on the page.
         model: a folder or a version's number, which stay as they are; or an alias, which is followed.
         base: as in `model_source.find`.
 
@@ -185,7 +183,7 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         ParamsError: the address is taken, others could reach it without a token, or replicas have no cluster.
         DataError: there is no such model, or its checkpoint is damaged.
     """
-    from m3diff.serving.app import Server, find_examples, make_app
+    from m3diff.serving.app import Server, make_app
 
     cfg, name = params.serve, params.register_.model_name
     store = (params.register_.tracking_uri, name, model)
@@ -207,8 +205,8 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         source = find_now()
         with deployer(cfg, params.compute) as deploy:
             metrics = Metrics()
-            models, examples = Models(deploy, metrics), find_examples(params.paths.clean, licensed(params))
-            server = Server(cfg, models, metrics, name, examples)
+            models = Models(deploy, metrics)
+            server = Server(cfg, models, metrics, name)
             asyncio.run(run(make_app(server, token), listener, cfg.answer_s, models, work))
 
 

@@ -164,11 +164,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "chat: a file's": (parts(at("file:///etc/passwd"), IMAGE), "not_base64", f"{WHERE}file:///etc/passwd"),
     "chat: two messages": (messages(USER, USER), "invalid_field", "messages: "),
     "chat: a system's": (messages({"role": "system", "content": [TEXT]}), "invalid_field", "messages.0.role: system"),
-    "chat: no message": (messages(), "missing_field", "messages: nothing"),
-    "chat: its field": (parts(IMAGE, IMAGE, colour=1), "unknown_field", "colour: 1"),
-    "chat: an address's": (parts(at(URL, min_pixels=9), OTHER), "unknown_field", "image_url.min_pixels: 9"),
-    "chat: a stream": (parts(IMAGE, IMAGE, stream=True), "unknown_field", "stream: True"),
-    "chat: some temperature": (parts(IMAGE, IMAGE, temperature=0.7), "unknown_field", "temperature: 0.7"),
+    "chat: no message": (messages(), "invalid_field", "messages: "),
+    "chat: a stream": (parts(IMAGE, IMAGE, stream=True), "invalid_field", "stream: True"),
     "chat: few tokens": (parts(IMAGE, IMAGE, max_tokens=3), "invalid_field", "max_tokens: 3; 64 or more"),
     "chat: a special token": (parts(TEXT | {"text": "<image>"}, IMAGE, IMAGE), "special_token", "'<image>'"),
 }
@@ -198,18 +195,14 @@ def test_a_damaged_image_is_refused_or_read_and_no_fault_of_the_server(kind, ser
     assert {answer.status_code for answer in answers} <= {200, 422}
 
 
-DEFAULTS = {"response_format": {"type": "text"}, "tool_choice": "none", "store": False, "logprobs": False, "n": 1}
-DEFAULTS |= {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": True, "temperature": 0.0}
 LINES = [at(url[:60] + end + url[60:] + end) for url, end in ((URL, "\n"), (OTHER["image_url"]["url"], "\r\n"))]
 
 
 def test_what_changes_nothing_is_answered_as_if_it_were_not_there(serve):
     service = serve()
     for request in (
-        parts(IMAGE, OTHER, stop=None, tools=[], logit_bias={}, n=None, colour=None, seed=3, top_p=0.5),
-        parts(IMAGE, OTHER, **DEFAULTS),
-        parts(at(URL, detail=None), OTHER),
-        messages({"role": "user", "name": "ann", "content": [IMAGE, OTHER]}),
+        parts(IMAGE, OTHER, n=1, stream=False, stop=None, tools=[], temperature=0.7, store=False),
+        messages({"role": "user", "name": "ann", "content": [at(URL, detail=None), OTHER]}),
         parts(*LINES),
     ):
         answer = service.post(CHAT, **request)
@@ -239,7 +232,6 @@ def test_what_is_not_there_is_not_found_and_without_a_model_the_server_says_so(s
     assert service.get("/nothing").json()["found"] == "GET /nothing"
     assert service.get(CAPTION).status_code == 405
     assert service.get("/v1/nothing").json()["error"]["code"] == "no_such_route"
-    assert service.get("/examples/0/before").status_code == 404
     service = serve(ready=False)
     assert service.get("/healthz").status_code == 200
     for answer in (service.get("/readyz"), service.get("/v1/models"), service.post(CAPTION, **PAIR)):
@@ -315,7 +307,7 @@ def test_an_answer_that_takes_too_long_is_given_up_and_no_longer_computed(serve,
 
 def test_a_token_is_needed_for_all_but_the_probes(serve):
     service = serve(token=TOKEN)
-    for route in ("/", "/metrics", "/v1/models", "/examples", "/examples/0/before", "/docs", CAPTION, CHAT):
+    for route in ("/", "/metrics", "/v1/models", "/docs", CAPTION, CHAT):
         for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": TOKEN}):
             answer = (service.post if route in (CAPTION, CHAT) else service.get)(route, headers=headers)
             assert answer.status_code == 401, route

@@ -1,18 +1,17 @@
-"""The page in headless Chromium, on a desk and on a phone: caption, slider, outlines, examples, refusals."""
+"""The page in headless Chromium, on a desk and on a phone: caption, slider, outlines, refusals."""
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import polars as pl
 import pytest
 import uvicorn
 from playwright.sync_api import Page, expect
 
-from m3diff.serving.app import find_examples, read_page
+from m3diff.serving.app import read_page
 from tests.browser import Watch, chromium
 from tests.servers import free_port
-from tests.serving.toy import PARAMS, Service, plain, source, write_toy
+from tests.serving.toy import Service, plain, source, write_toy
 
 DESK, PHONE = {"width": 1400, "height": 1000}, {"width": 390, "height": 844}
 WANT = "one: 10/20/0 became 30/40/0 (What has changed from the first image to the second?)"
@@ -20,23 +19,16 @@ WANT = "one: 10/20/0 became 30/40/0 (What has changed from the first image to th
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`before.png`, `after.png`, and a clean table with pairs of them for the test split."""
+    """`before.png` and `after.png`."""
     root = tmp_path_factory.mktemp("images")
     plain(10, 20, size=(320, 240)).save(root / "before.png")
     plain(30, 40, size=(320, 240)).save(root / "after.png")
-    rows = [
-        {"id": f"{name}/{n}", "dataset": name, "split": split, "before": str(root / "before.png")}
-        | {"after": str(root / "after.png"), "references": [f"what {name} says of {n}", "else"]}
-        for name in ("minichange", "minichange_free", "unknown")
-        for n, split in enumerate(("train", "test", "test", "test", "test"))
-    ]
-    pl.DataFrame(rows).write_parquet(root / "records.parquet")
     return root
 
 
 @pytest.fixture(scope="module")
-def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    service = Service(examples=find_examples(images, PARAMS.ingest.datasets, 4))
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    service = Service()
     folder, port = write_toy(tmp_path_factory.mktemp("toy"), "one"), free_port()
 
     async def app(scope, receive, send):  # the model is loaded in the loop that asks it
@@ -74,7 +66,7 @@ def upload(page: Page, images: Path) -> None:
 
 
 @pytest.mark.slow(30)
-def test_two_images_are_captioned_slid_over_outlined_swapped_and_asked_about(page, images):
+def test_two_images_are_captioned_slid_over_outlined_swapped_asked_about_and_a_refusal_is_said(page, images, tmp_path):
     upload(page, images)
     page.get_by_role("button", name="Say what changed").click()
     expect(page.locator("#caption")).to_have_text(WANT)
@@ -95,14 +87,6 @@ def test_two_images_are_captioned_slid_over_outlined_swapped_and_asked_about(pag
     page.get_by_label("Question").fill("Is it red?")
     page.keyboard.press("Enter")
     expect(page.locator("#caption")).to_have_text("one: 30/40/0 became 10/20/0 (Is it red?)")
-
-
-@pytest.mark.slow(30)
-def test_an_example_is_one_press_away_and_a_refusal_is_said_in_words(page, images, tmp_path):
-    expect(page.locator("#pairs button")).to_have_count(4)
-    page.get_by_label("pair 1, minichange/1").click()
-    expect(page.locator("#caption")).to_have_text(WANT)
-    expect(page.locator("#reference q")).to_have_text("what minichange says of 1")
     (tmp_path / "notes.png").write_text("no image")
     page.set_input_files("#after", tmp_path / "notes.png")
     page.get_by_role("button", name="Say what changed").click()
@@ -117,25 +101,11 @@ def test_an_example_is_one_press_away_and_a_refusal_is_said_in_words(page, image
 
 
 def test_the_policy_of_the_page_names_no_host_and_allows_no_other_script():
-    html, policy = read_page()
+    (html, policy), service = read_page(), Service()
+    assert service.get("/").headers["content-security-policy"] == policy
+    service.runner.close()
     assert "http" not in policy
     assert "unsafe" not in policy
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "http://" not in html.replace("http://127.0.0.1", "")
     assert "https://" not in html
-
-
-def test_examples_are_of_the_test_split_of_what_may_be_shown_and_none_where_there_is_no_run(images, tmp_path):
-    entries = {name: PARAMS.ingest.datasets[name] for name in ("minichange", "minichange_free")}
-    found = find_examples(images, entries, 3)
-    assert [example.id for example in found] == ["minichange/1", "minichange_free/1", "minichange/2"]
-    assert find_examples(tmp_path, entries, 3) == find_examples(images, {}, 3) == []
-    service = Service(examples=found)
-    listed = service.get("/examples").json()
-    free = {"id": "minichange_free/1", "reference": "what minichange_free says of 1"}
-    assert listed[1] == free | {"before": "/examples/1/before", "after": "/examples/1/after"}
-    image = service.get(listed[1]["after"])
-    assert (image.content, image.headers["content-type"]) == ((images / "after.png").read_bytes(), "image/png")
-    assert {service.get(f"/examples/{place}").status_code for place in ("3/after", "1/caption")} == {404}
-    assert service.get("/").headers["content-security-policy"] == read_page()[1]
-    service.runner.close()

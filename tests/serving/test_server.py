@@ -1,6 +1,8 @@
-"""The server as people start it: its own process, a registry, clients over HTTP; on a cluster, Ray's replicas, too."""
+"""The server as people start it: its own process, a registry, clients over HTTP; on a cluster, Ray's replicas, too; the
+memory that it takes, held against docs/serving.md; a version as register logs it, by `mlflow models serve`, too."""
 
 import asyncio
+import io
 import os
 import random
 import signal
@@ -13,20 +15,30 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+import mlflow
+import numpy as np
 import psutil
 import pytest
 from mlflow.tracking import MlflowClient
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from m3diff.__main__ import main
-from m3diff.models.generation import QUESTION
+from m3diff.models.generation import QUESTION, load_captioner
+from m3diff.serving.app import COPIES
+from m3diff.serving.batcher import DECODERS
 from m3diff.serving.server import deployer
 from m3diff.settings.section import ParamsError
+from m3diff.stages.register.stage import SIGNATURE, copy_code
+from tests.servers import free_port, started
 from tests.serving.toy import (
     PARAMS,
     Running,
+    base64_of,
     chat,
     command,
     environment,
@@ -38,10 +50,10 @@ from tests.serving.toy import (
     write_registry,
 )
 from tests.stages.train.cluster import cluster
-from tests.tiny import tiny_base, tiny_checkpoint
+from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
-PATIENCE_S = 300
+PATIENCE_S = 400
 """For an answer where no limit of time is tested: a loaded machine is slow."""
 
 UPLOAD_S = 3
@@ -165,7 +177,12 @@ def until_closed(port: int, *sent: bytes) -> tuple[bytes, float]:
 @pytest.mark.slow
 def test_a_connection_that_says_nothing_or_stops_in_the_middle_is_closed(server):
     head, get = b"POST /caption HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    sent = ((), (head,), (get, head), (head + b"Content-Length: 900\r\n\r\n", b"only this"))
+    sent = (
+        (),
+        (head,),
+        (get, head),
+        (head + b"Content-Type: application/json\r\nContent-Length: 900\r\n\r\n", b"only this"),
+    )
     with ThreadPoolExecutor() as at_once:
         closed = list(at_once.map(lambda parts: until_closed(server.port, *parts), sent))
     for (heard, seconds), wanted in zip(closed, (b"", b"", b"HTTP/1.1 200", b"HTTP/1.1 408"), strict=True):
@@ -270,3 +287,189 @@ def test_several_replicas_without_a_cluster_are_refused_with_the_remedy(monkeypa
     said = "serve.replicas: 2 need a Ray cluster.*start one.*or write 1"
     with pytest.raises(ParamsError, match=said), deployer(cfg, PARAMS.compute):
         pass
+
+
+# Memory
+
+BYTES_PER_PIXEL = 30
+SERVE = PARAMS.serve.model_copy(update={"max_image_mpx": 10, "answer_s": PATIENCE_S})
+SIDE = int((SERVE.max_image_mpx * 1e6) ** 0.5)
+REQUESTS = SERVE.max_queue * SERVE.max_request_mb * 1e6
+IMAGES = SERVE.replicas * DECODERS * SERVE.max_image_mpx * 1e6 * BYTES_PER_PIXEL
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("served")
+    write_registry(root, "one")
+    constants = {"request.UPLOAD_S": PATIENCE_S}
+    with running(root, constants=constants, max_image_mpx=SERVE.max_image_mpx, answer_s=PATIENCE_S) as server:
+        for _ in range(4):
+            httpx.post(f"{server.address}/caption", **form(png(plain(1, 2)), png(plain(3, 4))), timeout=PATIENCE_S)
+        yield server
+
+
+def taken(processes: list[psutil.Process]) -> int:
+    """Bytes of these processes, shared ones once."""
+    rollups = [Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in processes]
+    return sum(1024 * int(rollup.partition("\nPss:")[2].split()[0]) for rollup in rollups)
+
+
+@contextmanager
+def peak(server: Running, name: str, allowed: float) -> Iterator[None]:
+    """Within, the server grows by no more than a tenth over what is allowed."""
+    family, found, ended = server.family(), 0, threading.Event()
+    assert len(family) == 1, "the model is in the server's own process"
+    idle = taken(family)
+
+    def watch() -> None:
+        nonlocal found
+        while not ended.wait(0.02):
+            found = max(found, taken(family) - idle)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+    print(f"{name}: {found / 1e6:,.0f} MB above idle, {allowed / 1e6:,.0f} allowed")
+    assert found <= 1.1 * allowed
+
+
+def noise(megabytes: float) -> bytes:
+    side = int((megabytes * 1e6 / 3) ** 0.5)
+    held = io.BytesIO()
+    pixels = np.random.default_rng(7).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(held, "PNG", compress_level=0)
+    return held.getvalue()
+
+
+async def statuses(server: Running, count: int, **request: object) -> Counter[int]:
+    limits = httpx.Limits(max_connections=count)
+    async with httpx.AsyncClient(base_url=server.address, timeout=2 * PATIENCE_S, limits=limits) as client:
+        answers = await asyncio.gather(*(client.post("/caption", **request) for _ in range(count)))  # type: ignore[arg-type]
+    assert all(answer.headers["retry-after"] for answer in answers if answer.status_code == 503)
+    return Counter(answer.status_code for answer in answers)
+
+
+@pytest.mark.slow(60)
+def test_as_many_large_requests_at_once_as_the_queue_holds_keep_to_the_stated_memory(limited):
+    image = noise(9.7)
+    with peak(limited, "large requests", REQUESTS):
+        got = asyncio.run(statuses(limited, SERVE.max_queue, **form(image, image)))
+    assert got.keys() <= {200, 503}
+    assert got[200] >= SERVE.max_queue // 4
+    assert httpx.post(f"{limited.address}/caption", **form(image, image), timeout=PATIENCE_S).status_code == 200
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("kind", ["WEBP", "JPEG2000"])
+def test_images_of_the_largest_size_keep_to_the_stated_memory(limited, kind):
+    """In the formats whose decoding takes the most."""
+    grey, held = Image.linear_gradient("L").resize((SIDE, SIDE)), io.BytesIO()
+    Image.merge("RGBA", [grey, grey, grey.rotate(90), grey]).save(held, kind, lossless=True, method=0)
+    with peak(limited, kind, IMAGES):
+        got = asyncio.run(statuses(limited, 4, **form(held.getvalue(), held.getvalue(), overlay="true")))
+    assert got == {200: 4}
+
+
+def text_bomb() -> bytes:
+    """A PNG whose texts unpack to sixty times its bytes."""
+    held, info = io.BytesIO(), PngInfo()
+    for number in range(63):
+        info.add_text(f"k{number}", "x" * 1_000_000, zip=True)
+    Image.new("L", (9, 9)).save(held, "PNG", pnginfo=info)
+    return held.getvalue()
+
+
+def body(text: bytes) -> dict[str, object]:
+    return {"content": text, "headers": {"content-type": "application/json"}}
+
+
+SMALL = png(plain(1, 2))
+HOSTILE: dict[str, dict[str, object]] = {
+    "a thin line": form(png(Image.new("1", (1, 30_000))), SMALL),
+    "texts": form(text_bomb(), SMALL),
+    "lists": body(b'{"before": [' + b"[]," * 6_000_000 + b"0]}"),
+    "numbers": body(b'{"before": [' + b"0," * 9_000_000 + b"0]}"),
+    "blanks": body(b'{"before": "' + b"AA " * 6_000_000 + b'", "after": ""}'),
+    "wide letters": body(b'{"before": "' + "\U0001f600".encode() * 4_000_000 + b'"}'),
+    "a long name": body(b'{"before": "", "after": "", "' + b"a" * 19_000_000 + b'": 1}'),
+}
+
+
+@pytest.mark.slow(40)
+def test_whatever_a_request_holds_it_keeps_to_its_share_of_the_stated_memory(limited):
+    for name, request in HOSTILE.items():
+        with peak(limited, name, COPIES * SERVE.max_request_mb * 1e6):
+            answer = httpx.post(f"{limited.address}/caption", timeout=PATIENCE_S, **request)  # type: ignore[arg-type]
+        assert answer.status_code == (200 if name == "texts" else 422)
+        assert len(answer.content) < 2_000
+
+
+# A registered version
+
+
+def register(root: Path, checkpoint: Path) -> str:
+    """A store with one version, champion; returns its address."""
+    uri = f"sqlite:///{root}/mlflow.db"
+    mlflow.set_tracking_uri(uri)
+    client = mlflow.MlflowClient()
+    client.create_experiment("m3diff", (root / "artifacts").as_uri())
+    mlflow.set_experiment("m3diff")
+    with mlflow.start_run():
+        logged = mlflow.pyfunc.log_model(
+            name="m3diff",
+            python_model=str(REPOSITORY / "components" / "stages" / "register" / "pyfunc.py"),
+            artifacts={"checkpoint": str(checkpoint)},
+            model_config={"max_new_tokens": 64},
+            code_paths=[str(copy_code(root / "code"))],
+            signature=SIGNATURE,
+            pip_requirements=["torch"],
+        )
+    version = mlflow.register_model(logged.model_uri, "m3diff", tags={"predict.max_new_tokens": "64"})
+    client.set_registered_model_alias("m3diff", "champion", version.version)
+    return uri
+
+
+def is_answered(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/ping").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.slow(110)
+def test_a_registered_version_says_the_same_by_both_servers_whatever_partner_an_image_has(tmp_path, monkeypatch):
+    """A server that caches an image's features must pass this (docs/serving.md): A with B, then A with C."""
+    monkeypatch.setattr("tests.servers.PATIENCE_S", 240)
+    folder = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
+    images = [noise_image(number) for number in range(6)]
+    pairs = [(one, other) for one in images for other in images if one is not other]
+    captioner = load_captioner(folder, 64)
+    want = [captioner.caption([pair])[0] for pair in pairs]
+    assert len(set(want)) > 1
+    before_uri = mlflow.get_tracking_uri()
+    try:
+        uri = register(tmp_path, folder)
+    finally:
+        mlflow.set_tracking_uri(before_uri)
+    with running(tmp_path, toy=False, answer_s=300) as server:
+        with httpx.Client(base_url=server.address, timeout=300) as client:
+            for (one, other), caption in zip(pairs, want, strict=True):
+                answer = client.post("/caption", **form(png(one), png(other), overlay="true")).json()
+                assert (answer["caption"], answer["model"]) == (caption, "m3diff/1")
+                assert answer["overlay"].keys() == {"before", "after"}
+            refused = client.post("/caption", **form(png(images[0]), png(images[1]), question="a <image>"))
+        assert (refused.status_code, refused.json()["error"]) == (422, "special_token")
+    port = free_port()
+    line = [str(Path(sys.executable).with_name("mlflow")), "models", "serve", "-m", "models:/m3diff@champion"]
+    line += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
+    given = environment(MLFLOW_TRACKING_URI=uri, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    address = f"http://127.0.0.1:{port}"
+    with started(line, tmp_path / "mlflow.log", lambda: is_answered(address), cwd=tmp_path, env=given):
+        rows = [{side: base64_of(png(image)) for side, image in zip(("before", "after"), pairs[0], strict=True)}]
+        answer = httpx.post(f"{address}/invocations", json={"dataframe_records": rows}, timeout=60)
+    assert answer.json() == {"predictions": want[:1]}, (tmp_path / "mlflow.log").read_text()

@@ -256,8 +256,7 @@ def blip2_config(cfg: Pretrain, own: Blip2, llava: Any, start: int) -> Blip2IDCC
 @torch.no_grad()
 def take_vision_encoder(mine: Any, theirs: Any) -> None:
     """Copy a SigLIP's layers into BLIP-2's, whose queries, keys and values are one linear. Patches and positions are
-    resized to BLIP-2's; a class token has no place in SigLIP and stays new."""
-    resize_patches(mine.embeddings, theirs.embeddings)
+    resized to BLIP-2's by a bicubic filter, filters so that they are about as large in sum; a class token stays new."""
     for layer, other in zip(mine.encoder.layers, theirs.encoder.layers, strict=True):
         attention = other.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -268,21 +267,17 @@ def take_vision_encoder(mine: Any, theirs: Any) -> None:
             getattr(layer, name).load_state_dict(getattr(other, name).state_dict())
     mine.post_layernorm.load_state_dict(theirs.post_layernorm.state_dict())
 
-
-def resize_patches(mine: Any, theirs: Any) -> None:
-    """Filters of the patches, about as large in sum over a patch, and positions, both by a bicubic filter."""
-
     def resized(grid: Tensor, side: int) -> Tensor:
         return nn.functional.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
 
-    filters = theirs.patch_embedding.weight
-    smaller = (filters.shape[-1] / mine.patch_size) ** 2
-    mine.patch_embedding.weight.copy_(smaller * resized(filters, mine.patch_size))
-    mine.patch_embedding.bias.copy_(theirs.patch_embedding.bias)
-    positions = theirs.position_embedding.weight
+    new, filters = mine.embeddings, theirs.embeddings.patch_embedding.weight
+    smaller = (filters.shape[-1] / new.patch_size) ** 2
+    new.patch_embedding.weight.copy_(smaller * resized(filters, new.patch_size))
+    new.patch_embedding.bias.copy_(theirs.embeddings.patch_embedding.bias)
+    positions = theirs.embeddings.position_embedding.weight
     side = round(len(positions) ** 0.5)
-    grid = resized(positions.T.reshape(1, -1, side, side), mine.image_size // mine.patch_size)
-    mine.position_embedding[:, 1:].copy_(grid.flatten(2).transpose(1, 2))
+    grid = resized(positions.T.reshape(1, -1, side, side), new.image_size // new.patch_size)
+    new.position_embedding[:, 1:].copy_(grid.flatten(2).transpose(1, 2))
 
 
 def _sizes(width: int, layers: int) -> dict[str, int]:

