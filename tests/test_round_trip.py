@@ -28,15 +28,12 @@ PAIR = st.fixed_dictionaries(
 )
 
 
+PHASES = [Phase.explicit, Phase.generate]  # an example takes half a second: shrinking one would take minutes
+
+
 @pytest.mark.fault("17")
 @pytest.mark.slow
-@settings(
-    max_examples=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],  # an example takes half a second: shrinking one would take minutes
-)
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck], phases=PHASES)
 @given(pairs=st.lists(PAIR, min_size=1, max_size=12))
 def test_any_records_come_through_the_pipeline(pairs):
     with tempfile.TemporaryDirectory() as name:

@@ -24,30 +24,23 @@ HERE = ("components", "flows", "profiles", "data/00_base", "dvc.yaml", "params.y
 
 
 def write_pairs(root: Path) -> None:
-    """Sixty pairs as the page shows them: a square that moves or stays."""
-    for side in ("before", "after"):
-        (root / side).mkdir(parents=True)
+    """Sixty pairs as the page shows them: a square that moves or stays, in rooms of which no two look alike."""
     rows = [["before", "after", "caption", "split"]]
     for number in range(60):
-        name = f"{number:04}.png"
+        draw, room, name = random.Random(number), Image.new("RGB", (120, 90), "white"), f"{number:04}.png"
+        for _ in range(12):
+            x, y, color = draw.randrange(120), draw.randrange(90), tuple(draw.randrange(256) for _ in range(3))
+            ImageDraw.Draw(room).rectangle((x - 25, y - 25, x + 25, y + 25), fill=color)
         for side, left in (("before", 20), ("after", 60 if number % 3 else 20)):
-            image = room(number)
+            image = room.copy()
             ImageDraw.Draw(image).rectangle((left, 20, left + 30, 50), fill="red")
+            (root / side).mkdir(parents=True, exist_ok=True)
             image.save(root / side / name)
         caption = "the red square moved to the right" if number % 3 else "nothing changed"
         split = "train" if number < 48 else "val" if number < 52 else "test"
         rows.append([f"before/{name}", f"after/{name}", caption, split])
     with (root / "pairs.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
-
-
-def room(number: int) -> Image.Image:
-    """A background unlike every other: two that look alike in two splits would be a leak."""
-    draw, image = random.Random(number), Image.new("RGB", (120, 90), "white")
-    for _ in range(12):
-        x, y, color = draw.randrange(120), draw.randrange(90), tuple(draw.randrange(256) for _ in range(3))
-        ImageDraw.Draw(image).rectangle((x - 25, y - 25, x + 25, y + 25), fill=color)
-    return image
 
 
 def use_the_embedded_base(params: Path) -> None:
@@ -74,9 +67,8 @@ def run(project: Path, commands: str) -> str:
     """What the commands print; they see this checkout's code, and the tools of its environment."""
     names = {f"GIT_{who}_{what}": "a@b.example" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(project)}
-    done = subprocess.run(
-        ["bash", "-euc", commands], cwd=project, env=os.environ | path | names, capture_output=True, text=True
-    )
+    shell, environment = ["bash", "-euc", commands], os.environ | path | names
+    done = subprocess.run(shell, cwd=project, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
 
@@ -109,6 +101,5 @@ def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_folder_to_
     with Image.open(project / "seen.png") as seen:
         assert seen.width > 2 * 120
     run(project, share)
-    assert {"README.md", "config.json", "model.safetensors", "modeling_m3diff.py"} <= {
-        file.name for file in (project / "shared/my-model").iterdir()
-    }
+    shared = {file.name for file in (project / "shared/my-model").iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "modeling_m3diff.py"} <= shared

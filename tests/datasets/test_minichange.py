@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +38,12 @@ def settings(root: Path, **changes) -> MiniChange:
     return MiniChange.model_validate(SMALL | {"root": root} | changes)
 
 
+def digest(root: Path) -> str:
+    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    assert len(files) == 3 * 30 + 6
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:32]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
     """A small benchmark of each level and domain, written over an older and larger one."""
@@ -64,38 +69,17 @@ def pairs(request: pytest.FixtureRequest) -> list[Pair]:
 
 
 def test_the_bytes_of_a_small_benchmark_are_pinned(made):
-    for key, root in made.items():
-        files = [path for path in sorted(root.rglob("*")) if path.is_file()]
-        assert hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:32] == PINNED[key], key
-        assert len(files) == 3 * 30 + 6
+    assert {key: digest(root) for key, root in made.items()} == PINNED
 
 
-DRAW = """
-import hashlib
-import numpy as np
-from m3diff.datasets.minichange.levels import LEVELS, sample_types
-from m3diff.datasets.minichange.render import MARGINS, render
-
-digest = hashlib.sha256()
-for number in range(4):
-    rng = np.random.default_rng([2503, number])
-    for level in LEVELS.values():
-        for domain in MARGINS:
-            for scene in level.sample_pair(rng, sample_types(rng, number, 0.15))[:3]:
-                digest.update(render(scene, 64, rng, domain).tobytes())
-print(digest.hexdigest())
-"""
-
-
-def test_the_bytes_are_the_same_on_a_cpu_without_the_newest_vector_instructions():
+def test_the_bytes_are_the_same_on_a_cpu_without_the_newest_vector_instructions(tmp_path):
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     newest = " ".join(name for name in __cpu_dispatch__ if __cpu_features__.get(name))
-    one, other = (
-        subprocess.run([sys.executable, "-c", DRAW], env=os.environ | disabled, capture_output=True, check=True).stdout
-        for disabled in ({}, {"NPY_DISABLE_CPU_FEATURES": newest})
-    )
-    assert one == other
+    code = "import sys, tests.datasets.test_minichange as t; t.generate(t.settings(sys.argv[1], domain='shifted'))"
+    environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": newest}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "mini")], env=environment, check=True)
+    assert digest(tmp_path / "mini") == PINNED["grid", "shifted"]
 
 
 def test_the_shifted_domain_has_the_scenes_and_words_of_the_standard_one_in_other_pixels(made):
@@ -117,22 +101,15 @@ def test_no_camera_looks_beyond_its_table(domain, level, shift, zoom):
             render(Scene((), view=view, level=level), 32, np.random.default_rng(0), domain)
 
 
-def test_its_reader_reads_what_it_wrote_and_the_grammar_reads_each_reference(small):
-    rows, rules = list(SPEC.read(small)), SPEC.grammar(small)
+def test_its_reader_reads_what_it_wrote(small):
+    rows = list(SPEC.read(small))
     assert Counter(row.split for row in rows) == {"train": 40, "val": 8, "test": 12}
-    assert rules == grammar(tuple(WIDTHS[small.name]))
+    assert SPEC.grammar(small) == grammar(tuple(WIDTHS[small.name]))
     for row in rows:
         assert not row.fault
         assert len(set(row.references)) == len(row.references) == 5
         assert (small / row.before).is_file()
         assert (small / row.after).is_file()
-        for text in row.references:
-            if row.change_types == ["none"]:
-                assert text in rules["no_change"]
-                continue
-            clauses = text.split(rules["clause_separator"])
-            found = [next(r["type"] for r in rules["clauses"] if re.fullmatch(r["pattern"], c)) for c in clauses]
-            assert sorted(found) == sorted(row.change_types), text
 
 
 def truth(change: Change, text: str) -> Clause:
@@ -147,15 +124,12 @@ def truth(change: Change, text: str) -> Clause:
     told: dict[str, tuple[str | None, str | None]]
     told = dict.fromkeys(("addition", "disappearance", "removal"), (None, None))
     if before and after:
-        told |= {
-            "substitution": (name(before), name(after)),
-            "size": (before.size, after.size),
-            "color": (before.color, after.color),
-            "orientation": (str(before.state) if text.count(str(before.state)) else None, str(after.state)),
-            "pose": (None, language.ARMS.get(str(after.state))),
-            "ocr": (str(before.state).lower(), str(after.state).lower()),
-            "counting": tuple(language.NUMBERS[s] if isinstance(s, int) else None for s in (before.state, after.state)),
-        }
+        was, now = str(before.state), str(after.state)
+        told |= {"substitution": (name(before), name(after)), "size": (before.size, after.size)}
+        told |= {"color": (before.color, after.color), "orientation": (was if was in text else None, now)}
+        told |= {"pose": (None, language.ARMS.get(now)), "ocr": (was.lower(), now.lower())}
+        states = before.state, after.state
+        told["counting"] = tuple(language.NUMBERS[each] if isinstance(each, int) else None for each in states)
     return Clause(change.type, said, place, *told[change.type])
 
 

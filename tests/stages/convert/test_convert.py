@@ -24,16 +24,10 @@ READERS = {"edits": "iedit", "birds": "birds_to_words"}
 
 
 def record(name: str, split: str = "train", references: tuple[str, ...] = ("it moved",), types=("color",), dataset="d"):
-    images = {"before": f"{name}.png", "after": f"{name}_2.png"}
-    return images | {
-        **{f"{side}_sha256": hashlib.sha256(image.encode()).digest() for side, image in images.items()},
-        **dict.fromkeys(("id", "scene"), f"{dataset}/{name}"),
-        "dataset": dataset,
-        "split": split,
-        "references": list(references),
-        "change_types": list(types),
-        "source": f"row {name}",
-    }
+    values = dict.fromkeys(("id", "scene"), f"{dataset}/{name}") | {"dataset": dataset, "split": split}
+    for side, image in (("before", f"{name}.png"), ("after", f"{name}_2.png")):
+        values |= {side: image, f"{side}_sha256": hashlib.sha256(image.encode()).digest()}
+    return values | {"references": [*references], "change_types": [*types], "source": f"row {name}"}
 
 
 def run(folder: Path, records: list[dict], **changes) -> tuple[pl.DataFrame, ConvertReport]:
@@ -55,9 +49,8 @@ def run(folder: Path, records: list[dict], **changes) -> tuple[pl.DataFrame, Con
 
 
 def split_frames(mixture: Path) -> dict[str, pl.DataFrame]:
-    return {
-        split: pl.read_parquet(mixture / split / "*.parquet") for split in SPLITS if any((mixture / split).iterdir())
-    }
+    full = [split for split in SPLITS if any((mixture / split).iterdir())]
+    return {split: pl.read_parquet(mixture / split / "*.parquet") for split in full}
 
 
 def mixed(count: int, *splits: str) -> list[dict]:
@@ -90,18 +83,10 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
     weighted = {"half": (half, 2 * half), "twice": (60, 120), "joined": (60, 120), "all": (60, 240), "three": (60, 180)}
     assert found == plain | weighted
     left = {name: of.left_out for name, of in report.datasets.items()}
-    assert {name: left[name]["references_over_cap"] for name in ("all", "three", "twice", "joined")} == {
-        "all": 0,
-        "three": 60,
-        "twice": 360,
-        "joined": 0,
-    }
-    assert {name: of["pairs_not_sampled"] for name, of in left.items() if of["pairs_not_sampled"]} == {
-        "half": 60 - half,
-        "few": 53,
-        "none": 60,
-        "nothing": 60,
-    }
+    over_cap = {name: left[name]["references_over_cap"] for name in ("all", "three", "twice", "joined")}
+    assert over_cap == {"all": 0, "three": 60, "twice": 360, "joined": 0}
+    not_sampled = {name: of["pairs_not_sampled"] for name, of in left.items() if of["pairs_not_sampled"]}
+    assert not_sampled == {"half": 60 - half, "few": 53, "none": 60, "nothing": 60}
     assert samples.filter(dataset="joined")["reference"].to_list() == ["It fell. a b. c. d..."] * 120
     assert samples.filter(pair="joined/0")["id"].sort().to_list() == ["joined/0#0", "joined/0#0x1"]
     questions = load_questions(QUESTIONS)
@@ -151,8 +136,7 @@ def plain_share(seed: int, name: str, number: int) -> float:
     return (plain_bits(seed, name, number) >> 11) / 2**53
 
 
-QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)
-"""The numbers that decide: changing one changes the mixture that a seed gives."""
+QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)  # changing one changes a seed's mixture
 
 
 def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
@@ -210,24 +194,12 @@ def test_every_count_of_the_report(tmp_path):
     _, report = run(tmp_path, records, references_per_pair=2, no_change_share=0.0, sources=sources)
     kinds = ("pairs_not_sampled", "pairs_without_reference", "empty_references", "repeated_references")
     one = dict.fromkeys((*kinds, "references_over_cap"), 1)
-    tested = {"val": 1, "test": 1}
-    nothing = {"train": 1, "val": 0, "test": 0}
-    assert report.model_dump() == {
-        "stage": "convert",
-        "rows_in": 6,
-        "rows_out": 7,
-        "pairs": {"train": 2, **tested},
-        "samples": {"train": 3, "val": 1, "test": 3},
-        "datasets": {
-            "d": {
-                "pairs": {"train": 1, **tested},
-                "samples": {"train": 2, "val": 1, "test": 3},
-                "left_out": one | {"empty_references": 4},
-            },
-            "joined": {"pairs": nothing, "samples": nothing, "left_out": dict.fromkeys(one, 0)},
-        },
-        "published": {},
-    }
+    tested, joined = {"val": 1, "test": 1}, {"train": 1, "val": 0, "test": 0}
+    d = {"pairs": {"train": 1, **tested}, "samples": {"train": 2, "val": 1, "test": 3}}
+    counts = {"pairs": {"train": 2, **tested}, "samples": {"train": 3, "val": 1, "test": 3}, "published": {}}
+    of = {"d": d | {"left_out": one | {"empty_references": 4}}}
+    of["joined"] = {"pairs": joined, "samples": joined, "left_out": dict.fromkeys(one, 0)}
+    assert report.model_dump() == {"stage": "convert", "rows_in": 6, "rows_out": 7, "datasets": of} | counts
     assert ConvertReport.model_validate_json((tmp_path / "mixture/report.json").read_text()) == report
 
 
@@ -274,10 +246,7 @@ def test_a_file_without_questions_or_with_an_image_in_one_is_refused(tmp_path, t
     ("damage", "words"),
     [
         (lambda file: file.write_bytes(b"half"), r"(?s:cannot be read.*; run `m3diff validate` again)"),
-        (
-            pl.DataFrame({"id": ["a"]}).write_parquet,
-            "not the columns that validate writes; run `m3diff validate` again",
-        ),
+        (pl.DataFrame({"id": ["a"]}).write_parquet, "not the columns that validate writes; run `m3diff validate` ag"),
         (lambda file: pq.write_table(RECORD_SCHEMA.empty_table(), file), r"holds no record, all are in quarantine"),
         (lambda file: None, r"has records of old, not in ingest\.datasets"),
     ],
@@ -290,15 +259,13 @@ def test_records_that_validate_did_not_write_for_these_datasets_are_refused(tmp_
         convert(Convert(**LIMITS), {"d": make_entry("pairs", tmp_path)}, tmp_path / "clean", tmp_path / "mixture")
 
 
-SOURCE_FAULTS = [("weight", -1), ("max_pairs", -1), ("samples", "two"), ("weigth", 1)]
-
-
 @pytest.mark.parametrize(
-    ("field", "given"),
-    [("references_per_pair", 0), ("no_change_share", -0.1), ("no_change_share", 1.1)]
-    + [("sources", {"d": {field: value}}) for field, value in SOURCE_FAULTS],
+    "given",
+    [{"references_per_pair": 0}, {"no_change_share": -0.1}, {"no_change_share": 1.1}]
+    + [{"sources": {"d": fault}} for fault in ({"weight": -1}, {"max_pairs": -1}, {"samples": "two"}, {"weigth": 1})],
 )
-def test_a_section_that_means_nothing_is_refused(field, given):
+def test_a_section_that_means_nothing_is_refused(given):
     Convert.model_validate(LIMITS)
-    with pytest.raises(ValueError, match=next(iter(given["d"])) if field == "sources" else field):
-        Convert.model_validate(LIMITS | {field: given})
+    (field,) = given["sources"]["d"] if "sources" in given else given
+    with pytest.raises(ValueError, match=field):
+        Convert.model_validate(LIMITS | given)
