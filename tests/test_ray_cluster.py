@@ -1,4 +1,4 @@
-"""Which cluster Ray is asked for."""
+"""The cluster that Ray is asked for."""
 
 import os
 import subprocess

@@ -42,15 +42,11 @@ reference with its end."""
 
 
 FEW_STEPS = 100
-"""Of fewer optimizer steps a model learns little: the embedded run takes 1,097, the paper's 3,500."""
+"""With fewer optimizer steps a model learns little: the embedded run takes 1,097, the paper's 3,500."""
 
 PIECES, TOO_MANY = 3, 0.15
 """A word of so many tokens or more is spelled; the share of such words that is warned of. The embedded base spells 31 %
 of Spot-the-Diff's words, and none of MiniChange's."""
-
-
-class DoesNotFit(ParamsError):
-    """The run needs more memory than its GPUs have."""
 
 
 class Use(NamedTuple):
@@ -288,7 +284,7 @@ def check_memory(run: Run) -> None:
     known nothing is refused.
 
     Raises:
-        DoesNotFit: names what is needed, what there is and what to lower.
+        ParamsError: names what is needed, what there is and what to lower.
     """
     kind = GPUS.get(run.compute.gpu_kind or "")
     if run.compute.gpu and (room := found_memory_gb() or (kind and kind.memory_gb)):
@@ -305,12 +301,12 @@ def found_memory_gb() -> float | None:
 
 
 def check_fits(compute: Compute, plan: Plan, memory_gb: float) -> None:
-    """Raise DoesNotFit where the plan needs more than a GPU has; names what is needed, what there is, what to lower."""
+    """Raise ParamsError where the plan needs more than a GPU has; it names both, and what to lower."""
     room = memory_gb * (1 - RESERVE)
     if plan.memory_total_gb <= room:
         return
     parts = ", ".join(f"{name} {size:.1f}" for name, size in plan.memory_gb.items())
-    raise DoesNotFit(
+    raise ParamsError(
         f"compute: needs {plan.memory_total_gb:.1f} GB a GPU ({parts}) but {memory_gb:.4g} GB hold {room:.1f}; lower "
         f"compute.micro_batch (now {compute.micro_batch}) or train.max_captions_per_sequence, raise compute.zero_stage "
         f"(now {compute.zero_stage}) on several GPUs, set compute.activation_checkpointing to full (now "

@@ -29,14 +29,6 @@ Run = Callable[[Job], dict[str, Any]]
 """An attempt: runs the loop to its end, where `compute.workers` says, and returns the figures."""
 
 
-class DivergedError(ParamsError):
-    """The loss or the gradient is no finite number any more."""
-
-
-class NotWrittenError(BlockingIOError):
-    """A disk has no room for a checkpoint; earlier checkpoints are whole. Try again when there is room."""
-
-
 class StoppedError(Exception):
     """The run was asked to end and has written its checkpoint."""
 
@@ -74,7 +66,7 @@ def with_retries(run: Run, job: Job) -> dict[str, Any]:
 
     Raises:
         DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
-        NotWrittenError: a disk is full.
+        BlockingIOError: a disk is full.
         StoppedError: the run was asked to end.
         SupersededError: another process makes a later attempt.
         NoRoomError: Ray's nodes cannot take the workers, or these do not start.
@@ -101,7 +93,7 @@ def _next_attempt(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
         raise final from (error if final is not error else error.__cause__)
     if full := next(filter(is_disk_full, met), None):
         free = shutil.disk_usage(job.run_dir).free
-        raise NotWrittenError(
+        raise BlockingIOError(
             f"{_first_line(full)}: a disk is full ({free:,} bytes are free in {job.run_dir}); make room and run again, "
             "which goes on from the newest checkpoint"
         ) from error

@@ -32,10 +32,6 @@ fp32 and, with three significant digits in every layer, by some 1e-3 in bf16. A 
 stands at a wrong place, moves the loss of a pre-trained model by more."""
 
 
-class PackingError(ParamsError):
-    """The packed loss is not that of one sequence per reference."""
-
-
 def deepspeed_config(cfg: Train, compute: Compute) -> dict[str, Any]:
     """Return DeepSpeed's configuration, without an optimizer or scheduler: DeepSpeed's own would merge the groups.
 
@@ -182,7 +178,7 @@ def check_packing(
     Returns: the comparison in words; None where no sequence has several references.
 
     Raises:
-        PackingError: the two differ by more than rounding explains; has both, the kernel and the way out.
+        ParamsError: the two differ by more than rounding explains; has both, the kernel and the way out.
     """
     sequences = schedule.epoch(0)
     several = next((number for number, rows in enumerate(sequences) if len(rows) > 1), None)
@@ -202,7 +198,7 @@ def check_packing(
     if not found <= most:
         sdpa = device.attention == "sdpa"
         remedy = "train.max_captions_per_sequence to 1" if sdpa else "compute.attention to sdpa"
-        raise PackingError(
+        raise ParamsError(
             f"the loss of {len(chosen)} packed sequence(s) is not that of their references: {compared} (attention "
             f"{device.attention}, {device.precision}; relative difference {found:.2g}, rounding explains {most:g}). "
             f"Nothing was trained; set {remedy}, and report it"

@@ -158,7 +158,7 @@ class Training:
             loss, norm = engine.take_step(self.engine, batches, self.processor, self.device, rates, self.runtime.ranks)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             with_rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items())
-            raise attempts.DivergedError(
+            raise ParamsError(
                 f"step {step + 1}: the loss is {loss:.6g} and the gradient's norm {norm:.6g} with {with_rates}: "
                 "training diverged; lower the model's rates or raise train.warmup_share"
             )

@@ -21,7 +21,7 @@ from m3diff.models.device import Device
 PREFIX, PAD = 0, -1
 
 MOST_RECTANGLES, FEWEST_SEQUENCES = 4, 4
-"""Of a micro-batch for SDPA: more rectangles have less padding and more kernels."""
+"""Limits of a micro-batch for SDPA: more rectangles have less padding and more kernels."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Packed:
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of batch, head, query and key indices that broadcast, as FlexAttention's `mask_mod` takes them."""
+"""A function of batch, head, query and key indices that broadcast, as FlexAttention's `mask_mod` takes them."""
 
 
 def prefix_rule(segments: Tensor) -> Rule:

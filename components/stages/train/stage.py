@@ -64,10 +64,6 @@ class TrainReport(StageReport):
     warnings: list[str]
 
 
-class RunLockedError(BlockingIOError):
-    """A second process trains the same run; try again when it has ended."""
-
-
 Follow = Callable[[str, Path], AbstractContextManager[object]]
 """Given a run's key and the file of its curves up to the last checkpoint; entered around the training."""
 
@@ -86,10 +82,9 @@ def train(
         follow: shows the curves while it trains.
 
     Raises:
-        RunLockedError: the same run is being trained elsewhere.
+        BlockingIOError: the same run is being trained elsewhere, or a disk is full; try again.
         DataError: the mixture has no training sample, or an image is not the one that ingest saw.
         ParamsError: the best checkpoint is asked for and none would be scored.
-        NotWrittenError: a disk has no room for the checkpoints.
         NoRoomError: Ray's nodes have no room for the workers.
         SystemExit: SIGTERM asked the run to end; the next call goes on from where it was.
     """
@@ -172,5 +167,5 @@ def _only_trainer(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunLockedError(f"{lock.name}: another training of this run is alive; wait for its end") from error
+            raise BlockingIOError(f"{lock.name}: another training of this run is alive; wait for its end") from error
         yield

@@ -1,4 +1,4 @@
-"""What backward keeps, counted on shapes: against a real forward pass of tiny models, and by hand at 7 B."""
+"""Bytes that backward keeps, counted on shapes: against a real forward pass of tiny models, and by hand at 7 B."""
 
 import gc
 from pathlib import Path
@@ -107,8 +107,8 @@ def test_attention_keeps_its_inputs_its_output_and_a_float_a_query_and_no_square
 
 WIDTH, HIDDEN, KEYS, RANK = 3584, 18_944, 512, 128
 LAYER = 1579 * 2 * (6 * WIDTH + 2 * KEYS + 3 * HIDDEN + 7 * RANK) / 1e9
-"""What one LLM layer keeps in bf16: its input, two normed inputs, queries, attention's output, the sum after attention;
-keys and values; gate, up and their product; seven adapters' low ranks."""
+"""GB that one LLM layer keeps in bf16: its input, two normed inputs, queries, attention's output, the sum
+after attention; keys and values; gate, up and their product; seven adapters' low ranks."""
 
 
 @pytest.mark.slow(15)

@@ -13,7 +13,6 @@ import pytest
 
 from m3diff.commands.plan.plan import (
     RESERVE,
-    DoesNotFit,
     Plan,
     Run,
     check_fits,
@@ -29,6 +28,7 @@ from m3diff.models.flops import Term
 from m3diff.models.settings import Align, Lora
 from m3diff.settings.gpus import GPUS, Gpu
 from m3diff.settings.load import load_params
+from m3diff.settings.section import ParamsError
 from tests.commands.plan.conftest import (
     ToySettings,
     compute_section,
@@ -143,7 +143,7 @@ def test_activations_are_those_of_the_longest_sequence_for_each_of_a_micro_batch
 def test_what_does_not_fit_is_refused_with_what_there_is_and_what_to_lower(plan):
     made = replace(plan(), memory_gb={"weights": 60.0, "activations": 14.0})
     check_fits(compute_section(), made, 74 / (1 - RESERVE) + 0.01)
-    with pytest.raises(DoesNotFit) as refused:
+    with pytest.raises(ParamsError) as refused:
         check_fits(compute_section(), made, 80)
     said = str(refused.value)
     assert said.startswith("compute: needs 74.0 GB a GPU (weights 60.0, activations 14.0) but 80 GB hold 73.6; lower ")
@@ -166,7 +166,7 @@ def test_a_run_is_checked_against_the_memory_that_is_found_else_of_the_kind(run,
     if told is None:
         check_memory(run(compute))
         return
-    with pytest.raises(DoesNotFit, match=told):
+    with pytest.raises(ParamsError, match=told):
         check_memory(run(compute))
 
 
@@ -248,7 +248,7 @@ def test_an_alignment_that_does_not_fit_is_refused_before_anything_is_loaded(run
     before, made = plan_alignment(wide).memory_total_gb, make_plan(wide).memory_total_gb
     assert made < before
     monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: (before + made) / 2 / (1 - RESERVE))
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(ParamsError, match="GB hold"):
         check_memory(wide)
 
 

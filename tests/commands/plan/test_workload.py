@@ -1,5 +1,5 @@
-"""What an epoch holds: a mixture written by hand, counted; published counts with convert's weights and caps; and both
-split by split against what convert writes of a mixture that was counted by hand."""
+"""The pairs and references of an epoch: a mixture written by hand, counted; published counts with
+convert's weights and caps; and both split by split against a mixture of convert that was counted by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -191,7 +191,7 @@ def validated(folder: Path, **train_on: Any) -> dict[str, Any]:
 
 
 def converted(folder: Path, run: dict[str, Any], samples: str = "each") -> tuple[ConvertReport, Workload]:
-    """What convert writes of them, and what the plan says before."""
+    """The report of convert on them, and the workload that is planned before."""
     asked = {"questions": REPOSITORY / "profiles/questions.yaml", "references_per_pair": None}
     cfg = convert_section(**asked, sources={name: {"samples": samples} for name in run})
     return convert(cfg, run, folder / "clean", folder / "mixture"), published_workload(run, cfg)

@@ -42,7 +42,7 @@ def settings(**changes: int) -> Predict:
 
 
 def compute(out: Path, **changes: Any) -> Compute:
-    """How it is computed, with the scratch beside the outputs."""
+    """The section compute, with the scratch beside the outputs."""
     return Compute(**{**COMPUTE, "scratch": out.parent / f"{out.name}_runs", **changes})
 
 

@@ -39,7 +39,7 @@ def rows_of(out: Path, name: str = "predictions") -> list[dict[str, str]]:
 
 
 def one_by_one(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[dict[str, str]]:
-    """What the pairs' captions must be, each from a batch of its own."""
+    """The captions of the pairs, each from a batch of its own."""
     rows = []
     for number in numbers:
         images = [load_image(mixture / f"{number}_{side}.png") for side in ("before", "after")]

@@ -1,4 +1,4 @@
-"""Where captions are made: images ahead of the model, the checkpoint's own precision, fused modules, Ray workers."""
+"""Captions in this process or in Ray workers: images ahead of the model, the checkpoint's precision, fused modules."""
 
 import json
 import os

@@ -19,7 +19,7 @@ import psutil
 
 HEAD = "127.0.0.2"
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""What `components` sets where a process has a Ray of its own; no shell of an operator has it."""
+"""Set by `components` where a process has a Ray of its own; no shell of an operator has it."""
 
 PATIENCE_S = 180
 STORE_BYTES = 80_000_000  # the least that Ray takes is 75 MB

@@ -1,4 +1,4 @@
-"""One mixture and one base for every test of training, and `torch.distributed` of a single worker."""
+"""The mixture and the base for every test of training, and `torch.distributed` of a single worker."""
 
 import gc
 from collections.abc import Iterator

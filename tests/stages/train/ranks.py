@@ -14,7 +14,7 @@ from m3diff.stages.train import loop  # noqa: E402, F401  # for the processes th
 
 
 class Printed:
-    """Where this process prints, for a process that is forked from another."""
+    """The files to which this process prints, for a process that is forked from another."""
 
     def __init__(self, *files: Any) -> None:
         self.files = files

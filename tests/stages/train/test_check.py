@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from m3diff.models.device import Device
+from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, packing
-from m3diff.stages.train.engine import PackingError, check_packing
+from m3diff.stages.train.engine import check_packing
 from tests.gpu.choices import small
 from tests.stages.train.toy import run, started
 
@@ -84,7 +85,7 @@ def test_a_fault_ends_the_run_with_both_numbers_the_kernel_and_the_way_out(
     for fault in faults:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(*FAULTS[fault])
-            with pytest.raises(PackingError, match=words):
+            with pytest.raises(ParamsError, match=words):
                 check(made)
 
 
@@ -93,6 +94,6 @@ def test_the_run_ends_before_its_first_step_and_is_not_tried_again(
 ) -> None:
     monkeypatch.setattr(*FAULTS["siblings"])
     monkeypatch.setattr("m3diff.stages.train.loop.Training.step", lambda *_: pytest.fail("a step was taken"))
-    with pytest.raises(PackingError):
+    with pytest.raises(ParamsError, match="packed"):
         run(small(Device(False, "fp32")), mixture, tmp_path)
     assert "goes on from the newest checkpoint" not in capfd.readouterr().out

@@ -18,8 +18,8 @@ from m3diff.models.checkpoint import verify_manifest
 from m3diff.models.device import Device
 from m3diff.models.settings import Delays
 from m3diff.records.files import sha256_of_folder
+from m3diff.settings.section import ParamsError
 from m3diff.stages.train import engine, loop, progress
-from m3diff.stages.train.attempts import DivergedError
 from m3diff.stages.train.batches import Loader, Schedule, read_samples
 from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.loop import Training, run_loop
@@ -166,7 +166,7 @@ def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(
         return loss, float("nan") if len(losses) == step else norm
 
     monkeypatch.setattr(engine, "take_step", take_step)
-    with pytest.raises(DivergedError, match=f"step {step}: "):
+    with pytest.raises(ParamsError, match=f"step {step}: "):
         place.run()
     assert len(losses) == step
     newest = latest_valid_checkpoint(run_dir_of(place.folder))

@@ -23,7 +23,7 @@ Group = list[tuple[list[int], list[int]]]
 
 
 def group(captions: int, seed: int, own_questions: bool = False) -> Group:
-    """One pair's (prompt, answer) tokens: answers of different lengths, one question or one for each caption."""
+    """A pair's (prompt, answer) tokens: answers of different lengths, one question or one for each caption."""
     rng = np.random.default_rng(seed)
     questions = [[int(t) for t in rng.integers(10, 600, 4)] for _ in range(captions)]
     answers = [[int(t) for t in rng.integers(10, 600, rng.integers(1, 9))] for _ in range(captions)]

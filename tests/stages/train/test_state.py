@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, write_manifest
 from m3diff.stages.train import loop, state
-from m3diff.stages.train.attempts import NotWrittenError, is_disk_full
+from m3diff.stages.train.attempts import is_disk_full
 from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.progress import Curve
 from tests.stages.train.toy import Place, run_dir_of, take
@@ -268,7 +268,7 @@ def test_a_run_that_finds_the_disk_full_ends_at_once_and_goes_on_when_there_is_r
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, full_after(getattr(module, name), calls))
-        with pytest.raises(NotWrittenError, match=r"a disk is full \([\d,]+ bytes are free .* run again"):
+        with pytest.raises(BlockingIOError, match=r"a disk is full \([\d,]+ bytes are free .* run again"):
             place.run()
     assert capfd.readouterr().out.count("starts at step 1 of 6") == 1, "tried again, though the disk is full"
     found = state.latest_valid_checkpoint(run_dir_of(place.folder))

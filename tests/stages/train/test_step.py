@@ -13,7 +13,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.settings import Delays
 from m3diff.models.tuning import unwrapped
 from m3diff.settings.load import load_params
-from m3diff.stages.train.attempts import DivergedError
+from m3diff.settings.section import ParamsError
 from m3diff.stages.train.engine import deepspeed_config, rate_factor, take_step, token_loss
 from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.state import MasterState
@@ -118,12 +118,12 @@ def test_a_gradient_or_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(
     take(training, 0)
     parameter = next(p for p in training.engine.module.parameters() if p.requires_grad)
     parameter.register_hook(lambda gradient: gradient * bad)
-    with pytest.raises(DivergedError, match=r"step 2: the loss is [\d.]+ and the gradient's norm (nan|inf) with lr_"):
+    with pytest.raises(ParamsError, match=r"step 2: the loss is [\d.]+ and the gradient's norm (nan|inf) with lr_"):
         take(training, 1)
     with torch.no_grad():
         for weight in training.engine.module.parameters():
             weight.fill_(bad)
-    with pytest.raises(DivergedError, match=r"step 4: the loss is nan and .* lr_vision [\d.e-]+, .*warmup_share"):
+    with pytest.raises(ParamsError, match=r"step 4: the loss is nan and .* lr_vision [\d.e-]+, .*warmup_share"):
         take(training, 3)
 
 

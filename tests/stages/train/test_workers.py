@@ -43,7 +43,7 @@ def start(made: Recipe, mixture: Path, folder: Path, **how: Any) -> subprocess.P
 
 
 def finish(process: subprocess.Popen, folder: Path) -> dict[str, bytes]:
-    """What the run wrote, by file."""
+    """The contents that the run wrote, by file."""
     assert process.wait(PATIENCE_S) == 0, (folder / "log").read_text()[-4000:]
     return {name: (folder / "out" / name).read_bytes() for name in FILES}
 
@@ -94,7 +94,7 @@ Watched = tuple[dict[str, bytes], set[tuple[str, str]]]
 
 @pytest.fixture(scope="module")
 def whole(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """What an undisturbed run on this machine wrote, and where its processes listened meanwhile."""
+    """The contents of an undisturbed run on this machine, and the addresses where its processes listened."""
     folder, seen = tmp_path_factory.mktemp("workers") / "whole", set()
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     process = start(made, mixture, folder, env=environment)

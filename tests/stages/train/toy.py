@@ -87,7 +87,7 @@ COMPUTE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run takes beside its files. `changed` gives another of it, by the names of the sections' fields."""
+    """The sections that a run takes. `changed` gives another of it, by the names of the sections' fields."""
 
     cfg: Train
     model: M3DiffSettings
@@ -133,7 +133,7 @@ def take(training: Any, *steps: int) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left behind."""
+    """The outputs of a run."""
 
     report: TrainReport
     weights: dict[str, torch.Tensor]
@@ -191,7 +191,7 @@ def assert_same_run(got: Trained, want: Trained, curve: bool = True) -> None:
 
 
 class Interrupted(BaseException):
-    """As from the keyboard: no failure, so nothing is tried again."""
+    """An interrupt as from the keyboard: no failure, so nothing is tried again."""
 
 
 @contextmanager
