@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 
 from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests
 from m3diff.datasets import DATASETS, omnidiff
-from m3diff.datasets.files import quoted
+from m3diff.datasets.files import quoted, read_json
 from m3diff.datasets.pairs import files_called
 from m3diff.datasets.spec import Row
 from m3diff.datasets.tables import Embedded
@@ -65,6 +65,7 @@ REMEDIES = {
     "has the same id": "one id is one pair: give each its own, or read without ids: options: {columns: {id: null}}",
     "quote fields that hold": "put captions between double quotes, or save the table as .tsv or .jsonl",
     "is a symbolic link out of": "copy the images into the root, or set follow_links: true in the entry",
+    ": is missing": "name a column that differs by file by all its names: options: {columns: {captions: [one, other]}}",
     "two images, found": "pass over rows that are no pair: options: {pairs_only: true} (reader pairs)",
     "one answer, found": "pass over rows that are no pair: options: {pairs_only: true} (reader pairs)",
 }
@@ -253,9 +254,21 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
         "pairs of one image": [f"{row.source}: both images are {row.before}; name both" for row in same],
         "captions to look at": [doubt.question for doubt in asked if not doubt.answers],
     }
+    if entry.reader == "levir_cc":  # data of one's own in its layout may have other sentences for no change
+        records = read_json(entry.root / "LevirCCcaptions.json", dict)["images"]
+        flagged = [one for one in records if isinstance(one, dict) and str(one.get("changeflag")) in ("0", "False")]
+        unchanged = sum(row.change_types == [NO_CHANGE] for row in read)
+        if len(flagged) > 2 * unchanged:
+            problems["pairs that changeflag calls unchanged, in other sentences than LEVIR-CC's"] = [
+                f"{flagged[0].get('filename')}: {len(flagged):,} such pairs, {unchanged:,} are read so; read them by "
+                "--reader pairs, with no_change: {changeflag: [0, false]} in the options"
+            ]
     nearest = min(spec.published, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
     lines = _counts(spec.part(name) or nearest, rows)
     lines.append(f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty")
+    if entry.options.get("pairs_only"):
+        every = list(spec.read(entry.root, **(entry.options | {"pairs_only": False})))
+        lines.append(f"  passed over by pairs_only: {len(every) - len(read):,} rows")
     lines += [line for what, found in problems.items() for line in _first(what, found)]
     lines += [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]
     passed = [row.source for row in read if row.without_caption]
@@ -324,9 +337,10 @@ def _of_images(root: Path, rows: list[Row], missing: Container[str]) -> Iterator
     alike = [each for each in islice(walk, LISTED) if _words(each)[0] == _words(name)[0] and each != name]
     near = max(sorted(alike), key=lambda each: len(os.path.commonprefix([_words(each), _words(name)])), default=None)
     if near:
+        form = " in another Unicode form" if normalize("NFC", near) == normalize("NFC", name) else ""
         yield (
-            f"{name!r}: there is {near!r}; write paths relative to {root} as the files are called, or complete them by "
-            "a template: options: {columns: {before: 'folder/{before}', after: 'folder/{after}'}}"
+            f"{name!r}: there is {near!r}{form}; write paths relative to {root} as the files are called, or "
+            "complete them by a template: options: {columns: {before: 'folder/{before}', after: 'folder/{after}'}}"
         )
     elif "://" in name and not name.startswith("file:"):
         yield f"{name}: is an address; download the images into {root} and write their paths"

@@ -363,6 +363,11 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> Choice:
         [{"captions": names[0] if len(names) == 1 else names} for names in candidates],
         f"{path.name}: the columns {', '.join(taken)} could each hold the captions; which do?",
     )
+    for name, column in rest.items():
+        tasks = list(dict.fromkeys(value for value in column if isinstance(value, str)))
+        if "task" in {*words_in(name)} and 1 < len(tasks) < ENTRIES:
+            which = f"{path.name}: the column {name} names several tasks; the rows of which say what changed?"
+            doubts = [*doubts, Doubt(which, [*({"where": {name: task}} for task in tasks), {}])]
     asked = [
         name
         for name, column in rest.items()

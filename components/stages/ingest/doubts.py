@@ -21,13 +21,16 @@ SAY_NOTHING = {
 }
 LIST = re.compile(
     r"""\s*(
-        [\w.]*\(\s*\[?\s*[bur]*["'].*\)     # ("...",), array(["..."]), c("...")
+        [A-Za-z_][\w.]*\(.*[,"'].*\) | \(\s*[bur]*["'].*\)     # array(["..."]), WrappedArray(..., ...), ("...",)
         | \[\s*(?:[bur]*["']|\[|\{).* | \[.*,.*\] | \{.*\}
     )\s*""",
     re.VERBOSE | re.DOTALL,
 )
 """A list, tuple, set or object as a programming language prints it."""
 WORD = re.compile(r"[^\W\d_]+[.,;:!?]*|[.,;:!?]")
+SEPARATORS = ("<sep>", "[SEP]", "<br>", "|", "##", "\n", ";", "\t")
+MANY = 0.2
+"""Share of captions from which on a sign may separate; below it, it belongs to a sentence."""
 PLACEHOLDER = re.compile(
     r"<[^<>]*(?:image|img|vision|video)[^<>]*>|\[/?(?:IMG|INST)\]|\b(?:image|picture|img)[- ]?\d+:", re.I
 )
@@ -75,6 +78,8 @@ def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterat
     asked = list(_questions(rows)) if own and not options.get("all_ask_what_changed") else []
     yield from asked
     if own and not asked:
+        if options.get("separator") is None:
+            yield from _separators(usable)
         yield from _nothing(usable, options.get("no_caption"))
 
 
@@ -103,6 +108,25 @@ def _lists(rows: Sequence[Row]) -> Iterator[Doubt]:
             "caption as one text: `' '.join(words)`",
             [],
         )
+
+
+def _separators(rows: Sequence[Row]) -> Iterator[Doubt]:
+    """The first sign that stands between texts in many captions; a semicolon or a line break between several words."""
+    texts = [(row, text) for row in rows for text in row.references if isinstance(text, str)]
+    for sign in SEPARATORS:
+        cut = [[part.split() for part in text.split(sign) if part.strip()] for _, text in texts]
+        least = 2 if sign in ";\n\t" else 1
+        found = [
+            each for each, parts in zip(texts, cut, strict=True) if len(parts) > 1 and min(map(len, parts)) >= least
+        ]
+        if found and len(found) >= MANY * len(texts):
+            row, text = found[0]
+            yield Doubt(
+                f"{place(row)}: {sign!r} stands between words of {len(found):,} captions ({text[:60]!r}); does it "
+                "separate several captions?",
+                [{"separator": sign}, {"separator": ""}],
+            )
+            return
 
 
 def _nothing(rows: Sequence[Row], known: Sequence[str] | None) -> Iterator[Doubt]:

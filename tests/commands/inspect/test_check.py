@@ -171,6 +171,14 @@ def from_top(form: str) -> Write:
     return lambda root: moved(form.format(root=root, quoted=root.as_uri()))(root)
 
 
+def levir(root: Path) -> None:
+    for side in "AB":
+        save_picture(root / f"images/train/{side}/1.png", ord(side))
+    record = {"filename": "1.png", "split": "train", "changeflag": 0}
+    sentence = {"raw": " nothing differs .", "tokens": ["nothing", "differs", "."]}
+    write_json(root / "LevirCCcaptions.json", {"images": [record | {"sentences": [sentence]}]})
+
+
 def linked(root: Path) -> None:
     row()(root)
     (root / "0.png").rename(root.parent / "0.png")
@@ -233,6 +241,15 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     ),
     "numbered columns": (pairs(caption1=SAYS, caption2=["x y", "", "", ""]), READ, ["[caption1, caption2]", "     3"]),
     "an instruction that is the caption": (pairs(instruction=SAYS), READ, ["captions: instruction"]),
+    "tasks in a column": (pairs(task=["edit", "vqa"] * 2, caption=SAYS), ASKED, ["where: {task: edit}"]),
+    "captions called differently": (
+        files(
+            train__json=four(**SIDES, instruction=SAYS)[:2],
+            valid__json=four(**SIDES, prompt=SAYS)[2:],
+        ),
+        REFUSED,
+        ["instruction: is missing", "{columns: {captions: [one, other]}}"],
+    ),
     "no captions": (table("before,after", "0.png,0_2.png"), REFUSED, ["none holds captions", "in another file belong"]),
     # captions that are lists, or none
     "mixed quotes": (says("""["the man's hat", 'a car']"""), IN_DOUBT, ["line 2: captions are a list or", "in 1 rows"]),
@@ -242,6 +259,8 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     "words of a caption": (lists(lambda n: SAYS[n].split()), IN_DOUBT, ["single words", "' '.join"]),
     "a JSON list in quotes": (table(HEADER, '0.png,0_2.png,"[""a b"", ""c""]",train'), READ, ["1           2"]),
     "brackets in a sentence": (says("(left) it is gone (right)", "it says [EXIT]", "a {red} box", "(off)"), READ, []),
+    "a bar between": (says("a b|c d"), ASKED, ["'|'", "separator: '|'", "separator: ''"]),
+    "semicolons between": (says("a b; c d", "e; f"), ASKED, ["separator: ;"]),
     "no word in training": (says("nan", "TODO", "?"), READ, ["line 2: ", "no_caption: ['?', TODO, nan]"]),
     "an empty one in training": (says("", "  "), READ, ["empty captions: 2"]),
     "no word in test": (says("None", split=SPLIT[::-1]), ASKED, ["1 of them in test"]),
@@ -281,6 +300,7 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
         READ,
         ["columns: {images: images, captions: messages}"],
     ),
+    "LEVIR-CC's layout": (levir, REFUSED, ["1.png: 1 such pairs, 0 are read so", "no_change: {changeflag: "]),
     "rows that are no pair": (
         rows([LLAVA, *(LLAVA | {"id": str(n), "image": ["0.png"] * n} for n in (0, 1, 3))]),
         MENDED,
@@ -328,7 +348,7 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
             lambda root: save_picture(root / normalize("NFD", "Köln/é 1.png"), 7),
         ),
         REFUSED,
-        ["there is ", "write paths relative to"],
+        ["there is ", " in another Unicode form; write paths relative to"],
     ),
     "a link to nothing": (
         by(row(before="9.png"), lambda root: (root / "9.png").symlink_to("8.png")),
