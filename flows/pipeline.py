@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from prefect.states import Completed, State
 from flows import archive, dvc, notices, report
 from flows.report import Done
 from flows.warm import NothingNewError
-from flows.workspace import alone, workspace
+from flows.workspace import FLOWS, lock, workspace
 from m3diff.commands.preflight import preflight
 from m3diff.commands.rescore import rescore
 from m3diff.provenance.dvc import LOCK, Lock
@@ -120,8 +121,12 @@ def run_pipeline(
 
 
 def in_workspace(done: Done, if_changed: bool) -> State:
-    """The run in its worktree, unless there is no reason for it."""
-    with alone(done.work, get_run_logger().info):
+    """The run in its worktree, unless there is no reason for it. Of runs of the same content on this machine one works;
+    one that had to wait finds everything current where the other ended well, and does the work itself where it failed
+    or died."""
+    work, log = done.work, get_run_logger().info
+    waits = partial(log, "another flow run does the same work; this one waits for it")
+    with lock(work.checkout / FLOWS / f"tree-{work.tree}.lock", tell=waits):
         try:
             status = look_before()
             if if_changed:
@@ -130,7 +135,7 @@ def in_workspace(done: Done, if_changed: bool) -> State:
                     return Completed(name="Skipped", message=NO_REASON)
                 done.reasons += found
             for text in done.reasons:
-                get_run_logger().info(f"because {text}")
+                log(f"because {text}")
             work_through(done, status)
         except BaseException as error:
             done.error = f"{type(error).__name__}: {error}"

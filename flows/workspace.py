@@ -240,25 +240,21 @@ def read_json(file: Path) -> Any:
 
 
 @contextmanager
-def lock(file: Path, wait: bool = True) -> Iterator[None]:
+def lock(file: Path, wait: bool = True, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold a lock file; the kernel gives it back when the process ends, however it ends.
+
+    Args:
+        tell: called where another process holds it and this one waits.
 
     Raises:
         BlockingIOError: another process holds it, and `wait` is false.
     """
     with file.open("a+") as held:
-        fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-
-
-@contextmanager
-def alone(work: Workspace, log: Callable[[str], None]) -> Iterator[None]:
-    """Within, no other flow run of this machine works on the same content. One that had to wait finds everything
-    current where the other ended well, and does the work itself where it failed or died."""
-    with (work.checkout / FLOWS / f"tree-{work.tree}.lock").open("a") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log("another flow run does the same work; this one waits for it")
+            if not wait:
+                raise
+            tell()
             fcntl.flock(held, fcntl.LOCK_EX)
         yield

@@ -78,9 +78,8 @@ def build(root: Path) -> Path:
     (root / "data" / "00_base" / "config.json").write_text("{}")
     run(root, "git", "init", "-q")
     run(root, "dvc", "init", "-q")
-    run(root, "dvc", "config", "core.analytics", "false")
-    run(root, "dvc", "repro", "-q", "code")
-    run(root, "dvc", "repro", "-q", "--single-item", "pretrain")
+    (root / ".dvc" / "config").write_text("[core]\n    analytics = false\n")
+    run(root, "dvc", "repro", "-q", "--single-item", "code", "pretrain")
     commit(root, "toy")
     return root
 

@@ -27,8 +27,9 @@ def objects(folder: Path) -> int:
     return sum(path.is_file() for path in folder.rglob("*"))
 
 
+@pytest.mark.fault("21", "T5")
 @pytest.mark.slow(20)
-def test_what_was_sent_is_not_sent_again_until_something_new_is_there_and_without_a_remote_nothing_is(project, remote):
+def test_what_was_sent_is_sent_again_where_the_remote_lost_it_and_without_a_remote_nothing_is_sent(project, remote):
     assert archive.push() == ("Ran", "sent to store")
     sent = objects(remote)
     assert sent >= 8
@@ -38,6 +39,14 @@ def test_what_was_sent_is_not_sent_again_until_something_new_is_there_and_withou
     git("add", "mine.csv.dvc")
     assert archive.push()[0] == "Ran"
     assert objects(remote) == sent + 1
+    lost = sorted(path for path in remote.rglob("*") if path.is_file())
+    kept = {path: path.read_bytes() for path in lost}
+    for gone in (lost[:1], [path for path in lost if path.suffix == ".dir"], lost):
+        for path in gone:
+            path.chmod(0o644)
+            path.unlink()
+        assert archive.push()[0] == "Ran"
+        assert {path: path.read_bytes() for path in remote.rglob("*") if path.is_file()} == kept
     toy.run(project, "dvc", "remote", "default", "--unset")
     assert archive.push() == ("Skipped", archive.NO_REMOTE)
     archive.check_remote()
@@ -118,21 +127,6 @@ def test_each_output_is_in_the_remote_that_it_names_and_one_that_is_not_to_be_pu
     assert archive.push() == ("Ran", "sent to other, store")
     assert objects(other) == 1
     assert "secret\n" not in {path.read_text(errors="replace") for path in remote.rglob("*") if path.is_file()}
-    assert archive.push()[0] == "Skipped"
-
-
-@pytest.mark.fault("21", "T5")
-@pytest.mark.slow(10)
-def test_what_the_remote_lost_since_it_was_pushed_is_sent_again(project, remote):
-    archive.push()
-    lost = sorted(path for path in remote.rglob("*") if path.is_file())
-    kept = {path: path.read_bytes() for path in lost}
-    for gone in (lost[:1], [path for path in lost if path.suffix == ".dir"], lost):
-        for path in gone:
-            path.chmod(0o644)
-            path.unlink()
-        assert archive.push()[0] == "Ran"
-        assert {path: path.read_bytes() for path in remote.rglob("*") if path.is_file()} == kept
     assert archive.push()[0] == "Skipped"
 
 

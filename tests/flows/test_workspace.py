@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flows import dvc
-from flows.workspace import DATA, FLOWS, UncommittedError, Workspace, alone, lock, sweep, workspace
+from flows.workspace import DATA, FLOWS, UncommittedError, lock, sweep, workspace
 from m3diff.provenance.git import git, has_branch
 from m3diff.registry import tracking
 from m3diff.settings.section import ParamsError
@@ -272,31 +272,27 @@ def test_data_that_watch_found_are_taken_up_where_asked_and_what_a_person_change
         assert (work.data, git("rev-parse", "HEAD")) == ((), work.commit), "main has them already"
 
 
-# Equal work
-
-
 @pytest.mark.fault("22")
-def test_of_two_runs_of_the_same_content_one_waits_for_the_other_however_that_ends(tmp_path):
-    (tmp_path / FLOWS).mkdir(parents=True)
+def test_of_two_that_want_a_lock_one_waits_for_the_other_however_that_ends(tmp_path):
     logged: list[str] = []
 
-    def work(tree: str) -> None:
-        with alone(Workspace("second", tmp_path / "second", tmp_path, "c", tree, (), ()), logged.append):
+    def work(name: str) -> None:
+        with lock(tmp_path / name, tell=lambda: logged.append("waits")):
             logged.append("works")
 
-    def beside(tree: str) -> threading.Thread:
-        thread = threading.Thread(target=work, args=(tree,))
+    def beside(name: str) -> threading.Thread:
+        thread = threading.Thread(target=work, args=(name,))
         thread.start()
         thread.join(0.3)
         return thread
 
-    first = Workspace("first", tmp_path / "first", tmp_path, "c", "same", (), ())
-    waits = ["another flow run does the same work; this one waits for it"]
-    with suppress(BlockingIOError), alone(first, pytest.fail):
+    with suppress(BlockingIOError), lock(tmp_path / "same", tell=lambda: pytest.fail("it waits")):
         beside("another")
         assert logged.pop() == "works"
         second = beside("same")
-        assert logged == waits
+        assert logged == ["waits"]
+        with pytest.raises(BlockingIOError), lock(tmp_path / "same", wait=False):
+            pytest.fail("two hold it")
         raise BlockingIOError("another training of this run is alive")
     second.join()
-    assert logged == [*waits, "works"]
+    assert logged == ["waits", "works"]
