@@ -240,23 +240,12 @@ def test_status_says_what_is_up_what_is_not_and_what_does_not_answer(folder, mon
         kept = {"pid": here.pid, "started": here.create_time(), "port": 1}
         (folder / f"{name}.json").write_text(json.dumps(kept))
     monkeypatch.setattr(Service, "healthy", lambda service: service.name == "prefect")
-    for name in ("hanging", "last_training"):
-        monkeypatch.setattr(services, name, list)
+    monkeypatch.setattr(services, "ask", lambda path, body: [])
     assert services.main("status") == 1
     said = capsys.readouterr()
     since = datetime.fromtimestamp(here.create_time(), UTC).strftime("since %Y-%m-%d %H:%M:%S UTC")
-    for line, words in zip(
-        said.out.splitlines(),
-        (
-            ["prefect ", " up             http://127.0.0.1:4200 ", since, str(folder / "prefect.log")],
-            ["mlflow ", " not answering  http://127.0.0.1:5000 ", since],
-            ["worker ", " not up "],
-            ["keeper ", " not up "],
-        ),
-        strict=True,
-    ):
-        assert [word for word in words if word not in line] == []
-        assert ("since" in line) == (since in words)
+    assert said.out.count(since) == 2
+    assert f"up             http://127.0.0.1:4200     {since}" in said.out
     assert "mlflow is not answering, worker is not up, keeper is not up" in said.err
 
 
