@@ -224,7 +224,7 @@ def restore(params: Params, args: argparse.Namespace) -> int:
 
 
 def prune(params: Params, args: argparse.Namespace) -> int:
-    from m3diff.registry.prune import prune as run
+    from m3diff.registry.versions import prune as run
 
     removed, lines = run(params.register_, args.keep, args.yes and not args.dry_run)
     print("\n".join(lines))

@@ -228,15 +228,9 @@ def going_back(client: MlflowClient, repository: Path, model: str, to: int | Non
         raise DataError(f"version {target} of {model!r} is the champion already")
     line = record.champions(of_registry(client, seen, model), model).line
     older = line[: line.index(target)] if target in line else [version for version in line if version != now]
-    return Entry(
-        action="rollback",
-        model=model,
-        from_=now,
-        to=target,
-        outcome="rolled back",
-        why=why.encode(errors="replace").decode(),
-        previous=next((version for version in reversed(older) if exists(client, model, version)), None),
-    )
+    before = next((version for version in reversed(older) if exists(client, model, version)), None)
+    why = why.encode(errors="replace").decode()
+    return Entry(action="rollback", model=model, from_=now, to=target, outcome="rolled back", why=why, previous=before)
 
 
 # Moves of the alias
@@ -257,16 +251,12 @@ def settle(client: MlflowClient, repository: Path, model: str) -> Decision | Non
     now = alias_of(client, model, CHAMPION)
     if made and made[-1].to != now:
         last, said = made[-1], f"names version {now}" if now is not None else "is gone"
-        noticed = Entry(
-            action="noticed",
-            model=model,
-            from_=last.to,
-            to=now,
-            outcome="moved elsewhere",
-            why=f"the alias {CHAMPION!r} {said}, and no decision of this record moved it there: by hand, or from "
-            f"another clone; the last one, {last.number}, made version {last.to} champion",
-            previous=alias_of(client, model, PREVIOUS),
+        why = (
+            f"the alias {CHAMPION!r} {said}, and no decision of this record moved it there: by hand, or from "
+            f"another clone; the last one, {last.number}, made version {last.to} champion"
         )
+        noticed = Entry(action="noticed", model=model, from_=last.to, to=now, outcome="moved elsewhere", why=why)
+        noticed = noticed.model_copy(update={"previous": alias_of(client, model, PREVIOUS)})
         record.append(repository, identified(client, noticed))
     return finished
 
@@ -289,16 +279,10 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
     gone = "" if there else f"version {after} is gone; "
     if decision.registry not in (None, made_at(client, model)):
         gone = "the registered model is another one now; "
-    not_done = Entry(  # it bears the identities of the one that it is about
-        **decision.model_dump(include={"action", "model", "from_", "to", "registry"}),
-        versions=decision.versions,
-        outcome="not done",
-        why=f"decision {decision.number} was not carried out: {gone}it was to follow version {before}, and the "
-        f"champion is {now}",
-        previous=alias_of(client, model, PREVIOUS),
-        of=decision.number,
-    )
-    record.append(repository, not_done)
+    number, previous = decision.number, alias_of(client, model, PREVIOUS)
+    why = f"decision {number} was not carried out: {gone}it was to follow version {before}, and the champion is {now}"
+    about = decision.model_dump(include={"action", "model", "from_", "to", "registry", "versions"})
+    record.append(repository, Entry(outcome="not done", why=why, previous=previous, of=number, **about))
     record.settled(repository)
     return False
 

@@ -14,7 +14,7 @@ import yaml
 from flows import archive, dvc, notices, watch
 from flows.workspace import FLOWS, workspace
 from m3diff.provenance.git import git
-from m3diff.registry import prune
+from m3diff.registry import versions
 from tests import toy
 from tests.servers import until
 
@@ -166,21 +166,21 @@ def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeyp
 @pytest.mark.slow(20)
 def test_a_lock_that_is_cut_short_hinders_no_prune_unless_a_person_works_there(project, tmp_path):
     toy.run(project, "dvc", "gc", "--workspace", "--all-commits", "-f")
-    assert ([*prune.hindering((), ())], "--skip-failed" in prune.gc_command()) == ([], False)
+    assert ([*versions.hindering((), ())], "--skip-failed" in versions.gc_command()) == ([], False)
     flow, person = project / FLOWS / "one", tmp_path / "person"
     flow.parent.mkdir(parents=True)
     flow.with_name("one.lock").touch()
     for tree in (flow, person):
         git("worktree", "add", "--quiet", "--detach", str(tree))
         (tree / "dvc.lock").write_text("")
-    (hindrance,) = prune.hindering((), ())
+    (hindrance,) = versions.hindering((), ())
     assert f"the dvc.lock of {person} is empty or cut short: git -C {person} checkout HEAD -- dvc.lock" == hindrance
     subprocess.run(hindrance.partition("cut short: ")[2].split(), check=True)
-    assert [*prune.hindering((), ())] == []
+    assert [*versions.hindering((), ())] == []
     before = Path("dvc.lock").read_bytes()
     for text in (b"", before):
         Path("dvc.lock").write_bytes(text)
         toy.commit(project, "a lock of no bytes, as an earlier version of m3diff committed it, and the next")
     objects = sorted(path for path in Path(".dvc/cache/files").rglob("*") if path.is_file())
-    toy.run(project, "dvc", *prune.gc_command(), "-f")
+    toy.run(project, "dvc", *versions.gc_command(), "-f")
     assert sorted(path for path in Path(".dvc/cache/files").rglob("*") if path.is_file()) == objects != []

@@ -19,8 +19,8 @@ from m3diff.provenance.dvc import Lock, add_worktree, dvc_hash, listing, object_
 from m3diff.records.errors import DataError
 from m3diff.registry import restore as chain_of
 from m3diff.registry.lineage import weights_sha256
-from m3diff.registry.prune import branch_name, in_words, reasons
 from m3diff.registry.restore import lineage, of_stored
+from m3diff.registry.versions import branch_name, in_words, reasons
 from m3diff.settings.load import load_params
 from tests import toy
 from tests.registry.conftest import Team

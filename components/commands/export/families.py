@@ -29,10 +29,9 @@ class SharedFamily:
     bases: Mapping[str, str]  # published models that it is trained from, by the name of their folder
     tags: tuple[str, ...]
     processing: str  # module of its ImagePairProcessor
-    code: tuple[str, ...]  # modules of `m3diff.models` that this needs
+    code: tuple[str, ...] = ()  # modules of `m3diff.models` that this needs beside `processing`
     model_code: tuple[str, ...] = ()  # those of a model with a new module
     module: str = ""  # the field of config.json with the new module; without one the model is transformers' own
-    inner_generation: bool = False  # whether `generate` decodes by what config.json says of the language model
 
     @property
     def reads_question(self) -> bool:
@@ -51,7 +50,7 @@ class SharedFamily:
 
     def sources(self, config: Mapping[str, Any]) -> dict[str, str]:
         """The text of each file of code, by its name: of a model without a module the processor's alone."""
-        stems = (*self.code, *(self.model_code if self.has_module(config) else ()))
+        stems = ("processing", *self.code, *(self.model_code if self.has_module(config) else ()))
         names = CALLED | {self.processing: f"processing_{self.name}"} | {f"m3diff.models.{s}": s for s in stems}
         texts = {}
         for module, name in names.items():
@@ -63,38 +62,33 @@ class SharedFamily:
         return texts
 
 
-PROCESSING_LLAVA = "m3diff.commands.export.processing_llava"
-
-M3DIFF = SharedFamily(
-    name="m3diff",
-    title="M3Diff",
-    bases=ONEVISION,
-    tags=("llava-onevision", "m3diff"),
-    processing=PROCESSING_LLAVA,
-    code=("processing",),
-    model_code=("settings", "m3diff_settings", "layers", "llava", "m3diff_model"),
-    module="mdp",
-)
-
-ONEDIFF = SharedFamily(
-    name="onediff",
-    title="OneDiff",
-    bases={**ONEVISION, LLAVA_BASE: f"llava-hf/{LLAVA_BASE}"},
-    tags=("llava", "onediff"),
-    processing=PROCESSING_LLAVA,
-    code=("processing",),
-    model_code=("settings", "onediff_settings", "layers", "llava", "onediff_model"),
-    module="vdm",
-)
-
-BLIP2IDC = SharedFamily(
-    name="blip2idc",
-    title="BLIP2IDC",
-    bases={"blip2-opt-2.7b": "Salesforce/blip2-opt-2.7b"},
-    tags=("blip-2", "blip2idc"),
-    processing="m3diff.commands.export.processing_blip2idc",
-    code=("processing", "layers", "blip2idc_model"),
-    inner_generation=True,
-)
-
-SHARED = {family.name: family for family in (M3DIFF, ONEDIFF, BLIP2IDC)}
+MODULES = ("settings", "layers", "llava")
+PROCESSING = "m3diff.commands.export.processing_"
+SHARED = {
+    "m3diff": SharedFamily(
+        name="m3diff",
+        title="M3Diff",
+        bases=ONEVISION,
+        tags=("llava-onevision", "m3diff"),
+        processing=f"{PROCESSING}llava",
+        model_code=(*MODULES, "m3diff_settings", "m3diff_model"),
+        module="mdp",
+    ),
+    "onediff": SharedFamily(
+        name="onediff",
+        title="OneDiff",
+        bases={**ONEVISION, LLAVA_BASE: f"llava-hf/{LLAVA_BASE}"},
+        tags=("llava", "onediff"),
+        processing=f"{PROCESSING}llava",
+        model_code=(*MODULES, "onediff_settings", "onediff_model"),
+        module="vdm",
+    ),
+    "blip2idc": SharedFamily(
+        name="blip2idc",
+        title="BLIP2IDC",
+        bases={"blip2-opt-2.7b": "Salesforce/blip2-opt-2.7b"},
+        tags=("blip-2", "blip2idc"),
+        processing=f"{PROCESSING}blip2idc",
+        code=("layers", "blip2idc_model"),
+    ),
+}

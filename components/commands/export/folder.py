@@ -77,7 +77,8 @@ def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_to
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     known: Any = FAMILIES[family.name].load_processor(checkpoint)
     ends = {"eos_token_id": known.end_id, "pad_token_id": known.pad_id}
-    inner = {"text_config": config["text_config"] | ends} if family.inner_generation else {}
+    # BLIP-2's `generate` decodes by what config.json says of its language model
+    inner = {"text_config": config["text_config"] | ends} if config["model_type"] == "blip-2" else {}
     (folder / "config.json").write_text(json.dumps(config | inner | family.auto_map(config), indent=2) + "\n")
     processing = import_module(family.processing)
     processing.shared_processor(family.name, known, question, config).save_pretrained(folder)
