@@ -264,14 +264,12 @@ def share(repository: Path) -> None:
         return
     push = ("push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}")
     done = run(*push, cwd=main_tree(repository), seconds=PUSH_S)
-    if b"rejected" in done.stderr:
+    if done.returncode:
         warn(
-            f"not pushed: {remote!r} has decisions that this clone has not: two clones decided at once. Nothing is "
-            f"overwritten. Compare: git fetch {remote} {NAME}, then git log {NAME} and git log FETCH_HEAD. To go on "
-            f"from theirs: git update-ref {BRANCH} FETCH_HEAD"
+            f"not pushed to {remote!r} ({words(done)}); the next decision tries again. If it was rejected, another clone "
+            f"decided at once, and nothing is overwritten. Compare: git fetch {remote} {NAME}, then git log {NAME} and "
+            f"git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} FETCH_HEAD"
         )
-    elif done.returncode:
-        warn(f"not pushed to {remote!r} ({words(done)}); the next decision tries again")
 
 
 def catch_up(repository: Path, remote: str | None = None) -> None:

@@ -355,7 +355,8 @@ def test_clones_that_decided_at_once_keep_both_records_and_say_so_plainly(here, 
     assert capsys.readouterr().err == ""
     share(here)
     said = capsys.readouterr().err
-    assert "'team' has decisions that this clone has not: two clones decided at once. Nothing is overwritten" in said
+    assert "not pushed to 'team'" in said
+    assert "another clone decided at once, and nothing is overwritten" in said
     assert [entry.to for entry in decisions(here)] == [1, 3]
     for command in ("git fetch team runs/history", f"git update-ref {record.BRANCH} FETCH_HEAD"):
         assert command in said

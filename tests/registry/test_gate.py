@@ -217,23 +217,15 @@ def test_nulls_of_the_same_pairs_and_pairs_in_another_order_are_compared_and_oth
         judge(gate(), ours, theirs.slice(1))
 
 
-def with_spice(exact: np.ndarray, value: float | None, pairs: int) -> pa.Table:
-    """SPICE 0.5 of every pair, and this value of the first so many."""
-    return scores(exact, SPICE=pa.array([value] * pairs + [0.5] * (len(exact) - pairs), pa.float64()))
-
-
 @pytest.mark.fault("S2")
 @pytest.mark.parametrize(("value", "pairs"), [*((v, 600) for v in NO_NUMBERS), *((v, 1) for v in NO_NUMBERS[:3])])
 @pytest.mark.parametrize("asked", [{"metric": "SPICE"}, {"guards": {"SPICE": 1e9}}], ids=["metric", "guard"])
 def test_nan_infinity_and_missing_scores_are_refused_of_either_model_and_of_the_first(models, asked, value, pairs):
-    broken = [with_spice(exact, value, pairs) for exact in models]
-    better, plain = with_spice(models[0], 0.6, 600), with_spice(models[1], 0.4, 600)
-    for ours, theirs, whose in (
-        (broken[0], plain, "it has no SPICE"),
-        (broken[0], broken[1], "it has no SPICE"),
-        (better, broken[1], "the champion has no SPICE"),
-    ):
-        found = judge(gate(**asked), ours, theirs)
-        assert (found.outcome, whose in found.reason) == ("refused", True), found.reason
-    assert not can_be_judged(gate(**asked), better, broken[1]), "first it is scored again"
-    assert judge_first(gate(**asked), broken[0]).reason.startswith("it has no SPICE on")
+    columns = [pa.array([v] * n + [0.5] * (600 - n), pa.float64()) for v, n in ((value, pairs), (0.6, 600), (0.4, 600))]
+    ours, better = (scores(models[0], SPICE=column) for column in columns[:2])
+    theirs, plain = (scores(models[1], SPICE=column) for column in columns[::2])
+    for challenger, champion, whose in ((ours, plain, "it"), (ours, theirs, "it"), (better, theirs, "the champion")):
+        found = judge(gate(**asked), challenger, champion)
+        assert (found.outcome, f"{whose} has no SPICE" in found.reason) == ("refused", True), found.reason
+    assert not can_be_judged(gate(**asked), better, theirs), "first it is scored again"
+    assert judge_first(gate(**asked), ours).reason.startswith("it has no SPICE on")

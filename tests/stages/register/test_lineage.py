@@ -202,38 +202,30 @@ def test_the_hash_of_a_folder_is_dvcs_and_compiled_files_are_no_part_of_it(proje
 
 
 @pytest.mark.fault("08")
-@pytest.mark.parametrize("text", ["", "<<<<<<< HEAD\nstages: {}\n", "stages", "\udcff"])
-def test_a_lock_file_that_is_no_lock_file_says_how_to_restore_it(tmp_path, text):
-    with pytest.raises(DataError, match="run `dvc repro` first"):
+@pytest.mark.parametrize("text", ["", "<<<<<<< HEAD\nstages: {}\n", "stages", "\udcff", None])
+def test_a_lock_file_that_is_none_says_how_to_restore_it(tmp_path, text):
+    if text is not None:
+        (tmp_path / "dvc.lock").write_text(text, errors="surrogateescape")
+    with pytest.raises(DataError, match="run `dvc repro` first" if text is None else "git checkout -- "):
         Lock(tmp_path / "dvc.lock")
-    (tmp_path / "dvc.lock").write_text(text, errors="surrogateescape")
-    with pytest.raises(DataError, match="git checkout -- "):
-        Lock(tmp_path / "dvc.lock")
 
 
-def write_lock(root: Path, stages: dict[str, Any]) -> Lock:
-    (root / "dvc.lock").write_text(yaml.safe_dump({"stages": stages}))
-    return Lock(root / "dvc.lock")
-
-
-def test_parameters_are_those_of_the_last_run_without_datasets_that_left(tmp_path):
+def test_parameters_are_those_of_the_last_run_without_datasets_that_left_and_a_folder_is_current_as_its_parts(tmp_path):
+    watched, free = tmp_path / "code" / "watched.py", tmp_path / "code" / "free.py"
+    watched.parent.mkdir()
+    for file in (watched, free):
+        file.write_text(file.name)
     here, gone = {"ingest.datasets.here": {"root": "h"}}, {"ingest.datasets.gone": {"root": "g"}}
     trained = {"train": {"seed": 1}, "models.m": {"rank": 2}}
     ran = {"ingest@here": here, "ingest@gone": gone, "train": trained}
-    stages = {stage: {"params": {"params.yaml": sections}} for stage, sections in ran.items()}
-    assert write_lock(tmp_path, stages | {"predict": {}}).params(["here"]) == here | trained
-
-
-def test_a_folder_of_which_stages_watch_files_is_current_when_all_of_these_are(tmp_path):
-    (tmp_path / "code").mkdir()
-    watched, free = tmp_path / "code" / "watched.py", tmp_path / "code" / "free.py"
-    for file in (watched, free):
-        file.write_text(file.name)
-    entry = {"path": str(watched), "md5": hashlib.md5(b"watched.py").hexdigest()}
-    lock = write_lock(tmp_path, {"train": {"deps": [entry]}})
+    stages: dict[str, Any] = {stage: {"params": {"params.yaml": sections}} for stage, sections in ran.items()}
+    stages["predict"] = {"deps": [{"path": str(watched), "md5": hashlib.md5(b"watched.py").hexdigest()}]}
+    (tmp_path / "dvc.lock").write_text(yaml.safe_dump({"stages": stages}))
+    lock = Lock(tmp_path / "dvc.lock")
+    assert lock.params(["here"]) == here | trained
     before = lock.current(tmp_path / "code")
     free.write_text("changed")
     assert lock.current(tmp_path / "code") == dvc_hash(tmp_path / "code") != before
     watched.write_text("changed")
-    with pytest.raises(DataError, match=r"watched\.py: dvc\.lock has .* \(train deps\)"):
+    with pytest.raises(DataError, match=r"watched\.py: dvc\.lock has .* \(predict deps\)"):
         lock.current(tmp_path / "code")
