@@ -266,9 +266,9 @@ def share(repository: Path) -> None:
     done = run(*push, cwd=main_tree(repository), seconds=PUSH_S)
     if done.returncode:
         warn(
-            f"not pushed to {remote!r} ({words(done)}); the next decision tries again. If it was rejected, another clone "
-            f"decided at once, and nothing is overwritten. Compare: git fetch {remote} {NAME}, then git log {NAME} and "
-            f"git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} FETCH_HEAD"
+            f"not pushed to {remote!r} ({words(done)}); the next decision tries again. If it was rejected, another "
+            f"clone decided at once, and nothing is overwritten: git fetch {remote} {NAME}, then compare git log {NAME} "
+            f"and git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} FETCH_HEAD"
         )
 
 

@@ -128,7 +128,10 @@ def test_decisions_taken_out_or_put_in_are_named_and_history_exits_with_three(he
     (fault,) = faults()
     assert fault.startswith(found)
     assert main(["history"]) == 3
-    assert f"m3diff history: {found}" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"m3diff history: {found}" in said.err
+    assert " ".join(said.out.splitlines()[-2].split()).endswith(f"{who()} m 2 -> 3 promoted -")
+    assert said.out.splitlines()[-1].strip() == "better"
 
 
 def test_a_record_of_an_earlier_release_is_read_and_continued(here):
@@ -161,25 +164,6 @@ def test_a_record_of_which_a_part_is_gone_or_is_no_decision_is_no_empty_record(h
         with pytest.raises(DataError, match=f"runs/history.*{said}.*git update-ref refs/heads/runs/history COMMIT"):
             asked()
     assert main(["history"]) == 3
-
-
-def test_history_is_a_table_for_people_and_json_for_machines(here, capsys):
-    append(Path("."), moved(1, outcome="first", why="there was no champion"))
-    append(Path("."), moved(2, 1))
-    append(Path("."), back(1, 2))
-    assert main(["history"]) == 0
-    head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert head == ["at", "who", "model", "champion", "outcome", "flow", "run"]
-    assert [line[:1] + line[2:] for line in lines[::2]] == [
-        ["1", who(), "m", "-", "->", "1", "first", "-"],
-        ["2", who(), "m", "1", "->", "2", "promoted", "-"],
-        ["3", who(), "m", "2", "->", "1", "rolled", "back", "-"],
-    ]
-    assert [" ".join(line) for line in lines[1::2]] == ["there was no champion", "better", "no reason was given"]
-    assert main(["history", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    told = [(None, 1, "first"), (1, 2, "promoted"), (2, 1, "rolled back")]
-    assert [(entry["from"], entry["to"], entry["outcome"]) for entry in found] == told
 
 
 # What the record says of a model
