@@ -267,8 +267,8 @@ def share(repository: Path) -> None:
     if done.returncode:
         warn(
             f"not pushed to {remote!r} ({words(done)}); the next decision tries again. If it was rejected, another "
-            f"clone decided at once, and nothing is overwritten: git fetch {remote} {NAME}, then compare git log {NAME} "
-            f"and git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} FETCH_HEAD"
+            f"clone decided at once, and nothing is overwritten: git fetch {remote} {NAME}, then compare git log {NAME}"
+            f" and git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} FETCH_HEAD"
         )
 
 

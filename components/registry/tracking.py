@@ -41,7 +41,7 @@ SQLITE = "sqlite:///"
 DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin
 GONE = "RESOURCE_DOES_NOT_EXIST"  # MLflow's error of what is not there
 CURVE = "train/"  # before the name of a curve's column
-EXPERIMENTS = (".dvc", "tmp", "exps")  # where DVC runs queued experiments, within the project
+EXPERIMENTS = "/.dvc/tmp/exps/"  # where DVC runs queued experiments, within the project
 KEY = "train.key"  # tag: what decides the weights, hashed
 PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
 FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
@@ -80,9 +80,7 @@ def resolve(tracking_uri: str) -> str:
             f"register.tracking_uri {tracking_uri}: opening it needs the extra train (in a checkout: pip install -c "
             "constraints.txt -e '.[train]'); else name a server (http://...) there, or a checkpoint folder with --model"
         )
-    parts, length = Path.cwd().parts, len(EXPERIMENTS)
-    starts = (start for start in range(len(parts)) if parts[start : start + length] == EXPERIMENTS)
-    project = Path(*parts[: next(starts, len(parts))])
+    project = Path(str(Path.cwd()).partition(EXPERIMENTS)[0])
     database = (project / tracking_uri.removeprefix(SQLITE)).resolve()
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"{SQLITE}{database}"
