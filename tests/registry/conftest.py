@@ -191,7 +191,7 @@ class Rescoring:
         (out / "captions.txt").write_text((model / "checkpoint" / "of.txt").read_text())
         self.calls.append(((out / "captions.txt").read_text(), cfg.max_new_tokens, cfg.batch_pairs))
 
-    def evaluate(self, cfg, compute, records, clean, predictions, model, out) -> dict:
+    def evaluate(self, cfg, compute, records, clean, predictions, out) -> dict:
         params = self.registry.params
         assert (cfg, records, clean) == (params.evaluate, params.paths.records, params.paths.clean)
         assert (predictions / "captions.txt").is_file()
