@@ -26,7 +26,7 @@ from mlflow.tracking import MlflowClient
 
 from m3diff.provenance import dvc
 from m3diff.provenance.dvc import LOCK, Lock, read_lock
-from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository, run, words
+from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository
 from m3diff.records.errors import DataError
 from m3diff.records.tables import aligned
 from m3diff.registry import tracking
@@ -343,21 +343,12 @@ def branch_name(reference: str) -> str:
 
 
 def delete_branch(reference: str) -> None:
-    """
-    Raises:
-        DataError: the remote does not answer or refuses.
-    """
     name = branch_name(reference)
     if reference.startswith("refs/heads/"):
         git("branch", "--quiet", "-D", name)
-        return
-    remote = reference.split("/")[2]
-    done = run("push", "--quiet", remote, "--delete", name)
-    if done.returncode and b"remote ref does not exist" not in done.stderr:
-        raise DataError(
-            f"git push {remote} --delete {name}: {words(done)}; run `m3diff prune` again when {remote} answers"
-        )
-    git("update-ref", "-d", reference)
+    else:
+        git("push", "--quiet", reference.split("/")[2], f":refs/heads/{name}")  # git warns where it is gone already
+        git("update-ref", "-d", reference)
 
 
 # Data

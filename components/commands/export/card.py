@@ -53,16 +53,6 @@ class Dataset(NamedTuple):
     samples: Mapping[str, int]
 
 
-class Example(NamedTuple):
-    """A test pair: its image files, what the model said of it, and its references."""
-
-    id: str
-    before: Path
-    after: Path
-    caption: str
-    references: list[str]
-
-
 def write_card(
     name: str,
     params: Params,
@@ -70,7 +60,7 @@ def write_card(
     manifest: Mapping[str, Any],
     config: Mapping[str, Any],
     datasets: list[Dataset],
-    example: Example | None,
+    example: Mapping[str, Any] | None,
     question: str,
 ) -> str:
     """The text of README.md.
@@ -79,6 +69,7 @@ def write_card(
         name: of the folder.
         manifest: of the checkpoint.
         config: the model's config.json.
+        example: see `find_example`.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -190,9 +181,10 @@ def licence_notices(specs: Mapping[str, DatasetSpec], uses: Iterable[Use], allow
     return [f"{name}: {notice}" for name, notice in told if notice]
 
 
-def find_example(paths: Paths, datasets: list[Dataset]) -> Example | None:
-    """The first captioned test pair with a change, of the first dataset whose images may be passed on without a
-    condition; not chosen by how well the model does on it. None where there is no such pair.
+def find_example(paths: Paths, datasets: list[Dataset]) -> dict[str, Any] | None:
+    """The record of a test pair, with the model's `caption`: the first captioned one with a change, of the first
+    dataset whose images may be passed on without a condition; not chosen by how well the model does on it. None where
+    there is no such pair.
 
     Raises:
         DataError: its images are not those that were captioned.
@@ -213,4 +205,4 @@ def find_example(paths: Paths, datasets: list[Dataset]) -> Example | None:
         path = Path(row[side])
         if not path.is_file() or sha256(path) != row[f"{side}_sha256"].hex():
             raise DataError(f"{path}: missing or changed since ingest, so no example; run `dvc repro` first")
-    return Example(row["id"], Path(row["before"]), Path(row["after"]), captions[row["id"]], row["references"])
+    return row | {"caption": captions[row["id"]], "before": Path(row["before"]), "after": Path(row["after"])}

@@ -57,8 +57,9 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
         config = json.loads((folder / "config.json").read_text())
         for file, text in family.sources(config).items():
             (folder / file).write_text(text, encoding="utf-8")
-        for side, source in (("before", example.before), ("after", example.after)) if example else ():
-            shutil.copyfile(source, folder / f"example_{side}{source.suffix}")
+        for side in ("before", "after"):
+            if example is not None:
+                shutil.copyfile(example[side], folder / f"example_{side}{example[side].suffix}")
         card = write_card(out.name, params, family, manifest, config, datasets, example, QUESTION)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_manifest(folder, family=manifest["family"], base_sha256=manifest["base_sha256"])
