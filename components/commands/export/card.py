@@ -78,14 +78,7 @@ def write_card(
     first = {protocol.partition("/")[0]: protocol for protocol in reversed(scores)}
     headlines = {protocol: scores[protocol] for protocol in scores if protocol in first.values()}
     trained = [each for each in datasets if each.samples["train"]]
-    recipe, untraced, lineage = "", "", dict[str, str]()
-    try:
-        lock = Lock()
-        lineage, ran = read_lineage(params, lock), lock.params(params.ingest.datasets)
-        sections = [section for section in ("train", f"models.{ran['train']['model']}", "convert") if section in ran]
-        recipe = yaml.safe_dump({section: ran[section] for section in sections}, sort_keys=False).strip()
-    except DataError as error:
-        untraced = str(error)
+    lineage, recipe, untraced = trace(params)
     return environment.get_template(f"card_{family.name}.md.j2").render(
         name=name,
         base=params.train.base.name,
@@ -114,6 +107,18 @@ def write_card(
         confidence=f"{CONFIDENCE:.0%}".replace("%", " %"),
         resamples=f"{RESAMPLES:,}",
     )
+
+
+def trace(params: Params) -> tuple[dict[str, str], str, str]:
+    """The lineage of the checkpoint and its recipe, the parameters of its training as YAML; where the files are not
+    those that `dvc.lock` names, neither, but why."""
+    try:
+        lock = Lock()
+        lineage, ran = read_lineage(params, lock), lock.params(params.ingest.datasets)
+    except DataError as error:
+        return {}, "", str(error)
+    sections = [section for section in ("train", f"models.{ran['train']['model']}", "convert") if section in ran]
+    return lineage, yaml.safe_dump({section: ran[section] for section in sections}, sort_keys=False).strip(), ""
 
 
 def front_matter(base: str, family: SharedFamily, trained: list[Dataset]) -> str:
