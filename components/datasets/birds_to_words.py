@@ -54,6 +54,8 @@ PUBLISHED = spec.Published(
     spec.SplitCount(325, 1_556, repeated=6),
     spec.SplitCount(337, 1_604),
 )
+CITED = spec.Permission("conditions", "credit the authors; each photo has the licence that iNaturalist states for it")
+IDC = "yaolinli/IDC: eval/eval_models.py"
 SPEC = spec.DatasetSpec(
     title="Birds-to-Words",
     page="https://github.com/google-research-datasets/birds-to-words",
@@ -61,13 +63,9 @@ SPEC = spec.DatasetSpec(
     licence=spec.Licence(
         name="CC BY-SA 4.0",
         url="https://creativecommons.org/licenses/by-sa/4.0/",
-        train=spec.Permission(
-            "conditions", "credit the authors; each photo has the licence that iNaturalist states for it"
-        ),
+        train=CITED,
         redistribute=spec.Permission("conditions", "texts: credit the authors, same licence; the photos are not in it"),
-        show=spec.Permission(
-            "conditions", "credit the authors; each photo has the licence that iNaturalist states for it"
-        ),
+        show=CITED,
     ),
     read=read,
     files=("birds-to-words-v1.0.tsv",),
@@ -76,8 +74,6 @@ SPEC = spec.DatasetSpec(
     table=spec.TableRow(pairs=3_347, references=16_067, words=32, over_20=0.25, human=True, distractors=False),
     protocols=(
         spec.Protocol("test", n=PUBLISHED.test.pairs, source="Neural Naturalist (Forbes et al., EMNLP 2019)"),
-        spec.Protocol(
-            "whitespace", n=PUBLISHED.test.pairs, tokenizer="whitespace", source="yaolinli/IDC: eval/eval_models.py"
-        ),
+        spec.Protocol("whitespace", n=PUBLISHED.test.pairs, tokenizer="whitespace", source=IDC),
     ),
 )

@@ -68,8 +68,8 @@ def _types(path: Path) -> dict[str, list[str]]:
 PUBLISHED = spec.Published(
     "clevr_change", "CLEVR-Change", spec.SplitCount(67_660), spec.SplitCount(3_976), spec.SplitCount(7_970)
 )
-AUTHORS = "Seth-Park/RobustChangeCaptioning: evaluate.py"
-SEMANTIC = r"\d+\.png"
+SCORED: dict[str, Any] = {"metrics": spec.WITH_SPICE, "source": "Seth-Park/RobustChangeCaptioning: evaluate.py"}
+SEMANTIC, KINDS = r"\d+\.png", ("color", "material", "add", "drop", "move")
 SPEC = spec.DatasetSpec(
     title="CLEVR-Change",
     page="https://github.com/Seth-Park/RobustChangeCaptioning",
@@ -80,14 +80,9 @@ SPEC = spec.DatasetSpec(
     published=(PUBLISHED,),
     table=spec.TableRow(pairs=79_606, references=493_735, words=8, over_20=0.0, human=False, distractors=True),
     protocols=(
-        spec.Protocol("total", n=PUBLISHED.test.pairs, metrics=spec.WITH_SPICE, source=AUTHORS),
-        spec.Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=SEMANTIC, metrics=spec.WITH_SPICE, source=AUTHORS),
-        spec.Protocol(
-            "distractor", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png_n", metrics=spec.WITH_SPICE, source=AUTHORS
-        ),
-        *(
-            spec.Protocol(name, n=797, ids=SEMANTIC, change_types=(name,), metrics=spec.WITH_SPICE, source=AUTHORS)
-            for name in ("color", "material", "add", "drop", "move")
-        ),
+        spec.Protocol("total", n=PUBLISHED.test.pairs, **SCORED),
+        spec.Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=SEMANTIC, **SCORED),
+        spec.Protocol("distractor", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png_n", **SCORED),
+        *(spec.Protocol(kind, n=797, ids=SEMANTIC, change_types=(kind,), **SCORED) for kind in KINDS),
     ),
 )

@@ -38,6 +38,7 @@ def read(root: Path) -> Iterator[spec.Row]:
 PUBLISHED = spec.Published(
     "clevr_dc", "CLEVR-DC", spec.SplitCount(40_800), spec.SplitCount(2_400), spec.SplitCount(4_800)
 )
+DIRL = "tuyunbin/DIRL: utils/eval_utils_dc.py; pairs without a change among them"
 SPEC = spec.DatasetSpec(
     title="CLEVR-DC",
     page="https://github.com/hsgkim/clevr-dc",
@@ -46,12 +47,5 @@ SPEC = spec.DatasetSpec(
     read=read,
     files=("captions.json", "split.json"),
     published=(PUBLISHED,),
-    protocols=(
-        spec.Protocol(
-            "test",
-            n=PUBLISHED.test.pairs,
-            metrics=spec.WITH_SPICE,
-            source="tuyunbin/DIRL: utils/eval_utils_dc.py; pairs without a change among them",
-        ),
-    ),
+    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.WITH_SPICE, source=DIRL),),
 )

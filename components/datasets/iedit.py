@@ -43,6 +43,7 @@ PUBLISHED = spec.Published(
     spec.SplitCount(383, 1_149, repeated=4, image_pairs=357),
     spec.SplitCount(495, 1_485, image_pairs=446),
 )
+LANGEVAL = "airsplay/VisualRelationships: langeval; keyed by uid"
 SPEC = spec.DatasetSpec(
     title="IEdit",
     page="https://github.com/airsplay/VisualRelationships",
@@ -53,12 +54,5 @@ SPEC = spec.DatasetSpec(
     task="edit",
     published=(PUBLISHED,),
     table=spec.TableRow(pairs=3_939, words=8, over_20=0.02, human=True, distractors=False),
-    protocols=(
-        spec.Protocol(
-            "test",
-            n=PUBLISHED.test.pairs,
-            metrics=spec.WITH_SPICE,
-            source="airsplay/VisualRelationships: langeval; keyed by uid",
-        ),
-    ),
+    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.WITH_SPICE, source=LANGEVAL),),
 )

@@ -49,6 +49,8 @@ PUBLISHED = spec.Published(
     spec.SplitCount(1_493, 3_310, empty=6, wordless=4, records=1_634),
     spec.SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
 )
+CLIP4IDC = "sushizixin/CLIP4IDC: gt/spot_total_change_captions_reformat.json; OmniDiff (arXiv 2503.11093)"
+SCORED: dict[str, Any] = {"n": PUBLISHED.test.pairs, "metrics": spec.WITH_SPICE}
 SPEC = spec.DatasetSpec(
     title="Spot-the-Diff",
     page="https://github.com/harsh19/spot-the-diff",
@@ -59,19 +61,9 @@ SPEC = spec.DatasetSpec(
     published=(PUBLISHED,),
     table=spec.TableRow(pairs=13_192, words=19, over_20=0.19, human=True, distractors=False),
     protocols=(
+        spec.Protocol("single-change", source=CLIP4IDC, **SCORED),
         spec.Protocol(
-            "single-change",
-            n=PUBLISHED.test.pairs,
-            metrics=spec.WITH_SPICE,
-            source="sushizixin/CLIP4IDC: gt/spot_total_change_captions_reformat.json; OmniDiff (arXiv 2503.11093)",
-        ),
-        spec.Protocol(
-            "multi-change",
-            n=PUBLISHED.test.pairs,
-            references="joined",
-            max_words=60,
-            metrics=spec.WITH_SPICE,
-            source="tuyunbin/CARD: spot-the-diff",
+            "multi-change", references="joined", max_words=60, source="tuyunbin/CARD: spot-the-diff", **SCORED
         ),
     ),
 )

@@ -84,6 +84,7 @@ PUBLISHED = spec.Published(
     "syned", "Syned", spec.SplitCount(3_050, 3_050), spec.SplitCount(539, 539), spec.SplitCount(2_022, 10_053)
 )
 NOT_SOLD = spec.Permission("conditions", "credit the authors of Syned and of Emu Edit; no commercial use")
+BLIP2IDC = "gautierevn/BLIP2IDC: code_release/train_BLIP2IDC.py"
 SPEC = spec.DatasetSpec(
     title="Syned",
     page="https://github.com/gautierevn/BLIP2IDC",
@@ -93,7 +94,5 @@ SPEC = spec.DatasetSpec(
     files=("splits.json", "instructions_with_idx_train_split.txt", "instructions_with_idx_test_split.txt", VARIANTS),
     task="edit",
     published=(PUBLISHED,),
-    protocols=(
-        spec.Protocol("test", n=PUBLISHED.test.pairs, source="gautierevn/BLIP2IDC: code_release/train_BLIP2IDC.py"),
-    ),
+    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, source=BLIP2IDC),),
 )

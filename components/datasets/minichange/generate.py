@@ -81,8 +81,9 @@ def generate(settings: MiniChange) -> None:
         DataError: the folder holds something that MiniChange does not write; nothing is removed then.
     """
     _empty(settings.root)
-    splits = split_scenes(settings)
-    total = sum(settings.scenes.values())
+    train, val, test = (settings.scenes[split] for split in ("train", "val", "test"))
+    total = train + val + test  # training comes last, so that more of it leaves val and test as they are
+    splits = {"train": range(total - train, total), "val": range(test, test + val), "test": range(test)}
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         written = pool.map(partial(_write_scene, settings, splits["train"]), range(total), chunksize=32)
         scenes = list(progress(written, "synthesize", total=total, unit="scene"))
@@ -115,13 +116,6 @@ def _empty(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     for folder in FOLDERS:
         (root / folder).mkdir(parents=True)
-
-
-def split_scenes(settings: MiniChange) -> dict[str, range]:
-    """The numbers of each split's scenes. Training comes last, so that more of it leaves val and test as they are."""
-    val = settings.scenes["test"]
-    train = val + settings.scenes["val"]
-    return {"train": range(train, train + settings.scenes["train"]), "val": range(val, train), "test": range(val)}
 
 
 def _write_scene(
