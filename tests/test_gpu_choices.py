@@ -107,7 +107,6 @@ def put_in(part: Part, patch: pytest.MonkeyPatch) -> None:
 
     def step(run: Any, number: int, batches: Any) -> None:
         if number == part.at:
-            run.writer.finish()
             if part.fault == "signal":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise FaultError

@@ -20,7 +20,6 @@ from m3diff.commands.plan.plan import (
 )
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
-from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.stage import ConvertReport, convert
 from tests.commands.plan.conftest import (
@@ -216,19 +215,6 @@ def test_the_plan_counts_the_pairs_and_samples_that_convert_writes(sources, trai
         counts = found.group_by("dataset", "own_split").agg(pl.col("pair").n_unique(), pl.len()).iter_rows()
         assert {(use.dataset, use.split, use.pairs, use.references) for use in load.uses} == set(counts), samples
     assert [use.published for use in load.uses] == [3, 3, 1, 1][:: 3 - len(train_on)]
-
-
-def test_the_profiles_of_the_paper_train_on_the_published_pairs_of_train_and_val():
-    """tests/test_deviations.py compares those of `paper` with the page, split by split."""
-    profiles = [
-        load_params(REPOSITORY / f"profiles/{name}.yaml") for name in ("paper", "paper-letter", "one-gpu", "small")
-    ]
-    paper, *others = [published_workload(params.ingest.datasets, params.convert) for params in profiles]
-    assert all(load.uses == paper.uses for load in others)
-    assert sum(use.published for use in paper.uses) == 145_377
-    assert paper.pairs == 145_377 - 41
-    assert paper.references == pytest.approx(896_000 - 36, abs=20)  # less the repeats of a pair that were counted
-    assert (paper.prompt_tokens, paper.reference_tokens) == (29, 15)
 
 
 def test_the_plan_prints_each_split_its_published_pairs_the_sum_and_the_papers(toy_family, tmp_path, capsys):
