@@ -1,12 +1,15 @@
-"""Progress of long work: a bar on a terminal, a line every few seconds in a log."""
+"""Long work over many items: its progress, as a bar on a terminal or lines in a log, and its next items made ahead."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import TypeVar
 
 from tqdm import tqdm
 
 T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 def progress(items: Iterable[T], stage: str, total: int | None = None, unit: str = "it") -> Iterator[T]:
@@ -22,3 +25,14 @@ def progress(items: Iterable[T], stage: str, total: int | None = None, unit: str
         dynamic_ncols=interactive,
         ncols=None if interactive else 90,
     )
+
+
+def ahead(submit: Callable[[T], list[Future[Result]]], items: Iterable[T], count: int) -> Iterator[list[Result]]:
+    """Yield the results of each item's futures, in order, while threads make those of the next `count` items."""
+    waiting: deque[list[Future[Result]]] = deque()
+    for item in items:
+        waiting.append(submit(item))
+        if len(waiting) > count:
+            yield [future.result() for future in waiting.popleft()]
+    while waiting:
+        yield [future.result() for future in waiting.popleft()]

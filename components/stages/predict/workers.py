@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from m3diff.cluster import NoRoomError, per_worker, start_ray, wait_for_room
 from m3diff.models.device import Device, DeviceError, environment
-from m3diff.records.ahead import ahead
 from m3diff.records.errors import DataError
+from m3diff.records.progress import ahead
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict.pairs import PairSample
