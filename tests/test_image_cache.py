@@ -13,7 +13,7 @@ from PIL import Image
 from m3diff.images import cache as image_cache
 from m3diff.images import check as image_check
 from m3diff.images.cache import check_images
-from m3diff.images.check import ImageCheck, check_image
+from m3diff.images.check import check_image
 from tests.layouts import save_picture
 from tests.test_images import png_chunks
 
@@ -33,14 +33,6 @@ def encoded(format: str, **options) -> bytes:
     buffer = io.BytesIO()
     Image.effect_noise((48, 48), 90).convert("RGB").save(buffer, format, **options)
     return buffer.getvalue()
-
-
-@pytest.mark.fault("15")
-def test_every_png_mode_is_sound(tmp_path):
-    modes = ["RGB", "RGBA", "L", "P", "1", "LA"]
-    for mode in modes:
-        save_picture(tmp_path / f"{mode}.png", 3, mode=mode)
-    assert verdicts(tmp_path, *(f"{mode}.png" for mode in modes)) == ["ok"] * 6
 
 
 @pytest.mark.fault("15")
@@ -86,29 +78,6 @@ def test_a_check_has_digest_format_size_and_thumbnail_of_the_file(tmp_path):
     too_large = check_image(str(tmp_path / "a.jpg"), 1599)
     told = "has 40x24 pixels, 1,600 padded to a square, more than 1,599; save it smaller"
     assert too_large == (*check[:2], told, "JPEG", 40, 24, None)
-
-
-def test_a_known_content_is_hashed_and_not_decoded(tmp_path, monkeypatch):
-    (tmp_path / "a.png").write_bytes(b"no image")
-    digest = hashlib.sha256(b"no image").digest()
-    monkeypatch.setattr(image_check, "known_digests", frozenset([digest]))
-    assert check_image(str(tmp_path / "a.png"), 1) == ImageCheck(str(tmp_path / "a.png"), digest, None)
-    gone = str(tmp_path / "gone.png")  # meanwhile
-    assert check_image(str(tmp_path), 1) == ImageCheck(str(tmp_path), None, "is no regular file")
-    assert check_image(gone, 1) == ImageCheck(gone, None, "cannot be read: No such file or directory")
-
-
-def test_a_row_per_distinct_path_has_the_digest_of_its_bytes(tmp_path):
-    for number in range(3):
-        save_picture(tmp_path / f"{number}.png", number)
-    (tmp_path / "3.png").write_bytes(b"no image")
-    paths = [str(tmp_path / f"{number}.png") for number in (2, 0, 1, 3, 2, 4)]
-    frame = check_images(pl.Series([*paths, None]), 256, tmp_path / "cache.parquet", "test")
-    assert frame["path"].to_list() == sorted(set(paths))
-    wanted = [hashlib.sha256(Path(path).read_bytes()).digest() for path in sorted(set(paths))[:4]]
-    assert frame["digest"].to_list() == [*wanted, None]
-    assert frame.select("format", "width", "height").rows()[:3] == [("PNG", 16, 16)] * 3
-    assert frame["thumb"].n_unique() == 4  # three images, and the null of what is none
 
 
 @pytest.fixture
@@ -181,12 +150,6 @@ def test_hard_links_are_read_once(tmp_path, read_paths):
     digests = frame_of(tmp_path, "a.png", "b.png", "c.png")["digest"].to_list()
     assert read_paths == [["a.png", "c.png"]]
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_without_a_file_to_read_no_process_is_started(tmp_path, read_paths):
-    assert verdicts(tmp_path, "gone.png") == ["is missing"]
-    assert read_paths == []
-    assert not (tmp_path / "cache.parquet").exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1 not parquet", "other columns", "other types"])

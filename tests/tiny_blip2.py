@@ -41,9 +41,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def opt_text(tokenizer: Any) -> dict[str, Any]:
     """As published: no field beside OPT's defaults that the published configuration leaves out, but for sizes."""
     return {
-        "_name_or_path": "facebook/opt-2.7b",
-        "activation_dropout": 0.0,
-        "architectures": ["OPTForCausalLM"],
         "eos_token_id": tokenizer.convert_tokens_to_ids("Ċ"),
         "ffn_dim": 2 * WIDTH,
         "hidden_size": WIDTH,
@@ -51,8 +48,6 @@ def opt_text(tokenizer: Any) -> dict[str, Any]:
         "model_type": "opt",
         "num_attention_heads": 2,
         "num_hidden_layers": 2,
-        "prefix": "</s>",
-        "torch_dtype": "float16",
         "vocab_size": -(-len(tokenizer) // 32) * 32,
         "word_embed_proj_dim": WIDTH,
     }
@@ -82,14 +77,10 @@ def published_config(llm: str = "opt") -> dict[str, Any]:
     tokenizer = tiny_tokenizer()
     return {
         "architectures": ["Blip2ForConditionalGeneration"],
-        "image_text_hidden_size": 256,
         "image_token_index": tokenizer.convert_tokens_to_ids("<image>"),
-        "initializer_factor": 1.0,
-        "initializer_range": 0.02,
         "model_type": "blip-2",
         "num_query_tokens": QUERIES,
         "qformer_config": {
-            "classifier_dropout": None,
             "hidden_size": 2 * WIDTH,
             "intermediate_size": 4 * WIDTH,
             "model_type": "blip_2_qformer",
@@ -98,21 +89,16 @@ def published_config(llm: str = "opt") -> dict[str, Any]:
         },
         "text_config": TEXTS[llm](tokenizer),
         "torch_dtype": "float32",
-        "transformers_version": "4.47.0.dev0",
-        "use_decoder_only_language_model": True,
         "vision_config": {
             "attention_dropout": 0.1,
             "dropout": 0.0,
             "hidden_size": WIDTH,
             "image_size": SIDE,
-            "initializer_factor": 1.0,
             "intermediate_size": 2 * WIDTH,
             "model_type": "blip_2_vision_model",
             "num_attention_heads": 2,
-            "num_channels": 3,
             "num_hidden_layers": 2,
             "patch_size": PATCH,
-            "projection_dim": 512,
         },
     }
 

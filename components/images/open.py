@@ -55,22 +55,20 @@ def load_image(
         ImageError: unreadable or too large, or the digest differs.
     """
     name = str(source) if isinstance(source, str | Path) else "image"
-    fault: str | None
     try:
         data = Path(source).read_bytes() if isinstance(source, str | Path) else source.read()
-        digest = sha256 and hashlib.sha256(data).digest()
-        if digest and sha256 and digest != sha256:
-            fault = f"sha256 {digest.hex()[:12]} but the samples say {sha256.hex()[:12]}"
-            fault += "; the file changed since ingest; run `dvc repro`"
-        else:
-            with open_image(data) as image:
-                fault = None if sha256 else too_large(image, max_pixels)
-                if fault is None:
-                    return to_rgb(image)
+        if sha256 and (digest := hashlib.sha256(data).digest()) != sha256:
+            found = f"sha256 {digest.hex()[:12]} but the samples say {sha256.hex()[:12]}"
+            raise ImageError(f"{found}; the file changed since ingest; run `dvc repro`")
+        with open_image(data) as image:
+            if not sha256 and (fault := too_large(image, max_pixels)):
+                raise ImageError(fault)
+            return to_rgb(image)
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from error
     except Exception as error:  # Pillow raises some ten kinds for broken files, KeyError and struct.error among them
         told = error if isinstance(error, OSError | SyntaxError | ValueError) and str(error) else repr(error)
         raise ImageError(f"{name}: cannot be read as an image ({told}); restore it or save it anew") from error
-    raise ImageError(f"{name}: {fault}")
 
 
 def open_image(data: bytes) -> Image.Image:

@@ -186,12 +186,7 @@ class Blip2IDCProcessor(PairProcessor):
         self.queries = config.num_query_tokens
         self.start_id = first_of(config.text_config.bos_token_id, tokenizer.bos_token_id)
         self.end_id = first_of(config.text_config.eos_token_id, tokenizer.eos_token_id)
-        image_id = config.image_token_index
-        if image_id is None:
-            raise ValueError(
-                "the configuration has no image_token_index: a release from before <image>; take a later one"
-            )
-        self.prompt = (image_id,) * self.queries + (self.start_id,)
+        self.prompt = (config.image_token_index,) * self.queries + (self.start_id,)
 
     @classmethod
     def of_folder(cls, folder: str, config: Blip2IDCConfig) -> Blip2IDCProcessor:
@@ -213,15 +208,10 @@ class Blip2IDCProcessor(PairProcessor):
         return {"pixel_values": self.image_processor.to_pixels(prepared.unflatten(0, (-1, 2)).flatten(1, 2))}
 
 
-def first_of(configured: int | list[int] | None, tokenizers: int | None) -> int:
-    """The token of the LLM's configuration, the first of several; else the tokenizer's. Raises ValueError where neither
-    names one."""
-    if isinstance(configured, list):
-        configured = configured[0]
-    found = tokenizers if configured is None else configured
-    if found is None:
-        raise ValueError("neither the LLM's configuration nor the tokenizer names a start and an end token")
-    return found
+def first_of(configured: int | list[int] | None, tokenizers: int) -> int:
+    """The token of the LLM's configuration, the first of several; else the tokenizer's."""
+    found = configured[0] if isinstance(configured, list) else configured
+    return tokenizers if found is None else found
 
 
 class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.family import Family
@@ -205,18 +204,9 @@ def save_checkpoint(
     write_manifest(folder, base=os.path.relpath(base, folder), **facts)
 
 
-def tuned_weights(model: Any, family: Family) -> dict[str, Tensor]:
-    """Weights by name that neither the base nor the adapters hold: what trains in full, and parts that are new."""
-    trains = set(trainable_names(model))
-    return {
-        name: weight.detach().contiguous()
-        for name, weight in unwrapped(model).named_parameters()
-        if not is_adapter(name) and (name in trains or family.part_of(name) in family.new)
-    }
-
-
 def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list[str]:
-    """Write `lora/` as peft does, `tuned.safetensors` and the configuration; returns the parts with tuned weights.
+    """Write `lora/` as peft does, `tuned.safetensors` (what trains in full, and parts that are new) and the
+    configuration; returns the parts with tuned weights.
 
     Raises:
         CheckpointError: a weight that trained is not in the files that were written.
@@ -230,10 +220,14 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list
         # peft names the module of the model's class, which is no part of the weights
         facts = json.loads(config.read_text()) | {"auto_mapping": None}
         config.write_text(json.dumps(facts, indent=2, sort_keys=True))
-    tuned = tuned_weights(model, family)
+    names = trainable_names(model)
+    tuned = {
+        name: weight.detach().contiguous()
+        for name, weight in unwrapped(model).named_parameters()
+        if not is_adapter(name) and (name in names or family.part_of(name) in family.new)
+    }
     save_file(tuned, folder / TUNED, {"format": "pt"})
     unwrapped(model).config.save_pretrained(folder)
-    names = trainable_names(model)
     wanted = {f"base_model.model.{name.replace('.default.', '.')}" if is_adapter(name) else name for name in names}
     if missing := sorted(wanted - _shapes(folder).keys() - _shapes(folder / LORA).keys()):
         raise CheckpointError(

@@ -5,8 +5,8 @@ Light to import: torch and transformers come with the first call. `llava_*` are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from m3diff.models.family import MODULE_UPDATE_RATIO, Contribution, Family, module_fields
@@ -60,18 +60,10 @@ def llava_base_faults(settings: Settings, base: Mapping[str, Any], field: str, k
     if (kind := base.get("model_type", next(iter(kinds)))) not in kinds:
         names = ", ".join(kinds.values())
         return [f"family {settings.family} needs one of {names} in train.base, and it has a {kind}"]
-    ours, theirs = module_fields(settings), base.get(field)
-    if field not in base or theirs is ours is None:
+    ours = json.loads(json.dumps(module_fields(settings)))  # lists for tuples
+    if (theirs := base.get(field, ours)) == ours:
         return []
-    if theirs is None or ours is None:
-        words = ["null" if fields is None else str(dict(fields)) for fields in (theirs, ours)]
-        differs = [f"set {words[0]} instead of {words[1]}"]
-    else:
-        here = {name: list(value) if isinstance(value, tuple) else value for name, value in ours.items()}
-        changed = [name for name in sorted(theirs.keys() | here.keys()) if theirs.get(name) != here.get(name)]
-        differs = [f"set {name} to {theirs.get(name)} instead of {here.get(name)}" for name in changed]
-    wrong = "module: the base was trained with another one, which it keeps; "
-    return [wrong + ", ".join(differs)] if differs else []
+    return [f"module: the base was trained with another one, which it keeps; set {theirs} instead of {ours}"]
 
 
 def llava_layer_faults(settings: Settings, base: Mapping[str, Any], layers: int) -> list[str]:
@@ -106,11 +98,6 @@ def contribution_names(settings: M3DiffSettings) -> tuple[str, ...]:
     return tuple(f"{figure}/{level}" for figure in (MODULE_UPDATE_RATIO, "module_score") for level in levels)
 
 
-def recorded_contribution(model: Any) -> AbstractContextManager[list[Tensor]]:
-    recording: AbstractContextManager[list[Tensor]] = model.model.mdp.recorded_contribution()
-    return recording
-
-
 def contribution_figures(sums: Tensor) -> list[float]:
     """The numbers of the curve: of each level, the RMS of its update over the RMS of the encoder's last features; then
     each level's mean score.
@@ -124,7 +111,7 @@ def contribution_figures(sums: Tensor) -> list[float]:
 
 CONTRIBUTION = Contribution(
     names=contribution_names,
-    recorded=recorded_contribution,
+    recorded=lambda model: model.model.mdp.recorded_contribution(),
     figures=contribution_figures,
     remedy="Raise the module's rate (rates.module), or start it above zero (module.init_gain).",
 )

@@ -67,15 +67,6 @@ class OneDiffConfig(LlavaOfPairsConfig):
 
     read_module = staticmethod(VDMConfig.of_config)
 
-    def module_config(self) -> VDMConfig | None:
-        """See `LlavaOfPairsConfig`; raises ValueError, too, where the positions want another number of tokens."""
-        cfg: VDMConfig | None = super().module_config()
-        if cfg is not None and cfg.pos_embed_scale and cfg.tokens != self.patches:
-            raise ValueError(
-                f"vdm: pos_embed_scale binds tokens to patches: set tokens to {self.patches}, not {cfg.tokens}"
-            )
-        return cfg
-
     def places(self) -> tuple[int, int]:
         cfg = self.module_config()
         before, after = super().places()
@@ -215,28 +206,21 @@ class VisualDeltaModule(OwnStart):
             folder: a BERT as transformers reads it, model.safetensors.
 
         Raises:
-            ValueError: there is no BERT, or it is of another width, number of heads or MLP, or has fewer layers, or
-                weights of these are missing.
+            ValueError: the BERT is of another width, number of heads or MLP, or has fewer layers, or weights of these
+                are missing.
         """
-        remedy = "take config.json and model.safetensors of bert-base-uncased, or set module.start to random"
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder}: no BERT there for module.start: bert; {remedy}")
         loaded: Any = BertModel.from_pretrained(
             folder, use_safetensors=True, add_pooling_layer=False, output_loading_info=True
         )
         bert, info = loaded
-        if lost := sorted(name for name in info["missing_keys"] if name.startswith("encoder.")):
-            raise ValueError(
-                f"{folder / 'model.safetensors'}: {len(lost)} weights of the BERT that config.json names are missing, "
-                f"{lost[:3]}; {remedy}"
-            )
-        width, heads = bert.config.hidden_size, bert.config.num_attention_heads
-        theirs = (width, heads, bert.config.intermediate_size / width)
+        config, lost = bert.config, sorted(name for name in info["missing_keys"] if name.startswith("encoder."))
+        theirs = (config.hidden_size, config.num_attention_heads, config.intermediate_size / config.hidden_size)
         ours = (self.cfg.width, self.cfg.heads, self.cfg.mlp_ratio)
-        if theirs != ours or len(bert.encoder.layer) < len(self.layers):
+        if lost or theirs != ours or len(bert.encoder.layer) < len(self.layers):
             raise ValueError(
                 f"{folder}: {len(bert.encoder.layer)} layers of (width, heads, mlp_ratio) {theirs}, but the module has "
-                f"{len(self.layers)} of {ours}; {remedy}"
+                f"{len(self.layers)} of {ours}; missing are the weights {lost[:3]}; take config.json and "
+                "model.safetensors of bert-base-uncased, or set module.start to random"
             )
         layers: Any = zip(self.layers, bert.encoder.layer, strict=False)
         for layer, source in layers:

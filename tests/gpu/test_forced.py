@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from m3diff.models import FAMILIES, attention, fused
 from m3diff.models.device import Device, environment
-from m3diff.models.layers import grid_positions, with_visual_tokens
+from m3diff.models.layers import with_visual_tokens
 from m3diff.models.tuning import unwrapped
 from m3diff.stages.train import job
 from m3diff.stages.train.engine import token_loss
@@ -23,9 +23,8 @@ from m3diff.stages.train.loop import prepare_model
 from m3diff.stages.train.state import MOMENTS, start_moments
 from tests.gpu import test_gpu
 from tests.gpu.choices import first_batch
-from tests.models.llava15 import write_llava15
 from tests.stages.train.toy import recipe, run
-from tests.tiny import MDP, onediff_settings, tiny, tiny_settings
+from tests.tiny import MDP, tiny, tiny_settings
 
 
 @pytest.fixture
@@ -152,47 +151,6 @@ def test_a_step_of_deepspeed_never_waits_for_the_device(
     assert not waits
 
 
-@pytest.mark.slow(20)
-def test_what_the_profiles_recompute_changes_no_loss_where_the_weights_are_shared_out(
-    mixture: Path, tmp_path: Path
-) -> None:
-    """OneDiff's profile: a whole Llama trains, in bf16, with ZeRO 3."""
-    losses = []
-    for kept in ("none", "selective"):
-        (tmp_path / kept).mkdir()
-        how = {"precision": "bf16", "zero_stage": 3, "activation_checkpointing": kept, "micro_batch": 2, "epochs": 1}
-        made = recipe(write_llava15(tmp_path / kept / "base"), model=onediff_settings(rank=0), **how)
-        losses.append(run(made, mixture, tmp_path / kept).column("loss"))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-@pytest.fixture
-def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SwiGLU is compiled, as on a GPU; without a backend's minutes."""
-    made: dict[Any, Any] = {}
-
-    def compiled(function: Any, _: Any) -> Any:
-        return made.setdefault(function, torch.compile(function, dynamic=True, backend="eager"))
-
-    monkeypatch.setattr(fused, "fused_on_gpu", compiled)
-
-
-@pytest.mark.slow(30)
-def test_validation_and_captions_use_up_no_graph(
-    mixture: Path, tmp_path: Path, one_kernel: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run without them makes as many."""
-    counted = []
-    for pairs in (0, 2):
-        torch.compiler.reset()
-        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        how = {"attention": "flex", "val_pairs": pairs, "caption_val_pairs": pairs, "precision": "bf16"}
-        (tmp_path / str(pairs)).mkdir()
-        run(recipe(tmp_path / "base", epochs=1, **how), mixture, tmp_path / str(pairs))
-        counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
-    assert 0 < counted[0] == counted[1] <= 4
-
-
 def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,25 +163,3 @@ def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_er
     kernel = attention.compiled(lambda x, text: x * len(text))  # a graph for each value of Python
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         [kernel(torch.ones(3), "a" * number) for number in range(12)]
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(variable, raising=False)
-    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_ALLOC_CONF" not in environment(gpu=False)
-    monkeypatch.setenv(name, "max_split_size_mb:64")
-    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
-
-
-def test_positions_are_computed_and_copied_once_for_a_precision_and_a_device() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for device in ("cpu", "meta"):
-            like = torch.zeros(1, 9, 12, dtype=dtype, device=device)
-            found = grid_positions(like, 12, 3, 2.0)
-            assert found is not None
-            assert (found.dtype, found.device.type) == (dtype, device)
-            assert grid_positions(like, 12, 3, 2.0) is found

@@ -69,19 +69,6 @@ def test_bf16_is_close_to_fp32(attention: Any, checkpointing: str, mixture: Path
     assert cosine(gradients, wanted_gradients) > 0.995
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_pinned_copy_is_the_same_batch(precision: Any, mixture: Path) -> None:
-    device = Device(True, precision)
-    made = small(device)
-    batch = first_batch(made, mixture, FAMILIES["m3diff"].load_processor(made.cfg.base), device)
-    packed = batch.packed
-    there = [packed.input_ids, packed.position_ids, packed.labels, batch.weights, batch.images]
-    assert all(tensor.is_pinned() for tensor in there)
-    copies = [device.move(tensor) for tensor in there]
-    assert all(copy.is_cuda for copy in copies)
-    assert all(copy.cpu().equal(tensor) for copy, tensor in zip(copies, there, strict=True))
-
-
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention: Any, mixture: Path) -> None:
     """CUDA raises where the CPU would wait, while the module's contribution is recorded too. The first pass compiles,

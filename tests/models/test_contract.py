@@ -169,17 +169,7 @@ def test_the_processor_is_the_protocols(case: Case) -> None:
             processor.encode_prompt("What is new in <image>?")
 
 
-def test_the_planned_configuration_is_the_bases_or_the_published_one(case: Case, tmp_path: Path) -> None:
-    config = case.family.planned_config(case.base, case.settings)
-    loaded = case.family.load_base(case.base, case.settings, torch.float32, "sdpa").config
-    assert config.to_json_string(use_diff=False).count('"hidden_size": 16') > 0
-    assert config.image_tokens == loaded.image_tokens
-    published = case.family.planned_config(tmp_path / "nothing here", case.settings)
-    assert published.name_or_path.startswith(("llava-hf/", "Salesforce/"))
-    assert published.text_config.hidden_size > 2000
-
-
-@pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "module"), ("llm",)], ids=str)
+@pytest.mark.parametrize("frozen", [(), ("vision", "module")], ids=str)
 def test_flops_are_those_that_torch_counts_forward_and_backward(frozen: tuple[str, ...], case: Case) -> None:
     """Torch counts causal attention as the whole square."""
     changed = {part: None if part in frozen else rate for part, rate in case.settings.rates.items()}
@@ -219,23 +209,9 @@ def test_both_exports_load_without_parameters_and_give_the_trained_logits(
     manifest = read_manifest(tmp_path / "out")
     assert (tmp_path / "out" / manifest["base"]).resolve() == case.base.resolve()
     assert (manifest["family"], manifest["base_sha256"]) == (case.settings.family, folder_sha256(case.base))
-
-
-@pytest.mark.fault("28")
-def test_adapters_hold_what_trained_and_nothing_else(case: Case) -> None:
-    folder = case.checkpoint / ADAPTERS
-    names = set(trainable_names(tiny_trained(case.base, case.settings)))
-    lora = {
-        name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
-        for name in load_file(folder / "lora" / "adapter_model.safetensors")
-    }
-    tuned = set(load_file(folder / "tuned.safetensors"))
-    assert lora | tuned == names
-    assert not lora & tuned
-    assert read_manifest(folder)["tuned"] == sorted({case.family.part_of(name) for name in tuned})
     told = "".join(file.read_text() for file in case.checkpoint.rglob("*.json"))
     assert str(case.base.parent) not in told, "no absolute path"
-    config = json.loads((folder / "lora" / "adapter_config.json").read_text())
+    config = json.loads((case.checkpoint / ADAPTERS / "lora" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["auto_mapping"]) == ("../../base", None), "no place of code"
 
 
@@ -285,8 +261,8 @@ def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case: Case) -
         assert np.abs(maps[0].astype(float) - maps[1]).max() > 1e-3, "maps that are all alike would show nothing"
 
 
-def trains(case: Case, dtype: torch.dtype) -> Any:
-    """A fused model as it trains, with adapters that have moved."""
+def trains(case: Case, dtype: torch.dtype, way: str | None = "none") -> Any:
+    """A model as it trains, with adapters that have moved; fused but for None."""
     torch.manual_seed(3)
     model = case.family.load_base(case.base, case.settings, torch.float32, KERNELS)
     scale_features(model)
@@ -295,7 +271,8 @@ def trains(case: Case, dtype: torch.dtype) -> Any:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.2)
-    case.family.fuse(model, "none")
+    if way:
+        case.family.fuse(model, way)
     return model.to(dtype).train()
 
 
@@ -351,24 +328,15 @@ def test_fusing_changes_classes_and_no_number(way: str, case: Case) -> None:
                 case.family.fuse(case.family.load(case.base, torch.float32), way)
             return
     found = []
-    for fused in (False, True):
-        torch.manual_seed(3)
-        model = case.family.load_base(case.base, case.settings, torch.float32, KERNELS)
-        scale_features(model)
-        adapted = prepare(model, case.family, case.settings)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(std=0.2)
-        if fused:
-            case.family.fuse(model, way)
-            assert any(isinstance(module, FusedLora) for module in model.modules())
-            assert model.is_gradient_checkpointing == (way == "full")
+    for fused in (None, way):
+        model = trains(case, torch.float32, fused)
+        assert any(isinstance(module, FusedLora) for module in model.modules()) == bool(fused)
+        assert model.is_gradient_checkpointing == (fused == "full")
         processor = case.family.load_processor(case.base, model.config)
         inputs = pair_inputs(processor, PAIRS[:1], [QUESTION])
         keep = (torch.arange(inputs["input_ids"].shape[1]) >= 4)[None]
         inputs |= {"attention_mask": None, "logits_to_keep": keep, "tokens": inputs["input_ids"], "use_cache": False}
-        logits = adapted.train()(**inputs).logits
+        logits = model(**inputs).logits
         logits.square().mean().backward()
         found.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     stock, ours = found

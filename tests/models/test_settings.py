@@ -2,10 +2,9 @@
 
 import json
 import pickle
-import re
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +75,14 @@ def test_what_is_left_out_is_the_papers() -> None:
     assert read(BLIP2 | {"augment": augment}, BLIP2).augment == Augment(1, (0.2, 0.4), 0, (70, 70))
 
 
-def test_settings_cannot_be_changed() -> None:
-    settings = read(GOOD)
-    for target, name in ((settings, "family"), (settings.rates, "llm"), (settings.module, "heads")):
-        with pytest.raises(FrozenInstanceError):
-            setattr(target, name, 1)
-    with pytest.raises(TypeError):
-        settings.rates["llm"] = 1.0  # type: ignore[index]
-
-
 @pytest.mark.parametrize(
     ("good", "section", "values", "faults"),
     [
         (GOOD, "family", "m3dif", ["'m3diff'"]),
-        (GOOD, "module", {"taps": [4]}, ["taps"]),
-        (GOOD, "module", {"vision_feature_layers": [3, 2]}, ["distinct, rising and not negative, found [3, 2]"]),
-        (GOOD, "module", {"vision_feature_layers": [2, 2]}, ["found [2, 2]"]),
-        (GOOD, "module", {"vision_feature_layers": [-1, 2]}, ["found [-1, 2]"]),
-        (GOOD, "module", {"vision_feature_layers": []}, ["found []"]),
+        *(
+            (GOOD, "module", {"vision_feature_layers": layers}, [f"distinct, rising and not negative, found {layers}"])
+            for layers in ([3, 2], [2, 2], [-1, 2], [])
+        ),
         (GOOD, "module", {"layers": 0, "heads": 0}, ["layers must be 1 or more, found 0", "heads must be 1 or more"]),
         (GOOD, "module", {"score": "vector"}, ["'scalar' or 'channel'"]),
         (GOOD, "module", {"kind": "mdp"}, ["kind must be difference, or not be there for the MDP module"]),
@@ -101,37 +90,19 @@ def test_settings_cannot_be_changed() -> None:
         (
             GOOD,
             "module",
-            {"kind": "difference", "vision_feature_layers": [-1], "init_gain": -1},
-            ["distinct, rising and not negative, found [-1]; init_gain must be 0 or more, found -1"],
-        ),
-        (
-            GOOD,
-            "module",
             {"mlp_ratio": 0, "init_gain": -0.5},
-            ["mlp_ratio must be 1 or more", "init_gain must be 0 or more"],
+            ["mlp_ratio must be 1 or more", "init_gain must be"],
         ),
         (GOOD, "module", {"pos_embed_scale": -1}, ["pos_embed_scale must be 0 or more, found -1"]),
         (GOOD, "module", None, ["module is 0.0001 but there is no module; set it to null"]),
-        (
-            GOOD,
-            "lora",
-            {"rank": -1, "alpha": 0},
-            ["rank must be 0 or more, found -1", "alpha must be 1 or more, found 0"],
-        ),
-        (GOOD, "lora", {"rank": 2}, ["alpha"]),
+        (GOOD, "lora", {"rank": -1, "alpha": 0}, ["rank must be 0 or more, found -1", "alpha must be 1 or more"]),
         (GOOD, "lora", {"rank": 2, "alpha": 4, "dropout": 0.1}, ["dropout"]),
         (GOOD, "rates", {**GOOD["rates"], "decoder": 1.0}, ["decoder"]),
         (GOOD, "rates", {"vision": 1e-3, "module": 1e-3}, ["projector", "llm"]),
         (GOOD, "rates", {**GOOD["rates"], "vision": 0, "llm": -1}, ["vision must be above 0", "llm must be above 0"]),
         (GOOD, "rates", dict.fromkeys(GOOD["rates"]), ["no part trains"]),
-        (BLIP2, "family", "m3diff", ["'blip2idc'"]),
         (BLIP2, "module", {"layers": 2}, ["None"]),
-        (BLIP2, "lora", {"rank": -1, "alpha": 16}, ["rank must be 0 or more, found -1"]),
-        (BLIP2, "rates", {"vision": 1e-4, "module": 1e-4}, ["projector", "llm"]),
-        (BLIP2, "rates", dict.fromkeys(BLIP2["rates"]), ["no part trains"]),
-        (BLIP2, "rates", {**BLIP2["rates"], "llm": 0}, ["llm must be above 0"]),
         (BLIP2, "delays", {"vision": 1.0}, ["vision must be 0 or more and under 1"]),
-        (BLIP2, "augment", {"flip": 0.5}, ["flip"]),
         (BLIP2, "augment", {"blur": 1.5, "jpeg": -0.1}, ["blur must be from 0 to 1, found 1.5", "jpeg must be from"]),
         (BLIP2, "augment", {"sigma": [0.5, 0.1]}, ["sigma must be above 0, the least first, found [0.5, 0.1]"]),
         (BLIP2, "augment", {"sigma": [0, 0.1]}, ["found [0.0, 0.1]"]),
@@ -142,157 +113,100 @@ def test_settings_cannot_be_changed() -> None:
 def test_every_fault_is_named(good: dict, section: str, values: object, faults: list[str]) -> None:
     with pytest.raises(ValidationError) as refused:
         read(good | {section: values}, good)
-    for fault in faults:
-        assert fault in str(refused.value)
-
-
-def test_edges_are_allowed() -> None:
-    edges = {"vision_feature_layers": [0], "layers": 1, "heads": 1, "mlp_ratio": 1, "score": "channel"}
-    assert read(GOOD | {"module": edges, "lora": {"rank": 0, "alpha": 1}}).lora.rank == 0
+    assert all(fault in str(refused.value) for fault in faults)
 
 
 @pytest.mark.parametrize(
-    ("fields", "fault"),
+    ("cls", "fields", "fault"),
     [
-        ({"vision_feature_layers": [3, 2]}, "distinct, rising"),
-        ({"taps": [1]}, "unknown field 'taps'"),
-        ({"layers": 0, "tap": 1}, "unknown field 'tap'; layers must be 1 or more"),
-        ({"score": "vector"}, "scalar or channel, found 'vector'"),
-        ({"kind": "difference", "layers": 2, "init_gain": -1}, "unknown field 'layers'; init_gain must be 0 or more"),
-        ({"kind": "difference", "vision_feature_layers": [2, 1]}, "distinct, rising"),
-        ({"kind": "mdp"}, "kind must be difference, or not be there for the MDP module, found 'mdp'"),
+        (None, {"layers": 0, "tap": 1}, "unknown field 'tap'; layers must be 1 or more"),
+        (None, {"score": "vector"}, "scalar or channel, found 'vector'"),
+        (None, {"kind": "difference", "layers": 2, "init_gain": -1}, "unknown field 'layers'; init_gain must be 0 or"),
+        (None, {"kind": "difference", "vision_feature_layers": [2, 1]}, "distinct, rising"),
+        (None, {"kind": "mdp"}, "kind must be difference, or not be there for the MDP module, found 'mdp'"),
+        (VDMConfig, {"layers": 3}, "3 of them, but only 2 of the layers read the images"),
+        (VDMConfig, {"heads": 5}, "heads: 5 does not divide width 768"),
+        (VDMConfig, {"init_gain": 1.0}, "init_gain above 0 needs images separate and norm size"),
+        (VDMConfig, {"start": "bert", "norm": "pre"}, "start: bert needs norm post"),
+        (VDMConfig, {"tokens": 0}, "tokens must be 1 or more, found 0"),
+        (VDMConfig, {"place": "end"}, "place must be after or between or before, found 'end'"),
+        (VDMConfig, {"vision_feature_layers": (8, 8)}, "vision_feature_layers must be distinct, rising"),
     ],
 )
-def test_a_wrong_field_in_a_configuration_is_named(fields: dict, fault: str) -> None:
+def test_a_wrong_field_in_a_configuration_is_named(cls: Any, fields: dict, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
-        module_config(fields)
+        cls.of_config(fields) if cls else module_config(fields)
 
 
-@pytest.mark.parametrize(
-    ("module", "base", "faults"),
-    [
-        (MDP, None, []),
-        (MDP, {"vision_config": {"num_hidden_layers": 2, "hidden_size": 16}}, []),
-        (
-            MDP,
-            {"vision_config": {"num_hidden_layers": 1, "hidden_size": 15}},
-            ["2 lies beyond the 1 layers", "2 does not"],
-        ),
-        ({"vision_feature_layers": [26]}, {}, []),
-        ({"vision_feature_layers": [27], "heads": 7}, {}, ["27 lies beyond the 26 layers", "7 does not divide 1152"]),
-        (None, {"vision_config": {"num_hidden_layers": 0}}, []),
-        ({"kind": "difference", "vision_feature_layers": [27]}, {}, ["27 lies beyond the 26 layers"]),
-        (
-            MDP,
-            {"mdp": None, "vision_config": {"num_hidden_layers": 2}},
-            ["set null instead of {'vision_feature_layers'"],
-        ),
-        (None, {"mdp": None}, []),
-        (MDP, {"mdp": TRAINED, "vision_config": {"num_hidden_layers": 2, "hidden_size": 16}}, []),
-        (MDP, {"mdp": TRAINED | {"heads": 4}}, ["which it keeps; set heads to 4 instead of 2"]),
-        (MDP, {"model_type": "onediff", "vdm": {}}, ["needs one of LLaVA-OneVision, M3Diff in train.base, and it has"]),
-        (None, {"model_type": "llava"}, ["M3Diff in train.base, and it has a llava"]),
-        (None, {"model_type": "m3diff"}, []),
-        (None, {"vision_feature_layer": [1, 2], "vision_config": {"num_hidden_layers": 2}}, ["found [1, 2]"]),
-        (None, {"vision_feature_layer": -4, "vision_config": {"num_hidden_layers": 2}}, ["from -3 to 2, found -4"]),
-        (None, {"mdp": {"heads": 4}}, ["which it keeps; set {'heads': 4} instead of null"]),
-    ],
-)
-def test_what_the_base_cannot_give_is_a_fault(module: dict | None, base: dict | None, faults: list[str]) -> None:
-    found = FAMILIES["m3diff"].faults(tiny_settings(module), base)
-    assert len(found) == len(faults)
-    for text, fault in zip(found, faults, strict=True):
-        assert fault in text
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"layers": 3}, "3 of them, but only 2 of the layers read the images"),
-        ({"heads": 5}, "heads: 5 does not divide width 768"),
-        ({"init_gain": 1.0}, "init_gain above 0 needs images separate and norm size"),
-        ({"start": "bert", "norm": "pre"}, "start: bert needs norm post"),
-        ({"tokens": 0}, "tokens must be 1 or more, found 0"),
-        ({"images": "both"}, "images must be joined or separate, found 'both'"),
-        ({"place": "end"}, "place must be after or between or before, found 'end'"),
-        ({"vision_feature_layers": (8, 8)}, "vision_feature_layers must be distinct, rising"),
-    ],
-)
-def test_impossible_fields_of_the_vdm_are_refused(fields: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        VDMConfig(**fields)
+def vision(layers: int, width: int = 16) -> dict[str, Any]:
+    return {"vision_config": {"num_hidden_layers": layers, "hidden_size": width}}
 
 
 CLIP = {"model_type": "clip_vision_model", "num_hidden_layers": 4, "image_size": 28, "patch_size": 14}
 LLAVA = {"model_type": "llava", "vision_config": CLIP, "vision_feature_layer": -2}
 PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
-SIGLIP = {"model_type": "siglip_vision_model"}
 PAPER = asdict(VDMConfig())
-
-
-@pytest.mark.parametrize(
-    ("module", "base", "fault"),
-    [
-        (VDM, LLAVA, None),
-        (PAPER, PUBLISHED, None),
-        (VDM | {"vision_feature_layers": (1, 5)}, None, None),
-        (VDM | {"vision_feature_layers": (1, 5)}, LLAVA, "5 lies beyond the 4 layers of the vision encoder"),
-        (VDM | {"vision_feature_layers": (1, 5)}, {"model_type": "onediff", "vision_config": SIGLIP}, None),
+DEEP = VDM | {"vision_feature_layers": (1, 5)}
+BLIP = published_config()
+FAULTS: dict[Any, list[tuple[dict | None, dict | None, str]]] = {
+    tiny_settings: [
+        (MDP, None, ""),
+        (MDP, vision(2), ""),
+        (MDP, vision(1), "2 lies beyond the 1 layers"),
+        (MDP, vision(2, 15), "2 does not divide 15"),
+        ({"vision_feature_layers": [26]}, {}, ""),
+        ({"vision_feature_layers": [27]}, {}, "27 lies beyond the 26 layers"),
+        ({"vision_feature_layers": [1], "heads": 7}, {}, "7 does not divide 1152"),
+        (None, vision(0), ""),
+        ({"kind": "difference", "vision_feature_layers": [27]}, {}, "27 lies beyond the 26 layers"),
+        (MDP, {"mdp": None, **vision(2)}, "set None instead of {'vision_feature_layers'"),
+        (None, {"mdp": None}, ""),
+        (MDP, {"mdp": TRAINED, **vision(2)}, ""),
+        (MDP, {"mdp": TRAINED | {"heads": 4}}, "which it keeps; set {"),
+        (None, {"mdp": {"heads": 4}}, "which it keeps; set {'heads': 4} instead of None"),
+        (
+            MDP,
+            {"model_type": "onediff", "vdm": {}},
+            "LLaVA-OneVision, M3Diff in train.base, and it has a onediff",
+        ),
+        (None, {"model_type": "m3diff"}, ""),
+        (None, {"vision_feature_layer": [1, 2], **vision(2)}, "found [1, 2]"),
+        (None, {"vision_feature_layer": -4, **vision(2)}, "from -3 to 2, found -4"),
+    ],
+    onediff_settings: [
+        (VDM, LLAVA, ""),
+        (PAPER, PUBLISHED, ""),
+        (DEEP, None, ""),
+        (DEEP, LLAVA, "5 lies beyond the 4 layers of the vision encoder"),
+        (DEEP, {"model_type": "onediff", "vision_config": {"model_type": "siglip_vision_model"}}, ""),
         (SEPARATE | {"pos_embed_scale": 3.0, "tokens": 7}, LLAVA, "binds each to a patch, so set them to 4, not 7"),
         (VDM, {"model_type": "llava", "vision_config": {"model_type": "dinov2"}}, "and train.base has dinov2"),
-        (VDM, {"model_type": "llava", "vision_config": {}}, "and train.base has none"),
-        (PAPER, PUBLISHED | {"vdm": PAPER | {"tokens": 16}}, "set tokens to 16 instead of 32"),
-        (VDM, PUBLISHED | {"vdm": None}, "set null instead of {"),
-        (None, PUBLISHED | {"vdm": None}, None),
-        *((module, LLAVA | {"vision_feature_layer": at}, None) for module in (VDM, None) for at in (-5, 0, 4)),
-        *(
-            (module, LLAVA | {"vision_feature_layer": at}, f"one whole number from -5 to 4, found {at}")
-            for module in (VDM, None)
-            for at in ([-2, -1], -6, 5)
-        ),
-        *(
-            (module, LLAVA | {"vision_feature_select_strategy": "full"}, "is full, which keeps CLIP's class token")
-            for module in (VDM, None)
-        ),
-        *(
-            (module, LLAVA | {"model_type": kind}, f"one of LLaVA-OneVision, LLaVA-1.5, OneDiff .* it has a {kind}")
-            for module in (VDM, None)
-            for kind in ("blip-2", "m3diff", "llava_next")
-        ),
+        (PAPER, PUBLISHED | {"vdm": PAPER | {"tokens": 16}}, "'tokens': 16"),
+        *((None, LLAVA | {"vision_feature_layer": at}, "") for at in (-5, 0, 4)),
+        *((VDM, LLAVA | {"vision_feature_layer": at}, f"from -5 to 4, found {at}") for at in ([-2, -1], -6, 5)),
+        (VDM, LLAVA | {"vision_feature_select_strategy": "full"}, "is full, which keeps CLIP's class token"),
+        (VDM, LLAVA | {"model_type": "m3diff"}, "one of LLaVA-OneVision, LLaVA-1.5, OneDiff in train.base"),
     ],
-)
-def test_what_the_base_cannot_give_onediff_is_a_fault(
-    module: dict | None, base: dict | None, fault: str | None
-) -> None:
-    found = FAMILIES["onediff"].faults(onediff_settings(module), base)
-    assert len(found) == (fault is not None)
-    assert not fault or re.search(fault.replace("[", r"\[").replace("{", r"\{"), found[0])
-
-
-def changed(**sections: Any) -> dict[str, Any]:
-    config = published_config()
-    for name, value in sections.items():
-        config[name] = config[name] | value if isinstance(value, dict) else value
-    return config
+    lambda _: blip2_settings(): [
+        (None, None, ""),
+        (None, BLIP, ""),
+        (None, {"model_type": "blip-2", "image_token_index": 50265}, ""),
+        (None, BLIP | {"model_type": "llava"}, "needs a BLIP-2 in train.base, which is a llava"),
+        (None, BLIP | {"text_config": {"model_type": "t5"}}, "LLM is a t5, an encoder with a decoder"),
+        (None, BLIP | {"image_token_index": None}, "no image_token_index: a release from before"),
+        (None, BLIP | {"vision_config": BLIP["vision_config"] | {"patch_size": 6}}, "5 rows of patches, which two"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("base", "fault"),
-    [
-        (None, None),
-        ({}, "no image_token_index"),
-        (published_config(), None),
-        ({"model_type": "blip-2", "image_token_index": 50265}, None),
-        (changed(model_type="llava_onevision"), "needs a BLIP-2 in train.base, which is a llava_onevision"),
-        (changed(text_config={"model_type": "t5"}), "LLM is a t5, an encoder with a decoder"),
-        (changed(image_token_index=None), "no image_token_index: a release from before"),
-        (changed(vision_config={"patch_size": 6}), "5 rows of patches, which two images cannot share"),
-    ],
+    ("make", "module", "base", "fault"), [(make, *case) for make, cases in FAULTS.items() for case in cases]
 )
-def test_a_base_that_is_no_usable_blip2_is_a_fault(base: dict | None, fault: str | None) -> None:
-    found = FAMILIES["blip2idc"].faults(blip2_settings(), base)
-    assert len(found) == (fault is not None)
-    assert not fault or fault in found[0]
+def test_what_the_base_cannot_give_is_a_fault(make: Any, module: dict | None, base: dict | None, fault: str) -> None:
+    settings = make(module)
+    found = FAMILIES[settings.family].faults(settings, base)
+    assert len(found) == bool(fault)
+    assert fault in "".join(found)
 
 
 def test_the_list_of_families_loads_nothing_heavy() -> None:

@@ -1,15 +1,18 @@
-"""Which parameters train, at which rates, with which adapters."""
+"""Which parameters train, at which rates, with which adapters; published sizes; images; the contribution."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from m3diff.models import FAMILIES
 from m3diff.models.fused import make_fused
+from m3diff.models.m3diff import LARGE_BASE
+from m3diff.models.onediff_settings import VDMConfig
 from m3diff.models.settings import Delays
 from m3diff.models.tuning import (
-    is_adapter,
     parameter_counts,
     prepare,
     should_train,
@@ -17,10 +20,10 @@ from m3diff.models.tuning import (
     trainable_names,
     unwrapped,
 )
-from tests.models.test_modeling import pair_inputs
-from tests.tiny import MDP, tiny_model, tiny_settings
+from tests.models.test_llava import pair_inputs
+from tests.tiny import MDP, onediff_settings, tiny_model, tiny_settings
+from tests.tiny_blip2 import blip2_settings
 
-FAMILY = FAMILIES["m3diff"]
 LINEARS = 2 * 7  # of two LLM layers
 
 
@@ -32,21 +35,6 @@ def prepared(rank: int = 2, mdp: dict | None = MDP, **rates: float | None) -> tu
 def names_by_part(model: torch.nn.Module) -> dict[str, list[str]]:
     names = trainable_names(model)
     return {part: [name for name in names if name.startswith(FAMILY.parts[part])] for part in FAMILY.parts}
-
-
-def test_vision_projector_and_module_train_in_full_and_the_llm_by_its_adapters() -> None:
-    model, _ = prepared()
-    trained = names_by_part(model)
-    full = [name for name, _ in unwrapped(model).named_parameters() if not name.startswith(FAMILY.parts["llm"])]
-    never = [name for name in full if "post_layernorm" in name]
-    assert never
-    assert sorted(trained["vision"] + trained["projector"] + trained["module"]) == sorted(set(full) - set(never))
-    assert "model.image_newline" in trained["projector"]
-    assert len(trained["module"]) == len(list(unwrapped(model).model.mdp.parameters()))
-    assert len(trained["llm"]) == 2 * LINEARS
-    assert all(is_adapter(name) for name in trained["llm"])
-    assert not any("embed_tokens" in name or "lm_head" in name or "base_layer" in name for name in trained["llm"])
-    assert len(trainable_names(model)) == sum(len(names) for names in trained.values())
 
 
 def test_with_rank_0_the_same_linears_train_in_full() -> None:
@@ -74,22 +62,6 @@ def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen: st
     assert frozen not in [part for group in groups for part in group.parts]
 
 
-def test_there_is_one_group_for_each_rate_in_the_order_of_the_parts() -> None:
-    model, settings = prepared(vision=1e-4, module=1e-5, projector=1e-3, llm=1e-3)
-    groups = trainable_groups(model, FAMILY, settings)
-    assert [(group.name, group.parts, group.lr) for group in groups] == [
-        ("vision", ("vision",), 1e-4),
-        ("module", ("module",), 1e-5),
-        ("projector+llm", ("projector", "llm"), 1e-3),
-    ]
-    named = [(name, p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
-    for group in groups:
-        prefixes = tuple(prefix for part in group.parts for prefix in FAMILY.parts[part])
-        own = [id(p) for name, p in named if name.startswith(prefixes)]
-        assert [id(p) for p in group.parameters] == own, "in the model's order"
-    assert sum(len(group.parameters) for group in groups) == len(named)
-
-
 @pytest.mark.parametrize(
     ("rates", "delay", "wanted"),
     [
@@ -104,6 +76,9 @@ def test_parts_of_equal_rate_and_delay_share_a_group(rates: tuple, delay: float,
     model, settings = prepared(**dict(zip(("vision", "module", "projector", "llm"), rates, strict=True)))
     groups = trainable_groups(model, FAMILY, replace(settings, delays=Delays(module=delay)))
     assert [(group.name, group.lr, group.delay) for group in groups] == wanted
+    for group in groups:
+        own = [p for name, p in unwrapped(model).named_parameters() if FAMILY.part_of(name) in group.parts]
+        assert [id(p) for p in group.parameters] == [id(p) for p in own if p.requires_grad], "in the model's order"
 
 
 def test_a_parameter_that_trains_against_the_settings_or_is_in_no_part_is_noticed() -> None:
@@ -113,17 +88,6 @@ def test_a_parameter_that_trains_against_the_settings_or_is_in_no_part_is_notice
         trainable_groups(model, FAMILY, settings)
     with pytest.raises(AssertionError, match="every parameter is in one part"):
         should_train("model.qformer.weight", FAMILY, settings)
-
-
-def test_counts_are_of_what_trains_and_of_what_does_not() -> None:
-    model, _ = prepared(vision=None)
-    counts = parameter_counts(model, FAMILY)
-    sizes = {name: p.numel() for name, p in unwrapped(model).named_parameters()}
-    by_part = {part: sum(sizes[name] for name in names) for part, names in names_by_part(model).items()}
-    assert by_part["vision"] == 0 < by_part["llm"]
-    assert (
-        counts == {"trainable": sum(by_part.values()), "frozen": sum(sizes.values()) - sum(by_part.values())} | by_part
-    )
 
 
 def test_adapters_have_the_rank_and_strength_of_the_settings_and_no_dropout() -> None:
@@ -180,12 +144,65 @@ def test_a_lora_target_that_matches_nothing_is_an_error() -> None:
         prepare(tiny_model(MDP), family, tiny_settings())
 
 
-def test_adapters_can_be_on_more_than_one_part() -> None:
-    targets = {"vision": r"model\.vision_tower\.encoder\.layers\.\d+\.self_attn\.(q|v)_proj", **FAMILY.lora_targets}
-    family, settings = replace(FAMILY, lora_targets=targets), tiny_settings()
-    model = prepare(tiny_model(MDP), family, settings)
-    names = [name for name in trainable_names(model) if name.startswith("model.vision_tower.")]
-    assert len(names) == 2 * 2 * 2
-    assert all(is_adapter(name) for name in names)
-    frozen = prepare(tiny_model(MDP), family, tiny_settings(vision=None))
-    assert not any("vision_tower" in name and is_adapter(name) for name, _ in frozen.named_parameters())
+FAMILY = FAMILIES["m3diff"]
+PAPER = onediff_settings(asdict(VDMConfig()), rank=0, vision=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder", "name", "image_tokens", "wanted"),
+    [
+        (
+            tiny_settings(None, rank=128),
+            LARGE_BASE,
+            f"llava-hf/{LARGE_BASE}",
+            1460,
+            {"llm": 128 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)), "whole": (8.03e9, 0.005)},
+        ),
+        (
+            PAPER,
+            "llava-1.5-7b-hf",
+            "llava-hf/llava-1.5-7b-hf",
+            2 * 576 + 32,
+            # the VDM: 6 layers of BERT 42.5 M, three cross-attentions, the linear to the LLM
+            {"module": (54e6, 0.02), "whole": (7.06e9, 0.002), "llm": (6.74e9, 0.002), "vision": 0},
+        ),
+        (
+            blip2_settings(rank=8),
+            "blip2-opt-2.7b",
+            "Salesforce/blip2-opt-2.7b",
+            32,
+            {
+                "vision": 39 * 8 * 4 * 1408,
+                "module": 8 * ((2 * 12 + 6) * 2 * 768 + 2 * 6 * (1408 + 768)),
+                "projector": 0,
+                "llm": 32 * 8 * 3 * 2 * 2560,
+                "frozen": 3_744_761_856,  # Salesforce/blip2-opt-2.7b: 3.74 B
+                "trainable": (6.3e6, 0.01),  # "0.1 % of parameters"
+            },
+        ),
+    ],
+    ids=["m3diff", "onediff", "blip2idc"],
+)
+def test_the_published_shapes_give_the_published_number_of_parameters(
+    settings: Any, folder: str, name: str, image_tokens: int, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    family = FAMILIES[settings.family]
+    config = family.planned_config(tmp_path / folder, settings)
+    assert (config.name_or_path, config.image_tokens) == (name, image_tokens)
+    with torch.device("meta"):
+        counts = parameter_counts(prepare(family.build(config), family, settings), family)
+    new = counts["llm"] if settings.family == "m3diff" else counts["module"]
+    counts["whole"] = counts["trainable"] + counts["frozen"] - new
+    for part, count in wanted.items():
+        assert counts[part] == (pytest.approx(count[0], rel=count[1]) if isinstance(count, tuple) else count), part
+
+
+def test_the_contribution_has_a_name_for_each_level_and_none_without_a_module() -> None:
+    contribution = FAMILY.contribution
+    assert contribution is not None
+    settings = tiny_settings({**MDP, "vision_feature_layers": [0, 2]})
+    names = ("module_update_ratio/0", "module_update_ratio/2", "module_score/0", "module_score/2")
+    assert contribution.names(settings) == names
+    assert contribution.names(tiny_settings(None)) == ()
+    sums = torch.tensor([[4.0, 2.0], [16.0, 6.0], [64.0, 8.0]])
+    assert contribution.figures(sums) == [0.25, 0.5, 0.25, 0.75]

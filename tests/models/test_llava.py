@@ -1,4 +1,4 @@
-"""OneDiff on LLaVA-OneVision and on LLaVA-1.5: the places of its delta tokens, and the BERT that it starts as."""
+"""M3Diff and OneDiff on LLaVA: pairs alone, places of delta tokens, the prompt, and the BERT at the start."""
 
 import json
 import shutil
@@ -15,17 +15,84 @@ from m3diff.models.tuning import prepare
 from tests.models.llava15 import write_llava15
 from tests.models.test_modules import bert
 from tests.tiny import (
+    MDP,
     SEPARATE,
+    SIDE,
     VDM,
     noise_image,
     onediff_settings,
-    pair_inputs,
+    saliency_map,
     tiny_base,
     tiny_checkpoint,
+    tiny_model,
     tiny_trained,
 )
+from tests.tiny import (
+    pair_inputs as inputs_of,
+)
 
-FAMILY = FAMILIES["onediff"]
+PATCHES = (SIDE // 8) ** 2
+
+
+def pair_inputs(pairs: int = 2, seed: int = 0) -> dict:
+    torch.manual_seed(seed)
+    image = [3] * (PATCHES + 1)
+    ids = torch.tensor([[7, *image, *image, 9, 11 + row, 13] for row in range(pairs)])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(2 * pairs, 3, SIDE, SIDE),
+        "image_sizes": torch.full((2 * pairs, 2), SIDE),
+        "batch_num_images": torch.full((pairs,), 2),
+    }
+
+
+def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path: Path) -> None:
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+    ours = FAMILIES["m3diff"].load_processor(tiny_base(tmp_path)).image_processor
+    stock = LlavaOnevisionImageProcessorPil(
+        size=ours.size, image_mean=ours.image_mean, image_std=ours.image_std, resample=3
+    )
+    images = [noise_image(1, (60, 37)), noise_image(2, (31, 50))]
+    want = torch.as_tensor(stock([images], return_tensors="np")["pixel_values"]).reshape(2, 3, SIDE, SIDE)
+    got = ours.preprocess(images)["pixel_values"]
+    # one grey level is 0.0078 here; the stock path rounds once more on its way
+    torch.testing.assert_close(got, want.float(), rtol=0, atol=0.016)
+
+
+def test_the_module_works_on_pairs_and_only_on_pairs() -> None:
+    model, inputs = tiny_model(MDP), pair_inputs()
+    ids = torch.tensor([[7, *[3] * (4 * (PATCHES + 1)), 13]])
+    alone = inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "batch_num_images": torch.tensor([4])}
+    with torch.no_grad():
+        want = {True: model(**inputs).logits, False: model(**alone).logits}
+        for parameter in model.model.mdp.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+        assert (model(**inputs).logits - want[True]).abs().max() > 1e-3
+        assert torch.equal(model(**alone).logits, want[False])
+
+
+def test_before_and_after_come_in_turn_and_each_image_keeps_its_place() -> None:
+    """Against the module by hand on the hidden states that transformers gives."""
+    model, pixels = tiny_model({**MDP, "vision_feature_layers": [0, 2]}), torch.randn(6, 3, SIDE, SIDE)
+    with torch.no_grad():
+        states = model.model.vision_tower(pixels, output_hidden_states=True).hidden_states
+        before, after = [0, 2, 4], [1, 3, 5]
+        levels = [states[0], states[2]]
+        one, two = [f[before] for f in levels], [f[after] for f in levels]
+        want_1, want_2 = model.model.mdp(one, two, states[-1][before], states[-1][after])
+        got = model.model.perceive(pixels)
+        torch.testing.assert_close(got[before], want_1)
+        torch.testing.assert_close(got[after], want_2)
+        maps = saliency_map(model, pixels)
+        assert maps.shape == (3, 3, 3)
+        with model.model.mdp.recorded_maps() as levels:
+            model.model.mdp(one, two, states[-1][before], states[-1][after])
+        torch.testing.assert_close(maps.flatten(1), sum(levels) / 2)
+
+
+ONEDIFF = FAMILIES["onediff"]
 QUESTION = "What changed?"
 PAIRS = [(noise_image(2 * n), noise_image(2 * n + 1)) for n in range(2)]
 
@@ -46,7 +113,7 @@ def base(request: pytest.FixtureRequest) -> Path:
 
 
 def test_the_prompt_is_llavas_own(llava: Path) -> None:
-    processor: Any = FAMILY.load_processor(llava, FAMILY.planned_config(llava, onediff_settings(None)))
+    processor: Any = ONEDIFF.load_processor(llava, ONEDIFF.planned_config(llava, onediff_settings(None)))
     stock = AutoProcessor.from_pretrained(llava)
     content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
     text = stock.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -62,10 +129,10 @@ def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place: str, module
     config, inner = model.config, model.model
     each = config.patches + config.newline
     assert config.places() == ((each, each + 3) if place == "after" else (each + 3, each))
-    processor: Any = FAMILY.load_processor(base, config)
+    processor: Any = ONEDIFF.load_processor(base, config)
     image = processor.tokenizer.convert_tokens_to_ids("<image>")
     assert processor.encode_prompt(QUESTION).count(image) == 2 * each + 3 == config.image_tokens
-    inputs = pair_inputs(processor, PAIRS, [QUESTION] * 2)
+    inputs = inputs_of(processor, PAIRS, [QUESTION] * 2)
     pixels = inputs["pixel_values"]
     with torch.no_grad():
         states = inner.vision_hidden_states(pixels)
@@ -87,7 +154,7 @@ def test_rank_0_trains_the_whole_llm_and_adapters_only_the_linears(base: Path, t
     names = {}
     for rank in (0, 2):
         made = onediff_settings(rank=rank, vision=None)
-        model = prepare(FAMILY.load_base(base, made, torch.float32, "sdpa"), FAMILY, made)
+        model = prepare(ONEDIFF.load_base(base, made, torch.float32, "sdpa"), ONEDIFF, made)
         names[rank] = {name for name, p in model.named_parameters() if p.requires_grad}
         assert not [name for name in names[rank] if "vision_tower" in name]
         assert (tiny_checkpoint(base, tmp_path / str(rank), made) / ADAPTERS).is_dir() == (rank == 2)
@@ -99,19 +166,17 @@ def test_rank_0_trains_the_whole_llm_and_adapters_only_the_linears(base: Path, t
 def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(onevision, tmp_path / "base")
     made = onediff_settings(VDM | {"start": "bert", "heads": 3})
-    assert list(FAMILY.base_files(made, None)) == ["bert/config.json", "bert/model.safetensors"]
-    assert FAMILY.base_files(made, {"vdm": {}}) == FAMILY.base_files(onediff_settings(), None) == {}
-    with pytest.raises(ValueError, match="no BERT there"):
-        FAMILY.load_base(folder, made, torch.float32, "sdpa")
+    assert list(ONEDIFF.base_files(made, None)) == ["bert/config.json", "bert/model.safetensors"]
+    assert ONEDIFF.base_files(made, {"vdm": {}}) == ONEDIFF.base_files(onediff_settings(), None) == {}
     theirs = bert(folder / "bert")
-    model = FAMILY.load_base(folder, made, torch.float32, "sdpa")
+    model = ONEDIFF.load_base(folder, made, torch.float32, "sdpa")
     weight = model.model.vdm.layers[3].mlp[0].weight
     assert torch.equal(weight, theirs.encoder.layer[3].intermediate.dense.weight)
     with torch.no_grad():
         weight.add_(1.0)
     model.save_pretrained(tmp_path / "trained")
-    again = FAMILY.load_base(tmp_path / "trained", made, torch.float32, "sdpa")
+    again = ONEDIFF.load_base(tmp_path / "trained", made, torch.float32, "sdpa")
     assert torch.equal(again.model.vdm.layers[3].mlp[0].weight, weight)
     shutil.rmtree(folder / "bert")
-    bare = FAMILY.load(folder, torch.float32, tmp_path / "trained")  # as under adapters, which hold its weights
+    bare = ONEDIFF.load(folder, torch.float32, tmp_path / "trained")  # as under adapters, which hold its weights
     assert json.dumps(bare.config.vdm, sort_keys=True) == json.dumps(model.config.vdm, sort_keys=True)

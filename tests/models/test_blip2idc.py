@@ -1,0 +1,401 @@
+"""BLIP2IDC: its logits against equations in float64 from the papers (a ViT, BLIP-2's Q-Former, OPT, LoRA), its images
+and words against the authors' order of resizing and BLIP-2's own processor, and the augmentation of pairs.
+
+x is [tokens, width] of one pair throughout. Weights are read by the names of the published files.
+"""
+
+import io
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoProcessor, Blip2Config, Blip2Processor
+
+from m3diff.models import FAMILIES
+from m3diff.models.blip2idc import Augment
+from m3diff.models.blip2idc_model import Blip2IDCProcessor, augmented, blurred, compressed, first_of
+from m3diff.models.tuning import prepare, unwrapped
+from tests.tiny import noise_image, saliency_map
+from tests.tiny_blip2 import PATCH, QUERIES, SIDE, TEXTS, blip2_settings, tiny_blip2
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("blip2")
+    return {llm: tiny_blip2(root / llm, llm) for llm in TEXTS}
+
+
+@pytest.fixture(scope="module")
+def base(bases: dict[str, Path]) -> Path:
+    """With OPT, as published."""
+    return bases["opt"]
+
+
+FAMILY = FAMILIES["blip2idc"]
+Weights = Mapping[str, Tensor]
+
+
+def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+    """W x + b, and beside an adapter alpha / r B A x."""
+    if f"{name}.lora_A.default.weight" not in w:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+    a, b = w[f"{name}.lora_A.default.weight"], w[f"{name}.lora_B.default.weight"]
+    return linear(w, f"{name}.base_layer", x) + 2 * (x @ a.T) @ b.T  # alpha is twice the rank
+
+
+def norm(w: Weights, name: str, x: Tensor, epsilon: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / ((centred**2).mean(-1, keepdim=True) + epsilon) ** 0.5
+    return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool = False) -> Tensor:
+    """softmax(Q K' / sqrt(d)) V of each head, side by side."""
+    out = []
+    for head in torch.arange(q.shape[1]).chunk(heads):
+        scores = q[:, head] @ k[:, head].T / len(head) ** 0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+        out.append(torch.exp(scores - scores.logsumexp(1, keepdim=True)) @ v[:, head])
+    return torch.cat(out, dim=1)
+
+
+def vision(w: Weights, picture: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
+    """A pre-norm transformer over patches and a class token, with learnt positions and a norm at the end."""
+    name, rows = "vision_model.embeddings", range(0, SIDE, PATCH)
+    patches = [picture[:, top : top + PATCH, left : left + PATCH].flatten() for top in rows for left in rows]
+    kernel = w[f"{name}.patch_embedding.weight"].flatten(1)
+    x = torch.stack(patches) @ kernel.T + w[f"{name}.patch_embedding.bias"]
+    x = torch.cat([w[f"{name}.class_embedding"][0], x]) + w[f"{name}.position_embedding"][0]
+    for number in range(layers):
+        at = f"vision_model.encoder.layers.{number}"
+        q, k, v = linear(w, f"{at}.self_attn.qkv", norm(w, f"{at}.layer_norm1", x, 1e-6)).chunk(3, dim=1)
+        x = x + linear(w, f"{at}.self_attn.projection", attention(q, k, v, heads))
+        x = x + linear(w, f"{at}.mlp.fc2", gelu(linear(w, f"{at}.mlp.fc1", norm(w, f"{at}.layer_norm2", x, 1e-6))))
+    return norm(w, "vision_model.post_layernorm", x, 1e-6)
+
+
+def added(w: Weights, name: str, change: Tensor, x: Tensor) -> Tensor:
+    """BERT's block: a linear, the residual, then the norm."""
+    return norm(w, f"{name}.LayerNorm", linear(w, f"{name}.dense", change) + x, 1e-12)
+
+
+def qformer(w: Weights, patches: Tensor, layers: int = 3, heads: int = 4) -> Tensor:
+    """BERT on the learnt queries; in every second layer, from the first, they read the patches too."""
+    x = norm(w, "qformer.layernorm", w["query_tokens"][0], 1e-12)
+    for number in range(layers):
+        at = f"qformer.encoder.layer.{number}"
+        for block, read in (("attention", None), ("crossattention", patches))[: 2 - number % 2]:
+            of = x if read is None else read
+            own = f"{at}.{block}.attention"
+            q, k, v = linear(w, f"{own}.query", x), linear(w, f"{own}.key", of), linear(w, f"{own}.value", of)
+            x = added(w, f"{at}.{block}.output", attention(q, k, v, heads), x)
+        x = added(w, f"{at}.output_query", gelu(linear(w, f"{at}.intermediate_query.dense", x)), x)
+    return x
+
+
+def opt(w: Weights, x: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
+    """A pre-norm decoder with learnt positions, the first two of which are no places; its head is its embeddings."""
+    at = "language_model.model.decoder"
+    x = x + w[f"{at}.embed_positions.weight"][2 : 2 + len(x)]
+    for number in range(layers):
+        own = f"{at}.layers.{number}"
+        before = norm(w, f"{own}.self_attn_layer_norm", x, 1e-5)
+        q, k, v = (linear(w, f"{own}.self_attn.{name}_proj", before) for name in "qkv")
+        x = x + linear(w, f"{own}.self_attn.out_proj", attention(q, k, v, heads, causal=True))
+        wide = linear(w, f"{own}.fc1", norm(w, f"{own}.final_layer_norm", x, 1e-5))
+        x = x + linear(w, f"{own}.fc2", wide.clamp(min=0))
+    return norm(w, f"{at}.final_layer_norm", x, 1e-5) @ w[f"{at}.embed_tokens.weight"].T
+
+
+def answers(w: Weights, picture: Tensor, ids: list[int]) -> Tensor:
+    """Logits [tokens, vocabulary] of a prompt of queries, start token and caption."""
+    visual = linear(w, "language_projection", qformer(w, vision(w, picture)))
+    words = w["language_model.model.decoder.embed_tokens.weight"][ids[QUERIES:]]
+    return opt(w, torch.cat([visual, words]))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["published", "adapted"])
+def model(request: pytest.FixtureRequest, base: Path) -> torch.nn.Module:
+    made = FAMILY.load(base, torch.float64, None)
+    if request.param:
+        torch.manual_seed(4)
+        made = prepare(made, FAMILY, blip2_settings())
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.2)
+    return made.eval()
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["stock", "fused, training"])
+def test_the_logits_are_those_of_the_equations(is_fused: bool, model: torch.nn.Module, base: Path) -> None:
+    processor = FAMILY.load_processor(base)
+    if is_fused:
+        FAMILY.fuse(unwrapped(model), "none")
+    model.train(is_fused)
+    images = np.stack([processor.prepare_image(noise_image(seed, (40, 30))) for seed in range(4)])
+    inputs = processor.image_inputs(torch.from_numpy(images))
+    pixels = inputs["pixel_values"].double()
+    captions = [processor.encode_reference(text) for text in ("the red ball moved", "the star is gone")]
+    w = dict(unwrapped(model).named_parameters())
+    for number, caption in enumerate(captions):
+        ids = [*processor.encode_prompt("What changed?"), *caption]
+        with torch.no_grad():
+            got = model(
+                pixel_values=pixels[number : number + 1],
+                input_ids=torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            ).logits[0]
+            want = answers(w, pixels[number], ids)
+            other = answers(w, pixels[number].roll(SIDE // 2, dims=1), ids)  # after above before
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        assert (other - want).abs().max() > 1e-2, "which image is on top shows"
+    model.eval()
+
+
+def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base: Path) -> None:
+    """Eager attention gives its weights itself."""
+    model, eager = (FAMILY.load(base, torch.float32) for _ in range(2))
+    eager.set_attn_implementation("eager")
+    pixels, rows = torch.randn(3, 3, SIDE, SIDE), SIDE // PATCH
+    with torch.no_grad():
+        patches = eager.eval().vision_model(pixel_values=pixels).last_hidden_state
+        queries = eager.query_tokens.expand(len(pixels), -1, -1)
+        read = eager.qformer(query_embeds=queries, encoder_hidden_states=patches, output_attentions=True)
+    weights = torch.stack(read.cross_attentions).mean(dim=(0, 2, 3))[:, 1:]  # layers, heads, queries; no class token
+    before, after = weights.reshape(-1, rows, rows).split(rows // 2, dim=1)
+    both = before + after
+    maps = saliency_map(model.eval(), pixels)
+    torch.testing.assert_close(maps, both / both.sum(dim=(1, 2), keepdim=True))
+    assert (maps[0] - maps[1]).abs().max() > 1e-3, "maps that are all alike would show nothing"
+
+
+def test_no_dropout_is_left_though_the_directory_has_some(base: Path) -> None:
+    stock = Blip2Config.from_pretrained(base)
+    assert (stock.qformer_config.hidden_dropout_prob, stock.text_config.dropout) == (0.1, 0.1)
+    model = FAMILY.load(base, torch.float32).train()
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+    pixels, ids = torch.randn(1, 3, 32, 32), torch.tensor([[*[model.config.image_token_index] * QUERIES, 2, 9, 10]])
+    with torch.no_grad():
+        assert torch.equal(*(model(pixel_values=pixels, input_ids=ids).logits for _ in range(2)))
+
+
+@pytest.mark.parametrize("llm", TEXTS)
+def test_the_adapters_are_on_queries_keys_and_values(llm: str, bases: dict[str, Path]) -> None:
+    model = prepare(FAMILY.load(bases[llm], torch.float32), FAMILY, blip2_settings()).get_base_model()
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    layers = "language_model.model.decoder.layers" if llm == "opt" else "language_model.model.layers"
+    own, across = "attention.attention", "crossattention.attention"
+    want = {f"vision_model.encoder.layers.{n}.self_attn.qkv" for n in range(2)}
+    want |= {f"qformer.encoder.layer.{n}.{own}.{name}" for n in range(3) for name in ("key", "value")}
+    want |= {f"qformer.encoder.layer.{n}.{across}.{name}" for n in (0, 2) for name in ("query", "key", "value")}
+    assert adapted == want | {f"{layers}.{n}.self_attn.{name}_proj" for n in range(2) for name in "qkv"}
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+
+
+def test_without_adapters_the_same_linears_train_in_full(base: Path) -> None:
+    model = prepare(FAMILY.load(base, torch.float32), FAMILY, blip2_settings(rank=0))
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert "vision_model.encoder.layers.0.self_attn.qkv.bias" in trains
+    assert not any(name.startswith("query_tokens") or ".fc1." in name for name in trains)
+
+
+HALF = SIDE // 2
+
+
+@pytest.fixture(scope="module")
+def processor(base: Path) -> Blip2IDCProcessor:
+    return FAMILY.load_processor(base)  # type: ignore[return-value]
+
+
+def smooth(seed: int, size: tuple[int, int]) -> Image.Image:
+    """An image of few details, as a photograph is: what the bicubic filter does at its edges shows, noise does not."""
+    return noise_image(seed, (5, 4)).resize(size, Image.Resampling.BICUBIC)
+
+
+def the_authors(before: Image.Image, after: Image.Image) -> np.ndarray:
+    """Their picture before it is normalised: the one before in the size of the one after, stacked, stretched."""
+    stacked = Image.new("RGB", (after.width, 2 * after.height))
+    stacked.paste(before.resize(after.size, Image.Resampling.BICUBIC), (0, 0))
+    stacked.paste(after, (0, after.height))
+    return np.asarray(stacked.resize((SIDE, SIDE), Image.Resampling.BICUBIC)).astype(int)
+
+
+def ours(processor: Blip2IDCProcessor, before: Image.Image, after: Image.Image) -> np.ndarray:
+    return np.concatenate([processor.prepare_image(image) for image in (before, after)]).astype(int)
+
+
+@pytest.mark.parametrize("size", [(64, 48), (40, 90), (200, 200), (SIDE, HALF), (8, 8)])
+def test_of_images_of_one_size_it_is_the_authors_picture_but_for_the_rows_beside_the_seam(
+    size: tuple[int, int], processor: Blip2IDCProcessor
+) -> None:
+    """Two rows, or as many as two pixels become where the images are made larger."""
+    before, after = smooth(1, size), smooth(2, size)
+    difference = np.abs(ours(processor, before, after) - the_authors(before, after))
+    reach = max(2, SIDE // size[1])
+    assert difference[: HALF - reach].max() <= 1
+    assert difference[HALF + reach :].max() <= 1
+    if size[1] == HALF:
+        assert difference.max() == 0, "nothing is resized in height"
+    else:
+        assert difference[HALF - reach : HALF + reach].max() > 3, "there the authors' filter mixes the two images"
+
+
+def test_a_text_ends_with_the_line_break_that_opt_stops_at(processor: Blip2IDCProcessor) -> None:
+    reference = processor.encode_reference("the red ball moved")
+    assert reference[-1] == processor.end_id == processor.tokenizer.convert_tokens_to_ids("Ċ")
+    assert processor.start_id not in reference
+    assert processor.tokenizer.decode(reference) == "the red ball moved\n"
+    padded = torch.tensor([[*reference, processor.pad_id], [*reference[:-2], processor.end_id, processor.pad_id, 1]])
+    assert processor.decode(padded) == ["the red ball moved", "the red ball"]
+    image = processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert processor.encode_prompt("What changed?") == (image,) * QUERIES + (2,)
+    assert processor.decode(torch.tensor([processor.encode_reference("Ünknown ✓ words")])) == ["Ünknown ✓ words"]
+
+
+def test_the_first_token_of_the_configuration_counts_and_else_the_tokenizers(bases: dict[str, Path]) -> None:
+    other: Any = FAMILY.load_processor(bases["qwen2"])
+    assert (other.end_id, other.encode_prompt("")[-1], other.pad_id) == (2, 2, 1)
+    assert [first_of(*tokens) for tokens in (([7, 8], 2), (None, 2), (0, 2))] == [7, 2, 0]
+
+
+SQUARE = r"preprocessor_config.json: size must be a square .* take the file of a BLIP-2"
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value", "told"),
+    [
+        ("preprocessor_config.json", "size", None, SQUARE),
+        ("preprocessor_config.json", "size", {"shortest_edge": 32}, SQUARE),
+        ("preprocessor_config.json", "size", {"height": 31, "width": 31}, "square of an even side, found .*31"),
+        ("preprocessor_config.json", "image_std", None, SQUARE),
+    ],
+)
+def test_a_file_that_gives_no_stacked_picture_is_refused_in_words(
+    file: str, name: str, value: object, told: str, base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    known = json.loads((base / file).read_text()) | {name: value}
+    (folder / file).write_text(json.dumps({key: kept for key, kept in known.items() if kept is not None}))
+    with pytest.raises(ValueError, match=told):
+        FAMILY.load_processor(folder)
+
+
+def test_what_is_saved_is_blip2s_own_and_gives_the_same(
+    processor: Blip2IDCProcessor, base: Path, tmp_path: Path
+) -> None:
+    processor.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "processor_config.json").read_text())
+    assert (told["processor_class"], told["num_query_tokens"]) == ("Blip2Processor", QUERIES)
+    (tmp_path / "config.json").write_text((base / "config.json").read_text())
+    again = FAMILY.load_processor(tmp_path)
+    assert again.encode_reference("the ball") == processor.encode_reference("the ball")
+    assert again.encode_prompt("") == processor.encode_prompt("")
+    image = smooth(1, (30, 20))
+    assert np.array_equal(again.prepare_image(image), processor.prepare_image(image))
+    stock = AutoProcessor.from_pretrained(tmp_path)
+    assert isinstance(stock, Blip2Processor)
+    picture = Image.fromarray(np.concatenate([processor.prepare_image(image)] * 2))
+    pixels = stock(images=picture, return_tensors="pt")["pixel_values"]
+    prepared = torch.from_numpy(np.stack([processor.prepare_image(image)] * 2))
+    torch.testing.assert_close(pixels, processor.image_inputs(prepared)["pixel_values"], rtol=0, atol=1e-5)
+
+
+ALWAYS, NEVER = Augment(blur=1.0, jpeg=1.0), Augment(blur=0.0, jpeg=0.0)
+
+
+def pair(seed: int = 0, rows: int = 16, columns: int = 24) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (2, rows, columns, 3), dtype=np.uint8)
+
+
+def visit(*numbers: int) -> np.random.Generator:
+    return np.random.default_rng(numbers)
+
+
+def test_a_visit_gives_the_same_pixels_again_and_another_visit_others() -> None:
+    images = pair()
+    kept = images.copy()
+    first, again, other = (augmented(ALWAYS, images, visit(3, epoch, 7)) for epoch in (0, 0, 1))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert (first.shape, first.dtype) == (images.shape, np.uint8)
+    assert np.array_equal(images, kept), "what is cached stays as it is"
+    assert np.array_equal(augmented(NEVER, images, visit(1)), images)
+
+
+def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself() -> None:
+    seen = (0.4, 0.5)  # a narrower Gaussian may leave every pixel as it is
+    smooth, hard = Augment(blur=0.3, sigma=seen, jpeg=0.0), Augment(blur=0.0, jpeg=0.6)
+    for augment, share in ((smooth, 0.3), (hard, 0.6)):
+        changed = [not np.array_equal(augmented(augment, pair(), visit(2, row)), pair()) for row in range(300)]
+        assert abs(np.mean(changed) - share) < 0.08
+    # of what is drawn, neither choice moves the other's
+    both = Augment(blur=0.3, sigma=seen, jpeg=0.6)
+    for row in range(40):
+        is_smooth, is_hard = (
+            not np.array_equal(augmented(one, pair(), visit(2, row)), pair()) for one in (smooth, hard)
+        )
+        assert (not np.array_equal(augmented(both, pair(), visit(2, row)), pair())) == (is_smooth or is_hard)
+
+
+def test_both_images_are_changed_alike_as_one_picture() -> None:
+    """Two images that are the same stay the same but near the seam and the frame, where the filter reads beyond."""
+    same = np.stack([pair()[0]] * 2)
+    found = augmented(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
+    assert np.abs(found - same).max() > 0
+    assert np.array_equal(found[0, 1:-1], found[1, 1:-1])
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.3, 0.5])
+def test_the_blur_is_a_gaussian_of_three_pixels_mirrored_at_the_edges(sigma: float) -> None:
+    picture = pair()[0]
+    weights = np.exp(-0.5 * (np.array([-1, 0, 1]) / sigma) ** 2)
+    weights /= weights.sum()
+    rows, columns, _ = picture.shape
+    want = np.zeros_like(picture)
+    for row in range(rows):
+        for column in range(columns):
+            total = np.zeros(3)
+            for down in (-1, 0, 1):
+                for right in (-1, 0, 1):
+                    y, x = abs(row + down), abs(column + right)
+                    y, x = min(y, 2 * (rows - 1) - y), min(x, 2 * (columns - 1) - x)
+                    total += weights[down + 1] * weights[right + 1] * picture[y, x]
+            want[row, column] = np.rint(total)
+    found = blurred(picture, sigma)
+    assert np.abs(found.astype(int) - want).max() <= 1
+    assert (found != want).mean() < 0.01
+    if sigma == 0.1:
+        assert np.array_equal(found, picture), "a Gaussian so narrow leaves the pixels alone"
+
+
+def test_compression_is_a_jpeg_file_of_the_quality() -> None:
+    picture = pair(rows=32, columns=32)[0]
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=70)
+    assert np.array_equal(compressed(picture, 70), np.asarray(Image.open(file)))
+    error = [np.abs(compressed(picture, quality).astype(int) - picture).mean() for quality in (95, 75, 50)]
+    assert error == sorted(error)
+    assert error[0] > 0
+
+
+def test_the_family_augments_as_its_settings_say_and_m3diff_not_at_all() -> None:
+    augment = FAMILY.augment
+    assert augment is not None
+    images = pair()
+    assert augment(blip2_settings(), images, visit(1)) is images, "null: not at all"
+    found = augment(blip2_settings(augment=ALWAYS), images, visit(1))
+    assert np.array_equal(found, augmented(ALWAYS, images, visit(1)))
+    assert FAMILIES["m3diff"].augment is None
