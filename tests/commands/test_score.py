@@ -11,8 +11,14 @@ import pytest
 
 from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
 from m3diff.commands.score import ScoreReport, lines, score
-from m3diff.commands.score.faults import faults_of_predictions, match, notes_of_captions
-from m3diff.commands.score.files import Prediction, bare_pair, read_predictions
+from m3diff.commands.score.files import (
+    Prediction,
+    bare_pair,
+    faults_of_predictions,
+    match,
+    notes_of_captions,
+    read_predictions,
+)
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
 from m3diff.records.errors import DataError
@@ -24,20 +30,6 @@ from m3diff.scoring.metrics.spice import check_spice
 from tests.layouts import edit_json, run_ingest, write_clevr, write_json
 from tests.scoring.bench import GRAMMAR, PUBLISHED, REAL, fake_java, needs_real
 
-TEXTS = [
-    "the lamp on the table is gone",
-    "a red car has parked near the door",
-    "the man in the blue shirt left",
-    "a tree was cut down in the garden",
-    "the sign over the shop is now green",
-    "two boxes were moved to the left",
-]
-REFERENCES = {f"pair_{number}": [text] for number, text in enumerate(TEXTS)}
-CAPTIONS = {name: texts[0] for name, texts in REFERENCES.items()}
-RIGHT = "CIDEr                 10.0000"
-
-Command = Callable[..., tuple[int, str]]
-
 
 def write(path: Path, value: Any) -> Path:
     path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
@@ -47,23 +39,6 @@ def write(path: Path, value: Any) -> Path:
 def coco(references: Mapping[str, list[str]]) -> dict[str, Any]:
     annotations = [{"image_id": name, "caption": text} for name, texts in references.items() for text in texts]
     return {"images": [{"id": name} for name in references], "annotations": annotations}
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`m3diff score` on a file of captions: exit code and all that is printed. CIDEr alone is scored, without Java."""
-    monkeypatch.setitem(scoring_run.TOKENIZERS, "ptb", scoring_run.split_at_white_space)
-    monkeypatch.setattr("m3diff.commands.score.metrics_of", lambda *_: choose_metrics(["CIDEr"]))
-    monkeypatch.setattr("m3diff.commands.score.require_java", lambda: 17)
-
-    def score(captions: Any, references: Mapping[str, list[str]], *options: str, name: str = "p.json"):
-        path = tmp_path / name if captions is None else write(tmp_path / name, captions)
-        against = write(tmp_path / "references.json", coco(references))
-        code = main(["score", str(path), "--references", str(against), *options])
-        told = capsys.readouterr()
-        return code, told.out + told.err
-
-    return score
 
 
 # Files of captions
@@ -122,32 +97,30 @@ def test_a_row_that_is_no_caption_is_named_with_its_place(name, content, message
     assert str(tmp_path / "a.") in str(refused.value)
 
 
-def test_one_pair_has_a_reason_for_its_cider_and_marks_are_noted_as_those_of_captions_or_references(command: Command):
-    code, told = command({"pair_0": "x"}, {"pair_0": ["x"]})
-    assert (code, "  CIDEr: there is one pair" in told) == (0, True)
-    marked = {name: [f"<start> {text} <end>" for text in [*texts, "x"]] for name, texts in REFERENCES.items()}
-    code, told = command({name: texts[0] for name, texts in marked.items()}, marked)
-    assert (code, "  CIDEr " in told) == (0, True), "they are scored as they are"
-    assert "note: 6 of 6 captions hold special tokens" in told
-    assert "note: 12 of 12 references hold special tokens" in told
+def test_one_pair_has_a_reason_for_its_cider_and_marks_are_noted_as_those_of_captions_or_references(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(scoring_run.TOKENIZERS, "ptb", scoring_run.split_at_white_space)
+    monkeypatch.setattr("m3diff.commands.score.metrics_of", lambda *_: choose_metrics(["CIDEr"]))
+    references = write(tmp_path / "r.json", coco({"1": ["<start> a car <end>", "x"]}))
+    report = score(write(tmp_path / "p.json", {"1": "<start> a cube <end>"}), references=references)
+    assert "there is one pair" in report.absent["CIDEr"]
+    assert [note.partition(",")[0] for note in report.notes] == [
+        "1 of 1 captions hold special tokens or tags",
+        "1 of 2 references hold special tokens or tags",
+    ]
 
 
 # Ids
 
 
-def nfd(text: str) -> str:
-    return unicodedata.normalize("NFD", text)
-
-
-def test_ids_are_the_same_in_any_unicode_form(command: Command):
-    known = {f"Köln_{number}é.png": texts for number, texts in enumerate(REFERENCES.values())}
-    given = {nfd(name): texts[0] for name, texts in known.items()}
-    turned = {name: texts[0] for name, texts in known.items()}, {nfd(name): texts for name, texts in known.items()}
-    for captions, references in ((given, known), turned):
-        code, told = command(captions, references)
-        assert (code, RIGHT in told, "were taken for" in told) == (0, True, False)
-    code, told = command(given | {next(iter(known)): "x"}, known)
-    assert (code, "7 captions for 6 ids" in told) == (DATA_REFUSED, True)
+def test_ids_are_the_same_in_any_unicode_form():
+    for form, other in (("NFC", "NFD"), ("NFD", "NFC")):
+        given, known = (unicodedata.normalize(name, "Köln_1é.png") for name in (form, other))
+        found = match([Prediction(given, "x")], [known], "own", None)
+        assert (found.captions, found.renamed) == ({known: "x"}, None)
+        with pytest.raises(DataError, match="2 captions for 1 ids"):
+            match([Prediction(given, "x"), Prediction(known, "y")], [known], "own", None)
 
 
 @pytest.mark.parametrize(

@@ -195,39 +195,23 @@ def test_a_fault_in_one_metric_is_raised_and_leaves_no_process(tmp_path: Path, m
         score(["METEOR"])
 
 
-PAIRS = {
-    "b": ("one two three", ["x"]),
-    "a": ("one two", ["x", "y"]),
-    "c": ("empty", ["x"]),
-    "d": ("one two", ["x", "y"]),
-}
-GROUPS = {ALL: list(PAIRS), "some": ["b", "a"], "one": ["c"], "nobody": []}
-
-
-def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
-    """The scores of PAIRS where the metric's program gave these answers to the predictions."""
-    texts = {i: text for i, (text, _) in PAIRS.items()}
-    of_items = {(text, tuple(references)): answers[text] for text, references in PAIRS.values()}
-    tools = bench.tools({i: references for i, (_, references) in PAIRS.items()}, texts, answers=of_items)
-    return METRICS[metric].compute([], GROUPS, tools)
-
-
-def by_hand(words: int, references: int) -> float:
-    """METEOR where every word of the prediction matches, each a chunk of its own, and a tenth of the references'."""
-    mean = 1 / (0.15 / 1 + 0.85 / 0.1)
-    return mean * (1 - 0.6 * (words / ((words + references) / 2)) ** 0.2)
-
-
 def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_spice_the_mean_of_the_pairs_that_have_a_score():
-    counts = {text: (len(text.split()), len(references)) for text, references in PAIRS.values()}
-    found = computed("METEOR", {t: [w, 10 * r, 0, 0, w, r, *[0] * 14, w, w, r] for t, (w, r) in counts.items()})
-    wanted = {ALL: by_hand(8, 6), "some": by_hand(5, 3), "one": by_hand(1, 1)}
-    assert {name: values["METEOR"] for name, values in found.groups.items()} == pytest.approx(wanted)
-    wanted = {"b": by_hand(3, 1), "a": by_hand(2, 2), "c": by_hand(1, 1), "d": by_hand(2, 2)}
-    assert {i: of_pair["METEOR"] for i, of_pair in found.pairs.items()} == pytest.approx(wanted)
-    column, resampled = METRICS["METEOR"].resampled["METEOR"]
-    sums = np.array([[1, 1, 0, 0], [0, 0, 2, 0]]) @ np.array([found.pairs[i][column] for i in PAIRS])  # two resamples
-    assert resampled(sums).tolist() == pytest.approx([by_hand(5, 3), by_hand(2, 2)])
+    texts = {"b": "one two three", "a": "one two", "c": "empty", "d": "one two"}
+    groups = {ALL: list(texts), "some": ["b", "a"], "one": ["c"], "nobody": []}
+
+    def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
+        of_items = {(text, ("x",)): answer for text, answer in answers.items()}
+        return METRICS[metric].compute([], groups, bench.tools(dict.fromkeys(texts, ["x"]), texts, answers=of_items))
+
+    rows = np.random.default_rng(0).integers(1, 9, (3, 23)).astype(float)
+    answers = dict(zip(dict.fromkeys(texts.values()), rows.tolist(), strict=True))
+    found = computed("METEOR", answers)
+    for name, ids in list(groups.items())[:3]:
+        sums = np.sum([answers[texts[i]] for i in ids], axis=0)
+        assert found.groups[name] == {"METEOR": pytest.approx(float(meteor.meteor(sums)))}
+    assert found.pairs["a"] == {"METEOR": pytest.approx(float(meteor.meteor(rows[1]))), "METEOR_statistics": [*rows[1]]}
+    assert METRICS["METEOR"].resampled["METEOR"] == ("METEOR_statistics", meteor.meteor)
+
     found = computed("SPICE", {"one two three": 0.31, "one two": 0.22, "empty": None})
     whole, some = pytest.approx((0.31 + 0.22 + 0.22) / 3), pytest.approx((0.31 + 0.22) / 2)
     assert found.groups == {ALL: {"SPICE": whole}, "some": {"SPICE": some}, "one": {"SPICE": None}}
@@ -337,7 +321,7 @@ cache = option("-cache") and pathlib.Path(option("-cache"), "data.mdb")
 known = set(json.loads(cache.read_text())) if cache and cache.exists() else set()
 items = json.loads(pathlib.Path(arguments[3]).read_text())
 captions = {text for item in items for text in (item["test"], *item["refs"])}
-run = {"new": len(captions - known), "cache": cache is not None, "command": arguments[:3]}
+run = {"new": len(captions - known), "cache": cache is not None, "command": arguments[:3], "lib": os.listdir("lib")}
 run |= {name: environment.get(name) for name in ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS")}
 with open(LOG, "a") as file:
     print(json.dumps(run), file=file)
@@ -398,6 +382,7 @@ def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none_with_java
     assert options[0] == "-Dmine=1"
     modules = options[options.index("--module-path") + 1].split(os.pathsep)
     assert [Path(module).name for module in modules] == list(spice.NASHORN)
+    assert set(JARS) & set(toy.runs[0]["lib"]) == set(spice.JARS)
     assert options[options.index("--add-modules") + 1] == "org.openjdk.nashorn"
     assert "--add-opens=java.base/java.lang=ALL-UNNAMED" in options
     assert all("-XX:hashCode=3" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)

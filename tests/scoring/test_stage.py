@@ -23,7 +23,7 @@ from m3diff.scoring.metrics import (
     choose_metrics,
 )
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
-from m3diff.scoring.run import HEADLINE, EvaluateReport, compute_metrics, headline
+from m3diff.scoring.run import HEADLINE, TOKENIZERS, EvaluateReport, compute_metrics, headline, split_at_white_space
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.scoring import bench
 
@@ -69,13 +69,14 @@ def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_wi
     folders = bench.write(tmp_path)
     bench.small_table(tmp_path / "table", monkeypatch)
     bench.fake_java(tmp_path / "bin", monkeypatch, "meteor", "exec sleep 1000")
+    monkeypatch.setitem(TOKENIZERS, "ptb", split_at_white_space)
     for path in (
         folders.predictions / "predictions_shuffled.json",
         folders.predictions / "saliency.npz",
         folders.records / "toy" / "grammar.json",
     ):
         path.unlink()
-    compute = bench.compute(scorer_timeout_s=5, spice_dir=tmp_path)
+    compute = bench.compute(scorer_timeout_s=1, spice_dir=tmp_path)
     evaluate(bench.config(), compute, *folders, tmp_path / "out")
     metrics = written(tmp_path / "out")
     absent = metrics["absent"]
@@ -83,7 +84,7 @@ def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_wi
         assert metrics[name] is None
     assert metrics["CIDEr"] is not None
     assert absent.keys() == {"change_type_accuracy", "CIDEr_shuffled", "METEOR", "SPICE"}
-    assert absent["METEOR"] == "no answer within 5 s (compute.scorer_timeout_s)"
+    assert absent["METEOR"] == "no answer within 1 s (compute.scorer_timeout_s)"
     assert absent["SPICE"].startswith(f"{tmp_path}: has no stanford-corenlp-3.6.0.jar and no ")
     assert "<dt>METEOR</dt><dd>Absent." in (tmp_path / "out" / "report.html").read_text()
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from m3diff.commands.score import faults as find
 from m3diff.commands.score import files
 from m3diff.datasets.spec import Protocol, SplitCount
 from m3diff.records.errors import DataError
@@ -143,11 +142,11 @@ def find_pairs(
     if not taken:
         raise DataError(f"{dataset}: no pair of the references is one of protocol {protocol.name!r}")
     try:
-        matched = find.match(found, references.pairs, dataset, counts)
+        matched = files.match(found, references.pairs, dataset, counts)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    faults = find.faults_of_predictions(len(found), matched, taken, references.pairs, counts)
-    if references.as_scored and (fault := find.fault_of_references(taken, counts, protocol)):
+    faults = files.faults_of_predictions(len(found), matched, taken, references.pairs, counts)
+    if references.as_scored and (fault := files.fault_of_references(taken, counts, protocol)):
         faults.insert(0, f"references: {fault}")
     captions = {name: matched.captions[name] for name in taken if name in matched.captions}
     if protocol.n is not None and len(captions) != protocol.n:
@@ -163,7 +162,7 @@ def find_pairs(
     if rest := len(matched.captions) - len(captions):
         notes.append(f"{rest:,} captions of pairs that {protocol.name!r} does not take were left out")
     said, texts = list(captions.values()), [taken[name].references for name in captions]
-    notes += find.notes_of_captions(said, list(chain(*texts)), protocol)
+    notes += files.notes_of_captions(said, list(chain(*texts)), protocol)
     notes += notes_of_marks(said) + notes_of_marks(chain(*texts), "references")
     return [replace(taken[name], prediction=caption) for name, caption in captions.items()], faults, notes
 
