@@ -55,14 +55,11 @@ def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpe
     specs = {}
     for dataset in dict.fromkeys(pair.dataset for pair in pairs):
         path = records / f"{dataset}.json"
-        if not path.is_file():
-            raise DataError(
-                f"{path}: no such file, so the licence of {dataset!r} is unknown; run `m3diff ingest` again"
-            )
-        reader = json.loads(path.read_text(encoding="utf-8")).get("reader")
+        reader = json.loads(path.read_text(encoding="utf-8")).get("reader") if path.is_file() else None
         if reader not in DATASETS:
             raise DataError(
-                f"{path}: reader {reader!r} is unknown; known: {', '.join(DATASETS)}; run `m3diff ingest` again"
+                f"{path}: names no known reader ({reader!r}), so the licence of {dataset!r} is unknown; known: "
+                f"{', '.join(DATASETS)}; run `m3diff ingest` again"
             )
         specs[dataset] = DATASETS[reader]
     return specs

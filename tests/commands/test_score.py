@@ -480,7 +480,7 @@ def test_the_command_hands_its_arguments_on_and_prints_what_was_found(monkeypatc
     assert json.loads(capsys.readouterr().out)["scores"]["CIDEr"] == 0.474
 
 
-def test_the_page_tells_protocol_pairs_variant_scores_faults_and_the_published_rows_around():
+def test_the_page_tells_protocol_pairs_variant_scores_faults_and_the_published_rows():
     told = list(lines(a_report()))
     assert told[0] == "spot_the_diff, protocol 'single-change' (here)"
     assert told[1] == "  pairs 1,270 (papers: 1,270); references a pair 1.66"
@@ -488,7 +488,7 @@ def test_the_page_tells_protocol_pairs_variant_scores_faults_and_the_published_r
     assert cider.split()[:6] == ["CIDEr", "0.4740", "47.4", "42.0", "to", "53.0"]
     assert "CIDEr-D" in cider
     rows = [line.split()[0] for line in told if line.startswith("    ") and line.split()[0][0] in "Mt"]
-    assert rows == ["M1", "M2", "M3", "these", "M4", "M5", "M6"]
+    assert rows == ["M0", "M1", "M2", "M3", "these", "M4", "M5", "M6", "M7"]
     assert [line.split()[0] for line in told if line.endswith("+ chosen on test")] == ["M3"]
     assert {"  note: one", "  METEOR: it died", "    + M3: their code", "    source: paper A"} < set(told)
     told = list(lines(a_report(pairs=1263, faults=["empties"])))

@@ -21,7 +21,7 @@ from pycocoevalcap.tokenizer import ptbtokenizer
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.records.errors import DataError
 from m3diff.scoring import run
-from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, choose_metrics, meteor, spice
+from m3diff.scoring.metrics import ALL, METRICS, Item, Metric, MetricScores, choose_metrics, meteor, spice
 from m3diff.scoring.metrics.java import JavaMissing, Programs, ScorerFailed, require_java, sanitise, tokenise
 from tests.scoring import bench
 from tests.scoring.bench import REAL, fake_java, needs_real, small_table
@@ -184,7 +184,7 @@ def test_a_fault_in_one_metric_is_raised_and_leaves_no_process(tmp_path: Path, m
             time.sleep(0.05)
         raise ZeroDivisionError
 
-    monkeypatch.setitem(METRICS, "BLEU", METRICS["BLEU"].__class__(wrong, "BLEU", ("BLEU",)))
+    monkeypatch.setitem(METRICS, "BLEU", Metric(wrong, "BLEU", ("BLEU",)))
     start = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         score(["METEOR", "BLEU"])

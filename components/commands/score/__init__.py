@@ -24,8 +24,6 @@ from m3diff.stages.evaluate.stage import score_table
 
 LIMIT_S = 3600
 """Seconds that a Java scorer may take; SPICE has more, by its captions."""
-NEIGHBOURS = 3
-"""Published rows that are shown above and below."""
 VARIANTS = {
     "METEOR": "METEOR 1.5",
     "ROUGE-L": "F, recall weighed 1.2 times",
@@ -236,21 +234,18 @@ def lines(report: ScoreReport) -> Iterator[str]:
 
 
 def published_lines(report: ScoreReport) -> Iterator[str]:
-    """The rows that are next to this one by the headline score, and this one among them."""
+    """The published rows and this one among them, the best by the headline score first."""
     by = report.headline
     mine = {name: None if (value := report.scores.get(name)) is None else 100 * value for name in PUBLISHED_SCORES}
-    above = [row for row in report.published if (row["scores"][by] or 0.0) > 100 * (report.scores.get(by) or 0.0)]
-    below = report.published[len(above) :]
-    yield f"  published figures beside it, by {by} ({len(above)} above, {len(below)} below):"
+    ours: dict[str, Any] = {"method": "these captions", "venue": "", "scores": mine, "chosen_on_test": None}
+    yield f"  published figures beside it, by {by}:"
     yield f"    {'':26}" + "".join(f"{name:>9}" for name in PUBLISHED_SCORES)
-    ours = {"method": "these captions", "venue": "", "scores": mine, "chosen_on_test": None}
-    before, after = above[-NEIGHBOURS:], below[:NEIGHBOURS]
-    for row in (*before, ours, *after):
+    for row in sorted([ours, *report.published], key=lambda row: -(row["scores"][by] or 0.0)):
         end = "  + chosen on test" if row["chosen_on_test"] else ""
         if row is ours and report.pairs != report.published_pairs:
             end = "  * other pairs"
         figures = "".join(f"{'-' if value is None else f'{value:.1f}':>9}" for value in row["scores"].values())
         name = f"{row['method']} {row['venue']}".strip()[:26]
         yield f"    {name:26}{figures}{end}"
-    yield from sorted({f"    source: {row['source']}" for row in (*before, *after)})
-    yield from (f"    + {row['method']}: {row['chosen_on_test']}" for row in (*before, *after) if row["chosen_on_test"])
+    yield from sorted({f"    source: {row['source']}" for row in report.published})
+    yield from (f"    + {row['method']}: {row['chosen_on_test']}" for row in report.published if row["chosen_on_test"])

@@ -97,7 +97,7 @@ class Programs:
         """
         limit_s = self.limit_s + more_s
         command = [sys.executable, "-I", "-S", "-c", LAUNCH, *arguments]
-        environment = os.environ | {"LC_ALL": "C.UTF-8"} | options
+        environment = {**os.environ, "LC_ALL": "C.UTF-8", **options}
         with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as log:
             given.write(stdin.encode())
             given.seek(0)

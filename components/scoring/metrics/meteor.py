@@ -9,7 +9,7 @@ import gzip
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, compress
 from pathlib import Path
@@ -59,7 +59,7 @@ def program(of: Program) -> dict[Item, list[float]]:
         return dict(zip(chain.from_iterable(parts), chain.from_iterable(found), strict=True))
 
 
-def matching_paraphrases(table: bytes, items: Iterable[Item]) -> Iterator[bytes]:
+def matching_paraphrases(table: bytes, items: Sequence[Item]) -> Iterator[bytes]:
     """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
 
     The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are

@@ -142,7 +142,7 @@ def lay_out(folder: Path, jars: Sequence[Path]) -> dict[str, str]:
     for path in jars:
         (folder / ("lib" if path.name in JARS else "modules") / path.name).symlink_to(path)
     options = [os.environ.get("JDK_JAVA_OPTIONS", "")]
-    options += [f"--add-opens=java.base/java.{package}=ALL-UNNAMED" for package in PACKAGES]
+    options += [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in PACKAGES]
     modules = [str(Path("modules", path.name)) for path in jars if path.name in NASHORN]
     if modules:
         options += ["--module-path", os.pathsep.join(modules), "--add-modules", "org.openjdk.nashorn"]
