@@ -114,7 +114,7 @@ class Upload:
         Raises:
             RequestRefusedError: 413, the body is or says that it is too large; 408, it takes too long.
         """
-        message = {} if self.size > self.most else await self._next()
+        message: Message = {} if self.size > self.most else await self._next()
         if self.size > self.most:
             limit = f"at most {self.limits.max_request_mb:g} MB a request (serve.max_request_mb)"
             remedy = "send smaller images, or JPEG and WebP instead of PNG; base64 takes a third more than a form"

@@ -13,10 +13,8 @@ import csv
 import io
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -79,21 +77,17 @@ class Bank:
 
 
 def render_bank(cfg: Pretrain, of: Architecture) -> Bank:
-    """Draw the scenes, on all cores."""
-    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        made = pool.map(partial(_render_one, cfg, of), range(cfg.scenes), chunksize=250)
-        bank = list(progress(made, "render", total=cfg.scenes, unit="scene"))
-    return Bank(np.stack([pixels for pixels, _ in bank]), [scene for _, scene in bank], cfg.levels, cfg.held_out)
-
-
-def _render_one(cfg: Pretrain, of: Architecture, number: int) -> tuple[np.ndarray, Scene]:
-    """Return a scene, a fifth of them in the dark; a function of seed and number."""
-    rng = np.random.default_rng([cfg.seed, number])
-    level = LEVELS[cfg.levels[number % len(cfg.levels)]]
-    scene = level.sample_scene(rng)
-    if rng.random() < 0.2:
-        scene = replace(scene, view=replace(scene.view, brightness=level.dark))
-    return of.prepare_image(render(scene, cfg.image_px, rng)), scene
+    """Draw the scenes, a fifth of them in the dark; each is a function of seed and number."""
+    pixels, scenes = list[np.ndarray](), list[Scene]()
+    for number in progress(range(cfg.scenes), "render", total=cfg.scenes, unit="scene"):
+        rng = np.random.default_rng([cfg.seed, number])
+        level = LEVELS[cfg.levels[number % len(cfg.levels)]]
+        scene = level.sample_scene(rng)
+        if rng.random() < 0.2:
+            scene = replace(scene, view=replace(scene.view, brightness=level.dark))
+        pixels.append(of.prepare_image(render(scene, cfg.image_px, rng)))
+        scenes.append(scene)
+    return Bank(np.stack(pixels), scenes, cfg.levels, cfg.held_out)
 
 
 def orthogonalised(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
