@@ -47,10 +47,10 @@ def fault_of_path(name: str, root: Path, opened: Iterable[Path] = (), option: st
     """
     if ADDRESS.match(name):
         return f"is an address, and nothing is fetched; download the image into {root} and write its path"
-    path, out = name.replace("\\", "/"), bool(ELSEWHERE.match(name))
-    if not out and (path.startswith("/") or ".." in path.split("/")):
-        out = not any(Path(os.path.abspath(root / path)).is_relative_to(os.path.abspath(each)) for each in opened)
-    if out:
+    path = name.replace("\\", "/")
+    climbs = path.startswith("/") or ".." in path.split("/")
+    inside = (Path(os.path.abspath(root / path)).is_relative_to(os.path.abspath(each)) for each in opened)
+    if ELSEWHERE.match(name) or (climbs and not any(inside)):
         return f"leads out of the dataset's root; copy the image into it, or name the image's folder by {option}"
     return None
 

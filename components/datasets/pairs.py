@@ -202,18 +202,14 @@ def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
     """The answer and the questions of a conversation; anything else is returned unchanged."""
     if not isinstance(captions, list) or not captions or not all(isinstance(turn, dict) for turn in captions):
         return captions, ()
-    who = [turn.get("from", turn.get("role")) for turn in captions]
-    if (count := sum(each in ANSWERS for each in who)) != 1:
-        raise DataError(f"captions: expected a conversation with one answer, found {count}")
-    said = [turn.get("value", turn.get("content")) for turn in captions]
-    answer = next(text for text, each in zip(said, who, strict=True) if each in ANSWERS)
+    texts_of = [_text_of(turn.get("value", turn.get("content"))) for turn in captions]
+    turns = [(turn.get("from", turn.get("role")), text) for turn, text in zip(captions, texts_of, strict=True)]
+    answers = [text for who, text in turns if who in ANSWERS]
+    if len(answers) != 1:
+        raise DataError(f"captions: expected a conversation with one answer, found {len(answers)}")
     key = "value" if "value" in captions[0] else "content"
-    questions = (
-        Question(f"{column}.{place}.{key}", asked)
-        for place, each in enumerate(who)
-        if each in ASKERS and (asked := _text_of(said[place])) and isinstance(asked, str)
-    )
-    return _text_of(answer), tuple(questions)
+    asked = [(place, text) for place, (who, text) in enumerate(turns) if who in ASKERS and isinstance(text, str)]
+    return answers[0], tuple(Question(f"{column}.{place}.{key}", text) for place, text in asked if text)
 
 
 def _text_of(content: Any) -> Any:
