@@ -457,7 +457,7 @@ def _references(spec: DatasetSpec, count: SplitCount) -> float:
 def print_plan(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> None:
     """Print the plan as tables; times are for a kind of GPU, at a share of its peak (hardware FLOPs utilisation,
     HFU)."""
-    print("\n".join((*_workload_lines(plan), *_cost_lines(plan, compute, gpu), *_time_lines(plan, gpu, hfu))))
+    print("\n".join((*_workload_lines(plan), *_cost_lines(plan, compute, gpu, hfu))))
 
 
 def _workload_lines(plan: Plan) -> Iterator[str]:
@@ -483,8 +483,8 @@ def _workload_lines(plan: Plan) -> Iterator[str]:
     )
 
 
-def _cost_lines(plan: Plan, compute: Compute, gpu: Gpu | None) -> Iterator[str]:
-    """Yield FLOPs of a sequence and of the run, and the memory of one GPU."""
+def _cost_lines(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> Iterator[str]:
+    """Yield FLOPs of a sequence and of the run, the memory of one GPU, and the time."""
     recomputation = compute.activation_checkpointing
     forward, total = sum(term.forward for term in plan.terms), sum(term.total for term in plan.terms)
     again = recomputed_flops(plan.terms, recomputation)
@@ -502,9 +502,6 @@ def _cost_lines(plan: Plan, compute: Compute, gpu: Gpu | None) -> Iterator[str]:
         yield f"    {name:<26} {size:>9.2f}"
     room = f" of {gpu.memory_gb * (1 - RESERVE):.1f}, {gpu.name} less {RESERVE:.0%}" if gpu else ""
     yield f"  {'sum':<28} {plan.memory_total_gb:>9.1f}{room}"
-
-
-def _time_lines(plan: Plan, gpu: Gpu | None, hfu: float) -> Iterator[str]:
     if gpu is None:
         yield f"time: name a kind of GPU by --gpu or compute.gpu_kind: {', '.join(GPUS)}"
     elif plan.train.precision != "bf16":
