@@ -1,11 +1,8 @@
 """Compute the chosen metrics of all protocols at once, and the files that hold them: metrics.json, by protocol and
 group of pairs; headline.json, the few scores to compare runs by.
-
-Captions are tokenised once; Java programs run beside the scorers in Python.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,8 @@ from m3diff.records.files import StageReport
 from m3diff.records.progress import progress
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Program, Tokens, Tools, needs_java
-from m3diff.scoring.metrics.java import Programs, ScorerFailed, sanitise, tokenise
+from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Program, Tokens, Tools, needs_java
+from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.protocols import ProtocolPairs
 
@@ -45,31 +42,23 @@ def compute_metrics(
     Raises:
         ScorerFailed: the tokenizer gave up, and a metric needs it.
     """
-    scored = {one.name: one for one in protocols}
-    tokens: Future[dict[str, Tokens]] = Future()
-    programs = {name: metric.program for name, metric in metrics.items() if metric.program}
-    with ThreadPoolExecutor(max_workers=max(1, len(programs))) as pool, Programs(limit_s) as java:
-
-        def distinct_items() -> list[Item]:
-            return list(dict.fromkeys(of.item(pair) for of in tokens.result().values() for pair in of.predictions))
-
-        program = Program(java, distinct_items, spice_dir)
-        answers = {name: pool.submit(run, program).result for name, run in programs.items()}  # they take long to start
+    scored = list(protocols)
+    if needs_java(metrics):
+        tokens = tokenise_protocols(scored, limit_s)
+    else:
+        tokens = {one.name: Tokens({}, {}, None) for one in scored}
+    items = list(dict.fromkeys(of.item(pair) for of in tokens.values() for pair in of.predictions))
+    found: dict[str, dict[str, MetricScores]] = {one.name: {} for one in scored}
+    for name, metric in progress(list(metrics.items()), "evaluate: metrics", unit="metric"):
         try:
-            tokens.set_result(tokenise_protocols(scored.values(), limit_s) if needs_java(metrics) else {})
-        except BaseException as failure:
-            tokens.set_exception(failure)  # for the programs that wait
-            raise
-        found: dict[str, dict[str, MetricScores]] = {protocol: {} for protocol in scored}
-        in_python_first = sorted(metrics, key=lambda name: name in programs)
-        jobs = [(name, one) for name in in_python_first for one in scored.values()]
-        for name, one in progress(jobs, "evaluate: metrics", unit="score"):
-            tools = Tools(lambda of=one.name: tokens.result()[of], answers.get(name, dict), parsed, judge)  # type: ignore[misc]
-            try:
-                found[one.name][name] = metrics[name].compute(one.pairs, one.groups, tools)
-            except ScorerFailed as failure:
-                found[one.name][name] = MetricScores({}, {}, {metrics[name].headline: str(failure)})
-    return {protocol: merge(metrics, scored[protocol].groups, found[protocol]) for protocol in scored}
+            answers = metric.program(Program(items, spice_dir, limit_s)) if metric.program else {}
+            for one in scored:
+                tools = Tools(tokens[one.name], answers, parsed, judge)
+                found[one.name][name] = metric.compute(one.pairs, one.groups, tools)
+        except ScorerFailed as failure:
+            for of_metrics in found.values():
+                of_metrics.setdefault(name, MetricScores({}, {}, {metric.headline: str(failure)}))
+    return {one.name: merge(metrics, one.groups, found[one.name]) for one in scored}
 
 
 def split_at_white_space(captions: Iterable[str], limit_s: int) -> dict[str, str]:

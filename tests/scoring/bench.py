@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +18,11 @@ import pytest
 from PIL import Image
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import DatasetSpec, Protocol
+from m3diff.datasets.spec import DatasetSpec
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
-from m3diff.scoring.metrics import ALL, METRICS, Groups, Item, MetricScores, Tokens, Tools
+from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, Tokens, Tools
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs, select
 from m3diff.scoring.run import EvaluateReport, merge, summarise
@@ -121,22 +120,7 @@ def tools(
 ) -> Tools:
     """Tools whose tokens, and answers of the metric's program, are given."""
     tokens = Tokens(dict(references or {}), dict(predictions or {}), None if shuffled is None else dict(shuffled))
-    return Tools(lambda: tokens, lambda: answers or {}, parsed or {})
-
-
-@dataclass(frozen=True)
-class Grouped(ProtocolPairs):
-    """Pairs under a protocol that takes all, with groups of the test's own."""
-
-    named: Groups
-
-    @property
-    def groups(self) -> Groups:
-        return {ALL: [pair.id for pair in self.pairs], **self.named}
-
-
-def grouped(pairs: list[EvalPair], groups: Groups, **rules: Any) -> Grouped:
-    return Grouped("toy", Protocol("test", n=None, **rules), pairs, groups)
+    return Tools(tokens, answers or {}, parsed or {})
 
 
 def folders_in(root: Path) -> Folders:

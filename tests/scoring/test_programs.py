@@ -10,7 +10,6 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,12 @@ import pytest
 from pycocoevalcap.tokenizer import ptbtokenizer
 
 from m3diff.__main__ import DATA_REFUSED, main
+from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring import run
-from m3diff.scoring.metrics import ALL, METRICS, Item, Metric, MetricScores, choose_metrics, meteor, spice
-from m3diff.scoring.metrics.java import JavaMissing, Programs, ScorerFailed, require_java, sanitise, tokenise
+from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, Program, choose_metrics, meteor, spice
+from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java, sanitise, tokenise
+from m3diff.scoring.protocols import ProtocolPairs
 from tests.scoring import bench
 from tests.scoring.bench import REAL, fake_java, needs_real, small_table
 
@@ -32,7 +33,7 @@ QUICK = {i: [said, "another reference"] for i, said in {"a": "a red cube", "b": 
 def score(metrics: list[str], limit_s: int = 60, spice_dir: Path | None = None) -> MetricScores:
     """The scores of two captions that are right, of white space's tokens."""
     pairs = [bench.pair(texts[0], texts, [], i) for i, texts in QUICK.items()]
-    one = bench.grouped(pairs, {}, tokenizer="whitespace")
+    one = ProtocolPairs("toy", Protocol("test", n=None, tokenizer="whitespace"), pairs)
     return run.compute_metrics(choose_metrics(metrics), [one], {}, spice_dir, limit_s)["toy/test"]
 
 
@@ -165,34 +166,13 @@ def test_a_meteor_that_is_killed_dies_or_hangs_costs_only_its_own_score(then, re
 def test_no_program_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pid = tmp_path / "pid"
     fake_java(tmp_path / "bin", monkeypatch, "sleepy", f"echo $$ > {pid}; exec sleep 1000")
-    code = "from pathlib import Path; from m3diff.scoring.metrics.java import Programs"
-    with subprocess.Popen([sys.executable, "-c", f"{code}; Programs(99).run(['sleepy'], Path())"]) as process:
+    code = "from pathlib import Path; from m3diff.scoring.metrics.java import run; run(['sleepy'], Path(), 99)"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
         while not (pid.exists() and pid.read_text()):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
     assert is_gone(int(pid.read_text()))
-
-
-def test_a_fault_in_one_metric_is_raised_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    small_table(tmp_path, monkeypatch)
-    pid = tmp_path / "pid"
-    fake_java(tmp_path / "bin", monkeypatch, "meteor", f"echo $$ > {pid}; exec sleep 1000")
-
-    def wrong(pairs, groups, tools):
-        while not (pid.is_file() and pid.read_text()):
-            time.sleep(0.05)
-        raise ZeroDivisionError
-
-    monkeypatch.setitem(METRICS, "BLEU", Metric(wrong, "BLEU", ("BLEU",)))
-    start = time.monotonic()
-    with pytest.raises(ZeroDivisionError):
-        score(["METEOR", "BLEU"])
-    assert time.monotonic() - start < 30
-    assert is_gone(int(pid.read_text()))
-    monkeypatch.setitem(run.TOKENIZERS, "whitespace", lambda *_: {}["x"])
-    with pytest.raises(KeyError):  # and ends what waits for its tokens
-        score(["METEOR"])
 
 
 def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_spice_the_mean_of_the_pairs_that_have_a_score():
@@ -288,9 +268,7 @@ def test_statistics_of_programs_side_by_side_and_scores_of_groups_are_those_of_t
     package = small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
     monkeypatch.setattr(meteor, "ITEMS_A_PROCESS", 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    with Programs(60) as programs:
-        of = SimpleNamespace(programs=programs, items=lambda: CAPTIONS)
-        answers = meteor.program(of)  # type: ignore[arg-type]
+    answers = meteor.program(Program(CAPTIONS, None, 60))
     found = [answers[item] for item in CAPTIONS]
     asked = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
     stock = [[float(number) for number in line.split()] for line in ask_java(package, asked)]
@@ -443,7 +421,7 @@ FAULTS = {
 
 @pytest.mark.fault("18")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_spice_that_fails_costs_its_own_score_and_drops_what_it_kept_unless_it_was_stopped(toy: Bench, fault):
+def test_a_spice_that_fails_costs_its_own_score_and_drops_what_it_kept(toy: Bench, fault):
     assert toy.score().groups[ALL]["SPICE"]
     (kept,) = (toy.folder / "cache/m3diff").iterdir()
     code, words = FAULTS[fault]
@@ -456,11 +434,6 @@ def test_a_spice_that_fails_costs_its_own_score_and_drops_what_it_kept_unless_it
     assert kept.exists() is (fault == "no tuple")
     toy.fails("")
     assert toy.score().groups[ALL]["SPICE"]
-    with Programs(60) as programs:
-        programs.ended = True
-        with pytest.raises(ScorerFailed):
-            spice.score(programs, [toy.jars / name for name in JARS], [spice.TRIAL], kept)
-    assert kept.exists()
 
 
 def test_a_spice_that_was_asked_for_and_fails_is_refused_and_a_cache_that_cannot_be_written_breaks_nothing(toy, capsys):

@@ -1,7 +1,6 @@
 """Metrics side by side, and the stage evaluate on six pairs: its files, what it refuses and what is absent."""
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from m3diff.scoring.metrics import (
     choose_metrics,
 )
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
+from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.run import HEADLINE, TOKENIZERS, EvaluateReport, compute_metrics, headline, split_at_white_space
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.scoring import bench
@@ -157,9 +157,9 @@ def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monke
 # Without the stage
 
 
-def score(metrics: dict[str, Metric], groups: dict[str, list[str]] | None = None) -> MetricScores:
+def score(metrics: dict[str, Metric]) -> MetricScores:
     pairs = [replace(bench.pair("x", ["x"], []), id="a")]
-    return compute_metrics(metrics, [bench.grouped(pairs, groups or {})], {}, None, 20)["toy/test"]
+    return compute_metrics(metrics, [ProtocolPairs("toy", Protocol("test", n=None), pairs)], {}, None, 20)["toy/test"]
 
 
 def metric(compute, headline: str = "words", **fields) -> Metric:
@@ -182,30 +182,22 @@ def test_scores_of_several_metrics_stand_side_by_side_and_one_that_fails_costs_o
         "a": metric(fail, "a_headline", scores=("a_1", "a_headline")),
         "words": metric(constant, overall=("control",)),
     }
-    found = score(metrics, {"change": []})
+    found = score(metrics)
     of_group = {"a_1": None, "a_headline": None, "words": 2.0}
-    assert found.groups == {ALL: of_group | {"control": None}, "change": of_group}
+    groups = dict.fromkeys(("change", "multi_change", "distractors"), of_group)
+    assert found.groups == {ALL: of_group | {"control": None}} | groups
     assert (found.absent, found.pairs) == ({"a_headline": "out of words"}, {"a": {"column": 1.0}})
 
 
-def test_a_program_works_beside_the_scorers_in_python():
-    begun, others_done = threading.Event(), threading.Event()
-
+def test_a_metric_gets_the_answers_of_its_program():
     def program(of):
-        begun.set()
-        assert others_done.wait(10)
-        return {"answer": 1.0}
-
-    def in_python(pairs, groups, tools):
-        assert begun.wait(10)
-        others_done.set()
-        return MetricScores({}, {})
+        return {"answer": (of.items, of.spice_dir, of.limit_s)}
 
     def from_program(pairs, groups, tools):
-        return MetricScores({ALL: {"slow": tools.answers()["answer"]}}, {})
+        assert tools.answers["answer"] == ([], None, 20)
+        return MetricScores({ALL: {"slow": 1.0}}, {})
 
-    metrics = {"slow": metric(from_program, "slow", program=program), "quick": metric(in_python, "quick")}
-    assert score(metrics).groups[ALL] == {"slow": 1.0, "quick": None}
+    assert score({"slow": metric(from_program, "slow", program=program)}).groups[ALL] == {"slow": 1.0}
 
 
 # metrics.json

@@ -15,7 +15,6 @@ import numpy as np
 
 from m3diff.records.lazy import Lazy
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics.java import Programs
 from m3diff.scoring.pairs import EvalPair
 
 T = TypeVar("T")
@@ -127,18 +126,18 @@ class Tokens:
 
 
 class Program(NamedTuple):
-    """Arguments of a metric's program, which runs in a thread of its own."""
+    """Arguments of a metric's program."""
 
-    programs: Programs  # Java, killed when the metrics are done
-    items: Callable[[], list[Item]]  # the distinct ones of every protocol; waits for the tokenizer
+    items: list[Item]  # the distinct ones of every protocol
     spice_dir: Path | None
+    limit_s: int  # of each Java program
 
 
 class Tools(NamedTuple):
     """Inputs of a metric beside the pairs of a protocol."""
 
-    tokens: Callable[[], Tokens]  # waits for the tokenizer, which runs once for all metrics and protocols
-    answers: Callable[[], Mapping[Item, Any]]  # what the metric's `program` gave; raises ScorerFailed where it failed
+    tokens: Tokens  # none where no metric needs Java
+    answers: Mapping[Item, Any]  # what the metric's `program` gave
     parsed: Mapping[str, ParsedCaption]  # by pair id; only pairs whose references a grammar understands
     judge: Callable[[list[EvalPair]], Mapping[str, tuple[bool | None, str]]] | None = None  # id -> verdict, answer
 
@@ -174,7 +173,7 @@ class Metric:
     resampled: Mapping[str, Resampled] = field(default_factory=dict)  # score -> its statistics, for intervals
     lower_is_better: tuple[str, ...] = ()  # no score for the gate
     java: bool = True  # uses tokens or a Java program
-    program: Callable[[Program], Mapping[Item, Any]] | None = None  # runs once for all protocols, beside the others
+    program: Callable[[Program], Mapping[Item, Any]] | None = None  # runs once for all protocols
     needs_grammar: bool = False  # reads captions: there is no score of a dataset without a grammar
     optional: bool = False  # left out of the page's tables where it is absent
 

@@ -25,7 +25,7 @@ SMALL, TINY = 1e-9, 1e-15  # pycocoevalcap's, against division by 0
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """BLEU of a group is of its corpus, not a mean over pairs; a pair has BLEU-4 alone."""
-    shared = tools.tokens().shared
+    shared = tools.tokens.shared
     counts = statistics(shared)
     corpora = of_each_group(groups, lambda ids: bleu(counts[shared.places(ids)].sum(axis=0).tolist()))
     of_pairs = zip(groups[ALL], counts[shared.places(groups[ALL])].tolist(), strict=True)

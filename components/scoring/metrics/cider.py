@@ -12,7 +12,7 @@ SIGMA = 6.0
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """0 to 10. Word weights come from the references of the group itself, so groups do not average to the whole."""
-    tokens = tools.tokens()
+    tokens = tools.tokens
     shared, shuffled = tokens.shared, tokens.shuffled
     of_groups = {name: cider(shared, shared.places(ids)) for name, ids in groups.items() if ids}
     scores: dict[str, dict[str, Value]] = {name: {"CIDEr": corpus_score(found)} for name, found in of_groups.items()}

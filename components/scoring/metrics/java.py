@@ -9,11 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Self
+from typing import IO
 
 from m3diff.records.errors import DataError
 
@@ -68,55 +70,47 @@ def require_java() -> int:
     return int(found[1])
 
 
-class Programs:
-    """Runs Java programs, from several threads at once. Leaving the context kills those that still run."""
+def run(
+    arguments: Sequence[str],
+    folder: Path,
+    limit_s: float,
+    inputs: Sequence[str] = ("",),
+    options: Mapping[str, str] = QUICK,
+) -> list[str]:
+    """The standard output of `java` with these arguments, run in `folder`: a program for each input, side by side.
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s, self.running, self.ended = limit_s, set[subprocess.Popen[bytes]](), False
+    No program outlives the call, nor a killed caller.
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended = True
-        for process in list(self.running):
-            process.kill()
-
-    def run(
-        self,
-        arguments: Sequence[str],
-        folder: Path,
-        stdin: str = "",
-        more_s: float = 0,
-        options: Mapping[str, str] = QUICK,
-    ) -> str:
-        """The standard output of `java` with these arguments, run in `folder` with more seconds than the limit.
-
-        Raises:
-            ScorerFailed: it ran over its time or failed; with its last words.
-        """
-        limit_s = self.limit_s + more_s
-        command = [sys.executable, "-I", "-S", "-c", LAUNCH, *arguments]
-        environment = {**os.environ, "LC_ALL": "C.UTF-8", **options}
-        with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as log:
-            given.write(stdin.encode())
+    Raises:
+        ScorerFailed: one ran over the time limit or failed; with its last words.
+    """
+    command = [sys.executable, "-I", "-S", "-c", LAUNCH, *arguments]
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", **options}
+    end = time.monotonic() + limit_s
+    with ExitStack() as stack:
+        started = []
+        for text in inputs:
+            given, answer, log = (stack.enter_context(TemporaryFile()) for _ in range(3))
+            given.write(text.encode())
             given.seek(0)
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=given, stdout=answer, stderr=log, process_group=0
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command, cwd=folder, env=environment, stdin=given, stdout=answer, stderr=log, process_group=0
+                )
             )
-            self.running.add(process)
+            stack.callback(process.kill)
+            started.append((process, answer, log))
+        answers = []
+        for process, answer, log in started:
             try:
-                status = process.wait(0 if self.ended else limit_s)
+                status = process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise ScorerFailed(f"no answer within {limit_s:.0f} s (compute.scorer_timeout_s)") from None
-            finally:
-                process.kill()
-                process.wait()
-                self.running.remove(process)
             if status:
                 killed = " (killed, as for lack of memory)" if status == -signal.SIGKILL else ""
                 raise ScorerFailed(f"it ended with status {status}{killed}; its last words: {last_words(text_of(log))}")
-            return text_of(answer)
+            answers.append(text_of(answer))
+        return answers
 
 
 def text_of(file: IO[bytes]) -> str:
@@ -157,12 +151,13 @@ def tokenise(captions: Iterable[str], limit_s: int) -> dict[str, str]:
     lines = [*sorted(set(texts.values())), SENTINEL]
     jar = Path(module.__file__).with_name(module.STANFORD_CORENLP_3_4_1_JAR)
     command = ["-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase", "captions"]
-    with TemporaryDirectory(prefix="m3diff-ptb-") as folder, Programs(limit_s) as programs:
+    with TemporaryDirectory(prefix="m3diff-ptb-") as folder:
         Path(folder, "captions").write_text("\n".join(lines), encoding="utf-8")
         try:
-            answer = programs.run(command, Path(folder)).split("\n")
+            (said,) = run(command, Path(folder), limit_s)
         except ScorerFailed as failure:
             raise ScorerFailed(f"the PTB tokenizer, without which there is no score: {failure}") from None
+    answer = said.split("\n")
     found = [" ".join(w for w in line.rstrip().split(" ") if w not in module.PUNCTUATIONS) for line in answer]
     tokens = dict(zip(lines, found, strict=False))
     if tokens.get(SENTINEL) != SENTINEL:

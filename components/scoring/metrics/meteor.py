@@ -10,15 +10,14 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from m3diff.scoring.metrics import Groups, Item, Metric, MetricScores, Program, Resampled, Tools, of_each_group
-from m3diff.scoring.metrics.java import Programs, ScorerFailed
+from m3diff.scoring.metrics.java import ScorerFailed, run
 from m3diff.scoring.pairs import EvalPair
 
 ALPHA, BETA, GAMMA, DELTA = 0.85, 0.2, 0.6, 0.75  # the program's for English
@@ -40,23 +39,40 @@ def program(of: Program) -> dict[Item, list[float]]:
     """The 23 statistics of each item, of its best reference, ready to be summed.
 
     A Java program keeps its whole paraphrase table in memory, 5 million entries that take it 15 s to read, so each
-    gets a table of the entries that can match here. It is read at once, before the tokens are there.
+    gets a table of the entries that can match here. METEOR counts no chunk where all words of both sides match in one.
+
+    Raises:
+        ScorerFailed: the program gave no statistics.
     """
     from pycocoevalcap.meteor import meteor as module
 
     home = Path(module.__file__).parent
     with gzip.open(home / "data" / "paraphrase-en.gz") as file:
         table = file.read()
-    items = of.items()
-    processes = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(items) // ITEMS_A_PROCESS))
-    parts = [items[start::processes] for start in range(processes)]
-    with TemporaryDirectory(prefix="m3diff-meteor-") as name, ThreadPoolExecutor(processes) as pool:
+    # of the best references it takes the first, so one that comes again changes nothing
+    lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), said)) + "\n" for said, references in of.items]
+    processes = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(lines) // ITEMS_A_PROCESS))
+    parts = [slice(start, None, processes) for start in range(processes)]
+    with TemporaryDirectory(prefix="m3diff-meteor-") as name:
         folder = Path(name)
         (folder / module.METEOR_JAR).symlink_to(home / module.METEOR_JAR)
         with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
-            file.writelines(matching_paraphrases(table, items))
-        found = pool.map(lambda part: ask(of.programs, folder, part), parts)
-        return dict(zip(chain.from_iterable(parts), chain.from_iterable(found), strict=True))
+            file.writelines(matching_paraphrases(table, of.items))
+        answers = run(COMMAND, folder, of.limit_s, ["".join(lines[part]) for part in parts])
+    found: dict[Item, list[float]] = {}
+    for part, answer in zip(parts, answers, strict=True):
+        try:
+            statistics = [[float(number) for number in line.split()] for line in answer.splitlines()]
+        except ValueError as error:
+            raise ScorerFailed(f"METEOR gave no statistics: {error}") from error
+        items = of.items[part]
+        if len(statistics) != len(items) or any(len(numbers) != STATISTICS for numbers in statistics):
+            raise ScorerFailed(f"METEOR gave {len(statistics)} answers to {len(items)} captions")
+        found.update(zip(items, statistics, strict=True))
+    for numbers in found.values():
+        if numbers[20:] == [1.0, *numbers[:2]]:
+            numbers[20] = 0.0
+    return found
 
 
 def matching_paraphrases(table: bytes, items: Sequence[Item]) -> Iterator[bytes]:
@@ -96,32 +112,9 @@ def phrases(texts: Iterable[str]) -> set[bytes]:
     return {b"\n"} | {b" ".join(run[:size]) + b"\n" for run in longest for size in range(1, len(run) + 1)}
 
 
-def ask(programs: Programs, folder: Path, items: list[Item]) -> list[list[float]]:
-    """The program's answer to each item.
-
-    METEOR counts no chunk where all words of both sides match in one.
-
-    Raises:
-        ScorerFailed: it gave none.
-    """
-    # of the best references it takes the first, so one that comes again changes nothing
-    lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), prediction)) for prediction, references in items]
-    answer = programs.run(COMMAND, folder, "".join(f"{line}\n" for line in lines))
-    try:
-        found = [[float(number) for number in line.split()] for line in answer.splitlines()]
-    except ValueError as error:
-        raise ScorerFailed(f"METEOR gave no statistics: {error}") from error
-    if len(found) != len(lines) or any(len(numbers) != STATISTICS for numbers in found):
-        raise ScorerFailed(f"METEOR gave {len(found)} answers to {len(lines)} captions")
-    for numbers in found:
-        if numbers[20:] == [1.0, *numbers[:2]]:
-            numbers[20] = 0.0
-    return found
-
-
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """A group's score is aggregated from its pairs' statistics, as METEOR does; it is no mean."""
-    answers, tokens = tools.answers(), tools.tokens()
+    answers, tokens = tools.answers, tools.tokens
     statistics = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
     scores = zip(statistics, meteor(np.array(list(statistics.values()))).tolist(), strict=True)
     of_groups = of_each_group(

@@ -13,7 +13,7 @@ BETA = 1.2
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """A group's score is the mean of its pairs'."""
-    tokens = tools.tokens()
+    tokens = tools.tokens
     rouge = {pair: rouge_l(prediction, tokens.references[pair]) for pair, prediction in tokens.predictions.items()}
     means = of_each_group(groups, lambda ids: {"ROUGE-L": float(np.mean([rouge[pair] for pair in ids]))})
     return MetricScores(means, {pair: {"ROUGE-L": value} for pair, value in rouge.items()})

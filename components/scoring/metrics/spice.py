@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 from m3diff.records.files import write_atomic
 from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Program, Tools, mean_of, of_each_group
-from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, Programs, ScorerFailed, last_words, require_java
+from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run
 from m3diff.scoring.pairs import EvalPair
 
 JARS = dict.fromkeys(
@@ -55,13 +55,12 @@ def program(of: Program) -> dict[Item, float | None]:
         ScorerFailed: the jars are missing, or the program gave no result.
     """
     jars = find_jars(of.spice_dir)
-    items = of.items()
-    return dict(zip(items, score(of.programs, jars, items, kept_file()), strict=True))
+    return dict(zip(of.items, score(of.items, jars, kept_file(), of.limit_s), strict=True))
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """A group's score is the mean F of those of its pairs that have one."""
-    answers, tokens = tools.answers(), tools.tokens()
+    answers, tokens = tools.answers, tools.tokens
     values = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
 
     def mean(ids: list[str]) -> dict[str, float | None]:
@@ -79,9 +78,7 @@ def try_spice(spice_dir: Path | None, limit_s: int) -> float:
     Raises:
         ScorerFailed: SPICE cannot be computed here; the text says why.
     """
-    jars = find_jars(spice_dir)
-    with Programs(limit_s) as programs:
-        (value,) = score(programs, jars, [TRIAL], None)
+    (value,) = score([TRIAL], find_jars(spice_dir), None, limit_s)
     if value is None:
         raise ScorerFailed(f"its program found nothing to compare in {TRIAL[0]!r}")
     return value
@@ -96,7 +93,7 @@ def kept_file() -> Path | None:
     return home / "m3diff" / f"spice-{version('pycocoevalcap')}.mdb"
 
 
-def score(programs: Programs, jars: Sequence[Path], items: Sequence[Item], kept: Path | None) -> list[float | None]:
+def score(items: Sequence[Item], jars: Sequence[Path], kept: Path | None, limit_s: int) -> list[float | None]:
     """F of each item, by what the file `kept` holds of captions parsed before; it gets those that are parsed now.
 
     Raises:
@@ -106,24 +103,23 @@ def score(programs: Programs, jars: Sequence[Path], items: Sequence[Item], kept:
         folder, cache = Path(name), Path(name, "cache")
         options = lay_out(folder, jars)
         if kept is None:
-            return ask(programs, folder, options, items)
+            return ask(folder, options, items, limit_s)
         cache.mkdir()
         known = b""
         with suppress(OSError):
             known = kept.read_bytes()
             (cache / LMDB).write_bytes(known)
         try:
-            found = ask(programs, folder, options, items, cache)
+            found = ask(folder, options, items, limit_s, cache)
             parsed = (cache / LMDB).read_bytes()
             if parsed == known:
                 return found
             with suppress(OSError):
                 write_atomic(kept, parsed)
-            return ask(programs, folder, options, items, cache)
+            return ask(folder, options, items, limit_s, cache)
         except ScorerFailed:
             with suppress(OSError):
-                if not programs.ended:
-                    kept.unlink()
+                kept.unlink()
             raise
 
 
@@ -151,7 +147,7 @@ def lay_out(folder: Path, jars: Sequence[Path]) -> dict[str, str]:
 
 
 def ask(
-    programs: Programs, folder: Path, options: dict[str, str], items: Sequence[Item], cache: Path | None = None
+    folder: Path, options: dict[str, str], items: Sequence[Item], limit_s: float, cache: Path | None = None
 ) -> list[float | None]:
     """The program's answer to items; captions that the cache does not hold are parsed and put into it.
 
@@ -160,7 +156,7 @@ def ask(
     """
     captions = set(chain.from_iterable((prediction, *references) for prediction, references in items))
     lengths = (len(caption.split()) / 20 for caption in captions)
-    more_s = sum(SECONDS_A_CAPTION * min(max(1, length**3), LONGEST_S) for length in lengths)
+    limit_s += sum(SECONDS_A_CAPTION * min(max(1, length**3), LONGEST_S) for length in lengths)
     rows = [{"image_id": f"{i:09}", "test": test, "refs": refs} for i, (test, refs) in enumerate(items)]
     (folder / "items.json").write_text(json.dumps(rows), encoding="utf-8")
     files = [
@@ -170,7 +166,7 @@ def ask(
         str(folder / "scores.json"),
     ]
     command = ["-jar", f"-Xmx{heap()}G", "spice-1.0.jar", *files, "-subset", "-silent"]
-    said = programs.run(command, folder, more_s=more_s, options=options)
+    (said,) = run(command, folder, limit_s, options=options)
     try:
         scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
         values = {one["image_id"]: one["scores"]["All"]["f"] for one in scores}
