@@ -442,6 +442,7 @@ def test_omnidiff_takes_its_columns_from_params_and_its_types_from_the_paper_wha
     assert {(row.split, row.fault) for row in good} == {("val", None)}
     assert [row.change_types for row in good] == [["ocr", "color"], ["color", "ocr"], ["none"], []]
     assert bad.fault.startswith("change_types: magic is none of viewpoint, ")
+    assert bad.change_types == []
     assert (lost.fault, lost.change_types) == ("image1, image2, caption: is missing", ["size"])
 
 
