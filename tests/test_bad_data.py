@@ -234,13 +234,3 @@ def test_harmless_forms_are_read_as_they_were_meant(tmp_path, layout, change):
     clean = pl.read_parquet(tmp_path / "clean/records.parquet")
     assert report.quarantined == 0
     assert clean["references"].to_list() == [["it fell"]] * 3
-
-
-def test_an_unreadable_annotation_file_is_named(tmp_path, monkeypatch):
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    ingest = build(tmp_path, "clevr", lambda root: None)
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(DataError, match=r"change_captions\.json: cannot be read: Permission denied; check its perm"):
-        ingest()

@@ -12,7 +12,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert import stage
-from m3diff.stages.convert.mixture import id_keys, random_bits, uniform
+from m3diff.stages.convert.mixture import SOURCES as PAPER
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.convert.stage import ConvertReport, convert, load_questions
 from tests.layouts import make_entry
@@ -102,19 +102,8 @@ def test_unknown_sources_and_tasks_are_named_together(tmp_path):
         run(tmp_path, [record("a")], sources=sources)
 
 
-def test_random_numbers_are_fixed_for_ever_and_even():
-    keys = id_keys(11093, ["minichange/000000.png", "minichange/000001.png"])
-    assert keys.to_list() == [14029301721840921230, 2976796702615297249]
-    many = id_keys(1, map(str, range(20_000)))
-    parts = uniform(random_bits(many, 3))
-    assert 0 <= parts.min() < 0.001 < 0.999 < parts.max() < 1
-    assert abs(parts.mean() - 0.5) < 0.01
-    assert abs(((random_bits(many, 1).to_numpy() % 6) == 0).mean() - 1 / 6) < 0.01
-
-
 def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path):
-    names = ("omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc")
-    _, report = run(tmp_path, [record("a", dataset=name) for name in names])
+    _, report = run(tmp_path, [record("a", dataset=name) for name in PAPER])
     assert report.published["clevr_dc"] == {"train": (40_800, None), "train_val": (43_200, None)}
     assert sum(given["train_val"][0] for given in report.published.values()) == 145_377
     assert run(tmp_path, [record("a", dataset="iedit")])[1].published == {}
