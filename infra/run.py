@@ -1,4 +1,4 @@
-"""`make run`: the pipeline with a line for each stage and all output in a log; then register, promote, a summary."""
+"""`make run`: the pipeline, its stages on the screen and all output in a log; then register, promote, a summary."""
 
 import io
 import json
@@ -21,12 +21,10 @@ from m3diff.settings.tree import Params
 
 LOGS = Path("runs/logs")
 DVC = [sys.executable, "-m", "dvc", "repro"]
-BEGUN = re.compile(r"Running stage '([^']+)':")
-SKIPPED = re.compile(r"Stage '([^']+)' (is cached - skipping run|didn't change, skipping)")
-HOW_FAR = re.compile(r"\d%\||\bETA ")
-WARNING = re.compile(r"\bwarning: ")
+STAGE = re.compile(r"^(Running stage|Stage) '.*(:|skipping)|: warning: ")
+HOW_FAR = re.compile(r"^\w+: .*(\d%\||\bETA )")
 EVERY_S = 20.0  # between two lines on how far a stage is
-SHOWN = 20  # last lines of the log after a failure
+LAST = 20  # lines of the log after a failure
 REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
 
 DRAWN = """good for     showing that the pipeline works: it describes MiniChange's scenes, drawn at {side} px
@@ -45,52 +43,29 @@ Commands are in .venv: bin/m3diff works as it is; after `. .venv/bin/activate` s
 
 
 def run(command: Sequence[str], log: Path, out: TextIO) -> int:
-    """Run DVC, print a line for each stage and now and then how far it is, and keep all that is said in `log`; DVC's
+    """Run DVC, keep all that is said in `log`, and print of it stages, warnings and now and then how far one is; DVC's
     exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    last, stage, began, due = deque[str](maxlen=SHOWN), "", 0.0, 0.0
-
-    def over(how: str) -> None:
-        if stage:
-            took = time.monotonic() - began
-            lasted = f"{took:.0f} s" if took < 100 else f"{took // 60:.0f} min {took % 60:02.0f} s"
-            print(f"{stage:<28} {how} in {lasted}", file=out, flush=True)
-
-    given = environment()
+    last, due, given = deque[str](maxlen=LAST), 0.0, environment()
     process = subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     assert process.stdout is not None
     try:
         with log.open("w", encoding="utf-8") as file:
-            for line in readable(process.stdout):
-                print(time.strftime("%H:%M:%S"), line, file=file, flush=True)
+            for text in readable(process.stdout):
+                line = f"{time.strftime('%H:%M:%S')} {text}"
+                print(line, file=file, flush=True)
                 last.append(line)
-                if found := BEGUN.search(line):
-                    over("ran")
-                    stage, began, due = found[1], time.monotonic(), time.monotonic() + EVERY_S
-                elif found := SKIPPED.search(line):
-                    over("ran")
-                    stage, how = "", "restored" if "cached" in found[2] else "unchanged"
-                    print(f"{found[1]:<28} {how}", file=out, flush=True)
-                elif WARNING.search(line):
-                    print(f"  {line}", file=out, flush=True)
-                elif (
-                    stage
-                    and HOW_FAR.search(line)
-                    and line.startswith(stage.partition("@")[0])
-                    and time.monotonic() >= due
-                ):
+                far = HOW_FAR.search(text) and time.monotonic() >= due
+                if far:
                     due = time.monotonic() + EVERY_S
-                    print(f"  {line}", file=out, flush=True)
+                if far or STAGE.search(text):
+                    print(line, file=out, flush=True)
         code = process.wait()
     except KeyboardInterrupt:  # DVC and the stage were asked by the same key
-        over("stops")
         process.wait()
         raise
-    over("failed" if code else "ran")
     if code:
-        print(
-            "", *(f"  {line}" for line in last), "", f"make run: failed; all that was said: {log}", sep="\n", file=out
-        )
+        print("", *last, "", f"make run: failed; all that was said: {log}", sep="\n", file=out)
     return code
 
 

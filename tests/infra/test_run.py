@@ -1,4 +1,4 @@
-"""`make run`: a line for each stage, the log with all the rest, and the summary at the end."""
+"""`make run`: the stages, a log with everything, and the summary at the end."""
 
 import io
 import json
@@ -31,47 +31,18 @@ def saying(text: str, code: int = 0) -> list[str]:
     return [sys.executable, "-c", f"print({text!r}); raise SystemExit({code})"]
 
 
-def shown(tmp_path: Path, text: str, code: int = 0) -> tuple[int, str]:
-    out = io.StringIO()
-    given = run(saying(text, code), tmp_path / "logs" / "run.log", out)
-    return given, re.sub(r"\d+ s\b", "N s", out.getvalue())
-
-
-def test_each_stage_and_warning_has_a_line_and_the_log_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, text = shown(tmp_path, SAID)
-    assert code == 0
-    lines = [
-        f"{'synthesize@minichange':<28} restored",
-        f"{'ingest@minichange':<28} unchanged",
-        f"{'validate':<28} ran in N s",
-        "  train: warning: the module changes nothing",
-        f"{'train':<28} ran in N s",
-    ]
-    assert text.splitlines() == lines
-    log = (tmp_path / "logs" / "run.log").read_text().splitlines()
-    assert [line[9:] for line in log] == [line for line in SAID.splitlines() if line]
-    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in log)
-    monkeypatch.setattr(make_run, "EVERY_S", 0.0)
-    monkeypatch.setattr("flows.dvc.PROGRESS_EVERY_S", 0.0)
-    _, text = shown(tmp_path, f"{SAID}Writing model shards:   0%|   | 0/1\ntrain: 1,395,000 parameters, 12 % train")
-    said = SAID.splitlines()
-    assert text.splitlines() == [*lines[:2], f"  {said[6]}", lines[2], f"  {said[8]}", *lines[3:]]
-
-
-def test_a_failure_shows_the_end_of_the_log_and_names_it(tmp_path: Path) -> None:
-    many = "".join(f"line {number}\n" for number in range(40))
-    code, text = shown(tmp_path, f"Running stage 'train':\n{many}ERROR: failed to reproduce 'train'", 3)
-    assert code == 3
-    for words, there in (
-        (f"{'train':<28} failed in N s", True),
-        ("  ERROR: failed to reproduce 'train'\n", True),
-        ("line 20\n", False),
-        ("line 39\n", True),
-    ):
-        assert (words in text) == there
-    assert text.endswith(f"all that was said: {tmp_path}/logs/run.log\n")
+@pytest.mark.parametrize("code", [0, 3])
+def test_stages_warnings_and_how_far_one_is_are_shown_the_log_has_everything_and_a_failure_its_end(tmp_path, code):
+    out, log = io.StringIO(), tmp_path / "logs" / "run.log"
+    assert run(saying(SAID, code), log, out) == code
+    said = [line for line in SAID.splitlines() if line]
+    kept = log.read_text().splitlines()
+    assert [line[9:] for line in kept] == said
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in kept)
+    shown = out.getvalue().splitlines()
+    assert [line[9:] for line in shown[:6]] == [*said[1:4], said[5], said[6], said[8]], "a bar, and no step so soon"
+    end = ["", *kept, "", f"make run: failed; all that was said: {log}"]
+    assert shown[6:] == (end if code else [])
 
 
 TOTAL = {"pairs": 480, "published_pairs": None, "CIDEr": 4.67036, "METEOR": None, "no_change_recall": 1, "by_type": {}}
