@@ -21,8 +21,8 @@ from m3diff.settings.tree import Params
 
 LOGS = Path("runs/logs")
 DVC = [sys.executable, "-m", "dvc", "repro"]
-STAGE = re.compile(r"^(Running stage|Stage) '.*(:|skipping)|: warning: ")
-HOW_FAR = re.compile(r"^\w+: .*(\d%\||\bETA )")
+STAGE = re.compile(r"^(Running stage|Stage) '.*(:|skipping)|\bwarning: ")
+HOW_FAR = re.compile(r"^[a-z][\w@]*: .*(\d%\||\bETA )")
 EVERY_S = 20.0  # between two lines on how far a stage is
 LAST = 20  # lines of the log after a failure
 REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
