@@ -9,6 +9,7 @@ A team's own databases, places and secrets are variables, of the shell or of the
 its owner may read; infra/README.md lists them.
 """
 
+import errno
 import ipaddress
 import json
 import os
@@ -331,7 +332,8 @@ def rotate(log: Path) -> None:
 
 def is_taken(port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex((HOST if bind() == "0.0.0.0" else bind(), port)) == 0
+        probe.settimeout(1)
+        return probe.connect_ex((HOST if bind() == "0.0.0.0" else bind(), port)) in (0, errno.EAGAIN)  # or it hangs
 
 
 def wait(service: Service, runs: Service) -> None:
