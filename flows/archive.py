@@ -106,11 +106,12 @@ def take_up() -> dict[str, Any]:
     latest = (dvc.locked(LATEST) if own and has_branch(LATEST) else None) or {}
     if not latest or latest == dvc.locked():
         return own
-    written = [out["path"] for entry in latest.values() for out in entry.get("outs", [])]
-    metrics = git("ls-tree", "-r", "--name-only", LATEST, "--", *written).splitlines()
-    git("checkout", LATEST, "--", str(LOCK), *metrics)
+    stages = dvc.stages()  # without frozen ones, whose outputs are the commit's
+    written = [out["path"] for name in stages for out in latest.get(name, {}).get("outs", [])]
+    files = git("ls-files", f"--with-tree={LATEST}", "--", *written).splitlines()  # here or there
+    git("restore", f"--source={LATEST}", "--staged", "--worktree", "--", str(LOCK), *files)
     dvc.link_data()
-    theirs, stages = dvc.status(), dvc.stages()
+    theirs = dvc.status()
     left = [
         sum(name in found or not before.isdisjoint(found) for name, before in stages.items()) for found in (theirs, own)
     ]

@@ -158,10 +158,12 @@ def test_the_lock_of_the_latest_run_is_taken_up_with_its_data_and_metrics_where_
     assert Path("dvc.lock").read_bytes() == ran
     for file in ("metrics.json", "report.html"):
         assert (Path("data/07_report") / file).is_file()
-    Path("dvc.lock").unlink()
+    git("reset", "--quiet", "--hard")
     toy.change(Path(), "evaluate", gallery=7)
-    toy.commit(Path(), "another parameter")
-    assert list(archive.take_up()) == ["evaluate"]
+    Path("code/of_a_stage_that_is_gone.json").write_text("{}")
+    Path("data/00_base/config.json").write_text("another base")
+    toy.commit(Path(), "another parameter and base, and a digest that the latest run removed")
+    assert list(archive.take_up()) == ["train", "evaluate"]
     assert Path("dvc.lock").read_bytes() == ran
 
 

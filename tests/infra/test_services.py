@@ -245,7 +245,7 @@ def test_status_says_what_is_up_what_is_not_and_what_does_not_answer(folder, mon
     said = capsys.readouterr()
     since = datetime.fromtimestamp(here.create_time(), UTC).strftime("since %Y-%m-%d %H:%M:%S UTC")
     assert said.out.count(since) == 2
-    assert f"up             http://127.0.0.1:4200     {since}" in said.out
+    assert f"up             http://127.0.0.1:4200    {since}" in said.out
     assert "mlflow is not answering, worker is not up, keeper is not up" in said.err
 
 
