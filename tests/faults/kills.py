@@ -62,6 +62,7 @@ def one_dataset(root: Path) -> Path:
             del places[name]
     values["promote"]["guards"] = {}  # of scores that the toy does not have: a second version could not be judged
     (root / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    toy.run(root, "dvc", "repro", "-q", "code")
     toy.commit(root, "one dataset")
     return root
 
