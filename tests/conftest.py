@@ -1,6 +1,7 @@
 """The order of the tests, and which of the long ones a run of all tests takes."""
 
 import fcntl
+import gc
 import os
 import random
 import shutil
@@ -23,6 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--faults-seed", type=int, default=today, help="seed of the faults and of their sample; else the day"
     )
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: each of the collector's passes is cheaper by it
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
