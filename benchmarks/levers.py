@@ -55,7 +55,6 @@ class Variant:
 
     Attributes:
         stock: padded rectangles and labels to transformers' own loss, so logits on every position.
-        fused, adapters: as `make_fused` takes them.
     """
 
     name: str
@@ -64,11 +63,10 @@ class Variant:
     mdp: bool = True
     activation_checkpointing: str = "none"
     fused: bool = True
-    adapters: str = "auto"
     attention: str = "sdpa"
 
 
-STOCK: dict[str, Any] = {"fused": False, "adapters": "peft"}
+STOCK: dict[str, Any] = {"fused": False}
 CHECKPOINTING = ("none", "selective", "full")
 
 ABLATION = (
@@ -76,15 +74,12 @@ ABLATION = (
     Variant("stock", stock=True, **STOCK),
     Variant("stock without MDP", stock=True, mdp=False, **STOCK),
     Variant("+ logits where supervised", **STOCK),
-    Variant("+ adapters", fused=False),
-    Variant("unpacked: + layers", adapters="peft"),
     Variant("unpacked"),
     Variant("packed, all else stock", packed=True, **STOCK),
-    Variant("packed, adapters", packed=True, fused=False),
     Variant("packed", packed=True),
 )
-"""Lever by lever: end to end without padding and logits where supervised; adapters in fewer passes; fused layers, of
-which the last works on supervised tokens alone; both."""
+"""Lever by lever: end to end without padding and logits where supervised; fused adapters and layers, of which the last
+works on supervised tokens alone."""
 
 GPU_ROWS = (
     *(Variant(f"unpacked, {kept}", activation_checkpointing=kept) for kept in CHECKPOINTING[1:]),
@@ -249,7 +244,7 @@ class Bench:
         self.device = Device(self.gpu, self.precision, variant.attention)  # type: ignore[arg-type]
         self.model.model.mdp = self.mdp if variant.mdp else None
         self.model.set_attn_implementation("sdpa" if variant.stock else KERNELS)
-        make_fused(self.model, variant.activation_checkpointing, variant.fused, variant.adapters)
+        make_fused(self.model, variant.activation_checkpointing, stock=not variant.fused)
         self.batches = [complete(batch, self.device, PAD) for batch, _ in self.size.micro_batches(variant)]
 
     def run(self, variant: Variant) -> float:

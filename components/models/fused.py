@@ -273,46 +273,41 @@ def folding_pays(model: nn.Module) -> bool:
     return sum(2 * i * o for i, o, _ in sizes) < sum(6 * r * (i + o) for i, o, r in sizes)
 
 
-STOCK: tuple[type[nn.Module], ...] = (LoraLinear, Qwen2RMSNorm, Qwen2MLP, Qwen2DecoderLayer, SiglipEncoderLayer)
-ALIKE: dict[type[nn.Module], type[nn.Module]] = {
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    LoraLinear: FusedLora,
+    Qwen2RMSNorm: FusedRMSNorm,
+    Qwen2MLP: FusedMLP,
+    Qwen2DecoderLayer: FusedDecoderLayer,
+    SiglipEncoderLayer: FusedEncoderLayer,
+}
+STOCK = {fused: stock for stock, fused in FUSED.items()} | {
     LlamaRMSNorm: Qwen2RMSNorm,
     LlamaMLP: Qwen2MLP,
     LlamaDecoderLayer: Qwen2DecoderLayer,
 }
-"""Of Llama, whose modules compute the same on the same parts; biases of the linears are the linears' own."""
+"""Llama's modules compute the same on the same parts; biases of the linears are the linears' own."""
 
 
-def make_fused(
-    model: PreTrainedModel, activation_checkpointing: str = "none", fused: bool = True, adapters: str = "auto"
-) -> None:
-    """Choose how the LLM computes; everything off is transformers' and peft's own way.
+def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", stock: bool = False) -> None:
+    """Choose how the LLM computes.
+
+    Adapters are folded into the weights where that is less work and nothing is recomputed; else they are added to the
+    linears' outputs.
 
     Args:
-        activation_checkpointing: what backward recomputes: "none", "selective" (norms and SwiGLU products) or "full"
-            (every layer).
-        fused: fused norms, SwiGLU and layers; `selective` needs it.
-        adapters: "peft": by its own linears; "added": into the linears' outputs; "folded": into the weights; "auto":
-            folded where that is less work and nothing is recomputed, else added.
+        activation_checkpointing: what backward recomputes: "none", "selective" (norms and SwiGLU products; not with
+            `stock`) or "full" (every layer).
+        stock: everything is transformers' and peft's own way.
     """
     known = ("none", "selective", "full")
     assert activation_checkpointing in known, f"{activation_checkpointing!r} is none of {known}"
-    selective = activation_checkpointing == "selective"
-    assert fused or not selective, "selective recomputation is of the fused norm and product"
-    if adapters == "auto":
-        adapters = "folded" if fused and activation_checkpointing == "none" and folding_pays(model) else "added"
-    folds = fused and not selective and adapters == "folded"
-    chosen: dict[type[nn.Module], type[nn.Module]] = {} if adapters == "peft" else {LoraLinear: FusedLora}
-    if fused:
-        chosen |= {Qwen2RMSNorm: FusedRMSNorm, Qwen2MLP: FusedMLP, Qwen2DecoderLayer: FusedDecoderLayer}
-    if folds:
-        chosen[SiglipEncoderLayer] = FusedEncoderLayer
+    folds = not stock and activation_checkpointing == "none" and folding_pays(model)
     for module in model.modules():
-        module.__class__ = ALIKE.get(type(module), type(module))
-        stock = next((kind for kind in STOCK if isinstance(module, kind)), None)
-        if stock:
-            module.__class__ = chosen.get(stock, stock)
+        kind = STOCK.get(type(module), type(module))
+        is_left = stock or (kind is SiglipEncoderLayer and not folds)
+        module.__class__ = kind if is_left else FUSED.get(kind, kind)
         if isinstance(module, FusedDecoderLayer):
-            module.selective, module.folds = selective, folds
+            module.selective, module.folds = activation_checkpointing == "selective", folds
     if activation_checkpointing == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:

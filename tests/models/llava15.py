@@ -1,4 +1,4 @@
-"""A miniature of llava-hf/llava-1.5-7b-hf, file by file: its names of weights in shards, CLIP, Llama, its tokenizer."""
+"""A miniature of llava-hf/llava-1.5-7b-hf: its names of weights in shards, CLIP, Llama, its tokenizer."""
 
 import json
 from pathlib import Path
@@ -37,46 +37,18 @@ def write_tokenizer(folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def published_config(vocabulary: int, image: int, pad: int) -> dict:
-    """The published config.json's keys, sizes made small."""
-    return {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "ignore_index": -100,
-        "image_token_index": image,
-        "model_type": "llava",
-        "pad_token_id": pad,
-        "projector_hidden_act": "gelu",
-        "text_config": {
-            "_name_or_path": "lmsys/vicuna-7b-v1.5",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": WIDTH,
-            "intermediate_size": 2 * WIDTH,
-            "max_position_embeddings": 4096,
-            "model_type": "llama",
-            "num_attention_heads": 2,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-05,
-            "torch_dtype": "float16",
-            "vocab_size": vocabulary,
-        },
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "vision_config": {
-            "hidden_size": WIDTH,
-            "image_size": SIDE,
-            "intermediate_size": 2 * WIDTH,
-            "model_type": "clip_vision_model",
-            "num_attention_heads": 2,
-            "num_hidden_layers": LAYERS,
-            "patch_size": PATCH,
-            "projection_dim": 12,
-            "vocab_size": 32000,
-        },
-        "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default",
-        "vocab_size": vocabulary,
-    }
+def tiny_config(vocabulary: int, image: int, pad: int) -> LlavaConfig:
+    size = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 2}
+    llama = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": vocabulary, "rms_norm_eps": 1e-05}
+    clip = {"model_type": "clip_vision_model", "num_hidden_layers": LAYERS, "image_size": SIDE, "patch_size": PATCH}
+    return LlavaConfig(
+        text_config={**llama, **size, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+        vision_config={**clip, **size, "projection_dim": 12},
+        image_token_index=image,
+        pad_token_id=pad,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
 
 
 def write_llava15(folder: Path) -> Path:
@@ -85,7 +57,6 @@ def write_llava15(folder: Path) -> Path:
     vocabulary = write_tokenizer(folder)
     token = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     ids = {each["content"]: each["id"] for each in token}
-    config = published_config(vocabulary, ids["<image>"], ids["<pad>"])
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT}))
     processing = {
         "crop_size": {"height": SIDE, "width": SIDE},
@@ -102,11 +73,10 @@ def write_llava15(folder: Path) -> Path:
     names = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "processor_class": "LlavaProcessor"}
     (folder / "processor_config.json").write_text(json.dumps(names))
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(LlavaConfig.from_dict(config))
+    model = LlavaForConditionalGeneration(tiny_config(vocabulary, ids["<image>"], ids["<pad>"]))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder, max_shard_size="30KB")  # by the names of the release
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    (folder / "config.json").write_text(json.dumps(config))
     return folder
