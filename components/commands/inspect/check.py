@@ -253,16 +253,8 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
         "files that are no images": list(_no_images(path for path, found in size.items() if found)),
         "pairs of one image": [f"{row.source}: both images are {row.before}; name both" for row in same],
         "captions to look at": [doubt.question for doubt in asked if not doubt.answers],
+        "pairs that changeflag calls unchanged, in other sentences than LEVIR-CC's": [*_flagged(entry, read)],
     }
-    if entry.reader == "levir_cc":  # data of one's own in its layout may have other sentences for no change
-        records = read_json(entry.root / "LevirCCcaptions.json", dict)["images"]
-        flagged = [one for one in records if isinstance(one, dict) and str(one.get("changeflag")) in ("0", "False")]
-        unchanged = sum(row.change_types == [NO_CHANGE] for row in read)
-        if len(flagged) > 2 * unchanged:
-            problems["pairs that changeflag calls unchanged, in other sentences than LEVIR-CC's"] = [
-                f"{flagged[0].get('filename')}: {len(flagged):,} such pairs, {unchanged:,} are read so; read them by "
-                "--reader pairs, with no_change: {changeflag: [0, false]} in the options"
-            ]
     nearest = min(spec.published, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
     lines = _counts(spec.part(name) or nearest, rows)
     lines.append(f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty")
@@ -289,6 +281,20 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
     return lines, bool(rows) and not any(problems.values()), asked
+
+
+def _flagged(entry: DatasetEntry, rows: list[Row]) -> Iterator[str]:
+    """Pairs in LEVIR-CC's layout that are without a change by their flag alone: data of one's own."""
+    if entry.reader != "levir_cc":
+        return
+    records = read_json(entry.root / "LevirCCcaptions.json", dict)["images"]
+    flagged = [one for one in records if isinstance(one, dict) and str(one.get("changeflag")) in ("0", "False")]
+    unchanged = sum(row.change_types == [NO_CHANGE] for row in rows)
+    if len(flagged) > 2 * unchanged:
+        yield (
+            f"{flagged[0].get('filename')}: {len(flagged):,} such pairs, {unchanged:,} are read so; read them by "
+            "--reader pairs, with no_change: {changeflag: [0, false]} in the options"
+        )
 
 
 def _place(row: Row) -> Row:
