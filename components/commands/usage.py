@@ -54,7 +54,7 @@ def make_parser(commands: Mapping[str, Command], description: str) -> argparse.A
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands.items():
         epilog = "\n".join(["examples:", *(f"  {line}" for line in command.examples)])
-        words = {"help": command.help, "description": command.help, "epilog": epilog}
+        words: dict[str, Any] = {"help": command.help, "description": command.help, "epilog": epilog}
         _add(subparsers.add_parser(name, formatter_class=form, **words), command.arguments)
     return parser
 

@@ -194,5 +194,5 @@ _OneLine.add_representer(str, _OneLine.represent_str)
 
 def as_yaml(value: Any) -> str:
     """A value on one line, as it goes into `params.yaml`."""
-    plain, form = json.loads(json.dumps(value)), {"default_flow_style": True, "sort_keys": False, "width": 10_000}
-    return yaml.dump(plain, Dumper=_OneLine, allow_unicode=True, **form).strip()
+    form: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "width": 10_000, "allow_unicode": True}
+    return yaml.dump(json.loads(json.dumps(value)), Dumper=_OneLine, **form).strip()
