@@ -13,7 +13,7 @@ from PIL import Image
 from m3diff.records.errors import DataError
 from tests.layouts import WRITERS, edit_json, judge_by_polars_alone, run_ingest, run_validate, save_picture, write_birds
 
-KEY = "CLEVR_default_000005.png"
+KEY, IMAGE = "CLEVR_default_000005.png", "sc_images/CLEVR_semantic_000005.png"
 CAPTIONS, SPLITS, BIRDS = "change_captions.json", "splits.json", "birds-to-words-v1.0.tsv"
 HEADER = b"before,after,captions,split\n"
 Change = Callable[[Path], Any]
@@ -74,41 +74,19 @@ def caption(value: Any) -> Change:
     return edit(CAPTIONS, lambda captions: captions.update({KEY: value}))
 
 
-def image(name: str, data: bytes) -> Change:
-    return put(f"sc_images/CLEVR_semantic_{name}.png", data)
-
-
 def without(root: Path) -> Path:
     """The place of an image that is taken away."""
-    path = root / "sc_images/CLEVR_semantic_000005.png"
-    path.rename(root.parent / "elsewhere.png")
-    return path
+    (root / IMAGE).rename(root.parent / "elsewhere.png")
+    return root / IMAGE
 
 
-def bomb(root: Path) -> None:
-    Image.new("1", (3000, 2000)).save(without(root))
-
-
-def loop(root: Path) -> None:
-    without(root).symlink_to("CLEVR_semantic_000005.png")
-
-
-def escape(root: Path) -> None:
-    without(root).symlink_to(root.parent / "elsewhere.png")
-
-
-def fifo(root: Path) -> None:
-    os.mkfifo(without(root))
+def save_large(root: Path) -> None:
+    Image.new("1", (3000, 2000)).save(root / IMAGE)
 
 
 REFUSED: list[tuple[str, str, Change, str]] = [
     ("captions are a list", "clevr", put(CAPTIONS, b"[]"), r"expected an object at the top, found a list"),
-    (
-        "captions in Latin-1",
-        "clevr",
-        put(CAPTIONS, '{"é": []}'.encode("latin-1")),
-        r"byte 2 is not UTF-8.*iconv -f WIN",
-    ),
+    ("captions in Latin-1", "clevr", put(CAPTIONS, b'{"\xe9": []}'), r"byte 2 is not UTF-8.*iconv -f WINDOWS-1252 "),
     ("captions in UTF-16", "clevr", put(CAPTIONS, "{}".encode("utf-16")), r"byte 0 is not UTF-8.*iconv -f UTF-16 "),
     ("a key twice", "clevr", put(CAPTIONS, b'{"a": ["x"], "a": ["y"]}'), r"key 'a' occurs twice"),
     ("NaN for captions", "clevr", put(CAPTIONS, b'{"a": NaN}'), r"NaN is no JSON value"),
@@ -132,18 +110,23 @@ QUARANTINED: list[tuple[str, str, Change, str]] = [
     ("a caption of 1 MB", "clevr", caption(["x" * 1_000_000]), r"one has 1000000 characters, more than"),
     ("a scene in two splits", "clevr", edit(SPLITS, lambda s: s["train"].append(9)), r"also in a higher split"),
     ("a scene twice in a split", "dc", edit("split.json", lambda s: s["train"].append(9)), r"occurs more than once"),
-    ("an image of zero bytes", "clevr", image("000005", b""), r"after: .*000005\.png is empty \(0 bytes\)"),
-    ("an image cut short", "clevr", cut("sc_images/CLEVR_semantic_000005.png", 70), r"000005\.png does not decode"),
+    ("an image of zero bytes", "clevr", put(IMAGE, b""), r"after: .*000005\.png is empty \(0 bytes\)"),
+    ("an image cut short", "clevr", cut(IMAGE, 70), r"000005\.png does not decode"),
     ("an image missing", "clevr", without, r"png is missing"),
     (
         "too many pixels",
         "clevr",
-        bomb,
-        r"has 3000x2000 pixels, 9,000,000 padded to a square, more than 1,000,000; save",
+        save_large,
+        r"has 3000x2000 pixels, 9,000,000 padded to a square, more than 1,000,000",
     ),
-    ("a symbolic link to itself", "clevr", loop, r"Too many levels of symbolic links"),
-    ("a symbolic link out of the root", "clevr", escape, r"is a symbolic link out of the dataset's root"),
-    ("a pipe for an image", "clevr", fifo, r"000005\.png is no regular file"),
+    ("a symbolic link to itself", "clevr", lambda r: without(r).symlink_to(r / IMAGE), r"Too many levels of symbolic"),
+    (
+        "a link out of the root",
+        "clevr",
+        lambda r: without(r).symlink_to(r.parent / "elsewhere.png"),
+        r"is a symbolic link out of the",
+    ),
+    ("a pipe for an image", "clevr", lambda r: os.mkfifo(without(r)), r"000005\.png is no regular file"),
     ("a path that climbs out", "iedit", edit("train.json", lambda r: r[0].update(img0="../../x")), r"leads out of the"),
     ("an absolute path", "csv", replace("pairs.csv", b"1.png", b"/etc/passwd"), r"leads out of the dataset's root"),
     ("a NUL in a path", "jsonl", replace("pairs.jsonl", b"1.png", b"1\\u0000.png"), r"leads out of the dataset's root"),

@@ -180,6 +180,9 @@ def test_rows_are_marked_joined_and_filtered_as_the_options_say(tmp_path):
     assert len(read(tmp_path, manifest="m.json")) == 2
     (row,) = read(tmp_path, manifest="m.json", columns={"id": None})
     assert (row.name, row.references, row.raw_rows) == ("a/1.png|b/1.png", ["it fell", "it broke"], 2)
+    write_json(tmp_path / "m.json", [PLAIN[0] | {"captions": [" N/A ", "it fell"]}, PLAIN[1] | {"captions": "n/a"}])
+    told, none = read(tmp_path, manifest="m.json", no_caption=["n/a"])
+    assert (told.references, told.without_caption, none.without_caption) == (["it fell"], False, True)
     (tmp_path / "m.jsonl").write_text(json.dumps(PLAIN[0] | {"lang": "en"}) + '\n{"lang": \n')
     bad, good = read(tmp_path, manifest="m.jsonl", where={"lang": "en"})
     assert (bad.source, good.fault) == ("m.jsonl, line 2", None), "what cannot be parsed is not passed over"
