@@ -155,7 +155,7 @@ class Asked(NamedTuple):
         before, after: bytes of image files.
         question: None: what changed.
         overlay: the outlines of the saliency map are wanted, too.
-        model, most_tokens: as a chat names them; None if it does not.
+        model: as a chat names it; None if it does not.
     """
 
     before: bytes
@@ -163,7 +163,6 @@ class Asked(NamedTuple):
     question: str | None
     overlay: bool = False
     model: str | None = None
-    most_tokens: int | None = None
 
 
 class Facts(NamedTuple):
@@ -218,8 +217,6 @@ class ChatBody(BaseModel):
     messages: list[UserMessage] = Field(max_length=1, min_length=1)
     n: Literal[1] | None = None
     stream: Literal[False] | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -253,8 +250,7 @@ def read_chat(body: bytearray) -> Asked:
         remedy = "send the image before, then the image after, as two parts `image_url`"
         raise unprocessable("wrong_parts", f"{len(urls)} image(s), {len(texts)} text(s)", limit, remedy, where)
     before, after = (_from_base64(f"{where}: {side}", url) for side, url in zip(SIDES, urls, strict=True))
-    most_tokens = given.max_completion_tokens or given.max_tokens
-    return Asked(before, after, texts[0] if texts else None, model=given.model, most_tokens=most_tokens)
+    return Asked(before, after, texts[0] if texts else None, model=given.model)
 
 
 def check_images(asked: Asked, max_mpx: float) -> Asked:
@@ -288,16 +284,12 @@ def check_question(asked: Asked, name: str, facts: Facts) -> None:
         name: of the registered model, which a client may use instead of a version's.
 
     Raises:
-        RequestRefusedError: 404, another model is asked for; 422, an answer shorter than this one gives, a question of
-            a model that reads none, or one that is empty, too long or holds a mark of the prompt.
+        RequestRefusedError: 404, another model is asked for; 422, a question of a model that reads none, or one that is
+            empty, too long or holds a mark of the prompt.
     """
     if asked.model is not None and asked.model not in (name, facts.name):
         limit = f"{name}, or the version that answers: {facts.name}"
         raise RequestRefusedError(404, "model_not_found", repr(asked.model[:100]), limit, f"ask for {name}", "model")
-    if asked.most_tokens is not None and asked.most_tokens < facts.max_new_tokens:
-        limit = f"{facts.max_new_tokens} or more, the most that {facts.name} says"
-        found, remedy = str(asked.most_tokens), "raise it or leave it out"
-        raise unprocessable("invalid_field", found, limit, remedy, "max_tokens")
     if asked.question is None:
         return
     spelled = unicodedata.normalize("NFC", asked.question)  # as tokenizers do

@@ -4,7 +4,6 @@ memory that it takes, held against docs/serving.md; a version as register logs i
 import asyncio
 import io
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -27,13 +26,13 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from m3diff.__main__ import main
-from m3diff.models.generation import QUESTION, load_captioner
+from m3diff.models.generation import load_captioner
 from m3diff.serving.app import COPIES
 from m3diff.serving.batcher import DECODERS
 from m3diff.serving.server import deployer
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.stage import SIGNATURE, copy_code
-from tests.servers import free_port, started
+from tests.servers import free_port, started, until
 from tests.serving.toy import (
     PARAMS,
     Running,
@@ -59,7 +58,6 @@ UPLOAD_S = 3
 TOKEN = "0123456789abcdef0123"
 BEFORE, AFTER = png(plain(10, 20)), png(plain(30, 40))
 CONSTANTS = {"server.POLL_S": 0.5, "request.UPLOAD_S": UPLOAD_S, "batcher.BATCH_WAIT_S": 0.02}
-Found = list[tuple[httpx.Response, str]]
 
 
 @pytest.fixture(scope="module")
@@ -70,47 +68,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
-async def ask_all(address: str, count: int, at_once: int, between: float = 0) -> Found:
-    """(answer, the toy's caption after its word) of so many requests, as forms and as chats at random."""
-    places, found, rng = asyncio.Semaphore(at_once), [], random.Random(7)
-    async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as client:
-
-        async def ask(number: int, as_chat: bool) -> None:
-            before, after = (png(plain(number, place, 0)) for place in (1, 2))
-            route, request = "/caption", form(before, after)
-            if as_chat:
-                route, request = "/v1/chat/completions", {"json": chat(before, after)}
-            async with places:
-                answer = await client.post(route, **request)
-                found.append((answer, said("", QUESTION, f"{number}/1/0", f"{number}/2/0")))
-                await asyncio.sleep(between)
-
-        await asyncio.gather(*(ask(number, rng.random() < 0.5) for number in range(count)))
-    return found
-
-
-def caption_of(answer: httpx.Response) -> str:
-    body = answer.json()
-    return body["choices"][0]["message"]["content"] if "choices" in body else body["caption"]
-
-
-@contextmanager
-def asking_all_the_time(server: Running) -> Iterator[Found]:
-    """Within, four clients ask, and at the end their answers are all there."""
-    found: Found = []
-    stop = threading.Event()
-
-    def ask() -> None:
-        while not stop.is_set():
-            found.extend(asyncio.run(ask_all(server.address, 20, 4, between=0.02)))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        asking.join()
+def ask(server: Running, number: int) -> tuple[int, str]:
+    """Status and caption."""
+    before, after = (png(plain(number % 256, place)) for place in (1, 2))
+    answer = httpx.post(f"{server.address}/caption", **form(before, after), timeout=PATIENCE_S)
+    return answer.status_code, answer.json().get("caption", "")
 
 
 @pytest.mark.slow(120)
@@ -120,25 +82,20 @@ def test_replicas_on_a_cluster_lose_no_more_than_a_dead_ones_batch_and_the_clust
         hosts.environment["PYTHONPATH"] = str(REPOSITORY)  # the toy's
         hosts.add(3, cpus=2)
         options = {"replicas": 2, "answer_s": PATIENCE_S, "there": hosts.of_a_driver, "constants": CONSTANTS}
-        with running(tmp_path, **options) as server:
-            replica = next(
-                process
-                for process in psutil.Process(hosts.nodes[3].pid).children(recursive=True)
-                if "ServeReplica" in process.name()
-            )
-            with asking_all_the_time(server) as found:
-                while len(found) < 20:
-                    time.sleep(0.1)
-                replica.kill()
-                time.sleep(1)
-            statuses = Counter(answer.status_code for answer, _ in found)
+        with running(tmp_path, **options) as server, ThreadPoolExecutor(4) as clients:
+            processes = psutil.Process(hosts.nodes[3].pid).children(recursive=True)
+            replica = next(process for process in processes if "ServeReplica" in process.name())
+            asking = [clients.submit(ask, server, number) for number in range(200)]
+            until(lambda: sum(one.done() for one in asking) > 20)
+            replica.kill()
+            statuses = Counter(one.result()[0] for one in asking)
             assert statuses.keys() <= {200, 500}
-            assert statuses[500] <= 4, "more were lost than the dead one could have been asked"
+            assert statuses[500] <= 4, f"more were lost than the dead one could have been asked: {server.said[-2000:]}"
             client.set_registered_model_alias("m3diff", "champion", "2")
             server.wait_for("answers now with m3diff/2")
-            assert [caption_of(answer)[:3] for answer, _ in asyncio.run(ask_all(server.address, 8, 4))] == ["two"] * 8
+            assert [ask(server, number)[1][:3] for number in range(4)] == ["two"] * 4
         with running(tmp_path, **options) as server:
-            assert caption_of(asyncio.run(ask_all(server.address, 1, 1))[0][0])[:3] == "two"
+            assert ask(server, 1)[1][:3] == "two"
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor,
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.stages.pretrain.curriculum import DESCRIBE, QUESTIONS, curriculum
-from m3diff.stages.pretrain.params import Blip2, Pretrain
+from m3diff.stages.pretrain.params import Pretrain
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,7 +47,6 @@ CHAT_TEMPLATE = (
     "{% for part in message['content'] if part['type'] == 'text' %}\n{{ part['text'] }}{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-START = "<|im_start|>"
 CAPTION = {*DESCRIBE, *QUESTIONS}
 """Questions that BLIP-2 answers without being asked."""
 
@@ -236,23 +235,6 @@ class Blip2Base:
         self.processor.save_pretrained(folder)
 
 
-def blip2_config(cfg: Pretrain, own: Blip2, llava: Any, start: int) -> Blip2IDCConfig:
-    """The encoder and the LLM of the LLaVA-OneVision, behind a Q-Former of the same width."""
-    vision, text = llava.vision_config, llava.text_config.to_dict()
-    return Blip2IDCConfig(
-        vision_config={
-            **{name: getattr(vision, name) for name in OF_THE_ENCODER},
-            "image_size": cfg.vision_px,
-            "patch_size": cfg.patch_px,
-            "initializer_range": 0.02,
-        },
-        qformer_config={**_sizes(cfg.width, own.qformer_layers), "encoder_hidden_size": vision.hidden_size},
-        text_config=text | {"bos_token_id": start},
-        num_query_tokens=own.queries,
-        image_token_index=llava.image_token_id,
-    )
-
-
 @torch.no_grad()
 def take_vision_encoder(mine: Any, theirs: Any) -> None:
     """Copy a SigLIP's layers into BLIP-2's, whose queries, keys and values are one linear. Patches and positions are
@@ -301,6 +283,18 @@ def architecture_of(cfg: Pretrain) -> Architecture:
         return LlavaOneVision(cfg, M3DiffProcessor(images, tokenizer, num_image_tokens=patches, **text))
     llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
     tokenizer = AutoTokenizer.from_pretrained(own.start)
-    config = blip2_config(cfg, own, llava.config, tokenizer.convert_tokens_to_ids(START))
+    vision, text = llava.config.vision_config, llava.config.text_config.to_dict()
+    config = Blip2IDCConfig(
+        vision_config={
+            **{name: getattr(vision, name) for name in OF_THE_ENCODER},
+            "image_size": cfg.vision_px,
+            "patch_size": cfg.patch_px,
+            "initializer_range": 0.02,
+        },
+        qformer_config={**_sizes(cfg.width, own.qformer_layers), "encoder_hidden_size": vision.hidden_size},
+        text_config=text | {"bos_token_id": tokenizer.convert_tokens_to_ids("<|im_start|>")},
+        num_query_tokens=own.queries,
+        image_token_index=llava.config.image_token_id,
+    )
     pixels = Blip2IDCImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     return Blip2Base(config, llava, Blip2IDCProcessor(pixels, tokenizer, config))

@@ -146,12 +146,6 @@ def _covered(
     return np.ix_((down > top) & (down < bottom), (across > left) & (across < right))
 
 
-def truth_of(scenes: list[Scene], side: int, images: int) -> Tensor:
-    """[pictures, side, side, 4]: the classes of pictures of side x side points, of so many scenes each, stacked."""
-    parts = [segment(scene, side // images, side) for scene in scenes]
-    return torch.from_numpy(np.stack(parts)).long().view(-1, side, side, len(CLASSES))
-
-
 class Segmentation(nn.Module):
     """The vision encoder, which trains along, and the head on its patches."""
 
@@ -172,7 +166,9 @@ class Segmentation(nn.Module):
         """The classes' mean losses added up, and the share of points on objects and marks whose kind is right. Each
         picture shows so many of the scenes, one below the other."""
         logits = self(patches)
-        truth = truth_of(scenes, logits[0].shape[1], images)
+        side = logits[0].shape[1]
+        shown = np.stack([segment(scene, side // images, side) for scene in scenes])
+        truth = torch.from_numpy(shown).long().view(-1, side, side, len(CLASSES))
         losses = [
             nn.functional.cross_entropy(each.flatten(0, 2), truth[..., k].flatten(), ignore_index=NONE)
             for k, each in enumerate(logits)
