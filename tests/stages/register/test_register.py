@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pyarrow.parquet as pq
@@ -24,7 +24,7 @@ from mlflow.tracking import MlflowClient
 
 from m3diff.__main__ import main
 from m3diff.provenance.dvc import Lock
-from m3diff.registry import tracking
+from m3diff.registry import tracking, versions
 from m3diff.registry.lineage import read_lineage
 from m3diff.registry.tracking import PROCESS, Description, completed, followed
 from m3diff.settings.load import load_params
@@ -34,75 +34,29 @@ from tests.servers import free_port, started
 from tests.toy import change, store
 
 
-def m3diff(root: Path, *arguments: str) -> str:
-    """Output of the toy's own command line, called as a user calls it."""
-    done = subprocess.run([sys.executable, "-m", "m3diff", *arguments], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Failed to validate" not in done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def registered(trained_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = Path(shutil.copytree(trained_once, tmp_path_factory.mktemp("registered") / "toy", symlinks=True))
-    assert m3diff(root, "register").startswith("models:/m3diff/1 registered")
-    assert m3diff(root, "register").startswith("models:/m3diff/1 unchanged")
-    return root
-
-
-@pytest.mark.slow(20)
+@pytest.mark.slow(35)
 @pytest.mark.fault("24")
-def test_one_training_leaves_one_run_and_one_version_with_parameters_curves_scores_report_and_data(registered):
-    client = store(registered)
-    (run,) = client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])
-    assert run.info.status == "FINISHED"
-    params = yaml.safe_load((registered / "params.yaml").read_text())
-    assert run.data.params["train.seed"] == str(params["train"]["seed"])
-    assert run.data.params["models.m3diff.rates.llm"] == str(params["models"]["m3diff"]["rates"]["llm"])
-    assert run.data.params["ingest.datasets.minichange.root"] == "data/01_raw/minichange"
-    assert not [name for name in run.data.params if name.startswith(("compute", "models.no_module", "register"))]
-
-    def points(name: str) -> list[tuple[int, float]]:
-        history = client.get_metric_history(run.info.run_id, f"train/{name}")
-        return [(point.step, point.value) for point in history]
-
-    assert points("loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
-    assert points("grad_norm") == [(1, 2), (2, 4), (3, 6)]
-    assert [points(f"val_{name}") for name in ("loss", "loss_minichange", "cider")] == [
-        [(3, v)] for v in (0.5, 0.6, 1.7)
-    ]
-    assert {"train/epoch", "train/lr_llm"} <= set(run.data.metrics)
-    scores = {"CIDEr": 1.24, "intervals/CIDEr/low": 0.5, "by_type/color/CIDEr": 2.0, "SPICE": None}
-    assert {name: run.data.metrics.get(f"{toy.TOTAL}/{name}") for name in scores} == scores
-    logged = [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
-    assert sorted(logged) == ["images", "report.html", "scores.parquet"]
-    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "images")] == ["images/0.webp"]
-
-    head, row, *_, foot = m3diff(registered, "models").splitlines()
-    guards = ["change_exact_accuracy", "no_change_recall"]
-    assert head.split() == ["version", "aliases", "registered", "CIDEr", *guards, "weights", "commit", "run"]
-    commit = toy.run(registered, "git", "rev-parse", "HEAD").strip()
-    number, alias, _, _, cider, *guarded = row.split()
-    assert (number, alias, cider, guarded[:2]) == ("1", "challenger", "124.0", ["–", "–"])
-    assert f"  {commit[:8]}  train " in row
-    assert foot.startswith(f"scores on {toy.TOTAL}, times 100")
-    (listed,) = json.loads(m3diff(registered, "models", "--json"))
-    (version,) = client.search_model_versions("name = 'm3diff'")
-    assert (listed["version"], listed["aliases"], listed["scores"]) == (1, ["challenger"], {"CIDEr": 1.24})
-    assert (listed["checkpoint"], listed["commit"]) == (version.tags["dvc.checkpoint"], commit)
-    assert (listed["weights_bytes"] > 8, listed["dirty"]) == (True, False)
-
-
-@pytest.mark.slow(15)
-def test_in_a_fresh_process_outside_the_checkout_the_version_says_what_predict_wrote(registered, tmp_path):
-    rows = json.loads((registered / "data/06_predictions/predictions.json").read_text())
+def test_in_a_fresh_process_outside_the_checkout_the_version_says_what_predict_wrote(trained, tmp_path):
+    for outcome in ("registered", "unchanged"):
+        command = [sys.executable, "-m", "m3diff", "register"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stdout.startswith(f"models:/m3diff/1 {outcome}"), done.stderr
+        assert "Failed to validate" not in done.stderr
+    (row, *_) = table_of_models()
+    assert row["weights_bytes"] > 8
+    rows = json.loads(Path("data/06_predictions/predictions.json").read_text())
     wrote = {row["image_id"]: row["caption"] for row in rows}["minichange/000002.png"]
-    sides = [registered / "data/01_raw/minichange" / folder / "2.png" for folder in ("images", "sc_images")]
+    sides = [trained / "data/01_raw/minichange" / folder / "2.png" for folder in ("images", "sc_images")]
     forms = [[str(side) for side in sides], [base64.b64encode(side.read_bytes()).decode() for side in sides]]
     pairs = [dict(zip(("before", "after"), form, strict=True)) for form in forms]
-    code, captions = toy.load_and_caption(f"sqlite:///{registered}/services/mlflow/mlflow.db", pairs, tmp_path)
+    code, captions = toy.load_and_caption(f"sqlite:///{trained}/services/mlflow/mlflow.db", pairs, tmp_path)
     assert captions == [wrote, wrote]
     assert "services/mlflow/artifacts" in code
+
+
+def table_of_models() -> list[dict[str, Any]]:
+    params = load_params()
+    return versions.models(params.register_, toy.TOTAL, ["CIDEr"])
 
 
 # In this process, with the model's files left out
@@ -150,6 +104,39 @@ class Opened:
 def opened(trained, monkeypatch) -> Iterator[Opened]:
     yield Opened(trained, monkeypatch)
     mlflow.set_tracking_uri("")
+
+
+@pytest.mark.fault("24")
+def test_one_training_leaves_one_run_and_one_version_with_parameters_curves_scores_report_and_data(opened, capsys):
+    opened.register()
+    client, (run,) = opened.client, opened.runs()
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    assert run.data.params["train.seed"] == str(params["train"]["seed"])
+    assert run.data.params["models.m3diff.rates.llm"] == str(params["models"]["m3diff"]["rates"]["llm"])
+    assert run.data.params["ingest.datasets.minichange.root"] == "data/01_raw/minichange"
+    assert not [name for name in run.data.params if name.startswith(("compute", "models.no_module", "register"))]
+    found = {name: client.get_metric_history(run.info.run_id, f"train/{name}") for name in ("loss", "val_cider")}
+    points = {name: [(point.step, point.value) for point in history] for name, history in found.items()}
+    assert points == {"loss": [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))], "val_cider": [(3, 1.7)]}
+    assert {"train/epoch", "train/lr_llm", "train/grad_norm", "train/val_loss"} <= set(run.data.metrics)
+    scores = {"CIDEr": 1.24, "intervals/CIDEr/low": 0.5, "by_type/color/CIDEr": 2.0, "SPICE": None}
+    assert {name: run.data.metrics.get(f"{toy.TOTAL}/{name}") for name in scores} == scores
+    logged = [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
+    assert sorted(logged) == ["images", "report.html", "scores.parquet"]
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "images")] == ["images/0.webp"]
+    capsys.readouterr()
+    assert main(["models"]) == 0
+    head, row, *_ = capsys.readouterr().out.splitlines()
+    guards = ["change_exact_accuracy", "no_change_recall"]
+    assert head.split() == ["version", "aliases", "registered", "CIDEr", *guards, "weights", "commit", "run"]
+    (listed,) = table_of_models()
+    commit = toy.run(opened.root, "git", "rev-parse", "HEAD").strip()
+    number, alias, _, _, cider, *guarded = row.split()
+    assert (number, alias, cider, guarded[:2]) == ("1", "challenger", "124.0", ["–", "–"])
+    assert f"  {commit[:8]}  train " in row
+    assert (listed["version"], listed["aliases"], listed["scores"]) == (1, ["challenger"], {"CIDEr": 1.24})
+    assert (listed["checkpoint"], listed["commit"]) == (opened.tags()["dvc.checkpoint"], commit)
+    assert (listed["dirty"], listed["weights_bytes"]) == (False, 0)
 
 
 @pytest.mark.fault("09", "19")
