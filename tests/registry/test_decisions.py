@@ -212,10 +212,11 @@ def test_writers_at_once_lose_nothing_and_one_that_is_overtaken_is_asked_to_try_
     assert faults() == []
     for model in "abc":
         assert [entry.to for entry in decisions() if entry.model == model] == [1, 2, 3, 4, 5]
-    real, tip = record.write_ref, git(here, "rev-parse", f"{record.BRANCH}^")
-    monkeypatch.setattr(record, "write_ref", lambda *given: real(*given[:3], tip))  # it read an older tip
-    with pytest.raises(BlockingIOError, match="another process wrote in between; try again"):
-        append(here, moved(1))
+    tip = git(here, "rev-parse", f"{record.BRANCH}^")
+    with monkeypatch.context() as overtaken:
+        overtaken.setattr(record, "_tip", lambda repository: tip)
+        with pytest.raises(BlockingIOError, match="another process wrote in between; try again"):
+            append(here, moved(1))
     assert len(decisions()) == 15
 
 
