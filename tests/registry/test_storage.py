@@ -273,7 +273,7 @@ def version(number: int, **tags: str) -> Any:
 
 
 def test_what_a_kept_versions_training_began_with_stays_and_so_does_what_that_began_with():
-    began = {5: ("e", "x"), 4: ("d", "c"), 3: ("c", "a"), 2: ("b", "x"), 1: ("a", "x")}
+    began = {5: ("e", "d"), 4: ("d", "c"), 3: ("c", "a"), 2: ("b", "x"), 1: ("a", "x")}
     there = [version(number, checkpoint=checkpoint, base=base) for number, (checkpoint, base) in began.items()]
     assert reasons(there, {4: ["champion", "previous"]}, 1) == {
         5: "one of the newest",
