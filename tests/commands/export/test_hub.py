@@ -451,6 +451,7 @@ def test_a_model_of_data_without_a_licence_is_shared_when_asked_for_or_where_the
     run = changed(shared.run, "ingest", datasets={**shared.run.ingest.datasets, "spot": spot})
     _, text = card_of(changed(run, "paths", mixture=tmp_path / "mixture"), tmp_path / "tested")
     assert re.search(r"\| `spot` \| Spot-the-Diff.*, tested only \|", text)
+    assert "Spot" not in re.findall("It was trained on (.*) alone", text)[0]
 
 
 def test_what_is_missing_or_changed_is_named_before_anything_is_written(shared: Shared, tmp_path: Path) -> None:
