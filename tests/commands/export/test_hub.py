@@ -452,6 +452,14 @@ def test_a_model_of_data_without_a_licence_is_shared_when_asked_for_or_where_the
     _, text = card_of(changed(run, "paths", mixture=tmp_path / "mixture"), tmp_path / "tested")
     assert re.search(r"\| `spot` \| Spot-the-Diff.*, tested only \|", text)
     assert "Spot" not in re.findall("It was trained on (.*) alone", text)[0]
+    rows = pq.read_table(run.paths.clean / "records.parquet").to_pylist()
+    rows[1]["dataset"] = "second"
+    write_records(tmp_path / "two", rows)
+    specs = {name: card.spec_of(name, run.ingest.datasets) for name in ("spot", "toy")}
+    known = [card.Dataset(name, specs.get(name, specs["toy"]), {}, {}) for name in ("spot", "toy", "second")]
+    example = card.find_example(changed(run, "paths", clean=tmp_path / "two").paths, known)
+    assert example is not None
+    assert example["id"] == "toy/2", "of the first dataset that may be shown"
 
 
 def test_what_is_missing_or_changed_is_named_before_anything_is_written(shared: Shared, tmp_path: Path) -> None:
