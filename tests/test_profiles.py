@@ -208,5 +208,5 @@ def test_differences_name_what_is_added_and_what_is_gone_a_mapping_as_one():
         "part": {"x": {"y": 1}, "z": 1},
     }
     new = {"a": {"b": 2, "e": "text"}, "d": {"f": True}, "same": [1], "part": {"z": 1}}
-    changed = ["a.b: 1 -> 2", "a.c: null -> -", "a.e: - -> text", "d: {} -> {f: true}"]
+    changed = ["a.b: 1 -> 2", "a.c: null -> -", "a.e: - -> text", "d.f: - -> true"]
     assert [*differences(old, new)] == [*changed, "gone: removed", "part.x: removed"]

@@ -122,7 +122,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Itera
         before, after = old.get(key), new.get(key)
         if before and isinstance(before, dict) and key not in new:
             yield f"{at}{key}: removed"
-        elif before and after and isinstance(before, dict) and isinstance(after, dict):
+        elif isinstance(before, dict) and isinstance(after, dict):
             yield from differences(before, after, f"{at}{key}.")
         elif before != after or (key in old) != (key in new):
             lines = [
