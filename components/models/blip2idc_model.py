@@ -139,21 +139,11 @@ class Blip2IDCImageProcessor(NormalisedImages):
         image_mean, image_std: per RGB channel, in [0, 1].
     """
 
-    def __init__(
-        self,
-        size: dict[str, int] | None = None,
-        image_mean: list[float] | None = None,
-        image_std: list[float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, size: dict[str, int], image_mean: list[float], image_std: list[float], **kwargs: Any) -> None:
         super().__init__()
-        side = (size or {}).get("height")
-        if side is None or size != {"height": side, "width": side} or side % 2 or not (image_mean and image_std):
-            raise ValueError(
-                "preprocessor_config.json: size must be a square of an even side, found "
-                f"{size}, with image_mean and image_std ({image_mean}, {image_std}); take the file of a BLIP-2"
-            )
-        self.side = side
+        self.side = size["height"]
+        if size["width"] != self.side or self.side % 2:
+            raise ValueError(f"preprocessor_config.json: size must be a square of an even side, found {size}")
         self.image_mean, self.image_std = image_mean, image_std
 
     def to_dict(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_a_whole_small_run_learns_comes_out_the_same_twice_and_is_a_llava_onevis
 
     stock = AutoImageProcessor.from_pretrained(folder)([[picture, picture]], return_tensors="pt")
     pixels = stock["pixel_values"].reshape(2, 3, 24, 24)
-    assert (pixels - ours["pixel_values"]).abs().max() < 0.016  # two grey levels, as in tests/models/test_modeling.py
+    assert (pixels - ours["pixel_values"]).abs().max() < 0.016  # two grey levels, as in tests/models/test_llava.py
     if not is_torchvision_available():  # transformers says so instead of giving a tokenizer
         with pytest.raises(ImportError, match="LlavaOnevisionVideoProcessor requires the Torchvision library"):
             AutoProcessor.from_pretrained(folder)
