@@ -163,3 +163,14 @@ def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_er
     kernel = attention.compiled(lambda x, text: x * len(text))  # a graph for each value of Python
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         [kernel(torch.ones(3), "a" * number) for number in range(12)]
+
+
+def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in environment(gpu=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
