@@ -190,7 +190,6 @@ class Protocol:
     change_types: tuple[str, ...] = ()  # pairs with one of them alone; none: whatever changed
     references: Literal["all", "joined"] = "all"  # every one of a pair, empty ones too; or as one text, by ". "
     max_words: int | None = None  # after which predictions and references are cut
-    question: str | None = None  # a task of the file `convert.questions`; None: the dataset's own task
     tokenizer: Literal["ptb", "whitespace"] = "ptb"
     metrics: tuple[str, ...] = ("BLEU", "METEOR", "ROUGE-L", "CIDEr")
     headline: str = "CIDEr"
