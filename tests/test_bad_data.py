@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from m3diff.records.errors import DataError
-from tests.layouts import WRITERS, edit_json, judge_by_polars_alone, run_ingest, run_validate, save_picture, write_birds
+from tests.layouts import WRITERS, edit_json, judge_by_polars_alone, run_ingest, run_validate, save_picture
 
 KEY, IMAGE = "CLEVR_default_000005.png", "sc_images/CLEVR_semantic_000005.png"
-CAPTIONS, SPLITS, BIRDS = "change_captions.json", "splits.json", "birds-to-words-v1.0.tsv"
+CAPTIONS, SPLITS = "change_captions.json", "splits.json"
 HEADER = b"before,after,captions,split\n"
 Change = Callable[[Path], Any]
 
@@ -31,19 +31,10 @@ def write_own(root: Path) -> Path:
     return root
 
 
-def write_two_birds(root: Path) -> Path:
-    write_birds(root / BIRDS, [("1", "2", "train", "a"), ("3", "4", "val", "b")])
-    for number in range(1, 5):
-        save_picture(root / f"images/{number}.jpg", number)
-    return root
-
-
 LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, dict[str, Any]]] = {
     "clevr": (WRITERS["clevr_change"], "clevr_change", {}),
     "dc": (WRITERS["clevr_dc"], "clevr_dc", {}),
-    "spot": (WRITERS["spot_the_diff"], "spot_the_diff", {}),
     "iedit": (WRITERS["iedit"], "iedit", {}),
-    "birds": (write_two_birds, "birds_to_words", {}),
     **{kind: (write_own, "pairs", {"manifest": f"pairs.{kind}"}) for kind in ("csv", "jsonl", "parquet")},
 }
 
