@@ -23,7 +23,7 @@ from m3diff.models.layers import (
     recorded,
 )
 from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
-from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig, ModuleConfig, module_config
+from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig, module_config
 
 
 class M3DiffConfig(LlavaOfPairsConfig):
@@ -228,13 +228,6 @@ class BareDifference(OverLevels):
         return recorded(list(self.levels), sizes)
 
 
-def new_module(cfg: ModuleConfig | None, width: int) -> DifferentialPerception | BareDifference | None:
-    """The module of these settings, with weights from the random state; None where the model has none."""
-    if cfg is None:
-        return None
-    return BareDifference(cfg, width) if isinstance(cfg, DifferenceConfig) else DifferentialPerception(cfg, width)
-
-
 class M3DiffModel(LlavaOfPairs):
     """LLaVA-OneVision without its head; for pairs of images the MDP module works on the vision encoder's features."""
 
@@ -242,7 +235,9 @@ class M3DiffModel(LlavaOfPairs):
 
     def __init__(self, config: M3DiffConfig) -> None:
         super().__init__(config)
-        self.mdp = new_module(config.module_config(), config.vision_config.hidden_size)
+        cfg = config.module_config()
+        kind: Any = BareDifference if isinstance(cfg, DifferenceConfig) else DifferentialPerception
+        self.mdp = None if cfg is None else kind(cfg, config.vision_config.hidden_size)
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
         """See `LlavaOfPairs`: in each image's places its patches and the newline, [N + 1, W]."""

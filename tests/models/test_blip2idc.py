@@ -376,6 +376,9 @@ def test_compression_is_a_jpeg_file_of_the_quality() -> None:
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=70)
     assert np.array_equal(compressed(picture, 70), np.asarray(Image.open(file)))
+    images = pair()
+    once = augmented(Augment(blur=0.0, jpeg=1.0, quality=(70, 70)), images, visit(1))
+    assert np.array_equal(once.reshape(-1, *images.shape[2:]), compressed(images.reshape(-1, *images.shape[2:]), 70))
     error = [np.abs(compressed(picture, quality).astype(int) - picture).mean() for quality in (95, 75, 50)]
     assert error == sorted(error)
     assert error[0] > 0

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_mask
 from m3diff.models import FAMILIES
 from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
-from m3diff.models.fused import SwiGLU, fused_attention, make_fused, recomputing, swiglu
+from m3diff.models.fused import FusedEncoderLayer, SwiGLU, fused_attention, make_fused, recomputing, swiglu
 from m3diff.models.tuning import prepare, unwrapped
 from m3diff.stages.train.packing import Packed, pack
 from tests.stages.train.test_packing import gradients, group, summed_loss
@@ -45,7 +45,9 @@ def test_every_way_gives_the_stock_loss_and_gradients(
     want = gradients(model, want_loss)
     make_fused(unwrapped(model), way)
     folds = rank == 5 and way == "none" and dtype == torch.float32
-    assert unwrapped(model).model.language_model.layers[0].folds == folds
+    llm, encoder = unwrapped(model).model.language_model.layers[0], unwrapped(model).model.vision_tower.encoder
+    assert (llm.folds, llm.selective) == (folds, way == "selective")
+    assert isinstance(encoder.layers[0], FusedEncoderLayer) == folds
     loss = summed_loss(model, packed, pixels, kernel)
     got = gradients(model, loss)
     torch.testing.assert_close(loss, want_loss, rtol=rtol, atol=0)
