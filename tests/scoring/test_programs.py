@@ -364,7 +364,9 @@ def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none_with_java
     assert options[options.index("--add-modules") + 1] == "org.openjdk.nashorn"
     assert "--add-opens=java.base/java.lang=ALL-UNNAMED" in options
     assert all("-XX:hashCode=3" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
-    assert toy.runs[0]["command"][1].startswith("-Xmx")
+    assert toy.runs[0]["command"][1] == f"-Xmx{spice.heap()}G"
+    toy.monkeypatch.setattr(os, "sysconf", lambda _: 1 << 20)  # a TiB
+    assert 1 <= spice.heap() <= 8
     toy.monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert toy.score() == first
     assert (toy.parsed[3:], toy.runs[-1]["cache"]) == ([3], False), "the program has no LMDB there"
