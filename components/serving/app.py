@@ -1,5 +1,5 @@
 """The routes, as one ASGI application that knows nothing of where the model is; and the page at `/`, one file that asks
-nothing of any other machine.
+nothing of any other machine, with pairs of the test split to try.
 """
 
 import asyncio
@@ -9,19 +9,20 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartParser
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +30,7 @@ from m3diff.serving.batcher import Answer, Fault, Metrics, Models, Served
 from m3diff.serving.params import Serve
 from m3diff.serving.request import (
     AS_FILE,
+    SIDES,
     Asked,
     RequestRefusedError,
     Upload,
@@ -50,6 +52,9 @@ FORM_FIELDS = 16
 FORM_REMEDY = "curl -F before=@a.png -F after=@b.png"
 COPIES = 4
 """Copies of a request in memory at most: received, read, on the way to a replica and there."""
+
+EXAMPLES = 6
+"""Pairs of the test split on the page."""
 
 FILE = Path(__file__).with_name("page.html")
 SAFE = {
@@ -78,15 +83,34 @@ def read_page() -> tuple[str, str]:
     return html, policy
 
 
+def find_examples(records: Path, shown: Collection[str]) -> list[dict[str, str]]:
+    """Pairs of the test split of the datasets `shown`, of each in turn: id, before, after and a reference.
+
+    Args:
+        records: the table that validate writes; without it there are none.
+    """
+    if not records.is_file():
+        return []
+    rows = pl.scan_parquet(records).filter(pl.col("split") == "test", pl.col("dataset").is_in(shown)).sort("id")
+    reference = pl.col("references").list.first().fill_null("").alias("reference")
+    in_turn = rows.sort(pl.int_range(pl.len()).over("dataset"), "dataset").head(EXAMPLES)
+    found = in_turn.select("id", "before", "after", reference).collect().to_dicts()
+    return [each for each in found if Path(each["before"]).is_file() and Path(each["after"]).is_file()]
+
+
 class Server:
     """State that the routes share.
 
     Args:
         name: of the registered model: what a client may call it in `model`.
+        examples: pairs on the page, as of `find_examples`.
     """
 
-    def __init__(self, limits: Serve, models: Models, metrics: Metrics, name: str) -> None:
+    def __init__(
+        self, limits: Serve, models: Models, metrics: Metrics, name: str, examples: list[dict[str, str]]
+    ) -> None:
         self.limits, self.models, self.metrics, self.name = limits, models, metrics, name
+        self.examples = examples
         self.under_way = self.held = 0  # requests, and bytes that are set aside for them
         self.reader = ThreadPoolExecutor(1)  # what a request becomes while it is read is in memory once
 
@@ -97,6 +121,17 @@ class Server:
         """The version that answers, which goes by the registered model's name, too."""
         entry = {"id": self.ready().facts.name, "object": "model", "created": 0, "owned_by": self.name}
         return JSONResponse({"object": "list", "data": [entry]})
+
+    async def list_examples(self, request: Request) -> Response:
+        """The pairs to try, each image as its route."""
+        images = [{side: f"/examples/{at}/{side}" for side in SIDES} for at in range(len(self.examples))]
+        return JSONResponse([each | image for each, image in zip(self.examples, images, strict=True)])
+
+    async def example_image(self, request: Request) -> Response:
+        at, side = request.path_params["at"], request.path_params["side"]
+        if at >= len(self.examples) or side not in SIDES:
+            raise HTTPException(404)
+        return FileResponse(self.examples[at][side])
 
     async def measured(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -219,6 +254,8 @@ def make_app(server: Server, token: str | None) -> ASGIApp:
         "/healthz": JSONResponse({"status": "ok"}),
         "/readyz": server.readyz,
         "/metrics": server.measured,
+        "/examples": server.list_examples,
+        "/examples/{at:int}/{side}": server.example_image,
         "/v1/models": server.list_models,
     }
     posts = {CHAT: server.chat, "/caption": server.caption}

@@ -21,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from m3diff.cluster import on_one_machine, start_ray
+from m3diff.datasets import DATASETS
 from m3diff.endpoint import THIS_MACHINE
 from m3diff.registry.model_source import Source, find, version_of
 from m3diff.serving import batcher, request
@@ -28,6 +29,7 @@ from m3diff.serving.batcher import Answer, Deploy, Fault, Metrics, Models
 from m3diff.serving.params import Serve
 from m3diff.serving.request import Asked, Facts
 from m3diff.settings.compute import Compute
+from m3diff.settings.rules import licensed
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
@@ -183,7 +185,7 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         ParamsError: the address is taken, others could reach it without a token, or replicas have no cluster.
         DataError: there is no such model, or its checkpoint is damaged.
     """
-    from m3diff.serving.app import Server, make_app
+    from m3diff.serving.app import Server, find_examples, make_app
 
     cfg, name = params.serve, params.register_.model_name
     store = (params.register_.tracking_uri, name, model)
@@ -206,7 +208,10 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         with deployer(cfg, params.compute) as deploy:
             metrics = Metrics()
             models = Models(deploy, metrics)
-            server = Server(cfg, models, metrics, name)
+            readers = {dataset: entry.reader for dataset, entry in licensed(params).items()}
+            shown = [each for each, reader in readers.items() if DATASETS[reader].licence.show.answer != "no"]
+            examples = find_examples(params.paths.clean / "records.parquet", shown)
+            server = Server(cfg, models, metrics, name, examples)
             asyncio.run(run(make_app(server, token), listener, cfg.answer_s, models, work))
 
 

@@ -127,11 +127,11 @@ class Local(ToyReplica):
 class Service:
     """A server without a model yet, with an event loop of its own; `changes` are of the section `serve`."""
 
-    def __init__(self, token: str | None = None, **changes: Any) -> None:
+    def __init__(self, token: str | None = None, examples: Sequence[dict[str, str]] = (), **changes: Any) -> None:
         self.cfg, self.metrics = PARAMS.serve.model_copy(update=changes), Metrics()
         self.made: list[Local] = []
         self.models = Models(self.deploy, self.metrics)
-        self.server = Server(self.cfg, self.models, self.metrics, "m3diff")
+        self.server = Server(self.cfg, self.models, self.metrics, "m3diff", list(examples))
         self.app = make_app(self.server, token)
         self.runner = asyncio.Runner()
         self.run = self.runner.run
