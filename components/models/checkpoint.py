@@ -73,7 +73,8 @@ def verify_loaded(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: weights are missing or differ, another file is missing or no JSON; names the file.
     """
-    manifest, edited = read_manifest(folder), []
+    manifest = read_manifest(folder)
+    edited: list[str] = []
     for name, want in manifest["files"].items():
         path = folder / name
         if name.startswith(f"{ADAPTERS}/") or not name.endswith((WEIGHTS, *READ)):

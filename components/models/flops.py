@@ -45,7 +45,8 @@ class Counter(TorchFunctionMode):
         super().__init__()
         names = [name for part in family.parts for name in (part, f"{part} attention")]
         self.terms = {name: Term(name) for name in (*names, ADAPTERS, "head")}
-        self.part, self.is_recomputed, self.hooks = "", False, []
+        self.part, self.is_recomputed = "", False
+        self.hooks: list[Any] = []
         modules = dict(model.named_modules())
         layers = tuple(f"{name}." for name, one in modules.items() if isinstance(one, GradientCheckpointingLayer))
         for name, module in modules.items():

@@ -280,7 +280,8 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     Qwen2DecoderLayer: FusedDecoderLayer,
     SiglipEncoderLayer: FusedEncoderLayer,
 }
-STOCK = {fused: stock for stock, fused in FUSED.items()} | {
+STOCK: dict[type[nn.Module], type[nn.Module]] = {
+    **{fused: stock for stock, fused in FUSED.items()},
     LlamaRMSNorm: Qwen2RMSNorm,
     LlamaMLP: Qwen2MLP,
     LlamaDecoderLayer: Qwen2DecoderLayer,
