@@ -76,7 +76,8 @@ def commit(message: str, links: Sequence[str]) -> str:
     Args:
         links: folders of the checkout, which are no part of it.
     """
-    if dvc.locked() is None:
+    ours = dvc.locked()
+    if ours is None or set(dvc.locked("HEAD") or {}) - set(ours):  # DVC itself drops no stage
         LOCK.unlink(missing_ok=True)
         if git("ls-tree", "HEAD", "--", str(LOCK)):
             git("checkout", "--quiet", "HEAD", "--", str(LOCK))
