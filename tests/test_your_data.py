@@ -58,13 +58,14 @@ def project(tmp_path: Path) -> Path:
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         copy(REPOSITORY / name, tmp_path / name)
+    (tmp_path / "m3diff").symlink_to("components")
     run(tmp_path, "git init -q && git add -A && git commit -qm start && dvc init -q && dvc config core.analytics false")
     write_pairs(tmp_path / "data" / "01_raw" / "my-pairs")
     return tmp_path
 
 
 def run(project: Path, commands: str) -> str:
-    """What the commands print; they see this checkout's code, and the tools of its environment."""
+    """What the commands print; they see the copied code, and the tools of this checkout's environment."""
     names = {f"GIT_{who}_{what}": "a@b.example" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(project)}
     shell, environment = ["bash", "-euc", commands], os.environ | path | names
@@ -102,4 +103,4 @@ def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_folder_to_
         assert seen.width > 2 * 120
     run(project, share)
     shared = {file.name for file in (project / "shared/my-model").iterdir()}
-    assert {"README.md", "config.json", "model.safetensors", "modeling_m3diff.py"} <= shared
+    assert {"README.md", "config.json", "model.safetensors", "m3diff_model.py"} <= shared
