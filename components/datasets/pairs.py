@@ -169,14 +169,14 @@ def _relative(image: Any, tops: tuple[str, str]) -> Any:
 
 def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str]) -> tuple[dict[str, Any], str | None]:
     """A row's values by field, None where absent, and what is wrong with it."""
-    found: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, "question")) | {"questions": ()}
+    found: dict[str, Any] = {**dict.fromkeys((*REQUIRED, *OPTIONAL, "question")), "questions": ()}
     if isinstance(value, DataError):
         return found, str(value)
     if not isinstance(value, dict):
         return found, f"row: expected an object, found {describe(value)}"
     try:
-        for field, names in named.items():
-            values = [each for each in (look_up(value, column) for column in names) if each is not None]
+        for field, columns in named.items():
+            values = [each for each in (look_up(value, column) for column in columns) if each is not None]
             found[field] = next(iter(values), None)
             if field == "captions" and values[1:]:  # of several columns, whose empty fields are none
                 several = [texts(each) for each in values if each != ""] or [""]

@@ -176,7 +176,8 @@ class Blip2IDCProcessor(PairProcessor):
         self.queries = config.num_query_tokens
         self.start_id = first_of(config.text_config.bos_token_id, tokenizer.bos_token_id)
         self.end_id = first_of(config.text_config.eos_token_id, tokenizer.eos_token_id)
-        self.prompt = (config.image_token_index,) * self.queries + (self.start_id,)
+        place: Any = config.image_token_index
+        self.prompt: tuple[int, ...] = (place,) * self.queries + (self.start_id,)
 
     @classmethod
     def of_folder(cls, folder: str, config: Blip2IDCConfig) -> Blip2IDCProcessor:

@@ -116,10 +116,10 @@ def chain(version: ModelVersion, objects: "Objects") -> Iterator[Check]:
 
 def links(tags: Mapping[str, str], lock: Lock) -> Iterator[tuple[str, Path, str, str | None]]:
     """Each part of the chain, its path, its place in dvc.lock (`train outs`), and the version's tag if it has one."""
-    for tag in sorted(tag for tag in tags if tag.startswith(RAW)):
-        name = tag.removeprefix(RAW)
+    for raw in sorted(tag for tag in tags if tag.startswith(RAW)):
+        name = raw.removeprefix(RAW)
         root = lock.ran_with(f"ingest@{name}").get(f"ingest.datasets.{name}", {}).get("root", name)
-        yield "raw data", Path(root), f"ingest@{name} deps", tag
+        yield "raw data", Path(root), f"ingest@{name} deps", raw
         yield "records", lock.output(f"ingest@{name}", name), f"ingest@{name} outs", None
     for what, stage, name, tag in OUTPUTS:
         if stage == "train":

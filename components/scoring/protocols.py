@@ -55,7 +55,7 @@ def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpe
     specs = {}
     for dataset in dict.fromkeys(pair.dataset for pair in pairs):
         path = records / f"{dataset}.json"
-        reader = json.loads(path.read_text(encoding="utf-8")).get("reader") if path.is_file() else None
+        reader = json.loads(path.read_text(encoding="utf-8")).get("reader") if path.is_file() else ""
         if reader not in DATASETS:
             raise DataError(
                 f"{path}: names no known reader ({reader!r}), so the licence of {dataset!r} is unknown; known: "
