@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from pydantic import TypeAdapter
@@ -20,6 +22,7 @@ from m3diff.__main__ import main
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
 from m3diff.models import FAMILIES
+from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.protocols import select
 from m3diff.settings.load import load_params
@@ -81,7 +84,7 @@ def section(blocks: list[tuple[str, str]], key: str) -> dict[str, Any]:
 def kitchen(code, blocks, monkeypatch) -> DatasetSpec:
     code("components/datasets/kitchen.py")
     ((name, module),) = line(blocks, "components/datasets/__init__.py").items()
-    monkeypatch.setitem(DATASETS, name, module)
+    monkeypatch.setitem(DATASETS.data, name, module)
     return DATASETS[name]
 
 
@@ -133,8 +136,9 @@ def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
 def test_the_stage_of_the_page_counts_words(code, blocks, tmp_path):
     cfg = code("components/stages/vocabulary/params.py").Vocabulary(**section(blocks, "vocabulary")["vocabulary"])
     references = [["The cup is gone", "the cup left"], ["it IS gone"]]
-    pl.DataFrame({"references": references}).write_parquet(tmp_path / "records.parquet")
-    code("components/stages/vocabulary/stage.py").vocabulary(cfg, tmp_path, tmp_path / "words.csv")
+    columns = {name: references if name == "references" else [None, None] for name in RECORD_SCHEMA.names}
+    pq.write_table(pa.table(columns, schema=RECORD_SCHEMA), tmp_path / "records.parquet")
+    code("components/stages/vocabulary/stage.py").vocabulary(cfg, tmp_path, tmp_path)
     assert (tmp_path / "words.csv").read_text().split() == ["word,count", "cup,2", "gone,2", "is,2", "the,2"]
 
 
@@ -142,7 +146,7 @@ def test_the_stage_of_the_page_counts_words(code, blocks, tmp_path):
 def settings(code, blocks, monkeypatch) -> Any:
     code("components/models/adapted_vision.py")
     ((name, module),) = line(blocks, "components/models/__init__.py").items()
-    monkeypatch.setitem(FAMILIES, name, module)
+    monkeypatch.setitem(FAMILIES.data, name, module)
     return TypeAdapter(FAMILIES[name].settings).validate_python(section(blocks, "small_gpu")["small_gpu"])
 
 
@@ -176,7 +180,7 @@ STAGES = ("ingest", "validate", "convert", "train", "predict", "evaluate")
 def metric(code, blocks, monkeypatch):
     code("components/scoring/metrics/length.py")
     ((name, module),) = line(blocks, "components/scoring/metrics/__init__.py").items()
-    monkeypatch.setitem(METRICS, name, module)
+    monkeypatch.setitem(METRICS.data, name, module)
 
 
 @pytest.fixture

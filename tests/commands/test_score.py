@@ -259,7 +259,7 @@ def spot(tmp_path, monkeypatch) -> Path:
     published = Published("spot_the_diff", "Spot-the-Diff", SplitCount(0), SplitCount(0), counts)
     protocols = tuple(replace(one, n=5, metrics=("BLEU", "CIDEr")) for one in real.protocols)
     spec: DatasetSpec = replace(real, published=(published,), protocols=protocols)
-    monkeypatch.setitem(DATASETS, "spot_the_diff", spec)
+    monkeypatch.setitem(DATASETS.data, "spot_the_diff", spec)
     (tmp_path / "spot/annotations").mkdir(parents=True)
     records = [{"img_id": name, "sentences": sentences} for name, sentences in RECORDS]
     for split, rows in (("train", []), ("val", []), ("test", records)):
@@ -356,7 +356,7 @@ def clevr(monkeypatch, tmp_path) -> Path:
         spec = DATASETS[name]
         protocols = tuple(replace(one, n=None, metrics=("CIDEr",)) for one in spec.protocols)
         published = tuple(replace(part, part=name) for part in spec.published)
-        monkeypatch.setitem(DATASETS, name, replace(spec, protocols=protocols, published=published))
+        monkeypatch.setitem(DATASETS.data, name, replace(spec, protocols=protocols, published=published))
     return write_clevr(tmp_path / "raw")
 
 

@@ -198,11 +198,11 @@ def test_a_limit_takes_the_first_pairs_of_the_mixture_and_the_report_says_that_p
     server, folders, tmp_path, monkeypatch
 ):
     spec = replace(DATASETS["pairs"], protocols=(Protocol("test", n=6),))
-    monkeypatch.setitem(DATASETS, "pairs", spec)
+    monkeypatch.setitem(DATASETS.data, "pairs", spec)
     result = run(tmp_path, asked_of(server, limit=2))
     assert list(predictions(result)) == ["toy/5", "toy/4"]
     assert result.lines[0].startswith("toy/test (2 of 6 pairs), times 100: ")
-    monkeypatch.setitem(DATASETS, "pairs", replace(spec, protocols=(Protocol("test", n=7),)))
+    monkeypatch.setitem(DATASETS.data, "pairs", replace(spec, protocols=(Protocol("test", n=7),)))
     server.asked.clear()
     with pytest.raises(DataError, match="6 pairs, papers score 7"):
         run(tmp_path, asked_of(server, model="other"))

@@ -125,7 +125,7 @@ def test_every_protocol_is_scored_on_its_own_pairs_and_a_benchmark_that_lacks_so
 ):
     def numbered(n: int) -> None:
         protocols = (Protocol("total", n=n), Protocol("even", n=3, ids="[024]"))
-        monkeypatch.setitem(DATASETS, "pairs", replace(DATASETS["pairs"], protocols=protocols))
+        monkeypatch.setitem(DATASETS.data, "pairs", replace(DATASETS["pairs"], protocols=protocols))
 
     folders = bench.write(tmp_path)
     numbered(7)

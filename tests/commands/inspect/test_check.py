@@ -582,13 +582,13 @@ def test_counts_are_beside_the_published_ones_and_what_differs_is_said(tmp_path,
     ]
     root, spec = write_clevr_dc(tmp_path / "dc"), DATASETS["clevr_dc"]
     exact = replace(spec.published[0], train=SplitCount(2, 3), val=SplitCount(0), test=SplitCount(1))
-    monkeypatch.setitem(DATASETS, "clevr_dc", replace(spec, published=(exact,)))
+    monkeypatch.setitem(DATASETS.data, "clevr_dc", replace(spec, published=(exact,)))
     lines = check(root, {}).lines
     assert "  train         2           3                     2           3" in lines
     assert "  test          1           1                     1           ?" in lines
     assert not any(line.endswith("  differs") or line.startswith("  not the release") for line in lines)
     wrong = replace(exact, train=SplitCount(2, 4))
-    monkeypatch.setitem(DATASETS, "clevr_dc", replace(spec, published=(wrong,)))
+    monkeypatch.setitem(DATASETS.data, "clevr_dc", replace(spec, published=(wrong,)))
     assert "  train         2           3                     2           4  differs" in check(root, {}).lines
 
 

@@ -165,7 +165,7 @@ COUNTED = {
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Both datasets on disk, their files' counts in the place of the published ones."""
     for name, counts in COUNTED.items():
-        monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], published=(counts,)))
+        monkeypatch.setitem(DATASETS.data, name, replace(DATASETS[name], published=(counts,)))
     spot, birds = tmp_path / "spot_the_diff", tmp_path / "birds_to_words"
     (spot / "annotations").mkdir(parents=True)
     for split, pairs in SPOT.items():

@@ -148,7 +148,7 @@ def expect(raw, monkeypatch) -> Callable[..., ValidateReport]:
 
     def check(expected, published=COUNTS, **fields) -> ValidateReport:
         part = Published("mini", "Mini", **{split: SplitCount(pairs) for split, pairs in published.items()})
-        monkeypatch.setitem(DATASETS, "clevr_change", replace(DATASETS["clevr_change"], published=(part,)))
+        monkeypatch.setitem(DATASETS.data, "clevr_change", replace(DATASETS["clevr_change"], published=(part,)))
         return run_validate(raw.parent, {"mini": make_entry("clevr_change", raw, expected_pairs=expected, **fields)})
 
     return check
