@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"{path}: no such file; run from the project's root, pass --params, or `m3diff profile embedded` writes one"
         )
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        raw = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ParamsError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
