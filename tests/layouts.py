@@ -29,17 +29,13 @@ def write_clevr(root: Path, splits: dict[str, list[Any]] | None = None) -> Path:
     """CLEVR-Change: scenes with gaps in their numbers, every image distinct, two references a pair."""
     splits = splits or CLEVR_SPLITS
     scenes = sorted({scene for numbers in splits.values() for scene in numbers})
-    for folder, kind, shade in (
-        ("images", "default", 0),
-        ("sc_images", "semantic", 80),
-        ("nsc_images", "nonsemantic", 160),
-    ):
+    kinds = (("images", "default", 0), ("sc_images", "semantic", 80), ("nsc_images", "nonsemantic", 160))
+    for folder, kind, shade in kinds:
         for scene in scenes:
             save_picture(root / folder / f"CLEVR_{kind}_{scene:06d}.png", scene, shade)
     keys = [f"CLEVR_default_{scene:06d}.png" for scene in scenes]
-    write_json(
-        root / "change_captions.json", {k: [f"the cube of {k[14:20]} turned red", "it became red"] for k in keys}
-    )
+    told = {key: [f"the cube of {key[14:20]} turned red", "it became red"] for key in keys}
+    write_json(root / "change_captions.json", told)
     write_json(root / "no_change_captions.json", {k: ["nothing has changed", "no change was made"] for k in keys})
     write_json(root / "splits.json", splits)
     write_json(root / "type_mapping.json", {"color": [f"{scene:06d}.png" for scene in scenes], "size": ["000003.png"]})
@@ -69,9 +65,8 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
 
 def make_entry(reader: str, root: Path, **fields: Any) -> DatasetEntry:
     """An entry of `ingest.datasets`; what is no field of DatasetEntry is an option of the reader."""
-    own = {
-        key: fields.pop(key) for key in ("train_on", "follow_links", "image_root", "expected_pairs") if key in fields
-    }
+    known = fields.keys() & {"train_on", "follow_links", "image_root", "expected_pairs"}
+    own = {key: fields.pop(key) for key in known}
     return DatasetEntry.model_validate({"reader": reader, "root": root, "options": fields} | own)
 
 
@@ -80,23 +75,11 @@ def run_ingest(root: Path, reader: str = "clevr_change", name: str = "mini", **f
     return ingest(name, make_entry(reader, root, **fields), image_cache(root.parent), root.parent / "records")
 
 
-def run_validate(
-    folder: Path, entries: Mapping[str, DatasetEntry] | None = None, cache: Path | None = None, **changes: Any
-) -> ValidateReport:
-    """Check `folder/records` into `folder/clean`, every share of bad and of leaked rows allowed unless said.
-
-    Without `entries`, the datasets that were ingested, by name.
-    """
-    fields = {
-        "max_quarantined_share": 1.0,
-        "max_leaked_share": 1.0,
-        "allow_lost_test_pairs": True,
-        "max_caption_chars": 2000,
-        "max_image_pixels": 1_000_000,
-        "allow_test_leakage": False,
-        "near_duplicate_max_diff": 2,
-    }
-    cfg = Validate.model_validate(fields | changes)
+def run_validate(folder: Path, entries: Any = None, cache: Path | None = None, **changes: Any) -> ValidateReport:
+    """Check `folder/records`, or what `entries` names of it, into `folder/clean`, any share of bad rows allowed."""
+    fields: dict[str, Any] = {"max_quarantined_share": 1.0, "max_leaked_share": 1.0, "allow_lost_test_pairs": True}
+    fields |= {"max_caption_chars": 2000, "max_image_pixels": 1_000_000, "allow_test_leakage": False}
+    cfg = Validate.model_validate(fields | {"near_duplicate_max_diff": 2} | changes)
     entries = ingested(folder) if entries is None else entries
     return validate(cfg, entries, cache or image_cache(folder), folder / "records", folder / "clean")
 
@@ -180,24 +163,17 @@ def write_birds(path: Path, rows: list[tuple[str, str, str, str]]) -> None:
 
 SITE = "https://www.inaturalist.org/photos"
 
-SAME = [
-    "the scene is the same as before",
-    "there is no difference",
-    "the two scenes seem identical",
-    "no change has occurred",
-    "almost nothing has changed",
-]
+SAME = ["the scene is the same as before", "there is no difference", "the two scenes seem identical"]
+SAME += ["no change has occurred", "almost nothing has changed"]
 
 
 def levir_record(split: str, number: int, texts: Sequence[str]) -> dict[str, Any]:
     """A record of LevirCCcaptions.json: `raw` begins with a space and ends with a full stop, `tokens` have neither."""
-    sentences = [
-        {"raw": f" {text} .", "tokens": text.split(), "imgid": number, "sentid": 5 * number + n}
-        for n, text in enumerate(texts)
-    ]
-    ids = [sentence["sentid"] for sentence in sentences]
+    ids = range(5 * number, 5 * number + len(texts))
+    told = zip(ids, texts, strict=True)
+    sentences = [{"raw": f" {t} .", "tokens": t.split(), "imgid": number, "sentid": each} for each, t in told]
     about = {"filepath": split, "filename": f"{split}_{number:06d}.png", "imgid": number, "split": split}
-    return about | {"changeflag": int(list(texts) != SAME), "sentids": ids, "sentences": sentences}
+    return about | {"changeflag": int(list(texts) != SAME), "sentids": [*ids], "sentences": sentences}
 
 
 def write_levir(root: Path) -> Path:
@@ -210,9 +186,8 @@ def write_levir(root: Path) -> Path:
     ]
     for shade, record in enumerate(records):
         for number, side in enumerate("AB"):
-            save_picture(
-                root / f"images/{record['split']}/{side}/{record['filename']}", shade, 40 * shade + 20 * number
-            )
+            place = root / f"images/{record['split']}/{side}/{record['filename']}"
+            save_picture(place, shade, 40 * shade + 20 * number)
     write_json(root / "LevirCCcaptions.json", {"images": records})
     return root
 
@@ -279,11 +254,8 @@ def write_syned(root: Path) -> Path:
     (root / "instructions_with_idx_train_split.txt").write_text("\n".join(train))
     (root / "instructions_with_idx_test_split.txt").write_text("\n".join(test))
     write_json(root / "splits.json", {"train": [2, 0], "validation": [10]})
-    variants = {
-        "0 ": ["a goat", "I'm just an AI, I cannot"],
-        "2 ": ["a fork", "a fork by it", "f", "g", "h"],
-        "10 ": [],
-    }
+    two, five = ["a goat", "I'm just an AI, I cannot"], ["a fork", "a fork by it", "f", "g", "h"]
+    variants = {"0 ": two, "2 ": five, "10 ": []}
     write_json(root / "gt_augmented_test_clean.json", variants)
     for place, part in enumerate(("validation", "test")):
         rows = [emu_row(part, idx, "x", number=40 * place + 2 * idx) for idx in (0, 10, 2)]

@@ -30,30 +30,13 @@ WIDTH, SIDE, PATCH = 16, 24, 8
 
 
 def tiny_config(mdp: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {"model_type": "siglip_vision_model", "image_size": SIDE, "patch_size": PATCH, "vision_use_head": False}
+    text = {"model_type": "qwen2", "vocab_size": vocab_size, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    text |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     return M3DiffConfig(
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": WIDTH,
-            "intermediate_size": 2 * WIDTH,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": SIDE,
-            "patch_size": PATCH,
-            "vision_use_head": False,
-        },
-        text_config={
-            "model_type": "qwen2",
-            "vocab_size": vocab_size,
-            "hidden_size": WIDTH,
-            "intermediate_size": 2 * WIDTH,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 512,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
-        },
+        vision_config=sizes | vision,
+        text_config=sizes | text,
         image_token_index=3,
         video_token_index=4,
         image_grid_pinpoints=[[SIDE, SIDE]],
@@ -80,14 +63,13 @@ def scale_features(model: torch.nn.Module) -> None:
 
 
 def tiny_base(folder: Path, seed: int = 0, first_release: bool = False) -> Path:
-    """A LLaVA-OneVision directory with the project's tokenizer and random weights; or as the first release of 0.5 B
-    was, its names of weights longer, the head the embeddings, and the template in JSON."""
+    """A LLaVA-OneVision with the project's tokenizer and random weights, or named as in the first release of 0.5 B."""
     torch.manual_seed(seed)
     tokenizer = FAMILIES["m3diff"].load_processor(BASE).tokenizer
     config = tiny_config(vocab_size=len(tokenizer)).to_dict()
     token = tokenizer.convert_tokens_to_ids
-    config |= {"model_type": "llava_onevision", "image_token_index": token("<image>")}
-    config |= {"video_token_index": token("<video>")}
+    config |= {"image_token_index": token("<image>"), "video_token_index": token("<video>")}
+    config["model_type"] = "llava_onevision"
     config["text_config"] |= {"eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>")}
     config["text_config"]["tie_word_embeddings"] = first_release
     config.pop("mdp")
@@ -134,15 +116,8 @@ def onediff_settings(module: dict | None = VDM, rank: int = 2, **rates: float | 
     return OneDiffSettings("onediff", made, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
 
 
-CASES = (
-    "m3diff",
-    "m3diff without a module",
-    "m3diff difference",
-    "onediff",
-    "onediff on LLaVA-1.5",
-    "blip2idc",
-    "blip2idc on Qwen2",
-)
+CASES = ("m3diff", "m3diff without a module", "m3diff difference", "onediff", "onediff on LLaVA-1.5")
+CASES += ("blip2idc", "blip2idc on Qwen2")
 
 
 def tiny(case: str, folder: Path) -> tuple[Path, Any]:

@@ -38,35 +38,20 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+SIZES = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
 def opt_text(tokenizer: Any) -> dict[str, Any]:
     """As published: no field beside OPT's defaults that the published configuration leaves out, but for sizes."""
-    return {
-        "eos_token_id": tokenizer.convert_tokens_to_ids("Ċ"),
-        "ffn_dim": 2 * WIDTH,
-        "hidden_size": WIDTH,
-        "max_position_embeddings": 128,
-        "model_type": "opt",
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": -(-len(tokenizer) // 32) * 32,
-        "word_embed_proj_dim": WIDTH,
-    }
+    own = {"model_type": "opt", "eos_token_id": tokenizer.convert_tokens_to_ids("Ċ"), "word_embed_proj_dim": WIDTH}
+    vocabulary = -(-len(tokenizer) // 32) * 32
+    return SIZES | own | {"ffn_dim": 2 * WIDTH, "max_position_embeddings": 128, "vocab_size": vocabulary}
 
 
 def qwen2_text(tokenizer: Any) -> dict[str, Any]:
-    return {
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "max_position_embeddings": 128,
-        "model_type": "qwen2",
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": -(-len(tokenizer) // 32) * 32,
-    }
+    own = {"model_type": "qwen2", "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1, "num_key_value_heads": 1}
+    vocabulary = -(-len(tokenizer) // 32) * 32
+    return SIZES | own | {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 128, "vocab_size": vocabulary}
 
 
 TEXTS = {"opt": opt_text, "qwen2": qwen2_text}
@@ -75,31 +60,17 @@ TEXTS = {"opt": opt_text, "qwen2": qwen2_text}
 def published_config(llm: str = "opt") -> dict[str, Any]:
     """The keys of Salesforce/blip2-opt-2.7b's config.json; sizes made small, and the Q-Former's dropout kept."""
     tokenizer = tiny_tokenizer()
+    qformer = {"hidden_size": 2 * WIDTH, "intermediate_size": 4 * WIDTH, "model_type": "blip_2_qformer"}
+    vision = {"attention_dropout": 0.1, "dropout": 0.0, "image_size": SIDE, "intermediate_size": 2 * WIDTH}
     return {
         "architectures": ["Blip2ForConditionalGeneration"],
         "image_token_index": tokenizer.convert_tokens_to_ids("<image>"),
         "model_type": "blip-2",
         "num_query_tokens": QUERIES,
-        "qformer_config": {
-            "hidden_size": 2 * WIDTH,
-            "intermediate_size": 4 * WIDTH,
-            "model_type": "blip_2_qformer",
-            "num_attention_heads": 4,
-            "num_hidden_layers": 3,
-        },
+        "qformer_config": qformer | {"num_attention_heads": 4, "num_hidden_layers": 3},
         "text_config": TEXTS[llm](tokenizer),
         "torch_dtype": "float32",
-        "vision_config": {
-            "attention_dropout": 0.1,
-            "dropout": 0.0,
-            "hidden_size": WIDTH,
-            "image_size": SIDE,
-            "intermediate_size": 2 * WIDTH,
-            "model_type": "blip_2_vision_model",
-            "num_attention_heads": 2,
-            "num_hidden_layers": 2,
-            "patch_size": PATCH,
-        },
+        "vision_config": SIZES | vision | {"model_type": "blip_2_vision_model", "patch_size": PATCH},
     }
 
 
@@ -134,25 +105,13 @@ def tiny_blip2(folder: Path, llm: str = "opt", seed: int = 0) -> Path:
 
 def write_processor(folder: Path) -> None:
     """preprocessor_config.json, processor_config.json and the tokenizer's files."""
-    preprocessor = {
-        "do_convert_rgb": True,
-        "do_normalize": True,
-        "do_rescale": True,
-        "do_resize": True,
-        "image_mean": CLIP_MEAN,
-        "image_processor_type": "BlipImageProcessor",
-        "image_std": CLIP_STD,
-        "processor_class": "Blip2Processor",
-        "resample": 3,
-        "rescale_factor": 0.00392156862745098,
-        "size": {"height": SIDE, "width": SIDE},
-    }
+    size, does = {"height": SIDE, "width": SIDE}, ("do_convert_rgb", "do_normalize", "do_rescale", "do_resize")
+    preprocessor = {**dict.fromkeys(does, True), "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": size}
+    preprocessor |= {"image_processor_type": "BlipImageProcessor", "processor_class": "Blip2Processor"}
+    preprocessor |= {"resample": 3, "rescale_factor": 0.00392156862745098}
     image = {"__type": "AddedToken", "content": "<image>", "lstrip": False, "normalized": False, "rstrip": False}
-    processor = {
-        "image_token": image | {"single_word": False, "special": True},
-        "num_query_tokens": QUERIES,
-        "processor_class": "Blip2Processor",
-    }
+    image |= {"single_word": False, "special": True}
+    processor = {"image_token": image, "num_query_tokens": QUERIES, "processor_class": "Blip2Processor"}
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder)
     bpe = json.loads((folder / "tokenizer.json").read_text())["model"]

@@ -1,7 +1,6 @@
 """A toy of the project: the real `dvc.yaml` and `params.yaml` over stages that write in no time what each declares.
 
-`build(root)` makes it; inside it this file is `toy.py`, and `python toy.py <stage> [<dataset>]` is the stage. A toy
-stage reads what the real one reads and lets it show in what it writes, so that a change goes as far as in earnest.
+`build(root)` makes it. This file is `toy.py` in it, and `python toy.py <stage> [<dataset>]` is a stage.
 """
 
 import csv

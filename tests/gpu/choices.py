@@ -37,8 +37,7 @@ def first_batch(made: Recipe, mixture: Path, processor: Any, device: Device) -> 
 
 
 def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[float, dict[str, Tensor]]:
-    """Loss of the first micro-batch and the gradients of what trains, on the CPU in fp32; adapters of zeros would get
-    none, so all that trains has moved. `changes` are of the recipe."""
+    """Loss of the first micro-batch and the gradients of what trains, all of which has moved, on the CPU in fp32."""
     made = small(device, **changes)
     model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
     move_what_trains(model)

@@ -1,8 +1,6 @@
-"""What tests/gpu asks of a GPU, forced on a CPU: its own tests where `compute.gpu: true` computes on the CPU, and the
-branches that a CPU never takes, on tensors without storage."""
+"""Tests of tests/gpu forced on a CPU, and the branches that a CPU never takes, on tensors without storage."""
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,32 +37,32 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("attention", test_gpu.ATTENTION)
 @pytest.mark.parametrize("captions", [None, 1])
-def test_loss_and_gradients(attention: Any, captions: int | None, mixture: Path, cpu: Device, forced: None) -> None:
+def test_loss_and_gradients(attention, captions, mixture, cpu, forced):
     test_gpu.test_loss_and_gradients_are_the_cpus(attention, "none", captions, mixture, cpu)
 
 
 @pytest.mark.parametrize("attention", test_gpu.ATTENTION)
-def test_bf16(attention: Any, mixture: Path, cpu: Device, forced: None) -> None:
+def test_bf16(attention, mixture, cpu, forced):
     test_gpu.test_bf16_is_close_to_fp32(attention, "selective", mixture, cpu)
 
 
-def test_captions(tmp_path: Path, forced: None) -> None:
+def test_captions(tmp_path, forced):
     test_gpu.test_captions_in_bf16(tmp_path)
 
 
 @pytest.mark.slow(60)
-def test_a_run_beside_one_on_the_cpu(mixture: Path, tmp_path: Path, forced: None) -> None:
+def test_a_run_beside_one_on_the_cpu(mixture, tmp_path, forced):
     test_gpu.test_a_run_on_the_gpu_trains_as_one_on_the_cpu(mixture, tmp_path)
 
 
 @pytest.mark.slow(60)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_resume(precision: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: None) -> None:
+def test_a_resume(precision, mixture, tmp_path, monkeypatch, forced):
     test_gpu.test_a_killed_run_resumes_with_the_same_weights(precision, mixture, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_a_resume_gives_adamw_lies_where_its_fused_kernel_reads_it(device: str) -> None:
+def test_what_a_resume_gives_adamw_lies_where_its_fused_kernel_reads_it(device):
     weight = torch.nn.Parameter(torch.zeros(3))
     adamw = torch.optim.AdamW([weight], fused=True)
     adamw.param_groups[0]["params"] = [weight.to(device)]
@@ -78,9 +76,7 @@ def test_what_a_resume_gives_adamw_lies_where_its_fused_kernel_reads_it(device: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_no_kernel_gets_fewer_key_heads_in_fp32_or_with_a_mask(
-    dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_kernel_gets_fewer_key_heads_in_fp32_or_with_a_mask(dtype, masked, monkeypatch):
     heads: list[tuple[int, int, bool]] = []
 
     def kernel(query: Any, key: Any, value: Any, mask: Any, **how: Any) -> Any:
@@ -107,9 +103,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", ["m3diff", "onediff on LLaVA-1.5", "blip2idc on Qwen2"])
-def test_a_micro_batch_waits_for_nothing(
-    case: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_micro_batch_waits_for_nothing(case, mixture, tmp_path, monkeypatch):
     """Forward and backward on a device without values, while the module's contribution is recorded too."""
     base, settings = tiny(case, tmp_path / "base")
     family, device = FAMILIES[settings.family], Device(gpu=False, precision="bf16")
@@ -128,7 +122,7 @@ def test_a_micro_batch_waits_for_nothing(
     assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad and "lora_" in n)
 
 
-def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit() -> None:
+def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit():
     torch.manual_seed(0)
     ids, visual = torch.tensor([[3, 9, 9, 1, 9, 3], [9, 3, 9, 9, 1, 1]]), torch.randn(6, 4, requires_grad=True)
     embeds, weight = torch.randn(2, 6, 4, requires_grad=True), torch.randn(2, 6, 4)
@@ -140,9 +134,7 @@ def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit() -> None:
     assert all(ours.equal(theirs) for ours, theirs in zip(*both, strict=True))
 
 
-def test_a_step_of_deepspeed_never_waits_for_the_device(
-    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_deepspeed_never_waits_for_the_device(mixture, tmp_path, monkeypatch):
     from deepspeed.accelerator import get_accelerator
 
     waits: list[int] = []
@@ -151,9 +143,7 @@ def test_a_step_of_deepspeed_never_waits_for_the_device(
     assert not waits
 
 
-def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_error(monkeypatch):
     with FakeTensorMode():
         tensor = torch.empty(2, device="cuda")
     assert fused.fused_on_gpu(fused.swiglu, tensor) is attention.compiled(fused.swiglu)
@@ -165,9 +155,7 @@ def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_er
         [kernel(torch.ones(3), "a" * number) for number in range(12)]
 
 
-def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(monkeypatch):
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(variable, raising=False)
     assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 PAIRS = [(colour_image(n), colour_image(n + 1)) for n in range(3)]
 
 
-def test_a_process_computes_on_the_gpu_that_it_is_asked_for_and_else_sees_none() -> None:
+def test_a_process_computes_on_the_gpu_that_it_is_asked_for_and_else_sees_none():
     script = (
         "import m3diff.stages.train.engine, torch\n"
         "from deepspeed.accelerator import get_accelerator\n"
@@ -48,9 +48,7 @@ def said(script: str, gpu: bool) -> str:
 @pytest.mark.parametrize("captions", [None, 1])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_loss_and_gradients_are_the_cpus(
-    attention: Any, checkpointing: str, captions: int | None, mixture: Path, cpu: Device
-) -> None:
+def test_loss_and_gradients_are_the_cpus(attention, checkpointing, captions, mixture, cpu):
     wanted, wanted_gradients = loss_and_gradients(cpu, mixture, max_captions_per_sequence=captions)
     changes = {"activation_checkpointing": checkpointing, "max_captions_per_sequence": captions}
     found, gradients = loss_and_gradients(Device(True, "fp32", attention), mixture, **changes)
@@ -60,7 +58,7 @@ def test_loss_and_gradients_are_the_cpus(
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_bf16_is_close_to_fp32(attention: Any, checkpointing: str, mixture: Path, cpu: Device) -> None:
+def test_bf16_is_close_to_fp32(attention, checkpointing, mixture, cpu):
     wanted, wanted_gradients = loss_and_gradients(cpu, mixture)
     found, gradients = loss_and_gradients(
         Device(True, "bf16", attention), mixture, activation_checkpointing=checkpointing
@@ -70,9 +68,8 @@ def test_bf16_is_close_to_fp32(attention: Any, checkpointing: str, mixture: Path
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention: Any, mixture: Path) -> None:
-    """CUDA raises where the CPU would wait, while the module's contribution is recorded too. The first pass compiles,
-    and is let to."""
+def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention, mixture):
+    """CUDA raises where the CPU would wait, but for the first pass, which compiles."""
     device = Device(True, "bf16", attention)
     made = small(device)
     family = FAMILIES["m3diff"]
@@ -90,7 +87,7 @@ def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention: Any,
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_peak_memory_is_what_the_planner_counts(checkpointing: str) -> None:
+def test_peak_memory_is_what_the_planner_counts(checkpointing):
     """Two LLM layers of 7B's width with the whole encoder: above what the allocator keeps for itself."""
     from benchmarks.levers import Bench, Variant, planned_activations_gb, seven_b
 
@@ -107,7 +104,7 @@ def test_peak_memory_is_what_the_planner_counts(checkpointing: str) -> None:
     assert counted * 0.8 < taken < (counted + gradients / 1e9) * 1.15
 
 
-def test_no_graph_is_made_after_two_steps_over_fifty_lengths() -> None:
+def test_no_graph_is_made_after_two_steps_over_fifty_lengths():
     from benchmarks.levers import PAD, Bench, Size, Variant, tiny
 
     bench, variant = Bench(tiny(pairs=1), gpu=True, precision="bf16"), Variant("p", packed=True, attention="flex")
@@ -124,7 +121,7 @@ def test_no_graph_is_made_after_two_steps_over_fifty_lengths() -> None:
     assert 0 < graphs[1] == graphs[-1]
 
 
-def test_captions_in_bf16(tmp_path: Path) -> None:
+def test_captions_in_bf16(tmp_path):
     checkpoint = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
     captioner = load_captioner(checkpoint, 6, Device(gpu=True, precision="bf16"))
     captions = captioner.caption(PAIRS)
@@ -147,7 +144,7 @@ def trained(mixture: Path, folder: Path, gpu: bool = True, **changes: Any) -> Tr
     return run(small(Device(gpu, precision, attention), **changes), mixture, folder)
 
 
-def test_a_run_on_the_gpu_trains_as_one_on_the_cpu(mixture: Path, tmp_path: Path) -> None:
+def test_a_run_on_the_gpu_trains_as_one_on_the_cpu(mixture, tmp_path):
     there = trained(mixture, tmp_path / "gpu")
     here = (  # in a process of its own: DeepSpeed keeps the accelerator that it took first
         "import json\nfrom pathlib import Path\nfrom tests.gpu.test_gpu import trained\n"
@@ -160,9 +157,7 @@ def test_a_run_on_the_gpu_trains_as_one_on_the_cpu(mixture: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_killed_run_resumes_with_the_same_weights(
-    precision: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_resumes_with_the_same_weights(precision, mixture, tmp_path, monkeypatch):
     from m3diff.stages.train import loop
 
     whole = trained(mixture, tmp_path / "whole", precision=precision)
@@ -186,7 +181,7 @@ def test_a_killed_run_resumes_with_the_same_weights(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_two_gpus_train_as_one(stage: int, mixture: Path, tmp_path: Path) -> None:
+def test_two_gpus_train_as_one(stage, mixture, tmp_path):
     one = trained(mixture, tmp_path / "one", micro_batch=2)
     two = trained(mixture, tmp_path / "two", micro_batch=2, workers=2, zero_stage=stage)
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-3)

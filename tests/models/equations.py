@@ -1,5 +1,4 @@
-"""Plain transcriptions of the modules' equations, written from the papers alone: M3Diff's (1)-(8), the bare difference,
-OneDiff's (1)-(4), and where each module looks. Weights are read by name; no code of the project is called."""
+"""Plain transcriptions of the papers' equations and of where each module looks; no code of the project is called."""
 
 import math
 

@@ -7,6 +7,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
+from tests.tiny_blip2 import CLIP_MEAN, CLIP_STD
+
 WIDTH, SIDE, PATCH, LAYERS = 16, 28, 14, 4
 TEXTS = "the red ball moved is gone a small blue star appeared at left nothing changed What ? USER: ASSISTANT: : ."
 CHAT = (
@@ -58,17 +60,9 @@ def write_llava15(folder: Path) -> Path:
     token = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     ids = {each["content"]: each["id"] for each in token}
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT}))
-    processing = {
-        "crop_size": {"height": SIDE, "width": SIDE},
-        "do_center_crop": True,
-        "do_resize": True,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_processor_type": "CLIPImageProcessor",
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "processor_class": "LlavaProcessor",
-        "resample": 3,
-        "size": {"shortest_edge": SIDE},
-    }
+    processing = {"do_center_crop": True, "do_resize": True, "resample": 3, "size": {"shortest_edge": SIDE}}
+    processing |= {"crop_size": {"height": SIDE, "width": SIDE}, "image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+    processing |= {"image_processor_type": "CLIPImageProcessor", "processor_class": "LlavaProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(processing))
     names = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "processor_class": "LlavaProcessor"}
     (folder / "processor_config.json").write_text(json.dumps(names))

@@ -1,8 +1,4 @@
-"""BLIP2IDC: its logits against equations in float64 from the papers (a ViT, BLIP-2's Q-Former, OPT, LoRA), its images
-and words against the authors' order of resizing and BLIP-2's own processor, and the augmentation of pairs.
-
-x is [tokens, width] of one pair throughout. Weights are read by the names of the published files.
-"""
+"""BLIP2IDC against its papers' equations in float64 (x is [tokens, width] of one pair), its images and words."""
 
 import io
 import json
@@ -146,7 +142,7 @@ def model(request: pytest.FixtureRequest, base: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["stock", "fused, training"])
-def test_the_logits_are_those_of_the_equations(is_fused: bool, model: torch.nn.Module, base: Path) -> None:
+def test_the_logits_are_those_of_the_equations(is_fused, model, base):
     processor = FAMILY.load_processor(base)
     if is_fused:
         FAMILY.fuse(unwrapped(model), "none")
@@ -171,7 +167,7 @@ def test_the_logits_are_those_of_the_equations(is_fused: bool, model: torch.nn.M
     model.eval()
 
 
-def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base: Path) -> None:
+def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base):
     """Eager attention gives its weights itself."""
     model, eager = (FAMILY.load(base, torch.float32) for _ in range(2))
     eager.set_attn_implementation("eager")
@@ -188,7 +184,7 @@ def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base: Path) 
     assert (maps[0] - maps[1]).abs().max() > 1e-3, "maps that are all alike would show nothing"
 
 
-def test_no_dropout_is_left_though_the_directory_has_some(base: Path) -> None:
+def test_no_dropout_is_left_though_the_directory_has_some(base):
     stock = Blip2Config.from_pretrained(base)
     assert (stock.qformer_config.hidden_dropout_prob, stock.text_config.dropout) == (0.1, 0.1)
     model = FAMILY.load(base, torch.float32).train()
@@ -199,7 +195,7 @@ def test_no_dropout_is_left_though_the_directory_has_some(base: Path) -> None:
 
 
 @pytest.mark.parametrize("llm", TEXTS)
-def test_the_adapters_are_on_queries_keys_and_values(llm: str, bases: dict[str, Path]) -> None:
+def test_the_adapters_are_on_queries_keys_and_values(llm, bases):
     model = prepare(FAMILY.load(bases[llm], torch.float32), FAMILY, blip2_settings()).get_base_model()
     adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
     layers = "language_model.model.decoder.layers" if llm == "opt" else "language_model.model.layers"
@@ -211,7 +207,7 @@ def test_the_adapters_are_on_queries_keys_and_values(llm: str, bases: dict[str, 
     assert not [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
 
 
-def test_without_adapters_the_same_linears_train_in_full(base: Path) -> None:
+def test_without_adapters_the_same_linears_train_in_full(base):
     model = prepare(FAMILY.load(base, torch.float32), FAMILY, blip2_settings(rank=0))
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "vision_model.encoder.layers.0.self_attn.qkv.bias" in trains
@@ -244,9 +240,7 @@ def ours(processor: Blip2IDCProcessor, before: Image.Image, after: Image.Image) 
 
 
 @pytest.mark.parametrize("size", [(64, 48), (40, 90), (200, 200), (SIDE, HALF), (8, 8)])
-def test_of_images_of_one_size_it_is_the_authors_picture_but_for_the_rows_beside_the_seam(
-    size: tuple[int, int], processor: Blip2IDCProcessor
-) -> None:
+def test_of_images_of_one_size_it_is_the_authors_picture_but_for_the_rows_beside_the_seam(size, processor):
     """Two rows, or as many as two pixels become where the images are made larger."""
     before, after = smooth(1, size), smooth(2, size)
     difference = np.abs(ours(processor, before, after) - the_authors(before, after))
@@ -259,7 +253,7 @@ def test_of_images_of_one_size_it_is_the_authors_picture_but_for_the_rows_beside
         assert difference[HALF - reach : HALF + reach].max() > 3, "there the authors' filter mixes the two images"
 
 
-def test_a_text_ends_with_the_line_break_that_opt_stops_at(processor: Blip2IDCProcessor) -> None:
+def test_a_text_ends_with_the_line_break_that_opt_stops_at(processor):
     reference = processor.encode_reference("the red ball moved")
     assert reference[-1] == processor.end_id == processor.tokenizer.convert_tokens_to_ids("Ċ")
     assert processor.start_id not in reference
@@ -271,21 +265,19 @@ def test_a_text_ends_with_the_line_break_that_opt_stops_at(processor: Blip2IDCPr
     assert processor.decode(torch.tensor([processor.encode_reference("Ünknown ✓ words")])) == ["Ünknown ✓ words"]
 
 
-def test_the_first_token_of_the_configuration_counts_and_else_the_tokenizers(bases: dict[str, Path]) -> None:
+def test_the_first_token_of_the_configuration_counts_and_else_the_tokenizers(bases):
     other: Any = FAMILY.load_processor(bases["qwen2"])
     assert (other.end_id, other.encode_prompt("")[-1], other.pad_id) == (2, 2, 1)
     assert [first_of(*tokens) for tokens in (([7, 8], 2), (None, 2), (0, 2))] == [7, 2, 0]
 
 
 @pytest.mark.parametrize("size", [{"height": 31, "width": 31}, {"height": 32, "width": 64}])
-def test_an_image_of_no_even_square_is_refused(size: dict[str, int]) -> None:
+def test_an_image_of_no_even_square_is_refused(size):
     with pytest.raises(ValueError, match="square of an even side, found"):
         Blip2IDCImageProcessor(size, [0.5] * 3, [0.5] * 3)
 
 
-def test_what_is_saved_is_blip2s_own_and_gives_the_same(
-    processor: Blip2IDCProcessor, base: Path, tmp_path: Path
-) -> None:
+def test_what_is_saved_is_blip2s_own_and_gives_the_same(processor, base, tmp_path):
     processor.save_pretrained(tmp_path)
     told = json.loads((tmp_path / "processor_config.json").read_text())
     assert (told["processor_class"], told["num_query_tokens"]) == ("Blip2Processor", QUERIES)
@@ -314,7 +306,7 @@ def visit(*numbers: int) -> np.random.Generator:
     return np.random.default_rng(numbers)
 
 
-def test_a_visit_gives_the_same_pixels_again_and_another_visit_others() -> None:
+def test_a_visit_gives_the_same_pixels_again_and_another_visit_others():
     images = pair()
     kept = images.copy()
     first, again, other = (augmented(ALWAYS, images, visit(3, epoch, 7)) for epoch in (0, 0, 1))
@@ -325,7 +317,7 @@ def test_a_visit_gives_the_same_pixels_again_and_another_visit_others() -> None:
     assert np.array_equal(augmented(NEVER, images, visit(1)), images)
 
 
-def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself() -> None:
+def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself():
     seen = (0.4, 0.5)  # a narrower Gaussian may leave every pixel as it is
     smooth, hard = Augment(blur=0.3, sigma=seen, jpeg=0.0), Augment(blur=0.0, jpeg=0.6)
     for augment, share in ((smooth, 0.3), (hard, 0.6)):
@@ -340,7 +332,7 @@ def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself() -> Non
         assert (not np.array_equal(augmented(both, pair(), visit(2, row)), pair())) == (is_smooth or is_hard)
 
 
-def test_both_images_are_changed_alike_as_one_picture() -> None:
+def test_both_images_are_changed_alike_as_one_picture():
     """Two images that are the same stay the same but near the seam and the frame, where the filter reads beyond."""
     same = np.stack([pair()[0]] * 2)
     found = augmented(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
@@ -349,7 +341,7 @@ def test_both_images_are_changed_alike_as_one_picture() -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.1, 0.3, 0.5])
-def test_the_blur_is_a_gaussian_of_three_pixels_mirrored_at_the_edges(sigma: float) -> None:
+def test_the_blur_is_a_gaussian_of_three_pixels_mirrored_at_the_edges(sigma):
     picture = pair()[0]
     weights = np.exp(-0.5 * (np.array([-1, 0, 1]) / sigma) ** 2)
     weights /= weights.sum()
@@ -371,7 +363,7 @@ def test_the_blur_is_a_gaussian_of_three_pixels_mirrored_at_the_edges(sigma: flo
         assert np.array_equal(found, picture), "a Gaussian so narrow leaves the pixels alone"
 
 
-def test_compression_is_a_jpeg_file_of_the_quality() -> None:
+def test_compression_is_a_jpeg_file_of_the_quality():
     picture = pair(rows=32, columns=32)[0]
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=70)
@@ -384,7 +376,7 @@ def test_compression_is_a_jpeg_file_of_the_quality() -> None:
     assert error[0] > 0
 
 
-def test_the_family_augments_as_its_settings_say_and_m3diff_not_at_all() -> None:
+def test_the_family_augments_as_its_settings_say_and_m3diff_not_at_all():
     augment = FAMILY.augment
     assert augment is not None
     images = pair()

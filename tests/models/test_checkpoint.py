@@ -23,7 +23,6 @@ from m3diff.models.checkpoint import (
     verify_manifest,
     write_manifest,
 )
-from m3diff.models.m3diff_settings import M3DiffSettings
 from tests.models.test_llava import pair_inputs
 from tests.tiny import DIFFERENCE, MDP, tiny_base, tiny_checkpoint, tiny_settings, tiny_trained
 
@@ -54,7 +53,7 @@ def checkpoint(kept: Path, base: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "checkpoint"))
 
 
-def test_the_manifest_names_family_base_its_hash_and_every_file(kept: Path, base: Path) -> None:
+def test_the_manifest_names_family_base_its_hash_and_every_file(kept, base):
     for folder, way in ((kept, "../base"), (kept / ADAPTERS, "../../base")):
         manifest = verify_manifest(folder)
         assert manifest == read_manifest(folder)
@@ -79,9 +78,7 @@ def test_the_manifest_names_family_base_its_hash_and_every_file(kept: Path, base
     ],
     ids=["frozen vision encoder", "frozen LLM", "no module", "module alone", "MDP never trained", "difference, too"],
 )
-def test_adapters_hold_what_trained_and_nothing_else(
-    settings: M3DiffSettings, tuned: list[str], lora: bool, base: Path, tmp_path: Path
-) -> None:
+def test_adapters_hold_what_trained_and_nothing_else(settings, tuned, lora, base, tmp_path):
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", settings)
     folder = checkpoint / ADAPTERS
     assert read_manifest(folder)["tuned"] == tuned
@@ -92,7 +89,7 @@ def test_adapters_hold_what_trained_and_nothing_else(
         torch.testing.assert_close(logits(load_model(source)[0], base), want, rtol=1e-4, atol=1e-5)
 
 
-def test_adapters_are_not_laid_over_another_base(checkpoint: Path) -> None:
+def test_adapters_are_not_laid_over_another_base(checkpoint):
     other = tiny_base(checkpoint.parent / "other", seed=5)
     hashes = [folder_sha256(folder)[:12] for folder in (checkpoint.parent / "base", other)]
     with pytest.raises(
@@ -103,7 +100,7 @@ def test_adapters_are_not_laid_over_another_base(checkpoint: Path) -> None:
 
 
 @pytest.mark.fault("28")
-def test_a_missing_tuned_weight_is_an_error_though_the_manifest_agrees(checkpoint: Path) -> None:
+def test_a_missing_tuned_weight_is_an_error_though_the_manifest_agrees(checkpoint):
     folder = checkpoint / ADAPTERS
     facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
     tuned = load_file(folder / "tuned.safetensors")
@@ -133,7 +130,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.fault("09")
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_the_file_named(name: str, checkpoint: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_file_named(name, checkpoint):
     damage, text = DAMAGES[name]
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=text):
@@ -144,7 +141,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(name: str, checkpoin
         assert not (checkpoint.parent / "out").exists()
 
 
-def test_an_export_overwrites_nothing_and_needs_adapters_to_export_them(base: Path, tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing_and_needs_adapters_to_export_them(base, tmp_path):
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(rank=0))
     assert not (checkpoint / ADAPTERS).exists()
     with pytest.raises(CheckpointError, match="holds no adapters"):
@@ -171,9 +168,7 @@ def drop(file: Path, part: str) -> None:
         (0, PreTrainedModel, "model.safetensors", "k_proj"),
     ],
 )
-def test_a_checkpoint_without_a_weight_that_trained_is_not_written_to_its_end(
-    rank: int, writer: type, file: str, part: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_a_trained_weight_is_refused(rank, writer, file, part, base, tmp_path, monkeypatch):
     original = writer.save_pretrained
 
     def save_pretrained(self: Any, folder: Path, **given: Any) -> None:
@@ -187,7 +182,7 @@ def test_a_checkpoint_without_a_weight_that_trained_is_not_written_to_its_end(
         verify_manifest(tmp_path / "checkpoint")
 
 
-def test_the_name_is_on_disk_alone_and_the_model_computes_with_the_base_s_strategy(kept: Path, base: Path) -> None:
+def test_the_name_is_on_disk_alone_and_the_model_computes_with_the_base_s_strategy(kept, base):
     for folder in (kept, kept / ADAPTERS):
         assert json.loads((folder / "config.json").read_text())["vision_feature_select_strategy"] == "mdp"
         for config in (AutoConfig.from_pretrained(folder), load_model(folder)[0].config):
@@ -203,9 +198,7 @@ def test_the_name_is_on_disk_alone_and_the_model_computes_with_the_base_s_strate
 @pytest.mark.parametrize(
     ("mdp", "field"), [(MDP, {"vision_feature_select_strategy": "full"}), (None, {"model_type": "m3diff"})]
 )
-def test_a_checkpoint_of_an_earlier_release_still_loads(
-    mdp: dict | None, field: dict[str, str], base: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_an_earlier_release_still_loads(mdp, field, base, tmp_path):
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(mdp=mdp))
     want = logits(load_model(checkpoint)[0], base)
     for folder in (checkpoint / ADAPTERS, checkpoint):

@@ -78,9 +78,7 @@ def stock_of(case: Case) -> Any:
     ).eval(), stored
 
 
-def test_every_weight_of_the_base_is_loaded_the_module_alone_is_new_and_keeps_no_name_from_others(
-    case: Case, tmp_path: Path
-) -> None:
+def test_every_weight_of_the_base_is_loaded_the_module_alone_is_new_and_keeps_no_name_from_others(case, tmp_path):
     stock, stored = stock_of(case)
     models = []
     for _ in range(2):
@@ -96,7 +94,7 @@ def test_every_weight_of_the_base_is_loaded_the_module_alone_is_new_and_keeps_no
     assert all(".mdp." in name or ".vdm." in name for name in written ^ stored.keys())
 
 
-def test_without_its_module_a_model_is_transformers_own_on_the_same_base(case: Case) -> None:
+def test_without_its_module_a_model_is_transformers_own_on_the_same_base(case):
     plain = case.family.load_base(case.base, without_module(case.settings), torch.float32, "sdpa")
     stock, _ = stock_of(case)
     given = ["input_ids", "attention_mask", "pixel_values"]
@@ -107,7 +105,7 @@ def test_without_its_module_a_model_is_transformers_own_on_the_same_base(case: C
     torch.testing.assert_close(case.logits(plain), want, rtol=1e-5, atol=1e-5)
 
 
-def test_transformers_own_class_refuses_a_module_that_it_would_drop(case: Case, tmp_path: Path) -> None:
+def test_transformers_own_class_refuses_a_module_that_it_would_drop(case, tmp_path):
     stock = type(stock_of(case)[0])
     case.family.load_base(case.base, without_module(case.settings), torch.float32, "sdpa").save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [stock.__name__]
@@ -120,14 +118,14 @@ def test_transformers_own_class_refuses_a_module_that_it_would_drop(case: Case, 
             stock.from_pretrained(folder)(**pair_inputs(case.family.load_processor(case.base), PAIRS[:1], [QUESTION]))
 
 
-def test_a_trained_model_is_a_base_whose_module_is_not_made_anew(case: Case) -> None:
+def test_a_trained_model_is_a_base_whose_module_is_not_made_anew(case):
     torch.manual_seed(99)
     again = case.family.load_base(case.checkpoint, case.settings, torch.float32, "sdpa")
     torch.testing.assert_close(case.logits(again), case.logits(load_model(case.checkpoint)[0]), rtol=0, atol=0)
     assert case.family.faults(case.settings, json.loads((case.checkpoint / "config.json").read_text())) == []
 
 
-def test_every_parameter_is_in_one_part_and_trains_as_the_settings_say(case: Case) -> None:
+def test_every_parameter_is_in_one_part_and_trains_as_the_settings_say(case):
     model = case.family.load_base(case.base, case.settings, torch.float32, "sdpa")
     parts = {case.family.part_of(name) for name, _ in model.named_parameters()}
     assert parts >= set(case.family.parts) - {"module"}
@@ -142,7 +140,7 @@ def test_every_parameter_is_in_one_part_and_trains_as_the_settings_say(case: Cas
     assert not [name for name in trains if name.startswith(tuple(case.family.frozen) or "none")]
 
 
-def test_the_processor_is_the_protocols(case: Case) -> None:
+def test_the_processor_is_the_protocols(case):
     config = case.family.planned_config(case.base, case.settings)
     processor = case.family.load_processor(case.base, config)
     prepared = np.stack([processor.prepare_image(image) for image in PAIRS[0]])
@@ -170,7 +168,7 @@ def test_the_processor_is_the_protocols(case: Case) -> None:
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "module")], ids=str)
-def test_flops_are_those_that_torch_counts_forward_and_backward(frozen: tuple[str, ...], case: Case) -> None:
+def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
     """Torch counts causal attention as the whole square."""
     changed = {part: None if part in frozen else rate for part, rate in case.settings.rates.items()}
     settings = replace(case.settings, rates=Rates(**changed))
@@ -194,9 +192,7 @@ def test_flops_are_those_that_torch_counts_forward_and_backward(frozen: tuple[st
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapters"])
-def test_both_exports_load_without_parameters_and_give_the_trained_logits(
-    adapters: bool, case: Case, tmp_path: Path
-) -> None:
+def test_both_exports_load_without_parameters_and_give_the_trained_logits(adapters, case, tmp_path):
     want = case.logits(unwrapped(tiny_trained(case.base, case.settings)))
     export_checkpoint(case.checkpoint, tmp_path / "out", adapters)
     loaded, family = load_model(tmp_path / "out")
@@ -227,7 +223,7 @@ def by_hand(captioner: Captioner, pair: Any, question: str) -> str:
     return captioner.processor.decode(torch.tensor([made]))[0]
 
 
-def test_captions_are_greedy_decoding_by_hand_whatever_the_company_and_of_either_folder(case: Case) -> None:
+def test_captions_are_greedy_decoding_by_hand_whatever_the_company_and_of_either_folder(case):
     captioner = load_captioner(case.checkpoint, 5)
     captions = captioner.caption(PAIRS, QUESTION)
     assert captions == [by_hand(captioner, pair, QUESTION) for pair in PAIRS]
@@ -237,7 +233,7 @@ def test_captions_are_greedy_decoding_by_hand_whatever_the_company_and_of_either
     assert load_captioner(case.checkpoint / ADAPTERS, 5).caption(PAIRS, QUESTION) == captions
 
 
-def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case: Case) -> None:
+def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case):
     captioner = load_captioner(case.checkpoint, 5)
     captioner.family.fuse(captioner.model, "none")
     encoder = getattr(captioner.model, "vision_model", None) or captioner.model.model.vision_tower
@@ -280,12 +276,14 @@ def trains(case: Case, dtype: torch.dtype, way: str | None = "none") -> Any:
 @pytest.mark.parametrize(
     ("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")], ids=str
 )
-def test_packed_equals_unpacked(captions: tuple[int, ...], dtype: torch.dtype, kernel: Any, case: Case) -> None:
+def test_packed_equals_unpacked(captions, dtype, kernel, case):
+    """Of one question, or of a question per caption."""
     model = trains(case, dtype)
     processor = case.family.load_processor(case.base, model.config)
     rng = np.random.default_rng(0)
-    prompt = processor.encode_prompt(QUESTION)
-    groups = [[(prompt, rng.integers(5, 30, rng.integers(1, 9)).tolist()) for _ in range(n)] for n in captions]
+    asked = [QUESTION] * 2 if len(captions) == 1 else [QUESTION, "What is new?", "Is the red ball gone?"]
+    prompts = [processor.encode_prompt(question) for question in asked]
+    groups = [[(prompt, rng.integers(5, 30, rng.integers(1, 9)).tolist()) for prompt in prompts[:n]] for n in captions]
 
     def loss_of(chosen: list, pairs: list, kernel: Any) -> torch.Tensor:
         device = Device(False, "fp32", kernel)
@@ -320,7 +318,7 @@ def test_packed_equals_unpacked(captions: tuple[int, ...], dtype: torch.dtype, k
 
 
 @pytest.mark.parametrize("way", ["none", "selective", "full"])
-def test_fusing_changes_classes_and_no_number(way: str, case: Case) -> None:
+def test_fusing_changes_classes_and_no_number(way, case):
     if case.name == "blip2idc":  # with OPT, which has other norms
         assert (case.family.checkpointing_faults(way, None) != []) == (way == "selective")
         if way == "selective":
@@ -346,7 +344,7 @@ def test_fusing_changes_classes_and_no_number(way: str, case: Case) -> None:
         assert float((mine - theirs).norm()) < 1e-4 * whole
 
 
-def test_a_folder_without_a_weight_is_refused(case: Case, tmp_path: Path) -> None:
+def test_a_folder_without_a_weight_is_refused(case, tmp_path):
     """A base's, and one of a trained model, whose module is not made anew without a word."""
     chosen = {
         case.base: "proj",

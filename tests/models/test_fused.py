@@ -1,5 +1,7 @@
 """Fused kernels against transformers' and peft's own: the same logits and gradients, and what backward keeps."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,36 @@ from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
 from m3diff.models.fused import FusedEncoderLayer, SwiGLU, fused_attention, make_fused, recomputing, swiglu
 from m3diff.models.tuning import prepare, unwrapped
+from m3diff.stages.train.batches import MicroBatch, complete
+from m3diff.stages.train.engine import attention_inputs
 from m3diff.stages.train.packing import Packed, pack
-from tests.stages.train.test_packing import gradients, group, summed_loss
+from tests.stages.train.test_packing import group
 from tests.tiny import MDP, SIDE, tiny_model, tiny_settings
+
+
+def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
+    """By the rule as one mask over the whole row, or by the inputs of a kernel."""
+    asked: dict[str, Any] = {"attention_mask": packed.mask()}
+    if kernel != "rule":
+        device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
+        batch = complete(MicroBatch(packed, torch.empty(0), torch.empty(0)), device, pad_id=0)
+        packed, asked = batch.packed, attention_inputs(batch, device)
+    logits = model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        pixel_values=pixels,
+        batch_num_images=[2] * (len(pixels) // 2),
+        logits_to_keep=packed.supervised,
+        use_cache=False,
+        **asked,
+    ).logits
+    return nn.functional.cross_entropy(logits, packed.labels, reduction="sum")
+
+
+def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 
 
 def adapted_model(dtype: torch.dtype, rank: int = 2) -> nn.Module:
@@ -36,9 +65,7 @@ def batch(dtype: torch.dtype) -> tuple[Packed, Tensor]:
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 # in float64 the stock norm still rounds to float32
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-6), (torch.float32, 2e-5)])
-def test_every_way_gives_the_stock_loss_and_gradients(
-    way: str, kernel: str, rank: int, dtype: torch.dtype, rtol: float
-) -> None:
+def test_every_way_gives_the_stock_loss_and_gradients(way, kernel, rank, dtype, rtol):
     model, (packed, pixels) = adapted_model(dtype, rank), batch(dtype)
     make_fused(unwrapped(model), stock=True)
     want_loss = summed_loss(model, packed, pixels)
@@ -58,7 +85,7 @@ def test_every_way_gives_the_stock_loss_and_gradients(
         assert (got[name] - gradient).norm() <= rtol * max(gradient.norm(), 0.03 * whole), name
 
 
-def test_what_is_recomputed_is_not_kept() -> None:
+def test_what_is_recomputed_is_not_kept():
     down = nn.Linear(8, 4)
 
     def kept(hidden: bool) -> bool:
@@ -81,19 +108,19 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert not kept(hidden=True)
 
 
-def test_swiglus_backward_is_right() -> None:
+def test_swiglus_backward_is_right():
     gate, up = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(SwiGLU.apply, (gate, up))
 
 
-def test_flex_attentions_rule_is_the_dense_mask() -> None:
+def test_flex_attentions_rule_is_the_dense_mask():
     packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)]).rounded_up(RECURRING, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32"))
     rule = create_mask(blocks.mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
     assert torch.equal(rule, packed.mask())
 
 
-def test_flex_attention_skips_no_block_where_a_token_sees_another() -> None:
+def test_flex_attention_skips_no_block_where_a_token_sees_another():
     packed = pack([[([1] * 301, [2] * 200), ([1] * 301, [3] * 200)], [([1] * 150, [2] * 40)]])
     packed = packed.rounded_up(RECURRING, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32")).to_dense()[0, 0].bool()
@@ -103,7 +130,7 @@ def test_flex_attention_skips_no_block_where_a_token_sees_another() -> None:
     assert not blocks.all()
 
 
-def test_only_a_fused_attention_kernel_is_let_run() -> None:
+def test_only_a_fused_attention_kernel_is_let_run():
     model, (packed, pixels) = adapted_model(torch.float32), batch(torch.float32)
     with fused_attention():
         summed_loss(model, packed, pixels).backward()

@@ -27,9 +27,7 @@ from tests.tiny import (
     tiny_model,
     tiny_trained,
 )
-from tests.tiny import (
-    pair_inputs as inputs_of,
-)
+from tests.tiny import pair_inputs as inputs_of
 
 PATCHES = (SIDE // 8) ** 2
 
@@ -47,7 +45,7 @@ def pair_inputs(pairs: int = 2, seed: int = 0) -> dict:
     }
 
 
-def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path: Path) -> None:
+def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path):
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
     ours = FAMILIES["m3diff"].load_processor(tiny_base(tmp_path)).image_processor
@@ -61,7 +59,7 @@ def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path: Path) -> 
     torch.testing.assert_close(got, want.float(), rtol=0, atol=0.016)
 
 
-def test_the_module_works_on_pairs_and_only_on_pairs() -> None:
+def test_the_module_works_on_pairs_and_only_on_pairs():
     model, inputs = tiny_model(MDP), pair_inputs()
     ids = torch.tensor([[7, *[3] * (4 * (PATCHES + 1)), 13]])
     alone = inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "batch_num_images": torch.tensor([4])}
@@ -73,7 +71,7 @@ def test_the_module_works_on_pairs_and_only_on_pairs() -> None:
         assert torch.equal(model(**alone).logits, want[False])
 
 
-def test_before_and_after_come_in_turn_and_each_image_keeps_its_place() -> None:
+def test_before_and_after_come_in_turn_and_each_image_keeps_its_place():
     """Against the module by hand on the hidden states that transformers gives."""
     model, pixels = tiny_model({**MDP, "vision_feature_layers": [0, 2]}), torch.randn(6, 3, SIDE, SIDE)
     with torch.no_grad():
@@ -112,7 +110,7 @@ def base(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-def test_the_prompt_is_llavas_own(llava: Path) -> None:
+def test_the_prompt_is_llavas_own(llava):
     processor: Any = ONEDIFF.load_processor(llava, ONEDIFF.planned_config(llava, onediff_settings(None)))
     stock = AutoProcessor.from_pretrained(llava)
     content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
@@ -124,7 +122,7 @@ def test_the_prompt_is_llavas_own(llava: Path) -> None:
 
 @pytest.mark.parametrize("module", [VDM, SEPARATE | {"projection": "shared"}], ids=["own", "shared"])
 @pytest.mark.parametrize("place", ["after", "between", "before"])
-def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place: str, module: dict, base: Path) -> None:
+def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place, module, base):
     model = tiny_trained(base, onediff_settings(module | {"place": place})).get_base_model()
     config, inner = model.config, model.model
     each = config.patches + config.newline
@@ -150,7 +148,7 @@ def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place: str, module
         assert (model(**swapped).logits - model(**inputs).logits).abs().max() > 1e-4
 
 
-def test_rank_0_trains_the_whole_llm_and_adapters_only_the_linears(base: Path, tmp_path: Path) -> None:
+def test_rank_0_trains_the_whole_llm_and_adapters_only_the_linears(base, tmp_path):
     names = {}
     for rank in (0, 2):
         made = onediff_settings(rank=rank, vision=None)
@@ -163,7 +161,7 @@ def test_rank_0_trains_the_whole_llm_and_adapters_only_the_linears(base: Path, t
     assert not [name for name in names[2] if "language_model" in name and "lora_" not in name]
 
 
-def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision: Path, tmp_path: Path) -> None:
+def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision, tmp_path):
     folder = shutil.copytree(onevision, tmp_path / "base")
     made = onediff_settings(VDM | {"start": "bert", "heads": 3})
     assert list(ONEDIFF.base_files(made, None)) == ["bert/config.json", "bert/model.safetensors"]

@@ -1,7 +1,4 @@
-"""The modules that compare images against transcriptions of their equations in float64, their starts and their maps.
-
-float64 rounds at about 1e-15 here; a wrong operand, order, sign, norm or layer moves a result by more than 1e-3.
-"""
+"""The modules against their equations in float64: a wrong operand, order or sign moves a result by over 1e-3."""
 
 import math
 from collections.abc import Callable
@@ -62,7 +59,7 @@ def of_each_pair(function: Callable[..., Any], module: nn.Module, *given: list[T
 @pytest.mark.parametrize("share_levels", [True, False])
 @pytest.mark.parametrize("score", ["scalar", "channel"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_mdp_module_equals_its_equations(residual: bool, share_levels: bool, score: str, layers: int) -> None:
+def test_the_mdp_module_equals_its_equations(residual, share_levels, score, layers):
     module = mdp(residual=residual, share_levels=share_levels, score=score, layers=layers)
     before, after, last = features(), features(seed=1), features(2, seed=2)
     got = module(before, after, *last)
@@ -74,7 +71,7 @@ def test_the_mdp_module_equals_its_equations(residual: bool, share_levels: bool,
 
 
 @pytest.mark.parametrize("share_levels", [True, False])
-def test_the_bare_difference_equals_its_equation(share_levels: bool) -> None:
+def test_the_bare_difference_equals_its_equation(share_levels):
     module, given = bare(share_levels=share_levels), (features(), features(seed=1), features(2, seed=2))
     assert len(module.levels) == (1 if share_levels else 3)
     got = module(given[0], given[1], *given[2])
@@ -84,9 +81,7 @@ def test_the_bare_difference_equals_its_equation(share_levels: bool) -> None:
 @pytest.mark.parametrize("norm", ["post", "pre", "size"])
 @pytest.mark.parametrize("images", ["joined", "separate"])
 @pytest.mark.parametrize("cross_attention", ["second", "every"])
-def test_the_vdm_equals_its_equations_and_every_parameter_has_a_gradient(
-    norm: str, images: str, cross_attention: str
-) -> None:
+def test_the_vdm_equals_its_equations_and_every_parameter_has_a_gradient(norm, images, cross_attention):
     module = vdm(norm=norm, images=images, cross_attention=cross_attention)
     before, after = features(2), features(2, seed=1)
     got = module(before, after)
@@ -97,7 +92,7 @@ def test_the_vdm_equals_its_equations_and_every_parameter_has_a_gradient(
     assert not [name for name, parameter in module.named_parameters() if parameter.grad is None]
 
 
-def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head() -> None:
+def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head():
     side, width, heads, amplitude = 3, 20, 2, 1.5  # 10 channels a head: 2 frequencies, 8 used, 2 left zero
     with torch.device("meta"):  # kept for a model with storage after one without
         got = sincos_positions(side, width, heads, amplitude)
@@ -110,7 +105,7 @@ def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head() -> None:
     assert grid_positions(torch.randn(B, 4, D), D, 3, 0.0) is None
 
 
-def test_positions_stand_on_queries_and_keys_of_every_grid_after_the_norm() -> None:
+def test_positions_stand_on_queries_and_keys_of_every_grid_after_the_norm():
     layer = mdp(pos_embed_scale=2.0).levels[0].layers[0].cross_attention
     q, kv, places = features(1)[0], torch.cat(features(3, seed=1), 1), features(1, seed=2)[0][0]
     want = [equations.attend(q[b], kv[b], layer, places) for b in range(B)]
@@ -131,7 +126,7 @@ def maps_of(module: nn.Module, *given: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("share_levels", [False, True])
-def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share_levels: bool) -> None:
+def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share_levels):
     module, before, after = mdp(share_levels=share_levels), features(), features(seed=1)
     maps = maps_of(module, before, after, *features(2, seed=2))
     for number, (f1, f2) in enumerate(zip(before, after, strict=True)):
@@ -148,7 +143,7 @@ def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share
 
 
 @pytest.mark.parametrize("share_levels", [True, False])
-def test_the_bare_differences_maps_are_the_sizes_of_what_each_places_difference_adds(share_levels: bool) -> None:
+def test_the_bare_differences_maps_are_the_sizes_of_what_each_places_difference_adds(share_levels):
     module, before, after = bare(share_levels=share_levels), features(), features(seed=1)
     maps = maps_of(module, before, after, *features(2, seed=2))
     for number, found in enumerate(maps):
@@ -161,7 +156,7 @@ def test_the_bare_differences_maps_are_the_sizes_of_what_each_places_difference_
 
 @pytest.mark.parametrize("norm", ["post", "size"])
 @pytest.mark.parametrize("images", ["joined", "separate"])
-def test_the_vdms_maps_are_of_the_places_that_bring_the_difference(images: str, norm: str) -> None:
+def test_the_vdms_maps_are_of_the_places_that_bring_the_difference(images, norm):
     module, given = vdm(images=images, cross_attention="every", layers=2, norm=norm), (features(2), features(2, 1))
     maps = maps_of(module, *given)
     torch.testing.assert_close(maps, equations.vdm_maps(module, *given), rtol=1e-10, atol=1e-12)
@@ -169,7 +164,7 @@ def test_the_vdms_maps_are_of_the_places_that_bring_the_difference(images: str, 
     assert all((one - 1 / N).abs().max() > 1e-3 for one in maps), "maps that are all alike would show nothing"
 
 
-def test_a_new_module_is_initialised_as_its_docstrings_say() -> None:
+def test_a_new_module_is_initialised_as_its_docstrings_say():
     torch.manual_seed(0)
     width = 256
     level = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=4, init_gain=2.0), width).levels[0]
@@ -191,7 +186,7 @@ def test_a_new_module_is_initialised_as_its_docstrings_say() -> None:
     assert level.layers[1].mlp[0].out_features == 4 * width
 
 
-def test_by_the_letter_of_the_equations_every_linear_starts_as_a_plain_new_layer() -> None:
+def test_by_the_letter_of_the_equations_every_linear_starts_as_a_plain_new_layer():
     torch.manual_seed(0)
     fields = MDPConfig(vision_feature_layers=(1,), heads=4, residual=False, mlp_ratio=2)
     level = DifferentialPerception(fields, 128).levels[0]
@@ -204,14 +199,14 @@ def test_by_the_letter_of_the_equations_every_linear_starts_as_a_plain_new_layer
 
 
 @pytest.mark.parametrize("gain", [0.0, 2.0])
-def test_a_new_bare_difference_adds_its_gain_times_the_size_of_the_difference(gain: float) -> None:
+def test_a_new_bare_difference_adds_its_gain_times_the_size_of_the_difference(gain):
     torch.manual_seed(0)
     module = BareDifference(DifferenceConfig(vision_feature_layers=(1,), init_gain=gain), 256)
     assert module.levels[0].weight.std().item() == pytest.approx(gain / 16, rel=0.02)
     assert not module.levels[0].bias.any()
 
 
-def test_the_delta_tokens_start_as_the_paper_says_whichever_model_holds_them() -> None:
+def test_the_delta_tokens_start_as_the_paper_says_whichever_model_holds_them():
     class Holder(NewModuleInit, nn.Module):
         pass
 
@@ -229,7 +224,7 @@ def test_the_delta_tokens_start_as_the_paper_says_whichever_model_holds_them() -
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("share_levels", [True, False])
 @torch.no_grad()
-def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(residual: bool, share_levels: bool) -> None:
+def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(residual, share_levels):
     """A level alone gives its update: what it leaves of the last features. Two forwards count as one of all pairs."""
     fields = {"residual": residual, "share_levels": share_levels, "score": "scalar" if residual else "channel"}
     module = mdp(**fields)
@@ -267,7 +262,7 @@ def bert(folder: Path, layers: int = 5) -> BertModel:
     return model.eval()
 
 
-def test_a_vdm_that_starts_as_bert_computes_what_bert_computes(tmp_path: Path) -> None:
+def test_a_vdm_that_starts_as_bert_computes_what_bert_computes(tmp_path):
     """With cross-attention silenced, the layers of both give the same of the same tokens."""
     theirs = bert(tmp_path / "bert").double()
     module = VisualDeltaModule(VDMConfig(**VDM | {"start": "bert"}), D, V)
@@ -291,9 +286,7 @@ def test_a_vdm_that_starts_as_bert_computes_what_bert_computes(tmp_path: Path) -
         ({}, "encoder.layer.1.output.dense.weight", r"missing are the weights \['encoder.layer.1.*take"),
     ],
 )
-def test_a_bert_that_does_not_fit_is_refused_with_the_remedy(
-    changes: dict, lost: str, words: str, tmp_path: Path
-) -> None:
+def test_a_bert_that_does_not_fit_is_refused_with_the_remedy(changes, lost, words, tmp_path):
     bert(tmp_path / "bert")
     weights = load_file(tmp_path / "bert" / "model.safetensors")
     weights.pop(lost, None)

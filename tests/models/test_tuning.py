@@ -1,8 +1,6 @@
 """Which parameters train, at which rates, with which adapters; published sizes; images; the contribution."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,14 +10,7 @@ from m3diff.models.fused import make_fused
 from m3diff.models.m3diff import LARGE_BASE
 from m3diff.models.onediff_settings import VDMConfig
 from m3diff.models.settings import Delays
-from m3diff.models.tuning import (
-    parameter_counts,
-    prepare,
-    should_train,
-    trainable_groups,
-    trainable_names,
-    unwrapped,
-)
+from m3diff.models.tuning import parameter_counts, prepare, should_train, trainable_groups, trainable_names, unwrapped
 from tests.models.test_llava import pair_inputs
 from tests.tiny import MDP, onediff_settings, tiny_model, tiny_settings
 from tests.tiny_blip2 import blip2_settings
@@ -37,7 +28,7 @@ def names_by_part(model: torch.nn.Module) -> dict[str, list[str]]:
     return {part: [name for name in names if name.startswith(FAMILY.parts[part])] for part in FAMILY.parts}
 
 
-def test_with_rank_0_the_same_linears_train_in_full() -> None:
+def test_with_rank_0_the_same_linears_train_in_full():
     model, _ = prepared(rank=0)
     adapted, _ = prepared(rank=2)
     linears = {name.split(".lora_")[0] for name in names_by_part(adapted)["llm"]}
@@ -49,7 +40,7 @@ def test_with_rank_0_the_same_linears_train_in_full() -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("frozen", ["vision", "module", "projector", "llm"])
-def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen: str, rank: int) -> None:
+def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen, rank):
     everything = names_by_part(prepared(rank)[0])
     model, settings = prepared(rank, **{frozen: None})
     trained = names_by_part(model)
@@ -72,7 +63,7 @@ def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen: st
         ((1.0, 1.0, 1.0, 2.0), 0.25, [("vision+projector", 1.0, 0.0), ("module", 1.0, 0.25), ("llm", 2.0, 0.0)]),
     ],
 )
-def test_parts_of_equal_rate_and_delay_share_a_group(rates: tuple, delay: float, wanted: list) -> None:
+def test_parts_of_equal_rate_and_delay_share_a_group(rates, delay, wanted):
     model, settings = prepared(**dict(zip(("vision", "module", "projector", "llm"), rates, strict=True)))
     groups = trainable_groups(model, FAMILY, replace(settings, delays=Delays(module=delay)))
     assert [(group.name, group.lr, group.delay) for group in groups] == wanted
@@ -81,7 +72,7 @@ def test_parts_of_equal_rate_and_delay_share_a_group(rates: tuple, delay: float,
         assert [id(p) for p in group.parameters] == [id(p) for p in own if p.requires_grad], "in the model's order"
 
 
-def test_a_parameter_that_trains_against_the_settings_or_is_in_no_part_is_noticed() -> None:
+def test_a_parameter_that_trains_against_the_settings_or_is_in_no_part_is_noticed():
     model, settings = prepared()
     unwrapped(model).lm_head.weight.requires_grad = True
     with pytest.raises(AssertionError, match="not the intended one"):
@@ -90,7 +81,7 @@ def test_a_parameter_that_trains_against_the_settings_or_is_in_no_part_is_notice
         should_train("model.qformer.weight", FAMILY, settings)
 
 
-def test_adapters_have_the_rank_and_strength_of_the_settings_and_no_dropout() -> None:
+def test_adapters_have_the_rank_and_strength_of_the_settings_and_no_dropout():
     model, _ = prepared(rank=3)
     config = model.peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (3, 4, 0.0, "none")
@@ -115,7 +106,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in unwrapped(model).named_parameters() if p.grad is not None}
 
 
-def test_every_trainable_tensor_gets_a_gradient() -> None:
+def test_every_trainable_tensor_gets_a_gradient():
     model = moved_adapters(prepared()[0])
     found = gradients(model)
     without = [name for name in trainable_names(model) if name not in found or not found[name].any()]
@@ -125,7 +116,7 @@ def test_every_trainable_tensor_gets_a_gradient() -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("frozen", [("vision",), ("vision", "projector"), ("vision", "module"), ("llm",)])
-def test_the_gradients_of_the_rest_are_right_where_a_part_is_frozen(frozen: tuple, checkpointing: str) -> None:
+def test_the_gradients_of_the_rest_are_right_where_a_part_is_frozen(frozen, checkpointing):
     torch.manual_seed(0)
     model = moved_adapters(prepared()[0])
     make_fused(unwrapped(model), checkpointing)
@@ -138,7 +129,7 @@ def test_the_gradients_of_the_rest_are_right_where_a_part_is_frozen(frozen: tupl
         torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-8)
 
 
-def test_a_lora_target_that_matches_nothing_is_an_error() -> None:
+def test_a_lora_target_that_matches_nothing_is_an_error():
     family = replace(FAMILY, lora_targets={"llm": r"model\.language_model\.none"})
     with pytest.raises(ValueError, match="LoRA targets of the part llm match 0 linears"):
         prepare(tiny_model(MDP), family, tiny_settings())
@@ -183,9 +174,7 @@ PAPER = onediff_settings(asdict(VDMConfig()), rank=0, vision=None)
     ],
     ids=["m3diff", "onediff", "blip2idc"],
 )
-def test_the_published_shapes_give_the_published_number_of_parameters(
-    settings: Any, folder: str, name: str, image_tokens: int, wanted: dict[str, Any], tmp_path: Path
-) -> None:
+def test_published_shapes_give_the_published_counts(settings, folder, name, image_tokens, wanted, tmp_path):
     family = FAMILIES[settings.family]
     config = family.planned_config(tmp_path / folder, settings)
     assert (config.name_or_path, config.image_tokens) == (name, image_tokens)
@@ -197,7 +186,7 @@ def test_the_published_shapes_give_the_published_number_of_parameters(
         assert counts[part] == (pytest.approx(count[0], rel=count[1]) if isinstance(count, tuple) else count), part
 
 
-def test_the_contribution_has_a_name_for_each_level_and_none_without_a_module() -> None:
+def test_the_contribution_has_a_name_for_each_level_and_none_without_a_module():
     contribution = FAMILY.contribution
     assert contribution is not None
     settings = tiny_settings({**MDP, "vision_feature_layers": [0, 2]})

@@ -13,16 +13,9 @@ from tests import toy
 from tests.test_dependencies import set_params
 from tests.toy import REPOSITORY
 
-MADE = {
-    "kind": "edits",
-    "source": {"reader": "minichange", "root": "data/01_raw/minichange"},
-    "root": "data/01_raw/made",
-    "seed": 3,
-    "editor": {"kind": "drawn"},
-    "writer": {"kind": "grammar"},
-    "edits": 2,
-    "paraphrases": {},
-}
+SOURCE = {"reader": "minichange", "root": "data/01_raw/minichange"}
+MADE = {"kind": "edits", "source": SOURCE, "root": "data/01_raw/made", "seed": 3, "edits": 2, "paraphrases": {}}
+MADE |= {"editor": {"kind": "drawn"}, "writer": {"kind": "grammar"}}
 INGESTED = {"reader": "pairs", "root": "data/01_raw/made", "options": {"manifest": "pairs.jsonl"}}
 LATER = ["ingest@made", "validate", "convert", "train", "predict", "evaluate"]
 
@@ -74,8 +67,5 @@ def test_the_entry_of_the_page_is_right_and_the_profile_makes_one_of_each_kind(t
     made = load_params(REPOSITORY / "profiles" / "made-data.yaml").augment
     assert [entry.kind for entry in made.values()] == ["edits", "neighbours", "coupled_samples"]
     assert all(f"`{name}`" in PAGE for name in made)
-
-
-def test_the_sources_of_images_with_captions_of_the_page_are_right():
     for block in BLOCKS[1:]:
         assert Source.model_validate(block["source"]).options["columns"]["captions"] in ("conversations", "caption")

@@ -59,9 +59,7 @@ def test_paraphrases_are_written_where_the_split_asks_for_them_behind_the_instru
     ],
     ids=["paraphrases", "editor", "equal edits"],
 )
-def test_a_pair_without_its_references_or_a_change_that_is_seen_is_none_and_counted(
-    editor, short, ids, counts, tmp_path
-):
+def test_a_pair_without_references_or_a_seen_change_is_counted(editor, short, ids, counts, tmp_path):
     made = made_edits(tmp_path, editor, ToyWriter(short), paraphrases={"test": 2, "val": 2})
     assert {pair.id.partition("-")[0] for pair in made.pairs} == ids
     assert made.rejected == {"no instruction": 3} | counts

@@ -9,7 +9,6 @@ from PIL import Image
 
 from m3diff.datasets.minichange.generate import image_paths, read_scenes
 from m3diff.datasets.minichange.language import describe_scene
-from m3diff.images.open import NO_IMAGE
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.stages.augment.params import Source
@@ -90,21 +89,6 @@ def test_an_image_outside_the_source_is_not_used(path, tmp_path):
     assert found == []
     assert f"is no path inside {source.root}; correct the path" in rejected.examples["image cannot be read"]
     assert len(read(source, follow_links=True)[0]) == (path == "link.png")
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason", "told"),
-    [
-        ({"before": "none.png"}, "image cannot be read", f"none.png: does not decode: {NO_IMAGE}; restore it or save"),
-        ({"split": "dev"}, "row cannot be read", "split: expected one of train, val, test, found text 'dev'"),
-        ({"scene": 5.5}, "row cannot be read", "scene: expected"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named_with_its_fault(changes, reason, told, tmp_path):
-    found, rejected = read(write(tmp_path / "raw", [row(0, **changes)]))
-    assert (found, rejected) == ([], {reason: 1})
-    assert rejected.examples[reason].startswith("pairs.jsonl, line 1: ")
-    assert told in rejected.examples[reason]
 
 
 def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path):

@@ -24,23 +24,13 @@ BASE = REPOSITORY / "data" / "00_base"
 SCENES = 40
 SETTINGS = {"seed": 5, "scenes": {"train": 24, "val": 4, "test": 12}, "image_px": 64, "references": 2}
 SETTINGS |= {"multi_change_share": 0.2, "oversample_types": []}
+GRAMMAR = {"kind": "grammar"}
 KINDS: dict[str, dict[str, Any]] = {
-    "edits": {
-        "editor": {"kind": "drawn"},
-        "writer": {"kind": "grammar"},
-        "edits": 2,
-        "paraphrases": {"val": 1, "test": 4},
-    },
-    "neighbours": {
-        "features": {"kind": "encoder", "model": BASE},
-        "writer": {"kind": "grammar"},
-        "candidates": 4,
-        "band": (0.75, 0.985),
-        "max_text_similarity": 0.99,
-        "references": 2,
-    },
+    "edits": {"editor": {"kind": "drawn"}, "writer": GRAMMAR, "edits": 2, "paraphrases": {"val": 1, "test": 4}},
+    "neighbours": {"features": {"kind": "encoder", "model": BASE}, "writer": GRAMMAR, "candidates": 4, "references": 2},
     "coupled_samples": {},
 }
+KINDS["neighbours"] |= {"band": (0.75, 0.985), "max_text_similarity": 0.99}
 
 
 def draw(root: Path, **changes: Any) -> Path:
@@ -63,8 +53,7 @@ def compute(scratch: Path) -> Compute:
 
 
 class ToyEditor:
-    """Paints the seed, or `paint`; an instruction with `refuses` in it cannot be carried out, with `same` shows the
-    original."""
+    """Paints the seed or `paint`; refuses instructions with `refuses` in them, shows the original for `same`."""
 
     identity = "toy"
 

@@ -99,17 +99,11 @@ def test_an_image_that_cannot_be_read_has_no_digest_and_a_bad_one_has(raw):
 def test_the_report_counts_what_the_dataset_gave(tmp_path):
     report = run_ingest(write_spot(tmp_path / "spot"), "spot_the_diff", "spot")
     assert report.model_dump() == {
-        "stage": "ingest",
-        "rows_in": 6,  # records of the annotation files; three are of one pair
-        "rows_out": 4,
-        "dataset": "spot",
-        "reader": "spot_the_diff",
+        **{"stage": "ingest", "dataset": "spot", "reader": "spot_the_diff"},
+        **{"rows_in": 6, "rows_out": 4},  # records of the annotation files; three are of one pair
         "pairs": {"test": 1, "train": 2, "val": 1},
         "references": {"test": 1, "train": 5, "val": 1},
-        "empty_references": 3,
-        "faults": 0,
-        "images": 8,
-        "unread_images": 0,
+        **{"empty_references": 3, "faults": 0, "images": 8, "unread_images": 0},
     }
     assert json.loads((tmp_path / "records/spot.json").read_text()) == report.model_dump()
 
@@ -162,18 +156,14 @@ LEADS_OUT = "leads out of the dataset's root; copy the image into it, or name th
         ({"after": "a/../../x.png"}, f"after: text 'a/../../x.png' {LEADS_OUT}"),
         ({"references": "it fell"}, "references: expected a list of text, found text 'it fell'"),
         ({"references": None}, "references: expected a list of text, found null"),
-        (
-            {"references": ["a", 3, "\ud83d", "b"]},
-            "reference 1: expected text, found a whole number 3; reference 2: hol",
-        ),
+        ({"references": ["a", 3, "\ud83d", "b"]}, "reference 1: expected text, found a whole number 3; reference 2: "),
         ({"scene": 3, "fault": "row: bad"}, "row: bad; scene: expected text, found a whole number 3"),
         ({"name": None, "split": None, "references": None, "fault": "row: broken"}, "row: broken"),
     ],
 )
 def test_what_cannot_be_typed_is_named_in_the_fault(tmp_path, fields, fault):
-    table, annotation_rows = to_table(
-        "d", make_entry("pairs", tmp_path), [row(**fields), row(raw_rows=3, after="a..b/c..png")]
-    )
+    rows = [row(**fields), row(raw_rows=3, after="a..b/c..png")]
+    table, annotation_rows = to_table("d", make_entry("pairs", tmp_path), rows)
     bad, good = table.to_pylist()
     assert bad["fault"].startswith(fault)
     assert bad["references"] in ([], ["a", "b"], ["it fell"])
@@ -184,22 +174,10 @@ def test_what_cannot_be_typed_is_named_in_the_fault(tmp_path, fields, fault):
         assert (bad[value] is None) == (field in fields)
 
 
-OUTSIDE = {
-    "../images/o.png": LEADS_OUT,
-    "a/../../images/o.png": LEADS_OUT,
-    "/etc/passwd": LEADS_OUT,
-    "{images}/o.png": LEADS_OUT,
-    "file://{images}/o.png": LEADS_OUT,
-    "file:///etc/passwd": LEADS_OUT,
-    "..\\images\\o.png": LEADS_OUT,
-    "C:\\images\\o.png": LEADS_OUT,
-    "\\\\server\\o.png": LEADS_OUT,
-    "x.png\0.png": LEADS_OUT,
-    "http://127.0.0.1/o.png": "is an address, and nothing is fetched; download the image into",
-    "s3://bucket/o.png": "is an address, and nothing is fetched",
-    "data:image/png;base64,AAAA": "is an address, and nothing is fetched",
-}
-"""Paths in rows, and why each is refused."""
+OUTSIDE = ["../images/o.png", "a/../../images/o.png", "/etc/passwd", "{images}/o.png", "file://{images}/o.png"]
+OUTSIDE += ["file:///etc/passwd", "..\\images\\o.png", "C:\\images\\o.png", "\\\\server\\o.png", "x.png\0.png"]
+ADDRESSES = ["http://127.0.0.1/o.png", "s3://bucket/o.png", "data:image/png;base64,AAAA"]
+REFUSED = dict.fromkeys(OUTSIDE, LEADS_OUT) | dict.fromkeys(ADDRESSES, "is an address, and nothing is fetched")
 
 
 def table(root: Path, *befores: str) -> dict[str, Any]:
@@ -231,9 +209,9 @@ def test_a_path_that_leads_out_of_the_root_is_a_fault_of_its_row_in_every_kind_o
     root, images = tmp_path / "root", tmp_path / "images"
     save_picture(root / "x.png", 1)
     save_picture(images / "o.png", 2)
-    options = manifest(root, *(path.format(images=images) for path in OUTSIDE))
+    options = manifest(root, *(path.format(images=images) for path in REFUSED))
     run_ingest(root, "pairs", "mine", **options)
-    for found, (path, why) in zip(records_of(tmp_path, "mine"), OUTSIDE.items(), strict=True):
+    for found, (path, why) in zip(records_of(tmp_path, "mine"), REFUSED.items(), strict=True):
         assert found["before"] is found["before_sha256"] is None, path
         assert found["fault"].startswith("before: text "), path
         assert why in found["fault"], path

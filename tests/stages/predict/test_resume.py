@@ -23,9 +23,7 @@ def same_bytes(one: Path, other: Path) -> None:
 
 @pytest.mark.fault("04")
 @pytest.mark.parametrize(("done", "torn"), [(0, 0), (8, 0), (3, 5)])
-def test_a_killed_run_captions_each_batch_once_and_writes_what_an_undisturbed_one_does(
-    done, torn, mixture, model, written, counted, tmp_path, capsys
-):
+def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, written, counted, tmp_path, capsys):
     """Also with other workers, and where the last answer is torn: then its batch of two pairs is captioned again."""
     out, counted["end"] = tmp_path / "out", done
     with pytest.raises(Killed):

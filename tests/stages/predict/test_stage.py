@@ -102,9 +102,7 @@ def test_saliency_has_one_map_for_each_pair_in_the_same_order(written, captioner
     assert np.abs(maps[0] - maps[1]).max() > 2e-3, "maps that are all alike would hide a wrong order"
 
 
-def test_the_batch_size_changes_nothing_and_maps_are_made_of_the_pairs_alone(
-    written, mixture, model, tmp_path, counted
-):
+def test_the_batch_size_changes_nothing(written, mixture, model, tmp_path, counted):
     run(settings(batch_pairs=48), mixture, model, tmp_path)
     assert counted["calls"] == [(size, saliency) for saliency in (True, False, False) for size in (3, 2)]
     assert all(rows_of(tmp_path, name) == rows_of(written[0], name) for name in SETS)

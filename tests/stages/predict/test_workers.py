@@ -55,9 +55,7 @@ class Processor:
         return np.asarray(image)
 
 
-def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use_and_one_that_is_refused_ends_them(
-    mixture, tmp_path
-):
+def test_images_are_prepared_two_batches_ahead_and_a_bad_one_ends_them(mixture, tmp_path):
     processor, count = Processor(), 2 * (1 + AHEAD)
     stream = images_ahead(in_batches(mixture), processor, threads=2)
     next(stream)
@@ -124,9 +122,7 @@ def test_a_worker_s_data_error_is_the_stage_s(cluster, checkpoint, tmp_path):
 
 
 @pytest.mark.slow(65)
-def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
-    cluster, checkpoint, mixture, tmp_path, monkeypatch, capsys
-):
+def test_what_a_dead_worker_left_is_answered_once(cluster, checkpoint, mixture, tmp_path, monkeypatch, capsys):
     """To the same answers as those of one process; a cluster that was there stays."""
 
     class Mortal(workers.Worker):
@@ -153,8 +149,7 @@ def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
 
 
 class Remote:
-    """Stands for a Ray of five CPUs and GPUs: what is asked of it, and which batches each worker is dealt. A mortal
-    worker dies at its second batch."""
+    """Stands for a Ray: what it is asked for, what each worker is dealt. A mortal one dies at its second batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: dict[str, Any] = {}
@@ -189,9 +184,7 @@ class Remote:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_each_worker_is_placed_with_its_device_and_its_environment_or_refused_with_what_ray_has(
-    gpu, checkpoint, mixture, monkeypatch
-):
+def test_each_worker_is_placed_with_its_device_or_refused(gpu, checkpoint, mixture, monkeypatch):
     fake, asked = Remote(monkeypatch), in_batches(mixture)
     made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), asked))
     assert sorted(made) == [(number, [(f"of {number}", None)]) for number in range(10, 15)]
@@ -209,9 +202,7 @@ def test_each_worker_is_placed_with_its_device_and_its_environment_or_refused_wi
         assert caption(job(checkpoint, workers=count, gpu=with_gpu), asked) == "here", "Ray is for GPUs alone"
 
 
-def test_what_a_dead_worker_left_is_dealt_again_until_too_many_died_and_what_was_captioned_is_kept(
-    model, mixture, tmp_path, monkeypatch
-):
+def test_what_dead_workers_left_is_dealt_again_until_too_many_died(model, mixture, tmp_path, monkeypatch):
     fake, cfg, out = Remote(monkeypatch), settings(batch_pairs=1), tmp_path / "out"
     how, fake.mortal = compute(out, workers=1, max_failures=4), True
     monkeypatch.setattr(stage, "caption", caption_on_ray)

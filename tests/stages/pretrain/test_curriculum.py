@@ -13,16 +13,7 @@ from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACES, Level, Mark, Scene, Thing, View
 from m3diff.stages.pretrain import params
-from m3diff.stages.pretrain.curriculum import (
-    ASKED_FOR,
-    MARK,
-    QUESTIONS,
-    SIZES,
-    asked_for,
-    curriculum,
-    segment,
-    whole,
-)
+from m3diff.stages.pretrain.curriculum import ASKED_FOR, MARK, QUESTIONS, SIZES, asked_for, curriculum, segment, whole
 from m3diff.stages.pretrain.params import TASKS
 
 
@@ -33,7 +24,7 @@ def scenes(count: int, seed: int, level: Level = "grid") -> list[Scene]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("images", [1, 2])
-def test_what_is_asked_for_is_where_the_answer_says_or_nowhere(images: int, level: Level) -> None:
+def test_what_is_asked_for_is_where_the_answer_says_or_nowhere(images, level):
     rng = np.random.default_rng(0)
     seen = set()
     for seed in range(40):
@@ -50,7 +41,7 @@ def test_what_is_asked_for_is_where_the_answer_says_or_nowhere(images: int, leve
     assert seen == {True, False}
 
 
-def test_two_images_are_described_one_after_the_other_and_only_sentences_speak_of_change() -> None:
+def test_two_images_are_described_one_after_the_other_and_only_sentences_speak_of_change():
     first, second = scenes(2, 9)
     rng = np.random.default_rng(0)
     _, answer = whole(rng, [first, second])
@@ -63,7 +54,7 @@ def test_two_images_are_described_one_after_the_other_and_only_sentences_speak_o
     assert list(QUESTIONS) == yaml.safe_load(Path("profiles/questions.yaml").read_text())["difference"]
 
 
-def test_a_curriculum_of_fewer_tasks_keeps_their_order_and_the_levels_are_those_that_there_are() -> None:
+def test_a_curriculum_of_fewer_tasks_keeps_their_order_and_the_levels_are_those_that_there_are():
     every = [task.name for task in curriculum(("grid",))]
     assert every == [*TASKS[:5], "asked for in two", "side by side", "sentence"]
     one_image = curriculum(("grid",), ("image", "asked for", "sentence"))
@@ -71,7 +62,7 @@ def test_a_curriculum_of_fewer_tasks_keeps_their_order_and_the_levels_are_those_
     assert get_args(params.Level) == tuple(LEVELS)
 
 
-def test_a_thing_covers_its_square_and_marks_and_nothing_else_and_the_camera_moves_it() -> None:
+def test_a_thing_covers_its_square_and_marks_and_nothing_else_and_the_camera_moves_it():
     box = Thing("box", "blue", "large", cell=2)  # on the grid, 0.285 wide around (0.8, 0.2)
     found = segment(Scene((box,), (Mark(0), Mark(2)), view=View()), 100, 100)
     rows, columns = np.nonzero((found[..., 0] > 0) & (found[..., 0] < MARK))
@@ -86,7 +77,7 @@ def test_a_thing_covers_its_square_and_marks_and_nothing_else_and_the_camera_mov
 
 
 @pytest.mark.parametrize("level", ["grid", "free"])
-def test_the_classes_lie_where_the_picture_shows_the_objects(level: str) -> None:
+def test_the_classes_lie_where_the_picture_shows_the_objects(level):
     """The colours of the picture inside an object are its own and not the table's."""
     rng = np.random.default_rng(5)
     scene = LEVELS[level].sample_scene(rng)

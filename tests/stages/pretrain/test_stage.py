@@ -1,5 +1,4 @@
-"""Base-making in miniature: whole small runs of both kinds of base, held against their logs, and what the BLIP-2 takes
-of the LLaVA-OneVision, is shown and is asked."""
+"""Base-making in miniature: whole small runs held against their logs, and what a BLIP-2 takes of its start."""
 
 import csv
 import json
@@ -13,7 +12,6 @@ import yaml
 from PIL import Image
 from pydantic import ValidationError
 from transformers import (
-    AutoImageProcessor,
     AutoProcessor,
     Blip2ForConditionalGeneration,
     Blip2VisionConfig,
@@ -57,7 +55,7 @@ def assert_log(folder: Path, name: str, *rows: str) -> None:
     ]
 
 
-def test_a_whole_small_run_learns_comes_out_the_same_twice_and_is_a_llava_onevision(tmp_path: Path) -> None:
+def test_a_whole_small_run_learns_comes_out_the_same_twice_and_is_a_llava_onevision(tmp_path):
     for name in "ab":
         pretrain(CFG, tmp_path / name)
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
@@ -86,10 +84,7 @@ def test_a_whole_small_run_learns_comes_out_the_same_twice_and_is_a_llava_onevis
     assert (ours["input_ids"] == model.config.image_token_id).sum() == 2 * (9 + 1)
     assert Pretrain.model_validate_json((folder / "recipe.json").read_text()) == CFG
 
-    stock = AutoImageProcessor.from_pretrained(folder)([[picture, picture]], return_tensors="pt")
-    pixels = stock["pixel_values"].reshape(2, 3, 24, 24)
-    assert (pixels - ours["pixel_values"]).abs().max() < 0.016  # two grey levels, as in tests/models/test_llava.py
-    if not is_torchvision_available():  # transformers says so instead of giving a tokenizer
+    if not is_torchvision_available():
         with pytest.raises(ImportError, match="LlavaOnevisionVideoProcessor requires the Torchvision library"):
             AutoProcessor.from_pretrained(folder)
         return
@@ -101,7 +96,7 @@ def test_a_whole_small_run_learns_comes_out_the_same_twice_and_is_a_llava_onevis
     assert asked["input_ids"].tolist() == ours["input_ids"].tolist()
 
 
-def test_the_embedded_base_was_made_by_the_recipe_of_params_and_has_the_configuration_that_it_makes() -> None:
+def test_the_embedded_base_was_made_by_the_recipe_of_params_and_has_the_configuration_that_it_makes():
     given = yaml.safe_load(Path("params.yaml").read_text())["pretrain"]
     recipe = Pretrain.model_validate_json((BASE / "recipe.json").read_text())
     assert recipe == Pretrain.model_validate(given)
@@ -116,12 +111,12 @@ def test_the_embedded_base_was_made_by_the_recipe_of_params_and_has_the_configur
 
 
 @pytest.mark.slow(45)
-def test_the_tokenizer_is_the_embedded_base_s_for_its_seed(tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_embedded_base_s_for_its_seed(tmp_path):
     train_tokenizer(2417, ("grid", "free")).save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (BASE / "tokenizer.json").read_bytes()
 
 
-def test_the_learning_rate_rises_stays_for_half_the_run_and_falls_to_a_hundredth() -> None:
+def test_the_learning_rate_rises_stays_for_half_the_run_and_falls_to_a_hundredth():
     rates = [plateau(4, 100, step) for step in range(100)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[4:51] == [1.0] * 47
@@ -134,7 +129,7 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
-def test_muon_s_iteration_makes_a_matrix_about_orthogonal_in_fp32(shape: tuple[int, int]) -> None:
+def test_muon_s_iteration_makes_a_matrix_about_orthogonal_in_fp32(shape):
     torch.manual_seed(0)
     grad = torch.randn(shape)
     found = orthogonalised(grad, COEFFICIENTS, 5, 1e-7)
@@ -152,15 +147,12 @@ LEAST |= {"weight_decay": 0, "threads": 1, "warmup_steps": 1, "steps": 1, "image
 LEAST |= {"scenes": 1, "text_layers": 1, "vision_layers": 1, "width": 8}
 
 
-def test_parameters_have_a_least_value() -> None:
+def test_parameters_have_a_least_value():
     for field, least in LEAST.items():
         assert getattr(Pretrain.model_validate(CFG.model_dump() | {field: least}), field) == least
     for field, least in {**LEAST, "lr": 1, "lr_matrices": 1}.items():
         with pytest.raises(ValidationError, match=field):
             Pretrain.model_validate(CFG.model_dump() | {field: least - 1})
-
-
-def test_levels_and_tasks_that_do_not_fit_are_refused() -> None:
     for change in ({"levels": []}, {"levels": ["hard"]}, {"tasks": ["image", "poem"]}):
         with pytest.raises(ValidationError):
             Pretrain.model_validate(CFG.model_dump() | change)
@@ -168,9 +160,7 @@ def test_levels_and_tasks_that_do_not_fit_are_refused() -> None:
     assert Pretrain.model_validate(old) == CFG, "the grid and all tasks where none are named"
 
 
-def test_both_levels_are_learnt_in_turn_after_an_encoder_that_segments_and_is_frozen_for_the_first_task(
-    tmp_path: Path,
-) -> None:
+def test_both_levels_are_learnt_in_turn_after_an_encoder_that_segments_and_is_frozen_for_the_first_task(tmp_path):
     changes = {"segmentation_steps": 8, "levels": ("grid", "free"), "scenes": 96}
     pretrain(CFG.model_copy(update=changes), tmp_path)
     assert_log(tmp_path, "segmentation", "6,48,8.5223,0.0545,0.0716", "8,64,8.0923,0.0545,0.0657")
@@ -186,11 +176,8 @@ def test_both_levels_are_learnt_in_turn_after_an_encoder_that_segments_and_is_fr
 
 OWN = Blip2(start=Path("data/00_base"), queries=6, qformer_layers=2, stacked=True)
 LARGER = {"vision_px": 48, "patch_px": 12, "width": 128, "vision_layers": 4, "text_layers": 4}
-BLIP2 = Pretrain(
-    **CFG.model_dump()
-    | LARGER
-    | {"segmentation_steps": 12, "steps": 16, "lr_matrices": 0.0025, "lr": 0.002, "blip2": OWN.model_dump()}
-)
+LARGER |= {"segmentation_steps": 12, "steps": 16, "lr_matrices": 0.0025, "lr": 0.002}
+BLIP2 = Pretrain(**CFG.model_dump() | LARGER | {"blip2": OWN.model_dump()})
 SINGLE = {"blip2": OWN.model_copy(update={"stacked": False}), "tasks": ("image", "asked for", "sentence")}
 
 
@@ -213,9 +200,7 @@ def pictures(base: Blip2Base) -> np.ndarray:
     return np.stack([base.prepare_image(render(LEVELS["grid"].sample_scene(rng), 64, rng)) for _ in range(4)])
 
 
-def test_the_llm_answers_and_each_layer_of_the_encoder_sees_as_the_llava_onevision_s(
-    base: Blip2Base, model: Any
-) -> None:
+def test_the_llm_answers_and_each_layer_of_the_encoder_sees_as_the_llava_onevision_s(base, model):
     ids = torch.tensor([base.processor.encode_reference("the small red box moved to the top")])
     assert torch.equal(model.language_model(input_ids=ids).logits, base.llava(input_ids=ids).logits)
     assert model.language_model.lm_head.weight is model.get_input_embeddings().weight
@@ -228,7 +213,7 @@ def test_the_llm_answers_and_each_layer_of_the_encoder_sees_as_the_llava_onevisi
     assert 0.015 < queries.std() < 0.025
 
 
-def test_patches_of_the_same_size_are_read_alike(base: Blip2Base) -> None:
+def test_patches_of_the_same_size_are_read_alike(base):
     """Those of another size: see the logs below."""
     theirs = base.llava.model.vision_tower
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -239,7 +224,7 @@ def test_patches_of_the_same_size_are_read_alike(base: Blip2Base) -> None:
     torch.testing.assert_close(same.post_layernorm.weight, theirs.post_layernorm.weight)
 
 
-def test_a_caption_is_not_asked_for_and_what_names_something_follows_the_start_token(base: Blip2Base) -> None:
+def test_a_caption_is_not_asked_for_and_what_names_something_follows_the_start_token(base):
     image, start = base.processor.prompt[0], base.processor.start_id
     for question in (*DESCRIBE, *QUESTIONS):
         assert base.encode_prompt(question, 1) == base.processor.encode_prompt(question)
@@ -249,7 +234,7 @@ def test_a_caption_is_not_asked_for_and_what_names_something_follows_the_start_t
     assert base.processor.tokenizer.decode(asked[7:]) == "Describe the small red box.\n"
 
 
-def test_two_images_are_stacked_as_the_family_stacks_a_pair(base: Blip2Base, pictures: np.ndarray) -> None:
+def test_two_images_are_stacked_as_the_family_stacks_a_pair(base, pictures):
     pairs = torch.from_numpy(np.stack([base.processor.prepare_image(Image.fromarray(each)) for each in pictures]))
     want = base.processor.image_inputs(pairs)["pixel_values"]
     assert torch.equal(base.pixels(pictures, 2), want)
@@ -260,7 +245,7 @@ def test_two_images_are_stacked_as_the_family_stacks_a_pair(base: Blip2Base, pic
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_a_whole_small_run_is_a_blip_2_that_learns(stacked: bool, tmp_path: Path) -> None:
+def test_a_whole_small_run_is_a_blip_2_that_learns(stacked, tmp_path):
     cfg = BLIP2 if stacked else BLIP2.model_copy(update=SINGLE)
     pretrain(cfg, tmp_path)
     if stacked:
@@ -286,9 +271,7 @@ def test_a_whole_small_run_is_a_blip_2_that_learns(stacked: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize(("name", "stacked"), [("blip2idc", False), ("blip2idc-stacked", True)])
-def test_the_recipes_differ_in_what_is_shown_alone_and_the_bases_that_are_here_are_theirs(
-    name: str, stacked: bool
-) -> None:
+def test_the_recipes_differ_in_what_is_shown_alone_and_the_bases_that_are_here_are_theirs(name, stacked):
     params = load_params(Path(f"infra/base-{name}.yaml"))
     recipe = params.pretrain
     assert recipe.blip2 is not None

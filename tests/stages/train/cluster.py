@@ -1,7 +1,4 @@
-"""A Ray cluster on this machine alone, as an operator starts one: a head that computes nothing, and nodes that join it.
-
-Each is `ray start` with an address of its own among those of the loopback interface (Linux), and the cluster's token.
-"""
+"""A Ray cluster on this machine alone: `ray start` of a head and of nodes, each with a loopback address (Linux)."""
 
 import contextlib
 import os
@@ -18,9 +15,7 @@ from pathlib import Path
 import psutil
 
 HEAD = "127.0.0.2"
-ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set by `components` where a process has a Ray of its own; no shell of an operator has it."""
-
+ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # no shell of an operator has it
 PATIENCE_S = 180
 STORE_BYTES = 80_000_000  # the least that Ray takes is 75 MB
 

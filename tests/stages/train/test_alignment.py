@@ -1,10 +1,8 @@
-"""Two phases: an alignment on datasets of its own, and the fine-tuning that begins with its weights; each goes on where
-it was killed."""
+"""Two phases: an alignment on datasets of its own, and the fine-tuning that begins with its weights."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +38,7 @@ def whole(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory)
     return run(made, mixture, tmp_path_factory.mktemp("whole"))
 
 
-def test_the_curves_are_of_both_phases_and_the_fine_tuning_begins_at_step_1(whole: Trained) -> None:
+def test_the_curves_are_of_both_phases_and_the_fine_tuning_begins_at_step_1(whole):
     steps = [int(row["step"]) for row in whole.curve]
     assert steps == list(range(1 - FIRST_STEPS, STEPS + 1))
     first, second = whole.curve[:FIRST_STEPS], whole.curve[FIRST_STEPS:]
@@ -59,16 +57,14 @@ def test_the_curves_are_of_both_phases_and_the_fine_tuning_begins_at_step_1(whol
 
 
 @pytest.mark.parametrize("saved", [2, 3, 5], ids=["first", "its end", "second"])
-def test_a_training_killed_in_either_phase_ends_the_same_and_aligns_once(
-    saved: int, made: Recipe, mixture: Path, whole: Trained, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_training_killed_in_either_phase_ends_the_same_and_aligns_once(saved, made, mixture, whole, tmp_path, capfd):
     interrupted(made, mixture, tmp_path, saved)
     capfd.readouterr()
     assert_same_run(run(made, mixture, tmp_path), whole)
     assert f"resumed after step {min(2 * saved, FIRST_STEPS)} of {FIRST_STEPS}" in capfd.readouterr().out
 
 
-def test_the_alignment_trains_its_parts_alone(made: Recipe, mixture: Path, tmp_path: Path) -> None:
+def test_the_alignment_trains_its_parts_alone(made, mixture, tmp_path):
     interrupted(made, mixture, tmp_path, 4)
     (aligned,) = (tmp_path / "runs" / "train").glob("*/alignment/out/checkpoint")
     after, base = load_file(aligned / "model.safetensors"), load_file(made.cfg.base / "model.safetensors")
@@ -77,7 +73,7 @@ def test_the_alignment_trains_its_parts_alone(made: Recipe, mixture: Path, tmp_p
     assert any(".vdm." in name for name in after.keys() - base.keys())
 
 
-def test_adapters_lie_on_the_base_that_was_trained_on(made: Recipe, whole: Trained, tmp_path: Path) -> None:
+def test_adapters_lie_on_the_base_that_was_trained_on(made, whole, tmp_path):
     adapters = whole.folder / "out" / "checkpoint" / "adapters"
     manifest = json.loads((adapters / "manifest.json").read_text())
     assert (adapters / manifest["base"]).resolve() == made.cfg.base.resolve()
@@ -87,7 +83,7 @@ def test_adapters_lie_on_the_base_that_was_trained_on(made: Recipe, whole: Train
         torch.testing.assert_close(weight, whole.weights[name], rtol=0, atol=1e-6)
 
 
-def test_a_phase_takes_the_samples_of_its_datasets_and_without_one_is_refused_by_name(mixture: Path) -> None:
+def test_a_phase_takes_the_samples_of_its_datasets_and_without_one_is_refused_by_name(mixture):
     chosen = [DatasetFilter(("couples",), others=False), DatasetFilter(("couples",)), DatasetFilter()]
     held = [read_samples(mixture / "train", each) for each in chosen]
     assert [(set(each.table["dataset"].to_pylist()), len(each)) for each in held[:2]] == [
@@ -101,7 +97,7 @@ def test_a_phase_takes_the_samples_of_its_datasets_and_without_one_is_refused_by
         read_training_samples(mixture, DatasetFilter(("toy", "couples")))
 
 
-def test_curves_of_two_phases_are_one_file(tmp_path: Path) -> None:
+def test_curves_of_two_phases_are_one_file(tmp_path):
     (tmp_path / "a.csv").write_text("step,loss,val_loss_x\n1,3,\n2,2,2.5\n")
     (tmp_path / "b.csv").write_text("step,loss,val_loss_y\n1,1.5,\n2,1,1.2\n")
     with_alignment(tmp_path / "a.csv", tmp_path / "b.csv")
@@ -123,6 +119,6 @@ def test_curves_of_two_phases_are_one_file(tmp_path: Path) -> None:
         ({"rates": Rates(None, 1e-3, 1e-3, 1e-3)}, "align: rates.llm must be null"),
     ],
 )
-def test_an_alignment_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_an_alignment_that_cannot_be_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         replace(onediff_settings(vision=None), align=replace(ALIGN, **changes))

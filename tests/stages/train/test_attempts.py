@@ -24,18 +24,7 @@ from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import attempts, engine, stage, state
 from m3diff.stages.train.job import Job
-from tests.stages.train.toy import (
-    Place,
-    Trained,
-    assert_same,
-    assert_same_run,
-    job,
-    recipe,
-    run,
-    run_dir_of,
-    started,
-    take,
-)
+from tests.stages.train.toy import Trained, assert_same, assert_same_run, job, recipe, run, run_dir_of, started, take
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
 OUT_OF_MEMORY = (
@@ -72,9 +61,7 @@ def work(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return lambda **changes: job(recipe(base, **changes), tmp_path / "mixture", tmp_path)
 
 
-def test_what_another_attempt_may_not_meet_is_tried_again_as_often_as_said(
-    work: Callable[..., Job], capfd: pytest.CaptureFixture
-) -> None:
+def test_what_another_attempt_may_not_meet_is_tried_again_as_often_as_said(work, capfd):
     made = work(max_failures=2)
     tried = Attempts(OSError("the network is gone\nfor now"), on_ray(ray.exceptions.WorkerCrashedError()))
     assert attempts.with_retries(tried, made) == {"steps": 6}
@@ -96,9 +83,7 @@ FINAL = (DataError("a.png: changed"), ParamsError("no GPU"), GRAPHS)
 
 @pytest.mark.parametrize("fault", FINAL, ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("wrap", [lambda error: error, on_ray, lambda error: on_ray(OSError("reset by peer"), error)])
-def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(
-    wrap: Callable[[Exception], Exception], fault: Exception, work: Callable[..., Job], capfd: pytest.CaptureFixture
-) -> None:
+def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(wrap, fault, work, capfd):
     tried = Attempts(wrap(fault))
     with pytest.raises(ParamsError if fault is GRAPHS else type(fault)) as met:
         attempts.with_retries(tried, work())
@@ -108,9 +93,7 @@ def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(
 
 @pytest.mark.parametrize("fault", OUT_OF_MEMORY, ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("wrap", [lambda error: error, lambda error: on_ray(OSError("reset by peer"), error)])
-def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
-    wrap: Callable[[Exception], Exception], fault: Exception, work: Callable[..., Job], capfd: pytest.CaptureFixture
-) -> None:
+def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(wrap, fault, work, capfd):
     tried = Attempts(wrap(fault), wrap(fault))
     assert attempts.with_retries(tried, work(max_failures=0, micro_batch=4)) == {"steps": 6}
     assert [each.compute for each in tried.jobs] == [work(max_failures=0, micro_batch=n).compute for n in (4, 2, 1)]
@@ -120,7 +103,7 @@ def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
 
 
 @pytest.mark.fault("12")
-def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(work: Callable[..., Job]) -> None:
+def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(work):
     made = work(micro_batch=1, zero_stage=1, activation_checkpointing="selective", max_captions_per_sequence=5)
     with pytest.raises(ParamsError) as refused:
         attempts.with_retries(Attempts(OUT_OF_MEMORY[0]), made)
@@ -134,9 +117,7 @@ def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(work: Cal
     ("micro", "workers", "batch", "smaller"),
     [(3, 0, 12, 1), (6, 2, 12, 3), (5, 0, 10, 2), (7, 0, 14, 2), (10, 2, 20, 5)],
 )
-def test_the_smaller_micro_batch_divides_what_a_worker_has_of_a_step(
-    micro: int, workers: int, batch: int, smaller: int, work: Callable[..., Job]
-) -> None:
+def test_the_smaller_micro_batch_divides_what_a_worker_has_of_a_step(micro, workers, batch, smaller, work):
     made = work(micro_batch=micro, workers=workers, global_batch=batch)
     got = attempts.with_smaller_micro_batch(made, OUT_OF_MEMORY[0])
     assert got == work(micro_batch=smaller, workers=workers, global_batch=batch)
@@ -147,9 +128,7 @@ def test_the_smaller_micro_batch_divides_what_a_worker_has_of_a_step(
 @pytest.mark.parametrize(
     "error", [exceptions.WorkerGroupStartupTimeoutError(2), exceptions.WorkerGroupStartupFailedError("gone")]
 )
-def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(
-    error: Any, wrap: Callable[[Any], Any], work: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(error, wrap, work, monkeypatch):
     """On a cluster a node may have died, and another takes its place."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     tried = Attempts(wrap(error))
@@ -160,9 +139,7 @@ def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(
     assert attempts.with_retries(Attempts(wrap(error)), work(max_failures=2)) == {"steps": 6}
 
 
-def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(
-    place: Place, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(place, capfd):
     place = place._replace(base=tiny_blip2(place.folder / "blip2", "opt"))
     with pytest.raises(ParamsError, match=r"train: models.tiny on train.base .*selective .* this one is opt"):
         place.run(model=blip2_settings(), activation_checkpointing="selective")
@@ -170,9 +147,7 @@ def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(
 
 
 @pytest.mark.fault("12")
-def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(place, monkeypatch, capfd):
     want = place.run(part="want", micro_batch=2)
     original, taken, failed = engine.take_step, [], []
 
@@ -209,9 +184,7 @@ def whole(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -
     [*((engine, "take_step", step) for step in (1, 3, 4, 6)),
      *((state, name, 1) for name in ("save_file", "write_manifest", "verify_manifest"))],
 )  # fmt: skip
-def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(
-    module: Any, name: str, call: int, place: Place, whole: Trained, capfd: Any
-) -> None:
+def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(module, name, call, place, whole, capfd):
     """In a step, or while a checkpoint is written."""
     made = place.recipe(export="best", caption_val_pairs=1)
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)
@@ -242,9 +215,7 @@ def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(
 
 
 @pytest.mark.fault("03")
-def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(place, monkeypatch):
     def take_step(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
@@ -261,9 +232,7 @@ def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(
     assert time.monotonic() - began < 50
 
 
-def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next_and_other_threads_leave_signals_alone(
-    tmp_path: Path,
-) -> None:
+def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next_and_other_threads_leave_signals_alone(tmp_path):
     (tmp_path / attempts.STOP).touch()
     with attempts.stop_on_sigterm(tmp_path, grace_s=10):
         assert not (tmp_path / attempts.STOP).exists()
@@ -310,9 +279,7 @@ except RuntimeError:
     ],
     ids=["a later attempt", "the run is over", "an operation fails after it", "an operation fails"],
 )
-def test_a_worker_of_an_attempt_that_is_superseded_ends_whatever_it_waits_for_or_fails_at(
-    how: str, supersede: Callable[[Path], object] | None, code: int, said: str, tmp_path: Path
-) -> None:
+def test_a_worker_of_a_superseded_attempt_ends_whatever_it_does(how, supersede, code, said, tmp_path):
     worker: Any = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path), how], stdout=subprocess.PIPE, text=True)
     assert worker.stdout.readline() == "waits\n"
     if supersede:
@@ -324,9 +291,7 @@ def test_a_worker_of_an_attempt_that_is_superseded_ends_whatever_it_waits_for_or
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_loop_of_an_older_attempt_writes_neither_a_state_nor_the_output(
-    base: Path, mixture: Path, tmp_path: Path
-) -> None:
+def test_the_loop_of_an_older_attempt_writes_neither_a_state_nor_the_output(base, mixture, tmp_path):
     older = started(recipe(base), mixture, tmp_path, generation=attempts.begin(tmp_path))
     take(older, 0)
     saved = older.save(1)

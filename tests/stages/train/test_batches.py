@@ -17,20 +17,11 @@ from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
-from m3diff.stages.train.batches import (
-    SCHEMA,
-    Loader,
-    Samples,
-    Schedule,
-    read_samples,
-    read_training_samples,
-)
+from m3diff.stages.train.batches import SCHEMA, Loader, Samples, Schedule, read_samples, read_training_samples
 from tests.stages.train.toy import write_mixture
 
 
-def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_writer_s_types(
-    mixture: Path, tmp_path: Path
-) -> None:
+def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_writer_s_types(mixture, tmp_path):
     (tmp_path / "train").mkdir()
     first, val = pq.read_table(mixture / "train"), pq.read_table(mixture / "val")
     large = [pa.large_string() if pa.types.is_string(kind) else pa.large_binary() for kind in val.schema.types]
@@ -47,7 +38,7 @@ def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_wri
     assert [rows.tolist() for rows in Samples(table).pairs()] == [[0], [1, 2], [3]], "pairs of one name, no neighbours"
 
 
-def test_a_mixture_without_a_training_split_is_refused_and_one_without_validation_is_not(tmp_path: Path) -> None:
+def test_a_mixture_without_a_training_split_is_refused_and_one_without_validation_is_not(tmp_path):
     for split in ("train", "val"):
         (tmp_path / split).mkdir()
     pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "val" / "00000.parquet")
@@ -68,7 +59,7 @@ def schedule(held: Samples | None = None, **changes: int | float | None) -> Sche
 
 
 @pytest.mark.parametrize("most", [None, 1, 3])
-def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair_and_stays_as_it_was(most: int | None) -> None:
+def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair_and_stays_as_it_was(most):
     """Another order of random draws gives other weights from the same parameters."""
     plan = schedule(samples(23), max_captions=most)
     names = plan.samples.table["pair"].to_pylist()
@@ -93,15 +84,13 @@ def rows_of(plan: Schedule, step: int) -> Counter:
 
 
 @pytest.mark.parametrize("changes", [{"micro_batch": 1}, {"micro_batch": 2}, {"ranks": 2, "micro_batch": 2}])
-def test_workers_and_micro_batches_get_the_same_global_batches(changes: dict) -> None:
+def test_workers_and_micro_batches_get_the_same_global_batches(changes):
     one, other = schedule(), schedule(**changes)
     assert one.steps == other.steps == 4
     assert [rows_of(one, step) for step in range(4)] == [rows_of(other, step) for step in range(4)]
 
 
-def test_workers_take_sequences_by_turns_an_epoch_s_last_step_is_filled_up_with_weight_zero_and_captions_counted() -> (
-    None
-):
+def test_workers_take_sequences_by_turns_an_epoch_s_last_step_is_filled_up_with_weight_zero_and_captions_counted():
     plan = schedule(ranks=2, micro_batch=1)
     chosen = plan.global_sequences(0)
     for rank in range(2):
@@ -117,7 +106,7 @@ def test_workers_take_sequences_by_turns_an_epoch_s_last_step_is_filled_up_with_
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (0.5, 2), (1.1, 5)])
-def test_part_of_an_epoch_takes_that_share_of_its_steps(epochs: float, steps: int) -> None:
+def test_part_of_an_epoch_takes_that_share_of_its_steps(epochs, steps):
     assert schedule(global_batch=2, micro_batch=2, epochs=epochs).steps == steps
 
 
@@ -127,9 +116,7 @@ def loader(mixture: Path, base: Path) -> Loader:
     return Loader(held, processor, threads=1, device=Device(False, "fp32"))
 
 
-def test_a_micro_batch_has_the_images_by_turns_and_supervises_the_references_of_sequences_that_count(
-    loader: Loader,
-) -> None:
+def test_a_micro_batch_has_the_images_by_turns_and_supervises_the_references_of_sequences_that_count(loader):
     held, encode = loader.samples, loader.processor.encode_reference
     second, third = held.pairs()[2], held.pairs()[3]
     batch = loader.build([(second, 1), (third, 0)])
@@ -147,7 +134,7 @@ def shifted(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return pair + rng.integers(1, 200, dtype=np.uint8)
 
 
-def test_what_trains_is_augmented_by_seed_epoch_and_row_and_what_is_built_alone_is_not(loader: Loader) -> None:
+def test_what_trains_is_augmented_by_seed_epoch_and_row_and_what_is_built_alone_is_not(loader):
     fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
     chosen = [(rows, 1) for rows in loader.samples.pairs()]
     plain = loader.build(chosen).images
@@ -168,9 +155,7 @@ def test_what_trains_is_augmented_by_seed_epoch_and_row_and_what_is_built_alone_
     assert drawn[0] == want
 
 
-def test_the_stream_gives_each_step_from_the_first_asked_to_the_last_augmented_as_its_epoch_says(
-    loader: Loader,
-) -> None:
+def test_the_stream_gives_each_step_from_the_first_asked_to_the_last_augmented_as_its_epoch_says(loader):
     fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
     plan = schedule(loader.samples, seed=5, micro_batch=2)
     got = list(fed.stream(plan, rank=0, first_step=1))
@@ -183,9 +168,7 @@ def test_the_stream_gives_each_step_from_the_first_asked_to_the_last_augmented_a
             assert torch.equal(batch.packed.input_ids, want.packed.input_ids)
 
 
-def test_a_micro_batch_leaves_the_threads_as_its_kernel_takes_it_and_pinned_where_a_gpu_copies_it(
-    loader: Loader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_micro_batch_leaves_the_threads_as_its_kernel_takes_it_and_pinned_where_a_gpu_copies_it(loader, monkeypatch):
     pinned: set[str] = set()
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,7 +187,7 @@ def test_a_micro_batch_leaves_the_threads_as_its_kernel_takes_it_and_pinned_wher
 
 
 @pytest.mark.fault("09")
-def test_an_image_that_changed_or_is_gone_is_refused_with_its_name_and_the_remedy(tmp_path: Path) -> None:
+def test_an_image_that_changed_or_is_gone_is_refused_with_its_name_and_the_remedy(tmp_path):
     mixture = write_mixture(tmp_path / "mixture", {"train": {"toy": 1}})
     (path, digest), (other, _) = read_samples(mixture / "train").images(0)
     Path(path).write_bytes(Path(other).read_bytes())

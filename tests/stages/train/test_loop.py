@@ -1,10 +1,10 @@
-"""The loop's arithmetic: accumulation, workers, ZeRO stages, packing and resumption leave the weights as they are; the
-numbers printed before a run and on each line; the curves."""
+"""The loop: how a run is computed, killed and resumed leaves its weights as they are; its lines and curves."""
 
 import json
 import math
 import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from m3diff.models import FAMILIES
+from m3diff.models.blip2idc import Augment
 from m3diff.models.checkpoint import verify_manifest
 from m3diff.models.device import Device
 from m3diff.models.settings import Delays
@@ -30,7 +31,6 @@ from tests.stages.train.ranks import start
 from tests.stages.train.test_step import USED
 from tests.stages.train.toy import (
     Interrupted,
-    Place,
     Recipe,
     Trained,
     assert_same,
@@ -43,6 +43,7 @@ from tests.stages.train.toy import (
     run_dir_of,
 )
 from tests.tiny import MDP, tiny_settings
+from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
 HOW = ({"micro_batch": 1}, {"zero_stage": 1, "micro_batch": 2}, {"zero_stage": 2})
 NINE = {"epochs": 3, "caption_val_pairs": 1, "caption_every_checkpoints": 2}
@@ -59,7 +60,7 @@ def six_steps(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactor
     return run(recipe(base), mixture, tmp_path_factory.mktemp("six"))
 
 
-def test_without_the_module_the_same_loop_trains_the_base(place: Place) -> None:
+def test_without_the_module_the_same_loop_trains_the_base(place):
     done = place.run(model=tiny_settings(None), epochs=1)
     assert done.weights.keys() == load_file(place.base / "model.safetensors").keys(), "no tensor of a module"
     assert [row["lr_module"] for row in done.curve] == ["", "", ""]
@@ -67,7 +68,7 @@ def test_without_the_module_the_same_loop_trains_the_base(place: Place) -> None:
     assert not [name for name in done.curve[0] if name.startswith("module_")]
 
 
-def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(place: Place, six_steps: Trained) -> None:
+def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(place, six_steps):
     other = place.run(val_pairs=0, caption_val_pairs=1, checkpoint_every_steps=3)
     assert_same_run(other, six_steps, curve=False)
     assert other.column("loss") == six_steps.column("loss")
@@ -75,7 +76,7 @@ def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(place:
 
 
 @pytest.mark.parametrize("how", [*HOW, pytest.param({"zero_stage": 3}, marks=pytest.mark.slow)], ids=str)
-def test_how_a_run_is_computed_changes_nothing(how: dict[str, int], place: Place, six_steps: Trained) -> None:
+def test_how_a_run_is_computed_changes_nothing(how, place, six_steps):
     """A mean of means, the usual fault, differs by more than 1e-3 here because references differ in length."""
     linear = torch.nn.functional.linear
     got = place.run(**how)
@@ -87,7 +88,7 @@ def test_how_a_run_is_computed_changes_nothing(how: dict[str, int], place: Place
     assert (got.report.parameters, got.report.rows_out) == (six_steps.report.parameters, six_steps.report.rows_out)
 
 
-def test_curves_report_and_manifest_have_what_the_run_had(whole: Trained, base: Path) -> None:
+def test_curves_report_and_manifest_have_what_the_run_had(whole, base):
     def steps(*names: str) -> list[int]:
         return [int(row["step"]) for row in whole.curve if all(row[name] for name in names)]
 
@@ -116,18 +117,21 @@ def test_curves_report_and_manifest_have_what_the_run_had(whole: Trained, base: 
 
 
 @pytest.mark.fault("S3")
-@pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
-def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(
-    stage: int, place: Place, whole: Trained
-) -> None:
-    made = place.recipe(zero_stage=stage, **NINE)
+@pytest.mark.parametrize("stage", [1, "blip2idc", *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
+def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(stage, place, whole):
+    """BLIP2IDC sees the same augmented images too."""
+    how = {"zero_stage": stage}
+    if stage == "blip2idc":
+        place = place._replace(base=tiny_blip2(place.folder / "base"))
+        how = {"model": blip2_settings(augment=Augment(blur=0.7, sigma=(0.4, 0.5), jpeg=0.7, quality=(50, 80)))}
+    made = place.recipe(**how, **NINE)
     want = whole if stage == 1 else place.run(made, "whole")
     place.interrupted(made, 2, "broken")
     assert_same_run(place.run(made, "broken"), want)
 
 
 @pytest.mark.fault("S3")
-def test_what_a_run_took_is_counted_over_all_its_attempts(place: Place, six_steps: Trained) -> None:
+def test_what_a_run_took_is_counted_over_all_its_attempts(place, six_steps):
     place.interrupted(place.recipe(), 2)
     hours = run_dir_of(place.folder) / "hours.json"
     first = json.loads(hours.read_text())
@@ -142,9 +146,7 @@ def test_what_a_run_took_is_counted_over_all_its_attempts(place: Place, six_step
     assert (speed["device"], speed["devices"]) == ("cpu", 1)
 
 
-def test_a_run_goes_on_after_how_it_is_computed_was_changed(
-    place: Place, whole: Trained, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_run_goes_on_after_how_it_is_computed_was_changed(place, whole, capfd):
     made = place.recipe(epochs=3, zero_stage=1)
     place.interrupted(made, 2)
     got = place.run(made.changed(checkpoint_every_steps=3, micro_batch=2, zero_stage=0))
@@ -155,9 +157,7 @@ def test_a_run_goes_on_after_how_it_is_computed_was_changed(
 
 @pytest.mark.fault("13", "m4")
 @pytest.mark.parametrize("step", [3, 4])
-def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(
-    step: int, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(step, place, monkeypatch):
     original, losses = engine.take_step, []
 
     def take_step(*given: Any) -> tuple[float, float]:
@@ -175,7 +175,7 @@ def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(
     assert all(torch.isfinite(moment).all() for moment in load_file(newest / "exp_avg.safetensors").values())
 
 
-def test_best_exports_the_checkpoint_with_the_highest_cider(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_exports_the_checkpoint_with_the_highest_cider(place, monkeypatch):
     given, kept, original = iter([0.2, 0.9, 0.5]), {}, Training.save
     monkeypatch.setattr(loop.Validation, "cider", lambda self, engine: {"val_cider": next(given)})
 
@@ -201,9 +201,7 @@ UNUSED = tiny_settings(MDP | {"init_gain": 0.0}, module=1e-10)
     [(UNUSED, True), (replace(UNUSED, delays=Delays(module=0.5)), False), (tiny_settings(USED), False)],
     ids=["unused", "delayed", "used"],
 )
-def test_a_module_that_never_trains_raises_the_alarm_after_its_warm_up_and_one_in_use_none(
-    model: Any, warned: bool, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_module_that_never_trains_raises_the_alarm(model, warned, place, monkeypatch, capfd):
     """Six steps, three of them warm-up, with checkpoints after 2, 4 and 6. A delay of three more is the whole run."""
     monkeypatch.setattr(loop, "LOGGED_STEPS", 2)
     done = place.run(warmup_share=0.5, model=model)
@@ -220,9 +218,7 @@ def test_a_module_that_never_trains_raises_the_alarm_after_its_warm_up_and_one_i
     assert [bool(value) for value in done.column("module_score/2")] == [True, True, False, True, False, True]
 
 
-def test_a_run_is_counted_on_its_own_samples_and_described(
-    mixture: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_counted_on_its_own_samples_and_described(mixture, base, monkeypatch):
     held, processor = read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base)
     loader = Loader(held, processor, threads=1, device=Device(False, "fp32"))
     plan = Schedule(held, None, seed=1, global_batch=8, micro_batch=2, epochs=1.5, ranks=2)
@@ -246,7 +242,7 @@ def test_a_run_is_counted_on_its_own_samples_and_described(
     assert {asked: peak_flops(*asked) for asked in peaks} == peaks
 
 
-def test_rows_keep_what_they_were_given_and_are_written_and_read(tmp_path: Path) -> None:
+def test_rows_keep_what_they_were_given_and_are_written_and_read(tmp_path):
     curve = Curve(("step", "loss", "val_loss"))
     assert math.isnan(curve.last("loss"))
     curve.add({"step": 1, "loss": 0.123456789})
@@ -262,11 +258,19 @@ def test_rows_keep_what_they_were_given_and_are_written_and_read(tmp_path: Path)
     assert (other.latest(("loss",)), other.latest(("loss", "val_cider"))) == ({"step": 2, "loss": 2}, {})
 
 
-def work(rank: int, made: Recipe, mixture: Path, folder: Path, saved: int) -> None:
+def work(rank: int, made: Recipe, mixture: Path, folder: Path, saved: int, killed_at: int) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    step = Training.step
+
+    def step_or_die(training: Training, number: int, batches: Any) -> None:
+        if number == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(training, number, batches)
+
+    Training.step = step_or_die  # type: ignore[method-assign]  # of this process, which ends
     with interrupting(saved):
         try:
             run_loop(job(made, mixture, folder), Runtime(rank, 2))
@@ -275,8 +279,8 @@ def work(rank: int, made: Recipe, mixture: Path, folder: Path, saved: int) -> No
     dist.destroy_process_group()
 
 
-def workers(count: int, made: Recipe, mixture: Path, folder: Path, saved: int = 0) -> None:
-    """Train with one worker or two, to the end or to a checkpoint."""
+def workers(count: int, made: Recipe, mixture: Path, folder: Path, saved: int = 0, killed_at: int = -1) -> None:
+    """Train with one worker or two, to the end, to a checkpoint, or until signal 9 before a step, counted from 0."""
     folder.mkdir(exist_ok=True)
     if count == 1:
         with interrupting(saved):
@@ -286,14 +290,18 @@ def workers(count: int, made: Recipe, mixture: Path, folder: Path, saved: int = 
                 assert saved
         return
     (folder / "store").unlink(missing_ok=True)
-    for worker in start(work, made, mixture, folder, saved):
-        worker.join(240)
-        assert worker.exitcode == 0
+    first, second = start(work, made, mixture, folder, saved, killed_at)
+    first.join(240)
+    if killed_at >= 0:
+        second.kill()
+    second.join(240)
+    assert first.exitcode == (-signal.SIGKILL if killed_at >= 0 else 0)
+    assert killed_at >= 0 or second.exitcode == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
-def test_two_workers_train_validate_and_caption_as_one(stage: int, place: Place, whole: Trained) -> None:
+def test_two_workers_train_validate_and_caption_as_one(stage, place, whole):
     made = place.recipe(epochs=3, micro_batch=2, zero_stage=stage, caption_val_pairs=1)
     workers(2, made, place.mixture, place.folder)
     assert_same(load_file(place.folder / "checkpoint" / "model.safetensors"), whole.weights, atol=2e-5)
@@ -308,9 +316,30 @@ def test_two_workers_train_validate_and_caption_as_one(stage: int, place: Place,
 @pytest.mark.fault("26")
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "stage"), [(2, 1), (1, 3)])
-def test_a_run_goes_on_with_another_number_of_workers(first: int, stage: int, place: Place, whole: Trained) -> None:
+def test_a_run_goes_on_with_another_number_of_workers(first, stage, place, whole):
     made, folder = place.recipe(epochs=3, micro_batch=2, zero_stage=stage), place.folder / "runs"
     workers(first, made, place.mixture, folder, saved=2)
     assert [path.name for path in checkpoints(folder)] == ["step-00000002", "step-00000004"]
     workers(3 - first, made, place.mixture, folder)
     assert_same(load_file(folder / "checkpoint" / "model.safetensors"), whole.weights, atol=2e-5)
+
+
+@pytest.mark.slow(150)
+def test_two_workers_by_a_gpu_s_choices_train_alike_at_every_stage_and_resume_after_a_kill(place):
+    """In bf16, by FlexAttention's rule, one sequence at a time; a killed run ends with the same bits."""
+    losses = []
+    for stage in range(4):
+        how = {"precision": "bf16", "attention": "flex", "micro_batch": 1, "zero_stage": stage}
+        made, folder = place.recipe(**how), place.folder / f"whole {stage}"
+        workers(2, made, place.mixture, folder)
+        losses.append([float(row["loss"]) for row in read_curve(folder)])
+        assert losses[-1] == pytest.approx(losses[0], rel=1e-4)
+        if stage in (1, 3):
+            killed = place.folder / f"killed {stage}"
+            workers(2, made, place.mixture, killed, killed_at=5)
+            assert [path.name for path in checkpoints(killed)] == ["step-00000002", "step-00000004"]
+            workers(2, made, place.mixture, killed)
+            assert read_curve(killed) == read_curve(folder)
+            got, want = (load_file(each / "checkpoint" / "model.safetensors") for each in (killed, folder))
+            assert_same(got, want, atol=0)
+            assert {weight.dtype for weight in got.values()} == {torch.bfloat16}

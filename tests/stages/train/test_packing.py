@@ -1,5 +1,4 @@
-"""Shared-prefix packing gives the loss and the gradients of one sequence per reference. The check at first use passes
-where packing is right, ends the run where it is not, and leaves no trace."""
+"""The rule and layout of a pack; the check at first use, which passes where packing is right and ends a run else."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,102 +8,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from m3diff.models import FAMILIES
 from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
-from m3diff.models.fused import make_fused
-from m3diff.models.tuning import prepare
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, packing
-from m3diff.stages.train.batches import MicroBatch, complete
-from m3diff.stages.train.engine import attention_inputs, check_packing
-from m3diff.stages.train.packing import PAD, Packed, pack
+from m3diff.stages.train.engine import check_packing
+from m3diff.stages.train.packing import PAD, pack
 from tests.gpu.choices import small
 from tests.stages.train.toy import run, started
-from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
+from tests.tiny import SIDE
 
 IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
-Group = list[tuple[list[int], list[int]]]
 
 
-def group(captions: int, seed: int, own_questions: bool = False) -> Group:
-    """A pair's (prompt, answer) tokens: answers of different lengths, one question or one for each caption."""
+def group(captions: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    """A pair's (prompt, answer) tokens: one question, answers of different lengths."""
     rng = np.random.default_rng(seed)
-    questions = [[int(t) for t in rng.integers(10, 600, 4)] for _ in range(captions)]
-    answers = [[int(t) for t in rng.integers(10, 600, rng.integers(1, 9))] for _ in range(captions)]
-    return [([7, *IMAGE, *IMAGE, *questions[k if own_questions else 0], 9], answers[k]) for k in range(captions)]
+    question = rng.integers(10, 600, 4).tolist()
+    answers = [rng.integers(10, 600, rng.integers(1, 9)).tolist() for _ in range(captions)]
+    return [([7, *IMAGE, *IMAGE, *question, 9], answer) for answer in answers]
 
 
-def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
-    """By the rule as one mask over the whole row, or by the inputs of a kernel."""
-    asked: dict[str, Any] = {"attention_mask": packed.mask()}
-    if kernel != "rule":
-        device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
-        batch = complete(MicroBatch(packed, torch.empty(0), torch.empty(0)), device, pad_id=0)
-        packed, asked = batch.packed, attention_inputs(batch, device)
-    logits = model(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        pixel_values=pixels,
-        batch_num_images=[2] * (len(pixels) // 2),
-        logits_to_keep=packed.supervised,
-        use_cache=False,
-        **asked,
-    ).logits
-    return F.cross_entropy(logits, packed.labels, reduction="sum")
-
-
-def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
-
-
-@pytest.mark.parametrize("own_questions", [False, True], ids=["one question", "a question per caption"])
-@pytest.mark.parametrize("captions", [(1,), (2, 7), (1, 3)], ids=str)
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(
-    ("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")]
-)
-def test_packed_equals_unpacked(
-    captions: tuple[int, ...], own_questions: bool, lora: bool, dtype: torch.dtype, kernel: str
-) -> None:
-    model = tiny_model(MDP)
-    scale_features(model)
-    if lora:
-        prepare(model, FAMILIES["m3diff"], tiny_settings())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(std=0.2)
-    make_fused(model)  # transformers' own norm would round float64 to float32 on its way
-    model.to(dtype)
-    groups = [group(count, seed, own_questions) for seed, count in enumerate(captions)]
-    pixels = torch.randn(len(groups), 2, 3, SIDE, SIDE, dtype=dtype)
-
-    packed_loss = summed_loss(model, pack(groups), pixels.flatten(0, 1), kernel)
-    packed = gradients(model, packed_loss)
-    singles = [[one] for members in groups for one in members]
-    owner = torch.tensor([number for number, members in enumerate(groups) for _ in members])
-    unpacked_loss = torch.zeros((), dtype=dtype)  # each alone, so that no other can be of influence
-    for single, number in zip(singles, owner, strict=True):
-        unpacked_loss = unpacked_loss + summed_loss(model, pack([single]), pixels[number])
-    unpacked = gradients(model, unpacked_loss)
-
-    # a branch that saw a sibling, or a position off by one, moves loss and gradients by more than 1e-3 of their size
-    loss_tolerance, tolerance = (1e-6, 1e-5) if dtype == torch.float32 else (1e-14, 1e-12)
-    torch.testing.assert_close(packed_loss, unpacked_loss, rtol=loss_tolerance, atol=0)
-    assert packed.keys() == unpacked.keys()
-    whole = torch.stack([gradient.norm() for gradient in unpacked.values()]).norm()
-    for name, gradient in unpacked.items():
-        scale = max(gradient.norm(), 1e-3 * whole)  # a key's bias has a gradient of zero, save for rounding
-        assert (packed[name] - gradient).norm() < tolerance * scale, name
-
-
-def test_branches_do_not_see_each_other_nor_another_sequence() -> None:
+def test_branches_do_not_see_each_other_nor_another_sequence():
     packed = pack([group(3, seed=0), group(1, seed=1)]).rounded_up(RECURRING, pad_id=0)
     mask, sequences, segments = packed.mask()[0, 0], packed.sequences.tolist(), packed.segments.tolist()
     assert sequences[-1] == segments[-1] == PAD
@@ -115,7 +41,7 @@ def test_branches_do_not_see_each_other_nor_another_sequence() -> None:
             assert bool(mask[query, key]) == (allowed or key == query)
 
 
-def test_a_pack_holds_sequences_end_to_end_each_branch_after_what_prompts_share_less_its_last_token() -> None:
+def test_a_pack_holds_sequences_end_to_end_each_branch_after_what_prompts_share_less_its_last_token():
     packed = pack([[([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])], [([1, 9], [4, 6])]])
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 3, 7, 1, 9, 4]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2]]
@@ -129,7 +55,7 @@ def test_a_pack_holds_sequences_end_to_end_each_branch_after_what_prompts_share_
     assert (unlike.segments.tolist(), unlike.labels.tolist()) == ([0, 1, 1, 2, 2], [4, 6])
 
 
-def test_padding_at_the_end_makes_lengths_recur() -> None:
+def test_padding_at_the_end_makes_lengths_recur():
     packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])]])
     longer = packed.rounded_up(8, pad_id=99)
     assert longer.input_ids.tolist() == [[1, 2, 4, 2, 99, 99, 99, 99]]
@@ -140,7 +66,7 @@ def test_padding_at_the_end_makes_lengths_recur() -> None:
     assert (longer.labels is packed.labels, packed.rounded_up(4, pad_id=99) is packed) == (True, True)
 
 
-def test_the_layout_is_one_sequence_a_row() -> None:
+def test_the_layout_is_one_sequence_a_row():
     packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])], [([1, 9], [4])]]).rounded_up(8, pad_id=0)
     layout = packed.layout()
     assert layout.shapes == ((2, 4),)
@@ -157,7 +83,7 @@ def test_the_layout_is_one_sequence_a_row() -> None:
     assert everything.untyped_storage().nbytes() == 1, "no memory for what holds nothing"
 
 
-def test_sequences_of_about_one_length_share_a_rectangle() -> None:
+def test_sequences_of_about_one_length_share_a_rectangle():
     lengths = [5, 20, 6, 19, 5, 20, 6, 18]
     packed = pack([[([1] * (length - 1), [2, 3])] for length in lengths])
     layout = packed.layout()
@@ -207,9 +133,7 @@ FAULTS = {
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("kernel", "precision", "stage"), [("sdpa", "bf16", 1), ("flex", "fp32", 0)])
-def test_a_right_run_passes_and_keeps_its_mode_and_random_state(
-    kernel: str, precision: str, stage: int, mixture: Path, tmp_path: Path
-) -> None:
+def test_a_right_run_passes_and_keeps_its_mode_and_random_state(kernel, precision, stage, mixture, tmp_path):
     made = begun(mixture, tmp_path, attention=kernel, precision=precision, zero_stage=stage)
     state, training = torch.get_rng_state(), [module.training for module in made.engine.module.modules()]
     assert (check(made) or "").startswith(f"packing checked, attention {kernel}: loss ")
@@ -229,9 +153,7 @@ def test_a_right_run_passes_and_keeps_its_mode_and_random_state(
         ("sdpa", ["siblings", "positions"], "set train.max_captions_per_sequence to 1"),
     ],
 )
-def test_a_fault_ends_the_run_with_both_numbers_the_kernel_and_the_way_out(
-    kernel: str, faults: list[str], remedy: str, mixture: Path, tmp_path: Path
-) -> None:
+def test_a_fault_ends_the_run_with_both_numbers_the_kernel_and_the_way_out(kernel, faults, remedy, mixture, tmp_path):
     made = begun(mixture, tmp_path, attention=kernel)
     words = rf"[\d.]+ packed, [\d.]+ as \d+ sequences of one reference \(attention {kernel}, fp32; .*{remedy}"
     for fault in faults:
@@ -241,9 +163,7 @@ def test_a_fault_ends_the_run_with_both_numbers_the_kernel_and_the_way_out(
                 check(made)
 
 
-def test_the_run_ends_before_its_first_step_and_is_not_tried_again(
-    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_the_run_ends_before_its_first_step_and_is_not_tried_again(mixture, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(*FAULTS["siblings"])
     monkeypatch.setattr("m3diff.stages.train.loop.Training.step", lambda *_: pytest.fail("a step was taken"))
     with pytest.raises(ParamsError, match="packed"):

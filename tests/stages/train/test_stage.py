@@ -1,5 +1,4 @@
-"""The stage around the loop: what names a run, what locks it, what is refused, what is left behind; what Ray is asked
-for, and what a worker or the only process does. Whole runs on Ray are in test_workers.py."""
+"""The stage around the loop: what names, locks and refuses a run; what Ray is asked for; what a worker does."""
 
 import json
 import os
@@ -38,9 +37,7 @@ def key(made: Recipe, mixture: Path) -> str:
 
 
 @pytest.mark.fault("27")
-def test_what_decides_the_weights_names_a_run_and_no_path_or_test_sample(
-    base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_decides_the_weights_names_a_run_and_no_path_or_test_sample(base, mixture, tmp_path, monkeypatch):
     made, moved = recipe(base), tmp_path / "moved"
     shutil.copytree(base, moved / "base")
     shutil.copytree(mixture, moved / "mixture")
@@ -68,7 +65,7 @@ def test_what_decides_the_weights_names_a_run_and_no_path_or_test_sample(
 
 
 @pytest.mark.fault("02")
-def test_a_second_trainer_of_the_same_run_is_turned_away(tmp_path: Path) -> None:
+def test_a_second_trainer_of_the_same_run_is_turned_away(tmp_path):
     held = "run.lock: another training of this run is alive"
     with _only_trainer(tmp_path / "run"), pytest.raises(BlockingIOError, match=held), _only_trainer(tmp_path / "run"):
         pass
@@ -84,9 +81,7 @@ SPEED = {"seconds": 2.0, "captions_per_s": 23.0, "waiting_share": 0.12345, "devi
 
 
 @pytest.mark.parametrize(("workers", "runtime"), [(0, (stage, "run_local")), (2, (on_ray, "run_on_ray"))])
-def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
-    workers: int, runtime: tuple[Any, str], base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stage_runs_the_loop_and_writes_its_report(workers, runtime, base, mixture, tmp_path, monkeypatch):
     jobs, followed, out = [], [], tmp_path / "out"
 
     @contextmanager
@@ -125,9 +120,7 @@ def work(base: Path, tmp_path: Path) -> Callable[..., Job]:
 
 
 @pytest.mark.parametrize(("gpu", "backend"), [(False, "gloo"), (True, "nccl")])
-def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_us(
-    gpu: bool, backend: str, work: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_is_asked_for_workers_devices_and_no_restarts(gpu, backend, work, tmp_path, monkeypatch):
     asked: dict[str, Any] = {}
     monkeypatch.setattr(on_ray, "TorchTrainer", lambda worker, **given: asked.update(given, worker=worker))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -152,9 +145,7 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(
-    rank: int, work: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(rank, work, tmp_path, monkeypatch):
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: 2)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(loop, "run_loop", lambda made, place: {"rank": place.rank, "ranks": place.ranks})
@@ -176,9 +167,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.fault("27")
-def test_a_run_on_ray_gives_the_figures_drops_ray_s_old_snapshot_and_leaves_no_ray_behind(
-    work: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[str]
-) -> None:
+def test_a_run_on_ray_gives_the_figures_and_leaves_no_ray_behind(work, tmp_path, monkeypatch, ended):
     (tmp_path / "ray").mkdir()
     (tmp_path / "figures.json").write_text('{"steps": 6}')
     monkeypatch.setattr(on_ray, "make_trainer", lambda made: SimpleNamespace(fit=lambda: None))
@@ -200,9 +189,7 @@ def test_a_run_on_ray_gives_the_figures_drops_ray_s_old_snapshot_and_leaves_no_r
 
 
 @pytest.mark.parametrize(("cluster", "seconds"), [("", 0), ("head:6379", 60)])
-def test_nodes_without_room_end_the_run_before_ray_is_asked_and_a_cluster_gets_time_to_bring_one_back(
-    cluster: str, seconds: int, work: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, ended: list[str]
-) -> None:
+def test_nodes_without_room_end_the_run_after_the_time_of_a_cluster(cluster, seconds, work, monkeypatch, ended):
     def refuse(compute: Any, within: float) -> None:
         ended.append(f"room for {compute.workers} within {within} s")
         raise NoRoomError("no room")
@@ -225,15 +212,13 @@ assert not heavy, heavy
 """
 
 
-def test_what_a_worker_is_sent_is_read_before_anything_heavy_is_imported(
-    work: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_what_a_worker_is_sent_is_read_before_anything_heavy_is_imported(work, tmp_path):
     (tmp_path / "job").write_bytes(pickle.dumps(work()))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", LIGHT, str(tmp_path / "job")], env=environment, check=True, timeout=300)
 
 
-def test_the_only_worker_leaves_the_environment_and_the_linear_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_worker_leaves_the_environment_and_the_linear_as_they_were(monkeypatch):
     """ZeRO 3 replaces the linear for the life of the process, and another order of sums rounds otherwise."""
     linear = torch.nn.functional.linear
     monkeypatch.setenv("RANK", "3")

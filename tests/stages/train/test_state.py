@@ -22,7 +22,7 @@ from m3diff.stages.train import loop, state
 from m3diff.stages.train.attempts import is_disk_full
 from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.progress import Curve
-from tests.stages.train.toy import Place, run_dir_of, take
+from tests.stages.train.toy import run_dir_of, take
 from tests.tiny import tiny_settings
 
 
@@ -43,9 +43,7 @@ def steps_of(run_dir: Path) -> list[int]:
     return [state.step_of(path) for path in state.checkpoints(run_dir)]
 
 
-def test_the_newest_whole_checkpoint_is_taken_the_damaged_removed_and_the_warning_names_both(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_whole_checkpoint_is_taken_the_damaged_removed_and_the_warning_names_both(tmp_path, caplog):
     assert state.latest_valid_checkpoint(tmp_path) is None
     good = folder(tmp_path, 4, cider=0.5)
     for step in (6, 12):
@@ -63,9 +61,7 @@ def test_the_newest_whole_checkpoint_is_taken_the_damaged_removed_and_the_warnin
     assert "the run starts over" in caplog.text
 
 
-def test_export_takes_the_last_or_the_earliest_best_that_is_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_export_takes_the_last_or_the_earliest_best_that_is_whole(tmp_path, caplog):
     for step, cider, damaged in ((2, 0.5, False), (4, 0.9, True), (6, 0.1, False), (8, 0.5, False), (10, None, False)):
         folder(tmp_path, step, cider, damaged)
     assert state.checkpoint_to_export(tmp_path, "last") is None
@@ -81,9 +77,7 @@ def test_export_takes_the_last_or_the_earliest_best_that_is_whole(
 @pytest.mark.parametrize(
     ("stage", "precision", "after"), [(0, "fp32", 1), (1, "fp32", 2), (2, "bf16", 2), (0, "bf16", 0)]
 )
-def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
-    stage: int, precision: str, after: int, place: Place
-) -> None:
+def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(stage, precision, after, place):
     first = place.started(2, val_pairs=0, zero_stage=stage, precision=precision)
     saved = first.save(2)
     other = place.started(0, val_pairs=0, zero_stage=after, precision=precision)
@@ -104,9 +98,7 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
 
 @pytest.mark.fault("05", "B2")
 @pytest.mark.usefixtures("alone")
-def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(place, caplog):
     training = place.started(1, val_pairs=0, zero_stage=1)
     before = training.save(1)
     files = sorted(path.name for path in before.iterdir())
@@ -127,9 +119,7 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
 @pytest.mark.fault("05", "28", "B2")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_no_older_one(
-    stage: int, place: Place
-) -> None:
+def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_no_older_one(stage, place):
     training = place.started(1, val_pairs=0, zero_stage=stage)
     older = [folder(place.folder, step) for step in (1, 2)]
 
@@ -150,7 +140,7 @@ def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_
 
 @pytest.mark.fault("27")
 @pytest.mark.usefixtures("alone")
-def test_a_run_of_other_parameters_takes_none(place: Place) -> None:
+def test_a_run_of_other_parameters_takes_none(place):
     saved = place.started(1, val_pairs=0).save(1)
     other = place.started(0, val_pairs=0, model=tiny_settings(vision=None))
     with pytest.raises(CheckpointError, match="parameters are not those that train"):
@@ -158,7 +148,7 @@ def test_a_run_of_other_parameters_takes_none(place: Place) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_first_worker_alone_writes(place: Place) -> None:
+def test_the_first_worker_alone_writes(place):
     training = place.started(1, val_pairs=0)
     training.runtime = Runtime(rank=1, ranks=1)
     training.save(1)
@@ -168,9 +158,7 @@ def test_the_first_worker_alone_writes(place: Place) -> None:
     assert not (place.folder / "curves.csv").exists()
 
 
-def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_back(tmp_path, monkeypatch):
     for step, cider in ((2, 0.1), (4, 0.9), (6, None), (8, 0.2)):
         folder(tmp_path, step, cider)
     seen: list[Any] = []
@@ -204,9 +192,7 @@ def killed(run_dir: Path, at: str) -> None:
 
 @pytest.mark.fault("04", "05")
 @pytest.mark.parametrize(("at", "step"), [("save_file", 4), ("verify_manifest", 6)])
-def test_a_run_killed_while_writing_goes_on_from_the_newest_whole_checkpoint(
-    at: str, step: int, tmp_path: Path
-) -> None:
+def test_a_run_killed_while_writing_goes_on_from_the_newest_whole_checkpoint(at, step, tmp_path):
     process = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path, at))
     process.start()
     process.join(60)
@@ -241,9 +227,7 @@ def full_after(original: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 
 @pytest.mark.fault("10")
-def test_a_full_disk_is_known_in_every_form_and_a_checkpoint_that_meets_it_leaves_the_older_ones(
-    tmp_path: Path,
-) -> None:
+def test_a_full_disk_is_known_in_every_form_and_a_checkpoint_that_meets_it_leaves_the_older_ones(tmp_path):
     assert [is_disk_full(error) for error in (*FULL, *OTHER)] == [True] * 3 + [False] * 3
     for step in (1, 2):
         write_one(tmp_path, step)
@@ -263,9 +247,7 @@ def test_a_full_disk_is_known_in_every_form_and_a_checkpoint_that_meets_it_leave
     [(state, "save_file", 4, 2), (loop, "write_atomic", 3, 4), (checkpoint, "merge", 0, 6)],
     ids=["checkpoint", "scores", "export"],
 )
-def test_a_run_that_finds_the_disk_full_ends_at_once_and_goes_on_when_there_is_room(
-    module: Any, name: str, calls: int, step: int, place: Place, capfd: Any
-) -> None:
+def test_a_run_that_finds_the_disk_full_goes_on_when_there_is_room(module, name, calls, step, place, capfd):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, full_after(getattr(module, name), calls))
         with pytest.raises(BlockingIOError, match=r"a disk is full \([\d,]+ bytes are free .* run again"):

@@ -28,7 +28,7 @@ def samples(**pairs: int) -> Samples:
     return Samples(pa.table({name: columns.get(name, ["x"] * len(rows)) for name in SCHEMA.names}))
 
 
-def test_pairs_come_from_all_of_each_dataset_by_the_seed_alone_and_fewer_are_part_of_more() -> None:
+def test_pairs_come_from_all_of_each_dataset_by_the_seed_alone_and_fewer_are_part_of_more():
     held = samples(big=100, small=3)
 
     def firsts(count: int, seed: int = 1, of: Samples = held) -> list[int]:
@@ -59,9 +59,7 @@ def validator(base: Path, mixture: Path, ranks: int = 1, rank: int = 0, **comput
     return Validation(job(made, mixture, base), held, Runtime(rank, ranks), processor, Device(False, "fp32"))
 
 
-def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(
-    base: Path, mixture: Path, model: torch.nn.Module
-) -> None:
+def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(base, mixture, model):
     found = validator(base, mixture)
     sums: dict[str, list[float]] = {"toy": [0.0, 0], "second": [0.0, 0]}
     for row in range(len(found.samples)):  # by hand, every reference in a sequence of its own
@@ -82,7 +80,7 @@ def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(
     assert (nothing.losses(model), nothing.cider(SimpleNamespace(module=model))) == ({}, {})
 
 
-def test_batches_are_dealt_to_the_workers_each_once_and_filled_up_with_weight_zero(base: Path, mixture: Path) -> None:
+def test_batches_are_dealt_to_the_workers_each_once_and_filled_up_with_weight_zero(base, mixture):
     parts = [validator(base, mixture, 2, rank, micro_batch=1) for rank in range(2)]
     tokens = [[batch.supervised_tokens for _, batch in part.batches] for part in parts]
     assert [len(part) for part in tokens] == [3, 3]
@@ -90,9 +88,7 @@ def test_batches_are_dealt_to_the_workers_each_once_and_filled_up_with_weight_ze
     assert tokens[1].count(0) == 1
 
 
-def test_captions_are_scored_by_dataset_against_the_references_of_their_own_pair(
-    base: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captions_are_scored_by_dataset_against_the_references_of_their_own_pair(base, mixture, monkeypatch):
     found, seen = validator(base, mixture, caption_val_pairs=9), []
     monkeypatch.setattr(validation, "cider", lambda *given: float(seen.append(given) or len(seen)))
     monkeypatch.setattr(Validation, "_captions", lambda self, engine, rows: {row: f"caption {row}" for row in rows})
@@ -102,9 +98,7 @@ def test_captions_are_scored_by_dataset_against_the_references_of_their_own_pair
     assert seen[1] == ([list(REFERENCES[: n + 1]) for n in range(3)], ["caption 0", "caption 1", "caption 3"])
 
 
-def test_captions_are_the_deployed_captioner_s_for_each_question(
-    base: Path, mixture: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, model, monkeypatch):
     monkeypatch.setattr(validation, "MAX_NEW_TOKENS", 4)
     monkeypatch.setattr(validation, "CAPTION_BATCH", 2)
     found, rows, asked = validator(base, mixture), [0, 1, 3, 6, 7], []
@@ -129,7 +123,7 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(
     assert model.train().training
 
 
-def test_cider_is_ten_for_the_only_reference_and_ignores_case_and_stops() -> None:
+def test_cider_is_ten_for_the_only_reference_and_ignores_case_and_stops():
     gold = [["the red ball moved"], ["a blue cube is gone"], ["nothing has changed here"]]
     (ball,), (cube,), (nothing,) = gold
     said = ["The red ball moved.", "A blue cube is gone", "Nothing, has changed here!"]
