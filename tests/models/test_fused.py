@@ -85,7 +85,7 @@ def test_every_way_gives_the_stock_loss_and_gradients(way, kernel, rank, dtype, 
         assert (got[name] - gradient).norm() <= rtol * max(gradient.norm(), 0.03 * whole), name
 
 
-def test_what_is_recomputed_is_not_kept():
+def test_what_is_recomputed_is_not_kept_and_swiglu_s_backward_is_right():
     down = nn.Linear(8, 4)
 
     def kept(hidden: bool) -> bool:
@@ -106,21 +106,15 @@ def test_what_is_recomputed_is_not_kept():
 
     assert kept(hidden=False)
     assert not kept(hidden=True)
-
-
-def test_swiglus_backward_is_right():
     gate, up = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(SwiGLU.apply, (gate, up))
 
 
-def test_flex_attentions_rule_is_the_dense_mask():
+def test_flex_attentions_rule_is_the_dense_mask_and_skips_no_block_of_it():
     packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)]).rounded_up(RECURRING, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32"))
     rule = create_mask(blocks.mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
     assert torch.equal(rule, packed.mask())
-
-
-def test_flex_attention_skips_no_block_where_a_token_sees_another():
     packed = pack([[([1] * 301, [2] * 200), ([1] * 301, [3] * 200)], [([1] * 150, [2] * 40)]])
     packed = packed.rounded_up(RECURRING, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32")).to_dense()[0, 0].bool()

@@ -10,8 +10,6 @@ import torch
 from transformers import AutoProcessor
 
 from m3diff.models import FAMILIES
-from m3diff.models.checkpoint import ADAPTERS
-from m3diff.models.tuning import prepare
 from tests.models.llava15 import write_llava15
 from tests.models.test_modules import bert
 from tests.tiny import (
@@ -23,7 +21,6 @@ from tests.tiny import (
     onediff_settings,
     saliency_map,
     tiny_base,
-    tiny_checkpoint,
     tiny_model,
     tiny_trained,
 )
@@ -146,19 +143,6 @@ def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place, module, bas
         torch.testing.assert_close(torch.stack(rows), torch.cat(order[place], dim=1))
         swapped = inputs | {"pixel_values": pixels.unflatten(0, (2, 2)).flip(1).flatten(0, 1)}
         assert (model(**swapped).logits - model(**inputs).logits).abs().max() > 1e-4
-
-
-def test_rank_0_trains_the_whole_llm_and_adapters_only_the_linears(base, tmp_path):
-    names = {}
-    for rank in (0, 2):
-        made = onediff_settings(rank=rank, vision=None)
-        model = prepare(ONEDIFF.load_base(base, made, torch.float32, "sdpa"), ONEDIFF, made)
-        names[rank] = {name for name, p in model.named_parameters() if p.requires_grad}
-        assert not [name for name in names[rank] if "vision_tower" in name]
-        assert (tiny_checkpoint(base, tmp_path / str(rank), made) / ADAPTERS).is_dir() == (rank == 2)
-    whole = {"lm_head.weight", "model.language_model.embed_tokens.weight", "model.language_model.norm.weight"}
-    assert whole <= names[0]
-    assert not [name for name in names[2] if "language_model" in name and "lora_" not in name]
 
 
 def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision, tmp_path):

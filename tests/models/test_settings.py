@@ -2,10 +2,7 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +16,7 @@ from m3diff.models.settings import Lora
 from tests.tiny import MDP, SEPARATE, VDM, onediff_settings, tiny_settings
 from tests.tiny_blip2 import blip2_settings, published_config
 
-TRAINED = json.loads(json.dumps(asdict(MDPConfig(**MDP))))
-"""A module as the config.json of a trained model has it."""
+TRAINED = json.loads(json.dumps(asdict(MDPConfig(**MDP))))  # as a trained model's config.json has it
 
 GOOD = {
     "family": "m3diff",
@@ -109,9 +105,7 @@ def test_every_fault_is_named(good, section, values, faults):
     ("cls", "fields", "fault"),
     [
         (None, {"layers": 0, "tap": 1}, "unknown field 'tap'; layers must be 1 or more"),
-        (None, {"score": "vector"}, "scalar or channel, found 'vector'"),
         (None, {"kind": "difference", "layers": 2, "init_gain": -1}, "unknown field 'layers'; init_gain must be 0 or"),
-        (None, {"kind": "difference", "vision_feature_layers": [2, 1]}, "distinct, rising"),
         (None, {"kind": "mdp"}, "kind must be difference, or not be there for the MDP module, found 'mdp'"),
         (VDMConfig, {"layers": 3}, "3 of them, but only 2 of the layers read the images"),
         (VDMConfig, {"heads": 5}, "heads: 5 does not divide width 768"),
@@ -119,7 +113,6 @@ def test_every_fault_is_named(good, section, values, faults):
         (VDMConfig, {"start": "bert", "norm": "pre"}, "start: bert needs norm post"),
         (VDMConfig, {"tokens": 0}, "tokens must be 1 or more, found 0"),
         (VDMConfig, {"place": "end"}, "place must be after or between or before, found 'end'"),
-        (VDMConfig, {"vision_feature_layers": (8, 8)}, "vision_feature_layers must be distinct, rising"),
     ],
 )
 def test_a_wrong_field_in_a_configuration_is_named(cls, fields, fault):
@@ -192,13 +185,3 @@ def test_what_the_base_cannot_give_is_a_fault(make, module, base, fault):
     found = FAMILIES[settings.family].faults(settings, base)
     assert len(found) == bool(fault)
     assert fault in "".join(found)
-
-
-def test_the_list_of_families_loads_nothing_heavy():
-    script = (
-        "import sys, m3diff.models, m3diff.models.m3diff_settings\n"
-        "print(sorted({'torch', 'transformers', 'peft', 'numpy', 'PIL', 'pydantic'} & set(sys.modules)))"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, text=True, capture_output=True, check=True)
-    assert done.stdout == "[]\n"

@@ -23,8 +23,7 @@ from m3diff.stages.augment.minichange import (
 )
 from tests.stages.augment.toys import draw
 
-NOT_TOLD = {"viewpoint", "illumination"}
-"""What the description of a scene does not say."""
+NOT_TOLD = {"viewpoint", "illumination"}  # by the description of a scene
 each_level = pytest.mark.parametrize("level", LEVELS)
 
 

@@ -134,26 +134,6 @@ def test_the_search_finds_the_nearest_others_in_order(block, cells, monkeypatch)
     assert nearest(points(1), 9)[0].shape == (1, 0), "no more neighbours than others"
 
 
-def test_a_bad_answer_gives_no_text_is_counted_and_is_not_asked_for_again(tmp_path):
-    bad = {
-        "I'm just an AI, it is not within my abilities": "refused",
-        '["Put a cat", "Pla': "unreadable",
-        '{"texts": 3}': "unreadable",
-        "": "empty",
-    }
-    facts = [{"text": f"add {number}"} for number in range(5)]
-    with chat_server('["one", "two"]') as server:
-        server.replies = {f"add {number}": [reply] for number, reply in enumerate(bad)}
-        cfg = Remote(kind="endpoint", url=server.url, model="m")
-        found = [LanguageModel(cfg, 3, tmp_path / "answers.jsonl").write("paraphrase", facts, 2) for _ in range(2)]
-    assert found[0] == found[1]
-    assert [(one.texts, one.dropped) for one in found[0]] == [
-        *(((), {reason: 1}) for reason in bad.values()),
-        (("one", "two"), {}),
-    ]
-    assert len(server.asked) == 5
-
-
 def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(tmp_path):
     with chat_server('["one", "two"]') as server:
         writer = LanguageModel(Remote(kind="endpoint", url=server.url, model="m"), 3, tmp_path / "answers.jsonl")

@@ -19,8 +19,7 @@ from tests.layouts import make_entry
 
 QUESTIONS = Path("profiles/questions.yaml")
 LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_pair": 5, "no_change_share": 1.0, "sources": {}}
-READERS = {"edits": "iedit", "birds": "birds_to_words"}
-"""Readers of datasets that are called so; `pairs` of all others."""
+READERS = {"edits": "iedit", "birds": "birds_to_words"}  # of datasets of these names; `pairs` of all others
 
 
 def record(name: str, split: str = "train", references: tuple[str, ...] = ("it moved",), types=("color",), dataset="d"):

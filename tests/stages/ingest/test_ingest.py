@@ -108,20 +108,16 @@ def test_the_report_counts_what_the_dataset_gave(tmp_path):
     assert json.loads((tmp_path / "records/spot.json").read_text()) == report.model_dump()
 
 
-@pytest.mark.parametrize("damage", ["no cache", "a half of it", "entries of other files"])
-def test_the_image_cache_changes_no_byte(raw, damage):
+def test_the_image_cache_changes_no_byte(raw):
     run_ingest(raw)
-    first, cache = outputs(raw.parent), raw.parent / "image_cache.parquet"
-    if damage == "no cache":
-        cache.unlink()
-    elif damage == "a half of it":
-        cache.write_bytes(cache.read_bytes()[: cache.stat().st_size // 2])
-    else:
-        shutil.copytree(raw, raw.parent / "copy")
-        raw.rename(raw.parent / "moved")
-        (raw.parent / "copy").rename(raw)  # equal files with other inodes and times
-    run_ingest(raw)
-    assert outputs(raw.parent) == first
+    first = outputs(raw.parent)
+    shutil.copytree(raw, raw.parent / "copy")
+    raw.rename(raw.parent / "moved")
+    (raw.parent / "copy").rename(raw)  # equal files with other inodes and times
+    for _ in range(2):
+        run_ingest(raw)
+        assert outputs(raw.parent) == first
+        (raw.parent / "image_cache.parquet").unlink()
 
 
 def test_a_dataset_with_a_grammar_has_it_beside_its_records(raw):

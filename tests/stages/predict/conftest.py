@@ -17,8 +17,7 @@ from tests.stages.train.toy import COMPUTE
 from tests.tiny import colour_image, one_thread, tiny_base, tiny_checkpoint  # noqa: F401  # pytest finds one_thread
 
 QUESTIONS = ("What changed?", "Describe every difference in detail.")
-ORDER = [4, 0, 3, 1, 2]
-"""Pairs in the mixture's order, which is not the order of their names; every second one has another question."""
+ORDER = [4, 0, 3, 1, 2]  # the mixture's, which is not that of their names
 
 
 def write_test_split(folder: Path, numbers: list[int] = ORDER) -> Path:

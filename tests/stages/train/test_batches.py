@@ -18,7 +18,6 @@ from m3diff.models.device import Device
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.stages.train.batches import SCHEMA, Loader, Samples, Schedule, read_samples, read_training_samples
-from tests.stages.train.toy import write_mixture
 
 
 def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_writer_s_types(mixture, tmp_path):
@@ -184,15 +183,3 @@ def test_a_micro_batch_leaves_the_threads_as_its_kernel_takes_it_and_pinned_wher
     flex = next(fed.stream(plan, rank=0, first_step=0))[0]
     assert (flex.layout, flex.packed.tokens % RECURRING, pinned) == (None, 0, {"load"})
     assert flex.packed.input_ids[:, : plain.packed.tokens].equal(plain.packed.input_ids)
-
-
-@pytest.mark.fault("09")
-def test_an_image_that_changed_or_is_gone_is_refused_with_its_name_and_the_remedy(tmp_path):
-    mixture = write_mixture(tmp_path / "mixture", {"train": {"toy": 1}})
-    (path, digest), (other, _) = read_samples(mixture / "train").images(0)
-    Path(path).write_bytes(Path(other).read_bytes())
-    with pytest.raises(DataError, match=rf"{Path(path).name}.*changed since ingest.*dvc repro"):
-        load_image(path, digest)
-    Path(path).unlink()
-    with pytest.raises(DataError, match=rf"{Path(path).name}.*cannot be read"):
-        load_image(path, digest)

@@ -28,7 +28,6 @@ from m3diff.stages.train.progress import NOTHING, Curve, peak_flops
 from m3diff.stages.train.stage import run_local
 from m3diff.stages.train.state import checkpoints, latest_valid_checkpoint
 from tests.stages.train.ranks import start
-from tests.stages.train.test_step import USED
 from tests.stages.train.toy import (
     Interrupted,
     Recipe,
@@ -45,7 +44,7 @@ from tests.stages.train.toy import (
 from tests.tiny import MDP, tiny_settings
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
-HOW = ({"micro_batch": 1}, {"zero_stage": 1, "micro_batch": 2}, {"zero_stage": 2})
+HOW = ({"micro_batch": 1, "activation_checkpointing": "full"}, {"zero_stage": 1, "micro_batch": 2}, {"zero_stage": 2})
 NINE = {"epochs": 3, "caption_val_pairs": 1, "caption_every_checkpoints": 2}
 
 
@@ -82,9 +81,11 @@ def test_how_a_run_is_computed_changes_nothing(how, place, six_steps):
     got = place.run(**how)
     assert torch.nn.functional.linear is linear, "DeepSpeed's would round what trains next in this process otherwise"
     assert_same(got.weights, six_steps.weights, atol=2e-5)
-    for name in ("loss", "val_loss", "grad_norm"):
+    close = {"loss": 1e-5, "val_loss": 1e-5, "grad_norm": 2e-4}
+    close |= dict.fromkeys(six_steps.report.module, 2e-4)
+    for name, rel in close.items():
         for a, b in zip(got.column(name), six_steps.column(name), strict=True):
-            assert a == (b if b is None else pytest.approx(b, rel=2e-4 if name == "grad_norm" else 1e-5))
+            assert a == (b if b is None else pytest.approx(b, rel=rel)), name
     assert (got.report.parameters, got.report.rows_out) == (six_steps.report.parameters, six_steps.report.rows_out)
 
 
@@ -194,11 +195,12 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(place, monkeypatch):
 
 
 UNUSED = tiny_settings(MDP | {"init_gain": 0.0}, module=1e-10)
+USED = tiny_settings(MDP | {"init_gain": 2.0})
 
 
 @pytest.mark.parametrize(
     ("model", "warned"),
-    [(UNUSED, True), (replace(UNUSED, delays=Delays(module=0.5)), False), (tiny_settings(USED), False)],
+    [(UNUSED, True), (replace(UNUSED, delays=Delays(module=0.5)), False), (USED, False)],
     ids=["unused", "delayed", "used"],
 )
 def test_a_module_that_never_trains_raises_the_alarm(model, warned, place, monkeypatch, capfd):

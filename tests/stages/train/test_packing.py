@@ -55,17 +55,6 @@ def test_a_pack_holds_sequences_end_to_end_each_branch_after_what_prompts_share_
     assert (unlike.segments.tolist(), unlike.labels.tolist()) == ([0, 1, 1, 2, 2], [4, 6])
 
 
-def test_padding_at_the_end_makes_lengths_recur():
-    packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])]])
-    longer = packed.rounded_up(8, pad_id=99)
-    assert longer.input_ids.tolist() == [[1, 2, 4, 2, 99, 99, 99, 99]]
-    assert longer.sequences.tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
-    assert longer.segments.tolist() == [0, 1, 1, 2, -1, -1, -1, -1]
-    assert longer.supervised.tolist() == [[False, True, True, True, False, False, False, False]]
-    assert longer.position_ids.tolist() == [[0, 1, 2, 1, 0, 0, 0, 0]]
-    assert (longer.labels is packed.labels, packed.rounded_up(4, pad_id=99) is packed) == (True, True)
-
-
 def test_the_layout_is_one_sequence_a_row():
     packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])], [([1, 9], [4])]]).rounded_up(8, pad_id=0)
     layout = packed.layout()

@@ -207,7 +207,7 @@ from pathlib import Path
 job = pickle.loads(Path(sys.argv[1]).read_bytes())
 import m3diff.stages.train.attempts
 assert job.compute.workers == 2
-heavy = {"torch", "deepspeed", "transformers", "peft", "ray"} & set(sys.modules)
+heavy = {"torch", "deepspeed", "transformers", "peft", "ray", "PIL"} & set(sys.modules)
 assert not heavy, heavy
 """
 

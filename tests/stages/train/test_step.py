@@ -10,20 +10,18 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.settings import Delays
-from m3diff.models.tuning import unwrapped
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.engine import rate_factor, take_step, token_loss
 from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.state import MasterState
 from tests.stages.train.toy import Recipe, built, recipe, started, take
-from tests.tiny import MDP, tiny_settings
+from tests.tiny import tiny_settings
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 M3DIFF = FAMILIES["m3diff"]
 NO_CLIPPING = None
-LAST = 1
-"""The second step of an epoch of 10 sequences, 8 a step: two count and six only fill up."""
+LAST = 1  # the second step of an epoch of 10 sequences, 8 a step: two count and six only fill up
 
 
 def gradients(made: Recipe, training: Training, step: int) -> dict[str, Tensor]:
@@ -164,53 +162,3 @@ def test_a_delayed_part_stays_as_it_is_until_its_step(schedule, last, place):
         assert (training.curve.last("lr_module") > 0) == (step == 3)
     take(training, 5)
     assert training.rates == {f"lr_{part}": pytest.approx(last * rate) for part, rate in model.rates.items() if rate}
-
-
-USED = MDP | {"init_gain": 2.0}
-
-
-def seen_by_hooks(model: Any) -> dict[int, list[tuple[Tensor, Tensor, Tensor]]]:
-    """By layer of the vision encoder, of each forward: the update of equation (8), the score, the last features."""
-    states: dict[int, Tensor] = {}
-    seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {1: [], 2: []}
-
-    def layer(number: int) -> Any:
-        return lambda module, given, output: states.__setitem__(number, output.detach())
-
-    def level(module: Any, given: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
-        f, (ft, score) = given[0].detach(), (x.detach() for x in result)
-        number = next(n for n, state in states.items() if torch.equal(f, torch.cat([state[0::2], state[1::2]])))
-        update = score.repeat(2, 1, 1) * (ft - f)
-        seen[number].append((update.double(), score.double(), states[2].double()))
-
-    for number, encoder_layer in enumerate(model.model.vision_tower.encoder.layers, start=1):
-        encoder_layer.register_forward_hook(layer(number))
-    model.model.mdp.levels[0].register_forward_hook(level)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("fields", "changes"),
-    [
-        ({"score": "channel"}, {"micro_batch": 2, "precision": "bf16", "zero_stage": 2}),
-        ({}, {"activation_checkpointing": "full", "max_captions_per_sequence": 1}),
-    ],
-    ids=["accumulated in bf16", "recomputed"],
-)
-def test_the_module_s_numbers_are_those_that_hooks_see(fields, changes, place):
-    training = place.started(global_batch=8, model=tiny_settings(USED | fields), **changes)
-    model = unwrapped(training.engine.module)
-    with torch.no_grad():
-        for parameter in model.model.mdp.parameters():  # the score's last layer is zero-initialised
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    seen = seen_by_hooks(model)
-    take(training, 0)
-    row = {name: float(value) for name, value in training.curve.rows[0].items() if value}
-    for number, forwards in seen.items():
-        assert len(forwards) == 8 // training.job.compute.micro_batch
-        updates, scores, last = (torch.cat(parts) for parts in zip(*forwards, strict=True))
-        ratio = float(updates.square().mean().sqrt() / last.square().mean().sqrt())
-        assert row[f"module_update_ratio/{number}"] == pytest.approx(ratio, rel=1e-5)
-        assert row[f"module_score/{number}"] == pytest.approx(float(scores.mean()), rel=1e-5)
-    for figure in ("module_update_ratio", "module_score"):
-        assert row[f"{figure}/1"] != pytest.approx(row[f"{figure}/2"], rel=1e-4)

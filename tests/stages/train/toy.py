@@ -29,9 +29,8 @@ SPLITS = {"train": {"toy": 10}, "val": {"toy": 3, "second": 2}, "test": {"toy": 
 def write_mixture(folder: Path, splits: Mapping[str, Mapping[str, int]] = SPLITS) -> Path:
     """Pairs of noise with one to four references each; `splits` is split -> dataset -> pairs."""
     for split, datasets in splits.items():
-        rows = [
-            row for name, count in datasets.items() for n in range(count) for row in pair_rows(folder, split, name, n)
-        ]
+        pairs = [(name, n) for name, count in datasets.items() for n in range(count)]
+        rows = [row for name, n in pairs for row in pair_rows(folder, split, name, n)]
         (folder / split).mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), folder / split / "00000.parquet")
     return folder
@@ -46,43 +45,18 @@ def pair_rows(folder: Path, split: str, dataset: str, number: int) -> list[dict[
     digests = [hashlib.sha256(image.read_bytes()).digest() for image in images]
     pair = f"{dataset}/{split}{number}"
     row = {"pair": pair, "dataset": dataset, "split": split, "question": "What changed?"}
-    row |= {"before": str(images[0]), "after": str(images[1])}
-    row |= {"before_sha256": digests[0], "after_sha256": digests[1]}
+    row |= dict(zip(("before", "after", "before_sha256", "after_sha256"), [*map(str, images), *digests], strict=True))
     texts = REFERENCES[: 1 + number % 4]
     return [row | {"id": f"{pair}#{k}", "reference": text} for k, text in enumerate(texts)]
 
 
-TRAIN: dict[str, Any] = {
-    "model": "tiny",
-    "seed": 3,
-    "max_captions_per_sequence": None,
-    "global_batch": 4,
-    "epochs": 2,
-    "warmup_share": 0.1,
-    "schedule": "cosine",
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "precision": "fp32",
-    "export": "last",
-}
-
-COMPUTE: dict[str, Any] = {
-    "workers": 0,
-    "cpus_per_worker": 1,
-    "gpu": False,
-    "attention": "auto",
-    "gpu_kind": None,
-    "micro_batch": 4,
-    "zero_stage": 0,
-    "activation_checkpointing": "none",
-    "checkpoint_every_steps": 2,
-    "max_failures": 2,
-    "val_pairs": 2,
-    "caption_val_pairs": 0,
-    "caption_every_checkpoints": 2,
-    "spice_dir": None,
-    "scorer_timeout_s": 60,
-}
+TRAIN: dict[str, Any] = {"model": "tiny", "seed": 3, "max_captions_per_sequence": None, "global_batch": 4, "epochs": 2}
+TRAIN |= {"warmup_share": 0.1, "schedule": "cosine", "weight_decay": 0.01, "max_grad_norm": 1.0}
+TRAIN |= {"precision": "fp32", "export": "last"}
+COMPUTE: dict[str, Any] = {"workers": 0, "cpus_per_worker": 1, "gpu": False, "attention": "auto", "gpu_kind": None}
+COMPUTE |= {"micro_batch": 4, "zero_stage": 0, "activation_checkpointing": "none", "checkpoint_every_steps": 2}
+COMPUTE |= {"max_failures": 2, "val_pairs": 2, "caption_val_pairs": 0, "caption_every_checkpoints": 2}
+COMPUTE |= {"spice_dir": None, "scorer_timeout_s": 60}
 
 
 @dataclass(frozen=True)
@@ -98,9 +72,8 @@ class Recipe:
         ours = {name: value for name, value in changes.items() if name in TRAIN}
         how = {name: value for name, value in changes.items() if name in {"scratch", *COMPUTE}}
         assert len(ours) + len(how) == len(changes), f"no such parameters among {sorted(changes)}"
-        return Recipe(
-            Train(**{**self.cfg.model_dump(), **ours}), model, Compute(**{**self.compute.model_dump(), **how})
-        )
+        compute = Compute(**{**self.compute.model_dump(), **how})
+        return Recipe(Train(**{**self.cfg.model_dump(), **ours}), model, compute)
 
 
 def recipe(base: Path, **changes: Any) -> Recipe:

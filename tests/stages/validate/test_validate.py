@@ -123,7 +123,7 @@ def test_each_split_of_each_dataset_above_the_threshold_is_refused_and_the_quara
     (raw / "nsc_images/CLEVR_nonsemantic_000009.png").unlink()
     run_ingest(raw)
     run_ingest(raw.parent / "more", name="more")
-    with pytest.raises(DataError, match=r"mini train: 1 of 6 rows .* max_quarantined_share = 0\.05") as no:
+    with pytest.raises(DataError, match=r"mini train: 1 of 6 rows .*max_quarantined_share = 0\.05") as no:
         run_validate(raw.parent, max_quarantined_share=0.05)
     assert "mini val: 1 of 2 rows are bad" in str(no.value)
     assert "more train" not in str(no.value)
