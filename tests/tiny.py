@@ -34,14 +34,8 @@ def tiny_config(mdp: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
     vision = {"model_type": "siglip_vision_model", "image_size": SIDE, "patch_size": PATCH, "vision_use_head": False}
     text = {"model_type": "qwen2", "vocab_size": vocab_size, "num_key_value_heads": 1, "max_position_embeddings": 512}
     text |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    return M3DiffConfig(
-        vision_config=sizes | vision,
-        text_config=sizes | text,
-        image_token_index=3,
-        video_token_index=4,
-        image_grid_pinpoints=[[SIDE, SIDE]],
-        mdp=mdp,
-    )
+    tokens = {"image_token_index": 3, "video_token_index": 4, "image_grid_pinpoints": [[SIDE, SIDE]]}
+    return M3DiffConfig(vision_config=sizes | vision, text_config=sizes | text, mdp=mdp, **tokens)
 
 
 def tiny_model(mdp: dict | None = None, seed: int = 0) -> M3DiffForConditionalGeneration:
@@ -77,18 +71,14 @@ def tiny_base(folder: Path, seed: int = 0, first_release: bool = False) -> Path:
     model = LlavaOnevisionForConditionalGeneration(base_config)
     scale_features(model)
     model.save_pretrained(folder)
-    processor = M3DiffProcessor(
-        M3DiffImageProcessor(size={"height": SIDE, "width": SIDE}),
-        tokenizer,
-        num_image_tokens=(SIDE // PATCH) ** 2,
-        chat_template=tokenizer.chat_template,
-    )
+    images, patches = M3DiffImageProcessor(size={"height": SIDE, "width": SIDE}), (SIDE // PATCH) ** 2
+    template = tokenizer.chat_template
+    processor = M3DiffProcessor(images, tokenizer, num_image_tokens=patches, chat_template=template)
     processor.save_pretrained(folder)
     if first_release:
         weights = load_file(folder / "model.safetensors")
         longer = {name.replace("vision_tower.", "vision_tower.vision_model."): weights[name] for name in weights}
         save_file(longer, folder / "model.safetensors", {"format": "pt"})
-        template = (folder / "chat_template.jinja").read_text()
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
         (folder / "chat_template.jinja").unlink()
     return folder
@@ -97,12 +87,8 @@ def tiny_base(folder: Path, seed: int = 0, first_release: bool = False) -> Path:
 def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) -> M3DiffSettings:
     """The settings of a tiny M3Diff; `rates` changes the learning rate of a part."""
     without = {"module": None} if mdp is None else {}
-    return M3DiffSettings(
-        family="m3diff",
-        module=None if mdp is None else module_config(mdp),
-        lora=Lora(rank=rank, alpha=4),
-        rates=Rates(**RATES | without | rates),
-    )
+    module = None if mdp is None else module_config(mdp)
+    return M3DiffSettings("m3diff", module, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
 
 
 VDM = {"vision_feature_layers": (1, 2), "tokens": 3, "layers": 4, "width": 12, "heads": 2, "mlp_ratio": 2}

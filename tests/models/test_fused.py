@@ -27,15 +27,9 @@ def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: 
         device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
         batch = complete(MicroBatch(packed, torch.empty(0), torch.empty(0)), device, pad_id=0)
         packed, asked = batch.packed, attention_inputs(batch, device)
-    logits = model(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        pixel_values=pixels,
-        batch_num_images=[2] * (len(pixels) // 2),
-        logits_to_keep=packed.supervised,
-        use_cache=False,
-        **asked,
-    ).logits
+    asked |= {"pixel_values": pixels, "batch_num_images": [2] * (len(pixels) // 2), "use_cache": False}
+    asked |= {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+    logits = model(**asked, logits_to_keep=packed.supervised).logits
     return nn.functional.cross_entropy(logits, packed.labels, reduction="sum")
 
 

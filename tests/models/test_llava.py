@@ -33,13 +33,9 @@ def pair_inputs(pairs: int = 2, seed: int = 0) -> dict:
     torch.manual_seed(seed)
     image = [3] * (PATCHES + 1)
     ids = torch.tensor([[7, *image, *image, 9, 11 + row, 13] for row in range(pairs)])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(2 * pairs, 3, SIDE, SIDE),
-        "image_sizes": torch.full((2 * pairs, 2), SIDE),
-        "batch_num_images": torch.full((pairs,), 2),
-    }
+    pixels, sizes = torch.randn(2 * pairs, 3, SIDE, SIDE), torch.full((2 * pairs, 2), SIDE)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "image_sizes": sizes}
+    return given | {"batch_num_images": torch.full((pairs,), 2)}
 
 
 def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path):

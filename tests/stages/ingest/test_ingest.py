@@ -42,10 +42,7 @@ def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
     run_ingest(raw)
     first, second = records_of(raw.parent)[:2]
     assert first == {
-        "id": "mini/000003.png",
-        "dataset": "mini",
-        "split": "train",
-        "scene": "mini/000003",
+        **{"id": "mini/000003.png", "dataset": "mini", "scene": "mini/000003", "split": "train", "own_split": "train"},
         "before": f"{raw}/images/CLEVR_default_000003.png",
         "after": f"{raw}/sc_images/CLEVR_semantic_000003.png",
         "before_sha256": sha256(raw / "images/CLEVR_default_000003.png"),
@@ -53,7 +50,6 @@ def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
         "references": ["the cube of 000003 turned red", "it became red"],
         "change_types": ["color", "size"],
         "source": "change_captions.json, CLEVR_default_000003.png",
-        "own_split": "train",
         "fault": None,
     }
     assert (second["id"], second["after"]) == ("mini/000003.png_n", f"{raw}/nsc_images/CLEVR_nonsemantic_000003.png")
@@ -221,13 +217,8 @@ def test_the_entry_opens_another_folder_for_images_and_no_third(named, tmp_path)
     save_picture(images / "o.png", 3)
     (images / "link.png").symlink_to(outside)
     (root / "into.png").symlink_to(images / "o.png")
-    faults = {
-        named: None,
-        "into.png": None,
-        "../third/t.png": LEADS_OUT,
-        "../images/../third/t.png": LEADS_OUT,
-        "../images/link.png": "is a symbolic link out of the dataset's root",
-    }
+    faults = {named: None, "into.png": None, "../third/t.png": LEADS_OUT, "../images/../third/t.png": LEADS_OUT}
+    faults["../images/link.png"] = "is a symbolic link out of the dataset's root"
     table(root, *(path.format(images=images) for path in faults))
     run_ingest(root, "pairs", "mine", image_root=f"{images}/../images")
     for found, (path, fault) in zip(records_of(tmp_path, "mine"), faults.items(), strict=True):

@@ -22,14 +22,17 @@ import torch
 from m3diff.cluster import NoRoomError
 from m3diff.provenance import code
 from m3diff.records.files import sha256_of_folder
+from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop, on_ray, stage
 from m3diff.stages.train.attempts import with_retries
+from m3diff.stages.train.engine import deepspeed_config
 from m3diff.stages.train.job import Job, only_worker
 from m3diff.stages.train.stage import _only_trainer, run_key, train
 from tests.stages.train.test_alignment import ALIGN
 from tests.stages.train.toy import Recipe, job, recipe
 from tests.tiny import tiny_settings
+from tests.toy import REPOSITORY
 
 
 def key(made: Recipe, mixture: Path) -> str:
@@ -238,3 +241,10 @@ def test_the_only_worker_leaves_the_environment_and_the_linear_as_they_were(monk
     assert seen == {"rank": "0", "size": 1, "interface": "lo"}
     assert (os.environ["RANK"], os.environ.get("WORLD_SIZE")) == ("3", None)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_profile_in_bf16_adds_gradients_up_in_fp32():
+    for profile in ("paper", "paper-letter", "one-gpu", "small", "levir-cc", "blip2idc"):
+        params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
+        config = deepspeed_config(params.train, params.compute)
+        assert (config["bf16"], config["data_types"]) == ({"enabled": True}, {"grad_accum_dtype": "fp32"}), profile

@@ -30,14 +30,10 @@ def gradients(made: Recipe, training: Training, step: int) -> dict[str, Tensor]:
     total, tokens = torch.zeros(()), 0
     for rows in training.schedule.global_sequences(step):
         batch = training.loader.build([(rows, 1)])
-        logits = model(
-            input_ids=batch.packed.input_ids,
-            position_ids=batch.packed.position_ids,
-            attention_mask=batch.packed.mask(),
-            logits_to_keep=batch.packed.supervised,
-            **processor.image_inputs(batch.images),
-        ).logits
-        chosen = logits.float().log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
+        packed = batch.packed
+        asked = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": packed.mask()}
+        logits = model(**asked, **processor.image_inputs(batch.images), logits_to_keep=packed.supervised).logits
+        chosen = logits.float().log_softmax(-1)[torch.arange(len(packed.labels)), packed.labels]
         total, tokens = total - chosen.sum(), tokens + len(chosen)
     (total / tokens).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
