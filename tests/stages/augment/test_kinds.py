@@ -67,23 +67,13 @@ def test_a_pair_without_references_or_a_seen_change_is_counted(editor, short, id
     assert short != "dog" or all("dog" not in asked[1] for asked in editor.asked), "nothing is edited in vain"
 
 
-def test_what_an_earlier_run_has_edited_is_not_edited_again(tmp_path):
-    first, again, changed = ToyEditor(), ToyEditor(), ToyEditor()
-    pairs = made_edits(tmp_path, first, ToyWriter()).pairs
-    pairs[4].after.unlink()
-    assert made_edits(tmp_path, again, ToyWriter()).pairs == pairs
-    assert again.asked == [first.asked[4]]
-    made_edits(tmp_path, changed, ToyWriter(), seed=4)
-    assert len(changed.asked) == 9
-
-
-def test_another_instruction_or_image_is_edited_anew(tmp_path):
+def test_what_an_earlier_run_has_edited_is_edited_again_only_for_another_instruction_image_or_seed(tmp_path):
     one = original(tmp_path, "one", "make it red")
-    cfg = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={})
-    for change, edited in (({}, 2), ({}, 0), ({"text": "make it blue"}, 2), ({"digest": "of another image"}, 2)):
-        editor = ToyEditor()
-        make_edits(cfg, [one._replace(**change)], Rejected(), editor, ToyWriter(), tmp_path / "into")
-        assert len(editor.asked) == edited
+    changes = [({}, 3, 2), ({}, 3, 0), ({"text": "make it blue"}, 3, 2), ({"digest": "of another image"}, 3, 2)]
+    for change, seed, edited in [*changes, ({}, 4, 2)]:
+        cfg, editor = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={}, seed=seed), ToyEditor()
+        made = make_edits(cfg, [one._replace(**change)], Rejected(), editor, ToyWriter(), tmp_path / "into")
+        assert (len(editor.asked), len(made.pairs)) == (edited, 2)
 
 
 def made_neighbours(images: list[Original], known: Any = (), **changes: Any) -> Made:

@@ -86,6 +86,7 @@ def rows_of(plan: Schedule, step: int) -> Counter:
 def test_workers_and_micro_batches_get_the_same_global_batches(changes):
     one, other = schedule(), schedule(**changes)
     assert one.steps == other.steps == 4
+    assert [schedule(global_batch=2, micro_batch=2, epochs=epochs).steps for epochs in (1, 0.5, 1.1)] == [4, 2, 5]
     assert [rows_of(one, step) for step in range(4)] == [rows_of(other, step) for step in range(4)]
 
 
@@ -102,11 +103,6 @@ def test_workers_take_sequences_by_turns_an_epoch_s_last_step_is_filled_up_with_
     each = [sum(rows_of(plan, step).values()) for step in range(4)]
     assert len(set(each)) > 2, "steps alike would hide a wrong one"
     assert [plan.captions(steps) for steps in range(5)] == [sum(each[:steps]) for steps in range(5)]
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (0.5, 2), (1.1, 5)])
-def test_part_of_an_epoch_takes_that_share_of_its_steps(epochs, steps):
-    assert schedule(global_batch=2, micro_batch=2, epochs=epochs).steps == steps
 
 
 @pytest.fixture

@@ -140,15 +140,7 @@ def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_
 
 @pytest.mark.fault("27")
 @pytest.mark.usefixtures("alone")
-def test_a_run_of_other_parameters_takes_none(place):
-    saved = place.started(1, val_pairs=0).save(1)
-    other = place.started(0, val_pairs=0, model=tiny_settings(vision=None))
-    with pytest.raises(CheckpointError, match="parameters are not those that train"):
-        state.load_state(other.engine, saved)
-
-
-@pytest.mark.usefixtures("alone")
-def test_the_first_worker_alone_writes(place):
+def test_the_first_worker_alone_writes_and_a_run_of_other_parameters_takes_none(place):
     training = place.started(1, val_pairs=0)
     training.runtime = Runtime(rank=1, ranks=1)
     training.save(1)
@@ -156,6 +148,10 @@ def test_the_first_worker_alone_writes(place):
     assert state.checkpoints(place.folder) == []
     assert not (place.folder / "checkpoint").exists()
     assert not (place.folder / "curves.csv").exists()
+    training.runtime = Runtime()
+    saved, other = training.save(1), place.started(0, val_pairs=0, model=tiny_settings(vision=None))
+    with pytest.raises(CheckpointError, match="parameters are not those that train"):
+        state.load_state(other.engine, saved)
 
 
 def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_back(tmp_path, monkeypatch):
