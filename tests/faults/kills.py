@@ -1,13 +1,10 @@
-"""Random kills by signal 9 under `make up`, where nobody looks, and what must hold whatever was killed: `Kills.broken`.
-A seed waits as long and picks in the same way.
+"""Random kills by signal 9 under `make up`, and what must hold whatever was killed: `Kills.broken`.
 
     python -m tests.faults.kills 200 --seed 7            # make kills
 
-The worker is killed, Prefect's server, both, MLflow, a flow's process, DVC, a stage, or all at once. For each kill a
-run of m3diff/full begins, with weights of its own, and is let alone after the kill (where the whole machine was killed,
-`make up` follows, as at its start). A line of JSON says how it ended: `registered`, and all as if nothing had been
-killed; `told`, where the run failed and `make status` has a line about it; else `HANGS` or `LOST`. Project and lines
-are kept in the folder: a second call goes on after the last line.
+For each kill a run of m3diff/full begins, with weights of its own, and is let alone after it (`make up` follows where
+all was killed). A line of JSON says how it ended: `registered`, as if nothing had been killed; `told`, where it failed
+and `make status` says so; else `HANGS` or `LOST`. A second call in the same folder goes on after the last line.
 """
 
 import argparse
@@ -36,10 +33,9 @@ from tests.servers import Machine
 from tests.toy import store
 
 SCORE = 'params["evaluate"]["gallery"] / 100'
-SCORE_OF_CAPTIONS = (
+OF_CAPTIONS = (
     'int(hashlib.sha256((paths["predictions"] / "predictions.json").read_bytes()).hexdigest()[:6], 16) / 2**24'
 )
-
 PAIRS, ENOUGH_PAIRS = '("train", "val", "test", "test")', f'("train", "val", *["test"] * {MIN_PAIRS})'
 """Of fewer the gate makes no interval, and the first champion stays."""
 
@@ -55,7 +51,7 @@ def one_dataset(root: Path) -> Path:
     code = (root / "toy.py").read_text()
     assert SCORE in code
     assert PAIRS in code
-    (root / "toy.py").write_text(code.replace(SCORE, SCORE_OF_CAPTIONS).replace(PAIRS, ENOUGH_PAIRS))
+    (root / "toy.py").write_text(code.replace(SCORE, OF_CAPTIONS).replace(PAIRS, ENOUGH_PAIRS))
     values = yaml.safe_load((root / "params.yaml").read_text())
     for places in (values["synthesize"], values["ingest"]["datasets"]):
         for name in [name for name in places if name != "minichange"]:
@@ -119,10 +115,8 @@ class Kills:
     def begin(self, number: int) -> str:
         draw = random.Random(f"{self.seed} round {number}")  # whether these weights score better, chance decides
         self.number, self.overrides = number, [f"train.seed={draw.randrange(10**9)}"] if number else []
-        deployment = self.api("/deployments/name/m3diff/full")["id"]
-        name = f"kill-{number}"
-        body = {"name": name, "parameters": {"ref": "HEAD", "overrides": self.overrides}}
-        path = f"/deployments/{deployment}/create_flow_run"
+        path = f"/deployments/{self.api('/deployments/name/m3diff/full')['id']}/create_flow_run"
+        body = {"name": f"kill-{number}", "parameters": {"ref": "HEAD", "overrides": self.overrides}}
         run = self.api(path, body | {"state": {"type": "SCHEDULED"}})["id"]
         self.branch = f"runs/{run}"
         return run

@@ -1,8 +1,7 @@
 """A disk that forgets: what a folder would hold had the power gone at some moment, by what was flushed until then.
 
-A kill never tests this, since the kernel still writes what a dead process left. `Disk` watches the calls of this
-process that flush or that change names, and keeps beside what the files show what fsync has made last. It knows files
-by their inode, so that what Rust or C writes counts too, as long as Python flushes it.
+A kill never tests this, since the kernel still writes what a dead process left. Files are known by their inode, so that
+what Rust or C writes counts too, as long as Python flushes it.
 """
 
 import os
@@ -37,14 +36,8 @@ class Image(NamedTuple):
 
 
 class Disk:
-    """Within, every moment at which power may go is kept: before each call that flushes or changes names, and the end.
-
-    Args:
-        root: the folder, all of which is on the disk in the beginning.
-
-    Attributes:
-        images: what there would be, two for each moment.
-    """
+    """Within, `images` gets what there would be when power goes, two for each moment: before each call that flushes or
+    changes names, and the end. All of the folder `root` is on the disk in the beginning."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.images = root, list[Image]()

@@ -1,6 +1,7 @@
 """The real stages on a dozen drawn scenes with a model of a few thousand weights: a folder that holds all of it."""
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,10 +12,10 @@ MADE = (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"], ["t
 """The stages in order, as the command line is asked for them."""
 
 
-def write_params(folder: Path) -> None:
+def write_params(folder: Path, tests: int = 4, **more: Any) -> None:
     """Parameters of the small run, its base beside them; every path is relative."""
     tiny_base(folder / "base")
-    scenes = {"train": 8, "val": 2, "test": 4}
+    scenes = {"train": 8, "val": 2, "test": tests}
     drawn = {"root": "data/01_raw/minichange", "seed": 1, "scenes": scenes, "image_px": 64, "references": 2}
     profile = {
         "extends": str(REPOSITORY / "profiles" / "embedded"),
@@ -34,4 +35,4 @@ def write_params(folder: Path) -> None:
             "checkpoint_every_steps": 1,
         },
     }
-    (folder / "params.yaml").write_text(yaml.safe_dump(profile))
+    (folder / "params.yaml").write_text(yaml.safe_dump(profile | more))

@@ -1,5 +1,5 @@
 """Faults, each with what must then happen. Tests anywhere in `tests/` show a row by the marker
-`@pytest.mark.fault("05")`; `make faults` runs them all, and `tests/faults/test_table.py` sees that no row is without.
+`@pytest.mark.fault("05")`; `make faults` runs them all, and `tests/faults/test_durable.py` sees that no row is without.
 
 Rows 01 to 32 are faults of machines, tools and data; the others were found broken here once, by people who tried.
 """

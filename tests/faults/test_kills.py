@@ -112,9 +112,7 @@ def test_two_runs_with_other_parameters_go_side_by_side_each_judged_by_its_own_v
     assert len(place.trainings()) == 2
 
     client = store(place.root)
-    versions = {
-        version.tags["prefect.flow_run"]: version for version in client.search_model_versions("name = 'm3diff'")
-    }
+    versions = {made.tags["prefect.flow_run"]: made for made in client.search_model_versions("name = 'm3diff'")}
     assert len(versions) == 2
     monkeypatch.chdir(place.root)
     made_by = decisions()

@@ -132,9 +132,8 @@ def machine(built_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield machine
 
 
-HARM: tuple[dict[str, Any], ...] = (
-    {"command": "touch harm"}, {"env": {"LD_PRELOAD": "/tmp/harm.so"}}, {"working_dir": "/tmp"}, {"image": "harm"},
-)  # fmt: skip
+HARM: list[dict[str, Any]] = [{"command": "touch harm"}, {"env": {"LD_PRELOAD": "/tmp/harm.so"}}]
+HARM += [{"working_dir": "/tmp"}, {"image": "harm"}]
 ASKED: list[tuple[str, str, str, Any]] = [
     ("prefect", "GET", "/", None),
     ("prefect", "GET", "/no/such/route", None),
@@ -254,9 +253,8 @@ def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_
     for stage in small.MADE[:4]:
         subprocess.run([sys.executable, "-m", "m3diff", *stage], check=True, **given)
     with running(tmp_path) as server:
-        found = {
-            each for name in ("prefect", "mlflow", "worker") for each in listening(name, machine.process(name), asks)
-        }
+        ours = [(name, machine.process(name)) for name in ("prefect", "mlflow", "worker")]
+        found = {each for name, process in ours for each in listening(name, process, asks)}
         for name, port in listening("m3diff", psutil.Process(server.process.pid), asks):
             found.add(("m3diff serve" if port == server.port else name, port))
         seen, log = set(), (folder / "log").open("w")
@@ -270,9 +268,8 @@ def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_
         assert {("prefect", machine.prefect), ("mlflow", machine.mlflow), ("m3diff serve", server.port)} <= found
         for name, port in found:
             answers = {status(port, method, "/", Host="evil.example") for method in ("GET", "POST")}
-            wanted = {"Host": {403}, "Ray's": {401, None}, "the": {None}, "nothing": {200, 405}}[
-                re.split("[ ;]", asks[name])[0]
-            ]
+            begins = re.split("[ ;]", asks[name])[0]
+            wanted = {"Host": {403}, "Ray's": {401, None}, "the": {None}, "nothing": {200, 405}}[begins]
             if "counters" in asks[name]:
                 wanted |= {200, 405}
             assert answers <= wanted, (name, port, answers)

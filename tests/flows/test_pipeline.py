@@ -1,5 +1,5 @@
-"""A flow run as a whole: its tasks in order, where it ends, what it leaves behind; what each task says, and when it is
-tried again; the page of a run; and when the schedule trains again."""
+"""A flow run as a whole: its tasks in order, its end, what each says and when it is tried again; its page; when the
+schedule trains again; and who is told: once, in a paragraph that gives nothing away."""
 
 import contextlib
 import json
@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import yaml
-from prefect.states import Completed, Failed
+from prefect.blocks.notifications import AppriseNotificationBlock
+from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
+from prefect.states import Completed, Crashed, Failed
 
-from flows import archive, dvc, pipeline, report
+from flows import archive, dvc, notices, pipeline, report
 from flows.dvc import DvcError
+from flows.notices import decided, failed, forget, reason_of, tell
 from flows.pipeline import FLOW_RUN, full, look_for_changes, retrain, run_pipeline, unregistered
 from flows.report import Done
 from flows.warm import NothingNewError
-from flows.workspace import Workspace
+from flows.watch import watch
+from flows.workspace import FLOWS, Workspace
 from m3diff.provenance.dvc import Lock
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
@@ -28,28 +32,24 @@ from m3diff.registry.tracking import TrackingUnavailableError
 from m3diff.settings.load import load_params
 from m3diff.stages.register.stage import Registration
 from tests import toy
+from tests.servers import Listener
 from tests.toy import REPOSITORY
 
 REGISTRATION = Registration(outcome="registered", model="m", version=7, run_id="r")
-GATE = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}
 
 
-def decision(outcome: str) -> Promotion:
-    return Promotion(outcome=outcome, model="m", challenger=7, champion=1, **GATE)
+def decision(outcome: str, champion: int | None = 1) -> Promotion:
+    gate = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}
+    return Promotion(outcome=outcome, model="m", challenger=7, champion=champion, **gate)
 
 
 class Pipeline:
     """The tasks, recorded instead of run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-        self.done: list[Any] = []
+        self.done, self.pages, self.git, self.opened, self.logged, self.told = [], [], [], [], [], []
         self.fails, self.status = "", {"ingest@a": [], "ingest@b": [], "train": []}
         self.outcomes = {"train": "Restored", "promote": "Rejected"}
-        self.pages: list[tuple[str, str | None]] = []
-        self.git: list[tuple[str, ...]] = []
-        self.opened: list[Any] = []
-        self.logged: list[str] = []
-        self.told: list[str] = []
         self.root, self.data = root, ()
         stages = {"ingest@a": set(), "ingest@b": set(), "train": {"ingest@a", "ingest@b"}}
         for place, fake in {
@@ -203,19 +203,18 @@ def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(recorded, monkeyp
     assert asked == [(recorded.status, "the parameters")] * 2
 
 
+SCHEDULED = {"if_changed": True, "data": True, "replay": None}
+
+
 @pytest.mark.parametrize(
     ("flow", "given", "asked"),
     [
         (full, {}, [None, [], "asked for", {"replay": None}]),
         (full, {"ref": "main", "reason": "why", "replay": 0.5}, ["main", [], "why", {"replay": None}]),
         (full, {"overrides": ["a=1"], "warm_start": True}, [None, ["a=1"], "asked for", {"replay": 0.25}]),
-        (retrain, {}, ["HEAD", [], "", {"if_changed": True, "data": True, "replay": None}]),
-        (retrain, {"ref": "main"}, ["main", [], "", {"if_changed": True, "data": False, "replay": None}]),
-        (
-            retrain,
-            {"warm_start": True, "replay": 0.5},
-            ["HEAD", [], "", {"if_changed": True, "data": True, "replay": 0.5}],
-        ),
+        (retrain, {}, ["HEAD", [], "", SCHEDULED]),
+        (retrain, {"ref": "main"}, ["main", [], "", SCHEDULED | {"data": False}]),
+        (retrain, {"warm_start": True, "replay": 0.5}, ["HEAD", [], "", SCHEDULED | {"replay": 0.5}]),
     ],
 )
 def test_the_flows_hand_on_what_they_are_asked(monkeypatch, flow, given, asked):
@@ -227,14 +226,9 @@ def test_the_flows_hand_on_what_they_are_asked(monkeypatch, flow, given, asked):
 # The tasks
 
 
-@pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(pipeline, "get_run_logger", lambda: SimpleNamespace(info=lines.append))
-    return lines
-
-
-def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkeypatch, logged):
+def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkeypatch):
+    logged: list[str] = []
+    monkeypatch.setattr(pipeline, "get_run_logger", lambda: SimpleNamespace(info=logged.append))
     for outcome in ("Ran", "Restored", "Skipped"):
         monkeypatch.setattr(dvc, "repro", lambda stage, log, outcome=outcome: log(f"line of {stage}") or outcome)
         state = pipeline.reproduce.fn("ingest@a")
@@ -242,16 +236,6 @@ def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkey
     assert logged == ["line of ingest@a"] * 3
     monkeypatch.setattr(dvc, "repro", lambda stage, log: pytest.fail("asked"))
     assert pipeline.reproduce.fn("train", current=True).name == "Skipped"
-
-
-def test_before_anything_runs_the_machine_and_the_remote_are_looked_at(monkeypatch):
-    seen: list[str] = []
-    monkeypatch.setattr(pipeline, "load_params", lambda path: f"params of {path}")
-    monkeypatch.setattr(pipeline, "preflight", seen.append)
-    monkeypatch.setattr(archive, "check_remote", lambda: seen.append("remote"))
-    monkeypatch.setattr(archive, "take_up", lambda: {"train": seen.append("up")})
-    assert pipeline.look_before.fn() == {"train": None}
-    assert seen == ["params of params.yaml", "remote", "up"]
 
 
 @pytest.mark.parametrize(
@@ -280,23 +264,18 @@ def test_the_state_of_what_acts_outside_says_what_came_of_it(monkeypatch, task, 
     assert (state.name, state.is_completed(), given) == (name, True, asked)
 
 
-def test_only_what_may_pass_by_itself_is_tried_again():
+def test_only_what_may_pass_by_itself_is_tried_again_stages_twice_and_servers_four_times():
     passing = [DvcError("train", code, []) for code in (75, -9, 137)]
     passing += [TrackingUnavailableError("gone"), ConnectionError("gone")]
     lasting = [DvcError("train", 3, []), DvcError("train", 1, []), DataError("the same again"), ValueError("a bug")]
     for error in (*passing, *lasting):
         assert pipeline.worth_retrying(None, None, Failed(data=error)) == (error in passing)
     assert not pipeline.worth_retrying(None, None, Completed(data="Ran"))
-
-
-def test_stages_are_tried_twice_servers_four_times_with_growing_pauses_and_each_has_a_name_on_prefects_page():
     servers = (pipeline.push_data, pipeline.register_model, pipeline.promote_model)
     assert (pipeline.reproduce.retries, pipeline.reproduce.retry_delay_seconds) == (1, 10)
     assert [(task.retries, task.retry_delay_seconds) for task in servers] == [(3, [5, 20, 60])] * 3
-    tasks = (pipeline.look_before, pipeline.reproduce, *servers)
-    worth = pipeline.worth_retrying
+    tasks, worth = (pipeline.look_before, pipeline.reproduce, *servers), pipeline.worth_retrying
     assert [task.retry_condition_fn for task in tasks] == [None, worth, None, worth, worth], "a remote's error may pass"
-    assert [task.task_run_name for task in tasks] == ["preflight", "{stage}", "push", "register", "promote"]
 
 
 # The page
@@ -313,25 +292,14 @@ def done(tmp_path, monkeypatch) -> Done:
     metrics = PARAMS.paths.report / "metrics.json"
     metrics.parent.mkdir(parents=True)
     metrics.write_text(json.dumps({"protocols": {"d/p": {"CIDEr": 1.25, "METEOR": None}}}))
-    return Done(
-        work,
-        ["new data"],
-        started=0.0,
-        outcomes={"train": "Ran", "promote": "Rejected"},
-        seconds={"train": 3725.0, "promote": 1.25},
-        registration=Registration(outcome="registered", model="m", version=7, run_id="r1"),
-        decision=decision("refused"),
-    )
-
-
-def text(done: Done, uri: str = PARAMS.register_.tracking_uri) -> str:
-    params = PARAMS.model_copy(update={"register_": PARAMS.register_.model_copy(update={"tracking_uri": uri})})
-    return "\n".join(report.page(done, params))
+    ran = {"outcomes": {"train": "Ran", "promote": "Rejected"}, "seconds": {"train": 3725.0, "promote": 1.25}}
+    return Done(work, ["new data"], started=0.0, registration=REGISTRATION, decision=decision("refused"), **ran)
 
 
 @pytest.mark.fault("see")
 def test_the_page_says_what_came_out_why_it_ran_how_long_it_took_and_where_to_look(done):
-    found = text(done, "http://127.0.0.1:5000")
+    served = PARAMS.register_.model_copy(update={"tracking_uri": "http://127.0.0.1:5000"})
+    found = "\n".join(report.page(done, PARAMS.model_copy(update={"register_": served})))
     assert found.startswith(f"# Rejected: run `01234567` of commit `{'c' * 12}`")
     for words in (
         "- because new data",
@@ -339,22 +307,25 @@ def test_the_page_says_what_came_out_why_it_ran_how_long_it_took_and_where_to_lo
         "m version 7 refused: why",
         "| train | Ran | 1:02:05 |\n| promote | Rejected | 0:00:01 |",
         "| d/p | CIDEr | 125.0 |",
-        "m version 7, MLflow run `r1`",
+        "m version 7, MLflow run `r`",
         "[the version](http://127.0.0.1:5000/#/models/m/versions/7)",
     ):
         assert words in found
     assert "METEOR" not in found
     (PARAMS.paths.report / "metrics.json").unlink()
-    assert "## Scores" not in text(done)
     done.error, done.decision, done.registration = "DvcError: stage train exited with 3", None, None
-    found = text(done)
-    assert found.startswith("# Failed")
+    found = "\n".join(report.page(done, PARAMS))
+    assert (found.startswith("# Failed"), "## Scores" in found) == (True, False)
     assert "DvcError: stage train exited with 3" in found
     assert f"Its worktree is kept: `{done.work.root}`" in found
 
 
 def test_the_page_is_an_artifact_a_file_of_the_checkout_and_where_the_run_made_something_a_commit(done, monkeypatch):
     kept: list[Any] = []
+
+    def refuse(**artifact: str) -> None:
+        raise ConnectionError("the server is gone")
+
     monkeypatch.setattr(report, "load_params", lambda path: PARAMS)
     monkeypatch.setattr(report, "create_markdown_artifact", lambda **artifact: kept.append(artifact))
     monkeypatch.setattr(archive, "commit", lambda *given: kept.append(given))
@@ -370,10 +341,6 @@ def test_the_page_is_an_artifact_a_file_of_the_checkout_and_where_the_run_made_s
     done.outcomes = dict.fromkeys(done.outcomes, "Skipped")
     report.publish(done, "Run 89abcdef")
     assert len(kept) == 4, "no commit"
-
-    def refuse(**artifact: str) -> None:
-        raise ConnectionError("the server is gone")
-
     monkeypatch.setattr(report, "create_markdown_artifact", refuse)
     report.publish(done, "Run 01234567")
     assert kept[4:] == ["the page of this run could not be kept: ConnectionError: the server is gone"]
@@ -383,12 +350,15 @@ def test_the_page_is_an_artifact_a_file_of_the_checkout_and_where_the_run_made_s
 
 
 def changes(status: dict[str, Any]) -> list[str]:
-    """The reasons in DVC's status, where the newest version is the checkpoint of `dvc.lock`."""
+    """The reasons in DVC's status, without the last: a version that is not registered."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "unregistered", lambda params: ["unregistered"])
-        *found, last = look_for_changes(status, None)
-    assert last == "unregistered"
+        found = look_for_changes(status, None)
+    assert found.pop() == "unregistered"
     return found
+
+
+DEPS, CHANGED = "train: changed deps:", {"params.yaml": {"models.m3diff": "x", "train.seed": "new"}}
 
 
 @pytest.mark.parametrize(
@@ -399,19 +369,8 @@ def changes(status: dict[str, Any]) -> list[str]:
         ({"train": [{"changed deps": {"code/train.json": "modified", "components/models": "new"}}]}, []),
         ({"train": ["changed command"]}, []),
         ({"code": [{"changed outs": {"data/x": "deleted"}}]}, []),
-        (
-            {"ingest@birds": [{"changed deps": {"data/01_raw/birds": "modified", "components/x": "modified"}}]},
-            ["ingest@birds: changed deps: data/01_raw/birds modified"],
-        ),
-        (
-            {
-                "train": [
-                    "changed command",
-                    {"changed deps": {"params.yaml": {"models.m3diff": "x", "train.seed": "new"}}},
-                ]
-            },
-            ["train: changed deps: params.yaml models.m3diff, train.seed"],
-        ),
+        ({"train": [{"changed deps": {"data/a": "modified", "components/x": "new"}}]}, [f"{DEPS} data/a modified"]),
+        ({"train": ["changed command", {"changed deps": CHANGED}]}, [f"{DEPS} params.yaml models.m3diff, train.seed"]),
         ({"train": [{"changed outs": {"data/05": "deleted"}}]}, ["train: changed outs: data/05 deleted"]),
     ],
 )
@@ -420,8 +379,7 @@ def test_changed_data_and_parameters_are_reasons_and_changed_code_alone_is_none(
 
 
 def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(trained_once, tmp_path, monkeypatch):
-    project = tmp_path / "toy"
-    shutil.copytree(trained_once, project, symlinks=True)
+    project = Path(shutil.copytree(trained_once, tmp_path / "toy", symlinks=True))
     monkeypatch.chdir(project)
     assert changes(dvc.status()) == []
     toy.change(project, "compute", workers=7)
@@ -432,10 +390,8 @@ def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(tr
     models["m3diff"]["rates"]["llm"] = 0.5
     toy.change(project, "models", **models)
     base.write_text("another base")
-    assert sorted(changes(dvc.status())) == [
-        "train: changed deps: data/00_base modified",
-        "train: changed deps: params.yaml models.m3diff",
-    ]
+    found = sorted(changes(dvc.status()))
+    assert found == [f"{DEPS} data/00_base modified", f"{DEPS} params.yaml models.m3diff"]
 
 
 @pytest.mark.parametrize(
@@ -463,3 +419,137 @@ def test_what_was_trained_and_not_registered_is_a_reason(monkeypatch, tmp_path, 
     found = list(unregistered(PARAMS))
     assert len(found) == bool(reason)
     assert all(text.startswith(reason) for text in found)
+
+
+# Notices
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("M3DIFF_NOTIFY", raising=False)
+    return tmp_path
+
+
+def test_a_notice_goes_to_an_address_of_apprise_once_and_the_latest_are_remembered(checkout, listener, monkeypatch):
+    monkeypatch.setattr(notices, "REMEMBERED", 2)
+    for key in ("a", "a", "b", "c", "c", "b"):
+        tell(pytest.fail, key, f"title {key}", "the text", checkout)
+    assert [(told["title"], told["message"]) for told in listener.got] == [(f"title {k}", "the text") for k in "abc"]
+    forget("b", checkout)
+    for key in ("b", "c"):
+        tell(pytest.fail, key, "what is over may be told again", "text", checkout)
+    assert len(listener.got) == 4
+    monkeypatch.delenv("M3DIFF_NOTIFY")
+    tell(pytest.fail, "d", "nobody is told", "and nothing waits")
+    monkeypatch.setenv("M3DIFF_NOTIFY", listener.address)
+    tell(pytest.fail)
+    assert len(listener.got) == 4
+
+
+def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(checkout, listener: Listener, caplog, capfd):
+    said: list[str] = []
+    listener.code = 500
+    tell(said.append, "a", "first", "text")
+    tell(said.append, "b", "second", "text")
+    assert "first: nobody was told, for M3DIFF_NOTIFY does not work" in said[0]
+    assert "2 notice(s) wait" in said[1]
+    listener.code = 200
+    for _ in range(2):
+        tell(said.append, checkout=checkout)
+    tell(said.append, "a", "first", "text")
+    assert [notice["title"] for notice in listener.got] == ["first", "second"]
+    everything = "".join([*said, caplog.text, *capfd.readouterr(), (checkout / FLOWS / "notices.json").read_text()])
+    assert "secret-word" not in everything
+
+
+@pytest.mark.parametrize("fault", ["nonsense://secret-word", "json://", "no-such-block/secret-word", "a full disk"])
+def test_a_wrong_address_and_a_full_disk_fail_nothing(checkout, monkeypatch, caplog, capfd, fault):
+    def refuse(*words: object) -> None:
+        raise OSError(f"secret-word, {words}")
+
+    said: list[str] = []
+    monkeypatch.setattr(notices.Block, "load", refuse)
+    monkeypatch.setenv("M3DIFF_NOTIFY", fault if "disk" not in fault else "json://")
+    if "disk" in fault:
+        monkeypatch.setattr(notices, "write_atomic", refuse)
+    tell(said.append, "a", "the title", "the text")
+    assert len(said) == 1 + ("disk" in fault)
+    assert "secret-word" not in "".join([*said, caplog.text, *capfd.readouterr()])
+
+
+def test_a_block_of_prefects_is_loaded_by_its_name(checkout, listener, monkeypatch):
+    block = AppriseNotificationBlock(url=listener.address)
+    monkeypatch.setattr(notices.Block, "load", {"custom-webhook/mine": block}.__getitem__)
+    monkeypatch.setenv("M3DIFF_NOTIFY", "custom-webhook/mine")
+    tell(pytest.fail, "a", "the title", "the text")
+    assert [notice["title"] for notice in listener.got] == ["the title"]
+
+
+@pytest.fixture
+def told(checkout, monkeypatch) -> list[tuple[str, str, str]]:
+    found: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(notices, "tell", lambda log, key, title, text, *rest: found.append((key, title, text)))
+    return found
+
+
+RUN = SimpleNamespace(id="0123", name="quiet-owl")
+STAGE = Failed(
+    message="Flow run encountered an exception: DvcError: stage validate exited with 3\nRunning stage 'validate':\n"
+    "rows 7, 9: reference is empty\nERROR: failed to reproduce 'validate': failed to run: x, exited with 3"
+)
+
+
+def test_a_failure_or_crash_of_every_flow_says_which_run_why_where_to_look_and_what_to_do(told):
+    for flow in (full, retrain, watch):
+        assert flow.on_failure_hooks == flow.on_crashed_hooks == [failed]
+    with temporary_settings({PREFECT_UI_URL: "http://ui:4200", PREFECT_API_URL: "http://api:4200/api"}):
+        failed(retrain, RUN, STAGE)
+    failed(full, RUN, Crashed(message="no heartbeat for 90 s"))
+    (key, title, text), (crash, crashed, goes_on) = told
+    assert (key, title) == ("0123 failed", "m3diff/retrain failed")
+    assert text.startswith(
+        "Run 'quiet-owl' of m3diff/retrain failed: DvcError: stage validate exited with 3 "
+        "rows 7, 9: reference is empty. http://ui:4200/runs/flow-run/0123 . "
+    )
+    assert f"worktree {FLOWS}/0123" in text
+    assert "prefect deployment run m3diff/retrain" in text
+    assert "\n" not in text
+    assert (crash, crashed) == ("0123 crashed", "m3diff/full crashed")
+    assert "crashed: no heartbeat for 90 s. " in goes_on
+    assert "started again by itself" in goes_on
+
+
+def test_looks_that_fail_for_the_same_reason_are_one_notice_for_another_one_more_and_a_long_error_is_cut(told):
+    for number, why in enumerate(["a.dvc: gone", "a.dvc: gone", "b.dvc: gone"]):
+        failed(watch, SimpleNamespace(id=number, name="x"), Failed(message=why))
+    keys = [key for key, _, _ in told]
+    assert keys[0] == keys[1] != keys[2]
+    assert all(key.startswith("watch ") for key in keys)
+    assert len(reason_of(Failed(message="x" * 10000))) < 500
+    assert reason_of(Failed()) == "failed: "
+
+
+@pytest.mark.fault("T10")
+@pytest.mark.parametrize(
+    ("outcome", "champion", "word", "then"),
+    [
+        ("refused", 1, "rejected", "The champion is as before (version 1); there is nothing to do"),
+        ("refused", None, "rejected", "There is no champion: choose one"),
+        ("promoted", 1, "promoted", "The champion before was 1; `m3diff rollback"),
+        ("first", None, "promoted", "m3diff rollback"),
+        ("unchanged", 1, "", ""),
+    ],
+)
+def test_a_decision_of_the_gate_is_told_with_its_numbers_and_the_reason_of_the_run(told, outcome, champion, word, then):
+    work = Workspace("0123", Path("w"), Path("checkout"), "abc", "tree", (), ())
+    decided(Done(work, ["new data"], decision=decision(outcome, champion)), print)
+    decided(Done(work, []), print)
+    if not word:
+        assert told == []
+        return
+    ((key, title, text),) = told
+    assert (key, title) == (f"0123 {word}", f"m3diff: a model was {word}")
+    assert f"m version 7 {outcome}: why. Run because new data. " in text
+    assert then in text
+    assert ("nothing to do" in text) == ("nothing to do" in then)

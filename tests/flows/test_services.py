@@ -1,25 +1,40 @@
-"""The servers and the worker for real: up, the deployment twice, down."""
+"""The servers and the worker for real: up, the deployment twice, down; and what the worker decides."""
 
+import asyncio
 import contextlib
+import importlib
 import json
 import os
-import shlex
-import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import anyio
 import httpx
 import psutil
 import pytest
+import yaml
+from prefect.cli.deploy._models import PrefectYamlModel
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelling, Completed, Crashed, Pending, Running, State, Submitting
 
-from infra import units
+from flows import notices
+from flows.watch import SETTLED_S
+from flows.worker import Worker
+from infra import services
 from m3diff.provenance.git import git
 from m3diff.registry.decisions import decisions
 from tests import toy
 from tests.browser import Watch, chromium
-from tests.servers import Machine, services_of, until
-from tests.toy import load_and_caption, store
+from tests.servers import Listener, Machine, ask_prefect, prefect_server, services_of, until
+from tests.toy import REPOSITORY, load_and_caption, store
 
 DATASETS = ("minichange", "minichange_free", "minichange_shifted")
 MADE = [f"{stage}@{name}" for stage in ("synthesize", "ingest") for name in DATASETS]
@@ -32,20 +47,18 @@ REPORTS = {"artifacts": {"key": {"any_": ["run-report"]}}}
 
 
 @pytest.fixture
-def machine(project: Path) -> Iterator[Machine]:
+def servers(project: Path) -> Iterator[Machine]:
     with services_of(project) as machine:
         yield machine
 
 
 @pytest.mark.fault("24", "32", "S1", "see")
 @pytest.mark.slow(120)
-def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reason(machine, tmp_path):
-    root = machine.root
+def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reason(servers, tmp_path):
+    machine, root = servers, servers.root
     assert machine.make("up").stdout.count("already up") == 4
     elsewhere = Machine(root).make("up")
-    assert elsewhere.returncode == 1
-    assert f"prefect is up already, on port {machine.prefect}; `make down` first" in elsewhere.stderr
-
+    assert (elsewhere.returncode, f"on port {machine.prefect}; `make down` first" in elsewhere.stderr) == (1, True)
     before = git("status", "--porcelain", cwd=root)
     assert machine.run_deployment("m3diff/full", "first") == ("Completed", RAN)
     (run,) = machine.runs("first")
@@ -94,59 +107,413 @@ def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reaso
     assert machine.make("down").stdout.count("not up") == 4
 
 
-@pytest.mark.slow(60)
-def test_what_the_unit_has_systemd_start_comes_up_with_the_environment_that_systemd_gives(project):
-    """systemd itself does not run in a test: its part is played by a process with the unit's folder and command."""
-    machine = Machine(project)
-    settings = project / "services" / "environment"
-    settings.parent.mkdir(exist_ok=True)
-    settings.write_text(f"M3DIFF_PREFECT_PORT={machine.prefect}\nM3DIFF_MLFLOW_PORT={machine.mlflow}\n")
-    settings.chmod(0o600)
-    given = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home())}
-    lines = units.unit().splitlines()
-    (line,) = [line for line in lines if line.startswith("ExecStart=")]
-    assert f"WorkingDirectory={project}" in lines
-    command = shlex.split(line.removeprefix("ExecStart="))
-    child = subprocess.Popen(command, cwd=project, env=given, start_new_session=True)
-    try:
-        until(lambda: machine.make("status").returncode == 0 or child.poll() is not None, 200)
-        assert machine.process("keeper").pid == child.pid
-        assert "run as a unit" in machine.make("down").stdout
-        assert machine.make("status").returncode == 0
-        assert machine.ask("/flow_runs/filter", SCHEDULED), "it made no deployments known"
-    finally:
-        family = [child.pid, *(each.pid for each in psutil.Process(child.pid).children(recursive=True))]
-        for pid in family:  # systemd ends the whole control group
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        child.wait()
-
-
-PREFECT = (
-    "/dashboard/runs/flows/deployments/work-pools/blocks/variables/automations/events/artifacts/concurrency-limits"
-)
+PREFECT = "/dashboard/runs/flows/deployments/work-pools/blocks/variables/automations/events/artifacts/settings"
+PREFECT += "/concurrency-limits"
 MLFLOW = ("", "#/experiments", "#/models", "#/models/m3diff", "#/models/m3diff/versions/1", "#/settings")
-QUIET_MS = 1500
 
 
 @pytest.mark.slow(90)
-def test_no_page_of_the_servers_asks_a_host_that_is_not_this_machine(machine):
-    machine.run_deployment("m3diff/full", "first")
-    prefect, mlflow = (f"http://127.0.0.1:{port}/" for port in (machine.prefect, machine.mlflow))
-    (run,) = machine.runs("first")
-    (report,) = machine.ask("/artifacts/filter", REPORTS)
+def test_no_page_of_the_servers_asks_a_host_that_is_not_this_machine(servers):
+    servers.run_deployment("m3diff/full", "first")
+    prefect, mlflow = (f"http://127.0.0.1:{port}/" for port in (servers.prefect, servers.mlflow))
+    (run,) = servers.runs("first")
+    (report,) = servers.ask("/artifacts/filter", REPORTS)
     ours = (f"runs/flow-run/{run['id']}", f"artifacts/artifact/{report['id']}")
     asked: dict[str, list[str]] = {}
     with chromium() as browser:
-        for address in [prefect + path for path in (*PREFECT.split("/"), "settings", *ours)] + [
-            mlflow + path for path in MLFLOW
+        for address in [
+            *(prefect + path for path in (*PREFECT.split("/"), *ours)),
+            *(mlflow + path for path in MLFLOW),
         ]:
             page = browser.new_page()
             watch = Watch(page)
             page.goto(address)
             page.wait_for_load_state("load")
-            page.wait_for_timeout(QUIET_MS)
+            page.wait_for_timeout(1500)
             assert page.inner_text("body").strip(), f"{address}: an empty page"
             page.close()
             asked[address] = watch.left
     assert {page: requests for page, requests in asked.items() if requests} == {}
+
+
+MINE = Path("data/01_raw/mine")
+CRASHED_S, GOES_ON_S = 120, 300
+OVER = {"Completed", "Failed", "Crashed", "Cancelled", "Skipped", "Rejected"}
+
+
+@contextmanager
+def without_schedules(root: Path, **environment: str) -> Iterator[Machine]:
+    """`make up`, and no runs of the schedules beside those that the test asks for."""
+    with services_of(root, **environment) as machine:
+        for name in ("retrain", "watch"):
+            found = machine.ask(f"/deployments/name/m3diff/{name}")
+            (schedule,) = found["schedules"]
+            machine.ask(f"/deployments/{found['id']}/schedules/{schedule['id']}", {"active": False}, "PATCH")
+        yield machine
+
+
+def missed(machine: Machine, deployment: str, run: str) -> Callable[[], str]:
+    """Let the server have a run of a schedule that was due an hour ago; its state once it ended."""
+    due, id_ = datetime.now(UTC) - timedelta(hours=1), machine.ask(f"/deployments/name/m3diff/{deployment}")["id"]
+    state = {"type": "SCHEDULED", "name": "Late", "state_details": {"scheduled_time": due.isoformat()}}
+    machine.ask(f"/deployments/{id_}/create_flow_run", {"name": run, "state": state, "tags": ["auto-scheduled"]})
+    return lambda: found if (found := machine.states(run)[0]) in OVER else ""
+
+
+@pytest.mark.slow(120)
+def test_a_late_run_runs_new_data_start_one_and_each_failure_is_told_once(project, listener: Listener):
+    """A stage checks a folder that people put files into; one file is bad."""
+    (project / MINE).mkdir(parents=True)
+    (project / MINE / "bad.csv").write_text("1")
+    toy.run(project, "dvc", "add", "-q", str(MINE))
+    check = f"for path in pathlib.Path('{MINE}').glob('bad*'): sys.exit(f'{{path.name}} row 7: no image')"
+    (project / "check.py").write_text(f"import pathlib, sys\n{check}\n")
+    graph = yaml.safe_load((project / "dvc.yaml").read_text())
+    graph["stages"] = {"check": {"cmd": "python check.py", "deps": [str(MINE)]}} | graph["stages"]
+    (project / "dvc.yaml").write_text(yaml.safe_dump(graph, sort_keys=False))
+    toy.commit(project, "a dataset of our own")
+    (project / MINE / "bad.csv").rename(project / MINE / "bad2.csv")  # in the checkout alone, until a look
+    renamed = time.monotonic()
+    with without_schedules(project, M3DIFF_DROP=str(MINE), M3DIFF_NOTIFY=listener.address) as machine:
+        assert until(missed(machine, "retrain", "night")) == "Failed"
+        time.sleep(max(0.0, renamed + SETTLED_S + 1 - time.monotonic()))
+        assert until(missed(machine, "watch", "look")) == "Completed"
+        assert git("diff", "--name-only", "HEAD", "runs/data", cwd=project) == f"{MINE}.dvc"
+        until(lambda: listener.got[1:])
+        assert until(missed(machine, "watch", "another look")) == "Skipped"
+        for told, file in zip(listener.got, ("bad.csv", "bad2.csv"), strict=True):
+            assert told["title"] == "m3diff/retrain failed"
+            assert f"stage check exited with 1 {file} row 7: no image. " in told["message"]
+            assert f"http://127.0.0.1:{machine.prefect}/runs/flow-run/" in told["message"]
+        assert "secret-word" not in (project / "services/worker.log").read_text()
+
+
+@pytest.fixture
+def machine(project: Path, tmp_path: Path, listener: Listener) -> Iterator[Machine]:
+    """A project whose last stage waits to be let go on."""
+    toy.replace_stage(project, "evaluate", toy.WAITS)
+    toy.commit(project, "a slow stage")
+    with services_of(project, TOY_MARKS=str(tmp_path), M3DIFF_NOTIFY=listener.address) as machine:
+        yield machine
+
+
+def history_of(machine: Machine, run: str) -> list[str]:
+    """The states that the run was in, by name."""
+    return [state["name"] for state in machine.ask(f"/flow_run_states/?flow_run_id={run}")]
+
+
+def of_worker(machine: Machine) -> list[psutil.Process]:
+    """The worker and all that runs under it."""
+    worker = machine.process("worker")
+    return [worker, *worker.children(recursive=True)]
+
+
+@pytest.mark.fault("04")
+@pytest.mark.slow(200)
+def test_a_run_whose_host_dies_is_crashed_within_two_minutes_and_goes_on_within_five_by_itself(machine, tmp_path):
+    """In the middle of a stage, which then begins again on a new worker and is let go on."""
+    run, marks = machine.begin("m3diff/full", "first")["id"], tmp_path
+    until((marks / "began").exists)
+    family, died = of_worker(machine), time.monotonic()
+    for process in family:
+        process.kill()
+    psutil.wait_procs(family, timeout=20)
+    (marks / "began").unlink()
+    until(lambda: "Crashed" in history_of(machine, run))
+    assert time.monotonic() - died < CRASHED_S
+    until((marks / "began").exists)
+    assert time.monotonic() - died < GOES_ON_S
+    (marks / "go").touch()
+    until(lambda: machine.states("first") == ["Completed"])
+    assert ((marks / "ended").read_text(), machine.runs("first")[0]["run_count"]) == ("once ", 2)
+    assert len(store(machine.root).search_model_versions("name = 'm3diff'")) == 1
+
+
+@pytest.mark.fault("W2")
+@pytest.mark.slow(120)
+def test_a_run_whose_worker_is_killed_before_it_began_crashes_is_told_and_keeps_no_place(machine, listener):
+    """The keeper starts the worker; m3diff/watch, one at a time, cancels what comes while one is at work."""
+    run = machine.begin("m3diff/watch", "first")["id"]
+    until(lambda: machine.runs("first")[0]["state_type"] == "PENDING")
+    for process in of_worker(machine):
+        process.kill()
+    until(lambda: machine.runs("first")[0]["state_type"] == "CRASHED")
+    machine.begin("m3diff/watch", "second")
+    until(lambda: machine.states("second")[0] in ("Completed", "Skipped"))
+    assert [told["title"] for told in listener.got if run in told["message"]] == ["m3diff/watch crashed"]
+    assert machine.make("status").returncode == 0
+
+
+PREFECT_YAML = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
+DEPLOYMENTS = {entry["name"]: entry for entry in PREFECT_YAML["deployments"]}
+
+
+@pytest.mark.fault("22", "m6", "29")
+def test_prefect_accepts_the_file_whose_flows_are_one_at_a_time_where_they_must_with_schedules_in_utc():
+    made = PrefectYamlModel.model_validate(PREFECT_YAML)
+    assert [deployment.name for deployment in made.deployments] == ["full", "retrain", "watch"]
+    for entry in DEPLOYMENTS.values():
+        module, _, function = entry["entrypoint"].rpartition(".")
+        flow = getattr(importlib.import_module(module), function)
+        assert (flow.name, entry["work_pool"]["name"]) == ("m3diff", services.POOL)
+        assert set(entry.get("parameters", {})) <= set(flow.parameters.properties)
+    one = {"limit": 1, "collision_strategy": "ENQUEUE"}
+    limits = {name: entry.get("concurrency_limit") for name, entry in DEPLOYMENTS.items()}
+    assert limits == {"full": None, "retrain": one, "watch": one | {"collision_strategy": "CANCEL_NEW"}}
+    (nightly,), (looks,) = DEPLOYMENTS["retrain"]["schedules"], DEPLOYMENTS["watch"]["schedules"]
+    assert nightly["timezone"] == looks["timezone"] == "UTC"
+    assert (len(nightly["cron"].split()), looks["interval"], looks["active"]) == (5, 900, True)
+
+
+# Deployments
+
+
+@pytest.mark.slow(10)
+def test_a_flow_loaded_as_prefect_does_finds_dvc_itself_and_not_the_module_of_its_name_beside_it():
+    code = (
+        "from prefect.flows import load_flow_from_entrypoint as load\n"
+        f"for entrypoint in {[entry['entrypoint'] for entry in DEPLOYMENTS.values()]}: assert load(entrypoint).name\n"
+        "from flows import dvc\n"
+        "with dvc.repository() as repo: print(repo.root_dir)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout.strip() == str(REPOSITORY), done.stderr
+
+
+NIGHTLY = {"cron": "30 4 * * *", "timezone": "UTC"}
+
+
+@pytest.mark.fault("W3")
+@pytest.mark.slow(120)
+def test_what_a_person_changed_stays_and_is_said_and_what_prefect_yaml_changes_arrives(project, tmp_path):
+    with prefect_server(tmp_path / "prefect") as environment:
+
+        def ask(method: str, path: str, body: Any = None) -> Any:
+            return ask_prefect(environment["PREFECT_API_URL"], method, path, body)
+
+        def deploy() -> str:
+            """Deploy as the keeper does; what it says."""
+            command = [sys.executable, str(REPOSITORY / "infra" / "services.py"), "deploy"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        def seen() -> list[Any]:
+            """The settings that a person can change, of everything that is made known."""
+            found = []
+            for name in DEPLOYMENTS:
+                entry = ask("GET", f"/deployments/name/m3diff/{name}")
+                for one in entry["schedules"]:
+                    one["schedule"].pop("anchor_date", None)
+                keys = ("active", "schedule", "parameters", "slug")
+                rules = [[one[key] for key in keys] for one in entry["schedules"]]
+                limit = (entry["global_concurrency_limit"] or {}).get("limit")
+                found.append((name, entry["paused"], limit, entry["concurrency_options"], rules))
+            pool, queue = ask("GET", "/work_pools/m3diff"), ask("GET", "/work_pools/m3diff/queues/default")
+            switched = [(one["name"], one["enabled"]) for one in ask("POST", "/automations/filter", {})]
+            return [*found, pool["is_paused"], pool["concurrency_limit"], queue["is_paused"], switched]
+
+        assert "stays" not in deploy() + deploy(), "nobody changed anything"
+        (project / "services" / "entries.json").unlink()  # as after an upgrade from a version that kept no record
+        full, retrain, watch = (ask("GET", f"/deployments/name/m3diff/{name}") for name in DEPLOYMENTS)
+        ask("PATCH", f"/deployments/{watch['id']}", {"paused": True})
+        ask("DELETE", f"/deployments/{watch['id']}/schedules/{watch['schedules'][0]['id']}")
+        ask("PATCH", f"/deployments/{full['id']}", {"concurrency_limit": 1})
+        mine = {"active": True, "schedule": NIGHTLY, "slug": "mine"}
+        ask("POST", f"/deployments/{full['id']}/schedules", [mine])
+        ask("PATCH", f"/deployments/{retrain['id']}", {"concurrency_limit": 3})
+        other = {"active": False, "schedule": NIGHTLY, "parameters": {"warm_start": True}}
+        ask("PATCH", f"/deployments/{retrain['id']}/schedules/{retrain['schedules'][0]['id']}", other)
+        ask("PATCH", "/work_pools/m3diff", {"is_paused": True, "concurrency_limit": 1})
+        ask("PATCH", "/work_pools/m3diff/queues/default", {"is_paused": True})
+        (automation,) = ask("POST", "/automations/filter", {})
+        ask("PATCH", f"/automations/{automation['id']}", {"enabled": False})
+        before = seen()
+        old = {key: automation[key] for key in ("trigger", "actions", "enabled", "description")}
+        ask("POST", "/automations/", old | {"name": "start crashed runs of m3diff again"})
+        for _ in range(2):
+            said = deploy()
+            assert seen() == before, "what an old automation did, the worker does now"
+            for words in ("m3diff/retrain", "m3diff/watch", "work pool m3diff"):
+                assert f"{words} stays as Prefect's page has it: " in said
+        assert "command" not in ask("GET", "/work_pools/m3diff")["base_job_template"]["job_configuration"]
+
+        file = project / "prefect.yaml"
+        file.write_text(
+            file.read_text().replace("limit: 1, collision_strategy: ENQ", "limit: 2, collision_strategy: ENQ")
+        )
+        deploy()
+        now = ask("GET", "/deployments/name/m3diff/retrain")
+        assert (now["global_concurrency_limit"]["limit"], now["schedules"][0]["active"]) == (2, True)
+        assert seen()[2] == before[2], "of another deployment, whose entry is as it was"
+
+
+DEPLOYED = {name: SimpleNamespace(id=uuid.uuid4(), name=name) for name in ("full", "retrain", "watch")}
+HERE, OTHER = {"prefect.worker.name": "here"}, {"prefect.worker.name": "another"}
+
+
+class Server:
+    """Prefect's API with one run, in this state for so many minutes. `heard`: its process tells that it works."""
+
+    def __init__(self, state: State, deployment: str, labels: dict, minutes: float, crashes: int, heard=False) -> None:
+        self.set: list[State[Any]] = []
+        self.crashes, self.gone, self.heard = crashes, False, heard
+        since = datetime.now(UTC) - timedelta(minutes=minutes)
+        of_state = {"state": state.model_copy(update={"timestamp": since}), "state_type": state.type}
+        deployed = DEPLOYED[deployment].id if deployment else None
+        ids = {"id": uuid.uuid4(), "flow_id": uuid.uuid4(), "deployment_id": deployed}
+        self.run = FlowRun(name="one", state_name=state.name, labels=labels, **of_state, **ids)
+
+    async def read_deployments(self, flow_filter: Any) -> list[Any]:
+        return [*DEPLOYED.values()]
+
+    async def read_flow_runs(self, flow_filter: Any, flow_run_filter: Any, sort: Any) -> list[FlowRun]:
+        return [self.run] if self.run.state_type in flow_run_filter.state.type.any_ else []
+
+    async def read_events(self, asked: Any, limit: int) -> Any:
+        assert asked.resource.id == [f"prefect.flow-run.{self.run.id}"]
+        return SimpleNamespace(events=[1] * self.heard)
+
+    async def read_flow_run_states(self, flow_run_id: uuid.UUID) -> list[State[Any]]:
+        return [*([Running(), Crashed()] * self.crashes)]
+
+    async def set_flow_run_state(self, flow_run_id: uuid.UUID, state: State[Any]) -> Any:
+        self.set.append(state)
+        return SimpleNamespace(status=SimpleNamespace(value="ACCEPT"))
+
+    async def get_scheduled_flow_runs_for_work_pool(self, **asked: Any) -> list[Any]:
+        if self.gone:
+            raise httpx.ConnectError("no answer")
+        return [SimpleNamespace(flow_run=self.run)]
+
+
+def ask(server: Server, what: Callable[[Worker], Coroutine[Any, Any, Any]], in_hand: bool = False) -> Any:
+    """The answer of a worker that has the run in hand, or not."""
+
+    async def work() -> Any:
+        worker = Worker(work_pool_name="m3diff", name="here", limit=2)
+        worker._client, worker._limiter = server, anyio.CapacityLimiter(2)  # type: ignore[assignment]
+        worker._has_successfully_synced, worker._runs_task_group = True, SimpleNamespace(start_soon=print)  # type: ignore[assignment]
+        if in_hand:
+            worker._limiter.acquire_on_behalf_of_nowait(server.run.id)
+        return await what(worker)
+
+    return asyncio.run(work())
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(notices, "tell", lambda log, key, title, *rest: found.append(title))
+    return found
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[[uuid.UUID], None]]:
+    """Starts a process that works for a run."""
+    with contextlib.ExitStack() as stack:
+
+        def start(run: uuid.UUID) -> None:
+            code = "print(1, flush=True); import time; time.sleep(60)"
+            given = os.environ | {"PREFECT__FLOW_RUN_ID": str(run)}
+            command: Any = [sys.executable, "-c", code]
+            one: Any = stack.enter_context(subprocess.Popen(command, env=given, stdout=subprocess.PIPE))
+            stack.callback(one.kill)
+            assert one.stdout.readline()
+
+        yield start
+
+
+LOST = {
+    "killed before it began": (Pending(), "watch", HERE, 2, 0, "CRASHED"),
+    "killed as it began": (Submitting(), "retrain", HERE, 2, 0, "CRASHED"),
+    "killed at work": (Running(), "full", HERE, 2, 0, "CRASHED"),
+    "killed at once, before it put its name to it": (Pending(), "retrain", {}, 2, 0, "CRASHED"),
+    "killed while it was cancelled": (Cancelling(), "full", HERE, 2, 0, "CANCELLED"),
+    "crashed": (Crashed(), "full", HERE, 0, 1, "SCHEDULED"),
+    "crashed a moment after it told that it works": (Crashed(), "full", HERE, 0, 1, True, "SCHEDULED"),
+    "crashed on another machine": (Crashed(), "retrain", OTHER, 30, 1, "SCHEDULED"),
+    "crashed twice": (Crashed(), "full", HERE, 0, 2, "SCHEDULED"),
+    "crashed thrice": (Crashed(), "full", HERE, 0, 3, "FAILED"),
+}
+LEFT = {
+    "another may be about to begin it": (Pending(), "retrain", {}, 0.5, 0),
+    "one of the same name is about to begin it": (Submitting(), "retrain", HERE, 0.5, 0),
+    "one of the same name has just begun it": (Running(), "full", HERE, 0.5, 0),
+    "one of the same name is at work on it": (Running(), "full", HERE, 600, 0, True),
+    "one of the same name ends it": (Cancelling(), "full", HERE, 10, 0, True),
+    "crashed, and its machine slept only": (Crashed(), "full", OTHER, 10, 1, True),
+    "another machine's, about to begin": (Submitting(), "watch", OTHER, 30, 0),
+    "another machine's, at work": (Running(), "full", OTHER, 600, 0),
+    "another machine's, being cancelled": (Cancelling(), "full", OTHER, 30, 0),
+    "its schedule starts it again": (Crashed(), "watch", HERE, 0, 1),
+    "of the day before": (Crashed(), "full", HERE, 1500, 1),
+    "no deployment's: a person's own process": (Running(), "", {}, 0, 0),
+    "at an end": (Completed(), "full", HERE, 0, 0),
+}
+
+
+@pytest.mark.fault("W2", "W4")
+@pytest.mark.parametrize("case", LOST)
+def test_a_run_whose_process_is_gone_ends_or_begins_again(case, told, process):
+    *given, want = LOST[case]
+    server = Server(*given)
+    for in_hand in (True, False):
+        assert server.set == [], "it is in hand"
+        ask(server, Worker.look_after_runs, in_hand)
+    assert [state.type.value for state in server.set] == [want]
+    ends = [state.lower() for state in (given[0].type.value, want) if state in ("CRASHED", "FAILED")]
+    assert told == [f"m3diff/{given[1]} {end}" for end in ends]
+    process(server.run.id)
+    ask(server, Worker.look_after_runs)
+    assert len(server.set) == 1, "a process of it is at work"
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_a_run_that_is_not_lost_is_left_alone(case: str, told: list[str]) -> None:
+    server = Server(*LEFT[case])
+    ask(server, Worker.look_after_runs)
+    assert server.set == []
+    assert told == (["m3diff/watch crashed"] if "its schedule" in case else [])
+
+
+@pytest.mark.fault("W1")
+@pytest.mark.parametrize("how", ["free", "in hand", "a process of it is left", "the server is gone"])
+def test_a_run_that_is_here_still_is_not_begun_again_and_the_worker_goes_on(how: str, process) -> None:
+    server = Server(Pending(), "full", {}, 0, 0)
+    server.gone = how == "the server is gone"
+    if how == "a process of it is left":
+        process(server.run.id)
+    begun = ask(server, Worker.get_and_submit_flow_runs, in_hand=how == "in hand")
+    assert [run.id for run in begun] == ([server.run.id] if how == "free" else [])
+
+
+@pytest.mark.fault("W4")
+@pytest.mark.parametrize("set_up", [True, False])
+def test_a_server_that_is_gone_ends_no_worker(set_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(self: Any) -> None:
+        raise httpx.ConnectError("no answer")
+
+    async def sync(worker: Worker) -> None:
+        worker.is_setup = set_up
+        await worker.sync_with_backend()
+
+    monkeypatch.setattr("prefect.workers.base.BaseWorker.sync_with_backend", refuse)
+    with contextlib.nullcontext() if set_up else pytest.raises(httpx.ConnectError):
+        ask(Server(Running(), "full", HERE, 0, 0), sync)
+
+
+PRINTS = "import sys, flows; sys.stdin.readline(); print('printed'); print('told', file=sys.stderr)"
+
+
+@pytest.mark.fault("W4")
+def test_a_flow_goes_on_where_the_worker_that_reads_what_it_prints_was_killed(tmp_path: Path) -> None:
+    log = tmp_path / "services/worker.log"
+    log.parent.mkdir()
+    log.write_text("before\n")
+    given = os.environ | {"PREFECT__FLOW_RUN_ID": str(uuid.uuid4()), "PYTHONPATH": str(REPOSITORY)}
+    command, pipes = [sys.executable, "-c", PRINTS], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    flow: Any = subprocess.Popen(command, env=given, cwd=tmp_path, stderr=subprocess.STDOUT, **pipes)
+    flow.stdout.close()
+    flow.communicate(b"\n", 60)
+    assert (flow.returncode, sorted(log.read_text().splitlines())) == (0, ["before", "printed", "told"])

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
@@ -147,7 +146,7 @@ def grown_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> C
 
 def copied(state: str) -> Callable[..., Registry]:
     @pytest.fixture
-    def fixture(grown_once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    def fixture(grown_once, tmp_path, monkeypatch) -> Registry:
         monkeypatch.chdir(tmp_path)
         return grown_once(state).copy(tmp_path)
 
@@ -222,7 +221,8 @@ class Team:
         self.database.parent.mkdir()
         shutil.copy(store, self.database)
         self.uri = f"sqlite:///{self.database}"
-        self.set("register", tracking_uri=self.uri)
+        self.client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        toy.change(self.project, "register", tracking_uri=self.uri)
         toy.run(self.project, "dvc", "remote", "add", "--default", "store", str(self.remote))
         toy.run(self.project, "git", "stash", "--include-untracked", "--quiet", "--", "dvc.lock")
         toy.commit(self.project, "a remote")
@@ -232,37 +232,17 @@ class Team:
         toy.run(self.project, "git", "remote", "add", "origin", str(self.origin))
         toy.run(self.project, "git", "push", "--quiet", "origin", "main")
 
-    def set(self, section: str, **values: object) -> None:
-        file = self.project / "params.yaml"
-        params = yaml.safe_load(file.read_text())
-        params[section] |= values
-        file.write_text(yaml.safe_dump(params, sort_keys=False))
-
     def run(self, name: str, seed: int | None = None) -> None:
         """Train, commit to runs/<name>, push commit and data, register; as a flow does."""
         toy.run(self.project, "git", "checkout", "--quiet", "-b", f"runs/{name}", "main")
         if seed is not None:
-            self.set("train", seed=seed)
+            toy.change(self.project, "train", seed=seed)
             toy.run(self.project, "dvc", "repro", "--quiet")
         toy.commit(self.project, f"run {name}")
         toy.run(self.project, "dvc", "push", "--quiet")
         toy.run(self.project, "git", "push", "--quiet", "origin", f"runs/{name}")
-        self.m3diff("register", flow_run=name)
-
-    def m3diff(self, *arguments: str, flow_run: str | None = None) -> None:
-        environment = os.environ | ({"M3DIFF_FLOW_RUN": flow_run} if flow_run else {})
-        command = [sys.executable, "-m", "m3diff", *arguments]
-        done = subprocess.run(command, cwd=self.project, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    def clone(self, folder: Path) -> Path:
-        """A fresh clone with a cache of its own, that knows of no run's branch yet."""
-        toy.run(folder, "git", "clone", "--quiet", "--single-branch", str(self.origin), "clone")
-        return folder / "clone"
-
-    @property
-    def client(self) -> MlflowClient:
-        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        command, given = [sys.executable, "-m", "m3diff", "register"], os.environ | {"M3DIFF_FLOW_RUN": name}
+        subprocess.run(command, cwd=self.project, env=given, stdout=subprocess.DEVNULL, check=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,34 @@
 """Promotion and the way back: which alias moves when, what is kept of a decision, a champion of another test set."""
 
 import re
+import shutil
 import subprocess
 import time
+from pathlib import Path
 
+import mlflow
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from mlflow.exceptions import MlflowException
 
-from m3diff.models.checkpoint import CheckpointError
+from m3diff.__main__ import main
+from m3diff.commands import rescore as module
+from m3diff.commands.rescore import score_model
+from m3diff.images.open import load_image
+from m3diff.models.checkpoint import CheckpointError, is_adapters
+from m3diff.models.generation import load_captioner
 from m3diff.provenance.dvc import dvc_hash
 from m3diff.provenance.git import who
 from m3diff.records.errors import DataError
+from m3diff.registry import tracking
 from m3diff.registry.decisions import decisions
-from m3diff.registry.lineage import PREDICT_CODE
+from m3diff.registry.lineage import PREDICT_CODE, hash_test_set
+from m3diff.registry.model_source import Source
+from m3diff.settings.load import load_params
+from m3diff.stages.register import stage
+from tests.faults import small
 from tests.registry.conftest import PAIRS, PROTOCOL, Registry, scores
 from tests.toy import REPOSITORY
 
@@ -21,25 +37,16 @@ from tests.toy import REPOSITORY
 def test_who_is_better_takes_over_and_who_is_not_is_refused_once_and_the_old_champion_stays_one_step_away(registry):
     with pytest.raises(DataError, match="run `m3diff register` first"):
         registry.decide()
-    aliases = []
-    for score, outcome, again in (
-        (1.0, "first", "unchanged"),
-        (0.5, "refused", "refused"),
-        (2.0, "promoted", "unchanged"),
+    for score, outcome, again, aliases in (
+        (1.0, "first", "unchanged", {"challenger": 1, "champion": 1}),
+        (0.5, "refused", "refused", {"challenger": 2, "champion": 1}),
+        (2.0, "promoted", "unchanged", {"challenger": 3, "champion": 3, "previous": 1}),
     ):
         registry.add(score)
         assert [registry.decide().outcome for _ in range(2)] == [outcome, again]
-        aliases.append(registry.aliases())
-    assert aliases == [
-        {"challenger": 1, "champion": 1},
-        {"challenger": 2, "champion": 1},
-        {"challenger": 3, "champion": 3, "previous": 1},
-    ]
-    assert [(entry.to, entry.outcome) for entry in registry.entries()] == [
-        (1, "first"),
-        (2, "refused"),
-        (3, "promoted"),
-    ]
+        assert registry.aliases() == aliases
+    decided = [(entry.to, entry.outcome) for entry in registry.entries()]
+    assert decided == [(1, "first"), (2, "refused"), (3, "promoted")]
     assert str(registry.decide()) == "m3diff version 3 unchanged: it is the champion already"
     for score, min_gain in ((2.0, 0.0), (2.005, 0.0), (2.05, 0.1), (float("nan"), 0.0)):
         registry.gate(min_gain=min_gain)
@@ -82,9 +89,6 @@ def test_a_challenger_without_scores_or_without_those_of_the_gate_is_refused(reg
     assert "champion" not in registry.aliases()
 
 
-# A champion of another test set
-
-
 @pytest.mark.fault("23", "S2")
 def test_a_champion_of_another_test_set_is_captioned_and_scored_again_and_its_scores_kept(registry, rescoring, capsys):
     decision = registry.decide()
@@ -118,13 +122,13 @@ def test_its_old_score_counts_for_nothing_nor_do_scores_without_those_of_the_gat
 
 
 def test_where_it_cannot_be_scored_again_the_challenger_is_refused_with_reason_and_remedy(registry, rescoring):
-    for error in (
-        MlflowException("no artifact"),
-        CheckpointError("damaged"),
-        FileNotFoundError("gone"),
-        DataError("no"),
-    ):
-        rescoring.error = error
+    for passing in (ConnectionError, BlockingIOError):
+        rescoring.error = passing("may pass by itself")
+        with pytest.raises(passing):
+            registry.decide()
+    assert registry.record() == ["first"]
+    for kind in (MlflowException, CheckpointError, FileNotFoundError, DataError):
+        rescoring.error = error = kind("gone")
         refused = registry.decide()
         assert refused.outcome == "refused"
         assert f"champion 1 has no scores on its test set (new) and cannot be scored there: {error}" in refused.reason
@@ -134,17 +138,6 @@ def test_where_it_cannot_be_scored_again_the_challenger_is_refused_with_reason_a
     assert refused.outcome == "refused"
     assert "hold third; restore it with `git checkout` and `dvc checkout`" in refused.reason
     assert (rescoring.calls, registry.aliases()) == ([], {"challenger": 2, "champion": 1})
-
-
-@pytest.mark.parametrize("error", [ConnectionError("worker died"), BlockingIOError("another process")])
-def test_what_may_pass_by_itself_is_no_refusal(registry, rescoring, error):
-    rescoring.error = error
-    with pytest.raises(type(error)):
-        registry.decide()
-    assert registry.record() == ["first"]
-
-
-# The way back: which version is champion after it, what is not promoted again, and how far it goes
 
 
 def play(registry: Registry, story: str) -> None:
@@ -246,17 +239,6 @@ STORIES = {
         promote     -> promoted
         rollback    -> 3
     """,
-    "nor without its version": """
-        delete 3
-        add 0.1
-        promote     -> refused: m3diff rollback --to 2 --why 'the alias was gone'
-        rollback    -> refused: m3diff rollback --to 2
-        rollback 2  -> 2
-        promote     -> refused
-        add 4.0
-        promote     -> promoted
-        rollback    -> 2
-    """,
     "one that is accepted can be rolled back, and without any champion the way on is said": """
         drop champion
         add 0.1
@@ -301,3 +283,92 @@ def test_a_champion_from_before_the_record_is_rolled_back_too_and_none_is_where_
         registry.add(score)
     play(registry, "rollback -> refused: there is nothing to roll back\nset champion 2\nset previous 1\nrollback -> 1")
     play(registry, "aliases -> champion 1\npromote -> refused: rolled it back")
+
+
+def test_a_version_captions_the_test_set_with_its_own_limit_and_its_scores_are_kept(registry, rescoring):
+    params, run = registry.params, registry.version(1).run_id
+    place, scores = score_model(params, "champion", Path("base"))
+    assert place == params.compute.scratch / "evaluated" / "m3diff-1"
+    assert scores == {"toy/total": {"CIDEr": 150.0}}
+    assert rescoring.calls == [("models:/m3diff/1/artifacts/checkpoint", 17, params.predict.batch_pairs)]
+    assert (place / "predictions/captions.txt").is_file()
+    kept = {found.path for found in registry.client.list_artifacts(run, "scored_again/new")}
+    assert kept == {f"scored_again/new/{name}" for name in ("scores.parquet", "metrics.json")}
+    (place / "older").touch()
+    rescoring.here = "old"
+    score_model(params, "champion", Path("base"))
+    assert registry.client.list_artifacts(run, "scored_again/old") == [], "its run has them"
+    assert not (place / "older").exists(), "made anew"
+    assert [file.name for file in place.parent.iterdir()] == ["m3diff-1"], "nothing half made is left"
+
+
+def test_of_a_folder_nothing_is_kept_and_adapters_are_led_to_their_base(registry, rescoring, monkeypatch, capsys):
+    folder, placed = Path(rescoring.download("of a folder")), []
+    monkeypatch.setattr(module, "find", lambda *given: Source("m3diff/sha256-1", folder, 64, Path("base")))
+    monkeypatch.setattr("m3diff.models.checkpoint.place_on_base", lambda *given: placed.append(given))
+    monkeypatch.setattr("m3diff.models.checkpoint.verify_loaded", lambda folder: {})
+    place, _ = score_model(registry.params, str(folder), Path("base"), Path("mine"))
+    assert (place, rescoring.calls[0][:2]) == (Path("mine"), ("of a folder", 64))
+    ((copied, _, base),) = placed
+    assert (copied.name, base) == ("checkpoint", Path("base"))
+    with pytest.raises(DataError, match="mine: exists; name a folder that does not"):
+        score_model(registry.params, str(folder), Path("base"), Path("mine"))
+    assert main(["--params", str(REPOSITORY / "profiles/embedded.yaml"), "evaluate", "--out", "mine"]) == 2
+    assert "--out and --base need --model" in capsys.readouterr().err
+
+
+@pytest.mark.fault("23")
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", ["merged", "adapters"])
+def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared(keeps, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    Path("components").symlink_to(REPOSITORY / "components")
+    Path("m3diff").symlink_to("components")
+    store = {"tracking_uri": "sqlite:///mlflow.db", "keeps": keeps}
+    small.write_params(tmp_path, tests=12, register=store, promote={"guards": {"unreadable": 0.0}})
+    for command in small.MADE:
+        assert main(command) == 0
+    params = load_params()
+    paths = params.paths
+    table = pq.read_table(paths.report / "scores.parquet")
+    better = pa.array([value + 1 for value in table["CIDEr"].to_pylist()])
+    challenger = table.set_column(table.schema.get_field_index("CIDEr"), "CIDEr", better)
+
+    with tracking.connected(params.register_.tracking_uri) as client:
+        experiment = tracking.experiment_id(client, "m3diff")
+        runs = [client.create_run(experiment).info.run_id for _ in range(2)]
+        model = stage.log_model(client, runs[0], params.register_, paths, 4, params.train.base)
+        kept = Path(mlflow.artifacts.download_artifacts(model)) / "artifacts/checkpoint"
+        assert is_adapters(kept) == (keeps == "adapters")
+        assert (kept / "model.safetensors").is_file() == (keeps == "merged")
+        pair = {side: str(next(Path("data/01_raw").rglob("*.png"))) for side in ("before", "after")}
+        images = (load_image(pair["before"]), load_image(pair["after"]))
+        whole = load_captioner(paths.model / "checkpoint", 4).caption([images])
+        assert mlflow.pyfunc.load_model(model).predict(pd.DataFrame([pair])) == whole
+        mlflow.register_model(model, "m3diff", tags={"test_set.sha256": "old", "predict.max_new_tokens": "4"})
+        pq.write_table(challenger, "scores.parquet")
+        client.log_artifact(runs[1], "scores.parquet")
+        on = hash_test_set(paths)
+        client.create_model_version("m3diff", "file:///nowhere", runs[1], tags={"test_set.sha256": on})
+        for alias, version in (("champion", "1"), ("challenger", "2")):
+            client.set_registered_model_alias("m3diff", alias, version)
+
+        shutil.rmtree(paths.model)
+        capsys.readouterr()
+        assert main(["promote"]) == 0
+        said = capsys.readouterr().out
+        assert "promote: champion 1 has no scores on this test set" in said
+        assert "gain +1.0000, 95 % interval +1.0000 to +1.0000 over 24 pairs; the lower bound exceeds 0" in said
+        place = f"scored_again/{on:.12}/scores.parquet"
+        assert pq.read_table(client.download_artifacts(runs[0], place)).equals(table)
+        assert main(["evaluate", "--model", "previous", "--out", "old"]) == 0
+        said = capsys.readouterr().out
+        assert "minichange/total, times 100: CIDEr " in said
+        assert said.endswith("report: old/report/report.html\n")
+        assert pq.read_table("old/report/scores.parquet").equals(table)
+        assert (paths.report / "report.html").is_file()
+        assert not paths.model.exists(), "what the run left is as it was"
+        aliases = client.get_registered_model("m3diff").aliases
+        found = {alias: int(version) for alias, version in aliases.items()}
+        assert found == {"challenger": 2, "champion": 2, "previous": 1}

@@ -1,9 +1,7 @@
 """Registrations as processes of their own, forked from one that has imported what they need, and killed where asked.
 
-Run as a script inside the toy project it reads a request a line and answers with the forks' exit codes. A request names
-the project's folder, how many register at the same moment, before which durable write they are killed, and whether
-they share the machine's lock. Durable writes are commits to the database that change it, and files of artifacts; of a
-folder of artifacts the first file is a write of its own, so that a folder can be cut in two.
+Run as a script inside the toy project it reads a request a line and answers with the forks' exit codes. Durable writes
+are commits to the database that change it, and files of artifacts; the first file of a folder is a write of its own.
 """
 
 import contextlib
@@ -28,12 +26,10 @@ class Forks:
     def __init__(self, project: Path) -> None:
         environment, pipe = os.environ | {"PYTHONPATH": str(project)}, subprocess.PIPE
         command = [sys.executable, "-u", __file__]
-        self.process = subprocess.Popen(command, cwd=project, env=environment, stdin=pipe, stdout=pipe, text=True)
+        self.process: Any = subprocess.Popen(command, cwd=project, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def register(self, root: Path, at_once: int = 1, kill_at: int | None = None, lock: bool = True) -> list[int]:
         """Exit codes of registrations in `root`; 137: killed."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         request = {"root": str(root), "at_once": at_once, "kill_at": kill_at, "lock": lock}
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
