@@ -15,7 +15,7 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, packing
 from m3diff.stages.train.engine import check_packing
 from m3diff.stages.train.packing import PAD, pack
-from tests.gpu.choices import small
+from tests.gpu.test_gpu import small
 from tests.stages.train.toy import run, started
 from tests.tiny import SIDE
 
