@@ -377,9 +377,7 @@ JAVA = """echo 'openjdk version "17.0.15" 2025-04-15' >&2"""
         ({}, [f"needs {name}" for name in ("Java 17", "git", "a C++ compiler")]),
     ],
 )
-def test_a_machine_that_has_everything_passes_and_all_that_is_missing_broken_or_too_old_is_named(
-    tmp_path, tools, words
-):
+def test_a_machine_that_has_everything_passes_and_what_is_missing_broken_or_old_is_named(tmp_path, tools, words):
     done = checked(machine(tmp_path / "bin", **tools))
     assert (done.returncode, done.stdout, bool(done.stderr)) == (bool(words), "", bool(words))
     assert [word for word in words if word not in done.stderr] == []

@@ -44,10 +44,6 @@ from tests.stages.register.forks import KILLED, Forks
 from tests.toy import change, store
 
 
-def table_of_models() -> list[dict[str, Any]]:
-    return versions.models(load_params().register_, toy.TOTAL, ["CIDEr"])
-
-
 class Opened:
     """A registry over the project's store; `register` stores no files."""
 
@@ -112,7 +108,7 @@ def test_one_training_leaves_one_run_and_one_version_with_parameters_curves_scor
     assert main(["models"]) == 0
     head, row, *_ = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["version", "aliases", "registered", "CIDEr"]
-    (listed,) = table_of_models()
+    (listed,) = versions.models(load_params().register_, toy.TOTAL, ["CIDEr"])
     commit = toy.run(opened.root, "git", "rev-parse", "HEAD").strip()
     number, alias, _, _, cider, *_ = row.split()
     assert (number, alias, cider) == ("1", "challenger", "124.0")
