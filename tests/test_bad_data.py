@@ -20,7 +20,6 @@ Change = Callable[[Path], Any]
 
 
 def write_own(root: Path) -> Path:
-    """A collection of one's own, three pairs in CSV and in JSON Lines."""
     rows = [{"before": f"{n}.png", "after": f"{n}_2.png", "captions": "it fell", "split": "train"} for n in range(3)]
     for number in range(3):
         save_picture(root / f"{number}.png", number)
@@ -61,12 +60,10 @@ def edit(name: str, change: Callable[[Any], Any]) -> Change:
 
 
 def caption(value: Any) -> Change:
-    """CLEVR-Change's captions of one pair are `value`."""
     return edit(CAPTIONS, lambda captions: captions.update({KEY: value}))
 
 
 def without(root: Path) -> Path:
-    """The place of an image that is taken away."""
     (root / IMAGE).rename(root.parent / "elsewhere.png")
     return root / IMAGE
 
@@ -104,12 +101,7 @@ QUARANTINED: list[tuple[str, str, Change, str]] = [
     ("an image of zero bytes", "clevr", put(IMAGE, b""), r"after: .*000005\.png is empty \(0 bytes\)"),
     ("an image cut short", "clevr", cut(IMAGE, 70), r"000005\.png does not decode"),
     ("an image missing", "clevr", without, r"png is missing"),
-    (
-        "too many pixels",
-        "clevr",
-        save_large,
-        r"has 3000x2000 pixels, 9,000,000 padded to a square, more than 1,000,000",
-    ),
+    ("too many pixels", "clevr", save_large, r"has 3000x2000 pixels, 9,000,000 padded to a square, more"),
     ("a symbolic link to itself", "clevr", lambda r: without(r).symlink_to(r / IMAGE), r"Too many levels of symbolic"),
     (
         "a link out of the root",
@@ -157,7 +149,6 @@ TAKEN: list[tuple[str, str, Change]] = [
 
 
 def build(tmp_path: Path, layout: str, change: Change) -> Callable[[], Any]:
-    """Write the sound layout, damage it, and return its ingest."""
     write, reader, options = LAYOUTS[layout]
     root = write(tmp_path / "raw")
     change(root)

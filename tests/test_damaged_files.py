@@ -46,7 +46,6 @@ CASES = [
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A base, and tables with one row, as the stages leave them."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(BASE, HERE)
     sample = {"id": "minichange/0#0", "pair": "minichange/0", "dataset": "minichange", "split": "train"}

@@ -18,13 +18,8 @@ from m3diff.stages.code.stage import named
 from tests import toy
 from tests.toy import REPOSITORY
 
-GRAPH = {
-    name: entry.get("do", entry)
-    for name, entry in yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"].items()
-}
-
-
-# Code
+LOOPED = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
+GRAPH = {name: entry.get("do", entry) for name, entry in LOOPED.items()}
 
 
 def dependencies(stage: str) -> set[str]:
@@ -74,9 +69,6 @@ def test_dvc_lock_is_of_the_committed_code_and_parameters():
     assert {name.partition("@")[0] for name in stages} == GRAPH.keys() - {"augment"}
 
 
-# Paths
-
-
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
@@ -94,9 +86,8 @@ def test_every_path_in_params_yaml_is_a_dependency_or_an_output_by_interpolation
     params = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
     named = {name for name, value in leaves(params) if isinstance(value, str) and "/" in value}
     named = {name for name in named if not name.startswith(NO_DATA)}
-    looped = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"].values()
     used = set()
-    for stage in looped:
+    for stage in LOOPED.values():
         text = yaml.safe_dump({key: stage.get("do", stage).get(key) for key in ("deps", "outs", "metrics", "plots")})
         used |= set(re.findall(r"\$\{([\w.]+)\}", text))
         section = stage.get("foreach", "").strip("${}")
@@ -110,9 +101,6 @@ def params_at(params: dict[str, Any], section: str) -> dict[str, Any]:
     for key in section.split("."):
         params = params[key]
     return params
-
-
-# What reruns
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +137,6 @@ def add_dataset(root: Path, name: str) -> None:
 
 
 def append_to(*paths: str, text: str = "# a comment") -> Callable[[Path], None]:
-    """Add a line to files that must be there."""
-
     def change(root: Path) -> None:
         for path in paths:
             rewrite(root / path, f"{(root / path).read_text()}\n{text}\n")
@@ -163,7 +149,6 @@ def set_to(place: str, value: Any) -> Callable[[Path], None]:
 
 
 def draw_anew(number: int) -> Callable[[Path], None]:
-    """Another picture in place of one image of the dataset from outside."""
     image = Image.new("RGB", (8, 8), (7, 7, 7))
     return lambda root: image.save(root / "data/01_raw/real/sc_images" / f"{number}.png")
 
@@ -182,12 +167,8 @@ def templates(folder: str) -> list[str]:
 ADDED = "ADDED = 1"
 CONVERT, TRAIN = ["convert", "train", "predict", "evaluate"], ["train", "predict", "evaluate"]
 INGEST = ["ingest@real", "validate"]
-OF_NO_STAGE = (
-    set_to("compute.workers", 7),
-    set_to("models.no_module.rates.llm", 0.5),
-    set_to("promote.min_gain", 0.5),
-    set_to("pretrain.seed", 7),
-)
+PLACES = ("compute.workers", "models.no_module.rates.llm", "promote.min_gain", "pretrain.seed")
+OF_NO_STAGE = tuple(set_to(place, 7) for place in PLACES)
 OF_CODE_ALONE = (
     append_to("components/stages/train/loop.py"),
     append_to("components/commands/plan/plan.py", "components/models/onediff.py", text=ADDED),
@@ -205,11 +186,6 @@ CHANGES: dict[str, tuple[tuple[Callable[[Path], None], ...], list[str], list[str
     "grammar": ((append_to("data/01_raw/real/grammar.json"),), INGEST[:1], [*INGEST, "evaluate"]),
     "image that trains": ((draw_anew(0),), INGEST[:1], [*INGEST, *CONVERT]),
     "image that only tests": ((draw_anew(3),), INGEST[:1], [*INGEST, "convert", "predict", "evaluate"]),
-    "note beside the images": (
-        (lambda root: rewrite(root / "data/01_raw/real/images/note.txt", "new"),),
-        INGEST[:1],
-        INGEST[:1],
-    ),
     "test-only dataset": (
         (add_test_only_dataset,),
         ["code", "ingest@birds", "validate", "convert"],
@@ -221,14 +197,7 @@ CHANGES: dict[str, tuple[tuple[Callable[[Path], None], ...], list[str], list[str
         ["code", "train", "predict"],
     ),
     "report's template": ((append_to(*templates("stages/evaluate")),), ["code", "evaluate"], ["code", "evaluate"]),
-    "learning rate": ((set_to("models.m3diff.rates.llm", 0.5),), ["train"], TRAIN),
     "model to train": ((set_to("train.model", "no_module"),), ["code", "train"], ["code", *TRAIN]),
-    "dataset's entry": (
-        (set_to("ingest.datasets.real.follow_links", True),),
-        ["code", *INGEST, "convert"],
-        ["code", *INGEST, "convert"],
-    ),
-    "pages of predictions in the report": ((set_to("evaluate.gallery", 7),), ["evaluate"], ["evaluate"]),
 }
 
 

@@ -17,13 +17,8 @@ from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "deviations.md"
-PROFILES = {
-    "The profile paper": "paper",
-    "By the letter": "paper-letter",
-    "OneDiff": "onediff",
-    "BLIP2IDC": "blip2idc",
-    "The embedded run": "embedded",
-}
+PROFILES = {"The profile paper": "paper", "By the letter": "paper-letter", "The embedded run": "embedded"}
+PROFILES |= {"OneDiff": "onediff", "BLIP2IDC": "blip2idc"}
 SECTIONS = ("paths", "models", "pretrain", "ingest", "validate", "convert", "train", "predict", "evaluate", "compute")
 
 
@@ -36,13 +31,11 @@ def profile(name: str) -> Path:
 
 
 def named(title: str) -> list[tuple[str, Any]]:
-    """The parameters of a section of the page, `path: value` each, with their values."""
     codes = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[\w.]+): ([^`]+)`", section(title))
     return [(path, yaml.safe_load(value)) for path, value in codes]
 
 
 def value_of(params: Params, path: str) -> Any:
-    """The value of a profile there, as YAML would hold it."""
     value: Any = params
     for key in path.split("."):
         value = value[key] if isinstance(value, dict) or hasattr(value, "keys") else getattr(value, key)

@@ -2,7 +2,6 @@
 through every stage."""
 
 import ast
-import dataclasses
 import importlib.util
 import json
 import re
@@ -11,23 +10,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import nbformat
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from jupyter_client import AsyncKernelManager
+from nbclient import NotebookClient
 from pydantic import TypeAdapter
 
 from m3diff.__main__ import main
 from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import DatasetSpec, Protocol
+from m3diff.datasets.spec import DatasetSpec
 from m3diff.models import FAMILIES
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.protocols import select
 from m3diff.settings.load import load_params
 from m3diff.stages.ingest.params import DatasetEntry
-from tests.tiny import tiny_base
+from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
 BLOCK = re.compile(r"```(?:python|yaml)\n# (?P<place>[^\s,]+)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
@@ -40,7 +41,6 @@ def page() -> str:
 
 @pytest.fixture(scope="module")
 def blocks(page) -> list[tuple[str, str]]:
-    """(file, text) of every block."""
     found = [(match["place"], match["code"]) for match in BLOCK.finditer(page)]
     assert len(found) == page.count("```") // 2, "every block names its file in its first line"
     return found
@@ -68,14 +68,12 @@ def code(blocks, tmp_path, monkeypatch):
 
 
 def line(blocks: list[tuple[str, str]], place: str) -> dict[str, str]:
-    """The one line of a list, as a dictionary of one entry."""
     text = next(text for file, text in blocks if file == place)
     assert len(text.splitlines()) == 1
     return ast.literal_eval(f"{{{text}}}")
 
 
 def section(blocks: list[tuple[str, str]], key: str) -> dict[str, Any]:
-    """The block of params.yaml that has this key."""
     found = [yaml.safe_load(text) for file, text in blocks if file == "params.yaml"]
     return next(entry for entry in found if key in entry)
 
@@ -107,32 +105,6 @@ def entry(kitchen, blocks, tmp_path) -> DatasetEntry:
     return DatasetEntry.model_validate(section(blocks, "kitchen")["kitchen"] | {"root": root})
 
 
-def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, blocks):
-    from tests.scoring import bench
-
-    text = [text for file, text in blocks if file == "components/datasets/kitchen.py"][1]
-    names: dict[str, Any] = {"Protocol": Protocol}
-    exec(text, names)
-    changed = dataclasses.replace(kitchen, protocols=names["PROTOCOLS"])
-    pair = bench.pairs()[0]
-    pairs = [dataclasses.replace(pair, id=f"kitchen/{number}", dataset="kitchen") for number in (4, 7, 8)]
-    found = {one.name: [pair.id for pair in one.pairs] for one in select(pairs, {"kitchen": changed})}
-    assert found == {"kitchen/even": ["kitchen/4", "kitchen/8"], "kitchen/test": [pair.id for pair in pairs]}
-
-
-def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
-    from m3diff.stages.augment.source import Rejected
-    from m3diff.stages.augment.stage import make_edits
-    from tests.stages.augment.toys import ToyWriter, edits, original
-
-    originals = [original(tmp_path, "one", "make it grey"), original(tmp_path, "two", "add a cat")]
-    cfg = edits(tmp_path, tmp_path / "out", edits=1, paraphrases={})
-    editor = code("components/stages/augment/faded.py").FadedEditor()
-    made = make_edits(cfg, originals, Rejected(), editor, ToyWriter(), tmp_path / "into")
-    assert [pair.id for pair in made.pairs] == ["one-0"]
-    assert made.rejected == {"cannot be carried out": 1}
-
-
 def test_the_stage_of_the_page_counts_words(code, blocks, tmp_path):
     cfg = code("components/stages/vocabulary/params.py").Vocabulary(**section(blocks, "vocabulary")["vocabulary"])
     references = [["The cup is gone", "the cup left"], ["it IS gone"]]
@@ -148,20 +120,6 @@ def settings(code, blocks, monkeypatch) -> Any:
     ((name, module),) = line(blocks, "components/models/__init__.py").items()
     monkeypatch.setitem(FAMILIES.data, name, module)
     return TypeAdapter(FAMILIES[name].settings).validate_python(section(blocks, "small_gpu")["small_gpu"])
-
-
-def test_the_family_of_the_page_is_planned_and_trains_adapters_in_both(settings):
-    from m3diff.commands.plan.plan import parameters_of
-    from m3diff.models.tuning import meta_model
-
-    family = FAMILIES[settings.family]
-    base = REPOSITORY / "data" / "00_base"
-    config = family.planned_config(base, settings)
-    found = parameters_of(meta_model(config, family, settings, "fp32"), family)
-    width, layers = config.vision_config.hidden_size, config.vision_config.num_hidden_layers
-    assert found["vision"] == layers * 4 * 8 * (width + width)  # four linears a layer, rank 8
-    assert found["vision (frozen)"] > found["vision"]
-    assert found["llm"] > 0
 
 
 def test_every_file_that_the_page_names_is_there(page):
@@ -228,3 +186,51 @@ def test_a_dataset_a_metric_and_a_family_from_outside_go_through_every_stage(par
     assert metrics["CIDEr"] == pytest.approx(scores["CIDEr"].mean())
     assert metrics["length"] == pytest.approx(scores["length"].mean())
     assert "length" in (paths.report / "report.html").read_text()
+
+
+NOTEBOOK = REPOSITORY / "docs" / "notebook.ipynb"
+PAIRS = 14
+
+
+def outputs(cell: nbformat.NotebookNode) -> str:
+    return "".join(out.get("text", "") or str(out.get("data", {}).get("text/plain", "")) for out in cell.outputs)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project in small as `make run` leaves it."""
+    root = tmp_path_factory.mktemp("project")
+    (root / "params.yaml").touch()
+    tiny_checkpoint(tiny_base(root / "base"), root / "data/05_model/checkpoint")
+    rows = []
+    for number in range(PAIRS):
+        sides = [root / f"{number}-{side}.png" for side in (0, 1)]
+        for side, path in enumerate(sides):
+            noise_image(2 * number + side, (64, 48)).save(path)
+        row = {"id": f"mini/{number:02d}.png", "split": "test" if number else "train"}
+        row |= {"before": str(sides[0]), "after": str(sides[1])}
+        row |= {"references": ["a noise became another", f"noise {number}"]}
+        rows.append(row | {"change_types": ["none"] if number == 1 else ["colour"]})
+    (root / "data/03_clean").mkdir(parents=True)
+    pl.DataFrame(rows).write_parquet(root / "data/03_clean/records.parquet")
+    (root / "docs").mkdir()
+    return root
+
+
+@pytest.mark.slow(35)
+def test_every_cell_runs_and_gives_captions_an_overlay_and_scores(project):
+    notebook = nbformat.read(NOTEBOOK, 4)
+    kernel = AsyncKernelManager(transport="ipc", ip=str(project / "kernel"))  # sockets there; no port is opened
+    NotebookClient(notebook, km=kernel, timeout=200, resources={"metadata": {"path": str(project / "docs")}}).execute()
+    said = {cell.id: outputs(cell) for cell in notebook.cells if cell.cell_type == "code"}
+    table, scores = (next(text for text in said.values() if word in text) for word in ("first reference", "CIDEr"))
+    captions = json.loads((project / "runs/notebook/predictions.json").read_text())
+    assert len(captions) == 12
+    assert not {"mini/00.png"} & captions.keys(), "a pair that trains"
+    assert all(name in table for name in captions)
+    assert table.count("a noise became another") == 12
+    assert "pairs 12; references a pair 2.00" in scores
+    shown = [out.data for cell in notebook.cells for out in cell.get("outputs", []) if "data" in out]
+    assert sum("image/png" in data for data in shown) == 1
+    sheets = sorted(str(path.relative_to(project / "runs/notebook")) for path in project.rglob("notebook/**/*.png"))
+    assert sheets == sorted(f"{name}.png" for name in captions)

@@ -99,20 +99,7 @@ def test_answers_come_in_the_order_of_the_questions_whatever_comes_first(server,
     assert "secret" not in (tmp_path / "answers.jsonl").read_text()
 
 
-def test_images_are_sent_before_the_text_in_their_order(server, tmp_path):
-    images = picture(tmp_path / "a.png"), picture(tmp_path / "b.jpg", "blue")
-    endpoint(server, tmp_path).ask([Question("what changed?", images, system="be brief", seed=5)], "test")
-    (body,) = server.asked
-    system, user = body["messages"]
-    assert system == {"role": "system", "content": "be brief"}
-    *urls, text = [part.get("text") or part["image_url"]["url"] for part in user["content"]]
-    assert (text, urls) == ("what changed?", [data_url(image) for image in images])
-    assert [url.partition(";")[0] for url in urls] == ["data:image/png", "data:image/jpeg"]
-    assert (body["seed"], "max_tokens" in body) == (5, False)
-
-
 def smooth(path: Path, size: tuple[int, int] = (96, 64), mode: str = "RGB", **options: Any) -> Path:
-    """A photograph with what a camera writes, turned by a quarter."""
     exif, text = Image.Exif(), PngInfo()
     exif[0x010F], exif[0x0112] = "A camera", 6
     exif.get_ifd(0x8825).update({1: "N", 2: (52.0, 31.0, 12.0)})
@@ -145,14 +132,6 @@ def test_an_image_is_sent_as_the_projects_models_see_it_without_what_the_camera_
     assert difference.mean() < (1 if kind == "jpeg" else 1e-9)
     assert not any(word in data for word in (b"A camera", b"at home", b"Exif", b"eXIf", b"ICC", b"iCCP", b"a film"))
     assert kind == "png" or len(data) < 1.1 * path.stat().st_size
-
-
-def test_half_a_character_in_a_question_is_asked_as_a_question_mark(server, tmp_path):
-    for _ in range(2):
-        texts = [Question("the cup \ud83d went", system="say \udc00")]
-        assert endpoint(server, tmp_path).ask(texts, "test") == [YES]
-    (body,) = server.asked
-    assert [part["content"] for part in body["messages"]] == ["say ?", "the cup ? went"]
 
 
 def test_a_question_is_asked_once_in_one_run_and_in_the_next(server, tmp_path):
@@ -205,9 +184,7 @@ def test_a_server_that_puts_off_is_asked_again_after_the_time_it_names(server, t
         ("They think the cup < 3 went.", ("text", "They think the cup < 3 went.")),
     ],
 )
-def test_refusals_empty_and_truncated_answers_are_told_apart_without_thoughts_and_are_answers(
-    reply, answer, server, tmp_path
-):
+def test_refusals_empty_and_truncated_answers_are_told_apart_and_are_answers(reply, answer, server, tmp_path):
     server.replies = {"a?": [reply]}
     (found,) = ask(server, tmp_path, "a?")
     assert found.kind == answer[0]
@@ -229,7 +206,6 @@ def test_refusals_empty_and_truncated_answers_are_told_apart_without_thoughts_an
     ],
 )
 def test_what_is_no_answer_ends_the_run_and_what_was_answered_stays(reply, error, told, server, tmp_path):
-    """A wrong key, model or address is the user's; where every try fails, one may try again."""
     ask(server, tmp_path, "a?")
     server.replies = {"b?": [reply]}
     with pytest.raises(error, match=told):
@@ -253,7 +229,6 @@ def test_a_form_that_the_server_takes_of_no_question_is_the_users(server, tmp_pa
 
 @pytest.mark.parametrize(("first", "status"), [("a?", 400), ("b?", 413), ("b?", 422)])
 def test_a_question_that_alone_is_not_taken_is_refused_by_the_server_and_ends_no_run(first, status, server, tmp_path):
-    """Whichever is answered first."""
     server.replies = {"b?": [(status, {"error": {"message": "too long"}})]}
     server.delays = {first: 0.2}
     taken, refused = ask(server, tmp_path, "a?", "b?")

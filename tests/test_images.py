@@ -4,6 +4,7 @@ import ast
 import contextlib
 import hashlib
 import io
+import os
 import random
 import re
 import struct
@@ -11,13 +12,20 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import polars as pl
 import pytest
 from PIL import EpsImagePlugin, Image
 
+from m3diff.images import cache as image_cache
+from m3diff.images import check as image_check
+from m3diff.images.cache import check_images
 from m3diff.images.check import check_image
 from m3diff.images.open import ImageError, load_image
+from m3diff.images.saliency import LEVELS, borders, fitted, outlined
+from tests.layouts import save_picture
 from tests.tiny import noise_image
 from tests.toy import REPOSITORY
 
@@ -174,12 +182,7 @@ SEEN = np.random.default_rng(4).integers(20, 230, (12, 12, 3))
 
 
 def tiff(bands: np.ndarray, *extra: int, **tags: list[int]) -> bytes:
-    """A TIFF by hand of bands [height, width, band], in 8 or 16 bits as they are; tags by name, pixel by pixel unless
-    `planar` is 2.
-
-    Args:
-        extra: what it says of the bands beyond the colours. 0: unspecified, 1: premultiplied alpha, 2: alpha.
-    """
+    """A TIFF by hand of bands [height, width, band]; extra bands are 0: unspecified, 1: premultiplied, 2: alpha."""
     height, width, count = bands.shape
     size = bands.dtype.itemsize
     data = (np.moveaxis(bands, 2, 0) if tags.get("planar") == [2] else bands).astype(bands.dtype.newbyteorder("<"))
@@ -268,10 +271,7 @@ LOST: dict[str, tuple[bytes, str]] = {
     "8 bits in 16 in colour": (tiff(DEEP), "nearly black"),
     "12 bits of 16 in colour, PNG": (png(16, 2, [(row * 16).astype(">u2").tobytes() for row in DEEP]), "nearly bl"),
     "12 bits and near infrared": (tiff(with_band(NEAR_INFRARED, SEEN, 16) * 16, 2), "nearly black"),
-    "a palette of 8 bits in 16": (
-        tiff(GREY.astype(np.uint8), photometric=[3], palette=[*range(256)] * 3),
-        "nearly black",
-    ),
+    "8 bits in a palette": (tiff(GREY.astype(np.uint8), photometric=[3], palette=[*range(256)] * 3), "nearly black"),
     "four bands of no colour": (tiff(with_band(9), 0, 0, 0, photometric=[1]), "TIFF of bands or bits"),
     "16 bits stored apart": (tiff(DEEP * 257, planar=[2]), "one after another"),
 }
@@ -341,9 +341,7 @@ def test_no_file_is_opened_without_the_formats_that_it_may_have() -> None:
 
 
 @pytest.mark.parametrize(("size", "limit"), [((1, 300), 89_999), ((300, 1), 89_999), ((300, 300), 89_999)])
-def test_the_square_that_an_image_is_padded_to_counts_and_is_seen_before_a_pixel_is_decoded(
-    size: tuple[int, int], limit: int, tmp_path: Path
-) -> None:
+def test_the_square_that_an_image_is_padded_to_counts_and_is_seen_before_a_pixel_is_decoded(size, limit, tmp_path):
     Image.new("1", size).save(tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
     (tmp_path / "a.png").write_bytes(data[: data.index(b"IDAT") + 6])  # nothing of a pixel is there
@@ -354,3 +352,256 @@ def test_the_square_that_an_image_is_padded_to_counts_and_is_seen_before_a_pixel
     (tmp_path / "a.png").write_bytes(data)
     assert load_image(tmp_path / "a.png", max_pixels=limit + 1).size == size
     assert load_image(tmp_path / "a.png", hashlib.sha256(data).digest(), limit).size == size, "validate has judged it"
+
+
+# The cache of checks
+
+
+def frame_of(folder: Path, *names: str) -> pl.DataFrame:
+    return check_images(pl.Series([str(folder / name) for name in names]), 10_000, folder / "cache.parquet", "test")
+
+
+def verdicts(folder: Path, *names: str, max_pixels: int = 10_000) -> list[str]:
+    paths = pl.Series([str(folder / name) for name in names])
+    frame = check_images(paths, max_pixels, folder / "cache.parquet", "test")
+    found = dict(frame.select("path", "verdict").iter_rows())
+    return [found[path] for path in paths]
+
+
+def encoded(format: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise((48, 48), 90).convert("RGB").save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.fault("15")
+def test_broken_files_are_told_apart(tmp_path):
+    noise = encoded("PNG")
+    cases = {
+        "empty.png": (b"", "is empty (0 bytes)"),
+        "text.png": (b"<html>404</html>", "does not decode: is of no known image format"),
+        "half.jpg": (encoded("JPEG")[:700], "does not decode: image file is truncated"),
+        "half.gif": (encoded("GIF")[:900], "does not decode"),
+        "flipped.png": (noise[:200] + bytes([noise[200] ^ 1]) + noise[201:], "does not decode: broken PNG file"),
+        "short.png": (png_chunks(16, 16, 8, 0, zlib.compress(b"\0" * 100)), "does not decode: image file is truncated"),
+        "bomb.png": (
+            png_chunks(60_000, 60_000, 8, 0, zlib.compress(b"\0" * 100)),
+            "has 60000x60000 pixels, 3,600,000,000 padded to a square, more than 10,000",
+        ),
+    }
+    for name, (data, _) in cases.items():
+        (tmp_path / name).write_bytes(data)
+    wanted = [want for _, want in cases.values()]
+    found = verdicts(tmp_path, *cases)
+    assert [verdict[: len(want)] for verdict, want in zip(found, wanted, strict=True)] == wanted
+
+
+@pytest.mark.fault("15")
+def test_what_is_no_file_is_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    found = verdicts(tmp_path, "pipe.png", "folder.png", "loop.png", "gone.png", "folder.png/a.png")
+    loop = "cannot be read: Too many levels of symbolic links"
+    assert found == ["is no regular file", "is no regular file", loop, "is missing", "is missing"]
+
+
+def test_a_check_has_digest_format_size_and_thumbnail_of_the_file(tmp_path):
+    image = Image.linear_gradient("L").resize((40, 24)).rotate(180)
+    image.save(tmp_path / "a.jpg", quality=90)
+    data = (tmp_path / "a.jpg").read_bytes()
+    check = check_image(str(tmp_path / "a.jpg"), 1600)
+    assert check[:6] == (str(tmp_path / "a.jpg"), hashlib.sha256(data).digest(), "ok", "JPEG", 40, 24)
+    assert check.thumb == Image.open(tmp_path / "a.jpg").convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
+    assert check.thumb[0] > 200 > 50 > check.thumb[63]
+    too_large = check_image(str(tmp_path / "a.jpg"), 1599)
+    told = "has 40x24 pixels, 1,600 padded to a square, more than 1,599; save it smaller"
+    assert too_large == (*check[:2], told, "JPEG", 40, 24, None)
+
+
+@pytest.fixture
+def read_paths(monkeypatch) -> list[list[str]]:
+    asked: list[list[str]] = []
+    real = image_cache._over_cores
+
+    def note(paths, *rest):
+        asked.append([Path(path).name for path in paths])
+        return real(paths, *rest)
+
+    monkeypatch.setattr(image_cache, "_over_cores", note)
+    return asked
+
+
+def test_only_new_and_changed_files_are_read_again_and_all_by_another_decoder(tmp_path, read_paths, monkeypatch):
+    names = [f"{number}.png" for number in range(4)]
+    for number, name in enumerate(names):
+        save_picture(tmp_path / name, number)
+    first = frame_of(tmp_path, *names)
+    assert frame_of(tmp_path, *names).equals(first)
+    save_picture(tmp_path / "2.png", 40, mode="RGBA")
+    os.utime(tmp_path / "1.png", ns=(1, 1))
+    save_picture(tmp_path / "4.png", 4)
+    again = frame_of(tmp_path, *names, "4.png")
+    assert read_paths == [names, ["1.png", "2.png", "4.png"]]
+    changed = [old != new for old, new in zip(first["digest"], again["digest"], strict=False)]
+    assert changed == [False, False, True, False]
+    monkeypatch.setattr(image_cache, "DECODER", "another")
+    verdicts(tmp_path, "0.png", "2.png")
+    assert read_paths[2:] == [["0.png", "2.png"]]
+
+
+def test_a_file_put_in_place_of_another_with_its_time_and_size_is_read(tmp_path):
+    save_picture(tmp_path / "a.bmp", 1)
+    save_picture(tmp_path / "b.bmp", 2)
+    os.utime(tmp_path / "b.bmp", ns=(5, 5))
+    os.utime(tmp_path / "a.bmp", ns=(5, 5))
+    (first,) = frame_of(tmp_path, "a.bmp")["digest"]
+    os.replace(tmp_path / "b.bmp", tmp_path / "a.bmp")
+    (second,) = frame_of(tmp_path, "a.bmp")["digest"]
+    assert first != second == hashlib.sha256((tmp_path / "a.bmp").read_bytes()).digest()
+
+
+def test_a_moved_image_is_known_by_its_content(tmp_path):
+    save_picture(tmp_path / "a.png", 1)
+    first = frame_of(tmp_path, "a.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes())
+    assert frame_of(tmp_path, "b.png").drop("path").equals(first.drop("path"))
+    cached = pl.read_parquet(tmp_path / "cache.parquet")
+    assert [Path(path).name for path in cached["path"].sort()] == ["a.png", "b.png"]
+    assert cached["decoder"].unique().to_list() == [image_check.DECODER]
+
+
+def test_a_limit_of_pixels_may_change_bad_files_are_not_cached_and_sound_ones_are_judged_again(tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    save_picture(tmp_path / "a.png", 1)
+    large = "has 16x16 pixels, 256 padded to a square, more than 255; save it smaller"
+    for limit, verdict in ((255, large), (256, "ok"), (255, large), (256, "ok")):
+        assert verdicts(tmp_path, "a.png", "bad.png", max_pixels=limit)[0] == verdict
+        cached = pl.read_parquet(tmp_path / "cache.parquet")["path"].to_list()
+        assert str(tmp_path / "bad.png") not in cached
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1 not parquet", "other columns", "other types"])
+def test_a_damaged_cache_is_only_read_anew(tmp_path, damage):
+    save_picture(tmp_path / "a.png", 1)
+    verdicts(tmp_path, "a.png")
+    cache = tmp_path / "cache.parquet"
+    if damage == "other columns":
+        pl.read_parquet(cache).drop("thumb").write_parquet(cache)
+    elif damage == "other types":
+        pl.read_parquet(cache).with_columns(pl.col("size").cast(pl.String)).write_parquet(cache)
+    else:
+        cache.write_bytes(damage)
+    assert verdicts(tmp_path, "a.png") == ["ok"]
+
+
+def test_images_are_dealt_to_a_cluster_in_batches_and_none_is_lost(tmp_path, monkeypatch):
+    """With a cluster of this process, which keeps order and counts; a real one is in the slow test."""
+
+    class Task:
+        def __init__(self, function):
+            self.function = function
+
+        def remote(self, *arguments):
+            batches.append(len(arguments[0]))
+            return self.function(*arguments)
+
+    batches: list[int] = []
+    ray = SimpleNamespace(init=lambda *_, **__: None, remote=Task, put=lambda value: value, get=lambda value: value)
+    names = [f"{number}.png" for number in range(8)]
+    for number, name in enumerate(names):
+        save_picture(tmp_path / name, number)
+    here = frame_of(tmp_path, *names)
+    (tmp_path / "cache.parquet").unlink()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "anywhere")
+    monkeypatch.setattr(image_cache, "BATCH", 3)
+    monkeypatch.setattr(image_cache, "IN_FLIGHT", 1)
+    monkeypatch.setattr(image_check, "known_digests", frozenset())
+    assert frame_of(tmp_path, *names).equals(here)
+    assert batches == [3, 3, 2]
+
+
+# Outlines of a saliency map: around the right cells, on one scale, with the image under them as it was
+
+GROUND = (90, 120, 90)
+THIN, SOME, THICK = LEVELS.values()
+
+
+def even(rows: int = 5, columns: int = 5) -> np.ndarray:
+    return np.full((rows, columns), 1 / (rows * columns))
+
+
+def with_shares(row: int, column: int, shares: float) -> np.ndarray:
+    grid = even()
+    grid[row, column] *= shares
+    return grid
+
+
+def drawn(grid: np.ndarray, size: tuple[int, int] = (100, 100)) -> np.ndarray:
+    return np.asarray(outlined(Image.new("RGB", size, GROUND), grid))
+
+
+def has(picture: np.ndarray, colour: tuple[int, int, int]) -> bool:
+    return bool((picture == colour).all(axis=-1).any())
+
+
+def extent(picture: np.ndarray) -> tuple[int, int, int, int]:
+    rows, columns = np.nonzero((picture != GROUND).any(axis=-1))
+    return columns.min(), rows.min(), columns.max(), rows.max()
+
+
+def test_a_map_that_is_even_outlines_nothing():
+    assert (drawn(even()) == GROUND).all()
+    assert (drawn(with_shares(1, 3, 1.9)) == GROUND).all()
+    image = Image.new("RGB", (20, 20), GROUND)
+    outlined(image, with_shares(0, 0, 5))
+    assert (np.asarray(image) == GROUND).all(), "what is given is not drawn on"
+
+
+def test_the_outline_is_around_its_cell_and_the_image_stays_inside_and_outside():
+    picture = drawn(with_shares(1, 3, 2.5))
+    left, top, right, bottom = extent(picture)
+    assert (left, top, right, bottom) == pytest.approx((60, 20, 80, 40), abs=3)
+    assert (picture[24:36, 64:76] == GROUND).all()
+
+
+@pytest.mark.parametrize(
+    ("shares", "colours"), [(2.0, {THIN}), (2.9, {THIN}), (3.1, {SOME}), (4.0, {THICK}), (9.0, {THICK})]
+)
+def test_the_colour_says_how_many_shares_a_cell_has(shares, colours):
+    picture = drawn(with_shares(2, 2, shares))
+    assert {colour for colour in LEVELS.values() if has(picture, colour)} - colours <= {THIN, SOME}
+    assert all(has(picture, colour) for colour in colours)
+    assert has(picture, THICK) == (THICK in colours)
+
+
+def test_neighbours_share_one_outline():
+    grid = even()
+    grid[1, 1:3] *= 2.5
+    sides = list(borders(grid * grid.size >= 2))
+    assert len(sides) == 6
+    assert ((0.4, 0.2), (0.4, 0.4)) not in sides
+    inside = np.zeros((2, 4), bool)
+    inside[1, 3] = True
+    a, b, c, d = (0.75, 0.5), (1.0, 0.5), (0.75, 1.0), (1.0, 1.0)
+    assert set(borders(inside)) == {(a, b), (c, d), (a, c), (b, d)}
+
+
+@pytest.mark.parametrize(
+    ("size", "grid", "cell", "wanted"),
+    [
+        ((100, 50), (5, 5), (2, 4), (80, 15, 100, 35)),
+        ((50, 100), (5, 5), (4, 2), (15, 80, 35, 100)),
+        *((size, (2, 4), (1, 3), (0.75 * size[0], 0.5 * size[1], *size)) for size in ((100, 50), (50, 100), (80, 80))),
+    ],
+)
+def test_a_square_map_covers_the_square_that_the_image_is_padded_to_and_any_other_the_image(size, grid, cell, wanted):
+    shares = even(*grid)
+    shares[cell] *= 2.5
+    assert extent(drawn(shares, size)) == pytest.approx(wanted, abs=3)
+
+
+def test_at_the_edge_the_whole_line_is_seen():
+    assert fitted(((0.0, 0.0), (0.2, 0.0)), (100, 100), 3) == ((2, 2), (20, 2))
+    assert fitted(((0.8, 1.0), (1.0, 1.0)), (100, 100), 3) == ((80, 97), (97, 97))

@@ -30,7 +30,6 @@ class Guard:
         self.environment |= {"PYTHONPATH": os.pathsep.join(paths), "SOCKET_GUARD": str(folder)}
 
     def run(self, root: Path, *command: str, code: int = 0) -> str:
-        """What the command says on stderr; it ends with this code."""
         words = [sys.executable, *command]
         done = subprocess.run(words, cwd=root, env=self.environment, capture_output=True, text=True)
         assert done.returncode == code, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
@@ -50,11 +49,9 @@ def guard(tmp_path: Path) -> Guard:
 
 CALLS = {
     "a connection": "socket.create_connection(('192.0.2.1', 80), timeout=5)",
-    "a connection whose failure is a number": "socket.socket().connect_ex(('192.0.2.1', 80))",
     "a datagram": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('192.0.2.1', 80))",
     "a name": "socket.getaddrinfo('example.org', 80)",
     "a request": "import urllib.request; urllib.request.urlopen('http://example.org')",
-    "a client of its own": "import httpx; httpx.get('http://192.0.2.1')",
     "an event loop": "import asyncio; asyncio.run(asyncio.open_connection('192.0.2.1', 80))",
 }
 
@@ -63,18 +60,6 @@ CALLS = {
 def test_the_guard_sees_and_refuses_what_leaves_the_machine(call, guard, tmp_path):
     assert "socket guard: " in guard.run(tmp_path, "-c", f"import socket; {call}", code=1)
     assert len(guard.lines("attempts")) == 1
-
-
-def test_the_guard_lets_pass_what_stays_on_the_machine(guard, tmp_path):
-    code = (
-        "import socket\n"
-        "server = socket.create_server(('127.0.0.1', 0))\n"
-        "for host in ('127.0.0.1', 'localhost'): socket.create_connection((host, server.getsockname()[1])).close()\n"
-        "socket.gethostbyname(socket.gethostname())\n"
-        "one, other = socket.socketpair(); one.sendall(b'')"
-    )
-    guard.run(tmp_path, "-c", code)
-    assert guard.lines("attempts") == []
 
 
 @pytest.mark.slow(60)

@@ -1,19 +1,17 @@
 """Parameters: what is right loads typed and frozen; of what is wrong every fault is said at once, nothing is run."""
 
 import copy
-import dataclasses
 import json
 import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel
+from pydantic import ValidationError
 
 from m3diff.settings.load import load_params
 from m3diff.settings.rules import absent_paths, check_paths, licensed
@@ -22,32 +20,15 @@ from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY
 
 EMBEDDED = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
-QUESTIONS = REPOSITORY / "profiles" / "questions.yaml"
 REMOVED = object()
-INFINITE = float("inf")
 
 MADE = {"manifest": "pairs.jsonl"}
 INGESTED = {"reader": "pairs", "root": "data/01_raw/made", "options": MADE}
-EDITS = {
-    "kind": "edits",
-    "source": {"reader": "minichange", "root": "data/01_raw/minichange"},
-    "root": "data/01_raw/made",
-    "seed": 1,
-    "editor": {"kind": "drawn"},
-    "writer": {"kind": "grammar"},
-    "edits": 2,
-    "paraphrases": {"test": 4},
-}
-NEIGHBOURS = {
-    "kind": "neighbours",
-    "root": "data/01_raw/second",
-    "seed": 1,
-    "features": {"kind": "cilp"},
-    "band": [0.9, 0.7],
-    "candidates": 3,
-    "max_text_similarity": 0.7,
-    "references": 1,
-}
+EDITS = {"kind": "edits", "root": "data/01_raw/made", "seed": 1, "edits": 2, "paraphrases": {"test": 4}}
+EDITS |= {"source": {"reader": "minichange", "root": "data/01_raw/minichange"}}
+EDITS |= {"editor": {"kind": "drawn"}, "writer": {"kind": "grammar"}}
+NEIGHBOURS = {"kind": "neighbours", "root": "data/01_raw/second", "seed": 1, "features": {"kind": "cilp"}}
+NEIGHBOURS |= {"band": [0.9, 0.7], "candidates": 3, "max_text_similarity": 0.7, "references": 1}
 OMNIDIFF = {"reader": "omnidiff", "root": "data/01_raw/omnidiff"}
 M3DIFF, MINICHANGE = EMBEDDED["models"]["m3diff"], EMBEDDED["synthesize"]["minichange"]
 EXTRA, MINE = "ingest.datasets.extra", "ingest.datasets.minichange"
@@ -56,45 +37,26 @@ PUBLISHED = "no counts of {} are published; "
 VALUES: list[tuple[str, Any, str]] = [
     ("train.epoch", 5, "unknown key; did you mean 'epochs'? known keys: base, ep"),
     ("predict.limit", REMOVED, "missing; add it as in profiles/embedded.yaml"),
-    ("predict", 3, "Input should be a valid dictionary"),
-    ("train.epochs", "five", "Input should be a valid number"),
     ("compute.workers", True, "expected a number (found true)"),
-    ("compute.workers", 1.5, "Input should be a valid integer"),
     ("train.epochs", 0, "Input should be greater than 0 (found 0)"),
     ("train.warmup_share", 1.5, "Input should be less than or equal to 1 (found 1.5)"),
     ("promote.confidence", 1.0, "Input should be less than 1 (found 1.0)"),
     ("promote.guards.no_change_recall", -0.1, "Input should be greater than or equal to 0 (found -0.1)"),
-    ("train.epochs", INFINITE, "Input should be a finite number (found inf)"),
-    ("models.m3diff.lora.alpha", INFINITE, "Input should be a finite number (found inf)"),
     ("train.precision", "fp16", "Input should be 'fp32' or 'bf16' (found 'fp16')"),
     ("evaluate.metrics", [], "Tuple should have at least 1 item"),
     ("register.model_name", "team/m3diff:1.5", "MLflow refuses / : . in the name of a model; write - or _ instead"),
-    ("register.experiment", "x" * 501, "String should have at most 500 characters"),
     ("models.m3diff.family", "m3dif", "did you mean 'm3diff'? expected one of blip2idc, m3diff, onediff (found"),
-    ("models.m3diff.family", REMOVED, "missing"),
     ("models.m3diff.module.vision_feature_layer", [4], "unknown key; did you mean 'vision_feature_layers'?"),
     ("models.m3diff.delays", {"modul": 0.2}, "unknown key; did you mean 'module'?"),
     ("models.difference.module.heads", 4, "unknown key; known keys: init_gain, kind, share_levels, vision_feature_la"),
     (f"{MINE}.train_on", ["train", "test"], "a test split must not train; choose from train, val (found ['train',"),
     (f"{MINE}.train_on", ["val"], "val trains beside train alone; write [train, val], or [] where nothing"),
-    (f"{MINE}.expected_pairs", {"tran": 5}, "Input should be 'train', 'val' or 'test' (found 'tran')"),
-    (f"{MINE}.expected_pairs", "publishd", "Input should be 'published' (found 'publishd')"),
     ("ingest.datasets", {}, "Dictionary should have at least 1 item"),
-    ("synthesize.minichange.scene", 3, "unknown key; did you mean 'scenes'?"),
-    (
-        "augment.made",
-        EDITS | {"kind": "edit"},
-        "Input tag 'edit' found using 'kind' does not match any of the expected tags",
-    ),
-    ("convert.sources.minichange", {"samples": "all"}, "Input should be 'each', 'one' or 'joined' (found 'all')"),
+    ("augment.made", EDITS | {"kind": "edit"}, "Input tag 'edit' found using 'kind' does not match"),
     # one value against others
     ("train.model", "m3dif", "did you mean 'm3diff'? expected one of blip2idc, blip2idc_stacked, difference"),
     (EXTRA, OMNIDIFF | {"reader": "omnidif"}, "did you mean 'omnidiff'? expected one of birds_to_words, clevr_change"),
-    (
-        "augment.made",
-        EDITS | {"source": {"reader": "minichang", "root": "x"}},
-        "did you mean 'minichange'? expected one",
-    ),
+    ("augment.made", EDITS | {"source": {"reader": "minichang", "root": "x"}}, "did you mean 'minichange'?"),
     (EXTRA, OMNIDIFF | {"options": {"manifst": "a"}}, "unknown key; did you mean 'manifest'? known keys: columns"),
     (EXTRA, OMNIDIFF | {"options": {"manifest": 3}}, "Input should be a valid string (found 3)"),
     (EXTRA, OMNIDIFF | {"expected_pairs": "published"}, PUBLISHED.format("'extra'") + "call the dataset one of omni"),
@@ -117,7 +79,6 @@ VALUES: list[tuple[str, Any, str]] = [
 
 
 def made(name: str, where: str = "", **changes: Any) -> dict[str, Any]:
-    """A dataset that is ingested and made, in a folder of its name or in `where`."""
     root = {"root": where or f"data/01_raw/{name}"}
     return {f"ingest.datasets.{name}": INGESTED | root, f"augment.{name}": EDITS | root | changes}
 
@@ -126,6 +87,8 @@ def source(reader: str, root: str = "x", **more: Any) -> dict[str, Any]:
     return {"reader": reader, "root": root} | more
 
 
+RATES = {"vision": None, "projector": 0.001, "module": 0.001, "llm": None}
+ALIGN = {"datasets": ["minichange_free", "minichang"], "epochs": 1, "global_batch": 20, "rates": RATES}
 PAINTER = {"kind": "instruct_pix2pix", "model": "models/ip2p"}
 WRITTEN = "augment.made.root: data/01_raw/made is written anew, and"
 SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -172,10 +135,6 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
             "paths.mixture: data/02_records is inside paths.report",
         ],
     ),
-    "generators of what cannot make itself": (
-        {EXTRA: OMNIDIFF, "synthesize.extra": MINICHANGE},
-        ["synthesize.extra: the reader 'omnidiff' cannot make its dataset: only minichange can; correct ingest"],
-    ),
     **{
         f"a made dataset {where} its source": (
             made("made", source=source("minichange", root)) | {EXTRA: INGESTED | {"root": "x"}},
@@ -204,20 +163,6 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
             "augment.second.writer: missing",
         ],
     ),
-    "a source that cannot be read so": (
-        made("made", source=source("magicbrush"))
-        | made("second", source=source("magicbrush", options={"tst": None}), editor=PAINTER),
-        [
-            "augment.made.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix",
-            "augment.second.source.options.tst: unknown key; did you mean 'test'? known keys: test",
-        ],
-    ),
-    "made in the end of a split that its authors keep out of training": (
-        made("first", source=source("magicbrush"), editor=PAINTER)
-        | made("made", source=INGESTED | {"root": "data/01_raw/first"}, editor=PAINTER)
-        | {"ingest.datasets.made.train_on": ["train", "val"]},
-        ["ingest.datasets.made.train_on: MagicBrush's authors ask that val never trains; write [train]"],
-    ),
     "a gate by what reads captions, on a dataset without a grammar": (
         {
             "ingest.datasets": {"birds": {"reader": "birds_to_words", "root": "data/01_raw/birds"}},
@@ -229,15 +174,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["promote.metric: expected one of BLEU-1", "promote.guards.no_change_recall: expected one of BLEU-1"],
     ),
     "the batches of an alignment": (
-        {
-            "train.model": "onediff",
-            "models.onediff.align": {
-                "datasets": ["minichange_free", "minichang"],
-                "epochs": 1,
-                "global_batch": 20,
-                "rates": {"vision": None, "projector": 0.001, "module": 0.001, "llm": None},
-            },
-        },
+        {"train.model": "onediff", "models.onediff.align": ALIGN},
         [
             "models.onediff.align.datasets: did you mean 'minichange'?",
             "models.onediff.align.global_batch: must be a multiple of compute.micro_batch 8 x 2 worker(s) = 16",
@@ -259,7 +196,6 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
-    """The embedded parameters with other values at some places."""
     values = copy.deepcopy(EMBEDDED)
     for place, value in changes.items():
         at = values
@@ -365,43 +301,11 @@ def test_a_made_dataset_is_passed_on_under_the_licence_of_what_it_is_made_of(wri
     assert entries["made"].root == Path("data/01_raw/made"), "all else is the dataset's own"
 
 
-def test_the_committed_parameters_load_with_each_value_in_its_type():
-    params = load_params(Path("params.yaml"))
-    assert pickle.loads(pickle.dumps(params)) == params, "as another process has them"
-    assert params.models["m3diff"].module.vision_feature_layers == (4,)
-    assert params.models["m3diff"].rates["vision"] == 0.0004
-    assert params.models["no_module"].module is None
-    assert params.synthesize["minichange"].scenes == {"train": 2200, "val": 60, "test": 240}
-    assert params.ingest.datasets["minichange"].root == Path("data/01_raw/minichange")
-    assert params.ingest.datasets["minichange"].train_on == ("train",)
-    assert params.train.max_captions_per_sequence is None
-    assert params.compute.image_cache == Path("runs/image_cache.parquet")
-    assert params.validate_.near_duplicate_max_diff == 2
-    assert params.register_.model_name == "m3diff"
-
-
-def inside(value: Any) -> Iterator[Any]:
-    """Every value at every depth."""
-    yield value
-    names = [*type(value).model_fields] if isinstance(value, BaseModel) else []
-    names += [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple) else ()
-    for part in (*parts, *(getattr(value, name) for name in names)):
-        yield from inside(part)
-
-
-@pytest.mark.parametrize("file", ["params.yaml", "profiles/paper.yaml"])
-def test_parameters_are_frozen_to_the_bottom(file):
-    for value in inside(load_params(Path(file))):
-        assert not isinstance(value, list | set), value
-        assert not isinstance(value, dict) or type(value) is FrozenDict, value
-        if isinstance(value, BaseModel):
-            assert (value.model_config["frozen"], value.model_config["extra"]) == (True, "forbid"), value
-        assert not dataclasses.is_dataclass(value) or value.__dataclass_params__.frozen, value
-
-
-def test_a_frozen_mapping_refuses_every_change_and_can_be_sent_to_another_process():
-    mapping = load_params(Path("profiles/paper.yaml")).ingest.datasets["omnidiff_real"].options
+def test_a_section_and_a_mapping_refuse_every_change_and_can_be_sent_to_another_process():
+    params = load_params(Path("profiles/paper.yaml"))
+    with pytest.raises(ValidationError, match="frozen"):
+        params.train.epochs = 3
+    mapping = params.ingest.datasets["omnidiff_real"].options
     changes = {"update": ({},), "setdefault": ("x", 1), "pop": ("manifest",), "popitem": (), "clear": ()}
     changes |= {"__setitem__": ("x", 1), "__delitem__": ("manifest",), "__ior__": ({},)}
     for name, arguments in changes.items():

@@ -164,9 +164,7 @@ def test_a_parameter_edited_during_training_fails_the_stage_and_is_not_recorded(
 
 
 @pytest.mark.fault("B1")
-def test_code_is_named_with_both_hashes_what_comes_or_goes_too_and_a_stage_of_other_code_does_not_begin(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_edited_code_is_named_with_both_hashes_and_a_stage_of_other_code_does_not_begin(project, monkeypatch):
     before, text = code.digest(LOOP)[:12], LOOP.read_text()
     for new, after in (("# new", NEW), ("(", "broken"), (None, "absent")):
         with pytest.raises(ParamsError) as said, unchanged():
@@ -174,19 +172,14 @@ def test_code_is_named_with_both_hashes_what_comes_or_goes_too_and_a_stage_of_ot
         assert f"{LOOP} {before} -> {after}" in str(said.value)
         LOOP.write_text(text)
     LOOP.write_text(f"{text}ADDED = 1\n")
-    with (
-        pytest.raises(ParamsError, match=rf"train.json is of other code \({LOOP}\); run `dvc repro code`"),
-        unchanged(),
-    ):
+    with pytest.raises(ParamsError, match=rf"train.json is of other code \({LOOP}\); run `dvc repro"), unchanged():
         pytest.fail("it began")
     monkeypatch.setenv("DVC_STAGE", "convert")
     with pytest.raises(ParamsError, match="profiles/questions.yaml "), unchanged():
         Path("profiles/questions.yaml").write_text("tasks: {}")
 
 
-def test_an_edit_of_what_the_stage_does_not_watch_is_nobodys_concern_and_the_stages_error_is_its_own(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_edit_of_what_the_stage_does_not_watch_passes_and_the_stages_error_is_its_own(project, monkeypatch):
     edited = Path("params.yaml").read_text().replace("max_new_tokens: 64", "max_new_tokens: 65")
     with unchanged():
         Path("params.yaml").write_text(edited.replace("workers: 2", "workers: 1"))
@@ -212,9 +205,7 @@ def test_each_stage_watches_the_parameters_and_files_that_dvc_yaml_names_to_the_
     assert not any(name.startswith("data") for name in watched("evaluate"))
 
 
-def test_parameters_that_are_edited_come_or_go_are_named_and_the_command_ends_with_the_code_of_wrong_ones(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_parameters_that_are_edited_come_or_go_are_named_and_end_the_command(project, monkeypatch, capsys):
     values = yaml.safe_load(Path("params.yaml").read_text())
     del values["train"]["seed"]
     values["train"] |= {"epochs": 99, "new": "x"}

@@ -25,9 +25,7 @@ def compute(**changes: Any) -> Compute:
 
 @pytest.mark.fault("P12", "S7")
 @pytest.mark.parametrize(("cores", "want"), [(16, 16), (2, 6)])
-def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_no_network_and_no_dashboard(
-    cores: int, want: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_network(cores, want, monkeypatch):
     from ray._private import services
 
     asked: dict[str, Any] = {}
@@ -52,9 +50,7 @@ def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_no_network_
 
 @pytest.mark.parametrize("address", ["", "head:6379"])
 @pytest.mark.parametrize("given", ["", "mine"])
-def test_a_cluster_of_the_run_s_own_has_a_token_of_its_own_and_a_team_s_the_one_that_is_set(
-    address: str, given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_of_the_run_s_own_has_its_own_token_and_a_team_s_the_one_that_is_set(address, given, monkeypatch):
     """Ray writes one into the user's home where it is given none."""
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
     seen: list[str] = []
@@ -80,9 +76,7 @@ def test_a_head_is_given_a_moment_and_then_named_once(monkeypatch: pytest.Monkey
 
 @pytest.mark.fault("P11")
 @pytest.mark.parametrize(("error", "times"), [(RuntimeError("no GCS\nlog"), 1), (Exception("timed out"), 2)])
-def test_a_ray_that_does_not_start_is_told_in_a_line_with_the_place_of_its_logs(
-    error: Exception, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_that_does_not_start_is_told_in_a_line_with_the_place_of_its_logs(error, times, monkeypatch) -> None:
     """Busy cores do not give its processes their 30 s, so that is tried twice."""
     tried: list[Any] = []
 
@@ -110,16 +104,12 @@ def node(last: int, alive: bool = True, **resources: float) -> dict[str, Any]:
         ([node(2, CPU=8, GPU=1), node(3, CPU=8)], {"gpu": True}, 1),
     ],
 )
-def test_nodes_have_room_for_the_workers_that_each_of_them_can_hold_whole(
-    nodes: list[dict[str, Any]], changes: dict[str, Any], want: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_have_room_for_the_workers_that_each_of_them_can_hold_whole(nodes, changes, want, monkeypatch) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     assert ray_cluster.places(compute(**changes)) == want
 
 
-def test_a_node_that_joins_in_time_ends_the_wait_and_one_that_does_not_is_asked_for_in_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_node_that_joins_in_time_ends_the_wait_and_one_that_does_not_is_asked_for_in_words(monkeypatch, capsys):
     nodes, clock = [node(1), node(2, CPU=1)], [0.0]
 
     def sleep(seconds: float) -> None:
@@ -162,9 +152,7 @@ would reach the child, but for a leader, as what a shell starts by hand."""
 
 
 @pytest.mark.fault("W5")
-def test_what_ray_starts_has_a_group_of_its_own_and_what_a_script_leaves_in_the_background_outlives_that_script(
-    tmp_path: Path,
-) -> None:
+def test_what_ray_starts_has_a_group_of_its_own_and_outlives_the_script_that_left_it(tmp_path):
     """No terminal, no session of its own: as by cron, CI, ssh or `docker exec`."""
     (tmp_path / "serve.py").write_text(IN_BACKGROUND)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}

@@ -65,7 +65,6 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(project: Path, commands: str) -> str:
-    """What the commands print; they see the copied code, and the tools of this checkout's environment."""
     names = {f"GIT_{who}_{what}": "a@b.example" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(project)}
     shell, environment = ["bash", "-euc", commands], os.environ | path | names

@@ -10,24 +10,15 @@ from typing import Any
 import pytest
 
 from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
-from m3diff.commands.score import ScoreReport, lines, score
-from m3diff.commands.score.files import (
-    Prediction,
-    bare_pair,
-    faults_of_predictions,
-    match,
-    notes_of_captions,
-    read_predictions,
-)
+from m3diff.commands.score import ScoreReport, files, lines, score
+from m3diff.commands.score.files import Prediction, bare_pair, match, read_predictions
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
 from m3diff.records.errors import DataError
-from m3diff.scoring import run as scoring_run
 from m3diff.scoring.bootstrap import Interval
-from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.metrics.spice import check_spice
-from tests.layouts import edit_json, run_ingest, write_clevr, write_json
+from tests.layouts import run_ingest, write_clevr, write_json
 from tests.scoring.bench import GRAMMAR, PUBLISHED, REAL, fake_java, needs_real
 
 
@@ -40,8 +31,6 @@ def coco(references: Mapping[str, list[str]]) -> dict[str, Any]:
     annotations = [{"image_id": name, "caption": text} for name, texts in references.items() for text in texts]
     return {"images": [{"id": name} for name in references], "annotations": annotations}
 
-
-# Files of captions
 
 ROWS = [Prediction("000256.png", "a man, in red, left"), Prediction("9", 'the sign says "open"')]
 COCO = [{"image_id": row.id, "caption": row.caption} for row in ROWS]
@@ -97,23 +86,6 @@ def test_a_row_that_is_no_caption_is_named_with_its_place(name, content, message
     assert str(tmp_path / "a.") in str(refused.value)
 
 
-def test_one_pair_has_a_reason_for_its_cider_and_marks_are_noted_as_those_of_captions_or_references(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setitem(scoring_run.TOKENIZERS, "ptb", scoring_run.split_at_white_space)
-    monkeypatch.setattr("m3diff.commands.score.metrics_of", lambda *_: choose_metrics(["CIDEr"]))
-    references = write(tmp_path / "r.json", coco({"1": ["<start> a car <end>", "x"]}))
-    report = score(write(tmp_path / "p.json", {"1": "<start> a cube <end>"}), references=references)
-    assert "there is one pair" in report.absent["CIDEr"]
-    assert [note.partition(",")[0] for note in report.notes] == [
-        "1 of 1 captions hold special tokens or tags",
-        "1 of 2 references hold special tokens or tags",
-    ]
-
-
-# Ids
-
-
 def test_ids_are_the_same_in_any_unicode_form():
     for form, other in (("NFC", "NFD"), ("NFD", "NFC")):
         given, known = (unicodedata.normalize(name, "Köln_1é.png") for name in (form, other))
@@ -161,7 +133,7 @@ def faults(given: str, **counts: int) -> list[str]:
     found = [Prediction(name, "x") for name in given]
     pairs = {str(n): bare_pair("iedit", str(n), ["a"], []) for n in range(5)}
     known = SplitCount(len(pairs), **counts)
-    return faults_of_predictions(len(found), match(found, pairs, "iedit", known), pairs, pairs, known)
+    return files.faults_of_predictions(len(found), match(found, pairs, "iedit", known), pairs, pairs, known)
 
 
 def test_ids_of_another_level_are_named_by_their_number():
@@ -192,7 +164,7 @@ CUT, BARE = replace(TEST, references="joined", max_words=3), replace(TEST, token
     ],
 )
 def test_a_way_of_writing_that_moves_scores_is_told(protocol, captions, references, note):
-    found = notes_of_captions(captions, references, protocol)
+    found = files.notes_of_captions(captions, references, protocol)
     assert [text[: len(note or "")] for text in found] == ([note] if note else [])
 
 
@@ -228,11 +200,7 @@ TRAPS = [
         ("single-change", (2.778428, 0.506550)),
         r"references: 7 pairs, the benchmark has 5\. .* has 7 records: this is the record level",
     ),
-    (
-        (dict(RECORDS), SAID),
-        ("single-change", (1.628600, 0.357535)),
-        r"references: 7 of 10: .* several records the last one overwrote the others",
-    ),
+    ((dict(RECORDS), SAID), ("single-change", (1.628600, 0.357535)), r"references: 7 of 10: .* the last one overwrote"),
     (
         (WORDED, OF_WORDED),
         ("single-change", (3.395036, 0.709857)),
@@ -243,11 +211,7 @@ TRAPS = [
         ("single-change", (1.562938, 0.047324)),
         r"references: 5 of 10: joined text, one reference a pair; under 'single-change'",
     ),
-    (
-        (JOINED, SAID),
-        ("multi-change", (1.562938, 0.047324)),
-        r"references: untruncated, of up to 103 words; 'multi-change' cuts them after 60",
-    ),
+    ((JOINED, SAID), ("multi-change", (1.562938, 0.047324)), r"references: untruncated, of up to 103 words; 'multi"),
 ]
 
 
@@ -269,8 +233,6 @@ def spot(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def run(spot, tmp_path) -> Callable[..., ScoreReport]:
-    """Score these captions, against the data or a file of references."""
-
     def run(captions, references=None, **options) -> ScoreReport:
         predictions = write(tmp_path / "predictions.json", captions)
         if references is not None:
@@ -331,8 +293,6 @@ def test_captions_of_another_level_and_fewer_pairs_than_papers_score_are_refused
     with pytest.raises(DataError, match=r"5 pairs are scored, papers score 1,270"):
         run(SAID, data=spot)
 
-
-# References of every kind
 
 CLEVR = {"000001.png": "it became red", "000012.png": "the cube turned red"}
 DISTRACTORS = {f"{name}_n": "nothing has changed" for name in CLEVR}
@@ -407,10 +367,7 @@ IMAGE = {"images": [{"id": 1}, {"id": 2}]}
         ({"images": []}, r"r.json: expected COCO captions, an object with the lists images and annotations"),
         ({"images": [], "annotations": []}, r"r.json: 0 of 0 images"),
         ({"images": [{"id": None}], "annotations": []}, r"r.json, image 0: id: expected text or a whole number"),
-        (
-            IMAGE | {"annotations": [{"image_id": 1, "caption": ""}]},
-            r"1 of 2 images without a caption, such as \['2'\]",
-        ),
+        (IMAGE | {"annotations": [{"image_id": 1, "caption": ""}]}, r"1 of 2 images without a caption, such as"),
         (IMAGE | {"annotations": [{"image_id": 1, "caption": 2}]}, r"annotation 0: caption: expected plain text"),
     ],
 )
@@ -419,20 +376,6 @@ def test_what_is_missing_or_no_reference_is_named_before_captions_are_read(argum
         arguments = {"references": write(tmp_path / "r.json", arguments)}
     with pytest.raises(DataError, match=message):
         score(Path("no predictions.json"), **arguments)
-
-
-def test_a_test_pair_that_cannot_be_read_is_named(tmp_path):
-    data = write_clevr(tmp_path / "raw")
-    edits = {"change": lambda value: value.pop("CLEVR_default_000012.png")}
-    edits["no_change"] = lambda value: value.update(dict.fromkeys(value, "no list"))
-    messages = "raw: change_captions.json, .*12.png: captions: .* no k", "raw: no_change.*: .* a list"
-    for (file, edit), message in zip(edits.items(), messages, strict=True):
-        edit_json(data / f"{file}_captions.json", edit)
-        with pytest.raises(DataError, match=message):
-            score(Path("no predictions.json"), "clevr_change", data=data)
-
-
-# The command
 
 
 def test_a_fault_of_the_files_and_a_tokenizer_that_dies_are_exit_codes_and_a_sentence(capsys, monkeypatch, tmp_path):

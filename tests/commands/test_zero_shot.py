@@ -13,20 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff import endpoint
-from m3diff.__main__ import main
 from m3diff.commands import zero_shot as module
-from m3diff.commands.zero_shot import PROMPT, Request, Result, ZeroShotReport, caption_of, zero_shot
+from m3diff.commands.zero_shot import PROMPT, Request, Result, caption_of, zero_shot
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.endpoint import Answer
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.scoring.metrics.java import JavaMissing
-from m3diff.scoring.run import EvaluateReport, ProtocolScores
 from m3diff.stages.evaluate.stage import evaluate
 from tests.chat import Server, chat_server
 from tests.scoring import bench
-from tests.toy import REPOSITORY
 
 REFUSED = {"content": None, "refusal": "I will not say."}
 CUT = {"content": "the red cube at the", "finish_reason": "length"}
@@ -74,9 +71,7 @@ def predictions(result: Result) -> dict[str, str]:
     return {row["image_id"]: row["caption"] for row in rows}
 
 
-def test_both_images_go_in_one_message_before_and_then_after_with_the_pairs_own_question(
-    server, folders, tmp_path, capsys, monkeypatch
-):
+def test_both_images_go_in_one_message_with_the_pairs_own_question(server, folders, tmp_path, capsys, monkeypatch):
     told = []
     real = endpoint.Endpoint.ask
     monkeypatch.setattr(module.Endpoint, "ask", lambda *given: told.append(capsys.readouterr().out) or real(*given))
@@ -115,9 +110,7 @@ def test_the_scores_are_those_that_evaluate_gives_and_no_folder_is_written_over(
         run(tmp_path, asked_of(server), tmp_path / "named")
 
 
-def test_a_second_run_asks_nothing_another_model_or_prompt_is_asked_and_one_that_was_killed_goes_on(
-    server, folders, tmp_path
-):
+def test_a_second_run_asks_nothing_another_model_is_asked_and_one_that_was_killed_goes_on(server, folders, tmp_path):
     before = sorted(path for path in tmp_path.rglob("*") if "scratch" not in path.parts)
     first = run(tmp_path, asked_of(server))
     assert first.folder == asked_of(server).place(tmp_path / "scratch")
@@ -194,9 +187,7 @@ def test_marks_in_captions_are_counted_and_a_caption_stands_on_one_line(server, 
     assert caption_of(Answer("text", " the cup \ud83d\n\nwent\n")) == "the cup ? went"
 
 
-def test_a_limit_takes_the_first_pairs_of_the_mixture_and_the_report_says_that_papers_score_more(
-    server, folders, tmp_path, monkeypatch
-):
+def test_a_limit_takes_the_first_pairs_and_papers_score_more(server, folders, tmp_path, monkeypatch):
     spec = replace(DATASETS["pairs"], protocols=(Protocol("test", n=6),))
     monkeypatch.setitem(DATASETS.data, "pairs", spec)
     result = run(tmp_path, asked_of(server, limit=2))
@@ -210,9 +201,7 @@ def test_a_limit_takes_the_first_pairs_of_the_mixture_and_the_report_says_that_p
 
 
 @pytest.mark.parametrize("fault", ["changed", "java", "licence"])
-def test_what_cannot_be_scored_or_shown_is_refused_before_anything_is_sent(
-    fault, server, folders, tmp_path, monkeypatch, capsys
-):
+def test_what_cannot_be_scored_or_shown_is_refused_unsent(fault, server, folders, tmp_path, monkeypatch, capsys):
     if fault == "changed":
         bench.paint(tmp_path / "3_after.png", (0, 0, 0))
     elif fault == "java":
@@ -234,36 +223,3 @@ def test_images_that_no_licence_allows_to_hand_on_go_to_this_machine_alone():
     hosts = {"api.example.org": False, "localhost.example.org": False, "127.0.0.1:1": True, "localhost:1": True}
     for host, here in (hosts | {"[::1]:1": True}).items():
         assert endpoint.on_this_machine(f"http://{host}/v1") is here
-
-
-def test_the_papers_zero_shot_rows_stand_below_the_scores():
-    of = {"pairs": 767, "published_pairs": 767, "scores": {"BLEU-4": 0.05, "CIDEr": 0.051}}
-    scores = ProtocolScores(**of, intervals={}, groups={}, absent={})
-    scored = EvaluateReport(stage="evaluate", rows_in=767, rows_out=767, protocols={"omnidiff_render/render": scores})
-    kinds = {"refused": [], "empty": [], "cut": [f"omnidiff_render/{n}" for n in range(7)]}
-    about = {"stage": "zero-shot", "url": "u", "model": "m", "prompt": "p", "words": 1.0, "without_caption": kinds}
-    captioned = ZeroShotReport(rows_in=767, rows_out=767, **about)
-    paper, first = "zero-shot, published in OmniDiff (arXiv 2503.11093v2)", ", ".join(kinds["cut"][:5])
-    assert Result(Path("out"), captioned, scored).lines == [
-        f"7 of 767 answers cut, scored as an empty caption: {first} and 2 more",
-        "omnidiff_render/render, times 100: BLEU-4 5.0, CIDEr 5.1",
-        f"  GPT-4o, {paper}: BLEU-4 4.6, METEOR 10.7, ROUGE-L 21.4, CIDEr 5.6",
-        f"  LLaVA-OneVision-7B, {paper}: BLEU-4 0.3, METEOR 4.7, ROUGE-L 15.6, CIDEr 1.6",
-        f"  Qwen-2.5-VL-7B, {paper}: BLEU-4 2.1, METEOR 6.8, ROUGE-L 18.3, CIDEr 3.3",
-        "report: out/report/report.html",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([], "--url, --model"),
-        (["--url", "api.example.org/v1", "--model", "m"], "expected http://... or https://..."),
-        (["--url", "https://me:key@api.example.org/v1", "--model", "m"], "without a key or a user"),
-    ],
-)
-def test_nothing_is_sent_unless_the_user_names_url_and_model(argv, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--params", str(REPOSITORY / "profiles/embedded.yaml"), "zero-shot", *argv])
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +17,11 @@ import pytest
 from PIL import Image
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import DatasetSpec
 from m3diff.records.schemas import RECORD_SCHEMA
-from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
-from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, Tokens, Tools
+from m3diff.scoring.metrics import ALL, METRICS, MetricScores, Tokens, Tools
 from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.protocols import ProtocolPairs, select
+from m3diff.scoring.protocols import select
 from m3diff.scoring.run import EvaluateReport, merge, summarise
 from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
@@ -62,13 +59,8 @@ PREDICTIONS = {
     "toy/5": "the red cube at the left turned blue",  # false alarm
 }
 
-PUBLISHED = dict(
-    zip(
-        ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr"),
-        (0.5794, 0.4044, 0.2785, 0.1908, 0.1953, 0.3963, 0.5998),
-        strict=True,
-    )
-)
+PUBLISHED = {"BLEU-1": 0.5794, "BLEU-2": 0.4044, "BLEU-3": 0.2785, "BLEU-4": 0.1908}
+PUBLISHED |= {"METEOR": 0.1953, "ROUGE-L": 0.3963, "CIDEr": 0.5998}
 """Scores of the 1,000 captions that coco-caption brings with it."""
 
 SHOWN = ("CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy")
@@ -99,9 +91,7 @@ def digest(path: Path) -> bytes:
     return hashlib.sha256(path.read_bytes()).digest() if path.is_file() else bytes(32)
 
 
-def pair(
-    prediction: str, references: list[str], change_types: list[str], name: str = "0", folder: Path = Path()
-) -> EvalPair:
+def pair(prediction, references, change_types, name="0", folder=Path()) -> EvalPair:
     before, after = (folder / f"{name}_before.png", folder / f"{name}_after.png")
     digests = digest(before), digest(after)
     return EvalPair(f"toy/{name}", "toy", before, after, *digests, references, change_types, prediction, None)
@@ -111,14 +101,7 @@ def pairs(folder: Path = Path()) -> list[EvalPair]:
     return [pair(PREDICTIONS[f"toy/{name}"], texts, types, name, folder) for name, types, texts in RECORDS]
 
 
-def tools(
-    references: Mapping[str, list[str]] | None = None,
-    predictions: Mapping[str, str] | None = None,
-    shuffled: Mapping[str, str] | None = None,
-    parsed: Mapping[str, ParsedCaption] | None = None,
-    answers: Mapping[Item, Any] | None = None,
-) -> Tools:
-    """Tools whose tokens, and answers of the metric's program, are given."""
+def tools(references=None, predictions=None, shuffled=None, parsed=None, answers=None) -> Tools:
     tokens = Tokens(dict(references or {}), dict(predictions or {}), None if shuffled is None else dict(shuffled))
     return Tools(tokens, answers or {}, parsed or {})
 
@@ -128,7 +111,6 @@ def folders_in(root: Path) -> Folders:
 
 
 def write(root: Path, reader: str = "pairs") -> Folders:
-    """Records and predictions with their images."""
     folders = folders_in(root)
     for folder in (*folders, folders.records / "toy"):
         folder.mkdir(parents=True)
@@ -146,10 +128,8 @@ def write(root: Path, reader: str = "pairs") -> Folders:
 
 
 def record(root: Path, name: str, change_types: list[str], references: list[str]) -> dict[str, Any]:
-    images = {
-        side: paint(root / f"{name}_{side}.png", (40 * int(name), 90, blue))
-        for side, blue in (("before", 120), ("after", 220))
-    }
+    blues = {"before": 120, "after": 220}
+    images = {side: paint(root / f"{name}_{side}.png", (40 * int(name), 90, blue)) for side, blue in blues.items()}
     known = {"id": f"toy/{name}", "dataset": "toy", "split": "test", "scene": f"toy/{name}", "source": "bench.py"}
     digests = {f"{side}_sha256": digest(path) for side, path in images.items()}
     paths = {side: str(path) for side, path in images.items()}
@@ -162,7 +142,6 @@ def paint(path: Path, colour: tuple[int, int, int]) -> Path:
 
 
 def as_file(captions: Mapping[str, str]) -> list[dict[str, str]]:
-    """The rows of predictions.json."""
     return [{"image_id": i, "caption": caption} for i, caption in captions.items()]
 
 
@@ -181,7 +160,6 @@ def compute(**changes: Any) -> Compute:
 
 
 def run(folders: Folders, out: Path, **changes: Any) -> EvaluateReport:
-    """The stage on these folders."""
     return evaluate(config(**changes), compute(), *folders, out)
 
 
@@ -209,14 +187,7 @@ def fake_java(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, then: st
     return script
 
 
-def evidence(
-    root: Path,
-    pairs: list[EvalPair],
-    specs: Mapping[str, DatasetSpec] | None = None,
-    with_grammar: bool = True,
-    intervals: Mapping[str, Interval] | None = None,
-    **scores: float | None,
-) -> Evidence:
+def evidence(root, pairs, specs=None, with_grammar=True, intervals=None, **scores) -> Evidence:
     """Every caption score 0.5 or as given, CIDEr of a pair its number, the accuracies as they are."""
     datasets = dict.fromkeys(pair.dataset for pair in pairs)
     specs = specs or dict.fromkeys(datasets, DATASETS["pairs"])
@@ -236,9 +207,7 @@ def evidence(
     )
 
 
-def fixed(
-    one: ProtocolPairs, numbers: Mapping[str, float], parsed: Mapping[str, Any], scores: Mapping[str, float | None]
-) -> dict[str, MetricScores]:
+def fixed(one, numbers, parsed, scores) -> dict[str, MetricScores]:
     found = {}
     for name in SHOWN[:4]:
         values = dict.fromkeys(METRICS[name].scores, 0.5) | {
@@ -260,38 +229,10 @@ def draw(drawn_from: Evidence, folder: Path, limit: int = 10_000_000) -> str:
 
 
 def write_scores(known: Evidence, folder: Path) -> Path:
-    """The folder with the scores.parquet of this evidence."""
     folder.mkdir(parents=True)
     scores = {name: MetricScores({}, pairs) for name, pairs in known.pair_scores.items()}
     pq.write_table(score_table(known.metrics, known.protocols, scores), folder / "scores.parquet")
     return folder
-
-
-class Tags(HTMLParser):
-    """Checks that tags nest, and collects what a page would fetch."""
-
-    VOID = {"meta", "link", "img", "line", "circle", "path", "br", "input"}
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.fetched: list[str] = []
-        self.names: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in self.VOID
-        self.handle_starttag(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes another tag"
 
 
 def text_of(page: str) -> str:
@@ -300,7 +241,6 @@ def text_of(page: str) -> str:
 
 
 def gallery_of(page: str) -> dict[str, Any]:
-    """What the page's script reads."""
     (data,) = re.findall(r'<script type="application/json" id="pairs">(.*?)</script>', page, flags=re.DOTALL)
     return json.loads(data)
 

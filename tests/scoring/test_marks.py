@@ -1,6 +1,5 @@
 """Captions as tokenizers, tuners and chat models really leave them: counted and shown, scored as they are."""
 
-import json
 import time
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from m3diff.datasets.minichange.generate import CHANGE_TYPES, LEVELS, references, sample_types
 from m3diff.scoring.marks import notes_of_marks
-from tests.scoring.bench import REAL, needs_real
 
 TEXTS = [
     "the lamp on the table is gone",
@@ -43,9 +41,7 @@ MARKS = {
         "```json\n{}\n```", "**{}**", "- {}", "• {}", "1. {}", "# {}", "\\boxed{{{}}}", "$\\text{{{}}}$",
         "{} &amp; more", "`{}`",
     ],
-    "control characters or escape sequences": [
-        "\x1b[31m{}\x1b[0m", "[31m{}[0m", "\u200b{}", "{}\x07", "{}\\n", "{}\\u2019",
-    ],
+    "control characters or escape sequences": ["\x1b[31m{}", "[31m{}[0m", "\u200b{}", "{}\x07", "{}\\n", "{}\\u2019"],
     "a label": ["Caption: {}", "Final Answer: {}", "**Difference:** {}", "The answer is: {}", "Change: {}"],
     "words of a chat model to its user": [
         "Sure! Here is the caption: {}", "Certainly! {}", "Here's a one-sentence description: {}",
@@ -103,20 +99,3 @@ def test_ordinary_captions_and_those_of_minichange_have_no_note():
     texts = [text for found in captions for text in found]
     assert len(texts) > 2_000
     assert notes_of_marks(texts) == []
-
-
-@needs_real
-@pytest.mark.slow(40)
-def test_published_annotations_have_no_note():
-    files = {
-        "spot_the_diff/train.json": lambda rows: [text for row in rows for text in row["sentences"]],
-        "spot_the_diff/val.json": lambda rows: [text for row in rows for text in row["sentences"]],
-        "iedit/train.json": lambda rows: [text for row in rows for text in row["sents"]],
-        "iedit/valid.json": lambda rows: [text for row in rows for text in row["sents"]],
-        "coco_caption/en_captions_val2014.json": lambda value: [row["caption"] for row in value["annotations"]],
-        "coco_caption/en_captions_val2014_fakecap_results.json": lambda rows: [row["caption"] for row in rows],
-    }
-    found = {name: read(json.loads((REAL / name).read_text())) for name, read in files.items()}
-    birds = [json.loads(line)["description"] for line in (REAL / "birds_to_words/cwj1412_val.json").open()]
-    found["birds"] = [" ".join(words) for of_pair in birds for words in of_pair]
-    assert {name: notes_of_marks(texts) for name, texts in found.items()} == {name: [] for name in found}

@@ -13,17 +13,10 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.scoring import protocols
 from m3diff.scoring.metrics import ALL
 from m3diff.scoring.pairs import load_pairs
-from m3diff.scoring.protocols import (
-    apply,
-    group_pairs,
-    load_specs,
-    protocols_of,
-    published_of,
-    published_rows,
-    select,
-)
+from m3diff.scoring.protocols import group_pairs, load_specs, protocols_of, published_of, published_rows, select
 from tests.scoring import bench
 
 GOOD = bench.as_file(bench.PREDICTIONS)
@@ -37,9 +30,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return folders.clean, folders.predictions
 
 
-def test_pairs_come_with_prediction_images_and_every_reference_in_the_order_of_the_records(
-    folders: tuple[Path, Path], tmp_path: Path
-):
+def test_pairs_come_with_prediction_images_and_every_reference_in_the_order_of_the_records(folders, tmp_path):
     pairs, test_pairs = load_pairs(*folders)
     assert ([pair.id for pair in pairs], test_pairs) == (list(bench.PREDICTIONS), 6)
     assert [pair.prediction for pair in pairs] == list(bench.PREDICTIONS.values())
@@ -77,9 +68,7 @@ def test_a_bad_file_of_predictions_is_refused_by_name_and_id(content, said: str,
 
 
 @pytest.mark.parametrize(("name", "told"), [("", "rows_out"), ("_shuffled", "control"), ("_reversed", "reversed")])
-def test_fewer_predictions_are_taken_where_predict_says_that_it_made_so_many(
-    name: str, told: str, folders: tuple[Path, Path]
-):
+def test_fewer_predictions_are_taken_where_predict_says_that_it_made_so_many(name, told, folders):
     file = folders[1] / f"predictions{name}.json"
     (folders[1] / "predictions_shuffled.json").unlink()
     bench.write_json(file, GOOD[2:])
@@ -115,9 +104,6 @@ def test_odd_records_and_captions_are_read_and_controls_are_optional(folders: tu
     pq.write_table(pq.read_table(path).slice(6), path)
     with pytest.raises(DataError, match="no record of the split 'test'"):
         load_pairs(*folders)
-
-
-# Groups
 
 
 def test_pairs_are_grouped_by_change_type_and_number_of_changes_and_length():
@@ -158,9 +144,6 @@ def test_a_pairs_length_is_the_mean_of_its_references_with_words(words: tuple[in
     assert [group for group, ids in found.items() if "toy/a" in ids] == [f"by_length/{name}"]
 
 
-# Protocols
-
-
 def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
     pairs = [PAIRS[0], replace(PAIRS[1], id="more/1", dataset="more"), PAIRS[2]]
     protocols = (Protocol("total", n=None), Protocol("first", n=1, ids="0"), Protocol("none", n=3, ids="[34]"))
@@ -181,7 +164,7 @@ def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
 )
 def test_a_protocol_takes_the_ids_that_it_names_whole_and_pairs_that_changed_in_its_ways_alone(protocol, ids):
     others = [bench.pair("x", ["y"], [], "20"), bench.pair("x", ["y"], [], "x")]  # nobody knows what changed
-    assert [pair.id for pair in apply(protocol, [*PAIRS, *others])] == ids
+    assert [pair.id for pair in protocols.apply(protocol, [*PAIRS, *others])] == ids
 
 
 @pytest.mark.parametrize(
@@ -196,7 +179,7 @@ def test_a_protocol_takes_the_ids_that_it_names_whole_and_pairs_that_changed_in_
 def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_words(rules, references, captions):
     pair = bench.pair("one  two three", ["a b", "c d"], [])
     pair = replace(pair, shuffled_prediction="four five six", reversed_prediction="seven eight nine")
-    (found,) = apply(Protocol("p", n=1, **rules), [pair])
+    (found,) = protocols.apply(Protocol("p", n=1, **rules), [pair])
     assert found.references == references
     assert [found.prediction, found.shuffled_prediction, found.reversed_prediction] == captions
 
@@ -219,19 +202,6 @@ def test_the_reader_that_ingest_reports_says_which_dataset_it_is(tmp_path: Path)
     for name, reader in {"toy": "pairs", "mine": "iedit"}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"reader": reader}))
     assert list(load_specs(tmp_path, pairs).items()) == [("toy", DATASETS["pairs"]), ("mine", DATASETS["iedit"])]
-
-
-# Published figures
-
-
-def test_a_figure_is_under_its_own_score_once_as_the_first_paper_printed_it():
-    parts = [part.part for spec in DATASETS.values() for part in spec.published]
-    assert [part for part in parts if not published_rows(part)] == ["emu_edit", "syned"], "no figures are known"
-    (row,) = [row for row in published_rows("iedit") if row.method == "NCT"]
-    assert (row.source, row.scores["SPICE"]) == ("OmniDiff (arXiv 2503.11093v2)", 12.7)  # a later paper prints no SPICE
-    (row,) = [row for row in published_rows("spot_the_diff") if row.method == "SMART"]
-    assert row.scores == {"BLEU-4": None, "METEOR": 13.5, "ROUGE-L": 31.6, "CIDEr": 39.4, "SPICE": 19.0}
-    assert row.venue == "TPAMI'24"
 
 
 def test_a_protocol_stands_beside_the_figures_of_its_own_pairs_alone():

@@ -1,11 +1,11 @@
 """Metrics side by side, and the stage evaluate on six pairs: its files, what it refuses and what is absent."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,67 +14,29 @@ from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring import bootstrap
 from m3diff.scoring.bootstrap import Interval
-from m3diff.scoring.metrics import (
-    ALL,
-    METRICS,
-    Metric,
-    MetricScores,
-    choose_metrics,
-)
+from m3diff.scoring.metrics import ALL, METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
+from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.run import HEADLINE, TOKENIZERS, EvaluateReport, compute_metrics, headline, split_at_white_space
 from m3diff.stages.evaluate.stage import evaluate, score_table
+from tests.chat import Server, chat_server
 from tests.scoring import bench
 
 PROTOCOL = "toy/test"
 
 
 def written(out: Path) -> dict[str, Any]:
-    """The scores of the only protocol in metrics.json."""
     return json.loads((out / "metrics.json").read_text())["protocols"][PROTOCOL]
 
 
-@pytest.mark.slow(20)
-def test_every_score_is_computed_and_a_second_run_writes_the_same_bytes(tmp_path: Path):
-    """With every scorer, METEOR too, also where some groups are empty."""
-    folders, out = bench.write(tmp_path), tmp_path / "out"
-    bench.run(folders, out)
-    metrics = written(out)
-    names = ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr_shuffled"]
-    assert all(isinstance(metrics[name], float) for name in names)
-    assert metrics["change_type_accuracy"] == pytest.approx(2 / 3)
-    assert list(metrics["absent"]) == ["SPICE", "reversal"]
-    assert metrics["CIDEr_shuffled"] < metrics["CIDEr"]
-    rows = pq.read_table(out / "scores.parquet").to_pylist()
-    assert rows[0]["CIDEr"] > rows[1]["CIDEr"] > rows[2]["CIDEr"] == 0
-    assert rows[0]["METEOR"] == pytest.approx(1.0)
-    assert 1 > rows[1]["METEOR"] > rows[2]["METEOR"] == 0.0
-    bench.run(folders, tmp_path / "again")
-    for name in ("metrics.json", "scores.parquet", "report.html"):
-        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
-    path = folders.clean / "records.parquet"
-    table = pq.read_table(path)
-    column = table.schema.get_field_index("change_types")
-    unknown = pa.array([[]] * len(table), table.schema.field(column).type)
-    pq.write_table(table.set_column(column, "change_types", unknown), path)
-    found = bench.run(folders, tmp_path / "unknown").protocols[PROTOCOL]
-    assert found.scores["METEOR"] is not None
-    assert (found.groups["change"]["pairs"], found.groups["change"]["METEOR"]) == (0, None)
-
-
-def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_with_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_with_a_reason(tmp_path, monkeypatch):
     folders = bench.write(tmp_path)
     bench.small_table(tmp_path / "table", monkeypatch)
     bench.fake_java(tmp_path / "bin", monkeypatch, "meteor", "exec sleep 1000")
     monkeypatch.setitem(TOKENIZERS, "ptb", split_at_white_space)
-    for path in (
-        folders.predictions / "predictions_shuffled.json",
-        folders.predictions / "saliency.npz",
-        folders.records / "toy" / "grammar.json",
-    ):
+    optional = ("predictions/predictions_shuffled.json", "predictions/saliency.npz", "records/toy/grammar.json")
+    for path in map(tmp_path.joinpath, optional):
         path.unlink()
     compute = bench.compute(scorer_timeout_s=1, spice_dir=tmp_path)
     evaluate(bench.config(), compute, *folders, tmp_path / "out")
@@ -120,9 +82,7 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     assert page.count('"data:image/webp;base64,') == 3 * 6
 
 
-def test_every_protocol_is_scored_on_its_own_pairs_and_a_benchmark_that_lacks_some_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_protocol_is_scored_on_its_own_pairs_and_a_benchmark_that_lacks_some_is_refused(tmp_path, monkeypatch):
     def numbered(n: int) -> None:
         protocols = (Protocol("total", n=n), Protocol("even", n=3, ids="[024]"))
         monkeypatch.setitem(DATASETS.data, "pairs", replace(DATASETS["pairs"], protocols=protocols))
@@ -154,9 +114,6 @@ def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "out").exists()
 
 
-# Without the stage
-
-
 def score(metrics: dict[str, Metric]) -> MetricScores:
     pairs = [replace(bench.pair("x", ["x"], []), id="a")]
     return compute_metrics(metrics, [ProtocolPairs("toy", Protocol("test", n=None), pairs)], {}, None, 20)["toy/test"]
@@ -170,34 +127,19 @@ def constant(pairs, groups, tools) -> MetricScores:
     return MetricScores({name: {"words": 2.0} for name in groups}, {"a": {"column": 1.0}})
 
 
-def test_scores_of_several_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_scores_of_several_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no Java
 
     def fail(*_):
         raise ScorerFailed("out of words")
 
-    metrics = {
-        "a": metric(fail, "a_headline", scores=("a_1", "a_headline")),
-        "words": metric(constant, overall=("control",)),
-    }
+    metrics = {"a": metric(fail, "a_headline", scores=("a_1", "a_headline"))}
+    metrics["words"] = metric(constant, overall=("control",))
     found = score(metrics)
     of_group = {"a_1": None, "a_headline": None, "words": 2.0}
     groups = dict.fromkeys(("change", "multi_change", "distractors"), of_group)
     assert found.groups == {ALL: of_group | {"control": None}} | groups
     assert (found.absent, found.pairs) == ({"a_headline": "out of words"}, {"a": {"column": 1.0}})
-
-
-def test_a_metric_gets_the_answers_of_its_program():
-    def program(of):
-        return {"answer": (of.items, of.spice_dir, of.limit_s)}
-
-    def from_program(pairs, groups, tools):
-        assert tools.answers["answer"] == ([], None, 20)
-        return MetricScores({ALL: {"slow": 1.0}}, {})
-
-    assert score({"slow": metric(from_program, "slow", program=program)}).groups[ALL] == {"slow": 1.0}
 
 
 # metrics.json
@@ -237,11 +179,8 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read_with_every_val
     removal = total["by_type"]["removal"]
     assert (removal["pairs"], removal["exact_accuracy"], removal["CIDEr"]) == (1, 0.0, 0.5)
     assert (total["multi_change"]["type_recall"], total["change_type_accuracy"]) == (0.5, 2 / 3)
-    assert (total["SPICE"], total["change"]["SPICE"], total["absent"]["SPICE"]) == (
-        None,
-        None,
-        "its jars are not there",
-    )
+    assert total["SPICE"] is total["change"]["SPICE"] is None
+    assert total["absent"]["SPICE"] == "its jars are not there"
     assert total["absent"].keys() == {"SPICE", "reversal"}
 
 
@@ -256,3 +195,81 @@ def test_the_scores_to_compare_runs_by_are_those_of_each_dataset_s_first_protoco
     assert set(found["toy/total"]) <= set(HEADLINE)
     partial = {8: True, 6: False, None: False}
     assert {n: report(n=n).protocols["toy/total"].is_partial for n in partial} == partial
+
+
+# The judge against a server on 127.0.0.1
+
+RIGHT, WRONG = '{"right": true, "reason": "the same"}', 'Sure! {"right": false, "reason": "other object"} Bye.'
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with chat_server(RIGHT) as known:
+        yield known
+
+
+def settings(server: Server, **changes: Any) -> JudgeSettings:
+    return JudgeSettings(**({"url": server.url, "model": "m", "key_variable": "JUDGE_KEY"} | changes))
+
+
+def judge(server: Server, tmp_path: Path, **changes: Any) -> Judge:
+    return Judge(settings(server, **changes), tmp_path / "scratch")
+
+
+def test_a_run_has_the_share_of_captions_called_right_with_every_answer(server: Server, tmp_path: Path):
+    server.replies = {"by a model:\n- nothing changed": [WRONG], "- the green ball at the left was removed": ["{}"]}
+    folders = bench.write(tmp_path)
+    cfg = settings(server).model_dump()
+    out = tmp_path / "out"
+    compute = bench.compute(scratch=tmp_path / "scratch")
+    report = evaluate(bench.config(metrics=["judge", "change_accuracy"], judge=cfg), compute, *folders, out)
+    found = report.protocols["toy/test"]
+    assert found.scores["judge"] == 3 / 5  # 0, 3 and 5 right; 2 and 4 ("nothing changed") wrong; none of 1
+    assert found.scores["judge_answered"] == 5 / 6
+    assert found.groups["distractors"]["judge"] == 1 / 2
+    rows = {row["id"]: row for row in pq.read_table(out / "scores.parquet").to_pylist()}
+    assert [rows[f"toy/{n}"]["judge"] for n in range(6)] == [True, None, False, True, False, True]
+    assert (rows["toy/0"]["judge_answer"], rows["toy/1"]["judge_answer"]) == (RIGHT, "{}")
+    assert server.keys == {"Bearer secret"}
+    asked = set(server.texts)
+    assert all("toy" not in text and ".png" not in text for text in asked)  # the words alone, no names, no image
+    (first,) = [text for text in asked if "by a model:\n- the red cube at the left became blue\n" in text]
+    assert "- the red cube at the left turned blue\n- the red cube at the left became blue\n" in first
+    stored = [json.loads(line) for line in (tmp_path / "scratch" / "judge.jsonl").read_text().splitlines()]
+    assert {entry["question"] for entry in stored} == asked
+    assert "secret" not in (tmp_path / "scratch" / "judge.jsonl").read_text()
+
+
+def test_a_server_that_puts_off_and_cut_json_are_asked_again_and_anything_but_the_json_is_no_verdict(server, tmp_path):
+    cut, refusal = '{"right": tr', {"role": "assistant", "content": None, "refusal": "I cannot"}
+    server.replies = {"a?": [429, 503, WRONG], "b?": [cut, RIGHT], "c?": [cut], "d?": [refusal], "e?": [None]}
+    server.replies |= {"f?": ['{"right": "yes"}'], "g?": ["[true]"]}
+    found = judge(server, tmp_path).ask([f"{name}?" for name in "abcdefg"])
+    without = [cut, "refused: I cannot", "no answer", '{"right": "yes"}', "[true]"]
+    assert found == [(False, WRONG), (True, RIGHT), *((None, answer) for answer in without)]
+
+
+def test_a_wrong_key_or_model_costs_the_judge_alone_and_names_the_parameter(server: Server, tmp_path: Path):
+    server.replies = {"a?": [401]}
+    with pytest.raises(ScorerFailed, match=r"model 'm': .*see evaluate\.judge and .*JUDGE_KEY"):
+        judge(server, tmp_path).ask(["a?"])
+
+
+def test_without_a_judge_the_score_is_absent_and_nothing_is_asked_where_the_metric_is_not_chosen(server, tmp_path):
+    folders, cfg = bench.write(tmp_path), settings(server).model_dump()
+    without = bench.run(folders, tmp_path / "out", metrics=["judge", "change_accuracy"]).protocols["toy/test"]
+    assert (without.scores["judge"], "evaluate.judge" in without.absent["judge"]) == (None, True)
+    assert without.scores["change_type_accuracy"] == pytest.approx(2 / 3)
+    bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], judge=cfg)
+    assert server.asked == []
+
+
+def test_a_sample_is_the_same_whatever_stands_beside_it_and_keeps_its_order():
+    pairs = bench.pairs()
+    some = sample(pairs, 3)
+    assert len(some) == 3
+    assert sample(pairs[::-1], 3) == some[::-1]
+    assert [pair for pair in pairs if pair in some] == some
+    assert {pair.id for pair in sample(pairs, 2)} < {pair.id for pair in some}
+    assert sample(pairs, 10) == pairs

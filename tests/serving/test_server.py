@@ -1,7 +1,6 @@
 """The server as people start it: its own process, a registry, clients over HTTP; on a cluster, Ray's replicas, too; the
 memory that it takes, held against docs/serving.md; a version as register logs it, by `mlflow models serve`, too."""
 
-import asyncio
 import io
 import os
 import signal
@@ -19,7 +18,6 @@ from typing import Any
 
 import httpx
 import mlflow
-import numpy as np
 import psutil
 import pytest
 from PIL import Image
@@ -28,25 +26,12 @@ from PIL.PngImagePlugin import PngInfo
 from m3diff.__main__ import main
 from m3diff.models.generation import load_captioner
 from m3diff.serving.app import COPIES
-from m3diff.serving.batcher import DECODERS
 from m3diff.serving.server import deployer
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.stage import SIGNATURE, copy_code
 from tests.servers import free_port, started, until
-from tests.serving.toy import (
-    PARAMS,
-    Running,
-    base64_of,
-    chat,
-    command,
-    environment,
-    form,
-    plain,
-    png,
-    running,
-    said,
-    write_registry,
-)
+from tests.serving import toy
+from tests.serving.toy import PARAMS, Running, chat, environment, form, plain, png, running, write_registry
 from tests.stages.train.cluster import cluster
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
@@ -69,7 +54,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def ask(server: Running, number: int) -> tuple[int, str]:
-    """Status and caption."""
     before, after = (png(plain(number % 256, place)) for place in (1, 2))
     answer = httpx.post(f"{server.address}/caption", **form(before, after), timeout=PATIENCE_S)
     return answer.status_code, answer.json().get("caption", "")
@@ -108,7 +92,7 @@ def test_one_process_listens_on_this_machine_alone_answers_openais_client_and_it
     client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
     messages = chat(BEFORE, AFTER, "What is new?")["messages"]
     answer = client.chat.completions.create(model="m3diff", messages=messages)
-    assert answer.choices[0].message.content.endswith(said("", "What is new?", "10/20/0", "30/40/0"))
+    assert answer.choices[0].message.content.endswith(toy.said("", "What is new?", "10/20/0", "30/40/0"))
     assert [model.id for model in client.models.list()] == [answer.model]
     messages[0]["content"].pop()
     with pytest.raises(openai.UnprocessableEntityError, match="exactly 2 images"):
@@ -133,12 +117,8 @@ def until_closed(port: int, *sent: bytes) -> tuple[bytes, float]:
 @pytest.mark.slow
 def test_a_connection_that_says_nothing_or_stops_in_the_middle_is_closed(server):
     head, get = b"POST /caption HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    sent = (
-        (),
-        (head,),
-        (get, head),
-        (head + b"Content-Type: application/json\r\nContent-Length: 900\r\n\r\n", b"only this"),
-    )
+    typed = b"Content-Type: application/json\r\nContent-Length: 900\r\n\r\n"
+    sent = ((), (head,), (get, head), (head + typed, b"only this"))
     with ThreadPoolExecutor() as at_once:
         closed = list(at_once.map(lambda parts: until_closed(server.port, *parts), sent))
     for (heard, seconds), wanted in zip(closed, (b"", b"", b"HTTP/1.1 200", b"HTTP/1.1 408"), strict=True):
@@ -214,7 +194,7 @@ def test_what_cannot_be_served_is_said_at_once_in_one_line(name, tmp_path, monke
     monkeypatch.setenv("M3DIFF_SERVE_TOKEN", token) if token else monkeypatch.delenv("M3DIFF_SERVE_TOKEN", False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] if name == "a taken port" else None
-        given = command(tmp_path, *options(tmp_path), toy=False, port=port)
+        given = toy.command(tmp_path, *options(tmp_path), toy=False, port=port)
         assert main(["--params", str(tmp_path / "params.yaml"), *given[given.index("serve") :]]) == code
     assert words in capsys.readouterr().err.splitlines()[-1]
 
@@ -227,13 +207,7 @@ def test_several_replicas_without_a_cluster_are_refused_with_the_remedy(monkeypa
         pass
 
 
-# Memory
-
-BYTES_PER_PIXEL = 30
 SERVE = PARAMS.serve.model_copy(update={"max_image_mpx": 10, "answer_s": PATIENCE_S})
-SIDE = int((SERVE.max_image_mpx * 1e6) ** 0.5)
-REQUESTS = SERVE.max_queue * SERVE.max_request_mb * 1e6
-IMAGES = SERVE.replicas * DECODERS * SERVE.max_image_mpx * 1e6 * BYTES_PER_PIXEL
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +222,6 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def taken(processes: list[psutil.Process]) -> int:
-    """Bytes of these processes, shared ones once."""
     rollups = [Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in processes]
     return sum(1024 * int(rollup.partition("\nPss:")[2].split()[0]) for rollup in rollups)
 
@@ -276,45 +249,7 @@ def peak(server: Running, name: str, allowed: float) -> Iterator[None]:
     assert found <= 1.1 * allowed
 
 
-def noise(megabytes: float) -> bytes:
-    side = int((megabytes * 1e6 / 3) ** 0.5)
-    held = io.BytesIO()
-    pixels = np.random.default_rng(7).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(held, "PNG", compress_level=0)
-    return held.getvalue()
-
-
-async def statuses(server: Running, count: int, **request: object) -> Counter[int]:
-    limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=server.address, timeout=2 * PATIENCE_S, limits=limits) as client:
-        answers = await asyncio.gather(*(client.post("/caption", **request) for _ in range(count)))  # type: ignore[arg-type]
-    assert all(answer.headers["retry-after"] for answer in answers if answer.status_code == 503)
-    return Counter(answer.status_code for answer in answers)
-
-
-@pytest.mark.slow(60)
-def test_as_many_large_requests_at_once_as_the_queue_holds_keep_to_the_stated_memory(limited):
-    image = noise(9.7)
-    with peak(limited, "large requests", REQUESTS):
-        got = asyncio.run(statuses(limited, SERVE.max_queue, **form(image, image)))
-    assert got.keys() <= {200, 503}
-    assert got[200] >= SERVE.max_queue // 4
-    assert httpx.post(f"{limited.address}/caption", **form(image, image), timeout=PATIENCE_S).status_code == 200
-
-
-@pytest.mark.slow(60)
-@pytest.mark.parametrize("kind", ["WEBP", "JPEG2000"])
-def test_images_of_the_largest_size_keep_to_the_stated_memory(limited, kind):
-    """In the formats whose decoding takes the most."""
-    grey, held = Image.linear_gradient("L").resize((SIDE, SIDE)), io.BytesIO()
-    Image.merge("RGBA", [grey, grey, grey.rotate(90), grey]).save(held, kind, lossless=True, method=0)
-    with peak(limited, kind, IMAGES):
-        got = asyncio.run(statuses(limited, 4, **form(held.getvalue(), held.getvalue(), overlay="true")))
-    assert got == {200: 4}
-
-
 def text_bomb() -> bytes:
-    """A PNG whose texts unpack to sixty times its bytes."""
     held, info = io.BytesIO(), PngInfo()
     for number in range(63):
         info.add_text(f"k{number}", "x" * 1_000_000, zip=True)
@@ -347,11 +282,7 @@ def test_whatever_a_request_holds_it_keeps_to_its_share_of_the_stated_memory(lim
         assert len(answer.content) < 2_000
 
 
-# A registered version
-
-
 def register(root: Path, checkpoint: Path) -> str:
-    """A store with one version, champion; returns its address."""
     uri = f"sqlite:///{root}/mlflow.db"
     mlflow.set_tracking_uri(uri)
     client = mlflow.MlflowClient()
@@ -408,6 +339,6 @@ def test_a_registered_version_says_the_same_by_both_servers_whatever_partner_an_
     given = environment(MLFLOW_TRACKING_URI=uri, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     address = f"http://127.0.0.1:{port}"
     with started(line, tmp_path / "mlflow.log", lambda: is_answered(address), cwd=tmp_path, env=given):
-        rows = [{side: base64_of(png(image)) for side, image in zip(("before", "after"), pairs[0], strict=True)}]
+        rows = [{side: toy.base64_of(png(image)) for side, image in zip(("before", "after"), pairs[0], strict=True)}]
         answer = httpx.post(f"{address}/invocations", json={"dataframe_records": rows}, timeout=60)
     assert answer.json() == {"predictions": want[:1]}, (tmp_path / "mlflow.log").read_text()

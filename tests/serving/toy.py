@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,9 +66,7 @@ class ToyCaptioner:
     def __init__(self, word: str) -> None:
         self.word = word
 
-    def answer(
-        self, images: list[np.ndarray], question: str = QUESTION, saliency: bool = False
-    ) -> tuple[list[str], np.ndarray | None]:
+    def answer(self, images, question=QUESTION, saliency=False) -> tuple[list[str], np.ndarray | None]:
         time.sleep(COMPUTE_S)
         if question == "Break down?":
             raise RuntimeError("the secret place /var/model is on fire")
@@ -84,7 +82,6 @@ def said(word: str, question: str, before: str, after: str) -> str:
 
 
 def write_toy(folder: Path, word: str) -> Path:
-    """A folder that is taken for a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "word.txt").write_text(word)
     (folder / "manifest.json").write_text(json.dumps({"files": {}, "word": word}))
@@ -173,19 +170,16 @@ def base64_of(data: bytes) -> str:
 
 
 def at(url: str, **more: Any) -> dict[str, Any]:
-    """The part of a chat that is an image at this address."""
     return {"type": "image_url", "image_url": {"url": url} | more}
 
 
 def chat(before: bytes, after: bytes, question: str | None = None, **more: Any) -> dict[str, Any]:
-    """The body of a chat."""
     parts: list[Any] = [{"type": "text", "text": question}] if question is not None else []
     parts += [at(f"data:image/png;base64,{base64_of(data)}") for data in (before, after)]
     return {"model": "m3diff", "messages": [{"role": "user", "content": parts}]} | more
 
 
 def form(before: bytes, after: bytes, **texts: str) -> dict[str, Any]:
-    """The arguments of a multipart request."""
     return {"files": {"before": ("a.png", before), "after": ("b.png", after)}, "data": texts}
 
 
@@ -253,30 +247,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def running(
-    root: Path,
-    *options: str,
-    toy: bool = True,
-    constants: Mapping[str, float] | None = None,
-    there: Mapping[str, str] = {},  # noqa: B006
-    **changes: Any,
-) -> Iterator[Running]:
-    """A server that is ready; it is ended with all its processes.
-
-    Args:
-        constants: other values of a toy's constants, by module and name: `request.UPLOAD_S`.
-        there: further variables of its environment.
-    """
+def running(root, *options, toy=True, constants=None, there=None, **changes) -> Iterator[Running]:
+    """A server that is ready, then ended with its processes; constants by module and name: `request.UPLOAD_S`."""
     line, log = command(root, *options, toy=toy, **changes), root / "serve.log"
     with log.open("w") as out:
-        process = subprocess.Popen(
-            line,
-            cwd=root,
-            env=environment(**{CONSTANTS: json.dumps(constants or {})} | there),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        env = environment(**{CONSTANTS: json.dumps(constants or {})} | (there or {}))
+        pipes = {"stdout": out, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(line, cwd=root, env=env, start_new_session=True, **pipes)
     server = Running(process, int(line[line.index("--port") + 1]), log, root)
     try:
         server.wait_for(" answers with ")
