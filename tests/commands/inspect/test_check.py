@@ -582,7 +582,7 @@ def test_what_a_licence_says_of_showing_stands_on_the_page_and_a_no_hides_the_pa
     assert page.count('alt="before"') == 2
     spec = DATASETS["clevr_dc"]
     closed = replace(spec, licence=replace(spec.licence, show=Permission("no", "not even one")))
-    monkeypatch.setitem(DATASETS, "clevr_dc", closed)
+    monkeypatch.setitem(DATASETS.data, "clevr_dc", closed)
     write_statistics(folder)
     page = (folder / "statistics.html").read_text()
     assert "show: not even one; refused" in page

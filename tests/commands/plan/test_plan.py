@@ -118,7 +118,7 @@ TOY = ToyFamily(
 
 @pytest.fixture
 def toy_family(monkeypatch: pytest.MonkeyPatch) -> Family:
-    monkeypatch.setitem(FAMILIES, "toy", TOY)
+    monkeypatch.setitem(FAMILIES.data, "toy", TOY)
     return TOY
 
 
