@@ -393,8 +393,8 @@ def test_what_cannot_be_compared_is_named(runs, tmp_path):
     some = write_scores(evidence(runs, pairs[1:]), tmp_path / "some")
     refused(first, some, r"toy/test has 6 and 5 pairs, 1 of them in one run alone, such as toy/0")
     unknown = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in pairs]
-    runs = [write_scores(evidence(runs, unknown), tmp_path / name) for name in ("a", "b")]
-    refused(*runs, r"records.parquet: no test pair toy/90, which both runs captioned")
+    strange = [write_scores(evidence(runs, unknown), tmp_path / name) for name in ("a", "b")]
+    refused(*strange, r"records.parquet: no test pair toy/90, which both runs captioned")
     other.mkdir()
     scores = pq.read_table(first / "scores.parquet")
     for damaged, message in (
