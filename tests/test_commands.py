@@ -90,10 +90,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "export-llava out --lines": (LLAVA, SHARED | {"lines": True}),
     "export-llava out --allow-unlicensed": (LLAVA, SHARED | {"allow_unlicensed": True}),
     f"zero-shot --url {LOCAL} --model m": (ZERO, ASKED | {"request": ANSWERED, "out": None}),
-    f"zero-shot --url {FAR} --model m {FAR_AWAY}": (
-        ZERO,
-        ASKED | {"request": FROM_FAR, "out": Path("out")},
-    ),
+    f"zero-shot --url {FAR} --model m {FAR_AWAY}": (ZERO, ASKED | {"request": FROM_FAR, "out": Path("out")}),
 }
 """By what is typed: the function that is called, and its arguments by its own names."""
 

@@ -94,7 +94,7 @@ def test_grey_of_16_bits_is_scaled_to_8(format: str) -> None:
     ("colour", "values", "seen"),
     [
         (2, (0xFFFF, 0x8000, 0x0100), (255, 128, 1)),
-        (6, (0xFFFF, 0x8000, 0, 0), (255, 255, 255)),
+        (6, (0xFFFF, 0x8000, 0, 0), (255,) * 3),
         (4, (0x8000, 0xFFFF), (128,) * 3),
     ],
 )

@@ -361,10 +361,8 @@ def test_the_bert_that_a_new_module_starts_as_is_asked_for_before_anything_runs(
     params = load_params(write(changes | {"train.base": str(tmp_path)}))
     (tmp_path / "config.json").write_text(json.dumps(base))
     found = absent_paths(params, "train")
-    assert [str(path.relative_to(tmp_path)) for _, path, _ in found] == [
-        "bert/config.json",
-        "bert/model.safetensors",
-    ][:missing]
+    names = ["bert/config.json", "bert/model.safetensors"]
+    assert [str(path.relative_to(tmp_path)) for _, path, _ in found] == names[:missing]
     assert all(remedy == "copy it from bert-base-uncased, or set module.start to random" for *_, remedy in found)
 
 

@@ -495,7 +495,7 @@ SPOT = {"dataset": "Spot-the-Diff"}
 HEADER = "before,after,captions\n"
 LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
     "a pattern": (both(as_lines("p-0.jsonl", PLAIN[:1]), as_lines("p-1.jsonl", PLAIN[1:])), {"manifest": "p-*.jsonl"}),
-    "a pattern over folders": (
+    "a pattern of folders": (
         both(as_lines("x/p.jsonl", PLAIN[:1]), as_lines("y/p.jsonl", PLAIN[1:])),
         {"manifest": "*/p.jsonl"},
     ),
@@ -621,7 +621,7 @@ def test_rows_are_marked_joined_and_filtered_as_the_options_say(tmp_path):
 
 
 def test_files_of_a_pattern_are_named_with_their_folder_and_one_pair_in_two_splits_is_a_contradiction(tmp_path):
-    write, options = LAYOUTS["a pattern over folders"]
+    write, options = LAYOUTS["a pattern of folders"]
     write(tmp_path)
     assert [row.source for row in read(tmp_path, **options)] == ["x/p.jsonl, line 1", "y/p.jsonl, line 1"]
     (tmp_path / "p[1].jsonl").write_text(json.dumps(PLAIN[0]))

@@ -51,10 +51,7 @@ def test_pairs_come_with_prediction_images_and_every_reference_in_the_order_of_t
         (json.dumps([*GOOD, {"image_id": "toy/0"}]), "row 6: expected"),
         (json.dumps([*GOOD, {"image_id": 7, "caption": "x"}]), "row 6: expected"),
         (json.dumps([*GOOD, GOOD[2]]), "captioned more than once: toy/2"),
-        (
-            json.dumps([*GOOD, *bench.as_file({f"else/{n}": "x" for n in range(8)})]),
-            "else/0, .*, else/4 and 3 more",
-        ),
+        (json.dumps([*GOOD, *bench.as_file({f"else/{n}": "x" for n in range(8)})]), "else/0, .*, else/4 and 3 more"),
         (json.dumps(GOOD[:-2]), "no prediction for toy/4, toy/5; run `m3diff predict` again"),
         (None, "no such file; run `m3diff predict`"),
     ],

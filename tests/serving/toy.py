@@ -47,7 +47,7 @@ SIDE, CELLS = 16, 4
 SPECIAL = ("<image>", "<|im_end|>")
 FAULTS = {
     "broken": ValueError("model.safetensors: sha256 differs"),
-    "cut off": DataError("model.safetensors: cut off; fetch the folder again"),
+    "cut off": DataError("model.safetensors: cut off; fetch"),
 }
 """Words of toys that cannot be loaded."""
 

@@ -240,11 +240,7 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     "an image missing": (row(before="9.png"), REFUSED, ["missing images: 1", "9.png: is no file below"]),
     "an absolute path": (from_top("{root}/a b/0.png"), READ, ["images 2, of them 0 missing"]),
     **{
-        f"elsewhere: {path}": (
-            moved(path),
-            REFUSED,
-            [f"{path!r}: there is 'a b/0.png'; write paths relative to "],
-        )
+        f"elsewhere: {path}": (moved(path), REFUSED, [f"{path!r}: there is 'a b/0.png'; write paths relative to "])
         for path in ("/mnt/x.y/a b/0.png", "C:\\data\\a b\\0.png", "file:///mnt/x/a%20b/0.png", "../a b/0.png")
     },
     "out of the root": (row(before="/mnt/9.png"), REFUSED, ["/mnt/9.png: leads out of the root", "image_root"]),
