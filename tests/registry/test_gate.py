@@ -276,7 +276,7 @@ def moved(to: int | None, before: int | None = None, **changes: object) -> Entry
     return Entry(**plain | changes)
 
 
-def back(to: int, before: int) -> Entry:
+def back(to: int, before: int | None) -> Entry:
     return moved(to, before, action="rollback", outcome="rolled back", why="")
 
 
@@ -412,6 +412,7 @@ LINES = {
     "moved by hand to an older one": ((*UP, moved(1, 2, **NOTICED)), [1], [2]),
     "moved by hand to a newer one": ((moved(1), moved(7, 1, **NOTICED)), [1, 7], []),
     "the alias gone": ((moved(1), moved(None, 1, **NOTICED), moved(8)), [1, 8], []),
+    "the alias gone, and another accepted": ((moved(1), moved(None, 1, **NOTICED), back(7, None)), [1, 7], []),
     "not done": ((*UP, moved(2, 1, **UNDONE)), [1], []),
 }
 
