@@ -178,6 +178,7 @@ def test_run_and_version_have_all_tags_of_the_lineage_which_a_new_evaluation_cha
     (of_pairs,) = pq.read_table(opened.client.download_artifacts(done.run_id, "scores.parquet"))["CIDEr"].unique()
     assert of_pairs.as_py() == 1.76
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", lambda *_: pytest.fail("written again"))
+    opened.client.set_model_version_tag("m3diff", "1", "git.commit", "another, which no result depends on")
     assert opened.register().outcome == "unchanged"
 
 
