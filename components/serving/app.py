@@ -26,6 +26,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from m3diff.records.errors import readable
 from m3diff.serving.batcher import Answer, Fault, Metrics, Models, Served
 from m3diff.serving.params import Serve
 from m3diff.serving.request import (
@@ -88,13 +89,17 @@ def find_examples(records: Path, shown: Collection[str]) -> list[dict[str, str]]
 
     Args:
         records: the table that validate writes; without it there are none.
+
+    Raises:
+        DataError: the table cannot be read.
     """
     if not records.is_file():
         return []
     rows = pl.scan_parquet(records).filter(pl.col("split") == "test", pl.col("dataset").is_in(shown)).sort("id")
     reference = pl.col("references").list.first().fill_null("").alias("reference")
     in_turn = rows.sort(pl.int_range(pl.len()).over("dataset"), "dataset").head(EXAMPLES)
-    found = in_turn.select("id", "before", "after", reference).collect().to_dicts()
+    with readable(records):
+        found = in_turn.select("id", "before", "after", reference).collect().to_dicts()
     return [each for each in found if Path(each["before"]).is_file() and Path(each["after"]).is_file()]
 
 

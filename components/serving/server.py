@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +22,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from m3diff.cluster import on_one_machine, start_ray
 from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import check_licence
 from m3diff.endpoint import THIS_MACHINE
+from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source, find, version_of
 from m3diff.serving import batcher, request
 from m3diff.serving.batcher import Answer, Deploy, Fault, Metrics, Models
@@ -208,8 +210,11 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         with deployer(cfg, params.compute) as deploy:
             metrics = Metrics()
             models = Models(deploy, metrics)
-            readers = {dataset: entry.reader for dataset, entry in licensed(params).items()}
-            shown = [each for each, reader in readers.items() if DATASETS[reader].licence.show.answer != "no"]
+            shown = []
+            for dataset, entry in licensed(params).items():
+                with suppress(DataError):
+                    check_licence(DATASETS[entry.reader], "show")
+                    shown.append(dataset)
             examples = find_examples(params.paths.clean / "records.parquet", shown)
             server = Server(cfg, models, metrics, name, examples)
             asyncio.run(run(make_app(server, token), listener, cfg.answer_s, models, work))

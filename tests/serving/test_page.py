@@ -9,6 +9,7 @@ import pytest
 import uvicorn
 from playwright.sync_api import Page, expect
 
+from m3diff.records.errors import DataError
 from m3diff.serving.app import find_examples, read_page
 from tests.browser import Watch, chromium
 from tests.servers import free_port
@@ -120,6 +121,9 @@ def test_examples_are_test_pairs_of_each_dataset_that_may_be_shown_in_turn_and_n
     found = find_examples(images / "records.parquet", ["a", "b"])
     assert [example["id"] for example in found] == ["a/1", "b/1", "a/2", "b/2", "a/3", "b/3"]
     assert find_examples(tmp_path / "records.parquet", ["a"]) == find_examples(images / "records.parquet", []) == []
+    (tmp_path / "records.parquet").write_text("cut off")
+    with pytest.raises(DataError, match=r"records.parquet: cannot be read .*`dvc repro`"):
+        find_examples(tmp_path / "records.parquet", ["a"])
     service = Service(examples=found)
     listed = service.get("/examples").json()[1]
     assert (listed["id"], listed["reference"], listed["after"]) == ("b/1", "what b says of 1", "/examples/1/after")
