@@ -33,7 +33,7 @@ from m3diff.endpoint import endpoint_url
 from m3diff.models.device import DeviceError
 from m3diff.provenance.guard import ENTRY, require_own_code, unchanged
 from m3diff.records.errors import DataError
-from m3diff.settings.gpus import GPUS
+from m3diff.settings.compute import GPUS
 from m3diff.settings.load import load_params
 from m3diff.settings.rules import absent_paths, check_paths, licensed
 from m3diff.settings.section import ParamsError, closest
@@ -377,7 +377,7 @@ def export_llava(params: Params, args: argparse.Namespace) -> None:
 
 
 def profile(args: argparse.Namespace) -> None:
-    from m3diff.settings.profiles import find_profile, use_profile
+    from m3diff.settings.load import find_profile, use_profile
 
     folder = profiles_folder()
     params = load_params(find_profile(args.name, folder))

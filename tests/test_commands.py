@@ -24,7 +24,7 @@ from m3diff.commands import usage
 from m3diff.commands.rescore import rescore
 from m3diff.commands.zero_shot import PROMPT, Request
 from m3diff.records.errors import DataError
-from m3diff.settings.gpus import GPUS
+from m3diff.settings.compute import GPUS
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from tests.stages.train.toy import write_mixture

@@ -11,8 +11,7 @@ import yaml
 from m3diff.commands.plan.plan import published_workload
 from m3diff.models.m3diff_settings import MDPConfig
 from m3diff.models.onediff_settings import VDMConfig
-from m3diff.settings.load import load_params
-from m3diff.settings.profiles import differences, resolve
+from m3diff.settings.load import differences, load_params, resolve
 from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY
 

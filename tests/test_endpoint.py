@@ -23,8 +23,7 @@ from m3diff import endpoint as module
 from m3diff.endpoint import Answer, Answers, Endpoint, Question, data_url
 from m3diff.images.open import load_image
 from m3diff.scoring.metrics.judge import JudgeSettings
-from m3diff.settings.explain import explain
-from m3diff.settings.section import ParamsError
+from m3diff.settings.section import ParamsError, explain
 from m3diff.stages.augment.params import Remote
 from tests.chat import CUT_BODY, Server, chat_server
 from tests.tiny import noise_image

@@ -8,8 +8,16 @@ import pytest
 import yaml
 
 from m3diff.datasets import DATASETS
-from m3diff.settings.load import load_params
-from m3diff.settings.profiles import differences, find_profile, lay_over, profiles, resolve, use_profile, written
+from m3diff.settings.load import (
+    differences,
+    find_profile,
+    lay_over,
+    load_params,
+    profiles,
+    resolve,
+    use_profile,
+    written,
+)
 from m3diff.settings.section import ParamsError
 from tests.toy import REPOSITORY
 

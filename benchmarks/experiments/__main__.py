@@ -45,10 +45,8 @@ from m3diff.records.files import sha256_of_folder, write_atomic
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
 from m3diff.scoring.bootstrap import statistics as sums_of
 from m3diff.scoring.metrics import METRICS
-from m3diff.settings.explain import explain
-from m3diff.settings.load import load_params
-from m3diff.settings.profiles import resolve
-from m3diff.settings.section import ParamsError, Section, closest
+from m3diff.settings.load import load_params, resolve
+from m3diff.settings.section import ParamsError, Section, closest, explain
 from m3diff.settings.tree import Params
 
 HERE, RESULTS = Path(__file__).parent, Path("benchmarks/results")

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from m3diff.settings.load import load_params
-from m3diff.settings.profiles import resolve
+from m3diff.settings.load import load_params, resolve
 from m3diff.settings.section import ParamsError, Section
 from m3diff.settings.tree import Paths
 from m3diff.stages.train.job import DatasetFilter

@@ -8,6 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ from m3diff.models.m3diff import LARGE_BASE, SMALL_BASE
 from m3diff.models.onediff import LLAVA_BASE
 from m3diff.scoring.metrics import METRICS, gate_metrics
 from m3diff.scoring.protocols import protocols_of
-from m3diff.settings.explain import explain
-from m3diff.settings.gpus import GPUS
-from m3diff.settings.section import FrozenDict, ParamsError, Section, closest
+from m3diff.settings.section import ParamsError, Section, closest, explain
 from m3diff.settings.tree import Params
 from m3diff.stages.augment.params import MANIFEST, Drawn, Edits
 from m3diff.stages.ingest.params import DatasetEntry
@@ -90,12 +89,10 @@ def origin(params: Params, name: str) -> str:
     return source.reader
 
 
-def licensed(params: Params) -> FrozenDict[str, DatasetEntry]:
+def licensed(params: Params) -> dict[str, DatasetEntry]:
     """The datasets of the run for those who pass on what is made of them: each under the reader of `origin`."""
-    entries = params.ingest.datasets
-    return FrozenDict(
-        {name: each.model_copy(update={"reader": origin(params, name)}) for name, each in entries.items()}
-    )
+    entries = params.ingest.datasets.items()
+    return {name: each.model_copy(update={"reader": origin(params, name)}) for name, each in entries}
 
 
 def generators(params: Params) -> Iterator[str]:
@@ -149,14 +146,9 @@ def separate_folders(params: Params) -> Iterator[str]:
     folders = {f"ingest.datasets.{name}.root": entry.root for name, entry in params.ingest.datasets.items()}
     folders |= {f"paths.{name}": folder for name, folder in params.paths} | {"compute.scratch": params.compute.scratch}
     places = [(name, folder, Path(os.path.abspath(folder))) for name, folder in folders.items()]
-    for number, (name, folder, at) in enumerate(places):
-        for other, second, there in places[:number]:
-            if at == there:
-                yield f"{name}: {folder} is {other}, too; give each a folder of its own"
-            elif at.is_relative_to(there):
-                yield f"{name}: {folder} is inside {other} ({second}); give each a folder of its own"
-            elif there.is_relative_to(at):
-                yield f"{other}: {second} is inside {name} ({folder}); give each a folder of its own"
+    for (other, second, there), (name, folder, at) in combinations(places, 2):
+        if at.is_relative_to(there) or there.is_relative_to(at):
+            yield f"{name}: {folder} overlaps {other} ({second}); give each a folder of its own"
 
 
 def models(params: Params) -> Iterator[str]:
@@ -175,7 +167,7 @@ def models(params: Params) -> Iterator[str]:
 
 def training(params: Params) -> Iterator[str]:
     """Batches divide among workers; the alignment has datasets of its own and leaves some; the best checkpoint is
-    known; the kind of GPU, too."""
+    known."""
     trained = [name for name, entry in params.ingest.datasets.items() if entry.train_on]
     settings, compute = params.models.get(params.train.model), params.compute
     batches = {"train": params.train.global_batch}
@@ -201,8 +193,6 @@ def training(params: Params) -> Iterator[str]:
         if all("val" in entry.train_on for entry in params.ingest.datasets.values()):
             why = "every dataset's train_on has val, so none is left; take it out of one of ingest.datasets"
             yield f"{best} on validation pairs, but {why} or write last"
-    if compute.gpu_kind is not None and compute.gpu_kind not in GPUS:
-        yield f"compute.gpu_kind: {closest(compute.gpu_kind, GPUS)}, or null where it is not known"
 
 
 def scores(params: Params) -> Iterator[str]:

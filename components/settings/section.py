@@ -1,16 +1,16 @@
-"""A section of `params.yaml`: typed and frozen to the bottom. Each stage folder holds its own in `params.py`."""
+"""A section of `params.yaml`: typed and frozen, with lines for its faults. Each stage folder holds its own in
+`params.py`."""
 
 import dataclasses
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any, NoReturn, TypeVar
+from contextlib import suppress
+from typing import Any, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-K = TypeVar("K")
-V = TypeVar("V")
 NUMBERS = (int, float, int | None, float | None)
 
 
@@ -35,45 +35,6 @@ class Section(BaseModel):
         return values
 
 
-class FrozenDict(dict[K, V]):
-    """A dictionary that cannot be changed, and that can be sent to another process."""
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("parameters are frozen: change params.yaml and load it again")
-
-    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[type, tuple[dict[K, V]]]:
-        return FrozenDict, (dict(self),)
-
-    def __copy__(self) -> "FrozenDict[K, V]":
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenDict[K, V]":
-        return self
-
-
-def freeze(value: Any) -> Any:
-    """Mappings and lists, at every depth and in the fields of dataclasses, as frozen dictionaries and tuples."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: freeze(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **fields)
-    if isinstance(value, Mapping):
-        return FrozenDict({key: freeze(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return tuple(freeze(item) for item in value)
-    return value
-
-
-FrozenMap = Annotated[dict[K, V], AfterValidator(freeze)]
-"""A mapping field of a section."""
-
-
-def shown(value: Any) -> str:
-    """A value as `params.yaml` has it."""
-    return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else repr(value)
-
-
 def one_of(known: Collection[str]) -> AfterValidator:
     """Accepts a name of `known`; of any other, the fault names the nearest."""
 
@@ -92,3 +53,78 @@ def closest(found: Any, known: Iterable[str], of: str = "expected one of") -> st
     listed = ", ".join(names) or "none"
     words = f"known {of}: {listed}" if of == "keys" else f"{of} {listed} (found {shown(found)})"
     return f"did you mean {near[0]!r}? {words}" if near else words
+
+
+def shown(value: Any) -> str:
+    """A value as `params.yaml` has it."""
+    return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else repr(value)
+
+
+# Lines for pydantic's faults
+
+
+def explain(error: ValidationError, raw: Any, top: Any, place: str = "") -> list[str]:
+    """A line for each of pydantic's faults: the place as in the file, the rule that is broken, the value found; of an
+    unknown key, the nearest.
+
+    Args:
+        raw: the values that were validated as a `top`.
+        place: of these values in the parameters.
+    """
+    lines = []
+    for fault in error.errors():
+        parts, known = _follow(fault["loc"], raw, top)
+        words = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "missing":
+            words = "missing; add it as in profiles/embedded.yaml"
+        elif fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            words = f"unknown key; {closest(parts[-1], known, of='keys')}"
+        elif "found " not in words:
+            words += f" (found {shown(fault['input'])})"
+        lines.append(f"{'.'.join([place] * bool(place) + parts)}: {words}")
+    return lines
+
+
+def _follow(loc: tuple[Any, ...], raw: Any, top: Any) -> tuple[list[str], set[str]]:
+    """The place of a fault as one writes it, `ingest.datasets.mine.root`, and the keys of the section around it.
+
+    Pydantic's steps into a member of a union are no keys of the file: a tag, or a word in brackets.
+    """
+    place: list[str] = []
+    types, known = [top], set[str]()
+    for part in loc:
+        tag = len(types) > 1 and isinstance(raw, Mapping) and part == raw.get("kind")
+        types = _of_kind(types, raw)
+        if tag or str(part).startswith("["):
+            continue
+        place.append(str(part))
+        known = {name for one in types for name in _fields(one)}
+        types = [inner for one in types for inner in _types_in(_fields(one).get(part))] or types
+        found = isinstance(raw, Mapping) and part in raw or isinstance(raw, list) and isinstance(part, int)
+        raw = raw[part] if found else None
+    return place, known
+
+
+def _of_kind(types: list[Any], raw: Any) -> list[Any]:
+    """Those of the types that the value has by its `kind`, or, as an entry of `models`, by its family."""
+    with suppress(ValidationError):
+        types = [one.type_of(raw) if hasattr(one, "type_of") else one for one in types]
+    kind = raw.get("kind") if isinstance(raw, Mapping) else None
+    return [one for one in types if kind in get_args(_fields(one).get("kind"))] or types
+
+
+def _types_in(annotation: Any) -> list[Any]:
+    """Sections and dataclasses in an annotation such as `dict[str, Source]` or `MDPConfig | None`."""
+    if _fields(annotation) or hasattr(annotation, "type_of"):
+        return [annotation]
+    parts = (*getattr(annotation, "__args__", ()), *getattr(annotation, "__metadata__", ()))
+    return [inner for part in parts for inner in _types_in(part)]
+
+
+def _fields(one: Any) -> dict[str, Any]:
+    """Keys of a section or dataclass, with their annotations."""
+    if not isinstance(one, type):
+        return {}
+    if issubclass(one, BaseModel):
+        return {field.alias or name: field.annotation for name, field in one.model_fields.items()}
+    return {field.name: field.type for field in dataclasses.fields(one)} if dataclasses.is_dataclass(one) else {}

@@ -1,6 +1,6 @@
 """The parameters as one type: a section per stage, in order. `load.py` reads them from `params.yaml`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ from m3diff.models import FAMILIES
 from m3diff.registry.params import Promote
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
-from m3diff.settings.section import FrozenMap, Section, freeze, one_of
+from m3diff.settings.section import Section, one_of
 from m3diff.stages.augment.params import MadeDataset
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.evaluate.params import Evaluate
@@ -43,7 +43,7 @@ class _Family(BaseModel):
 
 
 class TypedByFamily:
-    """Validates an entry of `models` in the type that its family names, and freezes it."""
+    """Validates an entry of `models` in the type that its family names."""
 
     @staticmethod
     def type_of(entry: Any) -> type[Any]:
@@ -51,16 +51,16 @@ class TypedByFamily:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         return core_schema.no_info_plain_validator_function(
-            lambda entry: freeze(TypeAdapter(self.type_of(entry)).validate_python(entry))
+            lambda entry: TypeAdapter(self.type_of(entry)).validate_python(entry)
         )
 
 
 class Params(Section):
     paths: Paths
-    models: FrozenMap[str, Annotated[Any, TypedByFamily()]]  # by name: the settings of a model family
+    models: Mapping[str, Annotated[Any, TypedByFamily()]]  # by name: the settings of a model family
     pretrain: Pretrain
-    synthesize: FrozenMap[str, MiniChange]  # by dataset name: the settings of the generator that its reader names
-    augment: FrozenMap[str, MadeDataset]  # by dataset name: what is made of which raw dataset, and how
+    synthesize: Mapping[str, MiniChange]  # by dataset name: the settings of the generator that its reader names
+    augment: Mapping[str, MadeDataset]  # by dataset name: what is made of which raw dataset, and how
     ingest: Ingest
     validate_: Validate = Field(alias="validate")
     convert: Convert

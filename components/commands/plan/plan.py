@@ -15,8 +15,7 @@ from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.models import FAMILIES
 from m3diff.models.family import Family, Settings
 from m3diff.records.errors import readable
-from m3diff.settings.compute import Compute
-from m3diff.settings.gpus import GPUS, Gpu
+from m3diff.settings.compute import GPUS, Compute, Gpu
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from m3diff.stages.convert.params import Convert, Source

@@ -5,6 +5,7 @@ more of them anywhere. Coordinates are in frame units: the resting camera sees [
 right and y down.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from m3diff.records.schemas import SPLITS, ChangeType
-from m3diff.settings.section import FrozenMap, Section
+from m3diff.settings.section import Section
 
 KINDS = ("ball", "box", "cone", "star", "arrow", "doll", "sign", "die")
 COLORS = ("red", "green", "blue", "yellow", "purple", "white")
@@ -152,7 +153,7 @@ class MiniChange(Section):
 
     root: Path  # the folder to write
     seed: int = Field(ge=0)
-    scenes: FrozenMap[Literal["train", "val", "test"], int]  # each gives two pairs: a change and a distractor
+    scenes: Mapping[Literal["train", "val", "test"], int]  # each gives two pairs: a change and a distractor
     image_px: int = Field(ge=32)
     references: int = Field(ge=1, le=5)  # captions of a pair
     multi_change_share: float = Field(ge=0, le=1)  # of scenes with two or three changes

@@ -1,5 +1,6 @@
 """The section `augment`: datasets made from others, by name. Each writes a raw folder that the reader `pairs` reads."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,7 +9,7 @@ from pydantic import Field, field_validator
 from m3diff.datasets import DATASETS
 from m3diff.endpoint import EndpointUrl
 from m3diff.records.files import sha256_of_folder
-from m3diff.settings.section import FrozenMap, ParamsError, Section, one_of
+from m3diff.settings.section import ParamsError, Section, one_of
 
 MANIFEST = "pairs.jsonl"
 Split = Literal["train", "val", "test"]
@@ -20,7 +21,7 @@ class Source(Section):
 
     reader: Annotated[str, one_of(DATASETS)]
     root: Path
-    options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
+    options: Mapping[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
     splits: tuple[Split, ...] = ("train", "val", "test")  # that something is made from; it stays in its split
 
@@ -115,7 +116,7 @@ class Edits(Made):
     editor: Editor
     writer: Writer
     edits: int = Field(ge=1)  # of each original, by seeds of their own
-    paraphrases: FrozenMap[Split, Annotated[int, Field(ge=0)]]  # further references of a pair, by split; else none
+    paraphrases: Mapping[Split, Annotated[int, Field(ge=0)]]  # further references of a pair, by split; else none
 
 
 class Neighbours(Made):

@@ -1,11 +1,12 @@
 """The section `convert`: how clean records become question-answer samples."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from m3diff.settings.section import FrozenMap, Section
+from m3diff.settings.section import Section
 
 
 class Source(Section):
@@ -23,7 +24,7 @@ class Convert(Section):
     questions: Path
     references_per_pair: int | None = Field(ge=1)  # at most so many training samples of one pair; null: all
     no_change_share: float = Field(ge=0, le=1)  # share of no-change pairs that train
-    sources: FrozenMap[str, Source]  # by dataset; one that is not named enters with the defaults
+    sources: Mapping[str, Source]  # by dataset; one that is not named enters with the defaults
 
     def most_references(self, source: Source) -> int | None:
         """Return the most training samples of a pair of this dataset; None: all."""

@@ -8,12 +8,12 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from m3diff.datasets import DATASETS
 from m3diff.records.schemas import SPLITS
-from m3diff.settings.section import FrozenMap, Section, one_of
+from m3diff.settings.section import Section, one_of
 
 Split = Literal["train", "val", "test"]
 ExpectedPairs = Annotated[
     Annotated[Literal["published"], Tag("[word]")]
-    | Annotated[FrozenMap[Split, Annotated[int, Field(ge=0)]], Tag("[counts]")],
+    | Annotated[Mapping[Split, Annotated[int, Field(ge=0)]], Tag("[counts]")],
     Discriminator(lambda value: "[counts]" if isinstance(value, Mapping) else "[word]"),
 ]
 """Pairs by split, or the word `published` for the counts that the dataset's file has."""
@@ -24,7 +24,7 @@ class DatasetEntry(Section):
 
     reader: Annotated[str, one_of(DATASETS)]
     root: Path  # folder of its annotation files and images
-    options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
+    options: Mapping[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
     train_on: tuple[Split, ...] = ("train",)  # its own splits that train; [] of a dataset that is tested only
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
     image_root: Path | None = (
@@ -43,4 +43,4 @@ class DatasetEntry(Section):
 
 
 class Ingest(Section):
-    datasets: FrozenMap[str, DatasetEntry] = Field(min_length=1)
+    datasets: Mapping[str, DatasetEntry] = Field(min_length=1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from m3diff.models.family import MODULE_UPDATE_RATIO
 from m3diff.records.files import write_atomic
-from m3diff.settings.gpus import gpu_of
+from m3diff.settings.compute import gpu_of
 from m3diff.stages.train.batches import Loader, Schedule
 from m3diff.stages.train.packing import pack
 
@@ -57,7 +57,7 @@ def describe(
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of one device, None where it is not known. Kinds that differ in memory have one peak."""
-    gpu = gpu_of(device_name, memory_gb=0)
+    gpu = gpu_of(device_name)
     return gpu.bf16_tflops * 1e12 if gpu and precision == "bf16" else None
 
 

@@ -18,8 +18,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.family import Family
 from m3diff.models.flops import Term
 from m3diff.models.settings import Align, Lora
-from m3diff.settings.compute import Compute
-from m3diff.settings.gpus import GPUS, Gpu
+from m3diff.settings.compute import GPUS, Compute, Gpu
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.params import Convert
@@ -172,7 +171,7 @@ def entries(*readers: str, **changes: object) -> dict[str, DatasetEntry]:
 GB, TERA = 1e9, 1e12
 TRAINED, FROZEN = 20 + 28, 8 + 32 + 448
 """Vision encoder and adapters (2 x (8 + 6)); the norm never run, the frozen projector, the LLM below its adapters."""
-GPU = Gpu("A-40GB", 40, 2, "nobody")
+GPU = Gpu("A-40GB", 40, 2)
 
 
 @pytest.fixture
@@ -304,7 +303,7 @@ def test_the_memory_found_is_that_of_the_smallest_gpu(monkeypatch):
 
 def test_the_plan_is_printed_as_counted(plan, capsys):
     made = replace(plan(max_captions_per_sequence=None, epochs=2), run_flops=3e18, memory_gb={"weights": 3.8})
-    print_plan(made, compute_section(), Gpu("A-40GB", 40, 100, "nobody"), hfu=0.25)
+    print_plan(made, compute_section(), Gpu("A-40GB", 40, 100), hfu=0.25)
     said = capsys.readouterr().out
     for words in ("2 pairs         3 references", "29.0 tokens a prompt, 15.0 a reference", "the run 3.00 EFLOP"):
         assert words in said
