@@ -24,19 +24,20 @@ from m3diff.records.errors import DataError, readable
 from m3diff.records.tables import aligned
 from m3diff.scoring.bootstrap import Interval, intervals
 from m3diff.scoring.grammar import Grammar, parse_predictions
-from m3diff.scoring.marks import notes_of_marks
 from m3diff.scoring.metrics import ALL, METRICS, Metric, Value, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
-from m3diff.scoring.pairs import EvalPair, without_surrogates
-from m3diff.scoring.protocols import (
+from m3diff.scoring.pairs import (
     PUBLISHED_SCORES,
+    EvalPair,
     ProtocolPairs,
     PublishedRow,
     apply,
+    notes_of_marks,
     protocols_of,
     published_of,
     takes,
+    without_surrogates,
 )
 from m3diff.scoring.run import compute_metrics
 from m3diff.stages.evaluate.report import in_papers_units

@@ -24,8 +24,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, new_folder, write_atomic
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
-from m3diff.scoring.pairs import read_test_records, some
-from m3diff.scoring.protocols import load_specs, published_rows, select
+from m3diff.scoring.pairs import load_specs, published_rows, read_test_records, select, some
 from m3diff.scoring.run import EvaluateReport, headline
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate

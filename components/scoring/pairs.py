@@ -1,14 +1,71 @@
-"""The test pairs: clean records with the predictions, and those of shuffled and swapped pairs, checked."""
+"""The test pairs with their predictions, checked; the protocols that score them; published figures; notes on marks.
 
+A dataset is scored by its own evaluation protocols, and within one by what changed. published/results.csv has every
+method's row of a benchmark's headline protocol, or of a "<benchmark>/<protocol>", times 100, its paper, and how it is
+known that its epoch was chosen on the test split. A result that several papers print is there once.
+
+Marks are those of a model, its tokenizer or its prompt inside captions: "<|im_end|>", "ASSISTANT:", JSON, "I'm sorry,
+...". Scorers read them as words, so scores drop for a reason that no score shows. They are counted, never changed.
+"""
+
+import csv
 import json
-from collections import Counter
-from collections.abc import Collection, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import DatasetSpec, Protocol
 from m3diff.records.errors import DataError, readable
 from m3diff.records.schemas import NO_CHANGE
+
+ALL = "all"
+"""The group of all pairs of a protocol."""
+Groups = dict[str, list[str]]
+"""Name of a group -> ids of its pairs: `ALL`, "change", "by_type/color", ..."""
+LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
+"""Groups by the mean number of words of a pair's references, by the fewest words of each."""
+COLUMNS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
+PUBLISHED_SCORES = tuple(COLUMNS.values())
+
+MARKS = {
+    "special tokens or tags": r"""
+    <[|/]?[^<>\s|]{1,40}(?:[ =][^<>]{0,100})?\|?/?> | <｜[^<>]{1,40}｜> | (?-i:\[/?[A-Z][A-Z_]{2,}\])
+  | \b(?:startseq|endseq|endoftext)\b | (?-i:\b(?:EOS|BOS|PAD|UNK)\b)
+""",
+    "marks of subwords": r"(?:^|\s)\#\#\w | [▁⁇\ufffd] | (?-i:[ĠĊ])",
+    "a role or a prompt": r"""
+    (?-i:\b(?:USER|ASSISTANT|HUMAN|SYSTEM|User|Assistant|Human|System))\s?: | ^\W*(?:question|instruction|thought)\s?:
+  | \A\s*assistant\s | \#{2,}\s?\w[\w ]{0,20}: | ^\W*(?:what|which|how|where)\b[^?]{0,200}\?(?=\s*\S)
+  | ^\W*(?:please\ )?describe\ (?:the|what|all|any|how)\b | \bhelpful\ assistant\b
+""",
+    "JSON or another literal": r"""^\s*[\[{(]\s*["'{\[] | ["']\w+["']\s*:\s*["'\[{] | ^\s*(?:b'|tensor\()""",
+    "Markdown, LaTeX or HTML": r"""
+    ``` | \*\*[^*\s] | ^\s*\#{1,6}\s+\w | ^\s*[*•-]\s+\w | ^\s*1[.)]\s+\w | \\[a-zA-Z]+\{ | &(?:amp|lt|gt|quot|nbsp);
+""",
+    "control characters or escape sequences": r"[\x00-\x08\x0e-\x1f\x7f\u200b-\u200f\ufeff] | \\[nrtu]",
+    "words of a chat model to its user": r"""
+    ^\W*(?:sure|certainly|of\ course)\s?[!,.:]\s*\S | ^\W*here(?:'s|\ is|\ are)\ (?:a|an|the|one|your)\b.{0,80}:
+  | ^\W*based\ on\ (?:the\ |these\ |both\ )?(?:two\ )?(?:provided|given)\b | \blet\ me\ know\b
+  | ^[^\w{(\[]*(?:final\s)?(?:caption|answer|response|description|differences?|changes?)\W{0,3}:(?!\d)
+""",
+    "a refusal": r"""
+    ^\W*(?:i(?:'m|\ am)\ )?(?:very\ |so\ )?sorry\b | \bi\ apologi[sz]e\b | \blanguage\ model\b
+  | \bi(?:'m|\ am)\ unable\b | \bi\ (?:can't|cannot)\ (?:view|access|assist|help|provide|process)\b
+  | \bplease\ (?:provide|upload)\b
+""",
+    "a phrase over and over": r"([^\s\d])\1{9,} | (?:^|\s)(\S+(?:\s\S+){0,9})(?:\s\2){4,}(?=\s|$)",
+    "a placeholder": r"\A\W*(?-i:nan|NaN|None|null|N/A|undefined)\W*\Z | \A(?=.*\S)[\W_]+\Z",
+    "letters of another script": r"[\u0400-\u04ff\u0590-\u06ff\u0900-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]",
+}
+"""Kind -> what no ordinary caption holds: one such caption is reported."""
+PATTERNS = {kind: re.compile(mark, re.VERBOSE | re.MULTILINE | re.IGNORECASE) for kind, mark in MARKS.items()}
+READ = 1_000
+"""Characters at each end of a caption that are searched for marks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +104,7 @@ def read_test_records(clean: Path) -> dict[str, EvalPair]:
     Raises:
         DataError: there is none.
     """
-    import pyarrow.parquet as pq
+    import pyarrow.parquet as pq  # which not every reader of protocols needs
 
     path = clean / "records.parquet"
     with readable(path):
@@ -102,12 +159,8 @@ def read_predictions(path: Path, known: Collection[str], count: int | None) -> d
     Raises:
         DataError: naming the file and the rows or ids at fault.
     """
-    try:
-        rows: Any = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; run `m3diff predict` first") from None
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON ({error}); is the file whole? Run `m3diff predict` again") from error
+    with readable(path, "run `m3diff predict` again"):
+        rows: Any = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(rows, list) or not rows:
         raise DataError(f"{path}: expected a list of {{image_id, caption}}, found {type(rows).__name__} without rows")
     for number, row in enumerate(rows):
@@ -131,3 +184,165 @@ def without_surrogates(text: str) -> str:
 def some(ids: Sequence[str]) -> str:
     """The first five ids, and how many there are."""
     return ", ".join(ids[:5]) + (f" and {len(ids) - 5:,} more" if len(ids) > 5 else "")
+
+
+@dataclass(frozen=True)
+class ProtocolPairs:
+    """A dataset's pairs as one of its protocols scores them."""
+
+    dataset: str
+    protocol: Protocol
+    pairs: list[EvalPair]
+
+    @property
+    def name(self) -> str:
+        """Name in metrics.json, in scores.parquet and for the gate."""
+        return f"{self.dataset}/{self.protocol.name}"
+
+    @cached_property
+    def groups(self) -> Groups:
+        return {ALL: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
+
+
+def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpec]:
+    """The spec of each dataset of the pairs, by the reader that ingest's report `records/<dataset>.json` names.
+
+    Raises:
+        DataError: there is no such report, or no such reader; without it neither licence nor protocol is known.
+    """
+    specs = {}
+    for dataset in dict.fromkeys(pair.dataset for pair in pairs):
+        path = records / f"{dataset}.json"
+        reader = json.loads(path.read_text(encoding="utf-8")).get("reader") if path.is_file() else ""
+        if reader not in DATASETS:
+            raise DataError(
+                f"{path}: names no known reader ({reader!r}), so the licence of {dataset!r} is unknown; known: "
+                f"{', '.join(DATASETS)}; run `m3diff ingest` again"
+            )
+        specs[dataset] = DATASETS[reader]
+    return specs
+
+
+def protocols_of(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
+    """The protocols of the dataset's part, the headline's first; one of every pair where it has none."""
+    fitting = [protocol for protocol in spec.protocols if protocol.part in (None, dataset) and protocol.split == "test"]
+    return tuple(fitting) or (Protocol("test", n=None),)
+
+
+def select(pairs: Iterable[EvalPair], specs: Mapping[str, DatasetSpec]) -> list[ProtocolPairs]:
+    """The pairs of every protocol of every dataset that has any, in the order of `specs`."""
+    of: dict[str, list[EvalPair]] = defaultdict(list)
+    for pair in pairs:
+        of[pair.dataset].append(pair)
+    found = [
+        ProtocolPairs(dataset, protocol, apply(protocol, of[dataset]))
+        for dataset, spec in specs.items()
+        for protocol in protocols_of(dataset, spec)
+    ]
+    return [one for one in found if one.pairs]
+
+
+def apply(protocol: Protocol, pairs: Iterable[EvalPair]) -> list[EvalPair]:
+    """A dataset's pairs that a protocol takes, with references and predictions as it scores them."""
+    taken = [pair for pair in pairs if takes(protocol, pair)]
+    if protocol.references == "all" and protocol.max_words is None:
+        return taken
+
+    def cut(text: str) -> str:
+        return " ".join(text.split()[: protocol.max_words])
+
+    scored = []
+    for pair in taken:
+        references = [". ".join(pair.references)] if protocol.references == "joined" else pair.references
+        said = {name: getattr(pair, name) for name in ("prediction", "shuffled_prediction", "reversed_prediction")}
+        cuts: dict[str, Any] = {name: text if text is None else cut(text) for name, text in said.items()}
+        scored.append(replace(pair, references=[cut(reference) for reference in references], **cuts))
+    return scored
+
+
+def takes(protocol: Protocol, pair: EvalPair) -> bool:
+    name, types = pair.id.removeprefix(f"{pair.dataset}/"), set(pair.change_types)
+    known = not protocol.change_types or (bool(types) and types <= set(protocol.change_types))
+    return known and re.fullmatch(protocol.ids, name) is not None
+
+
+def group_pairs(pairs: list[EvalPair]) -> Groups:
+    """Ids of the pairs of each group that has scores of its own: by what changed, by how many changes there are and by
+    how long the references are; the last two only where they tell pairs apart."""
+    changed = [pair for pair in pairs if pair.changes]
+    types = sorted({pair.changes[0] for pair in changed if len(pair.changes) == 1})
+    not_calm = [pair for pair in pairs if not pair.is_distractor]
+    by_changes = split_by([(len(pair.changes), pair.id) for pair in changed])
+    by_length = split_by([(fewest_words(pair), pair.id) for pair in not_calm])
+    return {
+        "change": [pair.id for pair in changed],
+        "multi_change": [pair.id for pair in changed if len(pair.changes) > 1],
+        "distractors": [pair.id for pair in pairs if pair.is_distractor],
+        **{f"by_type/{kind}": [pair.id for pair in changed if pair.changes == [kind]] for kind in types},
+        **{f"by_changes/{count}": ids for count, ids in by_changes.items()},
+        **{f"by_length/{LENGTHS[fewest]}": ids for fewest, ids in by_length.items()},
+    }
+
+
+def split_by(numbered: list[tuple[int, str]]) -> dict[int, list[str]]:
+    """The ids of each number, in order; nothing where all have the same."""
+    numbers = sorted({number for number, _ in numbered})
+    return {each: [i for number, i in numbered if number == each] for each in numbers if len(numbers) > 1}
+
+
+def fewest_words(pair: EvalPair) -> int:
+    """The lower bound of the length of the pair's references, empty ones left out."""
+    counts = [len(reference.split()) for reference in pair.references if reference.strip()] or [1]
+    return max(fewest for fewest in LENGTHS if fewest <= sum(counts) / len(counts))
+
+
+class PublishedRow(NamedTuple):
+    """A method's figures on a benchmark, times 100."""
+
+    method: str
+    venue: str
+    scores: dict[str, float | None]  # by the score's name; None: not printed
+    source: str
+    chosen_on_test: str | None  # how it is known that the epoch was chosen on the test split; None: it is not known
+
+
+@cache
+def published_rows(benchmark: str) -> list[PublishedRow]:
+    """The figures of a benchmark's headline protocol, or of its "<benchmark>/<protocol>", in the file's order."""
+    with (Path(__file__).parent / "published" / "results.csv").open(encoding="utf-8") as file:
+        return [
+            PublishedRow(
+                method=row["method"],
+                venue=row["venue"],
+                scores={name: float(row[column]) if row[column] else None for column, name in COLUMNS.items()},
+                source=row["source"],
+                chosen_on_test=row["chosen_on_test"] or None,
+            )
+            for row in csv.DictReader(file)
+            if row["benchmark"] == benchmark
+        ]
+
+
+def published_of(dataset: str, protocol: Protocol, is_headline: bool) -> list[PublishedRow]:
+    """The published rows of a protocol: those of its benchmark are of the headline's."""
+    return published_rows(dataset if is_headline else f"{dataset}/{protocol.name}")
+
+
+def notes_of_marks(captions: Iterable[str], what: str = "captions") -> list[str]:
+    """A note for each kind of mark: how many captions hold it, and one of them; `what` is how notes name captions."""
+    times = Counter(map(ends, captions))
+    notes = []
+    for kind, pattern in PATTERNS.items():
+        marked = {caption: mark.start() for caption in times if (mark := pattern.search(caption))}
+        if marked:
+            count = sum(times[caption] for caption in marked)
+            caption, place = next(iter(marked.items()))
+            shown = caption[max(0, place - 20) :][:70]
+            notes.append(f"{count:,} of {times.total():,} {what} hold {kind}, such as {shown!r}; scored unchanged")
+    return notes
+
+
+def ends(caption: str) -> str:
+    """Begin and end of a caption, runs of white space as one, so that no pattern takes long."""
+    text = caption if len(caption) <= 2 * READ else caption[:READ] + caption[-READ:]
+    return re.sub(r"\s+", lambda space: "\n" if "\n" in space[0] else " ", text)

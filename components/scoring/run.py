@@ -15,7 +15,7 @@ from m3diff.scoring.grammar import ParsedCaption
 from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Program, Tokens, Tools, needs_java
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.pairs import ProtocolPairs
 
 Scores = dict[str, int | float | None]
 FOLDERS = ("by_type", "by_changes", "by_length")

@@ -20,7 +20,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.m3diff import LARGE_BASE, SMALL_BASE
 from m3diff.models.onediff import LLAVA_BASE
 from m3diff.scoring.metrics import METRICS, gate_metrics
-from m3diff.scoring.protocols import protocols_of
+from m3diff.scoring.pairs import protocols_of
 from m3diff.settings.section import ParamsError, Section, closest, explain
 from m3diff.settings.tree import Params
 from m3diff.stages.augment.params import MANIFEST, Drawn, Edits

@@ -20,8 +20,7 @@ from m3diff.datasets import DATASETS
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
 from m3diff.scoring.metrics import ALL, METRICS, MetricScores, Tokens, Tools
-from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.protocols import select
+from m3diff.scoring.pairs import EvalPair, select
 from m3diff.scoring.run import EvaluateReport, merge, summarise
 from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params

@@ -1,22 +1,34 @@
-"""The test pairs, the protocols that score them, the groups within one, and what is published."""
+"""The test pairs, the protocols that score them, groups, published figures, and marks of models in captions."""
 
 import hashlib
 import json
+import time
+from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from m3diff.datasets import DATASETS
+from m3diff.datasets.minichange.generate import CHANGE_TYPES, LEVELS, references, sample_types
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
-from m3diff.scoring import protocols
 from m3diff.scoring.metrics import ALL
-from m3diff.scoring.pairs import load_pairs
-from m3diff.scoring.protocols import group_pairs, load_specs, protocols_of, published_of, published_rows, select
+from m3diff.scoring.pairs import (
+    apply,
+    group_pairs,
+    load_pairs,
+    load_specs,
+    notes_of_marks,
+    protocols_of,
+    published_of,
+    published_rows,
+    select,
+)
 from tests.scoring import bench
 
 GOOD = bench.as_file(bench.PREDICTIONS)
@@ -45,7 +57,7 @@ def test_pairs_come_with_prediction_images_and_every_reference_in_the_order_of_t
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (json.dumps(GOOD)[:100], "not valid JSON.*is the file whole"),
+        (json.dumps(GOOD)[:100], "cannot be read .*; run `m3diff predict` again"),
         ("{}", "expected a list"),
         ('["a"]', "row 0: expected"),
         (json.dumps([*GOOD, {"image_id": "toy/0"}]), "row 6: expected"),
@@ -53,7 +65,7 @@ def test_pairs_come_with_prediction_images_and_every_reference_in_the_order_of_t
         (json.dumps([*GOOD, GOOD[2]]), "captioned more than once: toy/2"),
         (json.dumps([*GOOD, *bench.as_file({f"else/{n}": "x" for n in range(8)})]), "else/0, .*, else/4 and 3 more"),
         (json.dumps(GOOD[:-2]), "no prediction for toy/4, toy/5; run `m3diff predict` again"),
-        (None, "no such file; run `m3diff predict`"),
+        (None, "cannot be read .*No such file.*; run `m3diff predict`"),
     ],
 )
 def test_a_bad_file_of_predictions_is_refused_by_name_and_id(content, said: str, folders: tuple[Path, Path]):
@@ -161,7 +173,7 @@ def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
 )
 def test_a_protocol_takes_the_ids_that_it_names_whole_and_pairs_that_changed_in_its_ways_alone(protocol, ids):
     others = [bench.pair("x", ["y"], [], "20"), bench.pair("x", ["y"], [], "x")]  # nobody knows what changed
-    assert [pair.id for pair in protocols.apply(protocol, [*PAIRS, *others])] == ids
+    assert [pair.id for pair in apply(protocol, [*PAIRS, *others])] == ids
 
 
 @pytest.mark.parametrize(
@@ -176,7 +188,7 @@ def test_a_protocol_takes_the_ids_that_it_names_whole_and_pairs_that_changed_in_
 def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_words(rules, references, captions):
     pair = bench.pair("one  two three", ["a b", "c d"], [])
     pair = replace(pair, shuffled_prediction="four five six", reversed_prediction="seven eight nine")
-    (found,) = protocols.apply(Protocol("p", n=1, **rules), [pair])
+    (found,) = apply(Protocol("p", n=1, **rules), [pair])
     assert found.references == references
     assert [found.prediction, found.shuffled_prediction, found.reversed_prediction] == captions
 
@@ -210,3 +222,92 @@ def test_a_protocol_stands_beside_the_figures_of_its_own_pairs_alone():
     assert published_of("clevr_change", whole, False) == published_of("clevr_change", both, False) == []
     assert published_of("spot_the_diff", by_type["color"], False) == []
     assert [row.method for row in published_rows("clevr_change") if row.chosen_on_test] == ["CLIP4IDC"]
+
+
+TEXTS = [
+    "the lamp on the table is gone",
+    "a red car has parked near the door",
+    "the man in the blue shirt left",
+    "a tree was cut down in the garden",
+    "the sign over the shop is now green",
+    "two boxes were moved to the left",
+]
+
+MARKS = {
+    "special tokens or tags": [
+        "{}<|im_end|>", "{}<|endoftext|>", "<s> {}</s>", "{} <pad> <pad>", "[CLS] {} [SEP] [PAD]", "<start> {} <end>",
+        "{} <EOS>", "the <unk> {}", "startseq {} endseq", "{}<｜end▁of▁sentence｜>", "{}<end_of_turn>", "{}<0x0A>",
+        "{} EOS", "<image>\n{}", "{}<br>", "[TOOL_CALLS] {}", "<answer>{}</answer>", "<think>hm</think>{}",
+        "<a href='x'>{}</a>", "<img/>{}",
+    ],
+    "marks of subwords": ["{} ##ing", "▁{}", "the Ġlamp {}", "{}Ċ", "{} ⁇", "{} \ufffd"],
+    "a role or a prompt": [
+        "USER: What has changed? ASSISTANT: {}", "assistant\n{}", "Question: What changed? Answer: {}",
+        "### Response: {}", "What has changed between the two images? {}", "{}\nHuman: and now", "Thought: {}",
+        "Describe the difference between the two images. {}", "You are a helpful assistant. {}",
+    ],
+    "JSON or another literal": [
+        '{{"caption": "{}"}}', "{{'caption': '{}'}}", '[{{"generated_text": "{}"}}]', '{{"caption": "{}', "b'{}'",
+        "('{}',)", "tensor([101, 2003])",
+    ],
+    "Markdown, LaTeX or HTML": [
+        "```json\n{}\n```", "**{}**", "- {}", "• {}", "1. {}", "# {}", "\\boxed{{{}}}", "{} &amp; more",
+    ],
+    "control characters or escape sequences": ["\x1b[31m{}", "\u200b{}", "{}\x07", "{}\\n", "{}\\u2019"],
+    "words of a chat model to its user": [
+        "Sure! Here is the caption: {}", "Certainly! {}", "Here's a one-sentence description: {}",
+        "Based on the provided images, {}", "{} Let me know if you need more.", "Caption: {}", "Final Answer: {}",
+    ],
+    "a refusal": [
+        "I'm sorry, I cannot see the images.", "As an AI language model, I {}", "I am unable to view images",
+        "Please provide the images.", "I can't view {}", "I apologize, but {}",
+    ],
+    "a phrase over and over": [
+        "{0} {0} {0} {0} {0}", "the the the the the {}", "{}" + " and the" * 5, "{} !!!!!!!!!!!!!!!!"
+    ],
+    "a placeholder": ["nan", "None", "[]", "N/A", "null", "-", "...", "undefined", "!!!!"],
+    "letters of another script": ["两张图片的区别 {}", "лампа {}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_marks_are_counted_and_one_is_shown(kind: str):
+    for variant in MARKS[kind]:
+        marked = [variant.format(text) for text in TEXTS]
+        (note,) = [note for note in notes_of_marks(marked) if note.startswith(f"6 of 6 captions hold {kind}, such as ")]
+        shown = literal_eval(note.partition("such as ")[2].removesuffix("; scored unchanged"))
+        assert shown in marked[0], variant
+    captions = [*TEXTS, MARKS[kind][0].format(TEXTS[0])]
+    (note,) = [note for note in notes_of_marks(captions, "references") if kind in note]
+    assert note.startswith("1 of 7 references ")
+
+
+@pytest.mark.parametrize("text", ["\n", " ", "!", ". ", "a ", "* a ", "`a ", "<a ", "a: ", "| ", "{a: ", "what image "])
+def test_a_long_caption_takes_no_time(text: str):
+    begin = time.process_time()
+    notes_of_marks([text * 30_000, text * 30_000 + "x"])
+    assert time.process_time() - begin < 4
+
+
+ORDINARY = [
+    "the man 's red car -lrb- left -rrb- is gone", "there isn 't a dog , is there ?", "the 2 < 3 sign became 3 > 2",
+    'the sign says "open" now', "the unk logo moved", "A man's coat is red; the woman's is blue.", "it reads A not 2",
+    "animal1 is larger than animal2 .", "I cannot see any difference", "no change", "the user 's phone is gone",
+    "in the after image, the assistant of the magician left", "Model airplane with stripes", "is there a cat?", "none",
+    "add a c++ logo & a #1 badge (small)", "café naïve Köln", "very very long hair", "remove the dog. add a cat.",
+    "the screen shows an error", "the text: hello", "person #2 left", "the 1. floor is lit", "`` open '' is on",
+]  # fmt: skip
+
+
+def test_ordinary_captions_and_those_of_minichange_have_no_note():
+    many = (ORDINARY + TEXTS) * 3
+    assert notes_of_marks(many) == []
+    captions = []
+    for level, number in ((level, number) for level in LEVELS for number in range(400)):
+        rng = np.random.default_rng([7, number])
+        changes = LEVELS[level].sample_pair(rng, sample_types(rng, number, 0.3, CHANGE_TYPES))[3]
+        captions.append(references(changes, 3))
+    captions += [references((), 5)] * 10
+    texts = [text for found in captions for text in found]
+    assert len(texts) > 2_000
+    assert notes_of_marks(texts) == []

@@ -23,7 +23,7 @@ from m3diff.records.errors import DataError
 from m3diff.scoring import run
 from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, Program, choose_metrics, meteor, spice
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java, sanitise, tokenise
-from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.pairs import ProtocolPairs
 from tests.scoring import bench
 from tests.scoring.bench import REAL, fake_java, needs_real, small_table
 

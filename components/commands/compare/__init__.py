@@ -17,8 +17,7 @@ from m3diff.records.tables import aligned
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import METRICS, Metric, PairValue
-from m3diff.scoring.pairs import EvalPair, read_test_records
-from m3diff.scoring.protocols import load_specs
+from m3diff.scoring.pairs import EvalPair, load_specs, read_test_records
 from m3diff.stages.evaluate.report import Row, Table, in_papers_units, plain, templates
 from m3diff.stages.evaluate.report.gallery import ImageStore, RunPairs, gallery, rights_of
 

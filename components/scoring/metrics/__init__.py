@@ -15,17 +15,15 @@ import numpy as np
 
 from m3diff.records.lazy import Lazy
 from m3diff.scoring.grammar import ParsedCaption
+from m3diff.scoring.pairs import ALL as ALL
 from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.pairs import Groups as Groups
 
 T = TypeVar("T")
 
-ALL = "all"
-"""The group of all pairs of a protocol."""
 ORDERS = 4
 """N-grams have one to so many words."""
 
-Groups = dict[str, list[str]]
-"""Name of a group -> ids of its pairs: `ALL`, "change", "by_type/color", ..."""
 Value = int | float | None
 PairValue = float | str | bool | list[float] | None
 

@@ -15,12 +15,10 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import load_grammars, parse_predictions
-from m3diff.scoring.marks import notes_of_marks
 from m3diff.scoring.metrics import Metric, MetricScores, choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import load_pairs
-from m3diff.scoring.protocols import ProtocolPairs, load_specs, select
+from m3diff.scoring.pairs import ProtocolPairs, load_pairs, load_specs, notes_of_marks, select
 from m3diff.scoring.run import EvaluateReport, compute_metrics, headline, summarise
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate

@@ -18,7 +18,7 @@ from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.protocols import published_rows
+from m3diff.scoring.pairs import published_rows
 from m3diff.scoring.run import ProtocolScores
 from m3diff.stages.evaluate import report
 from m3diff.stages.evaluate.report import BEST, SECOND, Cell, Evidence, Row, Table, write_report

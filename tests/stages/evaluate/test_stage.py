@@ -17,7 +17,7 @@ from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import ALL, METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
 from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample
-from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.pairs import ProtocolPairs
 from m3diff.scoring.run import HEADLINE, TOKENIZERS, EvaluateReport, compute_metrics, headline, split_at_white_space
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.chat import Server, chat_server

@@ -20,7 +20,7 @@ from m3diff.records.files import write_atomic
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import ParsedCaption, type_order
 from m3diff.scoring.metrics import Metric, PairValue, Value
-from m3diff.scoring.protocols import PUBLISHED_SCORES, ProtocolPairs, PublishedRow, published_of
+from m3diff.scoring.pairs import PUBLISHED_SCORES, ProtocolPairs, PublishedRow, published_of
 from m3diff.scoring.run import EvaluateReport, ProtocolScores
 from m3diff.stages.evaluate.report.gallery import ImageStore, RunPairs, as_script, gallery, read_saliency, rights_of
 
