@@ -189,7 +189,7 @@ def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_spice_the_mean_o
 
 
 TABLE = [("red cube", "crimson block"), ("crimson block", "red cube"), ("moved", "shifted"), ("don t", "do not")]
-TABLE += [("cube moved", "red shifted"), ("mov\u00e9d", "x"), ("wh??", "x"), ("??", "gone")]
+TABLE += [("cube moved", "red shifted"), ("mov\u00e9d", "x"), ("of it", "wh??"), ("Eight", "gone")]
 
 
 def matching(*items: Item) -> list[tuple[str, str]]:
@@ -200,7 +200,7 @@ def matching(*items: Item) -> list[tuple[str, str]]:
 
 
 def test_of_the_table_of_paraphrases_is_kept_what_reference_and_prediction_can_match_either_way(monkeypatch):
-    both, shifted, negated = TABLE[:2], [TABLE[2]], [TABLE[3]]
+    both, shifted, negated, odd = TABLE[:2], [TABLE[2]], [TABLE[3]], TABLE[5:7]
     for items, kept in (
         ([("a crimson block", ("the red cube", "y"))], both),
         ([("the red cube", ("a crimson block",))], both),
@@ -210,19 +210,11 @@ def test_of_the_table_of_paraphrases_is_kept_what_reference_and_prediction_can_m
         ([("we do not", ("we don't",))], negated),  # across punctuation, case and entities
         ([("Red, Cube", ("crimson &quot; block",))], both),
         ([("red&apos;cube", ("crimson-block",))], both),
-        ([("it mov\u00e9d", ("an x",))], [TABLE[5]]),  # other characters: by the plain words of both sides
-        ([("x", ("mov-d",))], [TABLE[5]]),
-        ([("what is x", ("wh?? is it",))], [TABLE[6]]),
-        ([("what is x", ("what is it",))], []),
-        ([("x mov\u00e9d", ("it",))], []),
-        ([("the cube", ("it is gone",))], [TABLE[7]]),  # no word to look for
-        ([("it is gone", ("",))], [TABLE[7]]),
     ):
-        assert matching(*items) == kept, items
+        assert matching(*items) == [*kept, *odd], items  # phrases of other characters may match anything
     for size in range(1, 60):  # the table is read whole whatever the size of its parts
         monkeypatch.setattr(meteor, "CHUNK", size)
-        found = matching(("a crimson block shifted", ("the red cube moved",)), ("x", ("mov-d is gone",)))
-        assert found == [*TABLE[:3], TABLE[5], TABLE[7]]
+        assert matching(("a crimson block shifted", ("the red cube moved",))) == [*TABLE[:3], *odd]
 
 
 CAPTIONS: list[Item] = [
@@ -246,10 +238,8 @@ def ask_java(package: Path, lines: list[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_statistics_of_programs_side_by_side_and_scores_of_groups_are_those_of_the_stock_program(tmp_path, monkeypatch):
+def test_statistics_and_scores_of_groups_are_those_of_the_stock_program(tmp_path, monkeypatch):
     package = small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
-    monkeypatch.setattr(meteor, "ITEMS_A_PROCESS", 3)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     answers = meteor.program(Program(CAPTIONS, None, 60))
     found = [answers[item] for item in CAPTIONS]
     asked = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
@@ -342,9 +332,7 @@ def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none_with_java
     assert options[options.index("--add-modules") + 1] == "org.openjdk.nashorn"
     assert "--add-opens=java.base/java.lang=ALL-UNNAMED" in options
     assert all("-XX:hashCode=3" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
-    assert toy.runs[0]["command"][1] == f"-Xmx{spice.heap()}G"
-    toy.monkeypatch.setattr(os, "sysconf", lambda _: 1 << 20)  # a TiB
-    assert 1 <= spice.heap() <= 8
+    assert toy.runs[0]["command"][1] == "-XX:MaxRAMPercentage=75"
     toy.monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert toy.score() == first
     assert (toy.parsed[3:], toy.runs[-1]["cache"]) == ([3], False), "the program has no LMDB there"

@@ -1,4 +1,4 @@
-"""Java programs, each with a time limit, side by side; the PTB tokenizer first.
+"""Java programs, each with a time limit; the PTB tokenizer first.
 
 A program that dies or hangs costs its own score only.
 """
@@ -9,13 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO
+from tempfile import TemporaryDirectory
 
 from m3diff.records.errors import DataError
 
@@ -29,7 +26,7 @@ QUICK = {
     "JAVA_TOOL_OPTIONS": f"{OPTIONS} -Xmx1G -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
     "JDK_JAVA_OPTIONS": "",
 }
-"""Of programs that live for seconds, side by side, and would take each other's cores by compiling."""
+"""Of programs that live for seconds."""
 LAUNCH = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -61,8 +58,7 @@ def require_java() -> int:
     try:
         answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60, check=True).stderr
     except (OSError, subprocess.SubprocessError) as error:
-        stderr = getattr(error, "stderr", None) or ""
-        said = " / ".join(stderr.strip().splitlines()[-3:]) or error
+        said = last_words(getattr(error, "stderr", None) or str(error))
         raise JavaMissing(f"{java}: does not start ({said}); {REMEDY}") from error
     found = re.search(r'version "(?:1\.)?(\d+)', answer)
     if not found or int(found[1]) < OLDEST_JAVA:
@@ -71,51 +67,34 @@ def require_java() -> int:
 
 
 def run(
-    arguments: Sequence[str],
-    folder: Path,
-    limit_s: float,
-    inputs: Sequence[str] = ("",),
-    options: Mapping[str, str] = QUICK,
-) -> list[str]:
-    """The standard output of `java` with these arguments, run in `folder`: a program for each input, side by side.
+    arguments: Sequence[str], folder: Path, limit_s: float, given: str = "", options: Mapping[str, str] = QUICK
+) -> str:
+    """The standard output of `java` with these arguments and standard input, run in `folder`.
 
-    No program outlives the call, nor a killed caller.
+    It outlives neither the call nor a killed caller.
 
     Raises:
-        ScorerFailed: one ran over the time limit or failed; with its last words.
+        ScorerFailed: it ran over the time limit or failed; with its last words.
     """
     command = [sys.executable, "-I", "-S", "-c", LAUNCH, *arguments]
     environment = {**os.environ, "LC_ALL": "C.UTF-8", **options}
-    end = time.monotonic() + limit_s
-    with ExitStack() as stack:
-        started = []
-        for text in inputs:
-            given, answer, log = (stack.enter_context(TemporaryFile()) for _ in range(3))
-            given.write(text.encode())
-            given.seek(0)
-            process = stack.enter_context(
-                subprocess.Popen(
-                    command, cwd=folder, env=environment, stdin=given, stdout=answer, stderr=log, process_group=0
-                )
-            )
-            stack.callback(process.kill)
-            started.append((process, answer, log))
-        answers = []
-        for process, answer, log in started:
-            try:
-                status = process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise ScorerFailed(f"no answer within {limit_s:.0f} s (compute.scorer_timeout_s)") from None
-            if status:
-                killed = " (killed, as for lack of memory)" if status == -signal.SIGKILL else ""
-                raise ScorerFailed(f"it ended with status {status}{killed}; its last words: {last_words(text_of(log))}")
-            answers.append(text_of(answer))
-        return answers
-
-
-def text_of(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            input=given.encode(),
+            capture_output=True,
+            timeout=limit_s,
+            process_group=0,
+        )
+    except subprocess.TimeoutExpired:
+        raise ScorerFailed(f"no answer within {limit_s:.0f} s (compute.scorer_timeout_s)") from None
+    if done.returncode:
+        killed = " (killed, as for lack of memory)" if done.returncode == -signal.SIGKILL else ""
+        words = last_words(done.stderr.decode(errors="replace"))
+        raise ScorerFailed(f"it ended with status {done.returncode}{killed}; its last words: {words}")
+    return done.stdout.decode(errors="replace")
 
 
 def last_words(output: str) -> str:
@@ -154,10 +133,9 @@ def tokenise(captions: Iterable[str], limit_s: int) -> dict[str, str]:
     with TemporaryDirectory(prefix="m3diff-ptb-") as folder:
         Path(folder, "captions").write_text("\n".join(lines), encoding="utf-8")
         try:
-            (said,) = run(command, Path(folder), limit_s)
+            answer = run(command, Path(folder), limit_s).split("\n")
         except ScorerFailed as failure:
             raise ScorerFailed(f"the PTB tokenizer, without which there is no score: {failure}") from None
-    answer = said.split("\n")
     found = [" ".join(w for w in line.rstrip().split(" ") if w not in module.PUNCTUATIONS) for line in answer]
     tokens = dict(zip(lines, found, strict=False))
     if tokens.get(SENTINEL) != SENTINEL:

@@ -30,7 +30,6 @@ Written by a model:
 
 Does the model's description name the same change or changes as the people's, and nothing that did not happen? Wording
 does not count. Answer with JSON alone: {{"right": true or false, "reason": "one short sentence"}}"""
-ATTEMPTS = 2  # at an answer that is JSON
 NO_VERDICT = "the judge gave no verdict that could be read; its answers stand in scores.parquet"
 
 
@@ -62,7 +61,9 @@ class Judge:
     def __call__(self, pairs: list[EvalPair]) -> dict[str, Verdict]:
         """The verdicts on a sample of the pairs, by id."""
         chosen = sample(pairs, self.settings.pairs)
-        verdicts = self.ask([question(pair.prediction, pair.references) for pair in chosen])
+        listed = ["\n".join(f"- {reference}" for reference in pair.references) for pair in chosen]
+        texts = zip(chosen, listed, strict=True)
+        verdicts = self.ask([PROMPT.format(prediction=pair.prediction, references=of) for pair, of in texts])
         return {pair.id: verdict for pair, verdict in zip(chosen, verdicts, strict=True)}
 
     def ask(self, questions: Sequence[str]) -> list[Verdict]:
@@ -71,20 +72,14 @@ class Judge:
         Raises:
             ScorerFailed: the endpoint cannot be reached, or refuses the key or the model.
         """
-        verdicts = dict.fromkeys(questions, Verdict(None, ""))
+        texts = list(dict.fromkeys(questions))
         try:
-            for attempt in range(ATTEMPTS):
-                texts = [text for text, verdict in verdicts.items() if verdict.right is None]
-                answers = self.endpoint.ask([Question(text, n=attempt) for text in texts], "evaluate: judge")
-                verdicts |= {text: read_verdict(answer) for text, answer in zip(texts, answers, strict=True)}
+            answers = self.endpoint.ask([Question(text) for text in texts], "evaluate: judge")
         except (ParamsError, ConnectionError) as error:
             told = f"see evaluate.judge and the environment variable {self.settings.key_variable}"
             raise ScorerFailed(f"{error}; {told}") from error
+        verdicts = dict(zip(texts, map(read_verdict, answers), strict=True))
         return [verdicts[text] for text in questions]
-
-
-def question(prediction: str, references: Sequence[str]) -> str:
-    return PROMPT.format(prediction=prediction, references="\n".join(f"- {reference}" for reference in references))
 
 
 def read_verdict(answer: Answer) -> Verdict:

@@ -7,7 +7,6 @@ it costs nothing and can be resampled.
 
 import gzip
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
@@ -24,9 +23,6 @@ ALPHA, BETA, GAMMA, DELTA = 0.85, 0.2, 0.6, 0.75  # the program's for English
 WEIGHTS = (1.0, 0.6, 0.8, 0.6)  # of matches that are exact, by stem, by synonym, by paraphrase
 STATISTICS = 23
 COMMAND = ("-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm", "-a", "paraphrases.gz")
-MAX_PROCESSES = 4
-ITEMS_A_PROCESS = 500
-"""Fewer do not pay for the start of one more Java program."""
 LONGEST_PHRASE = 7  # words; of the table
 CHUNK = 1 << 13  # bytes of the table, read at once
 USUAL = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"  # in the table
@@ -38,8 +34,8 @@ ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
 def program(of: Program) -> dict[Item, list[float]]:
     """The 23 statistics of each item, of its best reference, ready to be summed.
 
-    A Java program keeps its whole paraphrase table in memory, 5 million entries that take it 15 s to read, so each
-    gets a table of the entries that can match here. METEOR counts no chunk where all words of both sides match in one.
+    The program keeps its whole paraphrase table in memory, 5 million entries that take it 15 s to read, so it gets a
+    table of the entries that can match here. METEOR counts no chunk where all words of both sides match in one.
 
     Raises:
         ScorerFailed: the program gave no statistics.
@@ -51,45 +47,36 @@ def program(of: Program) -> dict[Item, list[float]]:
         table = file.read()
     # of the best references it takes the first, so one that comes again changes nothing
     lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), said)) + "\n" for said, references in of.items]
-    processes = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(lines) // ITEMS_A_PROCESS))
-    parts = [slice(start, None, processes) for start in range(processes)]
     with TemporaryDirectory(prefix="m3diff-meteor-") as name:
         folder = Path(name)
         (folder / module.METEOR_JAR).symlink_to(home / module.METEOR_JAR)
         with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
             file.writelines(matching_paraphrases(table, of.items))
-        answers = run(COMMAND, folder, of.limit_s, ["".join(lines[part]) for part in parts])
-    found: dict[Item, list[float]] = {}
-    for part, answer in zip(parts, answers, strict=True):
-        try:
-            statistics = [[float(number) for number in line.split()] for line in answer.splitlines()]
-        except ValueError as error:
-            raise ScorerFailed(f"METEOR gave no statistics: {error}") from error
-        items = of.items[part]
-        if len(statistics) != len(items) or any(len(numbers) != STATISTICS for numbers in statistics):
-            raise ScorerFailed(f"METEOR gave {len(statistics)} answers to {len(items)} captions")
-        found.update(zip(items, statistics, strict=True))
-    for numbers in found.values():
+        answer = run(COMMAND, folder, of.limit_s, "".join(lines))
+    try:
+        statistics = [[float(number) for number in line.split()] for line in answer.splitlines()]
+    except ValueError as error:
+        raise ScorerFailed(f"METEOR gave no statistics: {error}") from error
+    if len(statistics) != len(lines) or any(len(numbers) != STATISTICS for numbers in statistics):
+        raise ScorerFailed(f"METEOR gave {len(statistics)} answers to {len(lines)} captions")
+    for numbers in statistics:
         if numbers[20:] == [1.0, *numbers[:2]]:
             numbers[20] = 0.0
-    return found
+    return dict(zip(of.items, statistics, strict=True))
 
 
 def matching_paraphrases(table: bytes, items: Sequence[Item]) -> Iterator[bytes]:
     """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
 
     The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
-    compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits: a phrase
-    without one may stand anywhere, and too many entries change nothing.
+    compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits. A phrase with
+    other characters (one in 140) may stand anywhere: too many entries change nothing.
     """
     of_references = phrases(reference for _, references in items for reference in references)
     of_predictions = phrases(prediction for prediction, _ in items)
 
     def matches(one: bytes, other: bytes) -> bool:
         return (one in of_references and other in of_predictions) or (one in of_predictions and other in of_references)
-
-    def plain(phrase: bytes) -> bytes:
-        return b" ".join(WORD.findall(phrase)) + b"\n"
 
     is_known = (of_references | of_predictions).__contains__
     file = io.BytesIO(table)
@@ -98,8 +85,7 @@ def matching_paraphrases(table: bytes, items: Sequence[Item]) -> Iterator[bytes]
         ones, others = lines[1::3], lines[2::3]
         kept = {at for at in compress(range(len(ones)), map(is_known, ones)) if matches(ones[at], others[at])}
         marked = b"".join(lines).translate(MARKED).split(b"\n")
-        odd = {place // 3 for place, line in enumerate(marked) if b"\0" in line}
-        kept.update(at for at in odd if matches(plain(ones[at]), plain(others[at])))
+        kept.update(place // 3 for place, line in enumerate(marked) if b"\0" in line)
         for at in sorted(kept):
             yield from lines[3 * at : 3 * at + 3]
 

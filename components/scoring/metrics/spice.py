@@ -45,7 +45,6 @@ LONGEST_S = 900
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
 TRIAL_S = 600
 LMDB = "data.mdb"
-GIB = 1 << 30
 
 
 def program(of: Program) -> dict[Item, float | None]:
@@ -165,8 +164,8 @@ def ask(
         "-out",
         str(folder / "scores.json"),
     ]
-    command = ["-jar", f"-Xmx{heap()}G", "spice-1.0.jar", *files, "-subset", "-silent"]
-    (said,) = run(command, folder, limit_s, options=options)
+    command = ["-jar", "-XX:MaxRAMPercentage=75", "spice-1.0.jar", *files, "-subset", "-silent"]
+    said = run(command, folder, limit_s, options=options)
     try:
         scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
         values = {one["image_id"]: one["scores"]["All"]["f"] for one in scores}
@@ -175,14 +174,6 @@ def ask(
         reason = f"{type(error).__name__}: {error}"
         raise ScorerFailed(f"it wrote no scores ({reason}); its last words: {last_words(said)}") from error
     return [None if f is None or f != f else float(f) for f in found]
-
-
-def heap() -> int:
-    """GiB that SPICE may take: 8, or three quarters of a smaller memory, of a container's where this is one."""
-    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):
-        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return max(1, min(8, size * 3 // 4 // GIB))
 
 
 def needed(java: int) -> dict[str, str]:

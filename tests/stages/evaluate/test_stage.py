@@ -241,9 +241,9 @@ def test_a_run_has_the_share_of_captions_called_right_with_every_answer(server: 
     assert "secret" not in (tmp_path / "scratch" / "judge.jsonl").read_text()
 
 
-def test_a_server_that_puts_off_and_cut_json_are_asked_again_and_anything_but_the_json_is_no_verdict(server, tmp_path):
+def test_a_server_that_puts_off_is_asked_again_and_anything_but_the_json_is_no_verdict(server, tmp_path):
     cut, refusal = '{"right": tr', {"role": "assistant", "content": None, "refusal": "I cannot"}
-    server.replies = {"a?": [429, 503, WRONG], "b?": [cut, RIGHT], "c?": [cut], "d?": [refusal], "e?": [None]}
+    server.replies = {"a?": [429, 503, WRONG], "b?": [RIGHT], "c?": [cut], "d?": [refusal], "e?": [None]}
     server.replies |= {"f?": ['{"right": "yes"}'], "g?": ["[true]"]}
     found = judge(server, tmp_path).ask([f"{name}?" for name in "abcdefg"])
     without = [cut, "refused: I cannot", "no answer", '{"right": "yes"}', "[true]"]
