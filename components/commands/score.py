@@ -141,10 +141,21 @@ def score(
     task = find_task(benchmark, protocol, references)
     found = find_references(task, references, data)
     captioned, faults, notes = find_pairs(predictions, task, found, allow_faults)
-    rules = replace(task.protocol, references="all", max_words=None) if found.as_scored else task.protocol
+    return compute(captioned, task, found, spice_dir, faults, notes)
+
+
+def compute(
+    captioned: list[EvalPair],
+    task: Task,
+    references: References,
+    spice_dir: Path | None,
+    faults: list[str],
+    notes: list[str],
+) -> ScoreReport:
+    rules = replace(task.protocol, references="all", max_words=None) if references.as_scored else task.protocol
     one = ProtocolPairs(task.dataset, task.protocol, apply(rules, captioned))
-    metrics = metrics_of(task.protocol, found, spice_dir)
-    parsed = parse_predictions({task.dataset: found.grammar}, one.pairs) if found.grammar else {}
+    metrics = metrics_of(task.protocol, references, spice_dir)
+    parsed = parse_predictions({task.dataset: references.grammar}, one.pairs) if references.grammar else {}
     scores = compute_metrics(metrics, [one], parsed, spice_dir, LIMIT_S)[one.name]
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError(f"--spice-dir {spice_dir}: SPICE gave no score: {scores.absent['SPICE']}")
