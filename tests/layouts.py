@@ -18,9 +18,8 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import IngestReport, ingest
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import Rule, bad_rows
-from m3diff.stages.validate.stage import validate
-from m3diff.stages.validate.suite import Check, ValidateReport
+from m3diff.stages.validate.rules import Check, Rule, bad_rows
+from m3diff.stages.validate.stage import ValidateReport, validate
 
 CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from m3diff.commands.counts import LEFT_OUT, told, told_of_clean, told_of_samples
 from m3diff.stages.convert.stage import ConvertCounts, ConvertReport
 from m3diff.stages.ingest.stage import IngestReport
-from m3diff.stages.validate.suite import ValidateCounts, ValidateReport
+from m3diff.stages.validate.stage import ValidateCounts, ValidateReport
 
 INGESTED = {"stage": "ingest", "rows_in": 9, "rows_out": 9, "dataset": "mini", "reader": "pairs", "images": 15000}
 INGESTED |= {"pairs": {"test": 500, "train": 7000, "val": 0}, "references": {"train": 9000, "val": 0, "test": 500}}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from m3diff.stages.augment.stage import AugmentReport
     from m3diff.stages.convert.stage import ConvertReport
     from m3diff.stages.ingest.stage import IngestReport
-    from m3diff.stages.validate.suite import ValidateReport
+    from m3diff.stages.validate.stage import ValidateReport
 
 LEFT_OUT = {
     "pairs_not_sampled": "pairs by weight, max_pairs or no_change_share",

@@ -1,12 +1,25 @@
 """Rules of a good record: each once, as the sign of a bad row (for polars) and as an expectation (for GX).
 
 The rules read *facts*: one row per record with the columns that `facts` computes, so that 896k references cost a few
-vectorised passes.
+vectorised passes. polars finds the bad rows; great-expectations, an independent engine, judges by the same rules, one
+suite and one validation with SUMMARY results. A COMPLETE result would cost seconds on a tenth of bad rows, and an empty
+table would pass every column rule, hence the row count.
+
+One fact is a leak: a pair of one split that is also in another, of its own dataset or any, under whatever name. Two
+pairs are the same when both their images are: by content (sha256, and so by path), or by look (their 8x8 grey
+thumbnails differ nowhere by more than some levels: re-encoding and resizing change 1 or 2 levels, an object that moved
+changes more). The direction does not matter. A single shared image is no leak: datasets share them between splits.
 """
 
+import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import polars as pl
+import polars.selectors as cs
+from numpy.typing import NDArray
+from scipy.spatial import cKDTree
 
 from m3diff.images.check import OK
 from m3diff.records.schemas import SPLITS
@@ -17,6 +30,14 @@ RANK = {"train": 0, "val": 1, "test": 2}
 MARKUP = r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);"
 """HTML, and the special tokens of chat templates (`<image>`, `<|im_end|>`), which would change what a prompt means."""
 
+COMPARED_AT_ONCE = 200_000
+"""Candidate pairs that are held next to each other; 150 MB with their thumbnails."""
+
+Thumbs = NDArray[np.int16]
+"""[pairs, 128]: the grey levels of the image before, then of the image after."""
+
+ExpectedPairs = Mapping[str, Mapping[Any, int]]
+"""Pairs by dataset and split, as the dataset's own files call it."""
 
 LEAK = "not_in_test"
 """The one rule that a sound row can break; its rows do not count towards the share of bad rows."""
@@ -121,3 +142,126 @@ def bad_rows(found: pl.DataFrame, all_rules: list[Rule]) -> pl.DataFrame:
             [w.then(r.reason) for w, r in zip(hit, all_rules, strict=True)], separator="; ", ignore_nulls=True
         ),
     )
+
+
+def find_twins(pairs: pl.DataFrame, split: str, other: str, max_diff: int | None) -> pl.DataFrame:
+    """`row`, `twin`, `how` of the rows of `split` with a twin in `other`; by content only where max_diff is None."""
+    ours, theirs = pairs.filter(split=split), pairs.filter(split=other)
+    twins = theirs.unique(["low", "high"], keep="first", maintain_order=True).select("low", "high", twin="id")
+    found = ours.join(twins, on=["low", "high"])
+    same = found.select("row", "twin", how=pl.lit("has the same images")).sort("row")
+    ours = ours.join(same, on="row", how="anti")
+    if max_diff is None or not (ours.height and theirs.height):
+        return same
+    return pl.concat([same, _same_look(ours, theirs, max_diff)]).sort("row")
+
+
+def sound_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
+    """Rows whose images are both sound, with a number for each content (`low`, `high`) and both thumbnails."""
+    sound = images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
+    both = ("content", "content_after")
+    return (
+        records.with_row_index("row")
+        .select("row", "id", "split", "before", "after")
+        .join(sound, left_on="before", right_on="path")
+        .join(sound, left_on="after", right_on="path", suffix="_after")
+        .with_columns(low=pl.min_horizontal(both), high=pl.max_horizontal(both))
+        .sort("row")
+    )
+
+
+def _same_look(ours: pl.DataFrame, theirs: pl.DataFrame, max_diff: int) -> pl.DataFrame:
+    """Candidates by the mean levels of the quarters, which differ no more than single levels do; then all levels.
+
+    Thumbnails that repeat are compared once, and rows in slices whose candidates number COMPARED_AT_ONCE at most
+    (unless one row has more), so that a fixed camera's memory is bounded.
+    """
+    look = ["thumb", "thumb_after"]
+    some, others = (pairs.unique(look, keep="first", maintain_order=True) for pairs in (ours, theirs))
+    our_thumbs, thumbs = _thumbs(some), _thumbs(others)
+    both_ways = np.concatenate([thumbs, np.roll(thumbs, 64, axis=1)])
+    tree, quarters = cKDTree(_quarters(both_ways)), _quarters(our_thumbs)
+    counts = tree.query_ball_point(quarters, max_diff, p=np.inf, return_length=True)
+    rows = np.flatnonzero(counts)
+    cuts = np.flatnonzero(np.diff(np.cumsum(counts[rows]) // COMPARED_AT_ONCE)) + 1
+    at: list[int] = []
+    twin: list[int] = []
+    for part in np.split(rows, cuts) if len(rows) else []:
+        near = tree.query_ball_point(quarters[part], max_diff, p=np.inf, return_sorted=True)
+        a, b = np.repeat(part, counts[part]), np.concatenate([np.asarray(one, dtype=np.int64) for one in near])
+        close = np.abs(our_thumbs[a] - both_ways[b]).max(axis=1) <= max_diff
+        found, first = np.unique(a[close], return_index=True)
+        at += found.tolist()
+        twin += (b[close][first] % others.height).tolist()
+    twins = some[at].select(*look, twin=others["id"].gather(twin))
+    return ours.join(twins, on=look).select("row", "twin", how=pl.lit("looks the same")).sort("row")
+
+
+def _thumbs(pairs: pl.DataFrame) -> Thumbs:
+    joined = b"".join(half for pair in pairs.select("thumb", "thumb_after").iter_rows() for half in pair)
+    return np.frombuffer(joined, dtype=np.uint8).reshape(-1, 128).astype(np.int16)
+
+
+def _quarters(thumbs: Thumbs) -> NDArray[np.float64]:
+    """Mean level of each quarter of both images, [pairs, 8]."""
+    return thumbs.reshape(-1, 2, 2, 4, 2, 4).mean(axis=(3, 5)).reshape(-1, 8)
+
+
+class Check(NamedTuple):
+    """An expectation and what great-expectations found of it: the number of rows that break it, or of those there."""
+
+    dataset: str
+    rule: str  # or "pairs of <split>"
+    expectation: str
+    met: bool
+    found: int
+
+
+def run_suite(found: pl.DataFrame, all_rules: list[Rule], expected: ExpectedPairs) -> tuple[list[Check], list[str]]:
+    """Validate the facts, with their column `counts` (1 where a row counts as there).
+
+    Returns:
+        Each expectation with its result, and a sentence for each expected count that does not hold.
+    """
+    os.environ["GX_ANALYTICS_ENABLED"] = "false"
+    import great_expectations as gx  # seconds of import
+
+    columns = dict.fromkeys(["dataset", "own_split", "counts", *(rule.column for rule in all_rules)])
+    frame = found.select(*columns).with_columns(cs.string().cast(pl.Categorical)).to_pandas()  # conditions copy rows
+    context: Any = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = {"globally": False}
+    asset = context.data_sources.add_pandas("records").add_dataframe_asset("records")
+    batch = asset.add_batch_definition_whole_dataframe("all").get_batch({"dataframe": frame})
+    suite = gx.ExpectationSuite(name="records", expectations=_expectations(found, all_rules, expected))
+    checks, miscounts = [], []
+    for result in batch.validate(suite, result_format="SUMMARY").results:
+        config = result.expectation_config
+        assert not result.exception_info.get("raised_exception"), (config.meta, result.exception_info)
+        rows = result.result.get("unexpected_count", result.result.get("observed_value"))
+        check = Check(**config.meta, expectation=config.type, met=result.success, found=rows)
+        checks.append(check)
+        if not check.met and check.expectation == "expect_table_row_count_to_equal":
+            split, wanted = check.rule.removeprefix("pairs of "), config.kwargs["value"]
+            miscounts.append(f"{check.dataset} {split}: {rows} pairs, but {wanted} are expected")
+    return checks, miscounts
+
+
+def _expectations(found: pl.DataFrame, all_rules: list[Rule], expected: ExpectedPairs) -> list[Any]:
+    """The rules of each dataset (a condition on its rows) in one suite, so that GX computes shared metrics once."""
+    import great_expectations.expectations as gxe
+    from great_expectations.expectations.row_conditions import Column
+
+    whole = {"dataset": "all", "rule": "rows"}
+    expectations: list[Any] = [gxe.ExpectTableRowCountToBeBetween(min_value=1, meta=whole)]
+    for dataset in found["dataset"].unique().sort():
+        of_dataset: dict[str, Any] = {"row_condition": Column("dataset") == dataset}
+        for rule in all_rules:
+            meta = {"rule": rule.name, "dataset": dataset}
+            build = getattr(gxe, rule.expectation)
+            expectations.append(build(column=rule.column, meta=meta, **of_dataset, **rule.arguments))
+    for dataset, splits in expected.items():
+        for split, pairs in splits.items():
+            rows = (Column("dataset") == dataset) & (Column("own_split") == split) & (Column("counts") == 1)
+            meta = {"dataset": dataset, "rule": f"pairs of {split}"}
+            expectations.append(gxe.ExpectTableRowCountToEqual(value=pairs, row_condition=rows, meta=meta))
+    return expectations

@@ -20,12 +20,10 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
-from m3diff.stages.validate import suite
-from m3diff.stages.validate.leaks import find_twins, sound_pairs
+from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import LEAK
-from m3diff.stages.validate.stage import too_many
-from m3diff.stages.validate.suite import ValidateReport
+from m3diff.stages.validate.rules import LEAK, find_twins, sound_pairs
+from m3diff.stages.validate.stage import ValidateReport, too_many
 from tests.layouts import (
     edit_json,
     image_cache,
@@ -331,7 +329,7 @@ def test_a_row_that_breaks_every_rule_names_all_of_them_and_both_engines_agree(t
 
 
 def test_the_page_is_private_and_shows_counts_expectations_and_rows_by_the_rule_that_they_break(raw, monkeypatch):
-    monkeypatch.setattr(suite, "SHOWN", 1)
+    monkeypatch.setattr(stage, "PAGE_ROWS", 1)
     save_picture(raw / "sc_images/CLEVR_semantic_000008.png", 5).write_bytes(b"no image")
     texts = {name: ["see <b>this</b>"] for name in (KEY, "CLEVR_default_000003.png")}
     edit_json(raw / "change_captions.json", lambda references: references.update(texts))
@@ -481,7 +479,7 @@ def fixed_camera(pairs: int, noise: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["a fixed camera", "all alike", "scenes, some of them turned round"])
 def test_each_row_has_the_first_test_pair_that_looks_the_same(kind, at_once, monkeypatch):
     """Compared with every pair against every other, whatever the number of candidates that are held at once."""
-    monkeypatch.setattr("m3diff.stages.validate.leaks.COMPARED_AT_ONCE", at_once)
+    monkeypatch.setattr("m3diff.stages.validate.rules.COMPARED_AT_ONCE", at_once)
     random = np.random.default_rng(1)
     if kind == "scenes, some of them turned round":
         scenes = random.integers(0, 200, (9, 128))
