@@ -148,7 +148,7 @@ def paraphrase(text: str, caption: str | None = None) -> list[str]:
     """
     changes = read_instruction(text) or ()
     shown = read_description(caption) if caption else None
-    known = tuple(_informed(change, shown[0]) if shown else change for change in changes)
+    known = tuple(_informed(change, shown[0] if shown else ()) for change in changes)
     # templates that say what an object was need its state, which may not be known; its name holds size and colour
     stateless = [
         each for each in known if each.type not in ("size", "color") and getattr(each.before, "state", None) is None

@@ -19,6 +19,9 @@ caption tells (on MiniChange camera and lamp) is not in it.
 both captions, so that a new module learns to read both images before it learns to compare them. Within a split, in a
 random order by the seed; each image is used once.
 
+A made pair stays in the split of what it is made from. Where a source has a scene in two splits, the higher one (test,
+val, train) keeps it, as validate decides. Rows that are not usable are counted by reason.
+
 Edits and writers' answers are kept in `compute.scratch`, which several runs and worktrees may share, by what decides
 them, for the run that goes on after a kill and for every later one:
 
@@ -39,25 +42,40 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from inspect import getfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import polars as pl
 from pydantic import Field
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import check_licence
+from m3diff.datasets.files import describe, fault_of_path, is_inside
+from m3diff.datasets.spec import Row, check_licence
+from m3diff.datasets.tables import unpacked
+from m3diff.images.cache import check_images
+from m3diff.images.check import OK
 from m3diff.images.open import load_image
 from m3diff.models.device import Device
-from m3diff.provenance.code import digests
+from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, new_folder, sha256, write_atomic
 from m3diff.records.progress import progress
-from m3diff.records.schemas import SPLITS
+from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.minichange import DrawnEditor
-from m3diff.stages.augment.params import MANIFEST, CoupledSamples, Drawn, Edits, Grammar, InstructPix2Pix, Neighbours
-from m3diff.stages.augment.source import Original, Rejected, known_pairs, read_originals
+from m3diff.stages.augment.params import (
+    MANIFEST,
+    CoupledSamples,
+    Drawn,
+    Edits,
+    Grammar,
+    InstructPix2Pix,
+    Neighbours,
+    Source,
+    Split,
+)
 from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest
 from m3diff.stages.augment.writers import GrammarWriter, LanguageModel, Writer
 
@@ -69,12 +87,8 @@ OURS = re.compile(rf"{re.escape(MANIFEST)}|{IMAGES}(/[0-9a-f]{{32}}(\..*)?)?|(.*
 """The files that augment writes, of earlier versions too: images by their content; and hidden ones."""
 
 PLAIN = re.compile(r"\.\w+").fullmatch  # a suffix that stays
-NO_CODE = (
-    "components/models/",
-    *(f"components/{name}.py" for name in ("stages/augment/params", "records/files", "settings/section")),
-)
-"""Code that an editor imports and no edit depends on: devices, and what reads settings and names weights, which are in
-the key themselves."""
+MAX_PIXELS = 100_000_000
+"""A larger image is not used."""
 
 
 class Editor(Protocol):
@@ -99,13 +113,155 @@ class Pair(NamedTuple):
     made: Mapping[str, Any]
 
 
-class Made(NamedTuple):
-    """Pairs in order; how many others were rejected, by reason; and texts that a writer gave in vain."""
+@dataclass
+class Made:
+    """Pairs in order, and what was not made.
 
-    pairs: list[Pair]
-    rejected: Rejected
-    dropped_texts: Mapping[str, int] = {}
-    models: Mapping[str, str] = {}  # digests of what made it, by its part
+    Attributes:
+        each: pairs that a row of the source would have given.
+        rejected: counts of pairs that were not made, by reason.
+        examples: for each reason in the source, the first row or image, and its fault.
+        dropped_texts: counts of texts that a writer gave in vain, by reason.
+        models: digests of what made the pairs, by its part.
+    """
+
+    each: int = 1
+    pairs: list[Pair] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    dropped_texts: Counter[str] = field(default_factory=Counter)
+    models: dict[str, str] = field(default_factory=dict)
+
+    def reject(self, reason: str, example: str) -> None:
+        """Count a row of the source from which nothing is made."""
+        self.rejected[reason] += self.each
+        self.examples.setdefault(reason, example)
+
+
+class Original(NamedTuple):
+    """An image of the source with its text: the instruction to edit it by, or a caption of its own."""
+
+    name: str
+    split: Split
+    scene: str
+    image: Path
+    digest: str  # of the image file
+    text: str
+    change_types: Sequence[str] = ()
+    caption: str | None = None  # of the image, where the text is an instruction and the source has one
+
+
+def read_originals(
+    source: Source, unpack_to: Path, image_cache: Path, made: Made, use: Literal["instruction", "caption"]
+) -> list[Original]:
+    """The usable images of the source's splits with their first texts; of each other row a reason is counted in `made`.
+
+    An instruction is a reference of a pair, whose image before it edits. Captions are those of single images that the
+    source's dataset describes, else of its pairs of an image with itself (the reader `pairs` with one column for both
+    images).
+
+    Args:
+        unpack_to: the folder for images that are in a Parquet file.
+        image_cache: what is known of images by content; it changes nothing of what is found.
+
+    Raises:
+        DataError: the source is not there, its annotation files cannot be used, or captions are wanted and it has none
+            of single images.
+    """
+    singles = DATASETS[source.reader].singles
+    rows = list(singles(source.root)) if singles else []
+    captions = {place_of(source, row.before): _first(row.references) for row in rows}
+    if use == "instruction" or not rows:
+        rows = list(_rows(source, unpack_to))
+    if use == "caption" and not any(row.fault or row.before == row.after for row in rows):
+        raise DataError(
+            f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
+            "with options {columns: {before: image, after: image, captions: caption}}"
+        )
+    found = [(row, place_of(source, row.before)) for row in _usable(rows, source, made, use)]
+    paths = pl.Series([str(image) for _, image in found if image], dtype=pl.String)
+    checked = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
+    known = {Path(path): (verdict, digest) for path, verdict, digest in checked.iter_rows()}
+    originals = []
+    for row, image in found:
+        fault = f"{describe(row.before)} is no path inside {source.root}; correct the path; a link needs follow_links"
+        if image is not None:
+            verdict, digest = known[image]
+            if verdict == OK:
+                text = _first(row.references)
+                originals.append(Original(*row[:3], image, digest.hex(), text, row.change_types, captions.get(image)))
+                continue
+            fault = f"{image}: {verdict}; {'restore it or save it anew' if image.exists() else 'fetch it'}"
+        made.reject("image cannot be read", f"{row.source}: {fault}")
+    return originals
+
+
+def _usable(rows: Sequence[Row], source: Source, made: Made, use: str) -> Iterator[Row]:
+    """The rows of the source's splits that can be read, whose scene is in no higher split and that have a text."""
+    highest: dict[str, int] = {}
+    for row in rows:
+        if row.split in SPLITS and isinstance(row.scene, str):
+            highest[row.scene] = max(SPLITS.index(row.split), highest.get(row.scene, 0))
+    for row in rows:
+        if row.split in SPLITS and row.split not in source.splits:
+            continue
+        if fault := row.fault or _ill_typed(row):
+            made.reject("row cannot be read", f"{row.source}: {fault}")
+        elif SPLITS.index(row.split) < highest[row.scene]:
+            higher = SPLITS[highest[row.scene]]
+            made.reject("scene is in a higher split", f"{row.source}: {row.scene} is in {higher}")
+        elif use == "caption" and row.before != row.after:
+            made.reject("is a pair of two images", row.source)
+        elif use == "instruction" and row.change_types == [NO_CHANGE]:
+            made.reject("nothing is to change", row.source)
+        elif not _first(row.references):
+            made.reject(f"no {use}", row.source)
+        else:
+            yield row
+
+
+def _ill_typed(row: Row) -> str | None:
+    """The fault of a field that readers leave to ingest."""
+    if row.split not in SPLITS:
+        return f"split: expected one of {', '.join(SPLITS)}, found {describe(row.split)}"
+    wrong = [name for name in ("name", "scene") if not isinstance(getattr(row, name), str)]
+    return f"{wrong[0]}: expected a text, found {describe(getattr(row, wrong[0]))}" if wrong else None
+
+
+def known_pairs(source: Source, unpack_to: Path) -> set[frozenset[Path | None]]:
+    """The two images of each pair that the source has already."""
+    return {frozenset((place_of(source, row.before), place_of(source, row.after))) for row in _rows(source, unpack_to)}
+
+
+def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
+    if not source.root.is_dir():
+        raise DataError(f"{source.root}: is no folder; fetch the source or correct its root")
+    rows = DATASETS[source.reader].read(source.root, **source.options)
+    described = (Row._make(map(_whole, row)) for row in rows if not row.without_caption)
+    return unpacked(described, unpack_to)
+
+
+def _whole(value: Any) -> Any:
+    """The value with ? for half a character, as a cut JSON escape leaves it ("\\ud83d"): no file can hold that."""
+    if isinstance(value, list):
+        return [*map(_whole, value)]
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def place_of(source: Source, image: Any) -> Path | None:
+    """The path of an image; None where it would be outside the root, or no file can be called so."""
+    if isinstance(image, Path):
+        return image
+    if not isinstance(image, str) or not image or fault_of_path(image, source.root):
+        return None
+    path = source.root / image
+    return path if source.follow_links or is_inside(path, source.root) else None
+
+
+def _first(texts: Any) -> str:
+    """The first text that is not blank; "" where there is none."""
+    found = texts if isinstance(texts, list) else []
+    return next((" ".join(text.split()) for text in found if isinstance(text, str) and text.strip()), "")
 
 
 def seed_of(*facts: object) -> int:
@@ -113,16 +269,13 @@ def seed_of(*facts: object) -> int:
     return int.from_bytes(hashlib.sha256("\0".join(map(str, facts)).encode()).digest()[:4])
 
 
-def make_edits(
-    cfg: Edits, originals: list[Original], rejected: Rejected, editor: Editor, writer: Writer, into: Path
-) -> Made:
-    """The pairs of all originals.
+def make_edits(cfg: Edits, originals: list[Original], made: Made, editor: Editor, writer: Writer, into: Path) -> None:
+    """Make the pairs of all originals.
 
     Args:
-        rejected: rows of the source that are not usable; pairs that are not made are counted in it, too.
         into: the folder of this editor's edits. What another run has left there is not edited again.
     """
-    dropped, pairs = Counter[str](), list[Pair]()
+    made.models = {"editor": editor.identity, "writer": writer.identity}
     texts = {at: [original.text] for at, original in enumerate(originals)}
     for split, count in cfg.paraphrases.items():
         places = [at for at, original in enumerate(originals) if original.split == split] if count else []
@@ -130,20 +283,17 @@ def make_edits(
         facts = [{"text": one.text} | ({"first": one.caption} if one.caption else {}) for one in asked]
         for at, written in zip(places, writer.write("paraphrase", facts, count), strict=True):
             texts[at] += written.texts
-            dropped += written.dropped
+            made.dropped_texts += written.dropped
     for at, original in progress(enumerate(originals), "augment: edits", len(originals), "original"):
         if len(texts[at]) <= cfg.paraphrases.get(original.split, 0):
-            rejected["too few paraphrases"] += cfg.edits
+            made.rejected["too few paraphrases"] += cfg.edits
         else:
-            pairs += _edit(cfg, original, texts[at], rejected, editor, into)
-    return Made(pairs, rejected, dropped, {"editor": editor.identity, "writer": writer.identity})
+            _edit(cfg, original, texts[at], made, editor, into)
 
 
-def _edit(
-    cfg: Edits, original: Original, texts: list[str], rejected: Rejected, editor: Editor, into: Path
-) -> list[Pair]:
-    """The pairs of one original. A file of an edit is named by the content that is edited, how and by which seed."""
-    pairs: list[Pair] = []
+def _edit(cfg: Edits, original: Original, texts: list[str], made: Made, editor: Editor, into: Path) -> None:
+    """Make the pairs of one original. A file of an edit is named by the content that is edited, how and by which
+    seed."""
     name, split, scene, image, digest, instruction, kinds, _ = original
     shown = {_pixels(image)}
     for number in range(cfg.edits):
@@ -153,18 +303,16 @@ def _edit(
         if not file.exists():
             edited = editor.edit(image, instruction, seed)
             if edited is None:
-                rejected["cannot be carried out"] += 1
+                made.rejected["cannot be carried out"] += 1
                 continue
             png = io.BytesIO()
             edited.save(png, "PNG", compress_level=4)
             write_atomic(file, png.getvalue())
         if (pixels := _pixels(file)) in shown:
-            rejected["shows what another shows"] += 1
+            made.rejected["shows what another shows"] += 1
             continue
         shown.add(pixels)
-        made = {"of": name, "seed": seed}
-        pairs.append(Pair(f"{name}-{number}", split, scene, image, file, texts, kinds, made))
-    return pairs
+        made.pairs.append(Pair(f"{name}-{number}", split, scene, image, file, texts, kinds, {"of": name, "seed": seed}))
 
 
 def _pixels(image: Path) -> bytes:
@@ -175,21 +323,21 @@ def make_neighbours(
     cfg: Neighbours,
     captioned: list[Original],
     known: set[frozenset],
-    rejected: Rejected,
+    made: Made,
     features: Features,
     writer: Writer,
-) -> Made:
-    """The pairs of all splits, with `cfg.references` captions each.
+) -> None:
+    """Make the pairs of all splits, with `cfg.references` captions each.
 
     Args:
         known: pairs of image paths that the source has already.
     """
-    dropped, pairs = Counter[str](), list[Pair]()
+    made.models = {"features": features.identity, "writer": writer.identity}
     chosen: dict[tuple[str, frozenset], tuple[Original, Original, float]] = {}
     for split in SPLITS:
         images = [each for each in captioned if each.split == split]
         if len(images) < 2:
-            rejected.update({"alone in its split": 1} if images else {})
+            made.rejected.update({"alone in its split": 1} if images else {})
             continue
         cosines, numbers = nearest(features.features([each.image for each in images]), cfg.candidates)
         for query, alike, others in zip(images, cosines.tolist(), numbers.tolist(), strict=True):
@@ -197,23 +345,22 @@ def make_neighbours(
                 found = images[number]
                 both = frozenset((query.image, found.image))
                 if reason := _no_pair(cfg, query, found, cosine):
-                    rejected[reason] += 1
+                    made.rejected[reason] += 1
                 elif both in known or (split, both) in chosen:
-                    rejected["is a pair of the source" if both in known else "was found the other way round"] += 1
+                    made.rejected["is a pair of the source" if both in known else "was found the other way round"] += 1
                 else:
                     chosen[split, both] = (query, found, cosine)
     facts = [{"first": query.text, "second": found.text} for query, found, _ in chosen.values()]
     texts = writer.write("difference", facts, cfg.references)
     for (query, found, cosine), written in zip(chosen.values(), texts, strict=True):
-        dropped += written.dropped
+        made.dropped_texts += written.dropped
         if len(written.texts) < cfg.references:
-            rejected["too few captions"] += 1
+            made.rejected["too few captions"] += 1
             continue
         # of two scenes, which are in one split, the pair has a scene of its own
         scene = query.scene if query.scene == found.scene else f"{query.scene}+{found.scene}"
-        name, made = f"{query.name}+{found.name}", {"cosine": round(cosine, 4)}
-        pairs.append(Pair(name, query.split, scene, query.image, found.image, list(written.texts), [], made))
-    return Made(pairs, rejected, dropped, {"features": features.identity, "writer": writer.identity})
+        name, how = f"{query.name}+{found.name}", {"cosine": round(cosine, 4)}
+        made.pairs.append(Pair(name, query.split, scene, query.image, found.image, list(written.texts), [], how))
 
 
 def _no_pair(cfg: Neighbours, query: Original, found: Original, cosine: float) -> str | None:
@@ -231,20 +378,18 @@ def _no_pair(cfg: Neighbours, query: Original, found: Original, cosine: float) -
     return None
 
 
-def make_coupled_samples(cfg: CoupledSamples, captioned: list[Original], rejected: Rejected) -> Made:
-    """The pairs of all splits. What is not usable counts as a pair that is not made, as does a last odd image."""
-    pairs = list[Pair]()
+def make_coupled_samples(cfg: CoupledSamples, captioned: list[Original], made: Made) -> None:
+    """Make the pairs of all splits. What is not usable counts as a pair that is not made, as does a last odd image."""
     for split in SPLITS:
         images = [each for each in captioned if each.split == split]
         random.Random(seed_of(cfg.seed, split)).shuffle(images)
-        rejected.update({"no partner is left": 1} if len(images) % 2 else {})
+        made.rejected.update({"no partner is left": 1} if len(images) % 2 else {})
         for one, two in zip(images[::2], images[1::2], strict=False):
             if one.scene == two.scene:
-                rejected["both are of one scene"] += 1
+                made.rejected["both are of one scene"] += 1
                 continue
             caption, scene = f"{one.text}{cfg.separator}{two.text}", f"{one.scene}+{two.scene}"
-            pairs.append(Pair(f"{one.name}+{two.name}", split, scene, one.image, two.image, [caption], [], {}))
-    return Made(pairs, rejected)
+            made.pairs.append(Pair(f"{one.name}+{two.name}", split, scene, one.image, two.image, [caption], [], {}))
 
 
 class AugmentReport(StageReport):
@@ -280,51 +425,45 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
     _require_ours(cfg.root)
     compute.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=compute.scratch, prefix="augment-") as images:
-        made, known = _make(cfg, compute, Path(images))
+        made = Made(each=cfg.edits if isinstance(cfg, Edits) else 1)
+        originals = _make(cfg, compute, Path(images), made)
         report = _report(name, cfg.kind, made)
         if not made.pairs:
             rejected = "".join(f"\n  rejected: {reason}" for reason in report.reasons())
             raise DataError(f"augment.{name}: no pair could be made of {cfg.source.root}{rejected}")
         with new_folder(cfg.root) as folder:
-            _fill(folder, made.pairs, known)
+            _fill(folder, made.pairs, {each.image: each.digest for each in originals})
     return report.write(Path(f"{cfg.root}.json"))
 
 
-def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Path) -> tuple[Made, Mapping[Path, str]]:
-    """The pairs, and the digests of the images that they are made of; `images`: the folder for those that the source
-    has in a Parquet file."""
-    device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
-    rejected = Rejected(cfg.edits if isinstance(cfg, Edits) else 1)
+def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Path, made: Made) -> Sequence[Original]:
+    """Make the pairs, and return what they are made of; `images`: the folder for those that the source has in a Parquet
+    file."""
     use: Literal["instruction", "caption"] = "instruction" if isinstance(cfg, Edits) else "caption"
-    originals = read_originals(cfg.source, images, compute.image_cache, rejected, use)
+    originals = read_originals(cfg.source, images, compute.image_cache, made, use)
     if isinstance(cfg, CoupledSamples):
-        made = make_coupled_samples(cfg, originals, rejected)
+        make_coupled_samples(cfg, originals, made)
+        return originals
+    answers = compute.scratch / "answers.jsonl"
+    writer: Writer
+    writer = GrammarWriter() if isinstance(cfg.writer, Grammar) else LanguageModel(cfg.writer, cfg.seed, answers)
+    device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
+    if isinstance(cfg, Edits):
+        editor: Editor
+        editor = DrawnEditor(cfg.source.root) if isinstance(cfg.editor, Drawn) else Pix2PixEditor(cfg.editor, device)
+        make_edits(cfg, originals, made, editor, writer, kept_edits(cfg.editor, editor, compute.scratch))
     else:
-        answers = compute.scratch / "answers.jsonl"
-        writer: Writer
-        writer = GrammarWriter() if isinstance(cfg.writer, Grammar) else LanguageModel(cfg.writer, cfg.seed, answers)
-        if isinstance(cfg, Edits):
-            editor: Editor
-            editor = (
-                DrawnEditor(cfg.source.root) if isinstance(cfg.editor, Drawn) else Pix2PixEditor(cfg.editor, device)
-            )
-            kept = kept_edits(cfg.editor, editor, compute.scratch)
-            made = make_edits(cfg, originals, rejected, editor, writer, kept)
-        else:
-            known = known_pairs(cfg.source, images)
-            made = make_neighbours(cfg, originals, known, rejected, Features(cfg.features, device), writer)
-    return made, {each.image: each.digest for each in originals}
+        known = known_pairs(cfg.source, images)
+        make_neighbours(cfg, originals, known, made, Features(cfg.features, device), writer)
+    return originals
 
 
 def kept_edits(cfg: Drawn | InstructPix2Pix, editor: Editor, scratch: Path) -> Path:
     """The folder of this editor's edits, whoever asked for them: by its settings, the identity of its weights wherever
     they are, and its code."""
-    code = {
-        name: meaning for name, meaning in digests(Path(getfile(type(editor)))).items() if not name.startswith(NO_CODE)
-    }
     settings = cfg.model_dump(mode="json", exclude={"model", "sha256"})
-    facts = json.dumps({"settings": settings, "model": editor.identity, "code": code}, sort_keys=True)
-    return scratch / "edits" / f"{cfg.kind}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    key = key_of({"settings": settings, "model": editor.identity}, Path(getfile(type(editor))))
+    return scratch / "edits" / f"{cfg.kind}-{key}"
 
 
 def _require_ours(root: Path) -> None:
@@ -372,5 +511,5 @@ def _report(name: str, kind: str, made: Made) -> AugmentReport:
         rejected=rejected,
         dropped_texts=dict(sorted(made.dropped_texts.items())),
         models={part: digest for part, digest in made.models.items() if digest},
-        examples=made.rejected.examples,
+        examples=made.examples,
     )

@@ -38,11 +38,6 @@ ASKED: dict[Task, str] = {
     "difference": "FIRST IMAGE: {first}\nSECOND IMAGE: {second}\n\nWrite {n} descriptions of the difference.",
 }
 NUMBERED = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+(.+?)\s*$", re.MULTILINE)
-REFUSAL = re.compile(
-    r"^\W*(?:(?:I'm|I am) (?:sorry|just an? AI|an? AI|not able|unable)|Sorry\b|I (?:cannot|can't|can not)\b|"
-    r"As an? AI\b|I apologi[sz]e)",
-    re.IGNORECASE,
-)
 
 
 class Written(NamedTuple):
@@ -89,20 +84,17 @@ class LanguageModel:
 
 
 def usable(answer: Answer, n: int, given: str) -> Written:
-    """The texts of an answer, and how many were dropped: a refusal, one that is empty, repeats another or what was
-    given, or the whole of an answer that is truncated or in no form that can be read."""
+    """The texts of an answer, and how many were dropped: one that is empty, repeats another or what was given, or the
+    whole of an answer that is refused, truncated or in no form that can be read."""
     dropped: Counter[str] = Counter()
-    texts = read_texts(answer.text, n) if answer.kind == "text" else None
-    if texts is None:
-        unread = "refused" if REFUSAL.search(answer.text) else "unreadable"
-        dropped[unread if answer.kind == "text" else answer.kind] += 1
+    texts = read_texts(answer.text) if answer.kind == "text" else []
+    if not texts:
+        dropped["unreadable" if answer.kind == "text" else answer.kind] += 1
     kept: dict[str, str] = {}
-    for text in texts or ():
+    for text in texts:
         plain = _plain(text)
         if not plain:
             dropped["empty"] += 1
-        elif REFUSAL.search(text):
-            dropped["refused"] += 1
         elif plain in kept or plain == _plain(given):
             dropped["repeated"] += 1
         elif len(kept) == n:
@@ -117,9 +109,8 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def read_texts(said: str, n: int) -> list[str] | None:
-    """The first list of texts in JSON, wherever it is; else the lines of a numbered list; of one text, also the text
-    itself. None where it is none of these."""
+def read_texts(said: str) -> list[str]:
+    """The first list of texts in JSON, wherever it is; else the lines of a numbered list."""
     for bracket in re.finditer(r"\[", said):
         try:
             found, _ = json.JSONDecoder().raw_decode(said, bracket.start())
@@ -127,8 +118,4 @@ def read_texts(said: str, n: int) -> list[str] | None:
             continue
         if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
             return found
-    if lines := NUMBERED.findall(said):
-        return [line.strip('"') for line in lines]
-    plain = said.strip()
-    is_text = n == 1 and "\n" not in plain and not plain.startswith(("[", "{"))
-    return [plain] if is_text and not REFUSAL.search(said) else None
+    return [line.strip('"') for line in NUMBERED.findall(said)]

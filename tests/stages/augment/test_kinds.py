@@ -13,23 +13,32 @@ from m3diff.datasets.minichange.language import describe_scene
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.stages.augment.params import Source
-from m3diff.stages.augment.source import Original, Rejected, known_pairs, read_originals
-from m3diff.stages.augment.stage import Made, make_coupled_samples, make_edits, make_neighbours
+from m3diff.stages.augment.stage import (
+    Made,
+    Original,
+    known_pairs,
+    make_coupled_samples,
+    make_edits,
+    make_neighbours,
+    read_originals,
+)
 from tests.stages.augment.toys import SCENES, ToyEditor, ToyFeatures, ToyWriter, captioned, draw, edits, entry, original
 
 
-def rejected(reason: str, each: int = 1) -> Rejected:
+def rejected(reason: str, each: int = 1) -> Made:
     """A row of the source was rejected."""
-    counts = Rejected(each)
-    counts.add(reason, "row 1")
-    return counts
+    made = Made(each)
+    made.reject(reason, "row 1")
+    return made
 
 
 def made_edits(tmp_path: Path, editor: ToyEditor, writer: ToyWriter, **changes: Any) -> Made:
     texts = {"one": ("make it red",), "two": ("add a cat", "test", "a sofa"), "three": ("add a dog", "val")}
     originals = [original(tmp_path, name, *values) for name, values in texts.items()]
     cfg = edits(tmp_path, tmp_path / "out", **({"edits": 3} | changes))
-    return make_edits(cfg, originals, rejected("no instruction", 3), editor, writer, tmp_path / "into")
+    made = rejected("no instruction", 3)
+    make_edits(cfg, originals, made, editor, writer, tmp_path / "into")
+    return made
 
 
 def test_each_original_is_edited_by_its_own_instruction_and_keeps_scene_split_and_types(tmp_path):
@@ -77,8 +86,8 @@ def test_what_an_earlier_run_has_edited_is_edited_again_only_for_another_instruc
     one = original(tmp_path, "one", "make it red")
     changes = [({}, 3, 2), ({}, 3, 0), ({"text": "make it blue"}, 3, 2), ({"digest": "of another image"}, 3, 2)]
     for change, seed, edited in [*changes, ({}, 4, 2)]:
-        cfg, editor = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={}, seed=seed), ToyEditor()
-        made = make_edits(cfg, [one._replace(**change)], Rejected(), editor, ToyWriter(), tmp_path / "into")
+        cfg, editor, made = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={}, seed=seed), ToyEditor(), Made()
+        make_edits(cfg, [one._replace(**change)], made, editor, ToyWriter(), tmp_path / "into")
         assert (len(editor.asked), len(made.pairs)) == (edited, 2)
 
 
@@ -86,7 +95,9 @@ def made_neighbours(images: list[Original], known: Any = (), **changes: Any) -> 
     """Cosines: of 30 degrees 0.87, 10 degrees 0.98, 60 degrees 0.5."""
     values = {"candidates": 2, "band": (0.75, 0.94), "max_text_similarity": 0.7, "references": 1}
     cfg = entry("neighbours", Path("source"), Path("out"), **(values | changes))
-    return make_neighbours(cfg, images, set(known), rejected("no caption"), ToyFeatures(), ToyWriter(short="dog"))
+    made = rejected("no caption")
+    make_neighbours(cfg, images, set(known), made, ToyFeatures(), ToyWriter(short="dog"))
+    return made
 
 
 def test_images_within_the_band_make_one_pair_with_the_difference_of_their_captions():
@@ -142,7 +153,9 @@ def test_every_candidate_is_made_or_counted_and_equal_images_make_no_pair():
 
 
 def made_coupled(images: list[Original], **changes: Any) -> Made:
-    return make_coupled_samples(entry("coupled_samples", Path("in"), Path("out"), **changes), images, Rejected())
+    made = Made()
+    make_coupled_samples(entry("coupled_samples", Path("in"), Path("out"), **changes), images, made)
+    return made
 
 
 def test_each_image_is_in_one_couple_of_its_split_with_both_captions_by_the_seed():
@@ -177,10 +190,10 @@ def write(root: Path, rows: list[dict[str, Any]], **options: Any) -> Source:
     return Source(reader="pairs", root=root, options={"manifest": "pairs.jsonl"} | options)
 
 
-def read(source: Source, use: Any = "instruction", **changes: Any) -> tuple[list[Original], Rejected]:
-    folder, rejected = source.root.parent, Rejected()
+def read(source: Source, use: Any = "instruction", **changes: Any) -> tuple[list[Original], Made]:
+    folder, made = source.root.parent, Made()
     source = source.model_copy(update=changes)
-    return read_originals(source, folder / "unpacked", folder / "cache.parquet", rejected, use), rejected
+    return read_originals(source, folder / "unpacked", folder / "cache.parquet", made, use), made
 
 
 def row(number: int, **changes: Any) -> dict[str, Any]:
@@ -207,7 +220,7 @@ ROWS = [
 def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path):
     source = write(tmp_path / "raw", ROWS)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")  # outside the root, where p6 leads
-    found, rejected = read(source)
+    found, made = read(source)
     assert [(each.name, each.split, each.scene, each.text) for each in found] == [
         ("p0", "train", "s0", "add a cat"),
         ("p1", "train", "p1", "make it red"),
@@ -216,17 +229,17 @@ def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path):
     ]
     assert (found[0].change_types, found[0].digest, found[0].caption) == (["add"], sha256(source.root / "a.png"), None)
     reasons = {"no instruction": 1, "nothing is to change": 1, "image cannot be read": 3}
-    assert rejected == reasons | {"scene is in a higher split": 1, "row cannot be read": 2}
-    assert rejected.examples == {
+    assert made.rejected == reasons | {"scene is in a higher split": 1, "row cannot be read": 2}
+    assert made.examples == {
         "no instruction": "pairs.jsonl, line 3",
         "nothing is to change": "pairs.jsonl, line 4",
         "image cannot be read": f"pairs.jsonl, line 5: {source.root}/gone.png: is missing; fetch it",
         "scene is in a higher split": "pairs.jsonl, line 8: s7 is in test",
         "row cannot be read": "pairs.jsonl, line 12: before, after, captions: is missing",
     }
-    found, rejected = read(source, splits=("train",))
+    found, made = read(source, splits=("train",))
     assert [each.name for each in found] == ["p0", "p1"]
-    assert rejected["scene is in a higher split"] == 1, "p7 is a test scene"
+    assert made.rejected["scene is in a higher split"] == 1, "p7 is a test scene"
 
 
 @pytest.mark.parametrize("path", ["../a.png", "{top}/a.png", "..\\a.png", "http://127.0.0.1/a.png", "link.png"])
@@ -234,9 +247,9 @@ def test_an_image_outside_the_source_is_not_used(path, tmp_path):
     source = write(tmp_path / "raw", [row(0, before=path.format(top=tmp_path))])
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "raw/link.png").symlink_to(tmp_path / "a.png")
-    found, rejected = read(source)
+    found, made = read(source)
     assert found == []
-    assert f"is no path inside {source.root}; correct the path" in rejected.examples["image cannot be read"]
+    assert f"is no path inside {source.root}; correct the path" in made.examples["image cannot be read"]
     assert len(read(source, follow_links=True)[0]) == (path == "link.png")
 
 
@@ -244,16 +257,16 @@ def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path)
     texts = [("a.png", "a cat"), ("b.png", ""), ("none.png", "x"), ("c.png", "c")]
     rows = [{"id": str(n), "image": image, "caption": text, "split": "train"} for n, (image, text) in enumerate(texts)]
     source = write(tmp_path / "raw", rows, **ONE_IMAGE)
-    found, rejected = read(source, "caption")
+    found, made = read(source, "caption")
     assert [(of.name, of.image.name, of.text) for of in found] == [("0", "a.png", "a cat"), ("3", "c.png", "c")]
-    assert rejected == {"no caption": 1, "image cannot be read": 1}
+    assert made.rejected == {"no caption": 1, "image cannot be read": 1}
 
 
 def test_a_pair_of_two_images_between_single_ones_is_counted_and_where_all_are_the_source_refused(tmp_path):
     source = write(tmp_path / "raw", [row(0, after="a.png"), row(1), row(2, scene="p0", split="test")])
-    found, rejected = read(source, "caption")
-    assert (found, rejected) == ([], {"is a pair of two images": 2, "scene is in a higher split": 1})
-    assert rejected.examples["is a pair of two images"] == "pairs.jsonl, line 2"
+    found, made = read(source, "caption")
+    assert (found, made.rejected) == ([], {"is a pair of two images": 2, "scene is in a higher split": 1})
+    assert made.examples["is a pair of two images"] == "pairs.jsonl, line 2"
     with pytest.raises(DataError, match="no captions of single images; .*columns: {before: image, after: image"):
         read(write(tmp_path / "two", [row(0)]), "caption")
     with pytest.raises(DataError, match="gone: is no folder; fetch the source or correct its root"):
@@ -263,16 +276,16 @@ def test_a_pair_of_two_images_between_single_ones_is_counted_and_where_all_are_t
 def test_half_a_character_is_a_question_mark_wherever_a_row_has_it(tmp_path):
     half = "\ud83d"  # as a cut JSON escape leaves it; no file can hold it
     whole = row(0, id=f"p{half}", scene=f"s{half}", captions=[f"add a cup {half}"], change_types=[f"add{half}"])
-    (found,), rejected = read(write(tmp_path / "raw", [whole, row(1, before=f"{half}.png")]))
+    (found,), made = read(write(tmp_path / "raw", [whole, row(1, before=f"{half}.png")]))
     assert (found.name, found.scene, found.text, found.change_types) == ("p?", "s?", "add a cup ?", ["add?"])
-    assert rejected == {"image cannot be read": 1}
+    assert made.rejected == {"image cannot be read": 1}
 
 
 def test_minichange_gives_originals_with_what_they_show_and_every_image_with_its_description(tmp_path):
     source = Source(reader="minichange", root=draw(tmp_path / "raw"))
-    originals, rejected = read(source)
+    originals, made = read(source)
     scenes = {source.root / path: scene for path, scene in read_scenes(source.root).of.items()}
-    assert (len(originals), rejected) == (SCENES, {"nothing is to change": SCENES})
+    assert (len(originals), made.rejected) == (SCENES, {"nothing is to change": SCENES})
     images, _ = read(source, "caption")
     assert len(images) == 3 * SCENES
     assert all(each.caption == describe_scene(scenes[each.image]) for each in originals)

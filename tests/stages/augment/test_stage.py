@@ -21,7 +21,7 @@ from m3diff.commands.counts import told_of_made
 from m3diff.datasets.minichange.generate import read_scenes
 from m3diff.datasets.minichange.language import describe_scene
 from m3diff.models.device import Device
-from m3diff.provenance.code import ROOT
+from m3diff.provenance import code
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256, sha256_of_folder
 from m3diff.settings.load import load_params
@@ -231,8 +231,8 @@ def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw, tmp_path):
 def test_a_writer_behind_an_endpoint_loses_nothing_and_is_asked_nothing_twice(raw, tmp_path):
     reports, asked = [], []
     with chat_server('["say it in one way", "or in another"]') as server:
-        server.replies = {"ball": [429, 503, '["a ball", "the ball"]'], "box": ["I'm sorry, I cannot"], "arrow": [""]}
-        server.replies["cone"] = ['{"texts": 3}']
+        server.replies = {"ball": [429, 503, '["a ball", "the ball"]'], "arrow": [""]}
+        server.replies |= {"box": [{"content": None, "refusal": "I cannot"}], "cone": ['{"texts": 3}']}
         writer = {"kind": "endpoint", "url": server.url, "model": "m"}
         for name in ("one", "two"):
             cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 2, "val": 2, "test": 2})
@@ -259,17 +259,16 @@ def test_edits_are_known_by_settings_weights_and_their_editor_s_code(tmp_path, m
     assert first.startswith("instruct_pix2pix-")
     assert first == key(tmp_path / "two") == key(tmp_path / "one", sha256=identity)
     assert len({first, key(tmp_path / "one", steps=3), key(tmp_path / "one", content="others")}) == 3
-    real = stage.digests
+    real = code.digests
     for changed, anew in {
         "stages/augment/weights.py": True,
         "images/open.py": True,
         "stages/augment/writers.py": False,
-        "stages/augment/params.py": False,
-        "models/family.py": False,
+        "stages/augment/stage.py": False,
     }.items():
-        assert (ROOT / "components" / changed).is_file()
+        assert (code.ROOT / "components" / changed).is_file()
         other = {f"components/{changed}": "other"}
-        monkeypatch.setattr(stage, "digests", lambda file: {n: other.get(n, old) for n, old in real(file).items()})  # noqa: B023
+        monkeypatch.setattr(code, "digests", lambda *of: {n: other.get(n, old) for n, old in real(*of).items()})  # noqa: B023
         assert (key(tmp_path / "one") != first) == anew
 
 

@@ -15,7 +15,7 @@ from m3diff.datasets.minichange.generate import generate
 from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.params import MadeDataset
-from m3diff.stages.augment.source import Original
+from m3diff.stages.augment.stage import Original
 from m3diff.stages.augment.writers import Written
 from tests.scoring import bench
 from tests.toy import REPOSITORY
