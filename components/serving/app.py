@@ -1,5 +1,8 @@
-"""The routes, as one ASGI application that knows nothing of where the model is; and the page at `/`, one file that asks
-nothing of any other machine, with pairs of the test split to try.
+"""The routes, as one ASGI application that knows nothing of where the model is: bodies read within limits of bytes and
+time, a form, JSON or a chat as two images and a question, refusals; and the page at `/`, one file that asks nothing of
+any other machine.
+
+Images come as bytes and never as paths or addresses: the server fetches and opens nothing that a client names.
 """
 
 import asyncio
@@ -7,42 +10,31 @@ import base64
 import hashlib
 import hmac
 import re
+import string
 import time
+import unicodedata
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-import polars as pl
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartParser
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from m3diff.records.errors import readable
-from m3diff.serving.batcher import Answer, Fault, Metrics, Models, Served
+from m3diff.images.open import FORMATS, NO_IMAGE, open_image, too_large
+from m3diff.serving.batcher import Answer, Asked, Facts, Fault, Metrics, Models, Served
+from m3diff.serving.caption import SIDES
 from m3diff.serving.params import Serve
-from m3diff.serving.request import (
-    AS_FILE,
-    SIDES,
-    Asked,
-    RequestRefusedError,
-    Upload,
-    check_images,
-    check_question,
-    read_chat,
-    read_form,
-    read_json,
-    unavailable,
-    unprocessable,
-)
 from m3diff.serving.same_origin import foreign
 
 CHAT = "/v1/chat/completions"
@@ -53,9 +45,6 @@ FORM_FIELDS = 16
 FORM_REMEDY = "curl -F before=@a.png -F after=@b.png"
 COPIES = 4
 """Copies of a request in memory at most: received, read, on the way to a replica and there."""
-
-EXAMPLES = 6
-"""Pairs of the test split on the page."""
 
 FILE = Path(__file__).with_name("page.html")
 SAFE = {
@@ -69,6 +58,283 @@ OTHER_SITE = {
     "origin": ("other_site", "this server's own page", "ask from a program, or set M3DIFF_SERVE_TOKEN"),
 }
 MultiPartParser.spool_max_size = 2**31  # in memory: nothing of a client is written to a disk
+
+DATA_URL = re.compile(rb"data:image/[\w.+-]+;base64,")
+WHITESPACE = string.whitespace.encode()
+SHOWN_CHARS = 60
+MAX_QUESTION_CHARS = 500
+MOST_VALUES = 10_000
+"""In the JSON of a request: millions of empty lists, or a fault in each, would take a hundred times its bytes."""
+
+UPLOAD_S = 20
+"""Seconds for a client to send its request; the answer after them is 408."""
+
+DISCARDED_BYTES = 64_000_000
+"""Bytes of a refused body that are read, so that a client that is still sending reads the answer."""
+
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+"""OpenAI's, of statuses that have one of their own."""
+
+AS_FILE = "save it as PNG or JPEG and send that file's bytes"
+ERROR_CODES = {"json_invalid": "not_json", "extra_forbidden": "unknown_field", "missing": "missing_field"}
+
+
+class RequestRefusedError(ValueError):
+    """A request that gets no caption.
+
+    Args:
+        status: of HTTP.
+        code: a word for machines.
+        found: what the request is or has.
+        limit: what is allowed instead.
+        remedy: what to do.
+        field: of the request, if one is meant.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        found: str,
+        limit: str,
+        remedy: str,
+        field: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(f"{field + ': ' if field else ''}{found}; {limit}; {remedy}")
+        self.status, self.field, self.headers = status, field, dict(headers or {})
+        self.body = {"error": code, "field": field, "found": found, "limit": limit, "remedy": remedy}
+
+    def response(self, path: str) -> Response:
+        """The answer, on OpenAI's routes in the shape that its clients read."""
+        content: dict[str, Any] = self.body
+        if path.startswith("/v1/"):
+            kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+            error = {"message": str(self), "type": kind, "param": self.field, "code": self.body["error"]}
+            content = {"error": error}
+        return JSONResponse(content, self.status, headers=self.headers)
+
+
+def unprocessable(code: str, found: str, limit: str, remedy: str, field: str | None = None) -> RequestRefusedError:
+    """A refusal with status 422."""
+    return RequestRefusedError(422, code, found, limit, remedy, field)
+
+
+def unavailable(code: str, found: str, limit: str, remedy: str) -> RequestRefusedError:
+    """A refusal with status 503, which asks the client to come again."""
+    return RequestRefusedError(503, code, found, limit, remedy, None, {"retry-after": "5"})
+
+
+class Upload:
+    """The messages of one request, within limits of bytes and time; the clock starts with the object.
+
+    Attributes:
+        most: bytes that are read of any request.
+        at_most: bytes that are read of this one: as many as it announces, or the limit.
+    """
+
+    def __init__(self, receive: Receive, headers: Headers, limits: Serve) -> None:
+        self.receive, self.limits = receive, limits
+        self.most = int(limits.max_request_mb * 1e6)
+        self.deadline = time.monotonic() + UPLOAD_S
+        length, chunked = headers.get("content-length", "0"), "transfer-encoding" in headers
+        announced = int(length) if length.isdecimal() else 0
+        self.at_most = self.most if chunked else min(announced, self.most)
+        self.size = announced if announced > self.most else 0
+        self.ended = not announced and not chunked
+
+    async def __call__(self) -> Message:
+        """The next message.
+
+        Raises:
+            RequestRefusedError: 413, the body is or says that it is too large; 408, it takes too long.
+        """
+        message: Message = {} if self.size > self.most else await self._next()
+        if self.size > self.most:
+            limit = f"at most {self.limits.max_request_mb:g} MB a request (serve.max_request_mb)"
+            remedy = "send smaller images, or JPEG and WebP instead of PNG; base64 takes a third more than a form"
+            raise RequestRefusedError(413, "too_large", f"{self.size / 1e6:.1f} MB or more", limit, remedy)
+        return message
+
+    async def discard(self) -> None:
+        """Read what is left, within the time, and keep nothing."""
+        end = self.size + DISCARDED_BYTES
+        with suppress(RequestRefusedError):
+            while not self.ended and self.size < end:
+                await self._next()
+
+    async def _next(self) -> Message:
+        if self.ended:
+            return await self.receive()
+        try:
+            async with asyncio.timeout(self.deadline - time.monotonic()):
+                message = await self.receive()
+        except TimeoutError as error:
+            limit, remedy = f"{UPLOAD_S:g} s to send a request", "send it faster, or smaller images"
+            closes = {"connection": "close"}
+            raise RequestRefusedError(408, "slow_client", "the rest is missing", limit, remedy, None, closes) from error
+        self.ended = not message.get("more_body", False)
+        self.size += len(message.get("body", b""))
+        return message
+
+
+class PairBody(BaseModel):
+    """`POST /caption`: a form with two files, or JSON with both in base64."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    before: bytes
+    after: bytes
+    question: str | None = None
+    overlay: bool = False
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(BaseModel):
+    url: bytes
+
+
+class ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class UserMessage(BaseModel):
+    role: Literal["user"]
+    content: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+
+
+class ChatBody(BaseModel):
+    """JSON of `POST /v1/chat/completions`: one message of the user, since the model was trained on a pair and a
+    question. Fields that greedy decoding has no use for, such as `temperature`, are passed over."""
+
+    model: str
+    messages: list[UserMessage] = Field(max_length=1, min_length=1)
+    n: Literal[1] | None = None
+    stream: Literal[False] | None = None
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def read_json(body: bytearray) -> Asked:
+    """The pair of `{"before": base64, "after": base64, "question": ..., "overlay": ...}`."""
+    given = _parsed(PairBody, body)
+    before, after = (_from_base64(side, getattr(given, side)) for side in SIDES)
+    return Asked(before, after, given.question, given.overlay)
+
+
+def read_form(fields: Iterable[tuple[str, str | bytes]]) -> Asked:
+    """The pair of a multipart form: files `before` and `after`; texts `question` and `overlay`."""
+    return Asked(**dict(_validated(PairBody.model_validate, dict(fields))))
+
+
+def read_chat(body: bytearray) -> Asked:
+    """The pair of a chat of OpenAI's form: one message of the user with at most one text and two images."""
+    given = _parsed(ChatBody, body)
+    parts, where = given.messages[0].content, "messages.0.content"
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+    if len(urls) != 2 or len(texts) > 1:
+        limit = "exactly 2 images and at most one text"
+        remedy = "send the image before, then the image after, as two parts `image_url`"
+        raise unprocessable("wrong_parts", f"{len(urls)} image(s), {len(texts)} text(s)", limit, remedy, where)
+    before, after = (_from_base64(f"{where}: {side}", url) for side, url in zip(SIDES, urls, strict=True))
+    return Asked(before, after, texts[0] if texts else None, model=given.model)
+
+
+def check_images(asked: Asked, max_mpx: float) -> Asked:
+    """The request itself, if its images are by their headers images of at most so many million pixels as a square; none
+    is decoded.
+
+    Raises:
+        RequestRefusedError: 422.
+    """
+    for side in SIDES:
+        data: bytes = getattr(asked, side)
+        try:
+            with open_image(data) as image:
+                large = too_large(image, max_mpx * 1e6)
+        except Exception as error:  # a decoder stumbles over hostile bytes in any way
+            why = "is of no known image format" if str(error) == NO_IMAGE else _short(error)
+            limit = f"an image ({', '.join(FORMATS)})"
+            raise unprocessable("not_an_image", f"{len(data)} bytes, {why}", limit, AS_FILE, side) from error
+        if large:
+            limit = f"at most {max_mpx:g} million pixels, padded to a square (serve.max_image_mpx)"
+            raise unprocessable("too_many_pixels", large.partition(", more than")[0], limit, "make it smaller", side)
+    return asked
+
+
+def check_question(asked: Asked, name: str, facts: Facts) -> None:
+    """See that this model can answer what is asked. A question is data: what the tokenizer takes for a mark of the
+    prompt, such as another image's place, is refused, since the model would not read it as text; nothing is changed in
+    what a user asks.
+
+    Args:
+        name: of the registered model, which a client may use instead of a version's.
+
+    Raises:
+        RequestRefusedError: 404, another model is asked for; 422, a question of a model that reads none, or one that is
+            empty, too long or holds a mark of the prompt.
+    """
+    if asked.model is not None and asked.model not in (name, facts.name):
+        limit = f"{name}, or the version that answers: {facts.name}"
+        raise RequestRefusedError(404, "model_not_found", repr(asked.model[:100]), limit, f"ask for {name}", "model")
+    if asked.question is None:
+        return
+    spelled = unicodedata.normalize("NFC", asked.question)  # as tokenizers do
+    marks = [token for token in facts.special_tokens if token in spelled]
+    found, remedy = f"{len(asked.question)} characters", "ask in other words, or leave it out"
+    if not facts.reads_question:
+        code, limit = "question_not_read", "none: this model says of every pair what changed"
+    elif not asked.question.strip():
+        code, limit = "empty_question", "a question"
+    elif len(asked.question) > MAX_QUESTION_CHARS:
+        code, limit = "question_too_long", f"at most {MAX_QUESTION_CHARS} characters"
+    elif marks:
+        code, found, limit = "special_token", repr(marks[0]), "plain text: this is a mark of the model's prompt"
+    else:
+        return
+    raise unprocessable(code, found, limit, remedy, "question")
+
+
+def _parsed(kind: type[B], body: bytearray) -> B:
+    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MOST_VALUES:
+        limit, remedy = f"at most {MOST_VALUES:,} values", "send the two images and the question alone"
+        raise unprocessable("not_json", "no JSON of a caption's request: too many values", limit, remedy)
+    return _validated(kind.model_validate_json, body)
+
+
+def _validated(read: Callable[[Any], B], given: Any) -> B:
+    try:
+        return read(given)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        where = ".".join(_short(part) for part in fault["loc"]) or None
+        code, found = ERROR_CODES.get(fault["type"], "invalid_field"), fault["input"]
+        shown = found[:SHOWN_CHARS] if isinstance(found, str | bytes | bytearray) else found
+        found = "nothing" if code == "missing_field" else _short(shown)
+        raise unprocessable(code, found, fault["msg"], "see docs/serving.md, or leave it out", where) from error
+
+
+def _from_base64(field: str, text: bytes) -> bytes:
+    start = match.end() if (match := DATA_URL.match(text)) else 0
+    try:
+        return base64.b64decode(text[start:].translate(None, WHITESPACE), validate=True)  # `split` makes many objects
+    except ValueError as error:
+        found = f"{text[:SHOWN_CHARS].decode(errors='replace')} ({error})"
+        limit = "an image's bytes in base64, in a chat as a data URL; no address is fetched"
+        raise unprocessable("not_base64", found, limit, "encode the file's bytes: base64 FILE", field) from error
+
+
+def _short(text: object) -> str:
+    shown = str(text)
+    return shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
 
 
 def read_page() -> tuple[str, str]:
@@ -84,40 +350,72 @@ def read_page() -> tuple[str, str]:
     return html, policy
 
 
-def find_examples(records: Path, shown: Collection[str]) -> list[dict[str, str]]:
-    """Pairs of the test split of the datasets `shown`, of each in turn: id, before, after and a reference.
-
-    Args:
-        records: the table that validate writes; without it there are none.
-
-    Raises:
-        DataError: the table cannot be read.
-    """
-    if not records.is_file():
-        return []
-    rows = pl.scan_parquet(records).filter(pl.col("split") == "test", pl.col("dataset").is_in(shown)).sort("id")
-    reference = pl.col("references").list.first().fill_null("").alias("reference")
-    in_turn = rows.sort(pl.int_range(pl.len()).over("dataset"), "dataset").head(EXAMPLES)
-    with readable(records):
-        found = in_turn.select("id", "before", "after", reference).collect().to_dicts()
-    return [each for each in found if Path(each["before"]).is_file() and Path(each["after"]).is_file()]
-
-
 class Server:
-    """State that the routes share.
+    """The application: lets in who may ask, answers, counts every answer, and adds the headers that all answers have.
 
     Args:
         name: of the registered model: what a client may call it in `model`.
-        examples: pairs on the page, as of `find_examples`.
+        token: that each request needs but for OPEN_ROUTES; None: no token, and then only what addresses this machine
+            as itself and comes from no other site's page is let in (a page may call itself by a name that leads here).
     """
 
-    def __init__(
-        self, limits: Serve, models: Models, metrics: Metrics, name: str, examples: list[dict[str, str]]
-    ) -> None:
-        self.limits, self.models, self.metrics, self.name = limits, models, metrics, name
-        self.examples = examples
+    def __init__(self, limits: Serve, models: Models, metrics: Metrics, name: str, token: str | None) -> None:
+        self.limits, self.models, self.metrics, self.name, self.token = limits, models, metrics, name, token
         self.under_way = self.held = 0  # requests, and bytes that are set aside for them
         self.reader = ThreadPoolExecutor(1)  # what a request becomes while it is read is in memory once
+        html, policy = read_page()
+        gets: dict[str, Any] = {
+            "/": Response(html, media_type="text/html", headers={"content-security-policy": policy}),
+            "/healthz": JSONResponse({"status": "ok"}),
+            "/readyz": self.readyz,
+            "/metrics": self.measured,
+            "/v1/models": self.list_models,
+        }
+        posts = {CHAT: self.chat, "/caption": self.caption}
+        self.paths = frozenset((*gets, *posts))
+        routes = [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
+        routes += [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+        errors: tuple[Any, ...] = (RequestRefusedError, HTTPException, ClientDisconnect, Exception)
+        self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, respond))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "the server takes neither WebSockets nor lifespans"
+        start, status = time.monotonic(), 499  # nginx' word for a client that left
+        headers = Headers(scope=scope)
+        upload = Upload(receive, headers, self.limits)
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                added = [(name.encode(), value.encode()) for name, value in SAFE.items()]
+                message["headers"] = [*message.get("headers", ()), *added]
+                await upload.discard()
+            await send(message)
+
+        route = scope["path"] if scope["path"] in self.paths else "other"
+        try:
+            refusal = self.refusal(scope["path"], headers)
+            app = self.app if refusal is None else refusal.response(scope["path"])
+            await app(scope, upload, answer)
+        finally:
+            self.metrics.requests.labels(route, status).inc()
+            self.metrics.seconds.labels(route).observe(time.monotonic() - start)
+
+    def refusal(self, path: str, headers: Headers) -> RequestRefusedError | None:
+        """The reason why this request is not let in; None if it is."""
+        if self.token is None:
+            if (site := foreign(headers.raw)) is None:
+                return None
+            code, limit, remedy = OTHER_SITE[site[0]]
+            return RequestRefusedError(403, code, f"{site[0]} {site[1][:100]!r}", limit, remedy, site[0])
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.token.encode())
+        if right or path in OPEN_ROUTES:
+            return None
+        found, limit = "another token" if given else "no token", "the token of this server"
+        remedy, asks = "send the header `Authorization: Bearer TOKEN`", {"www-authenticate": "Bearer"}
+        return RequestRefusedError(401, "unauthorized", found, limit, remedy, "authorization", asks)
 
     async def readyz(self, request: Request) -> Response:
         return JSONResponse({"status": "ready", "model": self.ready().facts.name})
@@ -127,17 +425,6 @@ class Server:
         entry = {"id": self.ready().facts.name, "object": "model", "created": 0, "owned_by": self.name}
         return JSONResponse({"object": "list", "data": [entry]})
 
-    async def list_examples(self, request: Request) -> Response:
-        """The pairs to try, each image as its route."""
-        images = [{side: f"/examples/{at}/{side}" for side in SIDES} for at in range(len(self.examples))]
-        return JSONResponse([each | image for each, image in zip(self.examples, images, strict=True)])
-
-    async def example_image(self, request: Request) -> Response:
-        at, side = request.path_params["at"], request.path_params["side"]
-        if at >= len(self.examples) or side not in SIDES:
-            raise HTTPException(404)
-        return FileResponse(self.examples[at][side])
-
     async def measured(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -145,7 +432,7 @@ class Server:
         answer = await self.answered(request)
         said: dict[str, Any] = {"caption": answer.caption, "model": answer.model}
         if answer.overlay is not None:
-            images = zip(("before", "after"), answer.overlay, strict=True)
+            images = zip(SIDES, answer.overlay, strict=True)
             said["overlay"] = {side: base64.b64encode(image).decode() for side, image in images}
         return JSONResponse(said, headers={"X-Model-Version": answer.model})
 
@@ -172,15 +459,15 @@ class Server:
 
         Raises:
             RequestRefusedError: 404, 408, 413, 422, 429 or 503.
-            ClientDisconnect: nobody waits for the answer any more.
+            ClientDisconnect: the client left before its request was whole.
         """
-        upload: Any = request.receive  # an Upload: see Gate
+        upload: Any = request.receive  # an Upload: see `__call__`
         self.ready()
         with self.room(upload):
             asked = await self.read(request, upload.most)
             served = self.ready()
             check_question(asked, self.name, served.facts)
-            answer = await self.within(served.ask(asked), upload)
+            answer = await self.within(served.ask(asked))
         if isinstance(answer, Fault):
             raise unprocessable("not_an_image", answer.why, "an image that can be decoded to its end", AS_FILE)
         self.metrics.batch.observe(answer.batch)
@@ -203,20 +490,14 @@ class Server:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.reader, lambda: check_images(read(given), self.limits.max_image_mpx))
 
-    async def within(self, asking: Awaitable[Answer | Fault], upload: Upload) -> Answer | Fault:
-        """The answer, unless it takes too long or the client goes; then what is asked is given up."""
-        answer, gone = asyncio.ensure_future(asking), asyncio.ensure_future(upload.gone())
+    async def within(self, asking: Awaitable[Answer | Fault]) -> Answer | Fault:
+        """The answer, unless it takes too long; then what is asked is given up."""
         try:
-            await asyncio.wait((answer, gone), timeout=self.limits.answer_s, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
-            if gone.done():
-                raise ClientDisconnect
+            async with asyncio.timeout(self.limits.answer_s):
+                return await asking
+        except TimeoutError as error:
             limit = f"{self.limits.answer_s:g} s for an answer (serve.answer_s)"
-            raise unavailable("timed_out", "no answer yet", limit, "try again when the queue is shorter")
-        finally:
-            answer.cancel()
-            gone.cancel()
+            raise unavailable("timed_out", "no answer yet", limit, "try again when the queue is shorter") from error
 
     def ready(self) -> Served:
         """The model. Raises RequestRefusedError (503) if none is loaded yet."""
@@ -251,26 +532,6 @@ class Server:
             self.metrics.queue.set(self.under_way)
 
 
-def make_app(server: Server, token: str | None) -> ASGIApp:
-    """The application with its gate; `token` as of Gate."""
-    html, policy = read_page()
-    gets: dict[str, Any] = {
-        "/": Response(html, media_type="text/html", headers={"content-security-policy": policy}),
-        "/healthz": JSONResponse({"status": "ok"}),
-        "/readyz": server.readyz,
-        "/metrics": server.measured,
-        "/examples": server.list_examples,
-        "/examples/{at:int}/{side}": server.example_image,
-        "/v1/models": server.list_models,
-    }
-    posts = {CHAT: server.chat, "/caption": server.caption}
-    routes = [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
-    routes += [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
-    errors: tuple[Any, ...] = (RequestRefusedError, HTTPException, ClientDisconnect, Exception)
-    inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, respond))
-    return Gate(inner, server.limits, token, server.metrics, frozenset(route.path for route in routes))
-
-
 async def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that ended with this error. Its text may name what is on this machine and stays in the
     log."""
@@ -299,57 +560,3 @@ async def form_fields(request: Request, most: int) -> list[tuple[str, str | byte
         raise
     except (HTTPException, KeyError, ValueError) as error:
         raise unprocessable("not_a_form", str(error)[:100], "a multipart form", FORM_REMEDY) from error
-
-
-class Gate:
-    """Lets in who may ask, counts every answer, and adds the headers that all answers have.
-
-    Args:
-        token: that each request needs but for OPEN_ROUTES; None: no token, and then only what addresses this machine
-            as itself and comes from no other site's page is let in (a page may call itself by a name that leads here).
-        routes: known paths, for the metrics.
-    """
-
-    def __init__(
-        self, app: ASGIApp, limits: Serve, token: str | None, metrics: Metrics, routes: frozenset[str]
-    ) -> None:
-        self.app, self.limits, self.token, self.metrics, self.routes = app, limits, token, metrics, routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", "the server takes neither WebSockets nor lifespans"
-        start, status = time.monotonic(), 499  # nginx' word for a client that left
-        headers = Headers(scope=scope)
-        upload = Upload(receive, headers, self.limits)
-
-        async def answer(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                added = [(name.encode(), value.encode()) for name, value in SAFE.items()]
-                message["headers"] = [*message.get("headers", ()), *added]
-                await upload.discard()
-            await send(message)
-
-        route = scope["path"] if scope["path"] in self.routes else "other"
-        try:
-            refusal = self.refusal(scope["path"], headers)
-            app = self.app if refusal is None else refusal.response(scope["path"])
-            await app(scope, upload, answer)
-        finally:
-            self.metrics.requests.labels(route, status).inc()
-            self.metrics.seconds.labels(route).observe(time.monotonic() - start)
-
-    def refusal(self, path: str, headers: Headers) -> RequestRefusedError | None:
-        """The reason why this request is not let in; None if it is."""
-        if self.token is None:
-            if (site := foreign(headers.raw)) is None:
-                return None
-            code, limit, remedy = OTHER_SITE[site[0]]
-            return RequestRefusedError(403, code, f"{site[0]} {site[1][:100]!r}", limit, remedy, site[0])
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.token.encode())
-        if right or path in OPEN_ROUTES:
-            return None
-        found, limit = "another token" if given else "no token", "the token of this server"
-        remedy, asks = "send the header `Authorization: Bearer TOKEN`", {"www-authenticate": "Bearer"}
-        return RequestRefusedError(401, "unauthorized", found, limit, remedy, "authorization", asks)

@@ -18,7 +18,6 @@ from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source, load
-from m3diff.serving.request import Asked, Facts
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,6 +30,37 @@ OVERLAY_PX = 1024
 
 BATCH_WAIT_S = 0.01
 """Seconds that a pair waits for others to share its batch."""
+
+
+class Asked(NamedTuple):
+    """A question about a pair.
+
+    Attributes:
+        before, after: bytes of image files.
+        question: None: what changed.
+        overlay: the outlines of the saliency map are wanted, too.
+        model: as a chat names it; None if it does not.
+    """
+
+    before: bytes
+    after: bytes
+    question: str | None
+    overlay: bool = False
+    model: str | None = None
+
+
+class Facts(NamedTuple):
+    """Facts of the model that a question is checked against.
+
+    Attributes:
+        special_tokens: marks of the prompt, which no question may hold.
+        reads_question: False: it says of every pair what changed.
+    """
+
+    name: str
+    max_new_tokens: int
+    special_tokens: tuple[str, ...]
+    reads_question: bool
 
 
 class Answer(NamedTuple):
@@ -137,31 +167,28 @@ class Replica:
         return Answer(caption, self.name, overlay, *lengths, batch)
 
     async def work(self) -> None:
-        """Caption batch after batch for ever."""
+        """For ever gather a batch, leave out the pairs whose clients are gone, and answer the others."""
+        loop = asyncio.get_running_loop()
         while True:
-            await self.caption_batch()
-
-    async def caption_batch(self) -> None:
-        """Gather a batch, leave out the pairs whose clients are gone, and answer the others."""
-        batch = [await self.waiting.get()]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.batch_wait_s):
-                while len(batch) < self.batch_pairs:
-                    batch.append(await self.waiting.get())
-        batch = [(pair, answer) for pair, answer in batch if not answer.done()]
-        pairs, loop = [pair for pair, _ in batch], asyncio.get_running_loop()
-        found: Sequence[Any]
-        try:
-            found = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
-        except Exception as error:  # each of them fails, and the next batch is captioned
-            found = [error] * len(batch)
-        for (_, answer), one in zip(batch, found, strict=True):
-            if answer.done():
-                continue
-            if isinstance(one, Exception):
-                answer.set_exception(one)
-            else:
-                answer.set_result((*one, len(batch)))
+            batch = [await self.waiting.get()]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.batch_wait_s):
+                    while len(batch) < self.batch_pairs:
+                        batch.append(await self.waiting.get())
+            batch = [(pair, answer) for pair, answer in batch if not answer.done()]
+            pairs = [pair for pair, _ in batch]
+            found: Sequence[Any]
+            try:
+                found = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
+            except Exception as error:  # each of them fails, and the next batch is captioned
+                found = [error] * len(batch)
+            for (_, answer), one in zip(batch, found, strict=True):
+                if answer.done():
+                    continue
+                if isinstance(one, Exception):
+                    answer.set_exception(one)
+                else:
+                    answer.set_result((*one, len(batch)))
 
     async def remove(self) -> None:
         """Let go of the model, which has given its last answer."""

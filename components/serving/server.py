@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,17 +21,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from m3diff.cluster import on_one_machine, start_ray
-from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import check_licence
 from m3diff.endpoint import THIS_MACHINE
-from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source, find, version_of
-from m3diff.serving import batcher, request
-from m3diff.serving.batcher import Answer, Deploy, Fault, Metrics, Models
+from m3diff.serving import app, batcher
+from m3diff.serving.batcher import Answer, Asked, Deploy, Facts, Fault, Metrics, Models
 from m3diff.serving.params import Serve
-from m3diff.serving.request import Asked, Facts
 from m3diff.settings.compute import Compute
-from m3diff.settings.rules import licensed
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
@@ -72,7 +67,7 @@ class Impatient(H11Protocol):
     def _watch(self) -> None:
         is_waiting = self.conn.their_state is h11.IDLE
         if is_waiting and self.timer is None:
-            self.timer = self.loop.call_later(request.UPLOAD_S, self.transport.close)
+            self.timer = self.loop.call_later(app.UPLOAD_S, self.transport.close)
         elif not is_waiting and self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -81,8 +76,8 @@ class Impatient(H11Protocol):
 class RayDeployed:
     """A deployment of Ray Serve that is ready."""
 
-    def __init__(self, app: str, handle: Any) -> None:
-        self.app, self.handle = app, handle
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name, self.handle = name, handle
 
     async def facts(self) -> Facts | Fault:
         return await self.handle.facts.remote()
@@ -97,7 +92,7 @@ class RayDeployed:
     async def remove(self) -> None:
         from ray import serve
 
-        await asyncio.to_thread(serve.delete, self.app)
+        await asyncio.to_thread(serve.delete, self.name)
 
 
 @contextmanager
@@ -122,7 +117,7 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
     quiet = {"log_level": "ERROR", "enable_access_log": False}
 
     def deploy(source: Source) -> RayDeployed:
-        app = f"m3diff-{os.getpid()}-{next(numbers)}"
+        name = f"m3diff-{os.getpid()}-{next(numbers)}"
         deployment = serve.deployment(batcher.Replica).options(  # type: ignore[attr-defined]
             name="captioner",
             num_replicas=cfg.replicas,
@@ -133,9 +128,9 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
             logging_config=quiet,
         )
         try:
-            return RayDeployed(app, serve.run(deployment.bind(source, *options), name=app, route_prefix=None))
+            return RayDeployed(name, serve.run(deployment.bind(source, *options), name=name, route_prefix=None))
         except Exception:
-            serve.delete(app)
+            serve.delete(name)
             raise
 
     numbers = itertools.count(1)
@@ -187,8 +182,6 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         ParamsError: the address is taken, others could reach it without a token, or replicas have no cluster.
         DataError: there is no such model, or its checkpoint is damaged.
     """
-    from m3diff.serving.app import Server, find_examples, make_app
-
     cfg, name = params.serve, params.register_.model_name
     store = (params.register_.tracking_uri, name, model)
 
@@ -210,20 +203,16 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         with deployer(cfg, params.compute) as deploy:
             metrics = Metrics()
             models = Models(deploy, metrics)
-            shown = []
-            for dataset, entry in licensed(params).items():
-                with suppress(DataError):
-                    check_licence(DATASETS[entry.reader], "show")
-                    shown.append(dataset)
-            examples = find_examples(params.paths.clean / "records.parquet", shown)
-            server = Server(cfg, models, metrics, name, examples)
-            asyncio.run(run(make_app(server, token), listener, cfg.answer_s, models, work))
+            server = app.Server(cfg, models, metrics, name, token)
+            asyncio.run(run(server, listener, cfg.answer_s, models, work))
 
 
-async def run(app: Any, listener: socket.socket, answer_s: float, models: Models, work: Callable[[], Any]) -> None:
+async def run(
+    application: app.Server, listener: socket.socket, answer_s: float, models: Models, work: Callable[[], Any]
+) -> None:
     """Listen at once, and `work` until a signal."""
     config = uvicorn.Config(
-        app,
+        application,
         http=Impatient,
         ws="none",
         lifespan="off",
@@ -231,7 +220,7 @@ async def run(app: Any, listener: socket.socket, answer_s: float, models: Models
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=int(request.UPLOAD_S + answer_s) + 1,
+        timeout_graceful_shutdown=int(app.UPLOAD_S + answer_s) + 1,
     )
     server, stopped = uvicorn.Server(config), asyncio.Event()
     loop = asyncio.get_running_loop()

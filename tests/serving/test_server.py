@@ -42,7 +42,7 @@ PATIENCE_S = 400
 UPLOAD_S = 3
 TOKEN = "0123456789abcdef0123"
 BEFORE, AFTER = png(plain(10, 20)), png(plain(30, 40))
-CONSTANTS = {"server.POLL_S": 0.5, "request.UPLOAD_S": UPLOAD_S, "batcher.BATCH_WAIT_S": 0.02}
+CONSTANTS = {"server.POLL_S": 0.5, "app.UPLOAD_S": UPLOAD_S, "batcher.BATCH_WAIT_S": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ SERVE = PARAMS.serve.model_copy(update={"max_image_mpx": 10, "answer_s": PATIENC
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp("served")
     write_registry(root, "one")
-    constants = {"request.UPLOAD_S": PATIENCE_S}
+    constants = {"app.UPLOAD_S": PATIENCE_S}
     with running(root, constants=constants, max_image_mpx=SERVE.max_image_mpx, answer_s=PATIENCE_S) as server:
         for _ in range(4):
             httpx.post(f"{server.address}/caption", **form(png(plain(1, 2)), png(plain(3, 4))), timeout=PATIENCE_S)

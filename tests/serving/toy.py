@@ -33,9 +33,8 @@ from m3diff.models.generation import QUESTION
 from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
-from m3diff.serving.app import Server, make_app
-from m3diff.serving.batcher import BATCH_WAIT_S, Answer, Fault, Metrics, Models, Replica
-from m3diff.serving.request import Asked
+from m3diff.serving.app import Server
+from m3diff.serving.batcher import BATCH_WAIT_S, Answer, Asked, Fault, Metrics, Models, Replica
 from m3diff.settings.load import load_params
 from tests.servers import free_port
 from tests.toy import REPOSITORY
@@ -124,12 +123,11 @@ class Local(ToyReplica):
 class Service:
     """A server without a model yet, with an event loop of its own; `changes` are of the section `serve`."""
 
-    def __init__(self, token: str | None = None, examples: Sequence[dict[str, str]] = (), **changes: Any) -> None:
+    def __init__(self, token: str | None = None, **changes: Any) -> None:
         self.cfg, self.metrics = PARAMS.serve.model_copy(update=changes), Metrics()
         self.made: list[Local] = []
         self.models = Models(self.deploy, self.metrics)
-        self.server = Server(self.cfg, self.models, self.metrics, "m3diff", list(examples))
-        self.app = make_app(self.server, token)
+        self.server = Server(self.cfg, self.models, self.metrics, "m3diff", token)
         self.runner = asyncio.Runner()
         self.run = self.runner.run
 
@@ -138,7 +136,7 @@ class Service:
         return self.made[-1]
 
     async def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(self.server, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             return await client.request(method, path, **request)
 
@@ -248,7 +246,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def running(root, *options, toy=True, constants=None, there=None, **changes) -> Iterator[Running]:
-    """A server that is ready, then ended with its processes; constants by module and name: `request.UPLOAD_S`."""
+    """A server that is ready, then ended with its processes; constants by module and name: `app.UPLOAD_S`."""
     line, log = command(root, *options, toy=toy, **changes), root / "serve.log"
     with log.open("w") as out:
         env = environment(**{CONSTANTS: json.dumps(constants or {})} | (there or {}))
