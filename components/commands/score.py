@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.files import describe, read_json
+from m3diff.datasets.files import describe, read_json, read_values
 from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
-from m3diff.datasets.tables import read_values
 from m3diff.records.errors import DataError, readable
 from m3diff.records.tables import aligned
 from m3diff.scoring.bootstrap import Interval, intervals

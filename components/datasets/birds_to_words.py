@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m3diff.datasets import spec
-from m3diff.datasets.tables import read_values
+from m3diff.datasets.files import read_values
 from m3diff.records.errors import DataError
 
 COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")

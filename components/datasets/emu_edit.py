@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from m3diff.datasets.files import read_shards
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, as_rows
-from m3diff.datasets.tables import read_shards
 
 FILES = {"val": "data/validation-*.parquet", "test": "data/test-*.parquet"}
 BEFORE, AFTER = "image", "edited_image"

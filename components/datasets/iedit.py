@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets import spec
-from m3diff.datasets.files import read_json
-from m3diff.datasets.tables import numbered
+from m3diff.datasets.files import numbered, read_json
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}

@@ -22,9 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import describe, read_json
+from m3diff.datasets.files import describe, read_json, read_shards
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, as_rows, broken, fault_in
-from m3diff.datasets.tables import read_shards
 
 FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}
 BEFORE, AFTER = "source_img", "target_img"

@@ -22,9 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import describe
+from m3diff.datasets.files import describe, read_values
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, as_rows, broken, merged
-from m3diff.datasets.tables import read_values
 
 PARTS = {"train": "train", "val": "dev", "test": "test1"}
 FIELDS = {"sentence": str, "label": str, "identifier": str}

@@ -5,16 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from m3diff.datasets.files import describe, describe_kind, read_splits
+from m3diff.datasets.files import Embedded, describe, describe_kind, read_splits
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
-
-
-class Question(NamedTuple):
-    """A question that a pair's captions answer, and the column (or path) that holds it."""
-
-    column: str
-    text: str
 
 
 class Row(NamedTuple):
@@ -30,7 +23,7 @@ class Row(NamedTuple):
     source: str  # file and row or key, relative to the root
     fault: str | None = None  # what the reader itself found wrong
     raw_rows: int = 1  # rows of the annotation file that were merged into this one
-    questions: tuple[Question, ...] = ()  # that the references answer, where the annotations hold any
+    questions: tuple[str, ...] = ()  # that the references answer, where the annotations hold any
     without_caption: bool = False  # the dataset's entry says that its texts stand for no caption: it is passed over
 
 
@@ -77,6 +70,17 @@ def merged(rows: Iterable[Row], shared: str = "", across_splits: bool = False) -
                 questions=same.questions + row.questions,
             )
     yield from found.values()
+
+
+def unpacked(rows: Iterable[Row], folder: Path) -> Iterator[Row]:
+    """The rows with each embedded image as the path of a file in `folder`, written where it is not there yet."""
+    for row in rows:
+        images = [folder / side.name if isinstance(side, Embedded) else side for side in (row.before, row.after)]
+        for image, path in zip((row.before, row.after), images, strict=True):
+            if isinstance(image, Embedded) and not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(image.read())
+        yield row._replace(before=images[0], after=images[1])
 
 
 def scenes_in(path: Path, names: Sequence[str] = SPLITS) -> Iterator[tuple[str, Any, Row | None]]:

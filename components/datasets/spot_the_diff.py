@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets import spec
-from m3diff.datasets.files import read_json
-from m3diff.datasets.tables import numbered
+from m3diff.datasets.files import numbered, read_json
 from m3diff.records.schemas import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}

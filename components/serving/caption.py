@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from m3diff.datasets.files import describe, fault_of_path, is_inside
-from m3diff.datasets.tables import read_values
+from m3diff.datasets.files import describe, fault_of_path, is_inside, read_values
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError

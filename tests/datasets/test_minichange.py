@@ -10,9 +10,19 @@ import pytest
 
 from m3diff.datasets.minichange import SPEC, language
 from m3diff.datasets.minichange.generate import generate
-from m3diff.datasets.minichange.language import describe_cells, describe_scene, grammar, name, references
-from m3diff.datasets.minichange.levels import LEVELS, sample_types
-from m3diff.datasets.minichange.scene import PLACES, WIDTHS, Change, Mark, MiniChange, Scene, Thing
+from m3diff.datasets.minichange.language import describe_cells, describe_scene, grammar, references
+from m3diff.datasets.minichange.scene import (
+    LEVELS,
+    PLACES,
+    WIDTHS,
+    Change,
+    Mark,
+    MiniChange,
+    Scene,
+    Thing,
+    name,
+    sample_types,
+)
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 from m3diff.scoring.grammar import Clause, Grammar

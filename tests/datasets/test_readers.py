@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from m3diff.datasets import DATASETS, levir_cc, omnidiff, pairs
-from m3diff.datasets.files import describe
-from m3diff.datasets.tables import Embedded, columns_in, look_up, pick
+from m3diff.datasets.files import Embedded, columns_in, describe, look_up, pick
 from m3diff.records.errors import DataError
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError

@@ -11,7 +11,7 @@ import yaml
 from m3diff.datasets import DATASETS, clevr_change, omnidiff
 from m3diff.datasets.spec import UNSTATED, Permission, check_licence
 from m3diff.records.errors import DataError
-from m3diff.stages.convert.mixture import PAIRS, SAMPLES, SOURCES, training_counts
+from m3diff.stages.convert.stage import PAIRS, SAMPLES, SOURCES, training_counts
 from tests.layouts import write_clevr
 
 USES = ("train", "redistribute", "show")

@@ -21,16 +21,14 @@ from PIL import Image, UnidentifiedImageError
 
 from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests
 from m3diff.datasets import DATASETS, omnidiff
-from m3diff.datasets.files import quoted, read_json
+from m3diff.datasets.files import Embedded, quoted, read_json
 from m3diff.datasets.pairs import files_called
 from m3diff.datasets.spec import Row
-from m3diff.datasets.tables import Embedded
 from m3diff.images.open import known_formats
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, SPLITS
-from m3diff.stages.ingest.doubts import Doubt, as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.ingest.stage import to_table
+from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_table
 
 FIRST = 5
 """Problems of one kind that are shown."""

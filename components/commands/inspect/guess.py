@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from m3diff.datasets import pairs
-from m3diff.datasets.files import parse_json, read_text
-from m3diff.datasets.tables import DELIMITERS, Embedded, column_names, read_values, sep_line
+from m3diff.datasets.files import DELIMITERS, Embedded, column_names, parse_json, read_text, read_values
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
-from m3diff.stages.ingest.doubts import Doubt
+from m3diff.stages.ingest.stage import Doubt
 
 WORDS = {
     0: "before bef pre prior original orig source src start starting begin beginning first initial init old older "
@@ -273,11 +272,10 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if suffix == ".parquet":
         header = column_names(path)
     elif suffix in DELIMITERS:
-        named, text = sep_line(read_text(path))
-        first = text.lstrip().partition("\n")[0]
-        best = named or max(SEPARATORS, key=first.count)
+        first = read_text(path).lstrip().partition("\n")[0]
+        best = max(SEPARATORS, key=first.count)
         header = [name.strip().strip('"') for name in first.split(best)]
-        if not named and first.count(best) and best != DELIMITERS[suffix]:
+        if first.count(best) and best != DELIMITERS[suffix]:
             reading["delimiter"] = best
     elif suffix == ".json" and (rows_at := _rows_in(path)):
         reading["rows"] = rows_at

@@ -17,8 +17,8 @@ from m3diff.models.family import Family, Settings
 from m3diff.records.errors import readable
 from m3diff.settings.compute import GPUS, Compute, Gpu
 from m3diff.settings.section import ParamsError
-from m3diff.stages.convert.mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from m3diff.stages.convert.params import Convert, Source
+from m3diff.stages.convert.stage import PAIRS, SAMPLES, SOURCES, training_counts
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.train.job import of_alignment
 from m3diff.stages.train.params import Train

@@ -13,7 +13,7 @@ two files more:
     grammar.json              rules that read a caption back into changes: type, object, place, what it was and became
     scenes.json               what each image shows (`generate.py`): for who edits an image or describes it
 
-`levels.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
+`scene.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
 scenes is a parameter, so no count is published.
 
 Two levels. *Grid*: three to five objects, each in a cell of its own, under a camera that hardly moves; a change shows

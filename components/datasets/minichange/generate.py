@@ -18,9 +18,8 @@ import numpy as np
 
 from m3diff.datasets.files import read_json, read_splits
 from m3diff.datasets.minichange.language import describe_scene, grammar, references
-from m3diff.datasets.minichange.levels import LEVELS, sample_types
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import WIDTHS, Domain, Mark, MiniChange, Scene, Thing, View
+from m3diff.datasets.minichange.scene import LEVELS, WIDTHS, Domain, Mark, MiniChange, Scene, Thing, View, sample_types
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic

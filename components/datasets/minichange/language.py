@@ -7,7 +7,7 @@ object, place and what changed from what to what can be read without knowing how
 
 import re
 
-from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACES, SIZES, STATES, Change, Scene, Thing
+from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACES, SIZES, STATES, Change, Scene, name
 from m3diff.records.schemas import CHANGE_TYPES
 
 SEPARATOR = ", and "
@@ -79,11 +79,6 @@ for block in WORDING.strip().split("\n\n"):
     kind, start, *endings = (" ".join(part.split()) for part in block.split("|"))
     TEMPLATES[kind] = tuple(f"{start} {ending}".strip() for ending in endings)
 assert tuple(TEMPLATES) == CHANGE_TYPES, "a wording for each change type, in the order of CHANGE_TYPES"
-
-
-def name(thing: Thing) -> str:
-    """Size, colour and kind: "small red box"."""
-    return f"{thing.size} {thing.color} {thing.kind}"
 
 
 def references(changes: tuple[Change, ...], count: int) -> list[str]:

@@ -25,24 +25,29 @@ from m3diff.datasets.minichange.language import (
     SEPARATOR,
     TEMPLATES,
     grammar,
-    name,
     references,
 )
-from m3diff.datasets.minichange.levels import LAMP_ON, LEVELS, SEEN, sample_free_thing, sample_grid_thing, seen, square
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import (
     COLORS,
     DIRECTIONS,
     GLYPHS,
     KINDS,
+    LAMP_ON,
+    LEVELS,
     PLACES,
+    SEEN,
     STATES,
     WIDTHS,
     Change,
     Scene,
     Thing,
     View,
+    are_open,
+    name,
     pick,
+    sample_free_thing,
+    sample_grid_thing,
 )
 from m3diff.records.files import sha256
 
@@ -292,8 +297,6 @@ def _new_thing(scene: Scene, wanted: Thing, seen_by: View, rng: np.random.Genera
         return None if wanted.cell in taken else new
     for _ in range(TRIES):
         thing = replace(sample_free_thing(rng, seen_by, wanted.kind), **looks)
-        squares = [square(each) for each in (*scene.things, thing)]
-        is_seen = all(seen(each, squares[at + 1 :]) >= SEEN for at, each in enumerate(squares))
-        if thing.cell == wanted.cell and is_seen:
+        if thing.cell == wanted.cell and are_open([*scene.things, thing], SEEN):
             return thing
     return None

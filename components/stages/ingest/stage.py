@@ -2,34 +2,46 @@
 
 Image bytes enter here and nowhere else: later stages depend on the records, which name the content of each image, and
 not on the dataset's folder. Each dataset is a stage of its own in DVC, so that a new one leaves the others alone.
+
+Captions that are probably none, and questions that captions answer, are doubts. The options of the dataset's entry
+answer a doubt once; `m3diff data check` prints the entries.
 """
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import yaml
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside
-from m3diff.datasets.spec import Row
-from m3diff.datasets.tables import unpacked
+from m3diff.datasets.spec import Row, unpacked
 from m3diff.images.cache import check_images
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
-from m3diff.stages.ingest.doubts import as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
 
 MAX_DECODED_PIXELS = 100_000_000
 """A larger image is hashed and not decoded here; validate decides with its own limit."""
+
+SAY_NOTHING = {
+    *("nan", "none", "null", "nil", "n/a", "n.a", "na", "nat", "undefined", "missing", "empty", "blank", "unknown"),
+    *("unlabeled", "tbd", "todo", "fixme", "test", "caption", "true", "false", "no caption", "no captions"),
+    *("no description", "not available", "not applicable", "no answer", "not annotated"),
+}
+LIST = re.compile(r"""\s*(\w[\w.]*(?=\())?[(\[{]\s*([bur]*["']|[\[{]).*[)\]}]\s*""", re.DOTALL)
+"""A list, tuple, set or object of texts as a programming language prints it."""
 
 
 class IngestReport(StageReport):
@@ -96,6 +108,88 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     return report.write(out / f"{name}.json")
 
 
+class Doubt(NamedTuple):
+    """A question to the user, and the options of each answer, the likeliest first; a fault of the files has none.
+
+    `sure`: the first answer needs no confirmation before it is written into an entry.
+    """
+
+    question: str
+    answers: list[dict[str, Any]]
+    sure: bool = False
+
+
+def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterator[Doubt]:
+    """Yield the questions that the entry's options leave open.
+
+    Args:
+        own: the dataset is a collection of the user's own (reader `pairs`), whose texts nobody has looked at.
+    """
+    told = [(row, row.references) for row in rows if isinstance(row.references, list)]
+    texts = [(row, text) for row, references in told for text in references if isinstance(text, str)]
+    if lists := [(row, text) for row, text in texts if LIST.fullmatch(text)]:
+        many = len({row.source for row, _ in lists})
+        yield Doubt(
+            f"{_place(lists)}: captions are a list or an object written as text ({lists[0][1].strip()[:60]}), so in "
+            f"{many:,} rows; write the captions as JSON: `json.dumps(captions)`",
+            [],
+        )
+    if not own:
+        return
+    asked = [(row, question) for row in rows for question in row.questions]
+    if asked and not options.get("all_ask_what_changed"):
+        yield Doubt(
+            f"{_place(asked)}: captions answer questions, which are not kept: {_counted(asked)}. Do all of them ask "
+            "what changed? If only some do, take their rows by `where`",
+            [{"all_ask_what_changed": True}],
+        )
+        return
+    yield from _nothing(texts, options.get("no_caption"))
+
+
+def says_nothing(text: str) -> bool:
+    """True if a text has no letter or digit, is a single number, or a word that programs and people write for none."""
+    bare = text.strip("\"'`()[]{}<>.!*# \t\r\n").casefold()
+    return bare in SAY_NOTHING or not re.search(r"[^\W\d_]", bare)
+
+
+def _place(found: Sequence[tuple[Row, str]]) -> str:
+    """The first of the rows of a file that the first pair is made of."""
+    return found[0][0].source.split(" and ")[0]
+
+
+def _counted(found: Sequence[tuple[Row, str]]) -> str:
+    """The most frequent of these texts, with their numbers."""
+    counts = Counter(text.strip() for _, text in found)
+    listed = "; ".join(f"{text[:80]!r} ({count:,})" for text, count in counts.most_common(5))
+    return listed + (f"; and {len(counts) - 5:,} more" if len(counts) > 5 else "")
+
+
+def _nothing(texts: Sequence[tuple[Row, str]], known: Sequence[str] | None) -> Iterator[Doubt]:
+    """Texts that say nothing: to be confirmed in a test split, where an empty one is a reference, too."""
+    told = {text.strip().casefold() for text in known or ()}
+    found = [
+        (row, text)
+        for row, text in texts
+        if says_nothing(text) and text.strip().casefold() not in told and (text.strip() or row.split == "test")
+    ]
+    if found and (known is None or known):
+        tested = sum(row.split == "test" for row, _ in found)
+        yield Doubt(
+            f"{_place(found)}: the caption {found[0][1]!r} says nothing; such texts: {_counted(found)}, {tested:,} of "
+            "them in test. Do they stand for no caption (`no_caption`; a pair without any other is passed over), or "
+            "are they captions ([])? If they mean that nothing changed, `no_change` says so",
+            [{"no_caption": sorted({*(known or ()), *(text.strip() for _, text in found)})}, {"no_caption": []}],
+            sure=not tested,
+        )
+
+
+def as_yaml(value: Any) -> str:
+    """A value on one line, as it goes into `params.yaml`."""
+    form: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "width": 10_000, "allow_unicode": True}
+    return yaml.safe_dump(json.loads(json.dumps(value)), **form).strip()
+
+
 def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row]) -> None:
     found = [
         doubt.question + "".join(f"\n    options: {as_yaml(answer)}" for answer in doubt.answers)
@@ -131,13 +225,17 @@ def to_table(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[pa.Ta
     The records have RAW_SCHEMA and no digests yet: images are read later, over all cores.
     """
     rows = list(rows)
-    records = [_record(name, entry, row) for row in rows if not row.without_caption]
-    if not entry.follow_links:
-        _refuse_leaving([entry.root, *filter(None, [entry.image_root])], records)
+    roots = [entry.root, *filter(None, [entry.image_root])]
+
+    @cache
+    def stays(path: str) -> bool:
+        return entry.follow_links or is_inside(path, *roots)
+
+    records = [_record(name, entry, row, stays) for row in rows if not row.without_caption]
     return pa.Table.from_pylist(records, schema=RAW_SCHEMA), sum(row.raw_rows for row in rows)
 
 
-def _record(dataset: str, entry: DatasetEntry, row: Row) -> dict[str, Any]:
+def _record(dataset: str, entry: DatasetEntry, row: Row, stays: Callable[[str], bool]) -> dict[str, Any]:
     """Typed fields; what cannot be typed becomes null (or no references) and is named in `fault`."""
     faults = [row.fault] if row.fault else []
     name = _text("id", row.name, faults)
@@ -149,8 +247,8 @@ def _record(dataset: str, entry: DatasetEntry, row: Row) -> dict[str, Any]:
         "split": "train" if split in entry.train_on else split,
         "own_split": split,
         "scene": scene and f"{dataset}/{scene}",
-        "before": _image("before", entry, row.before, faults),
-        "after": _image("after", entry, row.after, faults),
+        "before": _image("before", entry, row.before, faults, stays),
+        "after": _image("after", entry, row.after, faults, stays),
         "references": _references(row.references, faults),
         "change_types": row.change_types,
         "source": _printable(row.source),
@@ -186,9 +284,13 @@ def _references(value: Any, faults: list[str]) -> list[str]:
     return kept
 
 
-def _image(field: str, entry: DatasetEntry, value: Any, faults: list[str]) -> str | None:
-    """`root/value`, refused where it would lead out of the entry's roots; a path as it is, which ingest itself has
-    written."""
+def _image(field: str, entry: DatasetEntry, value: Any, faults: list[str], stays: Callable[[str], bool]) -> str | None:
+    """`root/value`, refused where it or a link on its way leads out of the entry's roots; a path as it is, which ingest
+    itself has written.
+
+    Args:
+        stays: True for a path that no link leads out. It is asked for a folder once, and for files that are links.
+    """
     if isinstance(value, Path):
         return str(value)
     name = _text(field, value, faults)
@@ -198,28 +300,11 @@ def _image(field: str, entry: DatasetEntry, value: Any, faults: list[str]) -> st
         faults.append(f"{field}: {describe(value)} {fault}")
         return None
     path = os.path.join(entry.root, name)
-    return os.path.normpath(path) if entry.image_root else path
-
-
-def _refuse_leaving(roots: list[Path], records: list[dict[str, Any]]) -> None:
-    """Fault every record with an image that a symbolic link leads out of the roots. Each folder is listed once."""
-    tops = [os.path.abspath(root) for root in roots]
-    named = {os.path.dirname(record[side]) for record in records for side in ("before", "after") if record[side]}
-    folders = [folder for folder in named if any(Path(os.path.abspath(folder)).is_relative_to(top) for top in tops)]
-    gone, leaving = {folder for folder in folders if not is_inside(folder, *roots)}, set[str]()
-    for folder in folders:
-        with suppress(OSError), os.scandir(folder) as entries:  # a missing folder: validate names each missing image
-            links = [entry.path for entry in entries if entry.is_symlink()]
-            leaving |= {link for link in links if not is_inside(link, *roots)}
-    for record in records if leaving or gone else ():
-        for field in ("before", "after"):
-            path = record[field]
-            if path and (path in leaving or os.path.dirname(path) in gone):
-                fault = (
-                    f"{field}: {path} is a symbolic link out of the dataset's root; copy the file or set follow_links"
-                )
-                record["fault"] = "; ".join(filter(None, (record["fault"], fault)))
-                record[field] = None
+    path = os.path.normpath(path) if entry.image_root else path
+    if stays(os.path.dirname(path)) and not (os.path.islink(path) and not stays(path)):
+        return path
+    faults.append(f"{field}: {path} is a symbolic link out of the dataset's root; copy the file or set follow_links")
+    return None
 
 
 def _printable(value: str) -> str:

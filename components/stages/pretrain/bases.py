@@ -29,8 +29,7 @@ from transformers import (
 )
 
 from m3diff.datasets.minichange.language import references
-from m3diff.datasets.minichange.levels import LEVELS
-from m3diff.datasets.minichange.scene import Level
+from m3diff.datasets.minichange.scene import LEVELS, Level
 from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 from m3diff.records.schemas import CHANGE_TYPES

@@ -19,8 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from m3diff.datasets.minichange.language import describe_cells, describe_scene, describe_things, references
-from m3diff.datasets.minichange.levels import LEVELS, sample_types
-from m3diff.datasets.minichange.scene import COLORS, KINDS, MARK_WIDTH, PLACES, STATES, WIDTHS, Level, Scene, pick
+from m3diff.datasets.minichange.scene import (
+    COLORS,
+    KINDS,
+    LEVELS,
+    MARK_WIDTH,
+    PLACES,
+    STATES,
+    WIDTHS,
+    Level,
+    Scene,
+    pick,
+    sample_types,
+)
 from m3diff.stages.pretrain.params import TASKS, TaskName
 
 ASKED_FOR = 4  # things a question names

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import _muon as theirs
 
-from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import Level, Scene
+from m3diff.datasets.minichange.scene import LEVELS, Level, Scene
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 from m3diff.stages.pretrain.bases import Architecture, architecture_of

@@ -8,9 +8,8 @@ from PIL import Image
 
 from m3diff.datasets.minichange.generate import image_paths, read_scenes
 from m3diff.datasets.minichange.language import NO_CHANGE_SENTENCES, describe_scene, references
-from m3diff.datasets.minichange.levels import LEVELS, sample_types
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import LIT, PLACES, ZOOMS, Change, Mark, Scene, Thing
+from m3diff.datasets.minichange.scene import LEVELS, LIT, PLACES, ZOOMS, Change, Mark, Scene, Thing, sample_types
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.stages.augment.minichange import (

@@ -12,8 +12,8 @@ from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert import stage
-from m3diff.stages.convert.mixture import SOURCES as PAPER
 from m3diff.stages.convert.params import Convert
+from m3diff.stages.convert.stage import SOURCES as PAPER
 from m3diff.stages.convert.stage import ConvertReport, convert, load_questions
 from tests.layouts import make_entry
 

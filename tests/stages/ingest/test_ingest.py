@@ -182,7 +182,8 @@ def table(root: Path, *befores: str) -> dict[str, Any]:
 def chat(root: Path, *befores: str) -> dict[str, Any]:
     turns = [{"from": "human", "value": "What changed?"}, {"from": "gpt", "value": "it fell"}]
     write_json(root / "a.json", [{"image": [before, "x.png"], "conversations": turns} for before in befores])
-    return {"manifest": "a.json", "columns": {"images": "image", "captions": "conversations"}, "split": "test"}
+    columns = {"images": "image", "captions": "conversations"}
+    return {"manifest": "a.json", "columns": columns, "split": "test", "all_ask_what_changed": True}
 
 
 def parquet(root: Path, *befores: str) -> dict[str, Any]:

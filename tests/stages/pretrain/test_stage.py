@@ -23,9 +23,8 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from m3diff.datasets.minichange.language import describe_scene, describe_things
-from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACES, Level, Mark, Scene, Thing, View
+from m3diff.datasets.minichange.scene import COLORS, KINDS, LEVELS, PLACES, Level, Mark, Scene, Thing, View
 from m3diff.models import FAMILIES
 from m3diff.settings.load import load_params
 from m3diff.stages.pretrain import bases, params, stage
