@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m3diff.commands.counts import told, told_of_clean, told_of_made, told_of_samples
 from m3diff.commands.usage import (
     Command,
     arg,
@@ -27,9 +26,10 @@ from m3diff.commands.usage import (
     not_installed,
     port,
     profiles_folder,
+    told,
+    url,
 )
 from m3diff.datasets import DATASETS
-from m3diff.endpoint import endpoint_url
 from m3diff.models.device import DeviceError
 from m3diff.provenance.guard import ENTRY, require_own_code, unchanged
 from m3diff.records.errors import DataError
@@ -88,7 +88,8 @@ def augment(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, f"augment@{args.name}")
     from m3diff.stages.augment.stage import augment as run
 
-    print("\n".join(told_of_made(run(args.name, made, params.compute))))
+    report = run(args.name, made, params.compute)
+    print("\n".join([told(report), *(f"augment: rejected: {reason}" for reason in report.reasons())]))
 
 
 def ingest(params: Params, args: argparse.Namespace) -> None:
@@ -106,31 +107,30 @@ def validate(params: Params, args: argparse.Namespace) -> None:
     from m3diff.stages.validate.stage import validate as run
 
     report = run(params.validate_, params.ingest.datasets, params.compute.image_cache, paths.records, paths.clean)
-    print("\n".join(told_of_clean(report, paths.clean)))
+    print(f"{told(report)}\nvalidate: the page: {paths.clean / 'docs' / 'index.html'}")
 
 
 def convert(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "convert")
     from m3diff.stages.convert.stage import convert as run
 
-    report = run(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)
-    print("\n".join(told_of_samples(report)))
+    print(told(run(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)))
 
 
 def train(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "train")
-    model, mixture = params.models[params.train.model], params.paths.mixture
-    from m3diff.commands.plan.plan import Run, check_memory, unknown_words
+    from m3diff.commands.plan import Run, check_memory, unknown_words
     from m3diff.models.checkpoint import see_whole_files
     from m3diff.registry.tracking import followed
     from m3diff.stages.train.stage import train as run
 
     see_whole_files(params.train.base)
-    check_memory(Run(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture))
-    if warning := unknown_words(params.train.base, mixture):
+    planned = Run.of(params)
+    check_memory(planned)
+    if warning := unknown_words(params.train.base, planned.mixture):
         print(f"train: warning: {warning}", flush=True)
     follow = partial(followed, described(params), params.paths.model)
-    run(params.train, model, params.compute, mixture, params.paths.model, follow)
+    run(params.train, planned.settings, params.compute, planned.mixture, params.paths.model, follow)
 
 
 def predict(params: Params, args: argparse.Namespace) -> None:
@@ -193,34 +193,31 @@ def history(args: argparse.Namespace) -> int:
 
 def models(params: Params, args: argparse.Namespace) -> None:
     gate = params.promote
-    from m3diff.registry.versions import models as run
-    from m3diff.registry.versions import table
+    from m3diff.registry import versions
 
     scores = list(dict.fromkeys((gate.metric, *gate.guards)))
-    found = run(params.register_, gate.protocol, scores)
+    found = versions.models(params.register_, gate.protocol, scores)
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        print(table(found, gate.protocol, scores))
+        print(versions.table(found, gate.protocol, scores))
 
 
 def lineage(params: Params, args: argparse.Namespace) -> int:
-    from m3diff.registry.restore import lineage as run
-    from m3diff.registry.restore import sound
+    from m3diff.registry import restore as restoring
 
-    checks = run(params.register_, args.version)
+    checks = restoring.lineage(params.register_, args.version)
     print("\n".join(map(str, checks)))
-    return 0 if sound(checks) else DATA_REFUSED
+    return 0 if restoring.sound(checks) else DATA_REFUSED
 
 
 def restore(params: Params, args: argparse.Namespace) -> int:
-    from m3diff.registry.restore import restore as run
-    from m3diff.registry.restore import sound
+    from m3diff.registry import restore as restoring
 
-    folder, checks = run(params.register_, args.version, args.into)
+    folder, checks = restoring.restore(params.register_, args.version, args.into)
     print("\n".join(str(check) for check in checks))
-    print(f"\n{'restored to' if sound(checks) else 'NOT restored, see above:'} {folder}")
-    return 0 if sound(checks) else DATA_REFUSED
+    print(f"\n{'restored to' if restoring.sound(checks) else 'NOT restored, see above:'} {folder}")
+    return 0 if restoring.sound(checks) else DATA_REFUSED
 
 
 def prune(params: Params, args: argparse.Namespace) -> int:
@@ -235,61 +232,51 @@ def prune(params: Params, args: argparse.Namespace) -> int:
 
 
 def plan(params: Params, args: argparse.Namespace) -> None:
-    model = params.models[params.train.model]
-    from m3diff.commands.plan.plan import (
-        Run,
-        check_fits,
-        make_plan,
-        plan_alignment,
-        print_plan,
-        short_run,
-        unknown_words,
-    )
+    from m3diff.commands import plan as planner
     from m3diff.models.checkpoint import see_whole_files
 
     see_whole_files(params.train.base)
-    run = Run(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
-    kind = args.gpu or params.compute.gpu_kind
+    kind, run = args.gpu or params.compute.gpu_kind, planner.Run.of(params)
     gpu = GPUS[kind] if kind else None
-    before, made = plan_alignment(run), make_plan(run)
-    if before:
-        print("the alignment before the fine-tuning")
-        print_plan(before, params.compute, gpu, args.utilisation)
-        print("\nthe fine-tuning")
-    print_plan(made, params.compute, gpu, args.utilisation)
-    for warning in filter(None, (unknown_words(params.train.base, params.paths.mixture), short_run(made))):
-        print(f"\nwarning: {warning}")
-    if params.compute.gpu and gpu:
-        for phase in filter(None, (before, made)):
-            check_fits(params.compute, phase, gpu.memory_gb)
+    before, made = planner.plan_alignment(run), planner.make_plan(run)
+    phases = {"the alignment before the fine-tuning": before, "the fine-tuning": made}
+    for name, phase in phases.items():
+        if phase:
+            print(name)
+            planner.print_plan(phase, params.compute, gpu, args.utilisation)
+    warnings = planner.unknown_words(params.train.base, params.paths.mixture), planner.short_run(made)
+    print("".join(f"\nwarning: {warning}\n" for warning in warnings if warning), end="")
+    for phase in filter(None, (before, made)):
+        if params.compute.gpu and gpu:
+            planner.check_fits(params.compute, phase, gpu.memory_gb)
 
 
 def compare(params: Params, args: argparse.Namespace) -> None:
     paths = params.paths
-    from m3diff.commands.compare import as_text
-    from m3diff.commands.compare import compare as run
+    from m3diff.commands import compare as comparison
 
-    tables = run(args.first, args.second, paths.records, paths.clean, args.out)
-    print("\n\n".join(as_text(protocol, table) for protocol, table in tables.items()))
+    tables = comparison.compare(args.first, args.second, paths.records, paths.clean, args.out)
+    print("\n\n".join(comparison.as_text(protocol, table) for protocol, table in tables.items()))
     print(f"\npair by pair: {args.out}")
 
 
 def zero_shot(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "evaluate")
     paths = params.paths
-    from m3diff.commands.zero_shot import PROMPT, Request
-    from m3diff.commands.zero_shot import zero_shot as run
+    from m3diff.commands import zero_shot as endpoint
 
-    request = Request(
+    request = endpoint.Request(
         url=args.url,
         model=args.model,
-        prompt=args.prompt or PROMPT,
+        prompt=args.prompt or endpoint.PROMPT,
         key_variable=args.key_variable,
         max_tokens=args.max_tokens or None,
         limit=params.predict.limit if args.limit is None else args.limit,
         allow_unlicensed=args.allow_unlicensed,
     )
-    found = run(request, params.evaluate, params.compute, paths.mixture, paths.records, paths.clean, args.out)
+    found = endpoint.zero_shot(
+        request, params.evaluate, params.compute, paths.mixture, paths.records, paths.clean, args.out
+    )
     print("\n".join(found.lines))
 
 
@@ -326,11 +313,13 @@ def data(params: Params, args: argparse.Namespace) -> int:
         write_statistics(params.paths.clean)
         print(f"written to {params.paths.clean / 'statistics.html'}")
         return 0
-    from m3diff.commands.inspect.check import check
+    if args.root is None:
+        raise ParamsError("data check: name a dataset's folder: m3diff data check FOLDER")
+    from m3diff.commands.inspect import check
 
-    found = check(args.root, params.ingest.datasets, args.reader)
-    print("\n".join(found.lines))
-    return 0 if found.sound else DATA_REFUSED
+    lines, sound = check(args.root, params.ingest.datasets, args.reader)
+    print("\n".join(lines))
+    return 0 if sound else DATA_REFUSED
 
 
 def score(args: argparse.Namespace) -> int:
@@ -342,25 +331,17 @@ def score(args: argparse.Namespace) -> int:
         return 0 if works else DATA_REFUSED
     if args.predictions is None:
         raise ParamsError("score: name a file of captions: m3diff score PREDICTIONS --benchmark B")
-    from m3diff.commands.score import lines
-    from m3diff.commands.score import score as run
+    from m3diff.commands import score as scorer
 
-    report = run(
-        args.predictions,
-        args.benchmark,
-        args.protocol,
-        args.references,
-        args.data,
-        args.spice_dir,
-        args.allow_faults,
-    )
-    print(report.model_dump_json(indent=2) if args.json else "\n".join(lines(report)))
+    against = args.benchmark, args.protocol, args.references, args.data
+    report = scorer.score(args.predictions, *against, args.spice_dir, args.allow_faults)
+    print(report.model_dump_json(indent=2) if args.json else "\n".join(scorer.lines(report)))
     return 0
 
 
 def export(params: Params, args: argparse.Namespace) -> None:
     if args.hub:
-        from m3diff.commands.export.folder import export_hub
+        from m3diff.commands.export import export_hub
 
         notices = export_hub(params, args.out, args.allow_unlicensed)
         print("".join(f"{notice}\n" for notice in notices), end="")
@@ -373,7 +354,7 @@ def export(params: Params, args: argparse.Namespace) -> None:
 def export_llava(params: Params, args: argparse.Namespace) -> None:
     from m3diff.commands.export.llava import export_llava as run
 
-    run(licensed(params), params.paths.mixture, args.out, args.lines, args.allow_unlicensed, args.absolute)
+    run(licensed(params), params.paths.mixture, args.out, args.allow_unlicensed, args.absolute)
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -388,109 +369,76 @@ def profile(args: argparse.Namespace) -> None:
 
 
 FOLDER: Any = {"type": Path, "metavar": "FOLDER"}
-REPORT = "report folder of a run, with its scores.parquet"
 MODEL = (
     arg("--model", default="champion", help="a version number or alias, or a checkpoint folder (default: champion)"),
     arg("--base", **FOLDER, help="base model of adapters; default: train.base"),
 )
-
-
-def _url(text: str) -> str:
-    try:
-        return endpoint_url(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
+JSON = flag("--json", "print JSON")
+UNLICENSED = flag("--allow-unlicensed", "even if a licence does not allow passing the data on")
 ROWS: tuple[Command, ...] = (
-    Command(code, "write what code each stage runs, by meaning; DVC compares it", ("m3diff code",)),
-    Command(
-        pretrain,
-        "pre-train a tiny base model (from scratch: about two hours on one core)",
-        ("m3diff pretrain", "m3diff --params infra/base-blip2idc.yaml pretrain"),
-    ),
+    Command(code, "write what code each stage runs, by meaning; DVC compares it"),
+    Command(pretrain, "pre-train a tiny base model (from scratch: about two hours on one core)"),
     Command(
         synthesize,
         "generate a synthetic dataset, such as MiniChange",
-        ("m3diff synthesize minichange",),
         (arg("name", help="an entry of the section `synthesize`"),),
     ),
     Command(
         augment,
         "make synthetic pairs from a raw dataset: edits, similar images, coupled samples",
-        ("m3diff augment minichange_edits",),
         (arg("name", help="an entry of the section `augment`"),),
         extra="augment",
     ),
     Command(
         ingest,
         "read raw datasets into records: image pairs with their references",
-        ("m3diff ingest", "m3diff ingest mine"),
         (arg("name", nargs="?", help="an entry of `ingest.datasets`; default: all"),),
     ),
-    Command(validate, "check records and images; what fails goes to quarantine with the reason", ("m3diff validate",)),
-    Command(convert, "turn clean records into the training mixture of question-answer samples", ("m3diff convert",)),
-    Command(train, "fine-tune the model on the mixture", ("m3diff train",)),
-    Command(predict, "caption the pairs of the test split", ("m3diff predict",)),
+    Command(validate, "check records and images; what fails goes to quarantine with the reason"),
+    Command(convert, "turn clean records into the training mixture of question-answer samples"),
+    Command(train, "fine-tune the model on the mixture"),
+    Command(predict, "caption the pairs of the test split"),
     Command(
         evaluate,
         "score predictions against their references and write the report",
-        ("m3diff evaluate", "m3diff evaluate --model champion", "m3diff evaluate --model 12 --out runs/12"),
         (
-            arg(
-                "--model",
-                help="score this version (number or alias) or checkpoint folder instead of the run's model: it "
-                "captions the test set first, and the run's files stay unchanged",
-            ),
+            arg("--model", help="caption and score with this version or checkpoint folder; the run's files stay as is"),
             arg("--base", **FOLDER, help="with --model: base model of adapters; default: train.base"),
             arg("--out", **FOLDER, help="with --model: folder for captions and report"),
         ),
+        ("m3diff evaluate --model champion", "m3diff evaluate --model 12 --out runs/12"),
     ),
     Command(
         data,
-        "check a dataset's folder, compute dataset statistics",
-        ("m3diff data check data/01_raw/mine", "m3diff data check mine --reader pairs", "m3diff data statistics"),
+        "check a dataset's folder before it is read; compute statistics of the clean records",
         (
-            {
-                "statistics": ("the papers' statistics for the clean records, and a page with plots and pairs",),
-                "check": (
-                    "layout, missing files, counts compared with the published ones, problems",
-                    arg("root", type=Path, help="folder of one dataset"),
-                    arg(
-                        "--reader",
-                        choices=sorted(DATASETS),
-                        metavar="NAME",
-                        help=f"its layout, if not recognised: {', '.join(DATASETS)}",
-                    ),
-                ),
-            },
+            arg("action", metavar="ACTION", choices=("check", "statistics"), help="check FOLDER, or statistics"),
+            arg("root", **FOLDER, nargs="?", help="folder of one dataset, to check"),
+            arg(
+                "--reader",
+                metavar="NAME",
+                choices=DATASETS,
+                help=f"its layout, if not recognised: {', '.join(DATASETS)}",
+            ),
         ),
+        ("m3diff data check data/01_raw/mine", "m3diff data check mine --reader pairs", "m3diff data statistics"),
         load=load_anywhere,
     ),
     Command(
         compare,
         "compare two runs on the same test pairs: differences with intervals, and a page of pairs",
-        ("m3diff compare runs/a/report data/07_report --out compare.html",),
         (
-            arg("first", type=Path, help=REPORT),
-            arg("second", type=Path, help=REPORT),
+            arg("first", type=Path, help="report folder of a run, with its scores.parquet"),
+            arg("second", type=Path, help="that of another"),
             arg("--out", type=Path, default=Path("compare.html"), help="page to write (default: compare.html)"),
         ),
+        ("m3diff compare runs/a/report data/07_report --out compare.html",),
     ),
     Command(
         score,
         "score any captions by a benchmark's protocol; needs no images, model or parameter file",
         (
-            "m3diff score captions.json --benchmark spot_the_diff --data spot-the-diff/",
-            "m3diff score captions.csv --references references.json --json",
-        ),
-        (
-            arg(
-                "predictions",
-                type=Path,
-                nargs="?",
-                help="captions: COCO results or {id: caption} as .json, .jsonl, .csv or .tsv; ids as in the dataset",
-            ),
+            arg("predictions", type=Path, nargs="?", help="COCO results or {id: caption}: .json, .jsonl, .csv or .tsv"),
             arg("--benchmark", metavar="B", help="such as spot_the_diff; any other word lists all"),
             arg("--protocol", metavar="P", help="one of the benchmark's protocols; any other word lists all"),
             arg("--references", type=Path, metavar="FILE", help="COCO captions to score against, used as they are"),
@@ -498,7 +446,11 @@ ROWS: tuple[Command, ...] = (
             arg("--spice-dir", **FOLDER, help="folder of the jars of SPICE; adds it"),
             flag("--check-spice", "show what SPICE needs, what is missing and where to put it"),
             flag("--allow-faults", "score despite faults, and report them"),
-            flag("--json", "print JSON"),
+            JSON,
+        ),
+        (
+            "m3diff score captions.json --benchmark spot_the_diff --data spot-the-diff/",
+            "m3diff score captions.csv --references references.json --json",
         ),
         extra="score",
         load=None,
@@ -507,70 +459,47 @@ ROWS: tuple[Command, ...] = (
         zero_shot,
         "caption and score the test split with a model behind an endpoint, without training",
         (
-            "m3diff zero-shot --url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-7B-Instruct --limit 20",
-            "m3diff zero-shot --url https://api.example.org/v1 --model NAME --out runs/name",
-        ),
-        (
-            arg(
-                "--url",
-                type=_url,
-                required=True,
-                help="OpenAI-compatible address, including /v1; the images are sent there",
-            ),
+            arg("--url", type=url, required=True, help="OpenAI-compatible, with /v1; the images are sent there"),
             arg("--model", required=True, metavar="NAME", help="the model's name at the endpoint"),
             arg("--limit", type=count, metavar="N", help="how many test pairs, 0 for all; default: predict.limit"),
             arg("--out", **FOLDER, help="folder for captions and report"),
-            arg(
-                "--prompt",
-                metavar="TEXT",
-                help="the text sent with the images, where {question} is the pair's question; default: the order "
-                "of the images, the question, and a request for one plain sentence",
-            ),
+            arg("--prompt", metavar="TEXT", help="text sent with the images; {question} is the pair's question"),
             arg("--max-tokens", type=count, metavar="N", help="maximum tokens per answer; default: the server's"),
             arg(
                 "--key-variable",
-                default="OPENAI_API_KEY",
                 metavar="NAME",
-                help="environment variable that holds the API key (default: OPENAI_API_KEY)",
+                default="OPENAI_API_KEY",
+                help="holds the key; default: OPENAI_API_KEY",
             ),
-            flag(
-                "--allow-unlicensed",
-                "send images to another machine even if their licence does not allow passing them on",
-            ),
+            UNLICENSED,
         ),
+        ("m3diff zero-shot --url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-7B-Instruct --limit 20",),
     ),
     Command(
         export_llava,
         "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift",
-        ("m3diff export-llava llava/ --absolute",),
         (
             arg("out", type=Path, help="folder to write"),
             flag("--absolute", "absolute image paths; default: relative to the project"),
-            flag("--lines", "JSON Lines instead of one JSON array"),
-            flag("--allow-unlicensed", "include datasets whose licence does not allow passing them on"),
+            UNLICENSED,
         ),
     ),
     Command(
         caption,
         "describe what changed between two images, or in many pairs; needs no server",
         (
-            "m3diff caption before.png after.png --model data/05_model/checkpoint --overlay out.png",
-            "m3diff caption before/ after/ --json",
-            "m3diff caption pairs.csv --model champion",
-        ),
-        (
             arg("before", type=Path, help="an image, a folder of images, or a CSV file with columns before, after"),
             arg("after", type=Path, nargs="?", help="an image, or a folder of images with the same names"),
             *MODEL,
             arg("--question", metavar="TEXT", help="the question for each pair; default: what changed"),
             arg("--image-root", **FOLDER, help="a folder outside the CSV file's that its paths may lead into"),
-            arg(
-                "--overlay",
-                type=Path,
-                metavar="PNG",
-                help="draw both images with outlines around what the model looked at; for many pairs, a folder",
-            ),
+            arg("--overlay", type=Path, metavar="PNG", help="draw what the model looked at; for many pairs, a folder"),
             flag("--json", "print one JSON object per line"),
+        ),
+        (
+            "m3diff caption before.png after.png --model data/05_model/checkpoint --overlay out.png",
+            "m3diff caption before/ after/ --json",
+            "m3diff caption pairs.csv --model champion",
         ),
         extra="serve",
         load=load_anywhere,
@@ -578,38 +507,32 @@ ROWS: tuple[Command, ...] = (
     Command(
         serve,
         "serve captions over HTTP, with a web page",
-        ("m3diff serve", "m3diff serve --model data/05_model/checkpoint --port 8001"),
         (
             *MODEL,
-            arg(
-                "--host",
-                default="127.0.0.1",
-                help="address to listen on (default: 127.0.0.1); one that other machines can reach needs "
-                "M3DIFF_SERVE_TOKEN",
-            ),
+            arg("--host", default="127.0.0.1", help="default: 127.0.0.1; any other needs M3DIFF_SERVE_TOKEN"),
             arg("--port", type=port, metavar="N", help="default: serve.port"),
         ),
+        ("m3diff serve --model data/05_model/checkpoint --port 8001",),
         extra="serve",
         load=load_anywhere,
     ),
     Command(
         export,
         "copy the trained model: merged, only its adapters, or a folder that others load (--hub)",
-        ("m3diff export shared/model", "m3diff export shared/hub --hub", "m3diff export small --adapters"),
         (
             arg("out", type=Path, help="folder to write"),
             [
                 flag("--adapters", "only the trained weights, not merged into the base"),
                 flag("--hub", "a folder that others load without this project, with code and model card"),
             ],
-            flag("--allow-unlicensed", "with --hub: even if no licence allows passing the data on"),
+            UNLICENSED,
         ),
+        ("m3diff export shared/model", "m3diff export shared/hub --hub", "m3diff export small --adapters"),
     ),
-    Command(register, "log the run to MLflow and register its checkpoint as a model version", ("m3diff register",)),
+    Command(register, "log the run to MLflow and register its checkpoint as a model version"),
     Command(
         promote,
         "make the challenger champion if it is significantly better on the same test set",
-        ("m3diff promote", "m3diff promote --version 12"),
         (
             arg("--version", type=int, metavar="N", help="the version to test; default: the challenger"),
             flag("--again", "even if the version was champion and was rolled back"),
@@ -618,71 +541,57 @@ ROWS: tuple[Command, ...] = (
     Command(
         rollback,
         "restore the previous champion; the decision is recorded and the version not promoted again",
-        ("m3diff rollback --why 'worse on the new camera'", "m3diff rollback --to 9 --why 'requested by the team'"),
         (
             arg("--to", type=int, metavar="VERSION", help="the version to restore; default: the previous champion"),
             arg("--why", default="", metavar="TEXT", help="the reason, kept in the record"),
         ),
+        ("m3diff rollback --why 'worse on the new camera'", "m3diff rollback --to 9 --why 'requested by the team'"),
     ),
     Command(
         history,
         "list every decision on the champion: when, who, from, to, why; detects removed decisions",
-        ("m3diff history", "m3diff history --json"),
-        (flag("--json", "print JSON"),),
+        (JSON,),
         load=None,
     ),
-    Command(
-        models,
-        "list the versions: aliases, scores, size of the weights, commits, runs",
-        ("m3diff models", "m3diff models --json"),
-        (flag("--json", "print JSON, with every detail"),),
-    ),
+    Command(models, "list the versions: aliases, scores, size of the weights, commits, runs", (JSON,)),
     Command(
         lineage,
         "show the chain from raw data to a version's scores, with every hash checked",
-        ("m3diff lineage champion",),
         (arg("version", help="number or alias, such as champion"),),
     ),
     Command(
         restore,
         "restore a version's data, parameters and checkpoint in a separate working tree",
-        ("m3diff restore 12", "m3diff restore champion --into ../twelve"),
         (
             arg("version", help="number or alias; without MLflow, a branch runs/<flow run> or a commit"),
             arg("--into", **FOLDER, help="new folder; default: next to the project"),
         ),
+        ("m3diff restore 12", "m3diff restore champion --into ../twelve"),
     ),
     Command(
         prune,
         "remove old versions, weights, branches and data; keeps whatever a kept version needs",
-        ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
         (
             arg("--keep", type=count, default=5, metavar="N", help="how many of the newest to keep (default: 5)"),
             flag("--dry-run", "only show what would be removed"),
             flag("--yes", "remove it"),
         ),
+        ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
     ),
     Command(
         profile,
         "make a profile the parameters of the next run; prints what changes",
-        ("m3diff profile one-gpu",),
         (arg("name", help="a file in profiles/, without .yaml"),),
         load=None,
     ),
     Command(
         plan,
         "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing",
-        ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),
         (
             arg("--gpu", choices=GPUS, metavar="KIND", help=f"one of {', '.join(GPUS)}; default: compute.gpu_kind"),
-            arg(
-                "--utilisation",
-                type=float,
-                default=0.45,
-                help="hardware FLOPs utilisation (HFU): share of the GPU's peak, recomputation included (default: "
-                "0.45)",
-            ),
+            arg("--utilisation", type=float, default=0.45, help="share of the GPU's peak, recomputed FLOPs included"),
         ),
+        ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),
     ),
 )
 COMMANDS = {row.run.__name__.replace("_", "-"): row for row in ROWS}

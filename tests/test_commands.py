@@ -40,7 +40,7 @@ CLEAN, RECORDS, MODEL = {"clean": DATA / "03_clean"}, {"records": DATA / "02_rec
 EXPORTED = {"checkpoint": DATA / "05_model/checkpoint", "out": Path("out")}
 SERVED = {"params": PARAMS}
 AUGMENT = "m3diff.stages.augment.stage"
-SHARED = {"entries": ENTRIES, **TEST, "out": Path("out"), "lines": False, "allow_unlicensed": False, "absolute": False}
+SHARED = {"entries": ENTRIES, **TEST, "out": Path("out"), "allow_unlicensed": False, "absolute": False}
 ASKED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **TEST, **RECORDS, **CLEAN}
 PROMOTED = {"params": PARAMS, "rescore": rescore}
 LOCAL, FAR = "http://127.0.0.1:8000/v1", "https://a.example/v1"
@@ -59,7 +59,7 @@ VALIDATED = {"cfg": PARAMS.validate_, "entries": ENTRIES, "image_cache": CACHE, 
 CONVERTED = {"cfg": PARAMS.convert, "entries": ENTRIES, **CLEAN, "out": DATA / "04_mixture"}
 CAPTIONED = {"cfg": PARAMS.predict, "compute": PARAMS.compute, **TEST, **MODEL, "out": DATA / "06_predictions"}
 SCORED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **RECORDS, **CLEAN, **PREDICTED}
-HUB = "commands.export.folder.export_hub"
+HUB = "commands.export.export_hub"
 EXPORT, ZERO = "models.checkpoint.export_checkpoint", "commands.zero_shot.zero_shot"
 LLAVA = "commands.export.llava.export_llava"
 
@@ -80,14 +80,13 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "serve": ("serving.server.serve", SERVED | CLOSED),
     "serve --model somewhere --base base --host 0.0.0.0 --port 81": ("serving.server.serve", SERVED | OPEN),
     "data statistics": ("commands.inspect.statistics.write_statistics", CLEAN),
-    "data check somewhere --reader pairs": ("commands.inspect.check.check", CHECKED),
+    "data check somewhere --reader pairs": ("commands.inspect.check", CHECKED),
     "export out": (EXPORT, EXPORTED | {"adapters": False}),
     "export out --adapters": (EXPORT, EXPORTED | {"adapters": True}),
     "export out --hub": (HUB, {"params": PARAMS, "out": Path("out"), "allow_unlicensed": False}),
     "export out --hub --allow-unlicensed": (HUB, {"params": PARAMS, "out": Path("out"), "allow_unlicensed": True}),
     "export-llava out": (LLAVA, SHARED),
     "export-llava out --absolute": (LLAVA, SHARED | {"absolute": True}),
-    "export-llava out --lines": (LLAVA, SHARED | {"lines": True}),
     "export-llava out --allow-unlicensed": (LLAVA, SHARED | {"allow_unlicensed": True}),
     f"zero-shot --url {LOCAL} --model m": (ZERO, ASKED | {"request": ANSWERED, "out": None}),
     f"zero-shot --url {FAR} --model m {FAR_AWAY}": (ZERO, ASKED | {"request": FROM_FAR, "out": Path("out")}),
@@ -142,9 +141,8 @@ RESULT = Result(outcome="promoted", sound=True, lines=["a line", "another"])
 def test_a_command_calls_its_function_with_exactly_its_arguments(typed, monkeypatch):
     place, expected = CALLS[typed]
     module, _, function = place.rpartition(".")
-    recorder = Recorder(monkeypatch, f"m3diff.{module}", **{function: RESULT})
-    for said in ("told", "told_of_clean", "told_of_samples"):
-        monkeypatch.setattr(command_line, said, lambda *report: "")
+    recorder = Recorder(monkeypatch, f"m3diff.{module}", **{function: ([], True) if function == "check" else RESULT})
+    monkeypatch.setattr(command_line, "told", str)
     monkeypatch.setattr("m3diff.registry.tracking.completed", lambda *report: None)
     assert main(shlex.split(typed)) == 0
     for _, arguments in recorder.calls:
@@ -163,22 +161,20 @@ PRINTED: list[tuple[str, str, dict[str, Any], int, str]] = [
         for outcome in ("promoted", "first", "unchanged", "refused")
     ),
     ("data statistics", "commands.inspect.statistics", {"write_statistics": None}, 0, "written to data/03_clean/st"),
-    ("data check a", "commands.inspect.check", {"check": Result(lines=["a line", "another"], sound=True)}, 0, LINES),
-    ("data check a", "commands.inspect.check", {"check": Result(lines=["a line", "another"], sound=False)}, 3, LINES),
-    ("export out --hub", "commands.export.folder", {"export_hub": ["a line", "another"]}, 0, LINES),
+    ("data check a", "commands.inspect", {"check": (["a line", "another"], True)}, 0, LINES),
+    ("data check a", "commands.inspect", {"check": (["a line", "another"], False)}, 3, LINES),
+    ("export out --hub", "commands.export", {"export_hub": ["a line", "another"]}, 0, LINES),
     ("compare a b --out c", "commands.compare", {"compare": {"t": 1}, "as_text": "T"}, 0, "T\n\npair by pair: c\n"),
-    ("ingest minichange", "stages.ingest.stage", {"ingest": RESULT}, 0, "('told', ('what the stage said',))\n"),
-    ("validate", "stages.validate.stage", {"validate": RESULT}, 0, "told_of_clean\n('what the stage said', 'data/03"),
-    ("convert", "stages.convert.stage", {"convert": RESULT}, 0, "told_of_samples\n('what the stage said',)\n"),
+    ("ingest minichange", "stages.ingest.stage", {"ingest": RESULT}, 0, SAID),
+    ("validate", "stages.validate.stage", {"validate": RESULT}, 0, f"{SAID}validate: the page: data/03_"),
+    ("convert", "stages.convert.stage", {"convert": RESULT}, 0, SAID),
 ]
 
 
 @pytest.mark.parametrize(("typed", "module", "results", "code", "words"), PRINTED)
 def test_an_outcome_is_printed_and_decides_the_exit_code(typed, module, results, code, words, monkeypatch, capsys):
     Recorder(monkeypatch, f"m3diff.{module}", **results)
-    for teller in ("told", "told_of_clean", "told_of_samples"):
-        monkeypatch.setattr(command_line, teller, lambda *report, by=teller: (by, str(tuple(map(str, report)))))
-    monkeypatch.setattr(command_line, "told", lambda *report: ("told", tuple(map(str, report))))
+    monkeypatch.setattr(command_line, "told", str)
     assert main(typed.split()) == code
     assert capsys.readouterr().out.startswith(words)
 
@@ -208,7 +204,7 @@ def test_training_takes_the_model_that_is_picked_and_names_words_its_base_does_n
     path = project / "params.yaml"
     path.write_text(path.read_text().replace("\n  model: m3diff\n", "\n  model: no_module\n"))
     recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
-    Recorder(monkeypatch, "m3diff.commands.plan.plan", unknown_words="the base does not know 50% of the words")
+    Recorder(monkeypatch, "m3diff.commands.plan", unknown_words="the base does not know 50% of the words")
     assert main(["train"]) == 0
     assert recorder.calls[0][1]["model"] == PARAMS.models["no_module"]
     assert "train: warning: the base does not know 50% of the words" in capsys.readouterr().out
@@ -218,7 +214,7 @@ def test_training_takes_the_model_that_is_picked_and_names_words_its_base_does_n
 def test_train_refuses_what_its_gpu_cannot_hold_before_it_writes(memory_gb, code, monkeypatch, project, capsys):
     shutil.copytree(REPOSITORY / "data/00_base", "data/00_base", dirs_exist_ok=True)
     write_mixture(DATA / "04_mixture", {"train": {"minichange": 3}})
-    monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: memory_gb)
+    monkeypatch.setattr("m3diff.commands.plan.found_memory_gb", lambda: memory_gb)
     recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
     before = sorted(project.rglob("*"))
     assert main(["--params", "profiles/embedded-gpu.yaml", "train"]) == code
@@ -240,13 +236,13 @@ MADE, EDITS = "--params profiles/made-data.yaml", "data/01_raw/minichange_edits"
 
 
 def test_augment_makes_the_entry_that_is_named_and_prints_what_it_made(monkeypatch, capsys):
-    recorder = Recorder(monkeypatch, AUGMENT, augment=RESULT)
-    monkeypatch.setattr(command_line, "told_of_made", lambda report: [str(report), "a reason"])
+    recorder = Recorder(monkeypatch, AUGMENT, augment=Result(reasons=lambda: ["a reason"]))
+    monkeypatch.setattr(command_line, "told", str)
     assert main(f"{MADE} augment minichange_edits".split()) == 0
     params = load_params(Path("profiles/made-data.yaml"))
     expected = {"name": "minichange_edits", "cfg": params.augment["minichange_edits"], "compute": params.compute}
     assert recorder.calls == [("augment", expected)]
-    assert capsys.readouterr().out == "what the stage said\na reason\n"
+    assert capsys.readouterr().out == f"{SAID}augment: rejected: a reason\n"
 
 
 RAW, BASE_FILE = "data/01_raw/minichange", "data/00_base/config.json"
@@ -304,7 +300,7 @@ def record_plan(monkeypatch, before: Any = None, warning: str | None = None, che
     made = Result()
     said = {"print_plan": None, "short_run": warning, "unknown_words": None}
     arithmetic = {"make_plan": made, "plan_alignment": before, "check_fits": check}
-    return made, Recorder(monkeypatch, "m3diff.commands.plan.plan", **arithmetic, **said)
+    return made, Recorder(monkeypatch, "m3diff.commands.plan", **arithmetic, **said)
 
 
 def test_plan_counts_prints_then_refuses_what_does_not_fit(monkeypatch, capsys):

@@ -171,7 +171,7 @@ PLACES = ("compute.workers", "models.no_module.rates.llm", "promote.min_gain", "
 OF_NO_STAGE = tuple(set_to(place, 7) for place in PLACES)
 OF_CODE_ALONE = (
     append_to("components/stages/train/loop.py"),
-    append_to("components/commands/plan/plan.py", "components/models/onediff.py", text=ADDED),
+    append_to("components/commands/plan/__init__.py", "components/models/onediff.py", text=ADDED),
     append_to("components/datasets/omnidiff.py", text=ADDED),
     append_to(*templates("commands/inspect")),
 )

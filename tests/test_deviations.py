@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from m3diff.commands.plan.plan import published_workload
+from m3diff.commands.plan import published_workload
 from m3diff.models.m3diff_settings import MDPConfig
 from m3diff.models.onediff_settings import VDMConfig
 from m3diff.settings.load import differences, load_params, resolve

@@ -82,9 +82,9 @@ def check_samples(folder: Path, clean: pl.DataFrame) -> None:
         distinct = [caption for caption in dict.fromkeys(record["references"]) if caption]
         assert references.get(record["id"], []) == (distinct if record["split"] == "train" else record["references"])
     if samples:
-        export_llava(ingested(folder), folder / "mixture", folder / "llava", lines=True)
-        lines = [line for path in (folder / "llava").glob("*.jsonl") for line in path.read_text("utf-8").split("\n")]
-        exported = {record["id"]: record for record in map(json.loads, filter(None, lines))}
+        written = export_llava(ingested(folder), folder / "mixture", folder / "llava")
+        texts = [(folder / "llava" / f"{split}.json").read_text("utf-8") for split in written]
+        exported = {record["id"]: record for text in texts for record in json.loads(text)}
         assert exported.keys() == {sample["id"] for sample in samples if sample["reference"]}
         for sample in samples:
             if sample["reference"]:

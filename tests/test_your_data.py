@@ -86,7 +86,7 @@ def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_folder_to_
 
     (project / "profiles" / "mine.yaml").write_text(profile)
     said = run(project, read)
-    assert "validate: 60 of 60 pairs are clean" in said
+    assert "validate: rows in 60, rows out 60" in said
     assert (project / "data/01_raw/my-pairs.dvc").is_file()
     run(project, look)
     assert "my-pairs" in (project / "data/03_clean/statistics.html").read_text()

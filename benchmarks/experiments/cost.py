@@ -80,7 +80,7 @@ def changed(changes: Mapping[str, Any], params: Params) -> tuple[Any, Any]:
 
 def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
     """FLOPs of a pair's images and prompt, as `m3diff plan` counts them."""
-    from m3diff.commands.plan.plan import Run, make_plan
+    from m3diff.commands.plan import Run, make_plan
 
     datasets, mixture = params.ingest.datasets, params.paths.mixture
     run = Run(*changed(changes, params), params.compute, datasets, params.convert, mixture)

@@ -1,5 +1,5 @@
-"""Commands as data: a row for each, from which parser and help are made; and what an installation without a checkout or
-a package has in their place."""
+"""The command line: commands as data, the parser and the help that are made of them, the lines that a stage's command
+prints of its report, and what an installation without a checkout or a package has in their place."""
 
 import argparse
 import sys
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from m3diff.endpoint import endpoint_url
+from m3diff.records.files import StageReport
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 
@@ -20,16 +22,16 @@ class Command(NamedTuple):
     Attributes:
         run: takes the parameters, where the command loads any, and the parsed arguments; returns the exit code, None
             for 0.
-        examples: as typed in the project's root.
-        arguments: rows of `arg`; a list of rows excludes one another; a mapping has sub-commands, each with its help.
+        arguments: rows of `arg`; a list of rows excludes one another.
+        examples: as typed in the project's root, where the usage does not say it all.
         extra: of the package, that has what the command imports.
         load: reads the parameters that --params names; None where the command needs none.
     """
 
     run: Callable[..., int | None]
     help: str
-    examples: tuple[str, ...]
     arguments: tuple[Any, ...] = ()
+    examples: tuple[str, ...] = ()
     extra: str = "train"
     load: Callable[[Path], Params] | None = load_params
 
@@ -53,8 +55,9 @@ def make_parser(commands: Mapping[str, Command], description: str) -> argparse.A
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands.items():
-        epilog = "\n".join(["examples:", *(f"  {line}" for line in command.examples)])
-        words: dict[str, Any] = {"help": command.help, "description": command.help, "epilog": epilog}
+        epilog = "".join(f"\n  {line}" for line in command.examples)
+        words: dict[str, Any] = {"help": command.help, "description": command.help}
+        words["epilog"] = f"examples:{epilog}" if epilog else None
         _add(subparsers.add_parser(name, formatter_class=form, **words), command.arguments)
     return parser
 
@@ -63,13 +66,16 @@ def _add(parser: Any, arguments: Iterable[Any]) -> None:
     for argument in arguments:
         if isinstance(argument, list):
             _add(parser.add_mutually_exclusive_group(), argument)
-        elif isinstance(argument, dict):
-            actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-            for name, (text, *inner) in argument.items():
-                _add(actions.add_parser(name, help=text), inner)
         else:
             names, options = argument
             parser.add_argument(*names, **options)
+
+
+def url(text: str) -> str:
+    try:
+        return endpoint_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def port(text: str) -> int:
@@ -109,3 +115,23 @@ def load_anywhere(asked: Path) -> Params:
     shipped = SHIPPED / "embedded.yaml"
     absent = asked == Path("params.yaml") and not asked.is_file() and shipped.is_file()
     return load_params(shipped if absent else asked)
+
+
+def told(report: StageReport) -> str:
+    """The numbers of a report in a line, and in a line for each of its datasets."""
+    fields = report.model_dump()
+    place = f"{report.stage}: {fields['dataset']}" if "dataset" in fields else report.stage
+    lines = {place: fields} | {f"{report.stage}: {name}": of for name, of in fields.get("datasets", {}).items()}
+    return "\n".join(f"{place}: {numbers(of)}" for place, of in lines.items())
+
+
+def numbers(fields: Mapping[str, Any]) -> str:
+    """`pairs 7,500 (train 7,000, test 500), faults 2`: each field that is a number, or numbers by name; no zeros."""
+    found = []
+    for name, value in fields.items():
+        parts = {key: n for key, n in value.items() if isinstance(n, int) and n} if isinstance(value, dict) else {}
+        number = sum(parts.values()) if parts else value
+        if isinstance(number, int) and number:
+            listed = ", ".join(f"{key} {count:,}" for key, count in parts.items())
+            found.append(f"{name.replace('_', ' ')} {number:,}" + (f" ({listed})" if parts else ""))
+    return ", ".join(found)

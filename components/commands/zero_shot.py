@@ -38,8 +38,7 @@ PROMPT = (
 """The project's own: the paper whose zero-shot scores are published (arXiv 2503.11093 v2) prints none."""
 PUBLISHED = ("GPT-4o", "LLaVA-OneVision-7B", "Qwen-2.5-VL-7B")
 """The published rows of models that were not trained on the benchmark (arXiv 2503.11093 v2, Table 3, marked so)."""
-WITHOUT = ("refused", "empty", "cut")
-"""Kinds of answers that are scored as an empty caption."""
+WITHOUT = ("refused", "empty", "cut")  # answers that are scored as an empty caption
 
 
 @dataclass(frozen=True)

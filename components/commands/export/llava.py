@@ -19,7 +19,7 @@ from pathlib import Path
 
 import polars as pl
 
-from m3diff.commands.export.card import licence_notices, spec_of
+from m3diff.commands.export import licence_notices, spec_of
 from m3diff.records.errors import DataError, readable
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
@@ -30,11 +30,10 @@ def export_llava(
     entries: Mapping[str, DatasetEntry],
     mixture: Path,
     out: Path,
-    lines: bool = False,
     allow_unlicensed: bool = False,
     absolute: bool = False,
 ) -> dict[str, int]:
-    """Write `out/<split>.json` (one array) or `.jsonl`, and `out/dataset_info.json`; returns the records by split.
+    """Write `out/<split>.json` and `out/dataset_info.json`; returns the records by split.
 
     Samples with an empty reference are left out: they count in evaluation only, and ms-swift refuses them.
 
@@ -57,26 +56,24 @@ def export_llava(
     specs = {name: spec_of(name, entries) for name in sorted(names)}
     print("".join(f"{notice}\n" for notice in licence_notices(specs, ["redistribute"], allow_unlicensed)), end="")
     out.mkdir(parents=True, exist_ok=True)
-    suffix = "jsonl" if lines else "json"
     root = Path.cwd() if absolute else None
-    written = {split: _write(found, out / f"{split}.{suffix}", lines, root) for split, found in shards.items() if found}
+    written = {split: _write(found, out / f"{split}.json", root) for split, found in shards.items() if found}
     form = {"formatting": "sharegpt", "columns": {"messages": "conversations", "images": "images"}}
-    info = {f"m3diff_{split}": {"file_name": f"{split}.{suffix}", **form} for split in written}
+    info = {f"m3diff_{split}": {"file_name": f"{split}.json", **form} for split in written}
     (out / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n", "utf-8")
     return written
 
 
-def _write(shards: list[Path], path: Path, lines: bool, root: Path | None) -> int:
-    """Write one record a line; as an array with brackets around and commas between."""
+def _write(shards: list[Path], path: Path, root: Path | None) -> int:
+    """Write an array with one record a line."""
     count = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for shard in progress(shards, f"export {path.name}", total=len(shards), unit="shard"):
             samples = pl.read_parquet(shard).filter(pl.col("reference") != "")
             for record in samples.select(_record(root)).write_ndjson().split("\n")[:-1]:
-                file.write(("" if lines else ",\n" if count else "[\n") + record + ("\n" if lines else ""))
+                file.write((",\n" if count else "[\n") + record)
                 count += 1
-        if not lines:
-            file.write("\n]\n" if count else "[]\n")
+        file.write("\n]\n" if count else "[]\n")
     return count
 
 

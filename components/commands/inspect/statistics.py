@@ -25,9 +25,7 @@ from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
 
-LONG = 20
-"""Words beyond which Table 1 of OmniDiff calls a caption long."""
-
+LONG = 20  # words beyond which Table 1 of OmniDiff calls a caption long
 PAIRS, THUMB_PX, TOP_TYPES, BINS = 4, 160, 12, 24
 
 Bars = list[tuple[str, int]]

@@ -21,9 +21,8 @@ import yaml
 from safetensors.torch import load, load_file, save, save_file
 
 from m3diff.__main__ import DATA_REFUSED, main
-from m3diff.commands.export import card
-from m3diff.commands.export.families import SHARED
-from m3diff.commands.export.folder import export_hub
+from m3diff.commands import export
+from m3diff.commands.export import SHARED, export_hub
 from m3diff.commands.export.llava import export_llava
 from m3diff.images.open import load_image
 from m3diff.models.checkpoint import MANIFEST, export_checkpoint, load_model, read_manifest, verify_manifest
@@ -367,8 +366,8 @@ def test_the_card_has_scores_recipe_lineage_and_base_or_says_that_there_are_none
     export_hub(run, tmp_path / "untraced")
     _, text = card_of(tmp_path / "untraced")
     assert "**That these scores are of these weights is not recorded:** dvc.lock" in text
-    monkeypatch.setattr(card, "Lock", lambda: SimpleNamespace(params=lambda datasets: RAN))
-    monkeypatch.setattr(card, "read_lineage", lambda *given: LINEAGE | {"git.dirty": "true"})
+    monkeypatch.setattr(export, "Lock", lambda: SimpleNamespace(params=lambda datasets: RAN))
+    monkeypatch.setattr(export, "read_lineage", lambda *given: LINEAGE | {"git.dirty": "true"})
     export_hub(run, tmp_path / "out")
     front, text = card_of(tmp_path / "out")
     assert front["base_model"] == f"llava-hf/{known.name}"
@@ -570,14 +569,10 @@ def build(folder: Path) -> Path:
     return folder / "mixture"
 
 
-@pytest.mark.parametrize("lines", [False, True])
-def test_records_have_the_form_of_llava_next_and_empty_references_are_left_out(tmp_path, lines):
+def test_records_have_the_form_of_llava_next_and_empty_references_are_left_out(tmp_path):
     mixture, out = build(tmp_path), tmp_path / "llava"
-    assert export_llava(OWN, mixture, out, lines) == {"train": 2, "test": 1}
-    found = {}
-    for split in ("train", "test"):
-        text = (out / f"{split}.{'jsonl' if lines else 'json'}").read_text("utf-8")
-        found[split] = [json.loads(line) for line in text.splitlines()] if lines else json.loads(text)
+    assert export_llava(OWN, mixture, out) == {"train": 2, "test": 1}
+    found = {split: read_json(out / f"{split}.json") for split in ("train", "test")}
     first, _ = found["train"]
     assert first["image"] == first["images"] == ["a.png", "a_2.png"]
     assert [turn["from"] for turn in first["conversations"]] == ["human", "gpt"]

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from m3diff.commands.plan import plan as planner
-from m3diff.commands.plan.plan import Plan, Run, Workload, check_memory, make_plan, print_plan
+from m3diff.commands import plan as planner
+from m3diff.commands.plan import Plan, Run, Workload, check_memory, make_plan, print_plan
 from m3diff.models import FAMILIES
 from m3diff.models.family import Family
 from m3diff.models.flops import Term
@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_refused_with_what_there_is_and_what_to_lower(plan)
     ],
 )
 def test_a_run_is_checked_against_the_memory_that_is_found_else_of_the_kind(run, monkeypatch, found, compute, told):
-    monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: found)
+    monkeypatch.setattr("m3diff.commands.plan.found_memory_gb", lambda: found)
     if told is None:
         check_memory(run(compute))
         return

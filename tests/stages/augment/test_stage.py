@@ -17,7 +17,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from m3diff.commands.counts import told_of_made
+from m3diff.commands.usage import told
 from m3diff.datasets.minichange.generate import read_scenes
 from m3diff.datasets.minichange.language import describe_scene
 from m3diff.models.device import Device
@@ -87,9 +87,7 @@ def test_equal_settings_give_equal_bytes_and_every_pair_that_was_tried_is_made_o
     assert set(report.pairs) == {"train", "val", "test"}
     assert sum(report.references.values()) == sum(len(row["captions"]) for row in rows)
     assert json.loads((tmp_path / "made.json").read_text()) == report.model_dump(mode="json")
-    lines = list(told_of_made(report))
-    assert lines[0].startswith(f"augment: made: {len(rows)} (train ")
-    assert len(lines) == 1 + len(report.rejected)
+    assert f"rows out {len(rows):,}, pairs {len(rows):,} (train " in told(report)
     assert not list((tmp_path / "runs").glob("augment-*")), "nothing is left there"
     augment("made", entry(kind, raw, tmp_path / "other", seed=4), compute(tmp_path / "runs"))
     assert (kind == "neighbours") == (sha256_of_folder(tmp_path / "other") == sha256_of_folder(root))
@@ -218,8 +216,8 @@ def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw, tmp_path):
     rows = [{"id": str(n), "image": name, "caption": f"text {n}"} for n, name in enumerate(names)]
     (tmp_path / "images").symlink_to(raw / "images")
     cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=single_images(tmp_path, rows, follow_links=True))
-    (told,) = list(told_of_made(augment("made", cfg, compute(tmp_path / "runs"))))[1:]
-    assert "image cannot be read; the first: pairs.jsonl, line 2: " in told
+    (reason,) = augment("made", cfg, compute(tmp_path / "runs")).reasons()
+    assert "image cannot be read; the first: pairs.jsonl, line 2: " in reason
     assert "examples" not in json.loads((tmp_path / "made.json").read_text())
     single_images(tmp_path, rows[1:2])
     with pytest.raises(
