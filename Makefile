@@ -56,17 +56,22 @@ up: install     ## Prefect server, MLflow server and a worker on this machine, a
 down:           ## end what `up` started
 	@python -m infra.services down
 
-status:         ## each service: up or not, where, since when, its log; the last training, and what hangs
+status:         ## each service: up or not, where, since when, its log; the last training
 	@python -m infra.services status
 
 serve: install  ## captions over HTTP with the champion, and a page, at http://127.0.0.1:8000; MODEL=FOLDER or a version for another
 	@m3diff serve $(if $(MODEL),--model $(MODEL))
 
-install-services: install ## have the systemd of the user run the services of `up`, on a machine that stays on
-	@python -m infra.units install
+UNITS = $(or $(XDG_CONFIG_HOME),$(HOME)/.config)/systemd/user
+UNIT = $(shell systemd-escape --path --template=m3diff@.service "$(CURDIR)")
 
-uninstall-services: ## end and remove what `install-services` wrote
-	@python -m infra.units uninstall
+install-services: install ## have the systemd of the user run the services of `up`, on a machine that stays on
+	@install -D -m 644 -t "$(UNITS)" infra/m3diff@.service
+	@systemctl --user daemon-reload && systemctl --user enable --now "$(UNIT)"
+	@echo "$(UNIT) is started; the services end when you log out, unless: loginctl enable-linger"
+
+uninstall-services: ## end what `install-services` started, for good
+	@systemctl --user disable --now "$(UNIT)"
 
 profile: install ## make PROFILE (paper, one-gpu, small, ...) the parameters of the next run, once it is seen to fit
 	@m3diff --params profiles/$(PROFILE).yaml plan

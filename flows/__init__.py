@@ -2,7 +2,6 @@
 of other sites, and lets a flow run outlive the worker that started it."""
 
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -23,14 +22,16 @@ if FLOW_RUN in os.environ and WORKER_LOG.is_file():  # the pipe to the worker br
             os.dup2(log.fileno(), stream)
 
 
-def at_work(flow_runs: Collection[str]) -> dict[str, int]:
-    """The number of one process of each of these flow runs that has any on this machine."""
-    found: dict[str, int] = {}
+def processes_by(variable: str) -> dict[str, list[psutil.Process]]:
+    """The processes of this machine that were started with an environment variable, by its value, the oldest first."""
+    found: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         try:
-            flow_run = process.environ().get(FLOW_RUN, "")
+            value = process.environ().get(variable)
         except (psutil.Error, OSError):  # another user's, or gone
             continue
-        if flow_run in flow_runs and process.status() != psutil.STATUS_ZOMBIE:
-            found.setdefault(flow_run, process.pid)
+        if value and process.status() != psutil.STATUS_ZOMBIE:
+            found.setdefault(value, []).append(process)
+    for processes in found.values():
+        processes.sort(key=psutil.Process.create_time)
     return found

@@ -25,7 +25,7 @@ from prefect.exceptions import PrefectException
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, State
 from prefect.workers.process import ProcessWorker
 
-from flows import at_work, notices
+from flows import FLOW_RUN, notices, processes_by
 
 BEGINS_S, SILENCE_S = 60, 90
 """At most: from the moment that a worker took a run to its process; from one heartbeat of that to the next."""
@@ -71,8 +71,8 @@ class Worker(ProcessWorker):
     async def held(self, runs: Iterable[FlowRun]) -> set[UUID]:
         """Return the runs that this worker has in hand or that a process here works for."""
         ids = {str(run.id): run.id for run in runs}
-        found = await anyio.to_thread.run_sync(at_work, ids) if ids else {}
-        return {ids[id_] for id_ in found} | ({*ids.values()} & {*self.limiter.statistics().borrowers})
+        found = await anyio.to_thread.run_sync(processes_by, FLOW_RUN) if ids else {}
+        return {ids[id_] for id_ in found if id_ in ids} | ({*ids.values()} & {*self.limiter.statistics().borrowers})
 
     async def look_after_runs(self) -> None:
         """Say of runs whose process is gone that they crashed, and start the crashed ones again."""
@@ -95,15 +95,15 @@ class Worker(ProcessWorker):
                 await self.tell(run, what, state)
 
     async def is_lost(self, run: FlowRun) -> bool:
-        """Return whether this worker has to look after a run that no process here works for. Another worker may
-        have the same name, on another machine or in another container."""
+        """Return whether a run that no process here works for has none anywhere, and its own worker does not begin
+        it. Another worker may have the same name, on another machine or in another container."""
         assert run.state is not None
         whose, age = run.labels.get("prefect.worker.name"), datetime.now(UTC) - run.state.timestamp
         if run.state_type == CRASHED:
             return age < timedelta(days=AGAIN_DAYS) and (whose == self.name or not await self.is_heard(run))
         if run.state_type == PENDING:
             return whose in (None, self.name) and age > timedelta(seconds=BEGINS_S)
-        return whose == self.name and age > timedelta(seconds=SILENCE_S) and not await self.is_heard(run)
+        return age > timedelta(seconds=SILENCE_S) and not await self.is_heard(run)
 
     async def is_heard(self, run: FlowRun) -> bool:
         """Return whether a process on any machine still sends heartbeats for this run."""

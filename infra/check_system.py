@@ -4,7 +4,6 @@ here with a copied or moved checkout is made this folder's own.
 Standard library only and old syntax: it runs with whatever Python there is, to say which one is missing.
 """
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -17,6 +16,10 @@ import sysconfig
 OLDEST, NEWEST = (3, 11), (3, 13)
 PYTHON = "Python {}.{} to {}.{}".format(*OLDEST, *NEWEST)
 VERSION = "{}.{}".format(*sys.version_info)
+
+HEAD = "#!/bin/sh\n'''exec' {} \"$0\" \"$@\"\n' '''\n"
+"""The first lines of a Python script, as pip writes them where a path has a space."""
+OF_PYTHON = re.compile(rb"\A#!(/bin/sh\n'''exec' .*python.*\n' '''\n|.*python.*\n)")
 
 PLACE = "a path without : and $"
 
@@ -66,33 +69,23 @@ def missing():
 def adopt(venv):
     """Let the programs of a virtual environment that was made in another folder start the Python of this one, and have
     it installed again. Returns the other folder; None where it was made here."""
-    try:
-        with open(os.path.join(venv, "pyvenv.cfg"), encoding="utf-8") as file:
-            made = re.search("^command = .* -m venv (?:--[a-z-]+ )*(.+)$", file.read(), re.MULTILINE)
-    except OSError:
+    if not os.path.isfile(venv + "/pyvenv.cfg"):
         return None
+    with open(venv + "/pyvenv.cfg", encoding="utf-8") as file:
+        made = re.search("^command = .* -m venv (?:--[a-z-]+ )*(.+)$", file.read(), re.MULTILINE)
     if made is None or made.group(1) == venv:
         return None
-    old, new = os.path.join(made.group(1), "bin"), os.path.join(venv, "bin")
-    first = re.compile(rb"#!(?:/bin/sh\n'''exec' (.+) \"\$0\" \"\$@\"\n' '''\n|([^\n]+)\n)")
-    for entry in list(os.scandir(new)):
-        if entry.is_symlink() or not entry.is_file():
-            continue
+    head = HEAD.format(shlex.quote(venv + "/bin/python")).encode()
+    for entry in [entry for entry in os.scandir(venv + "/bin") if entry.is_file(follow_symlinks=False)]:
         with open(entry.path, "rb") as file:
             text = file.read()
-        found = first.match(text)
-        if not found:
-            continue
-        python = shlex.split(os.fsdecode(found.group(1)))[0] if found.group(1) else os.fsdecode(found.group(2))
-        if os.path.dirname(python) == old:
-            python = shlex.quote(os.path.join(new, os.path.basename(python)))
-            head = f"#!/bin/sh\n'''exec' {python} \"$0\" \"$@\"\n' '''\n"  # as pip writes it where a path has a space
+        if OF_PYTHON.match(text):
             with open(entry.path + ".new", "wb") as file:
-                file.write(os.fsencode(head) + text[found.end() :])
+                file.write(OF_PYTHON.sub(lambda old: head, text))
             shutil.copymode(entry.path, entry.path + ".new")
             os.replace(entry.path + ".new", entry.path)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(venv, ".ready"))
+    if os.path.exists(venv + "/.ready"):
+        os.remove(venv + "/.ready")
     return made.group(1)
 
 

@@ -21,32 +21,24 @@ from m3diff.settings.tree import Params
 
 LOGS = Path("runs/logs")
 DVC = [sys.executable, "-m", "dvc", "repro"]
-STAGE = re.compile(r"^(Running stage|Stage) '.*(:|skipping)|\bwarning: ")
-HOW_FAR = re.compile(r"^[a-z][\w@]*: .*(\d%\||\bETA )")
-EVERY_S = 20.0  # between two lines on how far a stage is
+SHOWN = re.compile(r"^(Running stage|Stage) '.*(:|skipping)|\bwarning: |^[a-z][\w@]*: .*(\d%\||\bETA )")
 LAST = 20  # lines of the log after a failure
-REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
 
-DRAWN = """good for     showing that the pipeline works: it describes MiniChange's scenes, drawn at {side} px
-not good for other images or words: its base knows {vocabulary} tokens. Your pairs need a real one:
-             `m3diff profile small` (0.5 B parameters), `one-gpu` or `paper` (7 B) name one
-"""
-
-NEXT = """next
+NEXT = """
+next
   compare runs and versions in a browser:     make up
   try the model on a page, over HTTP:         make serve
   caption two images:                         m3diff caption BEFORE AFTER
   try another setting beside this one:        dvc exp run -S train.epochs=6
-  your own pairs, in six steps:               docs/your-data.md
+  your own pairs, which need a real base:     docs/your-data.md
 
 Commands are in .venv: bin/m3diff works as it is; after `. .venv/bin/activate` so do all of docs/commands.md"""
 
 
 def run(command: Sequence[str], log: Path, out: TextIO) -> int:
-    """Run DVC, keep all that is said in `log`, and print of it stages, warnings and now and then how far one is; DVC's
-    exit code."""
+    """Run DVC, keep all that is said in `log`, and print of it stages, warnings and how far one is; DVC's exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    last, due, given = deque[str](maxlen=LAST), 0.0, environment()
+    last, given = deque[str](maxlen=LAST), environment()
     process = subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     assert process.stdout is not None
     try:
@@ -55,15 +47,10 @@ def run(command: Sequence[str], log: Path, out: TextIO) -> int:
                 line = f"{time.strftime('%H:%M:%S')} {text}"
                 print(line, file=file, flush=True)
                 last.append(line)
-                far = HOW_FAR.search(text) and time.monotonic() >= due
-                if far:
-                    due = time.monotonic() + EVERY_S
-                if far or STAGE.search(text):
+                if SHOWN.search(text):
                     print(line, file=out, flush=True)
+    finally:  # a key that interrupts this asks DVC and the stage, too
         code = process.wait()
-    except KeyboardInterrupt:  # DVC and the stage were asked by the same key
-        process.wait()
-        raise
     if code:
         print("", *last, "", f"make run: failed; all that was said: {log}", sep="\n", file=out)
     return code
@@ -72,7 +59,7 @@ def run(command: Sequence[str], log: Path, out: TextIO) -> int:
 def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """The scores of each dataset's first protocol, which is its headline, with their intervals."""
     first = {name.partition("/")[0]: name for name in reversed(protocols)}
-    for name in [name for name in protocols if name in first.values()]:
+    for name in reversed(first.values()):
         found = protocols[name]
         published = found.get("published_pairs")
         of = "" if published in (None, found["pairs"]) else f" of {published} that papers score"
@@ -86,12 +73,10 @@ def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def summary(params: Params, registration: Any, decision: object) -> str:
-    """Scores, places, the gate's decision, training's warnings, what the model is for, and what to do next."""
+    """Scores, places, the gate's decision, training's warnings, and what to do next."""
     paths = params.paths
     protocols = json.loads((paths.report / "metrics.json").read_text())["protocols"]
     trained = json.loads((paths.model / "report.json").read_text())
-    base = json.loads((params.train.base / "config.json").read_text())
-    vocabulary, side = base["text_config"]["vocab_size"], base["vision_config"]["image_size"]
     rows = [
         ("report", (paths.report / "report.html").resolve()),
         ("predictions", (paths.predictions / "predictions.json").resolve()),
@@ -99,8 +84,7 @@ def summary(params: Params, registration: Any, decision: object) -> str:
         ("gate", decision),
         *(("warning", f"training: {text}") for text in trained.get("warnings", [])),
     ]
-    limits = DRAWN.format(side=side, vocabulary=vocabulary) if vocabulary < REAL_VOCABULARY else ""
-    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {value}" for name, value in rows), limits, NEXT])
+    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {value}" for name, value in rows), NEXT])
 
 
 def finish(params: Params) -> str:
@@ -108,11 +92,12 @@ def finish(params: Params) -> str:
     said = io.StringIO()
     try:
         with redirect_stderr(said):
+            from m3diff.commands.rescore import rescore
             from m3diff.registry.promote import promote
             from m3diff.stages.register.stage import register
 
             registration = register(params)
-            decision = promote(params, registration.version)
+            decision = promote(params, rescore, registration.version)
     except BaseException:
         print(said.getvalue(), end="", file=sys.stderr)
         raise

@@ -1,12 +1,9 @@
 """The services of one machine: `make up` starts a keeper, which starts a Prefect server, an MLflow server and a worker,
-and starts again what ends; `make status` reports how they are, `make down` ends them. infra/units.py has systemd run
-the keeper, where the machine stays on.
+and starts again what ends; `make status` reports how they are, `make down` ends them. Where the machine stays on,
+systemd runs the keeper (infra/m3diff@.service).
 
-Everything they keep is under services/. Ports: M3DIFF_PREFECT_PORT (4200) and M3DIFF_MLFLOW_PORT (5000). The MLflow
-server serves the store that `m3diff register` writes without it, so both show the same runs and versions.
-
-A team's own databases, places and secrets are variables, of the shell or of the file services/environment, which only
-its owner may read; infra/README.md lists them.
+Everything they keep is under services/. The MLflow server serves the store that `m3diff register` writes without it.
+Ports, databases and secrets are variables, of the shell or of services/environment; infra/README.md lists them.
 """
 
 import errno
@@ -14,9 +11,7 @@ import ipaddress
 import json
 import os
 import secrets
-import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -24,33 +19,35 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from functools import partial
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import yaml
+from dotenv import dotenv_values
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script, as the unit and the keeper start it
-from flows import GUARD, at_work
-from infra.deployments import FLOW, POOL, deploy
+from flows import FLOW_RUN, GUARD, processes_by
 from m3diff import PRIVACY
 from m3diff.records.files import write_atomic
 
 HOST = "127.0.0.1"
+POOL = FLOW = "m3diff"
 OURS = {"name": {"any_": [FLOW]}}
 WORKER = socket.gethostname()
 PATIENCE_S = 300  # a first start creates two databases, on cores that may be busy
 GRACE_S = 40  # a stage in progress has its own grace inside
 SILENCE_S = 90  # a worker is heard every 30 s
 KEEP_S, MOST_PAUSE_S = 5, 300  # the keeper's look, and its longest wait before what ends again and again
-AT_WORK, ENDED_BADLY = ["PENDING", "RUNNING", "CANCELLING"], ["CRASHED", "FAILED"]
-HANGS_S = 180  # the worker looks after its runs every 30 s, and the server ends what it did not hear of for 90 s
+ENDED_BADLY = ["CRASHED", "FAILED"]
 LOG_BYTES = 30_000_000
 SERVICES = Path("services").resolve()
 BIN = Path(sys.executable).parent
 SETTINGS = SERVICES / "environment"
+MARK = "M3DIFF_SERVICE"
+"""The environment variable that names the service of a process: its folder in services/, by its path."""
 
 PREFECT_STORES = ("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
 TOKENS = ("PREFECT_SERVER_API_AUTH_STRING", "MLFLOW_AUTH_ADMIN_PASSWORD")
@@ -66,6 +63,12 @@ authorization_function = mlflow.server.auth:authenticate_request_basic_auth
 grant_default_workspace_access = false
 """
 
+JOBS = {
+    "job_configuration": {"env": {"DO_NOT_TRACK": "true", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}},
+    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+"""The template of the work pool's jobs, which take nothing from who asks for a flow run (a command, say)."""
+
 
 class ServiceError(RuntimeError):
     """A service cannot be started or is not up; the text says why and what to do."""
@@ -76,7 +79,6 @@ class Service:
     name: str
     command: list[str]
     port: int | None = None  # None: it serves nobody
-    port_variable: str = ""
     token: str = ""  # the variable of its secret
 
     @property
@@ -84,38 +86,16 @@ class Service:
         return f"http://{HOST if bind() == '0.0.0.0' else bind()}:{self.port}"
 
     @property
-    def record(self) -> Path:
-        """The file that says which process was started last."""
-        return SERVICES / f"{self.name}.json"
-
-    @property
     def log(self) -> Path:
         return SERVICES / f"{self.name}.log"
 
-    def kept(self) -> dict[str, Any]:
-        """The record of the process that was started last; empty without one."""
-        try:
-            return json.loads(self.record.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
-
-    def process(self) -> psutil.Process | None:
-        """The process that was started last, where it still runs; a number that another process took over is not it."""
-        kept = self.kept()
-        if kept.get("of", str(SERVICES)) != str(SERVICES):  # a copied checkout has its original's
-            return None
-        with suppress(KeyError, psutil.NoSuchProcess):
-            process = psutil.Process(kept["pid"])
-            if process.create_time() == kept["started"] and process.status() != psutil.STATUS_ZOMBIE:
-                return process
-        return None
-
-    def healthy(self) -> bool:
+    def answers(self) -> bool:
         """Return whether it answers: a server itself, the worker through Prefect's server, the keeper by running."""
-        process = self.process()
-        if self.port is None:
-            return process is not None and (self.name == "keeper" or is_heard(process.create_time()))
+        if self.name == "keeper":
+            return True
         with suppress(httpx.HTTPError):
+            if self.port is None:
+                return is_heard()
             return httpx.get(f"{self.address}{'/api' * (self.name == 'prefect')}/health", timeout=5).is_success
         return False
 
@@ -130,8 +110,8 @@ def services() -> list[Service]:
     work = [sys.executable, "-m", "flows.worker", "worker", "start", "--pool", POOL, "--name", WORKER]
     at = [["--host", bind(), "--port", str(port)] for port in (prefect, mlflow)]
     return [
-        Service("prefect", [*server, "--log-level", "warning", *at[0]], prefect, "M3DIFF_PREFECT_PORT", TOKENS[0]),
-        Service("mlflow", [*tracking, *at[1]], mlflow, "M3DIFF_MLFLOW_PORT", TOKENS[1]),
+        Service("prefect", [*server, "--log-level", "warning", *at[0]], prefect, TOKENS[0]),
+        Service("mlflow", [*tracking, *at[1]], mlflow, TOKENS[1]),
         Service("worker", [*work, "--limit", str(limit)]),
     ]
 
@@ -149,6 +129,21 @@ def number(variable: str, usual: int, most: int) -> int:
 
 def bind() -> str:
     return os.environ.get("M3DIFF_BIND", HOST)
+
+
+def processes(kept: Path | None = None) -> dict[str, list[psutil.Process]]:
+    """The processes of each service of this checkout that are here, the oldest first, and those of its flow runs as
+    `flow`; one that outlives its parent is among them.
+
+    Args:
+        kept: the folder services/ of another checkout.
+    """
+    marked = processes_by(MARK)
+    of_flows = {process for found in processes_by(FLOW_RUN).values() for process in found}
+    found = {name: marked.get(f"{kept or SERVICES}/{name}", []) for name in ("keeper", "worker", "mlflow", "prefect")}
+    found["flow"] = [process for process in found["worker"] if process in of_flows]
+    found["worker"] = [process for process in found["worker"] if process not in of_flows]
+    return found
 
 
 # What a service sees
@@ -188,21 +183,16 @@ def read_settings() -> None:
     """Take the variables of services/environment into the environment; one that the shell has set stays.
 
     Raises:
-        ServiceError: others can read the file, or a line is not NAME=value.
+        ServiceError: others can read the file, or a line has no value.
     """
     if not SETTINGS.exists():
         return
     if SETTINGS.stat().st_mode & 0o077:
         raise ServiceError(f"{SETTINGS} is for secrets, and others can read it: chmod 600 {SETTINGS}")
-    for number, line in enumerate(SETTINGS.read_text(encoding="utf-8").splitlines(), 1):
-        with suppress(ValueError):  # of quotes without an end
-            if not (words := shlex.split(line, comments=True)):
-                continue
-            name, equals, value = words[0].partition("=")
-            if len(words) == 1 and equals and name.isidentifier():
-                os.environ.setdefault(name, value)
-                continue
-        raise ServiceError(f"{SETTINGS}, line {number}: expected NAME=value, in quotes where it has a space")
+    for name, value in dotenv_values(SETTINGS, interpolate=False).items():
+        if value is None:
+            raise ServiceError(f"{SETTINGS}, {name}: expected NAME=value")
+        os.environ.setdefault(name, value)
 
 
 def check_settings() -> None:
@@ -239,40 +229,37 @@ def check_settings() -> None:
 
 
 def up() -> None:
-    """Start the keeper, wait until all answer, and print what it said.
+    """Start the keeper, wait until all answer, and print what it said; where it is up already, how the services are.
 
     Raises:
-        ServiceError: one is up on another port, or does not answer.
+        ServiceError: one does not answer, or is up on another port.
     """
     check_settings()
-    own, all_ = keeper(), services()
-    said = own.log.stat().st_size if own.log.exists() else 0
-    if own.process() is None:
-        start(own)
+    own = keeper()
+    if processes()["keeper"]:
+        status()
     else:
-        for service in (own, *all_):
-            if service.process() and (port := service.kept()["port"]) != service.port:
-                raise ServiceError(
-                    f"{service.name} is up already, on port {port}; `make down` first, or name that port"
-                )
-            print(f"{service.name}: already up")
-    for service in all_:
-        wait(service, own)
-    print(own.log.read_text()[said:])
-    prefect, mlflow, _ = all_
+        for service in services():
+            end_left(service)
+        said = own.log.stat().st_size if own.log.exists() else 0
+        start(own)
+        for service in services():
+            wait(service, own)
+        print(own.log.read_text()[said:])
+    prefect, mlflow, _ = services()
     print(f"Prefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:")
     if prefect.port != 4200:
         print(f"  export PREFECT_API_URL={prefect.address}/api")
     print("  .venv/bin/prefect deployment run m3diff/full --watch\n  make status\n  make down")
 
 
-def start(service: Service) -> None:
+def start(service: Service) -> psutil.Popen:
     """Start in a session of its own, its output at the end of services/<name>.log, in place of what is left of it.
 
     Raises:
         ServiceError: something else listens on its port.
     """
-    end_orphans(service)
+    end_left(service)
     kept = SERVICES if service.port is None else SERVICES / service.name
     kept.mkdir(parents=True, exist_ok=True)
     if service.name == "mlflow":
@@ -280,43 +267,26 @@ def start(service: Service) -> None:
     if service.port is not None and is_taken(service.port):
         raise ServiceError(
             f"{service.name}: port {service.port} is taken by another program; end that one, or choose a port: "
-            f"{service.port_variable}={service.port + 1} make up"
+            f"M3DIFF_{service.name.upper()}_PORT={service.port + 1} make up"
         )
     rotate(service.log)
     service.log.touch(mode=0o600)
+    given = environment(service) | {MARK: f"{SERVICES}/{service.name}"}
     with service.log.open("a") as log:
         log.write(f"--- {service.name} started {moment(time.time())}\n")
         log.flush()
-        given, output = environment(service), {"stdout": log, "stderr": subprocess.STDOUT}
-        child = subprocess.Popen(service.command, env=given, stdin=subprocess.DEVNULL, start_new_session=True, **output)
-    write_record(service, child.pid)
+        output = {"stdout": log, "stderr": subprocess.STDOUT}
+        return psutil.Popen(service.command, env=given, stdin=subprocess.DEVNULL, start_new_session=True, **output)
 
 
-def end_orphans(service: Service) -> None:
+def end_left(service: Service) -> None:
     """End what a killed keeper or server left, such as a child that holds its port. A worker's flows are no part of
     it."""
-    kept, process = service.kept(), service.process()
-    if not kept or kept.get("of", str(SERVICES)) != str(SERVICES):  # a copied checkout has its original's
-        return
-    if service.port is None:
-        if process is not None:
+    left = processes()[service.name]
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        return
-    with suppress(psutil.Error):
-        if psutil.Process(kept["pid"]).create_time() != kept["started"]:
-            return  # the number, and so the group, is another's by now
-    with suppress(ProcessLookupError):
-        os.killpg(kept["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + 10
-        while is_taken(service.port) and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-
-def write_record(service: Service, pid: int, unit: bool = False) -> None:
-    """Record who runs as this service, by number and time of start, and whether systemd does: for `status`, `down` and
-    the keeper, who read it at any moment."""
-    kept = {"pid": pid, "started": psutil.Process(pid).create_time(), "port": service.port, "of": str(SERVICES)}
-    write_atomic(service.record, json.dumps(kept | {"unit": unit}))
+    psutil.wait_procs(left, timeout=10)
 
 
 def rotate(log: Path) -> None:
@@ -325,8 +295,7 @@ def rotate(log: Path) -> None:
     It is copied and emptied, since who writes it has it open; a line written in between is lost.
     """
     if log.exists() and log.stat().st_size >= LOG_BYTES:
-        shutil.copyfile(log, copy := log.with_name(f"{log.name}.copy"))
-        copy.replace(log.with_name(f"{log.name}.1"))
+        shutil.copyfile(log, f"{log}.1")
         os.truncate(log, 0)
 
 
@@ -337,7 +306,7 @@ def is_taken(port: int) -> bool:
 
 
 def wait(service: Service, runs: Service) -> None:
-    """Wait until a service answers.
+    """Wait until a service runs and answers.
 
     Args:
         runs: it or its keeper, whose log is shown where it ends.
@@ -346,53 +315,83 @@ def wait(service: Service, runs: Service) -> None:
         ServiceError: that ended, or the service does not answer for too long.
     """
     deadline = time.monotonic() + PATIENCE_S
-    while not service.healthy():
-        if runs.process() is None or time.monotonic() > deadline:
+    while not ((found := processes())[service.name] and service.answers()):
+        if not found[runs.name] or time.monotonic() > deadline:
             tail = "\n  ".join(runs.log.read_text(errors="replace").splitlines()[-10:])
             raise ServiceError(f"{service.name} does not answer; the end of {runs.log}:\n  {tail}")
         time.sleep(0.5)
 
 
-def keep(unit: bool = False) -> None:
+def keep() -> None:
     """Start the servers, make the deployments known, start the worker. Then start again what ended, the worker once the
     server answers; what ends again and again is waited with for longer each time, up to MOST_PAUSE_S.
 
-    Args:
-        unit: systemd runs it, and ends all that it started with it.
+    Raises:
+        ServiceError: another keeper is up, or a server does not start.
     """
     check_settings()
-    if (other := keeper().process()) is not None and other.pid != os.getpid():
-        raise ServiceError("keeper is up already; `make down` first")
-    SERVICES.mkdir(exist_ok=True)
-    write_record(keeper(), os.getpid(), unit)
+    if any(other.pid != os.getpid() for other in processes()["keeper"][:1]):
+        raise ServiceError("the keeper is up already; `make down` first")
     prefect, mlflow, worker = services()
-    for server in (prefect, mlflow):
-        start(server)
+    running = {server.name: start(server) for server in (prefect, mlflow)}
     for server in (prefect, mlflow):
         wait(server, server)
     os.environ.update(environment(worker))
     deploy()
-    start(worker)
-    pauses, due = dict.fromkeys((service.name for service in services()), 0.0), dict[str, float]()
+    running[worker.name] = start(worker)
+    pauses, due = dict.fromkeys(running, 0.0), dict.fromkeys(running, 0.0)
     while True:
         time.sleep(KEEP_S)
         rotate(keeper().log)
-        for service in services():
+        for service in (prefect, mlflow, worker):
             rotate(service.log)
-            now, process = time.monotonic(), service.process()
-            if process is not None and time.time() - process.create_time() > MOST_PAUSE_S:
-                pauses[service.name] = 0
-            if process is not None or now < due.get(service.name, 0):
-                continue
-            if service.port is None and not services()[0].healthy():
-                continue
-            pauses[service.name] = min(max(KEEP_S, 2 * pauses[service.name]), MOST_PAUSE_S)
-            due[service.name] = now + pauses[service.name]
-            print(f"{moment(time.time())}: {service.name} ended, and is started again", flush=True)
-            try:
-                start(service)
-            except ServiceError as error:
-                print(f"{moment(time.time())}: {error}", flush=True)
+            name, now = service.name, time.monotonic()
+            if running[name].poll() is None:
+                if now > due[name] + MOST_PAUSE_S:
+                    pauses[name] = 0
+            elif now >= due[name] and (service.port or prefect.answers()):
+                pauses[name] = min(max(KEEP_S, 2 * pauses[name]), MOST_PAUSE_S)
+                due[name] = now + pauses[name]
+                print(f"{moment(time.time())}: {name} ended, and is started again", flush=True)
+                try:
+                    running[name] = start(service)
+                except ServiceError as error:
+                    print(f"{moment(time.time())}: {error}", flush=True)
+
+
+def deploy() -> None:
+    """Make the work pool and the deployments of prefect.yaml known to the server at PREFECT_API_URL. One is made anew
+    only where its entry, its flow's parameters or this folder changed since: what a person changed on Prefect's page
+    stays."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.client.schemas.filters import FlowFilter
+    from prefect.exceptions import ObjectNotFound
+    from prefect.utilities.callables import parameter_schema_from_entrypoint
+
+    wanted: dict[str, Any] = {}
+    for entry in yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]:
+        parameters = parameter_schema_from_entrypoint(entry["entrypoint"]).model_dump(mode="json")
+        wanted[entry["name"]] = {"entry": entry, "parameters": parameters, "folder": str(Path.cwd())}
+    record = SERVICES / "deployed.json"
+    last = json.loads(record.read_text()) if record.is_file() else {}
+    with get_client(sync_client=True) as client:
+        try:
+            client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOBS))
+        except ObjectNotFound:
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=JOBS))
+        paused = [f"work pool {POOL}"] if client.read_work_pool(POOL).is_paused else []
+        known = client.read_deployments(flow_filter=FlowFilter.model_validate(OURS))
+    same = [found for found in known if found.name in wanted and last.get(found.name) == wanted[found.name]]
+    if new := wanted.keys() - {found.name for found in same}:
+        names = [word for name in sorted(new) for word in ("--name", name)]
+        subprocess.run([f"{BIN}/prefect", "--no-prompt", "deploy", *names], check=True, stdout=subprocess.DEVNULL)
+        write_atomic(record, json.dumps(wanted, indent=1))
+    paused += [
+        f"m3diff/{found.name}" for found in same if found.paused or not all(one.active for one in found.schedules)
+    ]
+    for what in paused:
+        print(f"{what} stays as Prefect's page has it: paused")
 
 
 # Status
@@ -402,12 +401,12 @@ def status() -> None:
     """Print of each service whether it is up, where and since when, and the last training.
 
     Raises:
-        ServiceError: a service is not up or does not answer, a run hangs, or the last training ended badly.
+        ServiceError: a service is not up or does not answer, or the last training ended badly.
     """
-    down = {}
+    down, found = {}, processes()
     for service in [*services(), keeper()]:
-        process = service.process()
-        word = "not up" if process is None else "up" if service.healthy() else "not answering"
+        process = next(iter(found[service.name]), None)
+        word = "not up" if process is None else "up" if service.answers() else "not answering"
         since = f"since {moment(process.create_time())}" if process else ""
         place = service.address if service.port else f"pool {POOL}" if service.name == "worker" else ""
         print(f"{service.name:<9} {word:<14} {place:<24} {since:<32} {service.log}")
@@ -415,25 +414,9 @@ def status() -> None:
             down[service.name] = f"{service.name} is {word}"
     faults = [f"{', '.join(down.values())}; `make up`, or the end of its log says why"] if down else []
     if "prefect" not in down:
-        faults += [*hanging(), *last_training()]
+        faults += last_training()
     if faults:
         raise ServiceError("\n  ".join(faults))
-
-
-def hanging() -> Iterator[str]:
-    """Name the runs that the server calls at work, for so long, and that have no process here."""
-    runs = ask("/flow_runs/filter", {"flows": OURS, "flow_runs": {"state": {"type": {"any_": AT_WORK}}}})
-    here, oldest = at_work([run["id"] for run in runs]), datetime.now(UTC) - timedelta(seconds=HANGS_S)
-    for run in runs:
-        since, whose = run["state"]["timestamp"], run["labels"].get("prefect.worker.name", WORKER)
-        if (
-            run["deployment_id"]
-            and run["id"] not in here
-            and datetime.fromisoformat(since) < oldest
-            and whose == WORKER
-        ):
-            how = f"{run['name']} is {run['state_name']} since {moment(since)}"
-            yield f"{how}, and no process works for it: `make down`, `make up`"
 
 
 def last_training() -> Iterator[str]:
@@ -449,27 +432,26 @@ def last_training() -> Iterator[str]:
             yield f"{told}: {why} Once the cause is gone: .venv/bin/prefect deployment run m3diff/full"
 
 
-def ask(path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the answer of Prefect's API to a POST with this body, or without one to a GET.
+def is_heard() -> bool:
+    """Return whether the server heard this machine's worker lately.
+
+    Raises:
+        httpx.HTTPError: it does not answer, or refuses.
+    """
+    known = ask(f"/work_pools/{POOL}/workers/filter", {})
+    heard = [worker["last_heartbeat_time"] for worker in known if worker["name"] == WORKER]
+    return any(datetime.fromisoformat(when).timestamp() >= time.time() - SILENCE_S for when in heard if when)
+
+
+def ask(path: str, body: dict[str, Any]) -> Any:
+    """Return the answer of Prefect's API to a POST.
 
     Raises:
         httpx.HTTPError: it does not answer, or refuses.
     """
     login = environment(services()[-1]).get("PREFECT_API_AUTH_STRING", "")
     auth = httpx.BasicAuth(*login.split(":", 1)) if login else None
-    address, how = f"{services()[0].address}/api{path}", "GET" if body is None else "POST"
-    return httpx.request(how, address, json=body, auth=auth, timeout=10).raise_for_status().json()
-
-
-def is_heard(since: float) -> bool:
-    """Return whether the server heard this machine's worker since a time (seconds of the epoch), and lately."""
-    try:
-        known = ask(f"/work_pools/{POOL}/workers/filter", {})
-    except httpx.HTTPError:
-        return False
-    oldest = max(since - 1, time.time() - SILENCE_S)
-    heard = [worker["last_heartbeat_time"] for worker in known if worker["name"] == WORKER]
-    return any(datetime.fromisoformat(moment).timestamp() >= oldest for moment in heard if moment)
+    return httpx.post(f"{services()[0].address}/api{path}", json=body, auth=auth, timeout=10).raise_for_status().json()
 
 
 def moment(when: float | str) -> str:
@@ -482,28 +464,22 @@ def moment(when: float | str) -> str:
 
 
 def down() -> None:
-    """End what `up` started, the keeper first, then the worker, with everything under it; records of what is gone are
-    removed. What systemd runs is left to it: it would be started again."""
-    if keeper().process() and keeper().kept().get("unit"):
-        print("the services run as a unit; `make uninstall-services`, or systemctl stop m3diff")
-        return
-    for service in (keeper(), *reversed(services())):
-        process = service.process()
-        if process is None:
-            end_orphans(service)
-            print(f"{service.name}: not up")
-        else:
-            family = [process] if service.name == "keeper" else [process, *process.children(recursive=True)]
-            process.terminate()  # and with it the others, which it started
-            _, alive = psutil.wait_procs(family, timeout=GRACE_S)
-            for member in alive:
-                member.kill()
-            psutil.wait_procs(alive, timeout=10)
-            print(f"{service.name}: ended")
-        service.record.unlink(missing_ok=True)
+    """End what `up` or the unit started, the keeper first, then the worker with its flows, the servers last."""
+    for name in ("keeper", "worker", "mlflow", "prefect"):
+        found = processes()
+        family = found[name] + (found["flow"] if name == "worker" else [])
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                if process.parent() not in family:  # the others end by it
+                    process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=GRACE_S)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=10)
+        print(f"{name}: {'ended' if family else 'not up'}")
 
 
-COMMANDS = {"up": up, "down": down, "status": status, "run": partial(keep, unit=True), "keep": keep, "deploy": deploy}
+COMMANDS = {"up": up, "down": down, "status": status, "keep": keep, "deploy": deploy}
 
 
 def main(what: str) -> int:

@@ -104,7 +104,10 @@ class Machine:
         return run["state_name"], {task["name"]: task["state_name"] for task in tasks}
 
     def process(self, service: str) -> psutil.Process:
-        return psutil.Process(json.loads((self.root / "services" / f"{service}.json").read_text())["pid"])
+        """The process of a service; raises IndexError where it is not up."""
+        from infra.services import processes
+
+        return processes(self.root.resolve() / "services")[service][0]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from tests.serving.toy import Running, form, png
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
-BUILT_OF = ("components", "profiles", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+BUILT_OF = ("components", "profiles", "pyproject.toml", "README.md", "LICENSE")
 
 
 def tracked(*places: str) -> list[str]:
@@ -34,6 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "source" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, root / "source" / path)
     (root / "source" / "m3diff").symlink_to("components")
+    (root / "source" / "components" / "_profiles").symlink_to("../profiles")
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(root)]
     subprocess.run([*build, str(root / "source")], check=True)
     (made,) = root.glob("*.whl")

@@ -13,7 +13,7 @@ from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 
 SHIPPED = Path(__file__).parents[1] / "_profiles"
-"""The profiles inside an installed wheel."""
+"""The profiles inside an installed wheel; in a checkout a link to its own."""
 
 
 class Command(NamedTuple):
@@ -98,7 +98,7 @@ def not_installed(module: str, extra: str) -> str:
         module: as it is imported, such as `pycocoevalcap.cider.cider`.
         extra: of this package, that brings it.
     """
-    install = f"'m3diff[{extra}]'" if SHIPPED.is_dir() else f"-c constraints.txt -e '.[{extra}]'"
+    install = f"-c constraints.txt -e '.[{extra}]'" if SHIPPED.is_symlink() else f"'m3diff[{extra}]'"
     package = module.partition(".")[0]
     return f"the package {package!r} is not installed here; pip install {install} ({sys.executable})"
 
@@ -106,15 +106,14 @@ def not_installed(module: str, extra: str) -> str:
 def profiles_folder() -> Path:
     """The folder of profiles: in the working directory of a checkout, else in the wheel."""
     here = Path("profiles")
-    return here if here.is_dir() or not SHIPPED.is_dir() else SHIPPED
+    return here if here.is_dir() or SHIPPED.is_symlink() else SHIPPED
 
 
 def load_anywhere(asked: Path) -> Params:
     """The parameters of a command that runs outside a checkout too: those of `asked`, or, in place of a `params.yaml`
     that is not there, the profile of the embedded run inside the wheel."""
-    shipped = SHIPPED / "embedded.yaml"
-    absent = asked == Path("params.yaml") and not asked.is_file() and shipped.is_file()
-    return load_params(shipped if absent else asked)
+    absent = asked == Path("params.yaml") and not asked.is_file() and not SHIPPED.is_symlink()
+    return load_params(SHIPPED / "embedded.yaml" if absent else asked)
 
 
 def told(report: StageReport) -> str:

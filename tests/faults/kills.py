@@ -152,7 +152,7 @@ class Kills:
         """Those that are up; one that was killed may not be yet."""
         found = []
         for name in names:
-            with suppress(psutil.Error):
+            with suppress(IndexError):
                 found.append(self.machine.process(name))
         return found
 
