@@ -20,10 +20,9 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows import archive, dvc, notices, report
+from flows import archive, dvc, report
 from flows.report import Done
-from flows.warm import NothingNewError
-from flows.workspace import FLOWS, lock, workspace
+from flows.workspace import FLOWS, NothingNewError, lock, workspace
 from m3diff.commands.preflight import preflight
 from m3diff.commands.rescore import rescore
 from m3diff.provenance.dvc import LOCK, Lock
@@ -45,7 +44,7 @@ NO_REASON = "neither the data nor the parameters changed since the last registra
 
 TRANSIENT = (75, -9, 137)  # try again later; ended by the kernel (out of memory) or by a person
 
-TOLD: dict[str, Any] = {"on_failure": [notices.failed], "on_crashed": [notices.failed]}
+TOLD: dict[str, Any] = {"on_failure": [report.failed], "on_crashed": [report.failed]}
 
 
 @flow(name="m3diff", persist_result=False, **TOLD)
@@ -142,7 +141,7 @@ def in_workspace(done: Done, if_changed: bool) -> State:
             report.publish(done, message_of(done))
             raise
         report.publish(done, message_of(done))
-        notices.decided(done, get_run_logger().warning)
+        report.decided(done, get_run_logger().warning)
     return Completed(name=done.state, message=", ".join(f"{name} {how.lower()}" for name, how in done.outcomes.items()))
 
 
@@ -158,7 +157,7 @@ def work_through(done: Done, status: dict[str, Any]) -> None:
             asked.add(stage)
     take(done, "push", push_data)
     archive.commit(message_of(done), done.work.links)
-    if not done.work.overrides:
+    if not done.work.overrides:  # nor did it begin with the champion
         git("update-ref", f"refs/heads/{archive.LATEST}", "HEAD")
     done.registration = take(done, "register", register_model)
     done.decision = take(done, "promote", promote_model, done.registration.version)

@@ -1,20 +1,33 @@
-"""The page of a flow run: what ran, why, how long, what came out, and where to look further.
+"""What a flow run leaves for people: its page, and a notice of a failure, a crash, a rejection and a promotion.
 
-It is a Prefect artifact (`run-report`), a file in `runs/reports/` of the checkout, and a commit on the run's branch.
+The page is a Prefect artifact (`run-report`), and a commit on the run's branch. `M3DIFF_NOTIFY` says where notices go:
+an address of Apprise (`mailto://...`, `json://...`, `slack://...`); without it nobody is told. Each is sent once. What
+could not be sent is kept in `runs/flows/`, and sent at the next occasion; it fails no run. The address may hold a
+password, so neither it nor its errors are logged.
 """
 
 import json
+import logging
+import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+from apprise import Apprise
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.objects import FlowRun
+from prefect.flows import Flow
+from prefect.logging import get_logger
+from prefect.states import State
+from prefect.utilities.urls import url_for
 
 from flows import archive
-from flows.workspace import Workspace
+from flows.workspace import FLOWS, KEPT_DAYS, Workspace, lock, read_json
 from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
 from m3diff.registry.promote import Promotion
@@ -22,9 +35,10 @@ from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration
 
-KEY = "run-report"
-REPORTS = Path("runs/reports")
-SCORES = ("CIDEr", "METEOR", "BLEU-4", "ROUGE-L", "change_type_accuracy", "change_exact_accuracy", "no_change_recall")
+NOTIFY = "M3DIFF_NOTIFY"
+REMEMBERED = 1000  # notices, so that each is told once
+EXCEPTION = "Flow run encountered an exception: "  # Prefect's words before those of the error
+MOST_WORDS = 400  # characters of an error
 
 
 @dataclass
@@ -50,6 +64,9 @@ class Done:
         return "Skipped" if set(self.outcomes.values()) <= {"Skipped"} else "Completed"
 
 
+# The page
+
+
 def publish(done: Done, message: str) -> None:
     """Write the page and keep it. What goes wrong with it is logged, and fails no run.
 
@@ -59,12 +76,11 @@ def publish(done: Done, message: str) -> None:
     log = get_run_logger()
     try:
         text = redacted("\n".join(page(done, load_params(Path("params.yaml")))))
-        create_markdown_artifact(markdown=text, key=KEY, description=f"flow run {done.work.flow_run}: {done.state}")
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(done.started))
-        name = f"{stamp}-{done.work.flow_run[:8]}.md"
-        write_atomic(done.work.checkout / REPORTS / name, text + "\n")
+        what = f"flow run {done.work.flow_run}: {done.state}"
+        create_markdown_artifact(markdown=text, key="run-report", description=what)
         if done.state != "Skipped":
-            write_atomic(Path("reports") / name, text + "\n")
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(done.started))
+            write_atomic(Path("reports") / f"{stamp}-{done.work.flow_run[:8]}.md", text + "\n")
             archive.commit(f"Report: {message}", done.work.links)
             archive.publish(done.work.branch, log.info)
     except Exception as error:
@@ -82,8 +98,9 @@ def page(done: Done, params: Params) -> Iterator[str]:
         yield from ("", "## What failed", "", "```", done.error, "```", "", f"Its worktree is kept: `{work.root}`")
     if done.decision:
         yield from ("", "## The gate", "", str(done.decision))
-    if found := scores(params):
-        yield from ("", "## Scores", "", *table(("protocol", "score", "times 100"), found))
+    if found := read_json(params.paths.report / "headline.json"):
+        scores = [(protocol, name, f"{value:.1f}") for protocol, own in found.items() for name, value in own.items()]
+        yield from ("", "## Scores", "", *table(("protocol", "score", "times 100"), scores))
     ran = [(name, how, duration(done.seconds[name])) for name, how in done.outcomes.items()]
     yield from ("", "## What ran", "", *table(("task", "how", "took"), ran))
     yield from ("", "## Where to look", "")
@@ -105,13 +122,109 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
     yield from (first, "|---" * len(head) + "|", *rest)
 
 
-def scores(params: Params) -> list[tuple[str, ...]]:
-    """The headline scores of each dataset; none where this run was not evaluated."""
-    file = params.paths.report / "metrics.json"
-    found = json.loads(file.read_text())["protocols"] if file.is_file() else {}
-    return [
-        (protocol, name, f"{100 * own[name]:.1f}")
-        for protocol, own in found.items()
-        for name in SCORES
-        if isinstance(own.get(name), int | float)
-    ]
+# Notices
+
+
+def tell(
+    log: Callable[[str], None], key: str = "", title: str = "", text: str = "", checkout: Path | None = None
+) -> None:
+    """Send a notice, unless one of this key was sent before, after those that wait; without a key, these alone.
+    Whatever goes wrong is logged, and nothing fails. Without an address nothing waits.
+
+    Args:
+        checkout: the folder that the flow was started in; without one the current directory.
+    """
+    address = os.environ.get(NOTIFY, "").strip()
+    try:
+        with kept(checkout or Path.cwd()) as notices:
+            waiting = notices["waiting"]
+            if key and key not in notices["told"]:
+                waiting[key] = [title, redacted(text)]
+            for key, (title, text) in [*waiting.items()]:
+                if address and not send(address, title, text):
+                    log(
+                        f"warning: {title}: nobody was told, for {NOTIFY} does not work; "
+                        f"{len(waiting)} notice(s) wait for the next occasion"
+                    )
+                    break
+                if address:
+                    notices["told"][key] = datetime.now(UTC).isoformat(timespec="seconds")
+                del waiting[key]
+    except Exception as error:
+        log(f"warning: a notice was not sent: {type(error).__name__}")
+
+
+@contextmanager
+def kept(checkout: Path) -> Iterator[dict[str, dict[str, Any]]]:
+    """Open the notices that were sent (key: when) and that wait (key: title and text); other processes wait."""
+    folder = checkout / FLOWS
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder / "notices.lock"):
+        notices = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
+        before = json.dumps(notices)
+        yield notices
+        notices["told"] = dict([*notices["told"].items()][-REMEMBERED:])
+        if (after := json.dumps(notices)) != before:
+            write_atomic(folder / "notices.json", after)
+
+
+def send(address: str, title: str, text: str) -> bool:
+    """Return whether an address of Apprise took a notice."""
+    logger = logging.getLogger("apprise")
+    before, logger.disabled = logger.disabled, True  # it logs addresses
+    try:
+        to = Apprise()
+        return to.add(address) and bool(to.notify(text, title=title))
+    finally:
+        logger.disabled = before
+
+
+def failed(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """A hook of the flows, for failures and crashes."""
+    tell_of_end(flow.fn.__name__, flow_run, state, get_logger("m3diff").warning)
+
+
+def tell_of_end(what: str, run: FlowRun, state: State, log: Callable[[str], None]) -> None:
+    """Tell of a failure or crash in one paragraph: what, which run, why, where to look, what to do. A look that fails
+    again and again is told once a day.
+
+    Args:
+        what: the deployment: full, retrain or watch.
+    """
+    how, why = "crashed" if state.is_crashed() else "failed", reason_of(state)
+    looks = what == "watch" and how == "failed"
+    key = f"watch {why} {datetime.now(UTC).date()}" if looks else f"{run.id} {how}"
+    then = (
+        f"Its page says what failed, its worktree {FLOWS}/{run.id} stays for {KEPT_DAYS} days. Once the cause is "
+        f"gone: `prefect deployment run m3diff/{what}`."
+    )
+    if how == "crashed":
+        then = "It is started again by itself and goes on where it was killed, unless it crashed three times in a row."
+    tell(log, key, f"m3diff/{what} {how}", f"Run {run.name!r} of m3diff/{what} {why}. {link(run.id)}{then}")
+
+
+def reason_of(state: State) -> str:
+    """The state of a run that ended and the first line of its error; for a stage also its last line of output."""
+    first, *lines = (state.message or "").removeprefix(EXCEPTION).splitlines() or [""]
+    said = [line.strip() for line in lines if line.strip() and not line.startswith("ERROR: failed to reproduce")]
+    return f"{(state.name or '').lower()}: {' '.join([first, *said[-1:]])[:MOST_WORDS]}"
+
+
+def link(flow_run: object) -> str:
+    """The address of a run's page, with a full stop and a blank; nothing without a server."""
+    address = url_for("flow-run", obj_id=str(flow_run))
+    return f"{address} . " if address else ""
+
+
+def decided(done: Done, log: Callable[[str], None]) -> None:
+    """Tell of a model that the gate rejected or promoted; of a run that changed nothing there is nothing to tell."""
+    decision = done.decision
+    if decision is None or decision.outcome == "unchanged":
+        return
+    number = "none" if decision.champion is None else decision.champion
+    word, then = "promoted", f"The champion before was {number}; `m3diff rollback --why TEXT` brings it back."
+    if decision.outcome == "refused":
+        word, then = "rejected", f"The champion stays: {number}."
+    because = f"Run because {'; '.join(done.reasons)}. " if done.reasons else ""
+    text = f"{decision}. {because}{link(done.work.flow_run)}{then}"
+    tell(log, f"{done.work.flow_run} {word}", f"m3diff: a model was {word}", text, done.work.checkout)

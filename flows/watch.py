@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from prefect import flow, get_run_logger
@@ -22,7 +22,7 @@ from prefect.deployments import run_deployment
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
 
-from flows import dvc, notices
+from flows import dvc, report
 from flows.pipeline import retrain
 from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
 from m3diff.provenance.git import git
@@ -38,12 +38,12 @@ DROP = "M3DIFF_DROP"
 SETTLED_S = 60.0  # without a change; a file that is half copied waits for the next look
 
 
-@flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
+@flow(name="m3diff", persist_result=False, on_failure=[report.failed], on_crashed=[report.failed])
 def watch() -> State:
     """Look once. New data: start retrain. A source that cannot be asked fails the look, after the others had theirs."""
     require_own_code()
     log, checkout = get_run_logger(), Path.cwd()
-    notices.tell(log.warning, checkout=checkout)
+    report.tell(log.warning, checkout=checkout)
     kept = read_json(STATE) or {}
     failures = look(kept, log.info)
     found, reason = tip(), ""
@@ -54,7 +54,6 @@ def watch() -> State:
         write_atomic(STATE, json.dumps(kept | {"started": found}))
     if failures:
         raise DataError("; ".join(failures))
-    notices.forget("watch ", checkout)
     return Completed(message=f"retrain, because {reason}") if reason else Completed(name="Skipped", message=NOTHING)
 
 
@@ -69,14 +68,10 @@ def look(kept: dict[str, Any], log: Callable[[str], None]) -> list[str]:
     folders = {}
     for folder in drop_folders():
         found = content(Path(folder))
-        if not Path(folder).is_dir():
-            log(f"{folder} is not there, and is not looked at; `dvc checkout {folder}.dvc` brings it")
-        elif found.fingerprint == known.get(folder):
-            continue
-        elif found.settled:
-            folders[folder] = found.fingerprint
-        else:
-            log(f"{folder} is being written to; the next look takes it up")
+        if not found:
+            log(f"{folder} is not there, or is being written to; the next look takes it up")
+        elif found != known.get(folder):
+            folders[folder] = found
     sources = imports()
     if not sources and not folders:
         return []
@@ -116,14 +111,12 @@ def ask(
         except (dvc.DvcError, OSError) as error:
             failures.append(f"{folder}: {error}")
             continue
-        if content(work.checkout / folder).fingerprint == fingerprint:
+        if content(work.checkout / folder) == fingerprint:
             taken.append(f"{folder}.dvc")
             done[folder] = fingerprint
         else:
             git("checkout", "--quiet", "HEAD", "--", f"{folder}.dvc")
             log(f"{folder} was written to meanwhile; the next look takes it up")
-    for failure in failures:
-        log(f"warning: {failure}")
     changed = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in taken]
     if changed:  # the commit that the look began with, and these files
         before = tip()
@@ -156,15 +149,9 @@ def start(reason: str, commit: str) -> None:
 # The sources
 
 
-class Content(NamedTuple):
-    """A folder at one moment: `fingerprint` is of names, sizes and times; `settled` where nothing changed of late."""
-
-    fingerprint: str
-    settled: bool
-
-
-def content(folder: Path) -> Content:
-    """Describe the content of a folder without reading its files."""
+def content(folder: Path) -> str:
+    """A fingerprint of the names, sizes and times of a folder's files, which are not read; empty where one changed of
+    late, or the folder is not there."""
     digest, newest = hashlib.sha256(), 0
     try:
         for path in [folder, *sorted(folder.rglob("*"))]:
@@ -174,8 +161,8 @@ def content(folder: Path) -> Content:
                 name = path.relative_to(folder).as_posix()
                 digest.update(f"{name}\0{found.st_size} {found.st_mtime_ns} {found.st_ino}\n".encode())
     except FileNotFoundError:  # it went away meanwhile
-        return Content("", settled=False)
-    return Content(digest.hexdigest(), abs(time.time() - newest / 1e9) > SETTLED_S)  # also where the clock was set back
+        return ""
+    return digest.hexdigest() if abs(time.time() - newest / 1e9) > SETTLED_S else ""  # also where a clock was set back
 
 
 def dvc_files() -> list[str]:

@@ -25,7 +25,7 @@ from prefect.exceptions import PrefectException
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, State
 from prefect.workers.process import ProcessWorker
 
-from flows import FLOW_RUN, notices, processes_by
+from flows import FLOW_RUN, processes_by, report
 
 BEGINS_S, SILENCE_S = 60, 90
 """At most: from the moment that a worker took a run to its process; from one heartbeat of that to the next."""
@@ -135,7 +135,7 @@ class Worker(ProcessWorker):
     async def tell(self, run: FlowRun, what: str, state: State[Any]) -> None:
         self._logger.warning(f"{run.name} is {state.name} now: {state.message}")
         if state.is_crashed() or state.is_failed():
-            await anyio.to_thread.run_sync(notices.tell_of_end, what, run, state, self._logger.warning)
+            await anyio.to_thread.run_sync(report.tell_of_end, what, run, state, self._logger.warning)
 
 
 if __name__ == "__main__":

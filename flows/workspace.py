@@ -10,18 +10,21 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from dvc.utils.serialize import modify_yaml
+from mlflow.entities.model_registry import ModelVersion
 
-from flows import dvc, warm
+from flows import dvc
 from m3diff.provenance.dvc import write_settings
-from m3diff.provenance.git import AS_COMMITTED, GitError, git, has_branch, require_own_repository
-from m3diff.registry.tracking import SQLITE
+from m3diff.provenance.git import AS_COMMITTED, GitError, find_commit, git, has_branch, require_own_repository
+from m3diff.records.errors import DataError
+from m3diff.registry import tracking
+from m3diff.registry.versions import CHAMPION, find_alias
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
@@ -36,6 +39,18 @@ DATA = "runs/data"
 """The branch of the `.dvc` files that `m3diff/watch` changed: one commit, on top of the one that it began with."""
 
 
+BASE = Path("data/00_champion")
+"""Where the champion's checkpoint lies as a base. `data/00_champion.dvc` tracks it, on the run's branch."""
+
+LOCK = Path("dvc.lock")
+OF_DATASETS = ("synthesize", "augment", "ingest")
+"""Stages that there are once for each dataset, by whose name after the `@` it is known."""
+
+
+class NothingNewError(Exception):
+    """The champion has seen all data as they are."""
+
+
 class UncommittedError(ParamsError):
     """Files that decide the run are not committed, so that no commit could say what ran."""
 
@@ -48,7 +63,7 @@ class Workspace(NamedTuple):
     checkout: Path
     commit: str
     tree: str
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # and how it begins, where not with the base
     links: tuple[str, ...]  # folders of the checkout
     data: tuple[str, ...] = ()  # what was done with the branch runs/data, in words
 
@@ -73,7 +88,7 @@ def workspace(
 
     Raises:
         UncommittedError: see `ref`.
-        NothingNewError: see `flows.warm.from_champion`.
+        NothingNewError: see `from_champion`.
         ParamsError: an override or the parameters under it are wrong; every fault at once.
         GitError: there is no such commit, or git cannot make the worktree.
     """
@@ -87,10 +102,11 @@ def workspace(
         commit = git("rev-parse", branch) if again else starting_commit(ref)
         remove(root)  # what a killed attempt left
         git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
-        work = Workspace(flow_run, root, checkout, commit, "", tuple(overrides), ())
+        own = (*overrides, *([f"begin with the champion, replay {replay}"] if replay is not None else []))
+        work = Workspace(flow_run, root, checkout, commit, "", own, ())
         try:
             with chdir(root):
-                work = prepare(work, again, data, replay)
+                work = prepare(work, overrides, again, data, replay)
         except BaseException:
             remove(root)
             raise
@@ -100,7 +116,7 @@ def workspace(
     file.unlink(missing_ok=True)
 
 
-def prepare(work: Workspace, again: bool, data: bool, replay: float | None) -> Workspace:
+def prepare(work: Workspace, overrides: Sequence[str], again: bool, data: bool, replay: float | None) -> Workspace:
     """Commit what this run changes and make its branch, last: a worktree without one is made anew. A flow run that is
     tried `again` goes on from its branch."""
     said: tuple[str, ...] = ()
@@ -108,15 +124,15 @@ def prepare(work: Workspace, again: bool, data: bool, replay: float | None) -> W
         git("switch", "--quiet", work.branch)
     else:
         said = take_up_data() if data else ()
-        commit_parameters(work.overrides)
+        commit_parameters(overrides)
     links = share(work.checkout, load_params(Path("params.yaml")))
+    if replay is not None and not again:
+        overrides, sentence = from_champion(replay)
+        commit_parameters(overrides)
+        load_params(Path("params.yaml"))
+        said = (*said, sentence)
     if replay is not None:
-        start = warm.again() if again else warm.from_champion(replay)
-        if not again:
-            commit_parameters(start.overrides)
-            load_params(Path("params.yaml"))
-        work, said = work._replace(overrides=(*work.overrides, *start.overrides)), (*said, start.said)
-        warm.bring_base()
+        bring_base()
     if not again:
         git("switch", "--quiet", "--create", work.branch)
     return work._replace(tree=git("rev-parse", "HEAD^{tree}"), links=links, data=said)
@@ -150,20 +166,17 @@ def take_up_data() -> tuple[str, ...]:
     was done with each, in words."""
     if not has_branch(DATA):
         return ()
-    pairs = ((f"{DATA}^", DATA), ("HEAD", DATA), (f"{DATA}^", "HEAD"))
     found, new, by_hand = (
-        git("diff", "--no-renames", "--name-only", "-z", *pair, "--", "*.dvc").split("\0") for pair in pairs
+        git("diff", "--no-renames", "--name-only", "-z", *pair, "--", "*.dvc").split("\0")[:-1]
+        for pair in ((f"{DATA}^", DATA), ("HEAD", DATA), (f"{DATA}^", "HEAD"))
     )
-    changed = [path for path in found if path and path in new]
-    taken = [path for path in changed if path not in by_hand]
+    said = {path: f"{path}: as on {DATA}, {git('rev-parse', '--short', DATA)}" for path in found if path in new}
+    taken = [path for path in said if path not in by_hand]
     if taken:
         git(*AS_COMMITTED, "checkout", "--quiet", DATA, "--", *taken)
         git("commit", "--quiet", "--message", f"Data of {DATA}: {', '.join(taken)}")
-    left = [path for path in changed if path in by_hand]
-    return (
-        *(f"{path}: as on {DATA}, {git('rev-parse', '--short', DATA)}" for path in taken),
-        *(f"{path}: as committed by hand; what {DATA} has of it is older and left out" for path in left),
-    )
+    older = f"as committed by hand; what {DATA} has of it is older and left out"
+    return tuple(words if path in taken else f"{path}: {older}" for path, words in said.items())
 
 
 def override(file: Path, overrides: Sequence[str]) -> None:
@@ -195,8 +208,8 @@ def share(checkout: Path, params: Params) -> tuple[str, ...]:
     memory = Path(".dvc/tmp/memory").absolute()  # what DVC remembers of files, which would stay on the machine for ever
     write_settings(Path(), checkout, cache=cache, core={"site_cache_dir": str(memory)})
     shared = {params.compute.scratch: checkout / params.compute.scratch}  # and the folder that has to be there
-    if params.register_.tracking_uri.startswith(SQLITE):
-        database = Path(params.register_.tracking_uri.removeprefix(SQLITE))
+    if params.register_.tracking_uri.startswith(tracking.SQLITE):
+        database = Path(params.register_.tracking_uri.removeprefix(tracking.SQLITE))
         of_commit = database.parent.exists() and not database.parent.is_symlink()  # as `.` is
         shared[database if of_commit else database.parent] = checkout / database.parent
     for path in [path for path in shared if not path.is_absolute()]:
@@ -229,6 +242,109 @@ def sweep(folder: Path) -> None:
         with suppress(BlockingIOError), lock(file, wait=False):
             remove(root)
             file.unlink()
+
+
+# A training that goes on from the champion
+
+
+def from_champion(replay: float) -> tuple[tuple[str, ...], str]:
+    """Write `data/00_champion.dvc` into the worktree that is the current directory. Returns the overrides of a training
+    that goes on from the champion, and a sentence on it.
+
+    Datasets that changed since the champion train whole; of the others a share of the pairs trains again, so that what
+    was learnt is not lost. Without a champion training begins with the base.
+
+    Args:
+        replay: the share of the pairs of unchanged datasets that trains again; 1 all, 0 none.
+
+    Raises:
+        NothingNewError: no dataset changed since the champion.
+        ParamsError: `replay` is no share, or the champion's commit or checkpoint is not known here.
+        TrackingUnavailableError: MLflow does not answer.
+    """
+    if not 0 <= replay <= 1:
+        raise ParamsError(f"replay: expected a share from 0 to 1, found {replay}")
+    params = load_params(Path("params.yaml"))
+    with tracking.connected(params.register_.tracking_uri) as client:
+        champion = find_alias(client, params.register_.model_name, CHAMPION)
+    if champion is None:
+        return (), "there is no champion to begin with yet, so training begins with the base"
+    changed = changed_datasets(commit_of(champion), params.ingest.datasets)
+    what = f"{champion.name} version {champion.version}"
+    if not changed:
+        raise NothingNewError(f"no dataset changed since {what}, the champion, was trained")
+    file = Path(f"{BASE}.dvc")
+    entry = {"md5": champion.tags["dvc.checkpoint"], "hash": "md5", "path": BASE.name}
+    file.write_text(yaml.safe_dump({"outs": [entry]}), encoding="utf-8")
+    git("add", "--", str(file))
+    others = [name for name in params.ingest.datasets if name not in changed]
+    sources = yaml.safe_dump(weighted(params, others, replay), default_flow_style=True, width=4096).strip()
+    said = f"begins with {what}; {', '.join(sorted(changed))} changed since and trains whole"
+    if others:
+        said += f"; of {', '.join(others)} a share of {replay} trains again"
+    return (f"train.base={BASE}", f"convert.sources={sources}"), said
+
+
+def commit_of(champion: ModelVersion) -> str:
+    """The commit that the champion was trained at; its `dvc.lock` knows the data."""
+    try:
+        return find_commit(champion.tags["git.commit"])
+    except (KeyError, DataError) as error:
+        what = f"{champion.name} version {champion.version}, the champion"
+        raise ParamsError(f"warm_start: {what}, was trained at no commit of this clone: {error}") from error
+
+
+def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
+    """The datasets whose raw data or parameters are others than at this commit. Nothing need be in place."""
+    before = LOCK.read_bytes() if LOCK.is_file() else None
+    LOCK.write_text(git("show", f"{commit}:{LOCK}") + "\n", encoding="utf-8")
+    try:
+        known, said = dvc.locked() or {}, dvc.status()
+    finally:
+        LOCK.unlink()
+        if before is not None:
+            LOCK.write_bytes(before)
+    changed = {name for name in names if f"ingest@{name}" not in known}
+    for stage, entries in said.items():
+        step, _, name = stage.partition("@")
+        for entry in [entry for entry in entries if step in OF_DATASETS and isinstance(entry, dict)]:
+            for path, how in entry.get("changed deps", {}).items():
+                if Path(path).parts[0] not in dvc.CODE and how != "deleted":  # what is not in place is no change
+                    changed.add(name)
+    return changed & {*names}
+
+
+def weighted(params: Params, names: Collection[str], replay: float) -> Mapping[str, Any]:
+    """`convert.sources`, the weights of these datasets times `replay`."""
+    sources = {name: source.model_dump(exclude_defaults=True) for name, source in params.convert.sources.items()}
+    for name in names:
+        weight = sources.get(name, {}).get("weight", 1.0)
+        sources[name] = sources.get(name, {}) | {"weight": weight * replay}
+    return sources
+
+
+def bring_base() -> None:
+    """Bring the champion's checkpoint into place: from the cache, else from the remote.
+
+    Raises:
+        ParamsError: neither has it.
+    """
+    file = f"{BASE}.dvc"
+    if not Path(file).is_file():
+        return
+    dvc.link_data()
+    if BASE.is_dir():
+        return
+    try:
+        with dvc.repository(outside=f"dvc pull {file}") as repo:
+            repo.pull([file])
+    except dvc.DvcError as error:
+        raise ParamsError(
+            f"warm_start: neither DVC's cache nor its remote has the champion's checkpoint ({file}): {error}"
+        ) from error
+
+
+# Files of the flows
 
 
 def read_json(file: Path) -> Any:

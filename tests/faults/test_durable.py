@@ -49,8 +49,8 @@ PLAIN = {
     "components/registry/tracking.py connected": "a lock",
     "flows/__init__.py ": "a log",
     "flows/watch.py ask": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
-    "flows/warm.py changed_datasets": "in a worktree whose branch is not made yet, so it is made anew after a kill",
-    "flows/warm.py from_champion": "in a worktree whose branch is not made yet, so it is made anew after a kill",
+    "flows/workspace.py changed_datasets": "in a worktree whose branch is not made yet, so made anew after a kill",
+    "flows/workspace.py from_champion": "in a worktree whose branch is not made yet, so made anew after a kill",
     "flows/workspace.py lock": "a lock",
 }
 """In place, and why no half of it is ever trusted."""

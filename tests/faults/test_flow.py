@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from flows import archive, dvc, notices, pipeline, watch
+from flows import archive, dvc, pipeline, report, watch
 from flows.workspace import FLOWS, workspace
 from m3diff.__main__ import main
 from m3diff.commands.preflight import NotReadyError
@@ -399,8 +399,8 @@ def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeyp
         (flows / name).write_text(text)
     assert watch.read_json(watch.STATE) is None
     monkeypatch.setenv("M3DIFF_NOTIFY", "")
-    notices.tell(pytest.fail, checkout=project)
-    notices.tell(pytest.fail, "key", "title", "text", project)
+    report.tell(pytest.fail, checkout=project)
+    report.tell(pytest.fail, "key", "title", "text", project)
 
 
 @pytest.mark.fault("T12")

@@ -6,24 +6,22 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from prefect.blocks.notifications import AppriseNotificationBlock
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Completed, Crashed, Failed
 
-from flows import archive, dvc, notices, pipeline, report
+from flows import archive, dvc, pipeline, report
 from flows.dvc import DvcError
-from flows.notices import decided, failed, forget, reason_of, tell
 from flows.pipeline import FLOW_RUN, full, look_for_changes, retrain, run_pipeline, unregistered
-from flows.report import Done
-from flows.warm import NothingNewError
+from flows.report import Done, decided, failed, reason_of, tell
 from flows.watch import watch
-from flows.workspace import FLOWS, Workspace
+from flows.workspace import FLOWS, NothingNewError, Workspace
 from m3diff.provenance.dvc import Lock
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
@@ -64,7 +62,7 @@ class Pipeline:
             "promote_model": self.promote,
             "dvc.stages": lambda: stages,
             "archive.commit": lambda message, links: self.done.append(message),
-            "notices.decided": lambda done, log: self.told.append(done.state),
+            "report.decided": lambda done, log: self.told.append(done.state),
             "report.publish": lambda done, message: self.pages.append((done.state, done.error)),
         }.items():
             monkeypatch.setattr(f"flows.pipeline.{place}", fake)
@@ -289,9 +287,9 @@ def done(tmp_path, monkeypatch) -> Done:
     """A run that was evaluated; the current directory holds its files."""
     monkeypatch.chdir(tmp_path)
     work = Workspace("0123456789ab", tmp_path, tmp_path / "checkout", "c" * 40, "tree", (), ("runs",))
-    metrics = PARAMS.paths.report / "metrics.json"
-    metrics.parent.mkdir(parents=True)
-    metrics.write_text(json.dumps({"protocols": {"d/p": {"CIDEr": 1.25, "METEOR": None}}}))
+    scores = PARAMS.paths.report / "headline.json"
+    scores.parent.mkdir(parents=True)
+    scores.write_text(json.dumps({"d/p": {"CIDEr": 125.04}}))
     ran = {"outcomes": {"train": "Ran", "promote": "Rejected"}, "seconds": {"train": 3725.0, "promote": 1.25}}
     return Done(work, ["new data"], started=0.0, registration=REGISTRATION, decision=decision("refused"), **ran)
 
@@ -311,8 +309,7 @@ def test_the_page_says_what_came_out_why_it_ran_how_long_it_took_and_where_to_lo
         "[the version](http://127.0.0.1:5000/#/models/m/versions/7)",
     ):
         assert words in found
-    assert "METEOR" not in found
-    (PARAMS.paths.report / "metrics.json").unlink()
+    (PARAMS.paths.report / "headline.json").unlink()
     done.error, done.decision, done.registration = "DvcError: stage train exited with 3", None, None
     found = "\n".join(report.page(done, PARAMS))
     assert (found.startswith("# Failed"), "## Scores" in found) == (True, False)
@@ -320,7 +317,7 @@ def test_the_page_says_what_came_out_why_it_ran_how_long_it_took_and_where_to_lo
     assert f"Its worktree is kept: `{done.work.root}`" in found
 
 
-def test_the_page_is_an_artifact_a_file_of_the_checkout_and_where_the_run_made_something_a_commit(done, monkeypatch):
+def test_the_page_is_an_artifact_and_where_the_run_made_something_a_commit(done, monkeypatch):
     kept: list[Any] = []
 
     def refuse(**artifact: str) -> None:
@@ -335,9 +332,7 @@ def test_the_page_is_an_artifact_a_file_of_the_checkout_and_where_the_run_made_s
     artifact, *others = kept
     assert others == [("Report: Run 01234567", ("runs",)), "runs/0123456789ab"]
     assert artifact["key"] == "run-report"
-    (file,) = (done.work.checkout / "runs/reports").iterdir()
-    assert file.name == "19700101-000000-01234567.md"
-    assert file.read_text() == artifact["markdown"] + "\n" == Path("reports", file.name).read_text()
+    assert Path("reports/19700101-000000-01234567.md").read_text() == artifact["markdown"] + "\n"
     done.outcomes = dict.fromkeys(done.outcomes, "Skipped")
     report.publish(done, "Run 89abcdef")
     assert len(kept) == 4, "no commit"
@@ -432,19 +427,15 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_notice_goes_to_an_address_of_apprise_once_and_the_latest_are_remembered(checkout, listener, monkeypatch):
-    monkeypatch.setattr(notices, "REMEMBERED", 2)
+    monkeypatch.setattr(report, "REMEMBERED", 2)
     for key in ("a", "a", "b", "c", "c", "b"):
         tell(pytest.fail, key, f"title {key}", "the text", checkout)
     assert [(told["title"], told["message"]) for told in listener.got] == [(f"title {k}", "the text") for k in "abc"]
-    forget("b", checkout)
-    for key in ("b", "c"):
-        tell(pytest.fail, key, "what is over may be told again", "text", checkout)
-    assert len(listener.got) == 4
     monkeypatch.delenv("M3DIFF_NOTIFY")
     tell(pytest.fail, "d", "nobody is told", "and nothing waits")
     monkeypatch.setenv("M3DIFF_NOTIFY", listener.address)
     tell(pytest.fail)
-    assert len(listener.got) == 4
+    assert len(listener.got) == 3
 
 
 def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(checkout, listener: Listener, caplog, capfd):
@@ -463,33 +454,24 @@ def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(check
     assert "secret-word" not in everything
 
 
-@pytest.mark.parametrize("fault", ["nonsense://secret-word", "json://", "no-such-block/secret-word", "a full disk"])
+@pytest.mark.parametrize("fault", ["nonsense://secret-word", "json://", "no-address/secret-word", "a full disk"])
 def test_a_wrong_address_and_a_full_disk_fail_nothing(checkout, monkeypatch, caplog, capfd, fault):
     def refuse(*words: object) -> None:
         raise OSError(f"secret-word, {words}")
 
     said: list[str] = []
-    monkeypatch.setattr(notices.Block, "load", refuse)
     monkeypatch.setenv("M3DIFF_NOTIFY", fault if "disk" not in fault else "json://")
     if "disk" in fault:
-        monkeypatch.setattr(notices, "write_atomic", refuse)
+        monkeypatch.setattr(report, "write_atomic", refuse)
     tell(said.append, "a", "the title", "the text")
     assert len(said) == 1 + ("disk" in fault)
     assert "secret-word" not in "".join([*said, caplog.text, *capfd.readouterr()])
 
 
-def test_a_block_of_prefects_is_loaded_by_its_name(checkout, listener, monkeypatch):
-    block = AppriseNotificationBlock(url=listener.address)
-    monkeypatch.setattr(notices.Block, "load", {"custom-webhook/mine": block}.__getitem__)
-    monkeypatch.setenv("M3DIFF_NOTIFY", "custom-webhook/mine")
-    tell(pytest.fail, "a", "the title", "the text")
-    assert [notice["title"] for notice in listener.got] == ["the title"]
-
-
 @pytest.fixture
 def told(checkout, monkeypatch) -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = []
-    monkeypatch.setattr(notices, "tell", lambda log, key, title, text, *rest: found.append((key, title, text)))
+    monkeypatch.setattr(report, "tell", lambda log, key, title, text, *rest: found.append((key, title, text)))
     return found
 
 
@@ -525,7 +507,7 @@ def test_looks_that_fail_for_the_same_reason_are_one_notice_for_another_one_more
         failed(watch, SimpleNamespace(id=number, name="x"), Failed(message=why))
     keys = [key for key, _, _ in told]
     assert keys[0] == keys[1] != keys[2]
-    assert all(key.startswith("watch ") for key in keys)
+    assert all(key.endswith(f" {datetime.now(UTC).date()}") for key in keys), "again on another day"
     assert len(reason_of(Failed(message="x" * 10000))) < 500
     assert reason_of(Failed()) == "failed: "
 
@@ -534,8 +516,8 @@ def test_looks_that_fail_for_the_same_reason_are_one_notice_for_another_one_more
 @pytest.mark.parametrize(
     ("outcome", "champion", "word", "then"),
     [
-        ("refused", 1, "rejected", "The champion is as before (version 1); there is nothing to do"),
-        ("refused", None, "rejected", "There is no champion: choose one"),
+        ("refused", 1, "rejected", "The champion stays: 1"),
+        ("refused", None, "rejected", "The champion stays: none"),
         ("promoted", 1, "promoted", "The champion before was 1; `m3diff rollback"),
         ("first", None, "promoted", "m3diff rollback"),
         ("unchanged", 1, "", ""),
@@ -552,4 +534,4 @@ def test_a_decision_of_the_gate_is_told_with_its_numbers_and_the_reason_of_the_r
     assert (key, title) == (f"0123 {word}", f"m3diff: a model was {word}")
     assert f"m version 7 {outcome}: why. Run because new data. " in text
     assert then in text
-    assert ("nothing to do" in text) == ("nothing to do" in then)
+    assert ("stays" in text) == ("stays" in then)

@@ -25,7 +25,7 @@ from prefect.cli.deploy._models import PrefectYamlModel
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Completed, Crashed, Pending, Running, State, Submitting
 
-from flows import notices
+from flows import report
 from flows.watch import SETTLED_S
 from flows.worker import Worker
 from infra import services
@@ -398,7 +398,7 @@ def ask(server: Server, what: Callable[[Worker], Coroutine[Any, Any, Any]], in_h
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(notices, "tell", lambda log, key, title, *rest: found.append(title))
+    monkeypatch.setattr(report, "tell", lambda log, key, title, *rest: found.append(title))
     return found
 
 
