@@ -21,7 +21,6 @@ from pathlib import Path
 
 from m3diff.datasets import spec
 from m3diff.datasets.files import read_values
-from m3diff.records.errors import DataError
 
 COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")
 
@@ -31,20 +30,14 @@ def read(
 ) -> Iterator[spec.Row]:
     """Yield a row per pair and split, at the place of its first paragraph; broken rows stand alone."""
 
-    def rows() -> Iterator[spec.Row]:
-        for where, row in read_values(root / manifest, COLUMNS):
-            if isinstance(row, DataError):
-                yield spec.broken(None, where, str(row))
-                continue
-            ids = [row[column].rstrip("/").rsplit("/", 1)[-1] for column in COLUMNS[:2]]
-            if all(map(str.isdecimal, ids)):
-                name, (before, after) = "_".join(ids), (f"{images}/{photo}{suffix}" for photo in ids)
-                yield spec.Row(name, row["split"], name, before, after, [row["description"]], [], where)
-            else:
-                fault = "image URL: expected https://www.inaturalist.org/photos/<number>"
-                yield spec.broken(row["split"], where, fault)
+    def row(_: object, where: str, line: dict[str, str]) -> spec.Row:
+        split, ids = line["split"], [line[column].rstrip("/").rsplit("/", 1)[-1] for column in COLUMNS[:2]]
+        if not all(map(str.isdecimal, ids)):
+            return spec.broken(split, where, "image URL: expected https://www.inaturalist.org/photos/<number>")
+        name, (before, after) = "_".join(ids), (f"{images}/{photo}{suffix}" for photo in ids)
+        return spec.Row(name, split, name, before, after, [line["description"]], [], where)
 
-    return spec.merged(rows())
+    return spec.merged(spec.as_rows(None, read_values(root / manifest, COLUMNS), {}, row))
 
 
 PUBLISHED = spec.Published(

@@ -31,14 +31,14 @@ def read(root: Path) -> Iterator[spec.Row]:
     no_change = read_json(root / "no_change_captions.json", dict)
     types = _types(root / "type_mapping.json")
     seen: set[str] = set()
-    for split, scene, broken_row in spec.scenes_in(root / "splits.json"):
-        if broken_row:
-            yield broken_row
-            continue
+
+    def both(split: str, scene: int) -> Iterator[spec.Row]:
         key = f"CLEVR_default_{scene:06d}.png"
         seen.add(key)
         yield _pair(scene, split, captions, "change_captions.json", key, types[f"{scene:06d}.png"])
         yield _pair(scene, split, no_change, "no_change_captions.json", key, [NO_CHANGE])
+
+    yield from spec.by_scene(root / "splits.json", both)
     for file, captioned, end in (("change_captions.json", captions, ""), ("no_change_captions.json", no_change, "_n")):
         for key in sorted(captioned.keys() - seen):
             fault = "split: the scene is in no list of splits.json"

@@ -22,15 +22,15 @@ def read(root: Path) -> Iterator[spec.Row]:
     """Yield a row per scene of `split.json` in its order, then the captioned scenes that are in no split."""
     captions = read_json(root / "captions.json", dict)
     seen: set[str] = set()
-    for split, scene, wrong in spec.scenes_in(root / "split.json"):
-        if wrong:
-            yield wrong
-            continue
+
+    def pair(split: str, scene: int) -> Iterator[spec.Row]:
         key, name = str(scene), f"{scene:06d}.png"
         seen.add(key)
         fault = None if key in captions else f"captions: captions.json has no key {key!r}"
         images = f"bef/{scene}.png", f"aft/{scene}.png"
         yield spec.Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
+
+    yield from spec.by_scene(root / "split.json", pair)
     for key in sorted(captions.keys() - seen):
         yield spec.broken(None, f"captions.json, {key}", "split: the scene is in no list of split.json", key, key)
 

@@ -26,7 +26,7 @@ from m3diff.records.schemas import SPLITS
 
 T = TypeVar("T")
 
-KINDS = {
+KIND = {
     dict: "an object",
     list: "a list",
     str: "text",
@@ -34,7 +34,6 @@ KINDS = {
     float: "a number",
     bool: "a truth value",
 }
-
 
 CONTENTS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it: `git -C {folder} lfs pull`",
@@ -144,7 +143,7 @@ def describe(value: Any) -> str:
 
 def describe_kind(kind: type) -> str:
     """A type in JSON's words."""
-    return KINDS.get(kind, kind.__name__)
+    return KIND.get(kind, kind.__name__)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -217,7 +216,6 @@ def read_values(
     required: Sequence[str],
     delimiter: str | None = None,
     rows: str = "",
-    suffix: str | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """The place and the value of every row; a DataError stands for a row that cannot be read.
 
@@ -226,16 +224,15 @@ def read_values(
         delimiter: of a CSV or TSV file, where it is another than the suffix tells.
         rows: where in a JSON file the rows stand (a path, as of `pick`); they may be an object, too, whose keys are the
             column `key`.
-        suffix: that tells the format, where it is not the file's own.
 
     Raises:
         DataError: the file cannot be read, or a required column is missing from its header.
     """
-    suffix = suffix or path.suffix.lower()
+    suffix = path.suffix.lower()
     if suffix in DELIMITERS:
         return _delimited(path, delimiter or DELIMITERS[suffix], required)
     if suffix == ".jsonl":
-        return _json_lines(path)
+        return read_lines(path)
     if suffix == ".json":
         return _json_rows(path, rows)
     if suffix == ".parquet":
@@ -286,7 +283,7 @@ def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) ->
         raise DataError(f"{path}: column {', '.join(sorted(twice))} occurs twice; rename one")
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the value of each line. Lines end at a line feed only: a caption may hold other separators."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():

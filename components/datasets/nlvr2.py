@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import describe, read_values
+from m3diff.datasets.files import describe, read_lines
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, as_rows, broken, merged
 
 PARTS = {"train": "train", "val": "dev", "test": "test1"}
@@ -47,7 +47,7 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
 
     for split, part in PARTS.items():
         fields = FIELDS | ({"directory": int} if part == "train" else {})
-        lines = read_values(root / f"data/{part}.json", (), suffix=".jsonl")
+        lines = read_lines(root / f"data/{part}.json")
         rows = as_rows(split, lines, fields, row)
         yield from merged(each for each in rows if each.fault or each.references)
 

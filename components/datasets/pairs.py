@@ -227,12 +227,9 @@ def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
 def _row(where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str], separator: str | None) -> Row:
     """The pair of one row of the manifest."""
     before, after = value["before"], value["after"]
-    name = _named(value["id"])
-    if name in (None, ""):
-        images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
-        name = "|".join(images) if all(isinstance(image, str) for image in images) else None
-    scene = _named(value["scene"])
-    scene = scene if scene not in (None, "") else name
+    images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
+    name = _named(value["id"]) or ("|".join(images) if all(isinstance(image, str) for image in images) else None)
+    scene = _named(value["scene"]) or name
     split = split or _named(value["split"])
     split = splits.get(split, split) if isinstance(split, str) else split
     captions = texts(value["captions"])

@@ -33,10 +33,10 @@ def broken(split: Any, source: str, fault: str | None, scene: Any = None, name: 
 
 
 def as_rows(
-    split: str,
+    split: Any,
     found: Iterable[tuple[str, Any]],
     fields: Mapping[str, type],
-    make: Callable[[str, str, dict[str, Any]], Row],
+    make: Callable[[Any, str, dict[str, Any]], Row],
 ) -> Iterator[Row]:
     """A row of `make(split, place, record)` for each record that has these fields, a broken one for the others."""
     for where, record in found:
@@ -83,13 +83,15 @@ def unpacked(rows: Iterable[Row], folder: Path) -> Iterator[Row]:
         yield row._replace(before=images[0], after=images[1])
 
 
-def scenes_in(path: Path, names: Sequence[str] = SPLITS) -> Iterator[tuple[str, Any, Row | None]]:
-    """Split and number of each scene of a file of splits, and a broken row where that is no whole number from 0."""
+def by_scene(path: Path, make: Callable[[str, int], Iterable[Row]], names: Sequence[str] = SPLITS) -> Iterator[Row]:
+    """The rows of `make(split, scene)` for each scene of a file of splits, a broken one where that is no number."""
     for split, scenes in read_splits(path, names).items():
         for position, scene in enumerate(scenes):
-            is_number = isinstance(scene, int) and not isinstance(scene, bool) and scene >= 0
-            fault = f"scene: expected a number from 0, found {describe(scene)}"
-            yield split, scene, None if is_number else broken(split, f"{path.name}, {split}[{position}]", fault)
+            if isinstance(scene, int) and not isinstance(scene, bool) and scene >= 0:
+                yield from make(split, scene)
+            else:
+                fault = f"scene: expected a number from 0, found {describe(scene)}"
+                yield broken(split, f"{path.name}, {split}[{position}]", fault)
 
 
 def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:
@@ -226,8 +228,7 @@ class DatasetSpec:
         return next((part for part in self.published if part.part == name), None)
 
 
-NOT_STATED = Permission("unstated", "its repository or page states no licence")
-UNSTATED = Licence.of("none stated", None, NOT_STATED)
+UNSTATED = Licence.of("none stated", None, Permission("unstated", "its repository or page states no licence"))
 """Of a dataset without a licence: all rights stay with its authors."""
 
 

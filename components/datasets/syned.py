@@ -19,7 +19,7 @@ eight to a photo, are not in the repository; the images here are Emu Edit's own.
 validate, the files hold 3,589.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ EMU = "emu_edit"
 def read(root: Path) -> Iterator[spec.Row]:
     """Yield a row per line of the two files of instructions, then the numbers of `splits.json` that have no line."""
     splits, emu = dict[int, str](), root / EMU
-    for word, idx, wrong in spec.scenes_in(root / "splits.json", tuple(PARTS)):
-        if wrong:
-            yield wrong
-        else:
-            splits[idx] = PARTS[word]
+
+    def listed(word: str, idx: int) -> Iterable[spec.Row]:
+        splits[idx] = PARTS[word]
+        return ()
+
+    yield from spec.by_scene(root / "splits.json", listed, tuple(PARTS))
     images = {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
 
     def pair(part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: str | None) -> spec.Row:

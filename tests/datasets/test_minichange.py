@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m3diff.datasets.minichange import SPEC, language
-from m3diff.datasets.minichange.generate import generate
+from m3diff.datasets.minichange import SPEC, generate, language
 from m3diff.datasets.minichange.language import describe_cells, describe_scene, grammar, references
 from m3diff.datasets.minichange.scene import (
     LEVELS,

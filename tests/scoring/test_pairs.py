@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.minichange.generate import CHANGE_TYPES, LEVELS, references, sample_types
+from m3diff.datasets.minichange import CHANGE_TYPES, LEVELS, references, sample_types
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA

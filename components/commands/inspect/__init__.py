@@ -23,7 +23,7 @@ from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_table
+from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_records
 
 FIRST = 5  # problems of one kind that are shown
 INSIDE = "#bytes="  # between a manifest and the name of an image that it holds
@@ -166,10 +166,9 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     try:
         own_splits = entry.model_copy(update={"train_on": ("train",)})
         read = list(spec.read(entry.root, **entry.options))
-        table, _ = to_table(name, own_splits, map(_place, read))
+        rows, _ = to_records(name, own_splits, map(_place, read))
     except DataError as error:
         return [f"  CANNOT BE READ {error}"], False, []
-    rows = table.select(["split", "references", "before", "after", "source", "fault"]).to_pylist()
     faults = [f"{row['source']}: {row['fault']}" for row in rows if row["fault"]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])
     size = {path: os.path.getsize(path) if os.path.isfile(path) else None for path in images if INSIDE not in path}

@@ -71,9 +71,9 @@ ZOOMS = {"in": 1.4, "out": 0.72}
 LIT = 1.0
 
 
-def cell_center(cell: int) -> tuple[float, float]:
-    """Centre of a cell of the 3 x 3 grid, in frame units."""
-    return 0.5 + 0.3 * (cell % 3 - 1), 0.5 + 0.3 * (cell // 3 - 1)
+def cell_center(cell: int, dx: float = 0.0, dy: float = 0.0) -> tuple[float, float]:
+    """Centre of a cell of the 3 x 3 grid, or a point at this offset from it, in frame units."""
+    return 0.5 + 0.3 * (cell % 3 - 1) + dx, 0.5 + 0.3 * (cell // 3 - 1) + dy
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ class Thing:
     @property
     def center(self) -> tuple[float, float]:
         """In frame units."""
-        x, y = cell_center(self.cell)
-        return x + self.dx, y + self.dy
+        return cell_center(self.cell, self.dx, self.dy)
 
 
 def name(thing: Thing) -> str:
@@ -112,8 +111,7 @@ class Mark(NamedTuple):
     @property
     def center(self) -> tuple[float, float]:
         """In frame units."""
-        x, y = cell_center(self.cell)
-        return x + self.dx, y + self.dy
+        return cell_center(self.cell, self.dx, self.dy)
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,8 @@ class View:
     lamp: float = -2.2
     noise: float = 0.0
 
-    def project(self, point: tuple[float, float]) -> tuple[float, float]:
-        """The point of this camera's frame where a point of the scene falls."""
+    def project(self, point: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The point of this camera's frame where a point of the scene falls; of arrays, their points."""
         return (point[0] - self.x - 0.5) * self.zoom + 0.5, (point[1] - self.y - 0.5) * self.zoom + 0.5
 
 
@@ -499,7 +497,7 @@ def _seen(what: Thing | Mark, above: Iterable[Thing], view: View | None = None) 
         middle, half = each.center, 0.5 * _width(each)
         clear &= ~((np.abs(y - middle[1]) < half)[:, None] & (np.abs(x - middle[0]) < half)[None, :])
     if view is not None:
-        u, v = (x - view.x - 0.5) * view.zoom + 0.5, (y - view.y - 0.5) * view.zoom + 0.5
+        u, v = view.project((x, y))
         clear &= ((v > 0) & (v < 1))[:, None] & ((u > 0) & (u < 1))[None, :]
     return int(clear.sum()) / clear.size
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from m3diff.datasets.minichange.generate import FILE, read_scenes
+from m3diff.datasets.minichange import FILE, read_scenes
 from m3diff.datasets.minichange.language import (
     ARMS,
     CAMERA,

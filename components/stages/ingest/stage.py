@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
@@ -80,30 +79,35 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     _refuse_doubts(name, entry, read)
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
-    table, annotation_rows = to_table(name, entry, unpacked(read, folder / "images"))
-    if not table.num_rows:
+    records, annotation_rows = to_records(name, entry, unpacked(read, folder / "images"))
+    if not records:
         why = "no pair with a caption; see `no_caption` in its options" if read else "no pair; fetch the dataset again"
         raise DataError(f"ingest.datasets {name!r}: {entry.root} holds {why}")
-    table, images, unread = _with_digests(table, image_cache, f"ingest {name}")
+    paths = pl.Series([record[side] for side in ("before", "after") for record in records], dtype=pl.String)
+    images = check_images(paths, MAX_DECODED_PIXELS, image_cache, f"ingest {name}")
+    digests = dict(images.select("path", "digest").iter_rows())
+    for record in records:
+        record |= {f"{side}_sha256": digests.get(record[side]) for side in ("before", "after")}
     folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, folder / "records.parquet", compression="zstd")
+    pq.write_table(pa.Table.from_pylist(records, RAW_SCHEMA), folder / "records.parquet", compression="zstd")
     if grammar := DATASETS[entry.reader].grammar:
         write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")
-    per_pair = pc.list_value_length(table["references"])
-    by_split = pa.table({"split": table["split"].fill_null("?"), "references": per_pair}).group_by("split")
-    sums = by_split.aggregate([("references", "count"), ("references", "sum")]).sort_by("split").to_pylist()
+    pairs, references = Counter[str](), Counter[str]()
+    for record in sorted(records, key=lambda record: record["split"] or "?"):
+        pairs[record["split"] or "?"] += 1
+        references[record["split"] or "?"] += len(record["references"])
     report = IngestReport(
         stage="ingest",
         rows_in=annotation_rows,
-        rows_out=table.num_rows,
+        rows_out=len(records),
         dataset=name,
         reader=entry.reader,
-        pairs={row["split"]: row["references_count"] for row in sums},
-        references={row["split"]: row["references_sum"] for row in sums},
-        empty_references=pc.sum(pc.equal(pc.utf8_length(pc.list_flatten(table["references"])), 0)).as_py() or 0,
-        faults=table.num_rows - table["fault"].null_count,
-        images=images,
-        unread_images=unread,
+        pairs=pairs,
+        references=references,
+        empty_references=sum(record["references"].count("") for record in records),
+        faults=sum(record["fault"] is not None for record in records),
+        images=images.height,
+        unread_images=images["digest"].null_count(),
     )
     return report.write(out / f"{name}.json")
 
@@ -205,24 +209,10 @@ def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row]) -> None:
         print(f"ingest {name}: {len(left_out):,} pairs without a caption are passed over, first {left_out[0].source}")
 
 
-def _with_digests(table: pa.Table, image_cache: Path, stage: str) -> tuple[pa.Table, int, int]:
-    """The table with the digest of both images of each record, how many images there are, and how many are unread."""
-    columns = {side: pl.Series(table[side].to_pylist(), dtype=pl.String) for side in ("before", "after")}
-    images = check_images(pl.concat(columns.values()), MAX_DECODED_PIXELS, image_cache, stage)
-    digests = dict(images.select("path", "digest").iter_rows())
-    for side, paths in columns.items():
-        place = table.column_names.index(f"{side}_sha256")
-        found = pa.array([digests.get(path) for path in paths], pa.binary())
-        table = table.set_column(place, RAW_SCHEMA.field(place), found)
-    assert table.schema.equals(RAW_SCHEMA), table.schema
-    return table, images.height, images["digest"].null_count()
+def to_records(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[list[dict[str, Any]], int]:
+    """All rows as records of RAW_SCHEMA without digests, in the reader's order, and the number of annotation rows.
 
-
-def to_table(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[pa.Table, int]:
-    """All rows as records, in the reader's order, and the number of annotation rows. Rows that have no caption by the
-    dataset's entry are left out.
-
-    The records have RAW_SCHEMA and no digests yet: images are read later, over all cores.
+    Rows that have no caption by the dataset's entry are left out.
     """
     rows = list(rows)
     roots = [entry.root, *filter(None, [entry.image_root])]
@@ -232,7 +222,7 @@ def to_table(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[pa.Ta
         return entry.follow_links or is_inside(path, *roots)
 
     records = [_record(name, entry, row, stays) for row in rows if not row.without_caption]
-    return pa.Table.from_pylist(records, schema=RAW_SCHEMA), sum(row.raw_rows for row in rows)
+    return records, sum(row.raw_rows for row in rows)
 
 
 def _record(dataset: str, entry: DatasetEntry, row: Row, stays: Callable[[str], bool]) -> dict[str, Any]:
@@ -275,13 +265,7 @@ def _references(value: Any, faults: list[str]) -> list[str]:
         if value is not None or not faults:
             faults.append(f"references: expected a list of text, found {describe(value)}")
         return []
-    kept = []
-    for number, text in enumerate(value):
-        if not isinstance(text, str):
-            faults.append(f"reference {number}: expected text, found {describe(text)}")
-        elif not text or _text(f"reference {number}", text, faults):
-            kept.append(text)
-    return kept
+    return [text for number, text in enumerate(value) if text == "" or _text(f"reference {number}", text, faults)]
 
 
 def _image(field: str, entry: DatasetEntry, value: Any, faults: list[str], stays: Callable[[str], bool]) -> str | None:

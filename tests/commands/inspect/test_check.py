@@ -132,10 +132,6 @@ def says(*texts: str, split: tuple[str, ...] = ("train", "train", "train", "val"
     return pairs(split, caption=[*texts, *SAYS][:4])
 
 
-def lists(caption: Any) -> Write:
-    return files(data__json=four(**SIDES, caption=caption, split=SPLIT))
-
-
 def talk(*questions: str) -> Write:
     turns = [
         [{"from": "human", "value": f"<image>\n<image>\n{question}"}, {"from": "gpt", "value": answer}]

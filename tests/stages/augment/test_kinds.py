@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from m3diff.datasets.minichange.generate import image_paths, read_scenes
+from m3diff.datasets.minichange import image_paths, read_scenes
 from m3diff.datasets.minichange.language import describe_scene
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256

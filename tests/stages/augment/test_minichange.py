@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m3diff.datasets.minichange.generate import image_paths, read_scenes
+from m3diff.datasets.minichange import image_paths, read_scenes
 from m3diff.datasets.minichange.language import NO_CHANGE_SENTENCES, describe_scene, references
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import LEVELS, LIT, PLACES, ZOOMS, Change, Mark, Scene, Thing, sample_types

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from m3diff.datasets.minichange.generate import image_paths
+from m3diff.datasets.minichange import image_paths
 from m3diff.endpoint import Answer
 from m3diff.images.open import ImageError
 from m3diff.models.device import Device

@@ -18,7 +18,7 @@ import yaml
 from PIL import Image
 
 from m3diff.commands.usage import told
-from m3diff.datasets.minichange.generate import read_scenes
+from m3diff.datasets.minichange import read_scenes
 from m3diff.datasets.minichange.language import describe_scene
 from m3diff.models.device import Device
 from m3diff.provenance import code

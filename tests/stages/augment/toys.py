@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from pydantic import TypeAdapter
 
-from m3diff.datasets.minichange.generate import generate
+from m3diff.datasets.minichange import generate
 from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.params import MadeDataset

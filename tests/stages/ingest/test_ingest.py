@@ -14,7 +14,7 @@ from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.stages.ingest import stage
-from m3diff.stages.ingest.stage import to_table
+from m3diff.stages.ingest.stage import to_records
 from tests.layouts import edit_json, make_entry, run_ingest, save_picture, write_clevr, write_json, write_spot
 
 
@@ -155,8 +155,7 @@ LEADS_OUT = "leads out of the dataset's root; copy the image into it, or name th
 )
 def test_what_cannot_be_typed_is_named_in_the_fault(tmp_path, fields, fault):
     rows = [row(**fields), row(raw_rows=3, after="a..b/c..png")]
-    table, annotation_rows = to_table("d", make_entry("pairs", tmp_path), rows)
-    bad, good = table.to_pylist()
+    (bad, good), annotation_rows = to_records("d", make_entry("pairs", tmp_path), rows)
     assert bad["fault"].startswith(fault)
     assert bad["references"] in ([], ["a", "b"], ["it fell"])
     assert good["fault"] is None
@@ -237,12 +236,14 @@ def test_links_out_of_the_root_are_faults_unless_they_may_be_followed(tmp_path):
     (root / "in.png").symlink_to(root / "x.png")
     (root / "folder").symlink_to(outside.parent)
     rows = [row(before=name, after="x.png") for name in ("out.png", "in.png", "folder/o.png", "missing/m.png")]
-    table, _ = to_table("d", make_entry("pairs", root), rows)
+    records, _ = to_records("d", make_entry("pairs", root), rows)
     fault = "before: {} is a symbolic link out of the dataset's root; copy the file or set follow_links"
-    assert table["fault"].to_pylist() == [
-        fault.format(f"{root}/out.png"), None, fault.format(f"{root}/folder/o.png"), None
-    ]  # fmt: skip
-    assert table["before"].to_pylist() == [None, f"{root}/in.png", None, f"{root}/missing/m.png"]
-    assert table["after"].to_pylist() == [f"{root}/x.png"] * 4
-    followed, _ = to_table("d", make_entry("pairs", root, follow_links=True), rows)
-    assert followed["fault"].null_count == 4
+    assert [(record["before"], record["fault"]) for record in records] == [
+        (None, fault.format(f"{root}/out.png")),
+        (f"{root}/in.png", None),
+        (None, fault.format(f"{root}/folder/o.png")),
+        (f"{root}/missing/m.png", None),
+    ]
+    assert [record["after"] for record in records] == [f"{root}/x.png"] * 4
+    followed, _ = to_records("d", make_entry("pairs", root, follow_links=True), rows)
+    assert [record["fault"] for record in followed] == [None] * 4
