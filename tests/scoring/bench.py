@@ -26,7 +26,6 @@ from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.report import Evidence, render
-from m3diff.stages.evaluate.report.gallery import ImageStore
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.toy import REPOSITORY
 
@@ -224,7 +223,7 @@ def fixed(one, numbers, parsed, scores) -> dict[str, MetricScores]:
 
 def draw(drawn_from: Evidence, folder: Path, limit: int = 10_000_000) -> str:
     """The page, whose images stand inside it unless they have more than `limit` bytes."""
-    return render(drawn_from, ImageStore(folder / "images", limit))
+    return render(drawn_from, folder / "images", limit)
 
 
 def write_scores(known: Evidence, folder: Path) -> Path:

@@ -18,8 +18,8 @@ from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import METRICS, Metric, PairValue
 from m3diff.scoring.pairs import EvalPair, load_specs, read_test_records
-from m3diff.stages.evaluate.report import Row, Table, in_papers_units, plain, templates
-from m3diff.stages.evaluate.report.gallery import ImageStore, RunPairs, gallery, rights_of
+from m3diff.stages.evaluate import report
+from m3diff.stages.evaluate.report import Row, Table, in_papers_units
 
 INSIDE_MB = 24
 """MB of images that the page holds; of more, all are files of a folder beside it."""
@@ -67,14 +67,14 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
             for of in protocols
         }
         first_protocols = {i: pair for of in reversed(protocols) for i, pair in pairs[of].items()}
-        runs.append(RunPairs(name, pairs, of_run, parse_predictions(grammars, first_protocols.values())))
-    rights = {dataset: rights_of(spec) for dataset, spec in specs.items()}
-    store = ImageStore(out.with_name(f"{out.stem}_images"), INSIDE_MB * 1_000_000)
-    page = templates(Path(__file__).parent).get_template("compare.html.j2")
+        runs.append(report.RunPairs(name, pairs, of_run, parse_predictions(grammars, first_protocols.values())))
+    rights = {dataset: report.rights_of(spec) for dataset, spec in specs.items()}
+    images = out.with_name(f"{out.stem}_images")
+    page = report.templates(Path(__file__).parent).get_template("compare.html.j2")
     text = page.render(
         runs=names,
-        parts=[{"name": name, "id": plain(name), "table": table} for name, table in differences.items()],
-        gallery=gallery(runs, metrics, rights, {}, store),
+        parts=[{"name": name, "id": report.plain(name), "table": table} for name, table in differences.items()],
+        gallery=report.gallery(runs, metrics, rights, {}, images, INSIDE_MB * report.MB),
         gallery_title="Pair by pair",
         gallery_note=f"Differences are {names[1]} minus {names[0]}.",
         image_rights=rights,
@@ -126,7 +126,7 @@ def difference_table(
         if found is not None:
             gain = in_papers_units(found.gain, found.interval, signed=True)
             rows.append(Row(name, (), (in_papers_units(found.second), in_papers_units(found.first), gain)))
-    return Table(f"{plain(protocol)}-difference", ("Score", *names, "difference"), rows)
+    return Table(f"{report.plain(protocol)}-difference", ("Score", *names, "difference"), rows)
 
 
 def as_text(protocol: str, table: Table) -> str:

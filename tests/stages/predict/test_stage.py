@@ -15,7 +15,7 @@ from m3diff.models.generation import Captioner, load_captioner
 from m3diff.provenance import code
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
-from m3diff.stages.evaluate.report.gallery import read_saliency
+from m3diff.stages.evaluate.report import read_saliency
 from m3diff.stages.predict.pairs import PairSample, control_pairs
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import Answer, Journal, PredictReport, predict, run_key

@@ -1,31 +1,47 @@
 """Tables and pages: evaluate's report.html with LaTeX and CSV of its tables, and what `compare` shares with it.
 
-Nothing is fetched, and equal inputs give equal bytes. The words and the looks are in the templates.
+The gallery of a page has the captions of each pair with marks for right and wrong, references, scores and images. A
+page shows one run, or two of which the second is compared with the first. Its images are inside it while they are few,
+else files of the folder `images` beside it. Nothing is fetched, and equal inputs give equal bytes. The words and the
+looks are in the templates.
 """
 
+import base64
 import csv
+import hashlib
 import io
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from PIL import Image
 
-from m3diff.datasets.spec import DatasetSpec, Protocol
+from m3diff.datasets.spec import DatasetSpec, check_licence
+from m3diff.images.open import ImageError, load_image
+from m3diff.images.saliency import outlined
+from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
+from m3diff.records.progress import progress
 from m3diff.scoring.bootstrap import Interval
-from m3diff.scoring.grammar import ParsedCaption, type_order
+from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, type_order
 from m3diff.scoring.metrics import Metric, PairValue, Value
-from m3diff.scoring.pairs import PUBLISHED_SCORES, ProtocolPairs, PublishedRow, published_of
+from m3diff.scoring.pairs import PUBLISHED_SCORES, EvalPair, ProtocolPairs, PublishedRow, published_of
 from m3diff.scoring.run import EvaluateReport, ProtocolScores
-from m3diff.stages.evaluate.report.gallery import ImageStore, RunPairs, as_script, gallery, read_saliency, rights_of
 
 MB = 1_000_000
-BEST, SECOND = 1, 2
+MAX_PX = 384
+BASE64 = 4 / 3
+"""Bytes in the page to a byte of an image."""
+PLAIN = ("double", "float", "int64", "int32", "bool")
+"""Arrow types of a column that is one number to a pair."""
 GROUP_NAMES = {"change": "with a change", "multi_change": "with several changes", "distractors": "distractors"}
 RIGHT = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
 ABSENT = "–"
@@ -40,7 +56,7 @@ class Cell(NamedTuple):
 
     value: float | None
     interval: Interval | None = None
-    rank: int = 0  # BEST or SECOND among the rows that compare
+    best: bool = False  # among the rows that compare
     bar: bool = False  # a fraction of all, drawn as one
     signed: bool = False  # a difference
 
@@ -141,7 +157,7 @@ def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], colu
 def published_table(protocol: str, scores: ProtocolScores, known: Sequence[PublishedRow]) -> Table | None:
     """This run among the published rows of a protocol, best CIDEr first; None where nothing is published.
 
-    The best and second best of each column are marked. A run over fewer pairs than papers score is not ranked.
+    The best of each column is marked. A run over fewer pairs than papers score does not compare.
     """
     if not known:
         return None
@@ -152,7 +168,7 @@ def published_table(protocol: str, scores: ProtocolScores, known: Sequence[Publi
     ]
     ours = row_of("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), ours=True)
     by = PUBLISHED_SCORES.index("CIDEr")
-    ranked = rank(sorted([ours, *rows], key=lambda row: -(row.cells[by].value or 0.0)))
+    ranked = mark_best(sorted([ours, *rows], key=lambda row: -(row.cells[by].value or 0.0)))
     evidence = sorted({f"{row.method}: {row.chosen_on_test}" for row in known if row.chosen_on_test})
     notes = [f"† Epoch chosen on the test split. {'; '.join(evidence)}."] if evidence else []
     sources = "; ".join(sorted({row.source for row in known}))
@@ -160,22 +176,22 @@ def published_table(protocol: str, scores: ProtocolScores, known: Sequence[Publi
     return Table(f"{plain(protocol)}-published", ("Method", "venue", "n", *PUBLISHED_SCORES), ranked, notes)
 
 
-def rank(rows: list[Row]) -> list[Row]:
-    """The rows with the best and the second best value of each column marked, as printed; rows marked * do not count.
+def mark_best(rows: list[Row]) -> list[Row]:
+    """The rows with the best value of each column marked, as printed; rows marked * do not count.
 
     Equal values have equal marks; where all that compare are equal, or one alone has a value, none is marked.
     """
-    places = []
+    best = []
     for column in zip(*([cell.text for cell in row.cells] for row in rows if "*" not in row.marks), strict=True):
-        values = sorted({float(text) for text in column if text != ABSENT}, reverse=True)
-        places.append({f"{value:.1f}": place for place, value in enumerate(values[:2], BEST)} if values[1:] else {})
-    ranked = []
+        values = {float(text) for text in column if text != ABSENT}
+        best.append(f"{max(values):.1f}" if len(values) > 1 else "")
+    marked = []
     for row in rows:
         if "*" not in row.marks:
-            marked = (cell._replace(rank=of.get(cell.text, 0)) for cell, of in zip(row.cells, places, strict=True))
-            row = row._replace(cells=tuple(marked))
-        ranked.append(row)
-    return ranked
+            found = zip(row.cells, best, strict=True)
+            row = row._replace(cells=tuple(cell._replace(best=cell.text == text) for cell, text in found))
+        marked.append(row)
+    return marked
 
 
 def plain(name: str) -> str:
@@ -204,7 +220,7 @@ def as_csv(table: Table) -> str:
 
 
 def as_latex(table: Table) -> str:
-    """A tabular of booktabs: best bold, second best underlined, the intervals small behind their scores."""
+    """A tabular of booktabs: the best bold, the intervals small behind their scores."""
     columns = "l" * (1 + table.labels) + "r" * (len(table.columns) - 1 - table.labels)
     marks = {"†": r"$^\dagger$", "*": "$^*$"}
     body = [[name.translate(LATEX) for name in table.columns]]
@@ -212,7 +228,7 @@ def as_latex(table: Table) -> str:
         name, *labels = (text.translate(LATEX) for text in (row.name, *row.labels))
         line = [name + "".join(marks[mark] for mark in row.marks), *labels]
         for cell in row.cells:
-            text = {BEST: rf"\textbf{{{cell.text}}}", SECOND: rf"\underline{{{cell.text}}}"}.get(cell.rank, cell.text)
+            text = rf"\textbf{{{cell.text}}}" if cell.best else cell.text
             low_high = cell.interval and rf" {{\scriptsize [{cell.interval.low:.1f}, {cell.interval.high:.1f}]}}"
             line.append("--" if cell.value is None else text + (low_high or ""))
         body.append(line)
@@ -262,11 +278,11 @@ def write_report(evidence: Evidence, out: Path, inside_mb: int) -> None:
     """
     images = out / "images"
     images.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "report.html", render(evidence, ImageStore(images, inside_mb * MB)))
+    write_atomic(out / "report.html", render(evidence, images, inside_mb * MB))
 
 
-def render(evidence: Evidence, store: ImageStore) -> str:
-    """The page as text; its images are in `store`."""
+def render(evidence: Evidence, images: Path, limit: int) -> str:
+    """The page as text; its images are inside it up to `limit` bytes, else in the folder `images`."""
     scores = evidence.report.protocols
     rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
     saliency = read_saliency(evidence.saliency) if evidence.saliency.is_file() else {}
@@ -286,11 +302,10 @@ def render(evidence: Evidence, store: ImageStore) -> str:
         overview=overview(scores, columns, evidence.notes),
         parts=protocol_parts(evidence, all_columns, columns),
         confusion=confusion_table(parsed),
-        gallery=gallery([run], evidence.metrics, rights, saliency, store),
+        gallery=gallery([run], evidence.metrics, rights, saliency, images, limit),
         gallery_title="All pairs",
         gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
         image_rights=rights,
-        images_inside=store.is_inside,
         has_saliency=bool(saliency),
         absent=dict.fromkeys(absent for of in scores.values() for absent in of.absent.items()),
         control_pairs=sum(pair.shuffled_prediction is not None for pair in first.pairs),
@@ -310,7 +325,7 @@ def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str
             {
                 "name": one.name,
                 "id": plain(one.name),
-                "rules": rules_of(one.protocol),
+                "protocol": one.protocol,
                 "is_headline": is_headline,
                 "published": published_table(one.name, scores, known),
                 "several": scores.groups.get("multi_change") if is_headline else None,
@@ -319,16 +334,6 @@ def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str
             }
         )
     return parts
-
-
-def rules_of(protocol: Protocol) -> str:
-    """The rules of a protocol in words."""
-    which = f"Pairs of {', '.join(protocol.change_types)} alone" if protocol.change_types else "Pairs"
-    ids = "" if protocol.ids == ".*" else f" whose id matches {protocol.ids}"
-    against = "all their references" if protocol.references == "all" else "their references joined to one text"
-    cut = f", both cut after {protocol.max_words} words" if protocol.max_words else ""
-    split_at = "the PTB tokenizer" if protocol.tokenizer == "ptb" else "white space alone"
-    return f"{which}{ids}, against {against}{cut}; tokens by {split_at}."
 
 
 def table_columns(
@@ -341,15 +346,203 @@ def table_columns(
 
 
 def confusion_table(parsed: Iterable[ParsedCaption]) -> dict[str, Any]:
-    """Types of pairs of one change and distractors, and per true type a row of (count of the predicted type, fraction
-    of the row, on the diagonal)."""
+    """The counts of predicted types by true type, of pairs of one change and distractors; and the types in order."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for caption in parsed:
         if len(caption.pair.change_types) == 1:
             counts[caption.pair.change_types[0]][caption.predicted_type] += 1
-    columns = sorted({predicted for row in counts.values() for predicted in row} | counts.keys(), key=type_order)
-    rows = [
-        (true, [(row[name], row[name] / row.total(), name == true) for name in columns])
-        for true, row in sorted(counts.items(), key=lambda item: type_order(item[0]))
-    ]
-    return {"columns": columns, "rows": rows}
+    columns = {predicted for row in counts.values() for predicted in row} | counts.keys()
+    rows = {true: counts[true] for true in sorted(counts, key=type_order)}
+    return {"columns": sorted(columns, key=type_order), "rows": rows}
+
+
+class ImageRights(NamedTuple):
+    """Permission of a dataset's licence to show its images, and its words; None: no condition."""
+
+    show: bool
+    note: str | None
+
+
+def rights_of(spec: DatasetSpec) -> ImageRights:
+    try:
+        return ImageRights(True, check_licence(spec, "show"))
+    except DataError:
+        return ImageRights(False, f"{spec.licence.name}: {spec.licence.show.reason}")
+
+
+def link_images(images: Iterable[bytes], folder: Path, limit: int) -> dict[bytes, str]:
+    """The page's link to each WebP image: the image itself while all have at most `limit` bytes in the page, else a
+    file of `folder`, from which those of an earlier page are removed."""
+    for old in folder.glob("*.webp"):
+        old.unlink()
+    distinct = set(images)
+    if BASE64 * sum(map(len, distinct)) <= limit:
+        return {image: "data:image/webp;base64," + base64.b64encode(image).decode() for image in distinct}
+    folder.mkdir(parents=True, exist_ok=True)
+    links = {}
+    for image in distinct:
+        name = f"{hashlib.sha256(image).hexdigest()[:24]}.webp"
+        (folder / name).write_bytes(image)
+        links[image] = f"{folder.name}/{name}"
+    return links
+
+
+def load_small(path: Path, sha256: bytes) -> Image.Image:
+    """The image upright, in RGB, its longer side at most `MAX_PX`.
+
+    Raises:
+        DataError: the file is missing, is no image, or is not the one of this digest.
+    """
+    try:
+        image = load_image(path, sha256)
+    except ImageError as error:
+        raise DataError(f"the report cannot show an image: {error}") from error
+    image.thumbnail((MAX_PX, MAX_PX), Image.Resampling.LANCZOS)
+    return image
+
+
+def as_webp(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=88, method=4)
+    return buffer.getvalue()
+
+
+def read_saliency(path: Path) -> dict[str, np.ndarray]:
+    """Maps of where the model looks for the difference, by pair id, [rows, columns], each of sum 1."""
+    with np.load(path) as arrays:
+        return {str(i): grid for i, grid in zip(arrays["ids"], arrays["maps"].astype(np.float32), strict=True)}
+
+
+def draw_images(
+    pairs: Iterable[EvalPair], rights: Mapping[str, ImageRights], saliency: Mapping[str, np.ndarray]
+) -> Iterator[list[bytes | None] | None]:
+    """WebP files of each pair in order, several drawn at once: before, after, and the after-image with the outlines of
+    its saliency map, None where it has none; None where the licence does not let them be shown.
+
+    Raises:
+        DataError: an image is missing or changed since ingest.
+    """
+
+    def draw(pair: EvalPair) -> list[bytes | None] | None:
+        if not rights[pair.dataset].show:
+            return None
+        after = load_small(pair.after, pair.after_sha256)
+        before = load_small(pair.before, pair.before_sha256)
+        grid = saliency.get(pair.id)
+        return [as_webp(before), as_webp(after), None if grid is None else as_webp(outlined(after, grid))]
+
+    with ThreadPoolExecutor() as pool:
+        yield from pool.map(draw, pairs)
+
+
+class RunPairs(NamedTuple):
+    """The captions and scores of one run."""
+
+    name: str
+    pairs: Mapping[str, Mapping[str, EvalPair]]  # protocol -> pair id -> pair as the protocol scored it
+    scores: Mapping[str, Mapping[str, Mapping[str, PairValue]]]  # protocol -> pair id -> column -> score
+    parsed: Mapping[str, ParsedCaption]  # by pair id
+
+
+def gallery(
+    runs: Sequence[RunPairs],
+    metrics: Mapping[str, Metric],
+    rights: Mapping[str, ImageRights],
+    saliency: Mapping[str, np.ndarray],
+    folder: Path,
+    limit: int,
+) -> dict[str, Any]:
+    """All pairs of the first run, as the page's script reads them; every run has the same pairs.
+
+    Args:
+        folder, limit: as of `link_images`.
+
+    Raises:
+        DataError: an image is missing or changed since ingest.
+    """
+    plain = [name for metric in metrics.values() for name, arrow in metric.columns.items() if arrow in PLAIN]
+    headlines = {metric.headline for metric in metrics.values()}
+    columns = sorted(plain, key=lambda name: name not in headlines)
+    protocols = list(runs[0].pairs)
+    pairs = {pair.id: pair for of in reversed(protocols) for pair in runs[0].pairs[of].values()}
+    ordered = [pairs[i] for i in dict.fromkeys(i for of in protocols for i in runs[0].pairs[of])]
+    drawn = list(progress(draw_images(ordered, rights, saliency), "evaluate: images", len(ordered), "pair"))
+    links = link_images((image for images in drawn for image in images or () if image), folder, limit)
+    read = sum(not caption.unreadable for caption in runs[-1].parsed.values())
+    return {
+        "runs": [run.name for run in runs],
+        "columns": columns,
+        "protocols": protocols,
+        "datasets": list(dict.fromkeys(pair.dataset for pair in ordered)),
+        "types": sorted({kind for pair in ordered for kind in pair.change_types}, key=type_order),
+        "graded": 2 * read > len(ordered),  # right and wrong can be told of most
+        "saliency": bool(saliency),
+        "pairs": [
+            entry(pair, runs, columns, protocols) | {"images": images and [image and links[image] for image in images]}
+            for pair, images in zip(ordered, drawn, strict=True)
+        ],
+    }
+
+
+def entry(pair: EvalPair, runs: Sequence[RunPairs], columns: list[str], protocols: list[str]) -> dict[str, Any]:
+    of_runs = [next(run.pairs[of][pair.id] for of in protocols if pair.id in run.pairs[of]) for run in runs]
+
+    def number(value: PairValue) -> float | None:
+        return round(float(value), 5) if isinstance(value, int | float) else None
+
+    return {
+        "id": pair.id,
+        "dataset": pair.dataset,
+        "types": pair.change_types,
+        "captions": [caption_of(mine, run.parsed.get(pair.id)) for mine, run in zip(of_runs, runs, strict=True)],
+        "references": most_similar_first(of_runs[-1].prediction, pair.references),
+        "scores": {
+            str(place): [[number(run.scores[of][pair.id].get(column)) for column in columns] for run in runs]
+            for place, of in enumerate(protocols)
+            if pair.id in runs[0].pairs[of]
+        },
+    }
+
+
+def caption_of(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str, Any]:
+    """The prediction clause by clause, each with its marks, no marks where no grammar reads it; how many changes it
+    does not name; and its grade: 2 all right, 1 the types, 0."""
+    if parsed is None:
+        return {"clauses": [(pair.prediction, [])], "missed": 0, "grade": None}
+    if parsed.says_no_change:
+        clauses = [(pair.prediction, [("nothing changed", pair.is_distractor)])]
+    else:
+        read = zip(parsed.parts, parsed.predicted_clauses, strict=True)
+        clauses = [(text, marks(parsed, clause)) for text, clause in read]
+    missed = 0 if pair.is_distractor else parsed.true_types.total() - parsed.changes_found.type
+    grade = 2 if parsed.right.exact else 1 if parsed.right.type else 0
+    return {"clauses": clauses, "missed": missed, "grade": grade}
+
+
+def marks(parsed: ParsedCaption, clause: Clause) -> list[tuple[str, bool]]:
+    """The parts of a clause, each with its verdict."""
+    if clause.type == UNREADABLE:
+        return [("not understood", False)]
+    known, named, placed = parsed.agrees(clause)
+    parts = (
+        ("object", clause.object, named),
+        ("place", clause.place, placed),
+        ("change", clause.before or clause.after, parsed.says_change(clause)),
+    )
+    return [(clause.type, known), *((part, right) for part, said, right in parts if known and said)]
+
+
+def most_similar_first(prediction: str, references: Iterable[str]) -> list[str]:
+    """References, the one that shares most words with the prediction first."""
+    words = set(prediction.casefold().split())
+
+    def similarity(reference: str) -> float:
+        theirs = set(reference.casefold().split())
+        return len(words & theirs) / (len(words | theirs) or 1)
+
+    return sorted(references, key=similarity, reverse=True)
+
+
+def as_script(data: Any) -> str:
+    """JSON that may stand inside a script element: no text of the data can end it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
