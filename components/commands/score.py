@@ -27,7 +27,6 @@ from m3diff.scoring.metrics import ALL, METRICS, Metric, Value, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.pairs import (
-    PUBLISHED_SCORES,
     EvalPair,
     ProtocolPairs,
     PublishedRow,
@@ -38,8 +37,8 @@ from m3diff.scoring.pairs import (
     takes,
     without_surrogates,
 )
-from m3diff.scoring.run import compute_metrics
-from m3diff.stages.evaluate.report import in_papers_units
+from m3diff.scoring.run import ProtocolScores, compute_metrics
+from m3diff.stages.evaluate.report import in_papers_units, published_table, text_lines
 from m3diff.stages.evaluate.stage import score_table
 
 LIMIT_S = 3600
@@ -57,10 +56,7 @@ CAPTIONS = ("prediction", "caption", "value")
 """Fields of a caption; beside a prediction, "caption" is a reference. "value" is the value of {id: caption}."""
 EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
 SCENE = re.compile(r"(?:CLEVR_(?P<kind>semantic|nonsemantic)_)?0*(?P<number>\d+)(?P<distractor>_n)?")
-TOKENISED = re.compile(r"\w (?:[.,;:!?]|'s|n't)(?: |$)")
 SENTENCES = re.compile(r"\w\. +\w")
-MANY = 0.2
-"""Share of texts from which on they count as tokenised."""
 
 
 class Prediction(NamedTuple):
@@ -373,14 +369,8 @@ def find_pairs(
         notes.append(f"{rest:,} captions of pairs that {protocol.name!r} does not take were left out")
     if empty := sum(not caption.strip() for caption in said):
         notes.append(f"{empty:,} captions are empty")
-    if protocol.tokenizer == "whitespace" and share(TOKENISED, said) <= MANY < share(TOKENISED, texts):
-        notes.append("captions are not tokenised, the references are: 'head.' is no 'head'; write 'head .'")
     notes += notes_of_marks(said) + notes_of_marks(texts, "references")
     return [replace(taken[name], prediction=caption) for name, caption in captions.items()], faults, notes
-
-
-def share(pattern: re.Pattern[str], texts: Sequence[str]) -> float:
-    return sum(bool(pattern.search(text)) for text in texts) / len(texts)
 
 
 def match(rows: Sequence[Prediction], known: Iterable[str], task: Task) -> dict[str, str]:
@@ -445,17 +435,13 @@ def level(ids: int, counts: SplitCount | None) -> str:
     """The level, if any, that the number of ids gives away."""
     if counts is None or ids == counts.pairs:
         return ""
-    if ids == counts.records:
-        return (
-            f". The annotation file has {ids:,} records: this is the record level. A pair is scored once, against the "
-            "references of all its records"
-        )
-    if ids == counts.image_pairs:
-        return (
-            f". There are {ids:,} distinct pairs of images: keyed by its images, a pair overwrote others that have the "
-            "same; key by the id"
-        )
-    return ""
+    levels = {
+        counts.records: f". The annotation file has {ids:,} records: this is the record level. A pair is scored once, "
+        "against the references of all its records",
+        counts.image_pairs: f". There are {ids:,} distinct pairs of images: keyed by its images, a pair overwrote "
+        "others that have the same; key by the id",
+    }
+    return levels.get(ids, "")
 
 
 def faults_of_references(pairs: Mapping[str, EvalPair], task: Task) -> Iterator[str]:
@@ -496,23 +482,8 @@ def lines(report: ScoreReport) -> Iterator[str]:
         rows.append((name, cell.text, cell.bounds, VARIANTS.get(name, "")))
     yield from (f"  {line}" for line in aligned(rows))
     yield from (f"  {name}: {reason}" for name, reason in report.absent.items())
-    if report.published:
-        yield from published_lines(report)
-
-
-def published_lines(report: ScoreReport) -> Iterator[str]:
-    """The published rows and this one among them, the best by the headline score first."""
-    by = report.headline
-    mine = {name: None if (value := report.scores.get(name)) is None else 100 * value for name in PUBLISHED_SCORES}
-    ours: dict[str, Any] = {"method": "these captions", "venue": "", "scores": mine, "chosen_on_test": None}
-    rows = [("method", "venue", *PUBLISHED_SCORES, "")]
-    for row in sorted([ours, *report.published], key=lambda row: -(row["scores"][by] or 0.0)):
-        figures = ("-" if value is None else f"{value:.1f}" for value in row["scores"].values())
-        end = "+ chosen on test" if row["chosen_on_test"] else ""
-        if row is ours and report.pairs != report.published_pairs:
-            end = "* other pairs"
-        rows.append((row["method"], row["venue"], *figures, end))
-    yield f"  published figures beside it, by {by}:"
-    yield from (f"    {line}" for line in aligned(rows))
-    yield from sorted({f"    source: {row['source']}" for row in report.published})
-    yield from (f"    + {row['method']}: {row['chosen_on_test']}" for row in report.published if row["chosen_on_test"])
+    known = [PublishedRow(**row) for row in report.published]
+    scores = ProtocolScores(**report.model_dump(include=set(ProtocolScores.model_fields)), groups={})
+    if table := published_table(report.dataset, scores, known, report.headline):
+        yield f"  published figures beside it, by {report.headline}:"
+        yield from (f"    {line}" for line in (*text_lines(table), *table.notes))

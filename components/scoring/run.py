@@ -2,7 +2,7 @@
 group of pairs; headline.json, the few scores to compare runs by.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from m3diff.records.files import StageReport
 from m3diff.records.progress import progress
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Program, Tokens, Tools, needs_java
+from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Tokens, Tools, needs_java
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.pairs import ProtocolPairs
@@ -43,17 +43,14 @@ def compute_metrics(
         ScorerFailed: the tokenizer gave up, and a metric needs it.
     """
     scored = list(protocols)
-    if needs_java(metrics):
-        tokens = tokenise_protocols(scored, limit_s)
-    else:
-        tokens = {one.name: Tokens({}, {}, None) for one in scored}
+    tokens = tokenise_protocols(scored, limit_s) if needs_java(metrics) else {}
     items = list(dict.fromkeys(of.item(pair) for of in tokens.values() for pair in of.predictions))
     found: dict[str, dict[str, MetricScores]] = {one.name: {} for one in scored}
     for name, metric in progress(list(metrics.items()), "evaluate: metrics", unit="metric"):
         try:
-            answers = metric.program(Program(items, spice_dir, limit_s)) if metric.program else {}
+            answers = metric.program(items, spice_dir, limit_s) if metric.program else {}
             for one in scored:
-                tools = Tools(tokens[one.name], answers, parsed, judge)
+                tools = Tools(tokens.get(one.name, Tokens({}, {}, None)), answers, parsed, judge)
                 found[one.name][name] = metric.compute(one.pairs, one.groups, tools)
         except ScorerFailed as failure:
             for of_metrics in found.values():
@@ -61,25 +58,16 @@ def compute_metrics(
     return {one.name: merge(metrics, one.groups, found[one.name]) for one in scored}
 
 
-def split_at_white_space(captions: Iterable[str], limit_s: int) -> dict[str, str]:
-    """Tokens by white space alone: case and punctuation stay."""
-    return {caption: sanitise(caption) for caption in captions}
-
-
-TOKENIZERS: dict[str, Callable[[Iterable[str], int], dict[str, str]]] = {
-    "ptb": tokenise,
-    "whitespace": split_at_white_space,
-}
-
-
 def tokenise_protocols(protocols: Iterable[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
-    """The tokens of each protocol's pairs, by its name; each distinct text is tokenised once."""
+    """The tokens of each protocol's pairs, by its name: PTB's, or those of white space alone; each distinct text is
+    tokenised once."""
     scored, found = list(protocols), {}
     for tokenizer in dict.fromkeys(one.protocol.tokenizer for one in scored):
         of_tokenizer = [one for one in scored if one.protocol.tokenizer == tokenizer]
         pairs = [pair for one in of_tokenizer for pair in one.pairs]
         said = [(pair.prediction, *pair.references, pair.shuffled_prediction) for pair in pairs]
-        tokens = TOKENIZERS[tokenizer]([text for texts in said for text in texts if text is not None], limit_s)
+        texts = [text for of_pair in said for text in of_pair if text is not None]
+        tokens = tokenise(texts, limit_s) if tokenizer == "ptb" else {text: sanitise(text) for text in texts}
         for one in of_tokenizer:
             shuffled = {pair.id: pair.shuffled_prediction for pair in one.pairs}
             found[one.name] = Tokens(

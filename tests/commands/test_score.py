@@ -233,6 +233,7 @@ def test_the_right_protocol_gives_the_right_number_from_the_data_and_from_a_coco
     report = run(SAID, data=spot, protocol="multi-change")  # joins the sentences, and cuts after 60 words
     assert numbers(report) == pytest.approx((1.544967, 0.107847), abs=1e-6)
     assert report.references == 5
+    assert run(SAID | {"13": " "}, data=spot).notes == ["1 captions are empty"]
 
 
 @pytest.mark.parametrize(
@@ -411,10 +412,10 @@ def test_the_page_tells_protocol_pairs_variant_scores_faults_and_the_published_r
     assert cider.split()[:3] == ["CIDEr", "47.4", "42.0–53.0"]
     assert "CIDEr-D" in cider
     rows = [line.split()[0] for line in told if line.startswith("    ") and line.split()[0][0] in "Mt"]
-    assert rows == ["M0", "M1", "M2", "M3", "these", "M4", "M5", "M6", "M7"]
-    assert [line.split()[0] for line in told if line.endswith("+ chosen on test")] == ["M3"]
-    assert {"  note: one", "  METEOR: it died", "    + M3: their code", "    source: paper A"} < set(told)
+    assert rows == ["Method", "M0", "M1", "M2", "M3†", "this", "M4", "M5", "M6", "M7"]
+    assert {"  note: one", "  METEOR: it died", "    Published figures as given by paper A."} < set(told)
+    assert "    † Epoch chosen on the test split. M3: their code." in told
     told = list(lines(a_report(pairs=1263, faults=["empties"])))
     assert "pairs 1,263 (papers: 1,270)" in told[1]
     assert "  FAULT empties" in told
-    assert next(line for line in told if "these captions" in line).endswith("* other pairs")
+    assert next(line for line in told if "this run" in line).startswith("    this run*  ")

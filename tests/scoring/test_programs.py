@@ -21,7 +21,7 @@ from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring import run
-from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, Program, choose_metrics, meteor, spice
+from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, choose_metrics, meteor, spice
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java, sanitise, tokenise
 from m3diff.scoring.pairs import ProtocolPairs
 from tests.scoring import bench
@@ -240,7 +240,7 @@ def ask_java(package: Path, lines: list[str]) -> list[str]:
 
 def test_statistics_and_scores_of_groups_are_those_of_the_stock_program(tmp_path, monkeypatch):
     package = small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
-    answers = meteor.program(Program(CAPTIONS, None, 60))
+    answers = meteor.program(CAPTIONS, None, 60)
     found = [answers[item] for item in CAPTIONS]
     asked = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
     stock = [[float(number) for number in line.split()] for line in ask_java(package, asked)]

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError, readable
 from m3diff.records.files import write_atomic
-from m3diff.records.tables import aligned
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import METRICS, Metric, PairValue
@@ -131,5 +130,4 @@ def difference_table(
 
 def as_text(protocol: str, table: Table) -> str:
     """A table as lines of a terminal."""
-    rows = [(row.name, *(f"{cell.text}  {cell.bounds}".strip() for cell in row.cells)) for row in table.rows]
-    return "\n".join([protocol, *aligned([table.columns, *rows])])
+    return "\n".join([protocol, *report.text_lines(table)])

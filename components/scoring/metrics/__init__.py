@@ -123,14 +123,6 @@ class Tokens:
         return self.predictions[pair], tuple(self.references[pair])
 
 
-class Program(NamedTuple):
-    """Arguments of a metric's program."""
-
-    items: list[Item]  # the distinct ones of every protocol
-    spice_dir: Path | None
-    limit_s: int  # of each Java program
-
-
 class Tools(NamedTuple):
     """Inputs of a metric beside the pairs of a protocol."""
 
@@ -171,7 +163,8 @@ class Metric:
     resampled: Mapping[str, Resampled] = field(default_factory=dict)  # score -> its statistics, for intervals
     lower_is_better: tuple[str, ...] = ()  # no score for the gate
     java: bool = True  # uses tokens or a Java program
-    program: Callable[[Program], Mapping[Item, Any]] | None = None  # runs once for all protocols
+    # runs once for the distinct items of all protocols, with SPICE's folder and seconds for each Java program
+    program: Callable[[list[Item], Path | None, int], Mapping[Item, Any]] | None = None
     needs_grammar: bool = False  # reads captions: there is no score of a dataset without a grammar
     optional: bool = False  # left out of the page's tables where it is absent
 

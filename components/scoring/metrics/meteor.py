@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from m3diff.scoring.metrics import Groups, Item, Metric, MetricScores, Program, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics import Groups, Item, Metric, MetricScores, Resampled, Tools, of_each_group
 from m3diff.scoring.metrics.java import ScorerFailed, run
 from m3diff.scoring.pairs import EvalPair
 
@@ -31,7 +31,7 @@ WORD = re.compile(rb"[a-z0-9]+")
 ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
 
 
-def program(of: Program) -> dict[Item, list[float]]:
+def program(items: list[Item], spice_dir: Path | None, limit_s: int) -> dict[Item, list[float]]:
     """The 23 statistics of each item, of its best reference, ready to be summed.
 
     The program keeps its whole paraphrase table in memory, 5 million entries that take it 15 s to read, so it gets a
@@ -46,13 +46,13 @@ def program(of: Program) -> dict[Item, list[float]]:
     with gzip.open(home / "data" / "paraphrase-en.gz") as file:
         table = file.read()
     # of the best references it takes the first, so one that comes again changes nothing
-    lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), said)) + "\n" for said, references in of.items]
+    lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), said)) + "\n" for said, references in items]
     with TemporaryDirectory(prefix="m3diff-meteor-") as name:
         folder = Path(name)
         (folder / module.METEOR_JAR).symlink_to(home / module.METEOR_JAR)
         with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
-            file.writelines(matching_paraphrases(table, of.items))
-        answer = run(COMMAND, folder, of.limit_s, "".join(lines))
+            file.writelines(matching_paraphrases(table, items))
+        answer = run(COMMAND, folder, limit_s, "".join(lines))
     try:
         statistics = [[float(number) for number in line.split()] for line in answer.splitlines()]
     except ValueError as error:
@@ -62,7 +62,7 @@ def program(of: Program) -> dict[Item, list[float]]:
     for numbers in statistics:
         if numbers[20:] == [1.0, *numbers[:2]]:
             numbers[20] = 0.0
-    return dict(zip(of.items, statistics, strict=True))
+    return dict(zip(items, statistics, strict=True))
 
 
 def matching_paraphrases(table: bytes, items: Sequence[Item]) -> Iterator[bytes]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from m3diff.records.files import write_atomic
-from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Program, Tools, mean_of, of_each_group
+from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Tools, mean_of, of_each_group
 from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run
 from m3diff.scoring.pairs import EvalPair
 
@@ -47,14 +47,14 @@ TRIAL_S = 600
 LMDB = "data.mdb"
 
 
-def program(of: Program) -> dict[Item, float | None]:
+def program(items: list[Item], spice_dir: Path | None, limit_s: int) -> dict[Item, float | None]:
     """F of each item; None where neither side has a tuple.
 
     Raises:
         ScorerFailed: the jars are missing, or the program gave no result.
     """
-    jars = find_jars(of.spice_dir)
-    return dict(zip(of.items, score(of.items, jars, kept_file(), of.limit_s), strict=True))
+    jars = find_jars(spice_dir)
+    return dict(zip(items, score(items, jars, kept_file(), limit_s), strict=True))
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:

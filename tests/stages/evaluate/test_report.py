@@ -108,7 +108,9 @@ def test_the_best_of_those_that_compare_is_marked(rows: list[Row], best: list[st
 
 
 def test_this_run_stands_among_the_published_rows_by_its_cider():
-    found = report.published_table("iedit/test", scores(495, 495, CIDEr=0.6, BLEU_4=0.99), published_rows("iedit"))
+    found = report.published_table(
+        "iedit/test", scores(495, 495, CIDEr=0.6, BLEU_4=0.99), published_rows("iedit"), "CIDEr"
+    )
     assert found is not None
     ours = [row.ours for row in found.rows].index(True)
     values = [row.cells[3].value or 0 for row in found.rows]
@@ -117,12 +119,12 @@ def test_this_run_stands_among_the_published_rows_by_its_cider():
     assert (found.rows[ours].labels, found.rows[0].labels[1]) == (("", "495"), "495")
     assert [row.cells[3].best for row in found.rows].index(True) == 0
     assert not any("chosen" in note for note in found.notes)
-    assert report.published_table("unknown/test", scores(), published_rows("unknown")) is None
-    found = report.published_table("iedit/test", scores(300, 495, CIDEr=9.0), published_rows("iedit"))
+    assert report.published_table("unknown/test", scores(), published_rows("unknown"), "CIDEr") is None
+    found = report.published_table("iedit/test", scores(300, 495, CIDEr=9.0), published_rows("iedit"), "CIDEr")
     assert found is not None
     assert (found.rows[0].name, found.rows[0].marks, found.rows[0].cells[3].best) == ("this run", ("*",), False)
     assert (found.rows[1].cells[3].best, found.notes[0][:13]) == (True, "* Fewer pairs")
-    found = report.published_table("spot_the_diff/test", scores(CIDEr=0.3), published_rows("spot_the_diff"))
+    found = report.published_table("spot_the_diff/test", scores(CIDEr=0.3), published_rows("spot_the_diff"), "CIDEr")
     assert found is not None
     assert [row.name for row in found.rows if row.marks == ("†",)] == ["CLIP4IDC"]
     assert found.notes[0].startswith("† Epoch chosen on the test split. CLIP4IDC: ")
@@ -154,9 +156,9 @@ def test_latex_marks_the_best_and_escapes_what_is_special_and_csv_has_the_bounds
     escaped = report.as_latex(Table("x", ("a",), [Row("a\\b {x} a~b^c #$", (), ())])).splitlines()[4]
     assert escaped == r"a\textbackslash{}b \{x\} a\textasciitilde{}b\textasciicircum{}c \#\$ \\"
     assert list(csv.reader(io.StringIO(report.as_csv(TABLE)))) == [
-        ["Method", "venue", "CIDEr", "CIDEr low", "CIDEr high", "BLEU-4", "marks"],
-        ["A_b & 50%", "ICCV'23", "51.26", "49.00", "53.30", "", "†"],
-        ["this run", "", "40.00", "", "", "3.00", "*"],
+        ["Method", "venue", "marks", "CIDEr", "CIDEr low", "CIDEr high", "BLEU-4"],
+        ["A_b & 50%", "ICCV'23", "†", "51.26", "49.00", "53.30", ""],
+        ["this run", "", "*", "40.00", "", "", "3.00"],
     ]
 
 

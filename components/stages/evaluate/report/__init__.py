@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -30,6 +31,7 @@ from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
+from m3diff.records.tables import aligned
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, type_order
 from m3diff.scoring.metrics import Metric, PairValue, Value
@@ -154,8 +156,10 @@ def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], colu
     return Table(f"{plain(protocol)}-types", ("Type", "n", *read, *columns), rows)
 
 
-def published_table(protocol: str, scores: ProtocolScores, known: Sequence[PublishedRow]) -> Table | None:
-    """This run among the published rows of a protocol, best CIDEr first; None where nothing is published.
+def published_table(
+    protocol: str, scores: ProtocolScores, known: Sequence[PublishedRow], headline: str
+) -> Table | None:
+    """This run among the published rows of a protocol, the best headline score first; None where nothing is published.
 
     The best of each column is marked. A run over fewer pairs than papers score does not compare.
     """
@@ -167,7 +171,7 @@ def published_table(protocol: str, scores: ProtocolScores, known: Sequence[Publi
         for row in known
     ]
     ours = row_of("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), ours=True)
-    by = PUBLISHED_SCORES.index("CIDEr")
+    by = PUBLISHED_SCORES.index(headline)
     ranked = mark_best(sorted([ours, *rows], key=lambda row: -(row.cells[by].value or 0.0)))
     evidence = sorted({f"{row.method}: {row.chosen_on_test}" for row in known if row.chosen_on_test})
     notes = [f"† Epoch chosen on the test split. {'; '.join(evidence)}."] if evidence else []
@@ -199,23 +203,30 @@ def plain(name: str) -> str:
     return name.replace("/", "-")
 
 
-def as_csv(table: Table) -> str:
-    """Scores times 100 with two digits, those with an interval followed by its two bounds."""
-    bounded = {place for row in table.rows for place, cell in enumerate(row.cells) if cell.interval}
-    has_marks = any(row.marks for row in table.rows)
-    head = list(table.columns[: 1 + table.labels])
-    for place, name in enumerate(table.columns[1 + table.labels :]):
-        head += [name, f"{name} low", f"{name} high"] if place in bounded else [name]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head + ["marks"] * has_marks)
+def text_lines(table: Table) -> list[str]:
+    """A table as lines of a terminal."""
+    rows = []
     for row in table.rows:
-        numbers: list[float | None] = []
-        for place, cell in enumerate(row.cells):
-            bounds = (cell.interval.low, cell.interval.high) if cell.interval else (None, None)
-            numbers += (cell.value, *bounds)[: 3 if place in bounded else 1]
-        values = ["" if number is None else f"{number:.2f}" for number in numbers]
-        writer.writerow([row.name, *row.labels, *values] + ["".join(row.marks)] * has_marks)
+        cells = (f"{cell.text}  {cell.bounds}".strip() for cell in row.cells)
+        rows.append((row.name + "".join(row.marks), *row.labels, *cells))
+    return aligned([table.columns, *rows])
+
+
+def as_csv(table: Table) -> str:
+    """Scores times 100 with two digits; the bounds of those with an interval, and a row's marks, in columns of their
+    own."""
+    rows = []
+    for row in table.rows:
+        values = dict(zip(table.columns, (row.name, *row.labels), strict=False)) | {"marks": "".join(row.marks)}
+        for name, cell in zip(table.columns[1 + table.labels :], row.cells, strict=True):
+            bounds = (cell.interval.low, cell.interval.high) if cell.interval else ()
+            numbers = zip((name, f"{name} low", f"{name} high"), (cell.value, *bounds), strict=False)
+            values |= {column: "" if number is None else f"{number:.2f}" for column, number in numbers}
+        rows.append(values)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, dict.fromkeys(chain.from_iterable(rows)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 
@@ -327,7 +338,7 @@ def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str
                 "id": plain(one.name),
                 "protocol": one.protocol,
                 "is_headline": is_headline,
-                "published": published_table(one.name, scores, known),
+                "published": published_table(one.name, scores, known, one.protocol.headline),
                 "several": scores.groups.get("multi_change") if is_headline else None,
                 "types": type_table(one.name, scores, types, columns) if types else None,
                 "groups": group_table(one.name, scores, all_columns),
