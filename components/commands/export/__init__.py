@@ -315,10 +315,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_datasets(params: Params) -> list[Dataset]:
     """The datasets of the mixture, by convert's report. Raises DataError without it, or for one that is unknown."""
     file = params.paths.mixture / "report.json"
-    if not file.is_file():
-        raise DataError(f"{file}: no such file, so what trained the model is unknown; run `m3diff convert` first")
-    with readable(file):
-        found = json.loads(file.read_text(encoding="utf-8"))["datasets"]
+    found = read_json(file).get("datasets")
+    if found is None:
+        raise DataError(f"{file}: names no datasets, so what trained the model is unknown; run `m3diff convert` first")
     entries = licensed(params)
     return [Dataset(name, spec_of(name, entries), each["pairs"], each["samples"]) for name, each in found.items()]
 

@@ -144,11 +144,8 @@ def guess(root: Path) -> Guess:
 
 
 def manifests(root: Path) -> list[Path]:
-    """Files of a folder that could be a table, those that the system hides left out; none where it cannot be read."""
-    try:
-        return sorted(path for path in root.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] not in "._")
-    except OSError:
-        return []
+    """Files of a folder that could be a table, those that the system hides left out; none where there is no folder."""
+    return sorted(path for path in root.glob("[!._]*") if path.suffix.lower() in SUFFIXES)
 
 
 def split_called(name: str) -> str | None:

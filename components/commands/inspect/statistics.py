@@ -28,9 +28,6 @@ from m3diff.records.schemas import SPLITS
 LONG = 20  # words beyond which Table 1 of OmniDiff calls a caption long
 PAIRS, THUMB_PX, TOP_TYPES, BINS = 4, 160, 12, 24
 
-Bars = list[tuple[str, int]]
-"""Labels and numbers of a plot."""
-
 
 def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
     """Write `clean/statistics.html` and `clean/statistics.json` of `clean/records.parquet`.
@@ -98,8 +95,8 @@ def _count(records: pl.DataFrame) -> dict[str, Any]:
     }
 
 
-def _lengths(words: pl.Series) -> Bars:
-    """References by number of words in at most BINS equal steps."""
+def _lengths(words: pl.Series) -> list[tuple[str, int]]:
+    """References by number of words in at most BINS equal steps, for a plot."""
     longest = int(words.quantile(0.995) or 1)
     step = max(1, -(-longest // BINS))
     counts = dict((words.clip(0, longest) // step).value_counts().iter_rows())

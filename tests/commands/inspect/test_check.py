@@ -186,6 +186,11 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     ),
     # splits
     "no split": (table("before,after,captions", "0.png,0_2.png,a b"), READ, ["all pairs are train", "split: train}"]),
+    "one file of a split": (
+        files(my_dev__csv=four(**SIDES, captions=SAYS)),
+        READ,
+        ["all pairs are val", "split: val}"],
+    ),
     "splits of other names": (
         splits("Train", "validation", "dev", "testing"),
         MENDED,
