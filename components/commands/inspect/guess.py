@@ -227,15 +227,14 @@ def _rows_in(path: Path) -> str | None:
 
 
 def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The values of the rows by column and by path into objects; nulls and names with braces (templates) are left
-    out."""
+    """The values of the rows by column and by path into objects; names with braces (templates) are left out."""
     found: dict[str, list[Any]] = {}
     for row in rows:
         objects = {name: value for name, value in row.items() if isinstance(value, dict)}
         inner = {f"{name}.{key}": value for name, inside in objects.items() for key, value in inside.items()}
         for name, value in (row | inner).items():
             if not set("{}") & set(name):
-                found.setdefault(name, []).extend([] if value is None else [value])
+                found.setdefault(name, []).append(value)
     return found
 
 

@@ -339,6 +339,7 @@ def test_whole_words_of_two_names_tell_which_is_before_in_any_order_or_both_orde
         told = [(before, after)] if names in ORDERED.split(",") else [given, given[::-1]]
         assert choose(given) == told
         assert choose([*given, "after_mask"]) == told
+    assert choose(["photo", "before", "after"]) == [("before", "after")], "two that say so before one"
 
 
 def test_a_doubt_of_an_entry_by_hand_is_asked_too_and_refused_by_ingest_with_the_first_row(tmp_path):
@@ -469,6 +470,8 @@ def test_a_dataset_of_params_is_read_with_its_own_options_and_splits_and_a_reade
     assert told.startswith(f"{root} is read as pairs\n")
     assert "read as: before is img0, after is img1, captions is sents" in told
     assert "  MISSING annotations/train.json" in check(root, {}, "spot_the_diff")[0]
+    edit_json(root / "train.json", lambda rows: rows[0].pop("sents"))
+    assert check(root, {})[0][0] == f"{root} looks like iedit", "a faulty row is no other layout"
     (root / "test.json").unlink()
     assert check(root, {})[0][0] == f"{root} looks like iedit", "a partly fetched dataset stays what it is"
 
