@@ -31,7 +31,7 @@ from m3diff.commands.usage import (
 )
 from m3diff.datasets import DATASETS
 from m3diff.models.device import DeviceError
-from m3diff.provenance.guard import ENTRY, require_own_code, unchanged
+from m3diff.provenance.dvc import ENTRY, require_own_code, unchanged
 from m3diff.records.errors import DataError
 from m3diff.settings.compute import GPUS
 from m3diff.settings.load import load_params
@@ -204,20 +204,20 @@ def models(params: Params, args: argparse.Namespace) -> None:
 
 
 def lineage(params: Params, args: argparse.Namespace) -> int:
-    from m3diff.registry import restore as restoring
+    from m3diff.registry import lineage as chain
 
-    checks = restoring.lineage(params.register_, args.version)
+    checks = chain.lineage(params.register_, args.version)
     print("\n".join(map(str, checks)))
-    return 0 if restoring.sound(checks) else DATA_REFUSED
+    return 0 if chain.sound(checks) else DATA_REFUSED
 
 
 def restore(params: Params, args: argparse.Namespace) -> int:
-    from m3diff.registry import restore as restoring
+    from m3diff.registry import lineage as chain
 
-    folder, checks = restoring.restore(params.register_, args.version, args.into)
+    folder, checks = chain.restore(params.register_, args.version, args.into)
     print("\n".join(str(check) for check in checks))
-    print(f"\n{'restored to' if restoring.sound(checks) else 'NOT restored, see above:'} {folder}")
-    return 0 if restoring.sound(checks) else DATA_REFUSED
+    print(f"\n{'restored to' if chain.sound(checks) else 'NOT restored, see above:'} {folder}")
+    return 0 if chain.sound(checks) else DATA_REFUSED
 
 
 def prune(params: Params, args: argparse.Namespace) -> int:

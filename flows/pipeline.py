@@ -25,9 +25,8 @@ from flows.report import Done
 from flows.workspace import FLOWS, NothingNewError, lock, workspace
 from m3diff.commands.preflight import preflight
 from m3diff.commands.rescore import rescore
-from m3diff.provenance.dvc import LOCK, Lock
+from m3diff.provenance.dvc import LOCK, Lock, require_own_code
 from m3diff.provenance.git import git
-from m3diff.provenance.guard import require_own_code
 from m3diff.registry import tracking
 from m3diff.registry.promote import Promotion, promote
 from m3diff.registry.versions import CHALLENGER, find_alias

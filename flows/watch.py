@@ -25,8 +25,8 @@ from prefect.states import Completed, State
 from flows import dvc, report
 from flows.pipeline import retrain
 from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
+from m3diff.provenance.dvc import require_own_code
 from m3diff.provenance.git import git
-from m3diff.provenance.guard import require_own_code
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.settings.section import ParamsError

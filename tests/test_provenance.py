@@ -13,8 +13,8 @@ import yaml
 from m3diff import __main__ as command_line
 from m3diff.__main__ import USAGE, main
 from m3diff.provenance import code
-from m3diff.provenance.guard import unchanged, watched
-from m3diff.records.lazy import Lazy
+from m3diff.provenance.dvc import unchanged, watched
+from m3diff.records import Lazy
 from m3diff.settings.section import ParamsError
 
 FILES = {

@@ -299,7 +299,7 @@ def main(stage: str, *dataset: str) -> None:
     for folder in paths.values():
         folder.mkdir(parents=True, exist_ok=True)
     print(f"toy {stage}", flush=True)
-    from m3diff.provenance.guard import unchanged
+    from m3diff.provenance.dvc import unchanged
 
     with unchanged():
         told = globals()[stage](params, paths, *dataset) or {}

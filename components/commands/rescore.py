@@ -19,7 +19,7 @@ from m3diff.provenance.dvc import dvc_hash
 from m3diff.records.errors import DataError
 from m3diff.records.files import new_folder
 from m3diff.registry import tracking
-from m3diff.registry.lineage import TOKENS, code_path, hash_test_set
+from m3diff.registry.lineage import code_path, hash_test_set
 from m3diff.registry.model_source import Source, find
 from m3diff.registry.promote import CannotScoreAgain
 from m3diff.registry.versions import SCORES, download_checkpoint, find_version, run_of, scored_again, tested_on
@@ -52,7 +52,7 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, on: str
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch) as place:
             folder, made = download_checkpoint(version, Path(place)), Path(place) / "made"
-            limit = int(version.tags.get(TOKENS, params.predict.max_new_tokens))
+            limit = int(version.tags.get(tracking.TOKENS, params.predict.max_new_tokens))
             base = params.train.base if is_adapters(folder) else None
             score(params, Source(version.name, folder, limit, base), made)
             if tracking.find_run(client, version.run_id) is None:

@@ -20,7 +20,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, read_json, read_values
 from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
 from m3diff.records.errors import DataError, readable
-from m3diff.records.tables import aligned
+from m3diff.records.progress import aligned
 from m3diff.scoring.bootstrap import Interval, intervals
 from m3diff.scoring.grammar import Grammar, parse_predictions
 from m3diff.scoring.metrics import ALL, METRICS, Metric, Value, choose_metrics

@@ -1,7 +1,7 @@
 """Datasets: the only list. A new dataset is a file beside the others, with its SPEC, and a line here."""
 
 from m3diff.datasets.spec import DatasetSpec
-from m3diff.records.lazy import Lazy
+from m3diff.records import Lazy
 
 DATASETS: Lazy[DatasetSpec] = Lazy(
     "SPEC",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from m3diff.records.lazy import Lazy
+from m3diff.records import Lazy
 
 if TYPE_CHECKING:
     from m3diff.models.family import Family

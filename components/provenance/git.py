@@ -6,7 +6,7 @@ import os
 import shlex
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,6 @@ class GitError(DataError):
 def run(
     *arguments: str,
     cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
     stdin: bytes = b"",
     seconds: float | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
@@ -36,7 +35,7 @@ def run(
     and inherits no lock of `alone`."""
     config = [word for setting in CONFIG for word in ("-c", setting)]
     command = ["git", *(("-C", str(cwd)) if cwd else ()), *config, *arguments]
-    environment = {**os.environ, **IDENTITY, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", **(env or {})}
+    environment = {**os.environ, **IDENTITY, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         return subprocess.run(
             command, input=stdin, capture_output=True, env=environment, timeout=seconds, close_fds=seconds is not None
@@ -53,13 +52,13 @@ def words(done: subprocess.CompletedProcess[bytes]) -> str:
     return redacted(" ".join(said.decode(errors="replace").split())) or f"exit code {done.returncode}"
 
 
-def git(*arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"") -> str:
+def git(*arguments: str, cwd: Path | None = None, stdin: bytes = b"") -> str:
     """Output of a git command, without the last line's end.
 
     Raises:
         GitError: it ended with another code than 0, as where there is no repository.
     """
-    done = run(*arguments, cwd=cwd, env=env, stdin=stdin)
+    done = run(*arguments, cwd=cwd, stdin=stdin)
     if b"not a git repository" in done.stderr:
         place = (cwd or Path()).resolve()
         raise GitError(f"{place}: no git repository; run this in a clone of the project, or make one: git init")
@@ -94,10 +93,8 @@ def find_commit(name: str) -> str:
         for spelled in (name, *(f"{known}/{name}" for known in remotes)):
             if commit := commit_at(spelled):
                 return commit
-    asked = f"nor has {' or '.join(remotes)}" if remotes else "and there is no remote to ask"
-    raise DataError(
-        f"commit {name}: not in this clone, {asked}; fetch the branch that holds it. {'; '.join(said)}".rstrip()
-    )
+    known = "; ".join(said or remotes) or "none"
+    raise DataError(f"commit {name}: not in this clone, nor in its remotes ({known}); fetch the branch that holds it")
 
 
 def read(commit: str, path: Path) -> bytes | None:

@@ -1,8 +1,9 @@
-"""Long work over many items: its progress, as a bar on a terminal or lines in a log, and its next items made ahead."""
+"""Long work over many items: its progress, as a bar on a terminal or lines in a log, and its next items made ahead;
+and tables for a terminal."""
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -36,3 +37,9 @@ def ahead(submit: Callable[[T], list[Future[Result]]], items: Iterable[T], count
             yield [future.result() for future in waiting.popleft()]
     while waiting:
         yield [future.result() for future in waiting.popleft()]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, its cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -6,9 +6,13 @@ read by column and any tool (DuckDB, polars, `datasets`) can open them. Both car
 depends on a sample depends on the bytes of its images, and on nothing else in their folder.
 """
 
+from pathlib import Path
 from typing import Literal, get_args
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+
+from m3diff.records.errors import DataError, readable
 
 SPLITS = ("train", "val", "test")
 
@@ -71,3 +75,22 @@ SAMPLE_SCHEMA = pa.schema(
         ("reference", pa.string()),  # the answer that is trained: one reference of the pair
     ]
 )
+
+
+def load_table(path: Path, schema: pa.Schema, writer: str, if_empty: str) -> pa.Table:
+    """The rows of a stage's Parquet file.
+
+    Args:
+        writer: the stage that writes it.
+        if_empty: why it may hold no row, with the remedy.
+
+    Raises:
+        DataError: it cannot be read, has other columns, or holds no row.
+    """
+    with readable(path, f"run `m3diff {writer}` again"):
+        table = pq.read_table(path)
+    if not table.schema.equals(schema):
+        raise DataError(f"{path}: not the columns that {writer} writes; run `m3diff {writer}` again")
+    if not table.num_rows:
+        raise DataError(f"{path}: holds no record{if_empty}")
+    return table

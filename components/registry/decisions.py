@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from m3diff.provenance.git import commit_at, git, main_tree, run, who, words
 from m3diff.records.errors import DataError, redacted
-from m3diff.records.tables import aligned
+from m3diff.records.progress import aligned
 from m3diff.registry.tracking import registered
 
 NAME = "runs/history"
@@ -301,16 +301,12 @@ def agree(client: MlflowClient, repository: Path, model: str) -> None:
         for remote in git("remote", cwd=repository).split():
             catch_up(repository, remote)
     if known and not holds(repository, BRANCH, commit):
-        remedy = (
-            f"fetch it from the clone that decided: git fetch CLONE +{BRANCH}:{BRANCH}. If none has it any more, "
-            f"delete the tag {TAG!r} of the model on MLflow's page: what was rolled back is then judged anew"
-        )
-        if commit_at(commit, repository):
-            remedy = f"that commit is in this clone: git update-ref {BRANCH} {commit}"
         raise DataError(
             f"decisions are missing: MLflow knows {number} of model {model!r}, the last one in commit {commit}; the "
             f"branch {NAME} of {repository.resolve()} ends at {_tip(repository) or 'nothing'}, and git's remotes do "
-            f"not have it. Nothing is decided; {remedy}"
+            f"not have it. Nothing is decided; fetch it from the clone that decided: git fetch CLONE +{BRANCH}:{BRANCH}"
+            f". If none has it any more, delete the tag {TAG!r} of the model on MLflow's page: what was rolled back is "
+            f"then judged anew. If that commit is in this clone: git update-ref {BRANCH} {commit}"
         )
     let_know(client, repository, model)
 

@@ -5,28 +5,19 @@ what was measured, not by a bound: of a small group of pairs the bound alone wou
 of about twice the score's standard error.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
-from m3diff.registry.params import Promote
 from m3diff.scoring.bootstrap import DECIMALS, compare, resampled_scores, rows_of, score_of
 from m3diff.scoring.metrics import METRICS, Resampled
+from m3diff.stages.register.params import Promote
 
 Outcome = Literal["promoted", "first", "refused", "unchanged"]
-
-
-class Guarded(BaseModel):
-    """A guarded score of both models, and by how much the challenger's may be worse."""
-
-    model_config = ConfigDict(frozen=True)
-
-    challenger: float | None
-    champion: float | None
-    tolerance: float
+Guards = dict[str, dict[str, float | None]]
+"""Guarded scores by name: the `challenger`'s, the `champion`'s, and the `tolerance`, by which it may be worse."""
 
 
 class Verdict(BaseModel):
@@ -42,7 +33,7 @@ class Verdict(BaseModel):
     gain: float | None = None
     low: float | None = None  # bounds of the gain
     high: float | None = None
-    guards: dict[str, Guarded] = {}
+    guards: Guards = {}
 
 
 def judge_first(cfg: Promote, challenger: pa.Table) -> Verdict:
@@ -68,25 +59,18 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     found = compare(challenger, champion, cfg.protocol, resampled()[cfg.metric], cfg.confidence)
     if found is None:
         return refused(f"the champion has no {cfg.metric} on {cfg.protocol}")
-    guards = {}
-    for name, tolerance in cfg.guards.items():
-        ours, theirs = (score(cfg, table, name) for table in (challenger, champion))
-        guards[name] = Guarded(challenger=ours, champion=theirs, tolerance=tolerance)
     pairs, interval = rows_of(challenger, cfg.protocol).num_rows, found.interval
     measured = (
         f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
     )
-    faults = [*worse(guards)]
+    guards, faults, held = guarded(cfg, challenger, champion)
     if interval is None:
         faults.insert(0, "too few pairs for an interval")
     else:
         measured += f", {100 * cfg.confidence:g} % interval {interval.low:+.4f} to {interval.high:+.4f}"
         if interval.low <= cfg.min_gain:
             faults.insert(0, f"its lower bound does not exceed {cfg.min_gain:g}")
-    reasons = faults
-    if not faults:
-        held = ", ".join(f"{name} {guard.challenger:.4f}, had {guard.champion:.4f}" for name, guard in guards.items())
-        reasons = [f"the lower bound exceeds {cfg.min_gain:g}", *([f"guarded: {held}"] if held else [])]
+    reasons = faults or [f"the lower bound exceeds {cfg.min_gain:g}", *held]
     return Verdict(
         outcome="refused" if faults else "promoted",
         reason="; ".join([f"{measured} over {pairs} pairs", *reasons]),
@@ -119,12 +103,8 @@ def score(cfg: Promote, table: pa.Table, name: str) -> float | None:
 
 
 def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
-    """A line for each reason why means over the two files are no means over the same pairs: a pair that one of them
-    lists twice, or that has a value in one of them alone."""
-    for whose, table in (("it", challenger), ("the champion", champion)):
-        ids = Counter(rows_of(table, cfg.protocol)["id"].to_pylist())
-        if twice := [pair for pair, times in ids.items() if times > 1]:
-            yield f"{whose} lists {len(twice)} pairs of {cfg.protocol} twice, such as {twice[0]}"
+    """A line for each reason why means over the two files are no means over the same pairs: pairs that have a value in
+    one of them alone."""
     for name in (cfg.metric, *cfg.guards):
         ours, theirs = (without_value(cfg, name, table) for table in (challenger, champion))
         for whose, lacks in (("it", ours - theirs), ("the champion", theirs - ours)):
@@ -148,12 +128,18 @@ def can_be_judged(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> boo
     )
 
 
-def worse(guards: dict[str, Guarded]) -> Iterator[str]:
-    """A line for each guarded score that is worse than it may be, or that the champion does not have."""
-    for name, guard in guards.items():
-        if guard.champion is None or guard.challenger is None:
-            yield f"the champion has no {name}, which is guarded"
-            continue
+def guarded(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> tuple[Guards, list[str], list[str]]:
+    """The guarded scores of both models; a line for each that is worse than it may be, or that the champion does not
+    have; and one for those that hold."""
+    guards, faults, held = Guards(), [], []
+    for name, tolerance in cfg.guards.items():
+        ours, theirs = (score(cfg, table, name) for table in (challenger, champion))
+        guards[name] = {"challenger": ours, "champion": theirs, "tolerance": tolerance}
         sign = -1 if any(name in metric.lower_is_better for metric in METRICS.values()) else 1
-        if round(sign * (guard.champion - guard.challenger), DECIMALS) > guard.tolerance:
-            yield f"{name} {guard.challenger:.4f} is more than {guard.tolerance:g} worse than {guard.champion:.4f}"
+        if ours is None or theirs is None:
+            faults.append(f"the champion has no {name}, which is guarded")
+        elif round(sign * (theirs - ours), DECIMALS) > tolerance:
+            faults.append(f"{name} {ours:.4f} is more than {tolerance:g} worse than {theirs:.4f}")
+        else:
+            held.append(f"{name} {ours:.4f}, had {theirs:.4f}")
+    return guards, faults, [f"guarded: {', '.join(held)}"] if held else []

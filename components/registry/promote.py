@@ -6,10 +6,8 @@ and finished where a process was killed in between. The champion may be moved wh
 judged again, against the champion of then.
 """
 
-import calendar
 import hashlib
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +21,8 @@ from m3diff.registry import decisions as record
 from m3diff.registry import tracking, versions
 from m3diff.registry.decisions import Decision, Entry, Identity
 from m3diff.registry.gate import Verdict, can_be_judged, judge, judge_first, refused
-from m3diff.registry.lineage import CODE, TOKENS, VERSION
+from m3diff.registry.lineage import CODE
+from m3diff.registry.tracking import TOKENS, VERSION
 from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, alias_of, exists, find_version
 from m3diff.settings.tree import Params
 
@@ -200,12 +199,8 @@ def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: 
     )
     if decision.outcome != "refused":
         return make_move(client, repository, entry) is not None
-    facts = {"action", "from_", "to", "outcome", "why", "gate"}  # not when it was made
-    last = [made.model_dump(include=facts) for made in of_registry(client, seen, decision.model)[-1:]]
-    refusal = entry.model_dump(include=facts)
-    for found in (refusal, *last):
-        found["gate"].pop("scored_again", None)  # nor when the champion was
-    if last != [refusal]:
+    last = of_registry(client, seen, decision.model)[-1:]
+    if [(made.from_, made.to, made.why) for made in last] != [(entry.from_, entry.to, entry.why)]:
         record.append(repository, identified(client, entry))
     return True
 
@@ -314,19 +309,17 @@ def made_at(client: MlflowClient, model: str) -> int | None:
 
 def of_registry(client: MlflowClient, found: list[Decision], model: str) -> list[Decision]:
     """The decisions about the versions that MLflow has today. Left out are those about others of the same numbers: of
-    a registered model that was there before this one, or of runs that a store put back to a backup has not."""
+    a registered model that was there before this one, or of runs that a store put back to a backup has not. Early
+    releases recorded neither; theirs are taken for today's."""
     registry = made_at(client, model)
-    if registry is None:
-        return []
     runs = {int(version.version): version.run_id for version in versions.versions_of(client, model)}
-
-    def is_ours(decision: Decision) -> bool:
-        if decision.registry is None:
-            return calendar.timegm(time.strptime(decision.at, "%Y-%m-%dT%H:%M:%SZ")) >= registry // 1000
-        identities = decision.versions.items()
-        return decision.registry == registry and all(runs.get(n, named.run) == named.run for n, named in identities)
-
-    return [decision for decision in found if decision.model == model and is_ours(decision)]
+    return [
+        decision
+        for decision in found
+        if decision.model == model
+        and decision.registry in (None, registry)
+        and all(runs.get(number, named.run) == named.run for number, named in decision.versions.items())
+    ]
 
 
 def rolled_back_by(client: MlflowClient, found: list[Decision], version: ModelVersion) -> Decision | None:

@@ -9,6 +9,7 @@ One process writes, rank 0: the local store is sqlite, which takes one writer at
 
 import csv
 import fcntl
+import hashlib
 import importlib.util
 import json
 import logging
@@ -35,25 +36,26 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from m3diff.records.errors import DataError, redacted
-from m3diff.registry.lineage import FLOW_RUN, TOKENS, WEIGHTS, weights_sha256
 
 SQLITE = "sqlite:///"
 DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin
 GONE = "RESOURCE_DOES_NOT_EXIST"  # MLflow's error of what is not there
 CURVE = "train/"  # before the name of a curve's column
 EXPERIMENTS = "/.dvc/tmp/exps/"  # where DVC runs queued experiments, within the project
+WEIGHTS = "weights.sha256"  # tag of a run whose training has ended
+VERSION = "dvc.checkpoint"  # tag of a run that a version is made of
+TOKENS = "predict.max_new_tokens"  # tag: the length limit that its scores were captioned with
+FLOW_RUN = "prefect.flow_run"
 KEY = "train.key"  # tag: what decides the weights, hashed
 PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
 FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
 EVERY_S = 15.0  # between two looks at the curves
 PATIENCE_S = 30.0  # that the end of a training waits for the store
-PLACES = {
-    "experiments": ("artifact_location",),
-    "runs": ("artifact_uri",),
-    "logged_models": ("artifact_location",),
-    "model_versions": ("source", "storage_location"),
-}
-"""Where MLflow's tables have the absolute places of artifacts."""
+PLACES = (
+    *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
+    *(("model_versions", "source"), ("model_versions", "storage_location")),
+)
+"""Tables and columns of MLflow's store that have the absolute places of artifacts."""
 FORBIDDEN = re.compile(r"[^\w.\- :/]")  # in the name of a metric
 BATCH = {"params": 100, "metrics": 1000}  # what MLflow takes in one request
 REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"
@@ -130,18 +132,16 @@ def _anchor(database: Path) -> None:
     """Let the artifacts of a store that was copied or moved with its folder be those beside it, and none of the
     original's: MLflow keeps absolute places. One that artifacts have elsewhere stays."""
     here = f"{(database.parent / 'artifacts').as_uri()}/"
-    name = "/".join(["", *here.split("/")[-4:]])  # /services/mlflow/artifacts/
+    places = {"here": here, "name": "/".join(["", *here.split("/")[-4:]])}  # name: /services/mlflow/artifacts/
     with closing(sqlite3.connect(database, timeout=20)) as store, store:
-        kept = [place for (place,) in store.execute("SELECT artifact_location FROM experiments") if place]
-        other = {place.partition(name)[0] + name for place in kept if place.startswith("file:") and name in place}
-        for root in sorted(other - {here}):
-            for table, columns in PLACES.items():
-                for column in columns:
-                    store.execute(
-                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
-                        (here, len(root) + 1, len(root), root),
-                    )
-            print(f"{database}: came from {root}; its artifacts are those beside it now", file=sys.stderr)
+        for table, column in PLACES:
+            store.execute(
+                f"UPDATE {table} SET {column} = :here || substr({column}, instr({column}, :name) + length(:name)) "
+                f"WHERE {column} LIKE 'file:%' AND instr({column}, :name) AND NOT instr({column}, :here)",
+                places,
+            )
+        if store.total_changes:
+            print(f"{database}: came from elsewhere; its artifacts are those beside it now", file=sys.stderr)
 
 
 # Experiments, runs, and who writes to them
@@ -235,6 +235,13 @@ def of_weights(client: MlflowClient, experiment: str, weights: str | None, max_n
 # What is logged
 
 
+def weights_sha256(manifest: Path) -> str | None:
+    """sha256 over the names and hashes of a checkpoint's weights, as its manifest lists them; None for none."""
+    files = json.loads(manifest.read_text()).get("files", {})
+    weights = {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest() if weights else None
+
+
 def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]:
     """Nested mappings and lists as one level: `{"a": {"b": 1}, "c": [2]}` to `{"a.b": 1, "c.0": 2}`."""
     if isinstance(tree, list):
@@ -321,24 +328,21 @@ def followed(description: Description, model: Path, key: str, curves: Path) -> I
         key: names the training: a killed one that goes on goes on with its run.
         curves: the file that it writes at a checkpoint.
     """
-    over, warned = threading.Event(), threading.Event()
+    over = threading.Event()
 
-    def log(file: Path, status: str | None = None) -> bool:
+    def log(file: Path, status: str | None = None) -> None:
         try:
             _bring_up(description, key, file, status, model / "checkpoint")
         except Exception as error:  # whatever MLflow raises, the training goes on
-            if not warned.is_set():
-                print(f"train: MLflow does not take the curves now ({_reason(error)}); it gets them later", flush=True)
-            warned.set()
-            return False
-        return True
+            print(f"train: MLflow does not take the curves now ({_reason(error)}); it gets them later", flush=True)
 
     def follow() -> None:
         seen = None
         while True:
             written = curves.stat().st_mtime_ns if curves.is_file() else 0
-            if written != seen and log(curves):
+            if written != seen:
                 seen = written
+                log(curves)
             if over.wait(EVERY_S):
                 return
 

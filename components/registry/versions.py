@@ -28,10 +28,9 @@ from m3diff.provenance import dvc
 from m3diff.provenance.dvc import LOCK, Lock, read_lock
 from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository
 from m3diff.records.errors import DataError
-from m3diff.records.tables import aligned
+from m3diff.records.progress import aligned
 from m3diff.registry import tracking
-from m3diff.registry.lineage import FLOW_RUN, VERSION
-from m3diff.registry.tracking import registered
+from m3diff.registry.tracking import FLOW_RUN, VERSION, registered
 from m3diff.stages.register.params import Register
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
@@ -187,15 +186,6 @@ def stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
         return 0  # its files are gone already
 
 
-def in_words(count: float) -> str:
-    """Bytes as people write them."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 # `m3diff models`
 
 
@@ -251,7 +241,7 @@ def table(found: Sequence[Mapping[str, Any]], protocol: str, scores: Sequence[st
         shown = [NONE if value is None else f"{100 * value:.1f}" for value in values]
         commit = f"{one['commit'][:8]}{'+' if one['dirty'] else ''}" if one["commit"] else NONE
         head = (str(one["version"]), ", ".join(one["aliases"]) or NONE, one["registered"])
-        rows.append((*head, *shown, in_words(one["weights_bytes"]), commit, one["run"] or NONE))
+        rows.append((*head, *shown, f"{one['weights_bytes'] / 1e9:.3g} GB", commit, one["run"] or NONE))
     footer = f"\nscores on {protocol}, times 100; the chain behind a version: m3diff lineage VERSION"
     return "\n".join([*aligned(rows), footer])
 
@@ -284,12 +274,12 @@ def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> tuple[list[int]
         gc = gc_command() if removed and not hindrances else []
         shared = {version.source for version in kept}
         stored = {version.source: version for version in removed if version.source not in shared}
-        freed = in_words(sum(stored_bytes(client, version) for version in stored.values()))
+        freed = sum(stored_bytes(client, version) for version in stored.values())
         lines = [
             *(f"keep    version {number}: {reason}" for number, reason in why.items()),
             *(f"remove  version {number}" for number in numbers),
             *(f"remove  branch {name.removeprefix('refs/')}" for name in branches),
-            f"frees   {freed} of weights in MLflow",
+            f"frees   {freed / 1e9:.3g} GB of weights in MLflow",
             *(f"data    stay, since {hindrance}" for hindrance in hindrances),
             *([f"data    dvc {' '.join(gc)}"] if gc else []),
         ]
@@ -355,7 +345,8 @@ def delete_branch(reference: str) -> None:
 
 
 def hindering(kept: Iterable[ModelVersion], branches: Collection[str]) -> Iterator[str]:
-    """Why `dvc gc` would take the data of a kept version: it keeps what commits of branches and tags say."""
+    """Why `dvc gc` would take the data of a kept version, or of a working tree: it keeps what commits of branches and
+    tags say, and what each `dvc.lock` says."""
     for version in kept:
         named, commit = f"version {version.version}", version.tags.get("git.commit", "")
         if not commit_at(commit):
@@ -364,9 +355,12 @@ def hindering(kept: Iterable[ModelVersion], branches: Collection[str]) -> Iterat
             yield f"the commit of {named} is on no branch: git branch kept-{version.version} {commit:.12}"
         elif lock_sha256(commit) != version.tags.get("dvc.lock.sha256"):
             yield f"{named} was registered before its dvc.lock was committed, so no commit says which data are its own"
-    for tree in torn_trees():
-        if not tree.with_name(f"{tree.name}.lock").is_file():  # a flow run's, of which all that counts is committed
-            yield f"the dvc.lock of {tree} is empty or cut short: git -C {tree} checkout HEAD -- dvc.lock"
+    for tree in working_trees():
+        try:
+            Lock(tree / LOCK)
+        except DataError:
+            if (tree / LOCK).is_file():
+                yield f"the dvc.lock of {tree} is empty or cut short: git -C {tree} checkout HEAD -- dvc.lock"
 
 
 def lock_sha256(commit: str) -> str | None:
@@ -376,24 +370,12 @@ def lock_sha256(commit: str) -> str | None:
 
 
 def gc_command() -> list[str]:
-    """DVC's command that removes data which no commit and no working tree names. It passes over a commit or flow run
-    whose `dvc.lock` a kill cut short, and which names none."""
+    """DVC's command that removes data which no commit and no working tree names. It passes over a commit whose
+    `dvc.lock` a kill cut short, and which names none."""
     commits = git("log", "--all", "--format=%H", "--diff-filter=AM", "--", str(LOCK)).splitlines()
-    torn = any(lock_sha256(commit) is None for commit in commits) or torn_trees()
+    past = ["--skip-failed"] if any(lock_sha256(commit) is None for commit in commits) else []
     others = [str(tree) for tree in working_trees() if tree.resolve() != Path.cwd()]
-    past = ["--skip-failed"] if torn else []
     return ["gc", "--workspace", "--all-commits", *past, *(["--projects", *others] if others else [])]
-
-
-def torn_trees() -> list[Path]:
-    """The working trees of this repository whose `dvc.lock` is none."""
-    torn = []
-    for tree in working_trees():
-        try:
-            Lock(tree / LOCK)
-        except DataError:
-            torn += [tree] if (tree / LOCK).is_file() else []
-    return torn
 
 
 def working_trees() -> list[Path]:

@@ -6,7 +6,6 @@ Each rule takes parameters in which every single value is right, and yields a li
 import inspect
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
@@ -17,8 +16,6 @@ from pydantic import ValidationError, create_model
 
 from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
-from m3diff.models.m3diff import LARGE_BASE, SMALL_BASE
-from m3diff.models.onediff import LLAVA_BASE
 from m3diff.scoring.metrics import METRICS, gate_metrics
 from m3diff.scoring.pairs import protocols_of
 from m3diff.settings.section import ParamsError, Section, closest, explain
@@ -26,18 +23,13 @@ from m3diff.settings.tree import Params
 from m3diff.stages.augment.params import MANIFEST, Drawn, Edits
 from m3diff.stages.ingest.params import DatasetEntry
 
-LLAVA_BASES = (SMALL_BASE, LARGE_BASE, LLAVA_BASE)
-"""Folders' names of the bases that llava-hf publishes."""
-
 
 def datasets(params: Params) -> Iterator[str]:
-    """Each dataset has a name that ids and files can hold, options that its reader knows, counts that are published
+    """Each dataset has options that its reader knows, counts that are published
     where it says so, splits that may train, and questions for its task."""
     tasks = mapping_in(params.convert.questions, yaml.safe_load)  # its keys
     for name, entry in params.ingest.datasets.items():
         where = f"ingest.datasets.{name}"
-        if not name or not all(letter.isascii() and (letter.isalnum() or letter in "_-") for letter in name):
-            yield f"{where}: a dataset's name has only letters, digits, _ and - (it is part of ids and files)"
         yield from wrong_options(where, entry.reader, entry.options)
         spec, source, known = DATASETS[entry.reader], params.convert.sources.get(name), DATASETS[origin(params, name)]
         if kept := set(known.never_train) & set(entry.train_on):
@@ -196,26 +188,19 @@ def training(params: Params) -> Iterator[str]:
 
 
 def scores(params: Params) -> Iterator[str]:
-    """Metrics are listed once; the gate has a protocol and scores that the run computes."""
+    """The gate has a protocol and scores that the run computes."""
     chosen, gate = params.evaluate.metrics, params.promote
-    for name, times in Counter(chosen).items():
-        if times > 1:
-            yield f"evaluate.metrics: {name} is listed twice; remove one"
-    readers = {
-        f"{name}/{protocol.name}": entry.reader
+    protocols = [
+        f"{name}/{protocol.name}"
         for name, entry in params.ingest.datasets.items()
         for protocol in protocols_of(name, DATASETS[entry.reader])
-    }
-    if gate.protocol not in readers:
-        yield f"promote.protocol: {closest(gate.protocol, readers)}; each dataset of ingest.datasets has its own"
-    readable = gate.protocol not in readers or DATASETS[readers[gate.protocol]].grammar is not None
-    computed = [name for name in chosen if readable or not METRICS[name].needs_grammar]
+    ]
+    if gate.protocol not in protocols:
+        yield f"promote.protocol: {closest(gate.protocol, protocols)}; each dataset of ingest.datasets has its own"
     why = "evaluate.metrics decides what is computed"
-    if computed != list(chosen):
-        why += f", and what reads captions needs a grammar, which {gate.protocol} has not"
-    if gate.metric not in (better := gate_metrics(computed)):
+    if gate.metric not in (better := gate_metrics(chosen)):
         yield f"promote.metric: {closest(gate.metric, better)}; {why}"
-    resampled = [score for name in computed for score in METRICS[name].resampled]
+    resampled = [score for name in chosen for score in METRICS[name].resampled]
     for name in gate.guards:
         if name not in resampled:
             yield f"promote.guards.{name}: {closest(name, resampled)}; {why}. Write promote.guards with those, or {{}}"
@@ -246,8 +231,7 @@ def read_paths(params: Params, stage: str) -> list[tuple[str, Path, str]]:
         return [("convert.questions", params.convert.questions, "see profiles/questions.yaml")]
     if kind == "train":
         base, settings = params.train.base, params.models[params.train.model]
-        command = f" (`hf download llava-hf/{base.name} --local-dir {base}`)" if base.name in LLAVA_BASES else ""
-        fetch = f"fetch the base model{command} or correct the path"
+        fetch = f"fetch the base model (`hf download OWNER/{base.name} --local-dir {base}`) or correct the path"
         needed = FAMILIES[settings.family].base_files  # next to the base's own files, each with its remedy
         files = {"config.json": "`make base`" if base == params.paths.base else fetch}
         files |= needed(settings, mapping_in(base / "config.json", json.loads)) if needed else {}

@@ -9,7 +9,6 @@ from pydantic_core import core_schema
 
 from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.models import FAMILIES
-from m3diff.registry.params import Promote
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import Section, one_of
@@ -19,7 +18,7 @@ from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.ingest.params import Ingest
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.pretrain.params import Pretrain
-from m3diff.stages.register.params import Register
+from m3diff.stages.register.params import Promote, Register
 from m3diff.stages.train.params import Train
 from m3diff.stages.validate.params import Validate
 

@@ -72,7 +72,7 @@ m9  a checkpoint that is to be resumed holds pickles -> none is loaded
 T9  MLflow's store or registered model begins anew, or is put back to a backup -> no version for another
 T10 experiment, run, alias, version or scores are deleted on MLflow's page -> said before the first step with the
      remedy; no champion by mistake; registered when mended
-T13 score files with unlike nulls or pairs twice; a guard at its tolerance -> refused; accepted
+T13 score files with unlike nulls; a guard at its tolerance -> refused; accepted
 W1  the worker's machine sleeps, and the server calls its runs crashed -> it goes on with what it has in hand
 W2  a worker is killed before a run that it took began -> the run crashes, is told, and keeps no place
 W3  a person pauses or limits something on Prefect's page -> it stays so at `make up`, and is said

@@ -21,13 +21,20 @@ from mlflow.entities import Run
 
 from flows.workspace import workspace
 from m3diff.__main__ import main
-from m3diff.provenance.dvc import Lock, add_worktree, dvc_hash, listing, object_file
+from m3diff.provenance.dvc import Lock, add_worktree, current_stages, dvc_hash, listing, object_file
+from m3diff.provenance.git import find_commit
 from m3diff.records.errors import DataError
-from m3diff.registry import restore as chain_of
+from m3diff.registry import lineage as chain_of
 from m3diff.registry import tracking
-from m3diff.registry.lineage import weights_sha256
-from m3diff.registry.restore import lineage, of_stored
-from m3diff.registry.tracking import Description, TrackingUnavailableError, completed, connected, followed
+from m3diff.registry.lineage import lineage, of_stored
+from m3diff.registry.tracking import (
+    Description,
+    TrackingUnavailableError,
+    completed,
+    connected,
+    followed,
+    weights_sha256,
+)
 from m3diff.registry.versions import reasons
 from m3diff.settings.load import load_params
 from tests import toy
@@ -269,7 +276,8 @@ def test_a_store_that_does_not_answer_hinders_no_training_and_is_caught_up_with(
     gone = f"http://127.0.0.1:{free_port()}"
     training.followed(lambda: time.sleep(0.3), uri=gone)
     training.completed(uri=gone)
-    curves, scores = capsys.readouterr().out.splitlines()
+    *warnings, curves, scores = capsys.readouterr().out.splitlines()
+    assert len(warnings) == 1, "at the beginning, at each checkpoint and at the end"
     assert curves.startswith("train: MLflow does not take the curves now (MLflow at")
     assert scores.startswith("evaluate: MLflow does not take the scores now")
     training.completed()
@@ -318,6 +326,12 @@ def test_the_chain_goes_from_raw_data_to_the_commit_and_holds(project, capsys):
     assert all(line.startswith("ok ") for line in lines)
     recorded = Lock().hashes(Path(CHECKPOINT))["train outs"]
     assert recorded[:12] in next(line for line in lines if "checkpoint" in line)
+    lock = Lock()
+    ran = list(lock.stages)
+    lock.stages |= {"ingest@taken_out": {}, "no_stage": {}}
+    assert current_stages("HEAD", lock) == ran
+    with pytest.raises(DataError, match=r"not in this clone, nor in its remotes \(origin\)"):
+        find_commit("0" * 40)
 
 
 @pytest.mark.fault("09")
@@ -478,7 +492,7 @@ def test_old_versions_go_with_all_that_is_theirs_alone(trained_once, empty_store
             assert line in said
         assert "remove  branch heads/runs/second" in said
         assert "data    dvc gc --workspace --all-commits" in said
-        assert "frees   0 bytes" not in said
+        assert "frees   0 GB" not in said
         assert (left(), stored_too.is_dir()) == (([1, 2, 3], everywhere), True)
 
     assert main(["prune", "--keep", "1", "--yes"]) == 0

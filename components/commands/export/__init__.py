@@ -37,7 +37,6 @@ from m3diff.provenance.dvc import Lock
 from m3diff.records.errors import DataError, readable
 from m3diff.records.files import sha256
 from m3diff.records.schemas import NO_CHANGE
-from m3diff.registry.lineage import read_lineage
 from m3diff.scoring.bootstrap import CONFIDENCE, RESAMPLES
 from m3diff.settings.rules import licensed
 from m3diff.settings.tree import Params, Paths
@@ -269,6 +268,8 @@ def write_card(
 def trace(params: Params) -> tuple[dict[str, str], str, str]:
     """The lineage of the checkpoint and its recipe, the parameters of its training as YAML; where the files are not
     those that `dvc.lock` names, neither, but why."""
+    from m3diff.registry.lineage import read_lineage  # with MLflow, which export-llava does without
+
     try:
         lock = Lock()
         lineage, ran = read_lineage(params, lock), lock.params(params.ingest.datasets)

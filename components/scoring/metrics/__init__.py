@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from m3diff.records.lazy import Lazy
+from m3diff.records import Lazy
 from m3diff.scoring.grammar import ParsedCaption
 from m3diff.scoring.pairs import ALL as ALL
 from m3diff.scoring.pairs import EvalPair

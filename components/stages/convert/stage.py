@@ -27,8 +27,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
-from m3diff.records.tables import load_table
+from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.params import Convert, Source
 from m3diff.stages.ingest.params import DatasetEntry
@@ -89,7 +88,8 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         ParamsError: `convert.sources` names no dataset of the run, or a task without questions.
     """
     path = clean / "records.parquet"
-    records = load_table(path, RECORD_SCHEMA, "validate", ", all are in quarantine.parquet beside it; fix the data")
+    empty = ", all are in quarantine.parquet beside it; fix the data"
+    records = pl.DataFrame(load_table(path, RECORD_SCHEMA, "validate", empty))
     if foreign := set(records["dataset"]) - entries.keys():
         raise DataError(
             f"{path}: has records of {', '.join(sorted(foreign))}, not in ingest.datasets; run `m3diff validate` again"

@@ -42,5 +42,9 @@ class DatasetEntry(Section):
         return splits
 
 
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+"""A dataset's name is part of ids and files."""
+
+
 class Ingest(Section):
-    datasets: Mapping[str, DatasetEntry] = Field(min_length=1)
+    datasets: Mapping[Name, DatasetEntry] = Field(min_length=1)

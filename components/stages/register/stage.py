@@ -35,7 +35,7 @@ from m3diff.stages.register.params import Register
 
 SHARED_CODE = (
     *("__init__.py", "images/__init__.py", "images/open.py"),
-    *("records/__init__.py", "records/errors.py", "records/lazy.py"),
+    *("records/__init__.py", "records/errors.py"),
 )
 """What the code of the models imports of the rest of the package."""
 
@@ -135,7 +135,7 @@ def create_version(client: MlflowClient, params: Params, tags: dict[str, str], l
     dataset = Dataset(paths.mixture.name, data["md5"], source_type="dvc", source=json.dumps(data))
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
     log_results(client, run_id, paths)
-    model_uri = log_model(client, run_id, cfg, paths, int(tags[lineage.TOKENS]), params.train.base)
+    model_uri = log_model(client, run_id, cfg, paths, int(tags[tracking.TOKENS]), params.train.base)
     client.set_terminated(run_id)
     made = mlflow.register_model(model_uri, cfg.model_name, tags=tags)
     first = find_version(client, cfg.model_name, tags) or made
@@ -155,10 +155,10 @@ def open_run(client: MlflowClient, experiment: str, tags: dict[str, str]) -> str
     for run in client.search_runs([experiment], same_as(tags), order_by=["attributes.start_time ASC"]):
         if run.info.status != "RUNNING" or tracking.is_over(run.data.tags, run.info.start_time):
             return taken_up(client, run.info.run_id, written)  # another machine writes to the others
-    trained = tracking.of_weights(client, experiment, tags.get(lineage.WEIGHTS), tags[lineage.TOKENS])
-    if trained and lineage.VERSION not in client.get_run(trained).data.tags:
+    trained = tracking.of_weights(client, experiment, tags.get(tracking.WEIGHTS), tags[tracking.TOKENS])
+    if trained and tracking.VERSION not in client.get_run(trained).data.tags:
         return taken_up(client, trained, written)
-    return client.create_run(experiment, run_name=f"train {tags[lineage.VERSION][:8]}", tags=written).info.run_id
+    return client.create_run(experiment, run_name=f"train {tags[tracking.VERSION][:8]}", tags=written).info.run_id
 
 
 # Other registrations, killed half-way or at work on another machine
@@ -209,7 +209,7 @@ def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, ta
         raise tracking.deleted(f"{version.name} version {version.version}: its run", "runs", run)
     log_results(client, run, paths)
     for tag in version.tags.keys() - tags:
-        if tag.startswith(lineage.RAW) or tag == lineage.FLOW_RUN:  # which an earlier evaluation left
+        if tag.startswith(lineage.RAW) or tag == tracking.FLOW_RUN:  # which an earlier evaluation left
             client.delete_tag(run, tag)
             client.delete_model_version_tag(version.name, version.version, tag)
     for tag, value in tags.items():

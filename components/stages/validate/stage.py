@@ -21,8 +21,7 @@ from m3diff.images.cache import check_images
 from m3diff.images.check import OK
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
-from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA
-from m3diff.records.tables import load_table
+from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK, Check, bad_rows, facts, find_twins, rules, run_suite, sound_pairs
@@ -80,7 +79,8 @@ def validate(
             outputs are written before, so that the page and the quarantine can be read.
     """
     out.mkdir(parents=True, exist_ok=True)
-    table = pl.concat([load_table(records / name / "records.parquet", RAW_SCHEMA, "ingest", EMPTY) for name in entries])
+    files = [records / name / "records.parquet" for name in entries]
+    table = pl.concat([pl.DataFrame(load_table(file, RAW_SCHEMA, "ingest", EMPTY)) for file in files])
     paths = pl.concat([table["before"], table["after"]])
     images = check_images(paths, cfg.max_image_pixels, image_cache, "validate")
     _refuse_changed(table, images)

@@ -367,7 +367,7 @@ def test_the_card_has_scores_recipe_lineage_and_base_or_says_that_there_are_none
     _, text = card_of(tmp_path / "untraced")
     assert "**That these scores are of these weights is not recorded:** dvc.lock" in text
     monkeypatch.setattr(export, "Lock", lambda: SimpleNamespace(params=lambda datasets: RAN))
-    monkeypatch.setattr(export, "read_lineage", lambda *given: LINEAGE | {"git.dirty": "true"})
+    monkeypatch.setattr("m3diff.registry.lineage.read_lineage", lambda *given: LINEAGE | {"git.dirty": "true"})
     export_hub(run, tmp_path / "out")
     front, text = card_of(tmp_path / "out")
     assert front["base_model"] == f"llava-hf/{known.name}"

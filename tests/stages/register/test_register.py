@@ -32,7 +32,7 @@ from m3diff.models import generation
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.records.errors import DataError
 from m3diff.registry import lineage, tracking, versions
-from m3diff.registry.lineage import captioned_records, hash_test_set, kept_alone, read_base_sha256
+from m3diff.registry.lineage import captioned_records, hash_test_set, kept_alone
 from m3diff.registry.tracking import PROCESS, Description, completed, followed
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
@@ -526,22 +526,12 @@ def test_what_differs_from_dvc_lock_or_was_never_there_has_no_lineage(project):
         Lock().current(Path("nowhere"))
 
 
-def test_adapters_are_kept_alone_where_asked_and_the_bases_hash_is_the_one_in_the_manifest(tmp_path):
+def test_adapters_are_kept_alone_where_asked(tmp_path):
     plain = {"tracking_uri": "sqlite:///mlflow.db", "experiment": "m3diff", "model_name": "m3diff"}
     both = [Register(**plain, keeps=keeps) for keeps in ("adapters", "merged")]
     assert [kept_alone(cfg, tmp_path) for cfg in both] == [None, None]
     (tmp_path / "adapters").mkdir()
     assert [kept_alone(cfg, tmp_path) for cfg in both] == [tmp_path / "adapters", None]
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "weights").write_text("w")
-    content = sha256(f"weights\0{sha256('w')}\n")
-    with pytest.raises(DataError, match="the checkpoint is incomplete"):
-        read_base_sha256(tmp_path, tmp_path / "base")
-    (tmp_path / "manifest.json").write_text(json.dumps({"base_sha256": content}))
-    assert read_base_sha256(tmp_path, tmp_path / "base") == content
-    (tmp_path / "manifest.json").write_text(json.dumps({"base_sha256": "f" * 64}))
-    with pytest.raises(DataError, match="was trained from ffffffffffff"):
-        read_base_sha256(tmp_path, tmp_path / "base")
 
 
 def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **changed: Any) -> Any:

@@ -30,8 +30,7 @@ from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
-from m3diff.records.progress import progress
-from m3diff.records.tables import aligned
+from m3diff.records.progress import aligned, progress
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, type_order
 from m3diff.scoring.metrics import Metric, PairValue, Value
