@@ -20,13 +20,13 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, read_json, read_values
 from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
 from m3diff.records.errors import DataError, readable
-from m3diff.records.progress import aligned
 from m3diff.scoring.bootstrap import Interval, intervals
 from m3diff.scoring.grammar import Grammar, parse_predictions
-from m3diff.scoring.metrics import ALL, METRICS, Metric, Value, choose_metrics
+from m3diff.scoring.metrics import Metric, Value, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.pairs import (
+    ALL,
     EvalPair,
     ProtocolPairs,
     PublishedRow,
@@ -38,18 +38,11 @@ from m3diff.scoring.pairs import (
     without_surrogates,
 )
 from m3diff.scoring.run import ProtocolScores, compute_metrics
-from m3diff.stages.evaluate.report import in_papers_units, published_table, text_lines
+from m3diff.stages.evaluate.report import Row, Table, in_papers_units, published_table, text_lines
 from m3diff.stages.evaluate.stage import score_table
 
 LIMIT_S = 3600
 """Seconds that a Java scorer may take; SPICE has more, by its captions."""
-VARIANTS = {
-    "METEOR": "METEOR 1.5",
-    "ROUGE-L": "F, recall weighed 1.2 times",
-    "CIDEr": "CIDEr-D, document frequencies of these references",
-    "SPICE": "mean F",
-    **dict.fromkeys(METRICS["BLEU"].scores, "of the corpus"),
-}
 IDS = ("image_id", "id", "img_id", "uid", "pair_id", "image", "file_name", "filename", "name", "question_id", "key")
 """Fields of an id, the likeliest first; "key" is the key of {id: caption}."""
 CAPTIONS = ("prediction", "caption", "value")
@@ -59,18 +52,14 @@ SCENE = re.compile(r"(?:CLEVR_(?P<kind>semantic|nonsemantic)_)?0*(?P<number>\d+)
 SENTENCES = re.compile(r"\w\. +\w")
 
 
-class Prediction(NamedTuple):
-    id: str
-    caption: str
-
-
 class Task(NamedTuple):
     """What is scored: a benchmark under a protocol, or a file of references as it stands."""
 
     dataset: str
     protocol: Protocol
     spec: DatasetSpec | None  # of the benchmark
-    counts: SplitCount | None  # published, of the protocol's pairs
+    counts: SplitCount | None = None  # published, of the protocol's pairs
+    published: Sequence[PublishedRow] = ()
 
 
 class References(NamedTuple):
@@ -155,6 +144,7 @@ def compute(
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError(f"--spice-dir {spice_dir}: SPICE gave no score: {scores.absent['SPICE']}")
     by, hidden = task.protocol.headline, "CIDEr_shuffled"
+    groups = [group for group, ids in one.groups.items() if ids and group != ALL]
     return ScoreReport(
         dataset=task.dataset,
         protocol=task.protocol.name,
@@ -166,15 +156,11 @@ def compute(
         references=sum(len(pair.references) for pair in one.pairs),
         scores={name: value for name, value in scores.groups[ALL].items() if name != hidden},
         intervals=intervals(score_table(metrics, [one], {one.name: scores}), metrics, one.name),
-        by_group={
-            group: {"pairs": len(ids), **scores.groups[group]}
-            for group, ids in one.groups.items()
-            if ids and group != ALL
-        },
+        by_group={group: {"pairs": len(one.groups[group]), **scores.groups[group]} for group in groups},
         absent={name: reason for name, reason in scores.absent.items() if name != hidden},
         faults=faults,
         notes=notes,
-        published=[row._asdict() for row in sorted(published(task), key=lambda row: -(row.scores.get(by) or 0.0))],
+        published=[row._asdict() for row in sorted(task.published, key=lambda row: -(row.scores.get(by) or 0.0))],
     )
 
 
@@ -194,7 +180,7 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
     """
     known = benchmarks()
     if benchmark is None and protocol is None and references is not None:
-        return Task(references.stem, Protocol("as given", n=None), None, None)
+        return Task(references.stem, Protocol("as given", n=None), None)
     if benchmark not in known:
         raise DataError(f"--benchmark {benchmark!r}: unknown; known: {', '.join(known)}; or name --references alone")
     spec, test = known[benchmark]
@@ -202,17 +188,11 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
     if protocol is not None and protocol not in protocols:
         raise DataError(f"{benchmark}: no protocol {protocol!r}; it has {', '.join(protocols)}")
     chosen = protocols[protocol or next(iter(protocols))]
-    if test is None or chosen.n != test.pairs:  # of some of the pairs their number alone is published
-        return Task(benchmark, chosen, spec, None if chosen.n is None else SplitCount(chosen.n))
-    counts = replace(test, references=test.pairs) if chosen.references == "joined" else test
-    return Task(benchmark, chosen, spec, counts)
-
-
-def published(task: Task) -> list[PublishedRow]:
-    if task.spec is None:
-        return []
-    headline, *_ = protocols_of(task.dataset, task.spec)
-    return published_of(task.dataset, task.protocol, task.protocol.name == headline.name)
+    published = published_of(benchmark, chosen, chosen.name == next(iter(protocols)))
+    counts = None if chosen.n is None else SplitCount(chosen.n)  # all that is known of some of the pairs
+    if test is not None and chosen.n == test.pairs:
+        counts = replace(test, references=test.pairs) if chosen.references == "joined" else test
+    return Task(benchmark, chosen, spec, counts, published)
 
 
 def metrics_of(protocol: Protocol, references: References, spice_dir: Path | None) -> dict[str, Metric]:
@@ -225,8 +205,8 @@ def metrics_of(protocol: Protocol, references: References, spice_dir: Path | Non
     return choose_metrics(names)
 
 
-def read_predictions(path: Path) -> list[Prediction]:
-    """Every caption of the file with its id, in the file's order; an id perhaps several times.
+def read_predictions(path: Path) -> list[tuple[str, str]]:
+    """Every id of the file with its caption, in the file's order; an id perhaps several times.
 
     Raises:
         DataError: the file cannot be read, has no row, or one without an id or a caption.
@@ -236,7 +216,7 @@ def read_predictions(path: Path) -> list[Prediction]:
         where = str(path.parent / place)
         if isinstance(row, DataError):
             raise DataError(f"{where}: {row}")
-        found.append(Prediction(text_of(where, row, IDS).strip(), text_of(where, row, CAPTIONS)))
+        found.append((text_of(where, row, IDS).strip(), text_of(where, row, CAPTIONS)))
     if not found:
         raise DataError(f"{path}: holds no caption; expected rows of an image_id and a caption, or {{id: caption}}")
     return found
@@ -348,10 +328,7 @@ def find_pairs(
     taken = {name: pair for name, pair in references.pairs.items() if takes(protocol, pair)}
     if not taken:
         raise DataError(f"{task.dataset}: no pair of the references is one of protocol {protocol.name!r}")
-    try:
-        told = match(found, references.pairs, task)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+    told = match(path, found, references.pairs, task)
     captions = {name: told[name] for name in taken if name in told}
     faults = [f"references: {fault}" for fault in faults_of_references(taken, task) if references.as_scored]
     faults += faults_of_captions(told, references.pairs, taken, counts)
@@ -373,7 +350,7 @@ def find_pairs(
     return [replace(taken[name], prediction=caption) for name, caption in captions.items()], faults, notes
 
 
-def match(rows: Sequence[Prediction], known: Iterable[str], task: Task) -> dict[str, str]:
+def match(path: Path, rows: Sequence[tuple[str, str]], known: Iterable[str], task: Task) -> dict[str, str]:
     """Every caption by the references' id that its own id means; by its own where it means none.
 
     Ids mean the same in any Unicode form, with and without folder, extension, padding and the words of CLEVR-Change's
@@ -391,7 +368,7 @@ def match(rows: Sequence[Prediction], known: Iterable[str], task: Task) -> dict[
         told.setdefault(ids.get(form) or by_plain.get(plain(form)) or given, []).append(caption)
     if len(told) < len(rows):
         name, most = max(told.items(), key=lambda item: len(item[1]))
-        found = f"{len(rows):,} captions for {len(told):,} ids: {name!r} has {len(most)}"
+        found = f"{path}: {len(rows):,} captions for {len(told):,} ids: {name!r} has {len(most)}"
         raise DataError(f"{found}{level(len(rows), task.counts)}; keep one caption to an id")
     return {name: caption for name, (caption,) in told.items()}
 
@@ -474,13 +451,12 @@ def lines(report: ScoreReport) -> Iterator[str]:
     yield f"{report.dataset}, protocol {report.protocol!r}" + (f" ({report.source})" if report.source else "")
     yield f"  pairs {report.pairs:,}{papers}; references a pair {report.references / report.pairs:.2f}"
     yield f"  tokenizer: {'PTB, lower case' if report.tokenizer == 'ptb' else 'white space, case kept'}"
+    yield "  scores of pycocoevalcap: METEOR 1.5, CIDEr-D, ROUGE-L's F with recall weighed 1.2 times, mean F of SPICE"
     yield from (f"  FAULT {fault}" for fault in report.faults)
     yield from (f"  note: {note}" for note in report.notes)
-    rows = [("score", "x 100", "95 % interval", "variant")]
-    for name, value in report.scores.items():
-        cell = in_papers_units(value, report.intervals.get(name))
-        rows.append((name, cell.text, cell.bounds, VARIANTS.get(name, "")))
-    yield from (f"  {line}" for line in aligned(rows))
+    found = {name: in_papers_units(value, report.intervals.get(name)) for name, value in report.scores.items()}
+    rows = [Row(name, (), (cell,)) for name, cell in found.items()]
+    yield from (f"  {line}" for line in text_lines(Table("scores", ("score", "x 100, 95 % interval"), rows)))
     yield from (f"  {name}: {reason}" for name, reason in report.absent.items())
     known = [PublishedRow(**row) for row in report.published]
     scores = ProtocolScores(**report.model_dump(include=set(ProtocolScores.model_fields)), groups={})

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from m3diff.records.errors import DataError
+from m3diff.records.errors import readable
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 from m3diff.scoring.pairs import EvalPair
 
@@ -66,13 +66,8 @@ class Grammar:
         Raises:
             DataError: no such file, not JSON, a key missing, or a pattern that does not compile.
         """
-        try:
+        with readable(path, "it holds clause_separator, no_change and clauses; run `m3diff ingest` again"):
             return cls(json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise DataError(f"{path}: no such file; run `m3diff ingest` again") from None
-        except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
-            fault = f"{type(error).__name__}: {error}"
-            raise DataError(f"{path}: not a grammar (clause_separator, no_change, clauses): {fault}") from error
 
     def read(self, caption: str) -> list[Clause]:
         """The clauses of a caption in order; none where it says that nothing changed."""

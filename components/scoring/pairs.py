@@ -309,18 +309,14 @@ class PublishedRow(NamedTuple):
 @cache
 def published_rows(benchmark: str) -> list[PublishedRow]:
     """The figures of a benchmark's headline protocol, or of its "<benchmark>/<protocol>", in the file's order."""
+    found = []
     with (Path(__file__).parent / "published" / "results.csv").open(encoding="utf-8") as file:
-        return [
-            PublishedRow(
-                method=row["method"],
-                venue=row["venue"],
-                scores={name: float(row[column]) if row[column] else None for column, name in COLUMNS.items()},
-                source=row["source"],
-                chosen_on_test=row["chosen_on_test"] or None,
-            )
-            for row in csv.DictReader(file)
-            if row["benchmark"] == benchmark
-        ]
+        for row in csv.DictReader(file):
+            if row["benchmark"] == benchmark:
+                scores = {name: float(row[column]) if row[column] else None for column, name in COLUMNS.items()}
+                chosen = row["chosen_on_test"] or None
+                found.append(PublishedRow(row["method"], row["venue"], scores, row["source"], chosen))
+    return found
 
 
 def published_of(dataset: str, protocol: Protocol, is_headline: bool) -> list[PublishedRow]:

@@ -12,10 +12,10 @@ from m3diff.records.files import StageReport
 from m3diff.records.progress import progress
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Tokens, Tools, needs_java
+from m3diff.scoring.metrics import Metric, MetricScores, Tokens, Tools, needs_java
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import ProtocolPairs
+from m3diff.scoring.pairs import ALL, Groups, ProtocolPairs
 
 Scores = dict[str, int | float | None]
 FOLDERS = ("by_type", "by_changes", "by_length")

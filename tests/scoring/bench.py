@@ -19,13 +19,13 @@ from PIL import Image
 from m3diff.datasets import DATASETS
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
-from m3diff.scoring.metrics import ALL, METRICS, MetricScores, Tokens, Tools
-from m3diff.scoring.pairs import EvalPair, select
+from m3diff.scoring.metrics import METRICS, MetricScores, Tokens, Tools
+from m3diff.scoring.pairs import ALL, EvalPair, select
 from m3diff.scoring.run import EvaluateReport, merge, summarise
 from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
-from m3diff.stages.evaluate.report import Evidence, render
+from m3diff.stages.evaluate.report import Evidence, write_report
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.toy import REPOSITORY
 
@@ -221,9 +221,10 @@ def fixed(one, numbers, parsed, scores) -> dict[str, MetricScores]:
     return found
 
 
-def draw(drawn_from: Evidence, folder: Path, limit: int = 10_000_000) -> str:
-    """The page, whose images stand inside it unless they have more than `limit` bytes."""
-    return render(drawn_from, folder / "images", limit)
+def draw(drawn_from: Evidence, folder: Path, inside_mb: int = 10) -> str:
+    """The page, whose images stand inside it unless they have more than `inside_mb` MB."""
+    write_report(drawn_from, folder, inside_mb)
+    return (folder / "report.html").read_text(encoding="utf-8")
 
 
 def write_scores(known: Evidence, folder: Path) -> Path:

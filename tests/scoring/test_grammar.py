@@ -204,11 +204,11 @@ RULES = '"clause_separator": ", ", "no_change": []'
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "not a grammar"),
-        (f"{{{RULES}}}", "KeyError: 'clauses'"),
-        (f'{{{RULES}, "clauses": [{{"type": "x", "pattern": "("}}]}}', "not a grammar"),
-        (f'{{{RULES}, "clauses": [], "inverse": {{"x": {{}}}}}}', "KeyError: 'type'"),
-        (None, "no such file; run `m3diff ingest` again"),
+        ("[]", "cannot be read .*it holds clause_separator"),
+        (f"{{{RULES}}}", "'clauses'"),
+        (f'{{{RULES}, "clauses": [{{"type": "x", "pattern": "("}}]}}', "unterminated"),
+        (f'{{{RULES}, "clauses": [], "inverse": {{"x": {{}}}}}}', "'type'"),
+        (None, "No such file.* run `m3diff ingest` again"),
     ],
 )
 def test_a_bad_or_missing_grammar_is_refused_by_name(text: str | None, said: str, tmp_path: Path):

@@ -24,9 +24,7 @@ from m3diff.scoring import bootstrap
 from m3diff.scoring.bootstrap import compare, intervals, score_of, statistics
 from m3diff.scoring.grammar import Grammar, parse_predictions
 from m3diff.scoring.metrics import (
-    ALL,
     METRICS,
-    Groups,
     Metric,
     MetricScores,
     Resampled,
@@ -41,6 +39,7 @@ from m3diff.scoring.metrics import (
     rouge_l,
 )
 from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, differences, roc_auc
+from m3diff.scoring.pairs import ALL, Groups
 from tests.scoring import bench
 from tests.scoring.bench import REAL, needs_real
 

@@ -17,8 +17,8 @@ from m3diff.datasets.minichange import CHANGE_TYPES, LEVELS, references, sample_
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
-from m3diff.scoring.metrics import ALL
 from m3diff.scoring.pairs import (
+    ALL,
     apply,
     group_pairs,
     load_pairs,

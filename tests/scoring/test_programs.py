@@ -21,9 +21,9 @@ from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring import run
-from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, choose_metrics, meteor, spice
+from m3diff.scoring.metrics import METRICS, Item, MetricScores, choose_metrics, meteor, spice
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java, sanitise, tokenise
-from m3diff.scoring.pairs import ProtocolPairs
+from m3diff.scoring.pairs import ALL, ProtocolPairs
 from tests.scoring import bench
 from tests.scoring.bench import REAL, fake_java, needs_real, small_table
 

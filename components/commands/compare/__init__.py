@@ -83,14 +83,9 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
 
 
 def read_scores(path: Path) -> pa.Table:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; name the folder that evaluate wrote for a run, such as data/07_report")
-    with readable(path, "fetch it again, or run `m3diff evaluate` there"):
+    with readable(path, "name the folder that evaluate wrote for a run, or run `m3diff evaluate` there again"):
         table = pq.read_table(path)
-    if missing := [name for name in ("protocol", "id", "prediction") if name not in table.column_names]:
-        raise DataError(
-            f"{path}: no column {', '.join(missing)}: an earlier version wrote it; run `m3diff evaluate` again"
-        )
+        table.select(["protocol", "id", "prediction"])
     return table
 
 

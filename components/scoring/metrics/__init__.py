@@ -15,9 +15,7 @@ import numpy as np
 
 from m3diff.records import Lazy
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.pairs import ALL as ALL
-from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.pairs import Groups as Groups
+from m3diff.scoring.pairs import EvalPair, Groups
 
 T = TypeVar("T")
 

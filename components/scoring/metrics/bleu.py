@@ -4,19 +4,8 @@ import math
 
 import numpy as np
 
-from m3diff.scoring.metrics import (
-    ALL,
-    ORDERS,
-    Groups,
-    Metric,
-    MetricScores,
-    Resampled,
-    Shared,
-    Tools,
-    of_each_group,
-    sum_by_order,
-)
-from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.metrics import ORDERS, Metric, MetricScores, Resampled, Shared, Tools, of_each_group, sum_by_order
+from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 NAMES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 STATISTICS = "BLEU_statistics"

@@ -5,13 +5,13 @@ Three readings, each stricter than the one before: *type*; *place*: type, object
 what to what as well (colour, size, kind, direction, pose, letter, count).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
 from m3diff.scoring.grammar import ParsedCaption, Readings
-from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, PairValue, Resampled, Tools, Value, ratio
-from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, Value, ratio
+from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 NO_GRAMMAR = (
     "no dataset of these pairs has a grammar that reads its references (records/<dataset>/grammar.json), so captions "
@@ -52,19 +52,14 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     scores[ALL] = {name: None if np.isnan(value) else value for name, value in found.items()}
     scores[ALL]["unreadable"] = unreadable
     of_pairs = {i: pair_values(parsed, i in readable) for i, parsed in of_protocol.items()}
-    return MetricScores(scores, of_pairs, absences(scores[ALL], bool(readable)))
-
-
-def absences(scores: Mapping[str, Value], readable: bool) -> dict[str, str]:
-    """Why the scores that follow from the grammar are null, by name."""
-    unreadable = scores["unreadable"]
+    absent = {"reversal": NO_REVERSED} if scores[ALL]["reversal"] is None else {}
     if unreadable is None:
-        return {METRIC.headline: NO_GRAMMAR}
-    if not readable:
+        absent = {METRIC.headline: NO_GRAMMAR}
+    elif not readable:
         share = f"{100 * unreadable:.0f} % of the captions"
         reason = f"the grammar does not know the words of {share}, so nothing can be read from them"
-        return dict.fromkeys((name for name in METRIC.overall if name != "unreadable"), reason)
-    return {"reversal": NO_REVERSED} if scores["reversal"] is None else {}
+        absent = dict.fromkeys((name for name in METRIC.overall if name != "unreadable"), reason)
+    return MetricScores(scores, of_pairs, absent)
 
 
 def fraction(flags: Iterable[bool]) -> float | None:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Shared, Tools, Value, mean_of, sum_by_order
-from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.metrics import Metric, MetricScores, Shared, Tools, Value, mean_of, sum_by_order
+from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 NO_SHUFFLED = "there are no predictions of shuffled pairs (predictions_shuffled.json), or only one pair"
 ONE_PAIR = "there is one pair: CIDEr weighs a word by how few of the pairs' references hold it"

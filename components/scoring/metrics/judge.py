@@ -15,9 +15,9 @@ from typing import NamedTuple
 from pydantic import Field
 
 from m3diff.endpoint import Answer, Endpoint, EndpointUrl, Question
-from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Tools, Value, mean_of, of_each_group
+from m3diff.scoring.metrics import Metric, MetricScores, Tools, Value, mean_of, of_each_group
 from m3diff.scoring.metrics.java import ScorerFailed
-from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.pairs import ALL, EvalPair, Groups
 from m3diff.settings.section import ParamsError, Section
 
 PROMPT = """Below are descriptions of what changed from one image to another.

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from m3diff.scoring.metrics import Groups, Item, Metric, MetricScores, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricScores, Resampled, Tools, of_each_group
 from m3diff.scoring.metrics.java import ScorerFailed, run
-from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.pairs import EvalPair, Groups
 
 ALPHA, BETA, GAMMA, DELTA = 0.85, 0.2, 0.6, 0.75  # the program's for English
 WEIGHTS = (1.0, 0.6, 0.8, 0.6)  # of matches that are exact, by stem, by synonym, by paraphrase

@@ -7,8 +7,8 @@ a pair with a change differs more than a pair without one, 0.5 where the differe
 import numpy as np
 
 from m3diff.images.open import load_image
-from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Tools
-from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.metrics import Metric, MetricScores, Tools
+from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 KINDS = ("mean", "window")
 ONE_KIND = "a threshold tells pairs with a change from those without, and these are all of one kind"

@@ -5,8 +5,8 @@ Recall is weighed 1.2 times. Best precision and best recall may come from differ
 
 import numpy as np
 
-from m3diff.scoring.metrics import Groups, Metric, MetricScores, Tools, mean_of, of_each_group
-from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.metrics import Metric, MetricScores, Tools, mean_of, of_each_group
+from m3diff.scoring.pairs import EvalPair, Groups
 
 BETA = 1.2
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from m3diff.records.files import write_atomic
-from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Tools, mean_of, of_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricScores, Tools, mean_of, of_each_group
 from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run
-from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 JARS = dict.fromkeys(
     ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar"), "edu/stanford/nlp/stanford-corenlp/3.6.0"
@@ -87,8 +87,7 @@ def kept_file() -> Path | None:
     """The file of the captions that were parsed before; None on machines for which the program brings no LMDB."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
-    given = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    home = given if given.is_absolute() else Path.home() / ".cache"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "m3diff" / f"spice-{version('pycocoevalcap')}.mdb"
 
 
@@ -176,11 +175,6 @@ def ask(
     return [None if f is None or f != f else float(f) for f in found]
 
 
-def needed(java: int) -> dict[str, str]:
-    """The jars that this Java needs, with their folders at Maven."""
-    return JARS | NASHORN if java >= FIRST_WITHOUT_JAVASCRIPT else JARS
-
-
 def find_jars(spice_dir: Path | None) -> list[Path]:
     """The jars that the Java on PATH needs, absolute.
 
@@ -189,11 +183,11 @@ def find_jars(spice_dir: Path | None) -> list[Path]:
     """
     if spice_dir is None:
         raise ScorerFailed(
-            f"needs {' and '.join(JARS)}, which nothing here downloads: take them from "
-            "http://nlp.stanford.edu/software/stanford-corenlp-full-2015-12-09.zip (384 MB) and name their folder in "
-            "compute.spice_dir"
+            f"needs {' and '.join(JARS)}, which nothing here downloads: `m3diff score --check-spice` prints the "
+            "commands that fetch them; name their folder in compute.spice_dir"
         )
-    jars = [spice_dir.absolute() / name for name in needed(require_java())]
+    names = JARS | NASHORN if require_java() >= FIRST_WITHOUT_JAVASCRIPT else JARS
+    jars = [spice_dir.absolute() / name for name in names]
     if missing := [jar.name for jar in jars if not jar.is_file()]:
         raise ScorerFailed(
             f"{spice_dir}: has no {' and no '.join(missing)}; `m3diff score --check-spice --spice-dir "
@@ -203,24 +197,16 @@ def find_jars(spice_dir: Path | None) -> list[Path]:
 
 
 def check_spice(spice_dir: Path | None) -> tuple[list[str], bool]:
-    """Lines that say what SPICE needs and what of it is there, with the command that fetches the rest; and whether one
-    pair could be scored."""
+    """Lines that say what SPICE lacks, with the commands that fetch its jars; and whether one pair could be scored."""
     folder = spice_dir or Path("spice")
     try:
-        java = require_java()
-        lines = [f"found   Java {java}"]
-    except JavaMissing as error:
-        java, lines = FIRST_WITHOUT_JAVASCRIPT, [f"MISSING {error}"]
-    for name, place in needed(java).items():
-        jar = folder / name
-        fetch = f"curl -fL --create-dirs -o {shlex.quote(str(jar))} {MAVEN}/{place}/{name}"
-        lines.append(f"found   {jar}" if jar.is_file() else f"MISSING {jar}: {fetch}")
-    if any(line.startswith("MISSING") for line in lines):
-        return [*lines, "name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir"], False
-    try:
-        return [*lines, f"works   one pair scored {try_spice(folder, TRIAL_S):.3f}"], True
-    except ScorerFailed as failure:
-        return [*lines, f"FAILED  {failure}"], False
+        return [f"works   one pair scored {try_spice(folder, TRIAL_S):.3f}"], True
+    except (JavaMissing, ScorerFailed) as error:
+        places = {folder / name: f"{MAVEN}/{place}/{name}" for name, place in (JARS | NASHORN).items()}
+        missing = {jar: place for jar, place in places.items() if not jar.is_file()}
+        fetch = [f"curl -fL --create-dirs -o {shlex.quote(str(jar))} {place}" for jar, place in missing.items()]
+        name = "name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir"
+        return [f"FAILED  {error}", *fetch, name], False
 
 
 METRIC = Metric(

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError
-from m3diff.records.files import write_atomic
+from m3diff.records.files import atomic, write_atomic
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import Metric, MetricScores, choose_metrics, needs_java
@@ -54,9 +54,8 @@ def evaluate(
     bounds = {one.name: intervals(table, metrics, one.name) for one in protocols}
     report = summarise(test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")
     write_atomic(out / "headline.json", json.dumps(headline(report), indent=1) + "\n")
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_atomic(out / "scores.parquet", sink.getvalue().to_pybytes())
+    with atomic(out / "scores.parquet") as file:
+        pq.write_table(table, file, compression="zstd")
     evidence = Evidence(
         metrics=metrics,
         report=report,

@@ -261,9 +261,9 @@ def test_words_of_the_data_cannot_become_markup(root: Path, tmp_path: Path):
 def test_images_stand_on_the_page_as_the_licence_allows(answer: Any, note: str | None, toy: Evidence, tmp_path: Path):
     permission = Permission(answer, "as its page says")
     licence = Licence("CC of a kind", None, permission, permission, permission)
-    page = draw(replace(toy, specs={"toy": replace(DATASETS["pairs"], licence=licence)}), tmp_path, limit=0)
+    page = draw(replace(toy, specs={"toy": replace(DATASETS["pairs"], licence=licence)}), tmp_path, inside_mb=0)
     assert [bool(pair["images"]) for pair in gallery_of(page)["pairs"]] == [answer != "no"] * 6
-    assert (tmp_path / "images").exists() is (answer != "no")
+    assert any((tmp_path / "images").iterdir()) is (answer != "no")
     assert re.findall(r"<dt>Images of toy</dt><dd>(.*?)</dd>", page) == ([note] if note else [])
     assert "the green ball at the left was removed" in page
 
@@ -390,7 +390,7 @@ def test_what_cannot_be_compared_is_named(runs, tmp_path):
             compare(first, second, runs / "records", runs / "clean", tmp_path / "x.html")
 
     first, other, pairs = runs / "first", tmp_path / "other", bench.pairs(runs)
-    refused(first, runs / "nowhere", r"nowhere: no such file; name the folder")
+    refused(first, runs / "nowhere", r"nowhere: cannot be read .*; name the folder")
     some = write_scores(evidence(runs, pairs[1:]), tmp_path / "some")
     refused(first, some, r"toy/test has 6 and 5 pairs, 1 of them in one run alone, such as toy/0")
     unknown = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in pairs]
@@ -400,7 +400,7 @@ def test_what_cannot_be_compared_is_named(runs, tmp_path):
     scores = pq.read_table(first / "scores.parquet")
     for damaged, message in (
         (scores.set_column(0, "protocol", pa.array(["other/test"] * 6)), r"has toy/test: none is in both"),
-        (pa.table({"id": ["toy/0"]}), r"no column protocol, prediction: an earlier version wrote it; run `m3diff eval"),
+        (pa.table({"id": ["toy/0"]}), r"cannot be read \(.*protocol.*\); .* run `m3diff eval"),
     ):
         pq.write_table(damaged, other / "scores.parquet")
         refused(first, other, message)

@@ -14,10 +14,10 @@ from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring import bootstrap, run
 from m3diff.scoring.bootstrap import Interval
-from m3diff.scoring.metrics import ALL, METRICS, Metric, MetricScores, choose_metrics
+from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
 from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample
-from m3diff.scoring.pairs import ProtocolPairs
+from m3diff.scoring.pairs import ALL, ProtocolPairs
 from m3diff.scoring.run import HEADLINE, EvaluateReport, compute_metrics, headline
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.chat import Server, chat_server

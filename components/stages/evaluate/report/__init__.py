@@ -26,7 +26,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from m3diff.datasets.spec import DatasetSpec, check_licence
-from m3diff.images.open import ImageError, load_image
+from m3diff.images.open import load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
@@ -135,24 +135,27 @@ def overview(protocols: Mapping[str, ProtocolScores], columns: Sequence[str], no
     return Table("scores", ("Protocol", "n", *columns), rows, [*partial_note(protocols.values()), *notes])
 
 
+def group_rows(
+    scores: ProtocolScores, titles: Mapping[str, str], columns: Iterable[str], bars: Iterable[str] = ()
+) -> Iterator[Row]:
+    """A row to each of the groups, by its title, that has pairs; `bars` are the scores before `columns`."""
+    for name, title in titles.items():
+        if (values := scores.groups.get(name)) and values["pairs"]:
+            yield Row(title, (f"{values['pairs']:,}",), cells(values, bars, bar=True) + cells(values, columns))
+
+
 def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -> Table:
     """All pairs of a protocol, and its groups that have pairs, but for those of one change type."""
-    rows = [row_of("all", scores, columns)]
-    for name, title in GROUP_NAMES.items():
-        if (values := scores.groups.get(name)) and values["pairs"]:
-            rows.append(Row(title, (f"{values['pairs']:,}",), cells(values, columns)))
+    rows = [row_of("all", scores, columns), *group_rows(scores, GROUP_NAMES, columns)]
     return Table(f"{plain(protocol)}-groups", ("Pairs", "n", *columns), rows, partial_note([scores]))
 
 
 def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], columns: Sequence[str]) -> Table:
     """Pairs of exactly one change, by its type; how many were named right where a grammar reads captions."""
-    groups = scores.folder("by_type")
-    read = {title: name for title, name in RIGHT.items() if any(of.get(name) is not None for of in groups.values())}
-    rows = []
-    for name in types:
-        of_type = cells(groups[name], read.values(), bar=True) + cells(groups[name], columns)
-        rows.append(Row(name, (f"{groups[name]['pairs']:,}",), of_type))
-    return Table(f"{plain(protocol)}-types", ("Type", "n", *read, *columns), rows)
+    groups = scores.folder("by_type").values()
+    read = {title: name for title, name in RIGHT.items() if any(of.get(name) is not None for of in groups)}
+    rows = group_rows(scores, {f"by_type/{name}": name for name in types}, columns, read.values())
+    return Table(f"{plain(protocol)}-types", ("Type", "n", *read, *columns), list(rows))
 
 
 def published_table(
@@ -288,11 +291,6 @@ def write_report(evidence: Evidence, out: Path, inside_mb: int) -> None:
     """
     images = out / "images"
     images.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "report.html", render(evidence, images, inside_mb * MB))
-
-
-def render(evidence: Evidence, images: Path, limit: int) -> str:
-    """The page as text; its images are inside it up to `limit` bytes, else in the folder `images`."""
     scores = evidence.report.protocols
     rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
     saliency = read_saliency(evidence.saliency) if evidence.saliency.is_file() else {}
@@ -303,7 +301,7 @@ def render(evidence: Evidence, images: Path, limit: int) -> str:
     readable = scores[first.name].scores.get("change_type_accuracy") is not None
     parsed = [evidence.parsed[pair.id] for pair in first.pairs if readable and pair.id in evidence.parsed]
     page = templates().get_template("report.html.j2")
-    return page.render(
+    text = page.render(
         report=evidence.report,
         datasets=list(dict.fromkeys(one.dataset for one in evidence.protocols)),
         first=scores[first.name],
@@ -312,7 +310,7 @@ def render(evidence: Evidence, images: Path, limit: int) -> str:
         overview=overview(scores, columns, evidence.notes),
         parts=protocol_parts(evidence, all_columns, columns),
         confusion=confusion_table(parsed),
-        gallery=gallery([run], evidence.metrics, rights, saliency, images, limit),
+        gallery=gallery([run], evidence.metrics, rights, saliency, images, inside_mb * MB),
         gallery_title="All pairs",
         gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
         image_rights=rights,
@@ -320,6 +318,7 @@ def render(evidence: Evidence, images: Path, limit: int) -> str:
         absent=dict.fromkeys(absent for of in scores.values() for absent in of.absent.items()),
         control_pairs=sum(pair.shuffled_prediction is not None for pair in first.pairs),
     )
+    write_atomic(out / "report.html", text)
 
 
 def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str]) -> list[dict[str, Any]]:
@@ -401,12 +400,9 @@ def load_small(path: Path, sha256: bytes) -> Image.Image:
     """The image upright, in RGB, its longer side at most `MAX_PX`.
 
     Raises:
-        DataError: the file is missing, is no image, or is not the one of this digest.
+        ImageError: the file is missing, is no image, or is not the one of this digest.
     """
-    try:
-        image = load_image(path, sha256)
-    except ImageError as error:
-        raise DataError(f"the report cannot show an image: {error}") from error
+    image = load_image(path, sha256)
     image.thumbnail((MAX_PX, MAX_PX), Image.Resampling.LANCZOS)
     return image
 
