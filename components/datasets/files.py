@@ -15,6 +15,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -207,6 +208,8 @@ def _detached(value: Any, path: Path, group: int, row: int, column: str, item: i
 
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+SEP_LINE = re.compile(r'"?sep=(.)"?[\r\n]', re.IGNORECASE)
+"""The line above the header by which Excel tells itself the delimiter."""
 SHARD = re.compile(r"-\d{5}-of-(\d{5})\b")
 """Of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet."""
 
@@ -230,7 +233,7 @@ def read_values(
     """
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
-        return _delimited(path, delimiter or DELIMITERS[suffix], required)
+        return _delimited(path, delimiter, required)
     if suffix == ".jsonl":
         return read_lines(path)
     if suffix == ".json":
@@ -257,14 +260,18 @@ def _json_rows(path: Path, rows: str) -> Iterator[tuple[str, Any]]:
     return ((f"{path.name}, {key}", {"key": key} | value) for key, value in named)
 
 
-def _delimited(path: Path, delimiter: str, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _delimited(path: Path, given: str | None, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Rows of a CSV or TSV file; the line is the one where the row ends."""
     csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
+    text = read_text(path)
+    named = SEP_LINE.match(text)
+    delimiter = given or (named[1] if named else DELIMITERS[path.suffix.lower()])
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows = islice(reader, int(named is not None), None)
     try:
-        header: list[str] = next(filter(None, reader), [])
+        header: list[str] = next(filter(None, rows), [])
         _check_header(path, header, required)
-        for fields in reader:
+        for fields in rows:
             where = f"{path.name}, line {reader.line_num}"
             if len(fields) == len(header):
                 yield where, dict(zip(header, fields, strict=True))

@@ -45,7 +45,7 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from m3diff.datasets.files import Embedded, columns_in, describe, look_up, pick, read_values, texts
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, merged
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Question, Row, merged
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 
@@ -180,11 +180,11 @@ def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str])
             if field == "captions" and values[1:]:  # of several columns, whose empty fields are none
                 several = [texts(each) for each in values if each != ""] or [""]
                 found[field] = [text for each in several for text in (each if isinstance(each, list) else [each])]
-        found["captions"], found["questions"] = _answer(found["captions"])
+        found["captions"], found["questions"] = _answer(found["captions"], "".join(named["captions"][:1]))
     except DataError as error:
         return found, str(error)
     if isinstance(found["question"], str) and found["question"].strip():
-        found["questions"] = (*found["questions"], found["question"])
+        found["questions"] = (*found["questions"], Question(named["question"][0], found["question"]))
     if "images" in needed:
         images = found["images"]
         if not isinstance(images, list) or len(images) != 2:
@@ -197,16 +197,17 @@ def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str])
     return found, None
 
 
-def _answer(captions: Any) -> tuple[Any, tuple[str, ...]]:
+def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
     """The answer and the questions of a conversation; anything else is returned unchanged."""
     if not isinstance(captions, list) or not captions or not all(isinstance(turn, dict) for turn in captions):
         return captions, ()
-    turns = [(turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))) for turn in captions]
-    answers = [_text_of(said) for who, said in turns if who in ANSWERS]
+    key = "value" if "value" in captions[0] else "content"
+    turns = [(turn.get("from", turn.get("role")), _text_of(turn.get(key))) for turn in captions]
+    answers = [text for who, text in turns if who in ANSWERS]
     if len(answers) != 1:
         raise DataError(f"captions: expected a conversation with one answer, found {len(answers)}")
-    asked = [_text_of(said) for who, said in turns if who in ASKERS]
-    return answers[0], tuple(text for text in asked if isinstance(text, str) and text)
+    asked = [(place, text) for place, (who, text) in enumerate(turns) if who in ASKERS and isinstance(text, str)]
+    return answers[0], tuple(Question(f"{column}.{place}.{key}", text) for place, text in asked if text)
 
 
 def _text_of(content: Any) -> Any:

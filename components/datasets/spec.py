@@ -10,6 +10,13 @@ from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 
 
+class Question(NamedTuple):
+    """A question that a pair's captions answer, and the column (or path) that holds it."""
+
+    column: str
+    text: str
+
+
 class Row(NamedTuple):
     """A pair as the reader found it, unchecked. Image paths are relative to the dataset's root."""
 
@@ -23,7 +30,7 @@ class Row(NamedTuple):
     source: str  # file and row or key, relative to the root
     fault: str | None = None  # what the reader itself found wrong
     raw_rows: int = 1  # rows of the annotation file that were merged into this one
-    questions: tuple[str, ...] = ()  # that the references answer, where the annotations hold any
+    questions: tuple[Question, ...] = ()  # that the references answer, where the annotations hold any
     without_caption: bool = False  # the dataset's entry says that its texts stand for no caption: it is passed over
 
 

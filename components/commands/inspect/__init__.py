@@ -2,39 +2,68 @@
 
 The layout is known by the annotation files that are there, or given by `--reader`; how a table of one's own is read,
 `guess.py` proposes. Then the dataset's own reader reads the folder, and what it finds is counted: pairs and references
-by split next to the published counts, rows that cannot be read, missing images. Images are looked for and not opened;
-that is for ingest and validate.
+by split next to the published counts, rows that cannot be read, missing images. Images are looked for and not
+opened; that is for ingest and validate. Each mistake that is known has a line with its remedy.
 """
 
 import inspect
 import os
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
-from glob import escape
-from itertools import chain, count, islice
-from pathlib import Path, PureWindowsPath
+from itertools import chain, count, islice, repeat
+from pathlib import Path
 from typing import Any
+from unicodedata import normalize
+from urllib.parse import unquote
 
-from m3diff.commands.inspect.guess import combined, guess, manifests, split_called
+from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests
 from m3diff.datasets import DATASETS, omnidiff
-from m3diff.datasets.files import Embedded, quoted
+from m3diff.datasets.files import Embedded, quoted, read_json
+from m3diff.datasets.pairs import files_called
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, SPLITS
+from m3diff.stages.ingest.doubts import Doubt, as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_records
+from m3diff.stages.ingest.stage import to_records
 
-FIRST = 5  # problems of one kind that are shown
-INSIDE = "#bytes="  # between a manifest and the name of an image that it holds
-TABLES = ("omnidiff", "pairs")  # readers of one table, whose layout is known by the columns
+FIRST = 5
+"""Problems of one kind that are shown."""
+
+INSIDE = "#bytes="
+"""Between a manifest and the name of an image that it holds."""
+
+TABLES = ("omnidiff", "pairs")
+"""Readers of one table whose columns are named in the options; their layout is known by the columns."""
+
+LISTED = 200_000
+"""Files below a root that are looked at for a missing image."""
+
 HEADER = "before,after,captions,split"
+OTHER_FILES = {
+    "is an archive; unpack it": (".tar", ".tgz", ".zip", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"),
+    f"is a video, and pairs are images; take frames of it (`ffmpeg -i VIDEO -vf fps=1 %05d.png`) and write {HEADER}": (
+        (".mp4", ".avi", ".mov", ".mkv", ".webm")
+    ),
+    "is DVC's pointer to data that are not here; fetch them: `dvc pull`": (".dvc",),
+    f"is no table that is read; write .csv, .tsv, .json, .jsonl or .parquet with {HEADER}": (
+        *(".txt", ".xml", ".yaml", ".yml", ".h5", ".pkl", ".ndjson", ".tab", ".pq", ".arrow", ".feather"),
+        *(".xlsx", ".xls", ".ods", ".numbers"),
+    ),
+}
+"""What is wrong with a file that is no table, and the remedy, by the end of its name."""
+
 REMEDIES = {
     "has the same id": "one id is one pair: give each its own, or read without ids: options: {columns: {id: null}}",
+    ": is missing": "name a column that differs by file by all its names: options: {columns: {captions: [one, other]}}",
     "two images, found": "pass over rows that are no pair: options: {pairs_only: true} (reader pairs)",
     "one answer, found": "pass over rows that are no pair: options: {pairs_only: true} (reader pairs)",
 }
 """The remedy of the faults that hold these words and name none themselves."""
+
+FAR = re.compile(r"/|~|\$|\\\\|[A-Za-z]:\\|[A-Za-z][A-Za-z0-9+.-]*:/|\.\.[/\\]")
+"""What a path begins with that does not lead into the root."""
 
 
 def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = None) -> tuple[list[str], bool]:
@@ -51,36 +80,30 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     """
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; name the folder that holds a dataset's annotation files")
-    same = (item for item in entries.items() if item[1].root.resolve() == root.resolve())
-    known = next((item for item in same if reader in (None, item[1].reader)), None)
-    if known:
-        (name, entry), notes, asked = known, list[str](), list[Doubt]()
+    known = next(((name, entry) for name, entry in entries.items() if entry.root.resolve() == root.resolve()), None)
+    if known and reader in (None, known[1].reader):
+        (name, entry), notes, guessed = known, list[str](), list[Doubt]()
         lines = [f"{root} is {name} ({entry.reader})"]
     else:
-        name, entry, notes, asked = recognise(root, entries, reader)
+        known = None
+        name, entry, notes, guessed = recognise(root, entries, reader)
         lines = [f"{root} {'is read as' if reader else 'looks like'} {entry.reader}"]
     licence = DATASETS[entry.reader].licence
     uses = ", ".join(f"{use}: {getattr(licence, use).answer}" for use in ("train", "redistribute", "show"))
     lines.append(f"  licence: {licence.name} ({uses})")
-    manifest = entry.options.get("manifest", DATASETS[entry.reader].files)
-    files = (
-        [manifest] if isinstance(manifest, str) else manifest.values() if isinstance(manifest, Mapping) else manifest
-    )
-    there = {file: _is_there(root, file) for file in files}
+    there = {file: _is_there(root, file) for file in _annotation_files(entry)}
     lines += [f"  {'found  ' if found else 'MISSING'} {file}" for file, found in there.items()]
     lines += [f"  {note}" for note in notes]
     if not all(there.values()):
         return [*lines, "  fetch the missing files again; nothing was read"], False
-    sound = True
-    if not asked:
-        read, sound, asked = _read(name, entry)
-        lines += read
+    found, sound, asked = ([], True, guessed) if guessed else _read(name, entry)
     open_ones = [doubt for doubt in asked if doubt.answers and (known or not doubt.sure)]
-    lines += [f"  ASK {line}" for doubt in open_ones for line in doubt.question.split("\n")]
+    lines += [*found, *(f"  ASK {line}" for doubt in open_ones for line in doubt.question.split("\n"))]
     if known:
         lines += [f"    options: {as_yaml(answer)}" for doubt in open_ones for answer in doubt.answers]
         return lines, sound and not open_ones
-    possible = combined(entry.options, asked)
+    answered = [doubt if doubt in open_ones else doubt._replace(answers=doubt.answers[:1]) for doubt in asked]
+    possible = Guess(entry.options, [], [doubt for doubt in answered if doubt.answers]).entries()
     lines.append(f"{'one of these is ' if len(possible) > 1 else ''}the entry for ingest.datasets in params.yaml:")
     for chosen in possible:
         own = {"reader": entry.reader, "root": str(entry.root)} | ({"options": chosen} if chosen else {})
@@ -93,7 +116,8 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
 def recognise(
     root: Path, taken: Container[str] = (), reader: str | None = None
 ) -> tuple[str, DatasetEntry, list[str], list[Doubt]]:
-    """The layout of a folder, else how its table of pairs is read.
+    """The layout with the largest share of its annotation files in `root`, of equals the one with more files; else a
+    table of pairs.
 
     Args:
         taken: names that other datasets have.
@@ -105,7 +129,20 @@ def recognise(
     Raises:
         DataError: it is none.
     """
-    reader = reader or _layout(root)
+    if not reader:
+        if (root / "change_multi_captions.json").exists():
+            raise DataError(
+                f"{root}: this is CARD's folder of Spot-the-Diff, whose captions are joined and cut at 60 words; take "
+                "the original, which is scored by CARD's protocol, too (multi-change): `git clone "
+                "https://github.com/harsh19/spot-the-diff`, folder data, reader spot_the_diff"
+            )
+        shares = {
+            name: (sum(_is_there(root, file) for file in spec.files) / len(spec.files), len(spec.files))
+            for name, spec in DATASETS.items()
+        }
+        best = max(shares, key=lambda name: shares[name])
+        if shares[best][0] and best not in TABLES and not _is_own(root, best):
+            reader = best
     notes, asked, options = list[str](), list[Doubt](), dict[str, Any]()
     if reader is None or reader in TABLES:
         try:
@@ -129,35 +166,53 @@ def _is_there(root: Path, file: str) -> bool:
     return (root / file).is_file() or any(path.is_file() for path in root.glob(file))
 
 
-def _layout(root: Path) -> str | None:
-    """The layout with the largest share of its annotation files in `root`, of equals the one with more files.
-
-    None where that is a table of pairs, or none of the first rows can be read in it."""
-    shares = {
-        name: (sum(_is_there(root, file) for file in spec.files) / len(spec.files), len(spec.files))
-        for name, spec in DATASETS.items()
-    }
-    best = max(shares, key=lambda name: shares[name])
-    if best in TABLES or not shares[best][0]:
-        return None
+def _is_own(root: Path, reader: str) -> bool:
+    """True if files that are called as a layout's are a table of pairs: with the documented columns, or such that none
+    of the first rows is one of the layout."""
+    try:
+        table = guess(root)
+    except DataError:
+        return False
+    if not {"before", "after", "images"} & table.options.get("columns", {}).keys():
+        return True
     rows: list[Row] = []
     with suppress(DataError):
-        rows.extend(islice(DATASETS[best].read(root), FIRST))
-    return None if rows and all(row.fault for row in rows) else best
+        rows.extend(islice(DATASETS[reader].read(root), FIRST))
+    return bool(rows) and all(row.fault for row in rows)
 
 
 def _unknown(root: Path, reasons: str) -> str:
-    """A message: what is in the folder, why it cannot be read, each layout's files, and a folder in it that has one."""
+    """A message: what is in the folder, why it cannot be read, each layout's files, and a folder that has one."""
     paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
-    inner = [path for path in paths if path.is_dir() and (manifests(path) or manifests(path / "annotations"))]
-    listed = [reason for reason in reasons.split("\n") if reason]
-    listed += [f"perhaps you mean `m3diff data check {quoted(path)}`" for path in inner]
-    if not manifests(root):
-        listed.append(f"no table: write {root / 'pairs.csv'} with the header {HEADER}, a line for a pair")
+    found = [reason for reason in reasons.split("\n") if reason]
+    for path in paths:
+        found += [f"{path.name}: {what}" for what, ends in OTHER_FILES.items() if path.name.lower().endswith(ends)]
+    if not manifests(root) and any(is_image(path.name) for path in chain(paths, root.glob("*/*"))):
+        found.append(f"images without a table: write {root / 'pairs.csv'} with the header {HEADER}, a line for a pair")
+    near = [path for path in paths if path.is_dir()] + [root.resolve().parent]
+    deeper = [folder / "annotations" if (folder / "annotations").is_dir() else folder for folder in near]
+    found += [
+        f"{each} holds {tables[0].name}; perhaps you mean `m3diff data check {quoted(folder)}`"
+        for folder, each in zip(near, deeper, strict=True)
+        if (tables := manifests(each))
+    ]
     seen = ", ".join(path.name for path in paths[:8]) or "nothing"
     wanted = "; ".join(f"{reader}: {', '.join(spec.files)}" for reader, spec in DATASETS.items())
-    told = "".join(f"\n  {reason}" for reason in listed)
-    return f"{root}: looks like none of the layouts; it holds {seen}.{told}\nSay what it is by --reader: {wanted}"
+    listed = "".join(f"\n  {reason}" for reason in found)
+    end = "\nOr say what it is by --reader." if found else ""
+    return f"{root}: looks like none of the layouts; it holds {seen}.{listed}{end} Expected one of: {wanted}"
+
+
+def _annotation_files(entry: DatasetEntry) -> list[str]:
+    """The files that the reader reads; a pattern of `manifest` as what it stands for."""
+    manifest = entry.options.get("manifest")
+    if manifest is None:
+        return list(DATASETS[entry.reader].files)
+    names = [manifest] if isinstance(manifest, str) else [*manifest.values()]
+    try:
+        return [os.path.relpath(path, entry.root) for name in names for path in files_called(entry.root, name)]
+    except DataError:
+        return names
 
 
 def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]:
@@ -183,10 +238,14 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
         "images without a byte": empty,
         "pairs of one image": [f"{row.source}: both images are {row.before}; name both" for row in same],
         "captions to look at": [doubt.question for doubt in asked if not doubt.answers],
+        "pairs that changeflag calls unchanged, in other sentences than LEVIR-CC's": [*_flagged(entry, read)],
     }
     nearest = min(spec.published, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
     lines = _counts(spec.part(name) or nearest, rows)
     lines.append(f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty")
+    if entry.options.get("pairs_only"):
+        every = list(spec.read(entry.root, **(entry.options | {"pairs_only": False})))
+        lines.append(f"  passed over by pairs_only: {len(every) - len(read):,} rows")
     lines += [line for what, found in problems.items() for line in _first(what, found)]
     lines += [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]
     passed = [row.source for row in read if row.without_caption]
@@ -194,16 +253,33 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     if wordless := sum(not str(text).strip() for row in rows for text in row["references"]):
         lines.append(f"  empty captions: {wordless:,}, which train nothing")
     remedies = [remedy for words, remedy in REMEDIES.items() if any(words in fault for fault in faults)]
-    remedies += _of_images(entry.root, read) if faults or missing else []
+    remedies += _of_images(entry.root, read, {*missing}) if faults or missing else ()
     if unknown:
         names = {str(row.split) for row in read} - {"None"}
-        example = {name: split_called(name) or "train" for name in sorted(names - {*SPLITS})}
-        remedies.append(f"say which splits these are, such as options: {as_yaml({'splits': example})} (reader pairs)")
+        left = [split for split in SPLITS if split not in names]
+        example = dict(zip(sorted(names - {*SPLITS}), chain(left, repeat("train")), strict=False))
+        remedies.append(
+            f"say which splits these are, for example options: {as_yaml({'splits': example})} (reader pairs)"
+        )
     if remedies:
         lines += ["  what mends it:", *(f"    {remedy}" for remedy in dict.fromkeys(remedies))]
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
     return lines, bool(rows) and not any(problems.values()), asked
+
+
+def _flagged(entry: DatasetEntry, rows: list[Row]) -> Iterator[str]:
+    """Pairs in LEVIR-CC's layout that are without a change by their flag alone: data of one's own."""
+    if entry.reader != "levir_cc":
+        return
+    records = read_json(entry.root / "LevirCCcaptions.json", dict)["images"]
+    flagged = [one for one in records if isinstance(one, dict) and str(one.get("changeflag")) in ("0", "False")]
+    unchanged = sum(row.change_types == [NO_CHANGE] for row in rows)
+    if len(flagged) > 2 * unchanged:
+        yield (
+            f"{flagged[0].get('filename')}: {len(flagged):,} such pairs, {unchanged:,} are read so; read them by "
+            "--reader pairs, with no_change: {changeflag: [0, false]} in the options"
+        )
 
 
 def _place(row: Row) -> Row:
@@ -242,18 +318,33 @@ def _first(what: str, problems: list[str]) -> list[str]:
     return [f"  {what}: {len(problems):,}", *(f"    {problem}" for problem in problems[:FIRST]), *more]
 
 
-def _of_images(root: Path, rows: list[Row]) -> list[str]:
-    """What mends the first image that is not where a row names it: the file of the folder that is called so."""
+def _of_images(root: Path, rows: list[Row], missing: Container[str]) -> Iterator[str]:
+    """Why the first image is not found where a row names it, and which file of the folder is called nearly so."""
     named = dict.fromkeys(side for row in rows for side in (row.before, row.after) if isinstance(side, str) and side)
-    name = next((each for each in named if not os.path.isfile(os.path.join(root, each))), None)
+    name = next((each for each in named if os.path.join(root, each) in missing or FAR.match(each)), None)
     if name is None:
-        return []
-    parts = [part for part in PureWindowsPath(name).parts if part != ".."]  # whose paths have slashes of both kinds
-    called = [escape("/".join(parts[start:])) for start in (-2, -1) if parts]
-    near = next(chain.from_iterable(map(root.rglob, called)), None)
-    found = f"there is {str(near.relative_to(root))!r}" if near else f"no file below {root} is called so"
-    return [
-        f"{name!r}: {found}; write paths relative to {root} as the files are called, or complete them by a template: "
-        "options: {columns: {before: 'folder/{before}', after: 'folder/{after}'}}; of images elsewhere name the folder "
-        "in the entry: image_root"
-    ]
+        return
+    walk = (os.path.relpath(os.path.join(folder, each), root) for folder, _, files in os.walk(root) for each in files)
+    alike = [each for each in islice(walk, LISTED) if _words(each)[0] == _words(name)[0] and each != name]
+    near = max(sorted(alike), key=lambda each: len(os.path.commonprefix([_words(each), _words(name)])), default=None)
+    if near:
+        form = " in another Unicode form" if normalize("NFC", near) == normalize("NFC", name) else ""
+        yield (
+            f"{name!r}: there is {near!r}{form}; write paths relative to {root} as the files are called, or "
+            "complete them by a template: options: {columns: {before: 'folder/{before}', after: 'folder/{after}'}}"
+        )
+    elif "://" in name and not name.startswith("file:"):
+        yield f"{name}: is an address; download the images into {root} and write their paths"
+    elif FAR.match(name):
+        yield (
+            f"{name}: leads out of the root; copy the images into {root} and write their paths, relative to it, or, "
+            "where the file says the right place, name the images' folder in the entry: image_root"
+        )
+    else:
+        yield f"{name}: is no file below {root}; fetch the images and put them there"
+
+
+def _words(path: str) -> list[str]:
+    """The folders and the file of a path, the file first, without suffix, capitals and other ways to write a letter."""
+    plain = normalize("NFC", unquote(path)).replace("\\", "/").lower()
+    return [part.strip() for part in reversed(os.path.splitext(plain)[0].split("/"))]

@@ -2,25 +2,20 @@
 
 Image bytes enter here and nowhere else: later stages depend on the records, which name the content of each image, and
 not on the dataset's folder. Each dataset is a stage of its own in DVC, so that a new one leaves the others alone.
-
-Captions that are probably none, and questions that captions answer, are doubts. The options of the dataset's entry
-answer a doubt once; `m3diff data check` prints the entries.
 """
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside
@@ -29,18 +24,11 @@ from m3diff.images.cache import check_images
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
+from m3diff.stages.ingest.doubts import as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
 
 MAX_DECODED_PIXELS = 100_000_000
 """A larger image is hashed and not decoded here; validate decides with its own limit."""
-
-SAY_NOTHING = {
-    *("nan", "none", "null", "nil", "n/a", "n.a", "na", "nat", "undefined", "missing", "empty", "blank", "unknown"),
-    *("unlabeled", "tbd", "todo", "fixme", "test", "caption", "true", "false", "no caption", "no captions"),
-    *("no description", "not available", "not applicable", "no answer", "not annotated"),
-}
-LIST = re.compile(r"""\s*(\w[\w.]*(?=\())?[(\[{]\s*([bur]*["']|[\[{]).*[)\]}]\s*""", re.DOTALL)
-"""A list, tuple, set or object of texts as a programming language prints it."""
 
 
 class IngestReport(StageReport):
@@ -110,88 +98,6 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
         unread_images=images["digest"].null_count(),
     )
     return report.write(out / f"{name}.json")
-
-
-class Doubt(NamedTuple):
-    """A question to the user, and the options of each answer, the likeliest first; a fault of the files has none.
-
-    `sure`: the first answer needs no confirmation before it is written into an entry.
-    """
-
-    question: str
-    answers: list[dict[str, Any]]
-    sure: bool = False
-
-
-def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterator[Doubt]:
-    """Yield the questions that the entry's options leave open.
-
-    Args:
-        own: the dataset is a collection of the user's own (reader `pairs`), whose texts nobody has looked at.
-    """
-    told = [(row, row.references) for row in rows if isinstance(row.references, list)]
-    texts = [(row, text) for row, references in told for text in references if isinstance(text, str)]
-    if lists := [(row, text) for row, text in texts if LIST.fullmatch(text)]:
-        many = len({row.source for row, _ in lists})
-        yield Doubt(
-            f"{_place(lists)}: captions are a list or an object written as text ({lists[0][1].strip()[:60]}), so in "
-            f"{many:,} rows; write the captions as JSON: `json.dumps(captions)`",
-            [],
-        )
-    if not own:
-        return
-    asked = [(row, question) for row in rows for question in row.questions]
-    if asked and not options.get("all_ask_what_changed"):
-        yield Doubt(
-            f"{_place(asked)}: captions answer questions, which are not kept: {_counted(asked)}. Do all of them ask "
-            "what changed? If only some do, take their rows by `where`",
-            [{"all_ask_what_changed": True}],
-        )
-        return
-    yield from _nothing(texts, options.get("no_caption"))
-
-
-def says_nothing(text: str) -> bool:
-    """True if a text has no letter or digit, is a single number, or a word that programs and people write for none."""
-    bare = text.strip("\"'`()[]{}<>.!*# \t\r\n").casefold()
-    return bare in SAY_NOTHING or not re.search(r"[^\W\d_]", bare)
-
-
-def _place(found: Sequence[tuple[Row, str]]) -> str:
-    """The first of the rows of a file that the first pair is made of."""
-    return found[0][0].source.split(" and ")[0]
-
-
-def _counted(found: Sequence[tuple[Row, str]]) -> str:
-    """The most frequent of these texts, with their numbers."""
-    counts = Counter(text.strip() for _, text in found)
-    listed = "; ".join(f"{text[:80]!r} ({count:,})" for text, count in counts.most_common(5))
-    return listed + (f"; and {len(counts) - 5:,} more" if len(counts) > 5 else "")
-
-
-def _nothing(texts: Sequence[tuple[Row, str]], known: Sequence[str] | None) -> Iterator[Doubt]:
-    """Texts that say nothing: to be confirmed in a test split, where an empty one is a reference, too."""
-    told = {text.strip().casefold() for text in known or ()}
-    found = [
-        (row, text)
-        for row, text in texts
-        if says_nothing(text) and text.strip().casefold() not in told and (text.strip() or row.split == "test")
-    ]
-    if found and (known is None or known):
-        tested = sum(row.split == "test" for row, _ in found)
-        yield Doubt(
-            f"{_place(found)}: the caption {found[0][1]!r} says nothing; such texts: {_counted(found)}, {tested:,} of "
-            "them in test. Do they stand for no caption (`no_caption`; a pair without any other is passed over), or "
-            "are they captions ([])? If they mean that nothing changed, `no_change` says so",
-            [{"no_caption": sorted({*(known or ()), *(text.strip() for _, text in found)})}, {"no_caption": []}],
-            sure=not tested,
-        )
-
-
-def as_yaml(value: Any) -> str:
-    """A value on one line, as it goes into `params.yaml`."""
-    form: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "width": 10_000, "allow_unicode": True}
-    return yaml.safe_dump(json.loads(json.dumps(value)), **form).strip()
 
 
 def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row]) -> None:

@@ -47,7 +47,6 @@ SAYS = ("the lamp is gone", "a car left", "the door is open", "a tree was cut")
 SPLIT = ("train", "train", "val", "test")
 TALK = [{"from": "human", "value": "<image><image>\nWhat changed?"}, {"from": "gpt", "value": "it fell"}]
 LLAVA = {"id": "7", "image": ["0.png", "0_2.png"], "conversations": TALK}
-THIRD = ["0.png", "0_2.png", "0.png"]
 
 
 def images(root: Path) -> None:
@@ -132,6 +131,10 @@ def says(*texts: str, split: tuple[str, ...] = ("train", "train", "train", "val"
     return pairs(split, caption=[*texts, *SAYS][:4])
 
 
+def lists(caption: Any) -> Write:
+    return files(data__json=four(**SIDES, caption=caption, split=SPLIT))
+
+
 def talk(*questions: str) -> Write:
     turns = [
         [{"from": "human", "value": f"<image>\n<image>\n{question}"}, {"from": "gpt", "value": answer}]
@@ -161,15 +164,11 @@ THREE = {f"{split}__csv": four(**SIDES, caption=SAYS)[slice(*ends)] for split, e
 BY_SPLIT = "manifest: {train: train.csv, val: val.csv, test: test.csv}"
 CASES: dict[str, tuple[Write, str, list[str]]] = {
     # how a table is written
-    "semicolons": (table(HEADER.replace(",", ";"), PAIR.replace(",", ";")), READ, ["delimiter: ;}"]),
+    "semicolons": (table(HEADER.replace(",", ";"), PAIR.replace(",", ";")), READ, ["by ';': option", "delimiter: ;}"]),
     "a byte order mark": (text("pairs.csv", encoding="utf-8-sig"), READ, ["train         1           1"]),
-    "commas not quoted": (
-        table(HEADER, "0.png,0_2.png,a, b,train"),
-        REFUSED,
-        ["line 2: row", "quote fields"],
-    ),
-    "a header alone": (table(HEADER), REFUSED, ["pairs.csv: has no row that is an object"]),
-    "rows below a key": (rows({"info": {}, "data": [ROW]}), READ, ["rows: data"]),
+    "commas not quoted": (table(HEADER, "0.png,0_2.png,a, b,train"), REFUSED, ["line 2: row", "quote fields"]),
+    "a header alone": (table(HEADER), REFUSED, ["NO PAIR at all"]),
+    "rows below a key": (rows({"info": {}, "data": [ROW]}), READ, ["under 'data': option `rows`", "rows: data"]),
     # names of columns
     "other names": (table("vorher,nachher,Änderung", "0.png,0_2.png,es fiel"), READ, ["captions is Änderung"]),
     "names that tell nothing": (table("x,y", "1,2"), REFUSED, ["columns x, y; none names two", "options: {col"]),
@@ -193,14 +192,13 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     ),
     "splits of other names": (
         splits("Train", "validation", "dev", "testing"),
-        MENDED,
+        READ,
         ["splits: {Train: train, dev: val, testing: test, validation: val}"],
     ),
     "a split that says nothing": (splits("part 3"), MENDED, ["split 'part 3'", "{splits: {part 3: train}}"]),
     # which table
-    "a file for each split": (files(**THREE), READ, [BY_SPLIT]),
-    "two tables": (files(archive__json=PLAIN, pairs__csv=PLAIN), ASKED, ["archive.json, pairs.csv: each could be"]),
-    "one table of two": (files(notes__json=[{"note": "a b"}], pairs__csv=PLAIN), READ, ["not read: notes.json"]),
+    "a file for each split": (files(**THREE), READ, ["a file for each split", BY_SPLIT]),
+    "the documented table": (files(archive__json=PLAIN, pairs__csv=PLAIN), READ, ["not read: archive.json"]),
     # which captions
     "two columns": (
         pairs(caption=SAYS, description=SAYS),
@@ -209,12 +207,16 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     ),
     "numbered columns": (pairs(caption1=SAYS, caption2=["x y", "", "", ""]), READ, ["[caption1, caption2]", "     3"]),
     "an instruction that is the caption": (pairs(instruction=SAYS), READ, ["captions: instruction"]),
+    "tasks in a column": (pairs(task=["edit", "vqa"] * 2, caption=SAYS), ASKED, ["where: {task: edit}"]),
     "no captions": (table("before,after", "0.png,0_2.png"), REFUSED, ["none holds captions", "in another file belong"]),
     # captions that are lists, or none
     "mixed quotes": (says("""["the man's hat", 'a car']"""), IN_DOUBT, ["line 2: captions are a list or", "in 1 rows"]),
     "an array": (says("array(['a b', 'c d'], dtype=object)"), IN_DOUBT, ["line 2"]),
+    "words of a caption": (lists(lambda n: SAYS[n].split()), IN_DOUBT, ["single words", "' '.join"]),
     "a JSON list in quotes": (table(HEADER, '0.png,0_2.png,"[""a b"", ""c""]",train'), READ, ["1           2"]),
     "brackets in a sentence": (says("(left) it is gone (right)", "it says [EXIT]", "a {red} box", "(off)"), READ, []),
+    "a bar between": (says("a b|c d"), ASKED, ["'|'", "separator: '|'", "separator: ''"]),
+    "semicolons between": (says("a b; c d", "e; f"), ASKED, ["separator: ;"]),
     "no word in training": (says("nan", "TODO", "?"), READ, ["line 2: ", "no_caption: ['?', TODO, nan]"]),
     "an empty one in training": (says("", "  "), READ, ["empty captions: 2"]),
     "no word in test": (says("None", split=SPLIT[::-1]), ASKED, ["1 of them in test"]),
@@ -222,36 +224,39 @@ CASES: dict[str, tuple[Write, str, list[str]]] = {
     "words that say something": (says("none of it moved", "no change", "removed"), READ, ["{captions: caption}"]),
     "captions that are a number": (row(captions=7), REFUSED, ["expected a list of text, found a whole number 7"]),
     # questions
-    "questions": (
+    "the task's question": (talk("What has changed?"), READ, ["captions: conversations"]),
+    "several": (
         talk("What changed?", "How many boxes are there?"),
         ASKED,
-        ["What changed?' (2); ", "How many boxes are there?' (2). Do all", "all_ask_what_changed: true"],
+        ["'What changed?' (2); 'How many boxes are there?' (2)", "where: {conversations.0.value:"],
     ),
     "a question a row": (pairs(question="How many?", answer=SAYS), ASKED, ["How many?' (4)", "question: question"]),
     # what other programs write
-    "LLaVA": (rows([LLAVA], "train.json"), ASKED, ["like pairs", "conversations, id: null}", "split: train"]),
-    "no pairs": (
-        rows([LLAVA | {"conversations": TALK[1:], "image": THIRD[:n]} for n in (2, 0, 1, 3)]),
-        MENDED,
-        ["{pairs_only: true}"],
-    ),
+    "LLaVA": (rows([LLAVA], "train.json"), READ, ["like pairs", "conversations, id: null}", "split: train"]),
+    "no pairs": (rows([LLAVA, *(LLAVA | {"image": ["0.png"] * n} for n in (0, 1, 3))]), MENDED, ["{pairs_only: true}"]),
+    "CARD's folder": (rows({}, "change_multi_captions.json"), REFUSED, ["CARD's folder", "reader spot_the_diff"]),
     # what is no table
-    "an empty folder": (lambda root: None, REFUSED, ["it holds nothing", "Say what it is by --reader: "]),
+    "an empty folder": (lambda root: None, REFUSED, ["it holds nothing", "Expected one of: "]),
     "an Excel file called CSV": (put("p.csv", b"PK\3\4" + bytes(99)), REFUSED, ["by its content", "CSV (UTF-8)"]),
-    "one folder of images": (lambda r: images(r / "images"), REFUSED, ["no table: write ", HEADER]),
+    "a pointer of DVC": (put("images.dvc", b"outs:"), REFUSED, ["images.dvc: is DVC's pointer", "`dvc pull`"]),
+    "one folder of images": (lambda r: images(r / "images"), REFUSED, ["images without a table: write ", HEADER]),
     # encodings, archives, names of files
     "Latin-1": (text("pairs.csv", TEXT.replace("it", "die Tür"), "latin-1"), MENDED, ["`iconv -f WINDOWS-1252"]),
+    "Excel's line": (text("pairs.csv", "sep=;\n" + TEXT.replace(",", ";")), READ, ["train         1           1"]),
     "gzip called CSV": (by(images, put("pairs.csv", gzip.compress(TEXT.encode()))), MENDED, ["`mv "]),
+    "an archive": (put("pairs.tar.gz", b"x"), REFUSED, ["pairs.tar.gz: is an archive; unpack it"]),
     "a folder too high": (lambda r: ((r / "my").mkdir(), row()(r / "my")), MENDED, ["`m3diff data "]),
+    "a folder too deep": (by(images, lambda r: put("pairs.csv", TEXT.encode())(r.parent)), REFUSED, ["`m3diff data "]),
     # images that are not where the rows say
-    "an image missing": (row(before="9.png"), REFUSED, ["missing images: 1", "'9.png': no file below", "image_root"]),
+    "an image missing": (row(before="9.png"), REFUSED, ["missing images: 1", "9.png: is no file below"]),
     "an absolute path": (from_top("{root}/a b/0.png"), READ, ["images 2, of them 0 missing"]),
     **{
         f"elsewhere: {path}": (moved(path), REFUSED, [f"{path!r}: there is 'a b/0.png'; write paths relative to "])
-        for path in ("/mnt/x.y/a b/0.png", "C:\\data\\a b\\0.png", "file:///mnt/x/a b/0.png", "../a b/0.png")
+        for path in ("/mnt/x.y/a b/0.png", "C:\\data\\a b\\0.png", "file:///mnt/x/a%20b/0.png", "../a b/0.png")
     },
-    "out of the root": (row(before="/mnt/9.png"), REFUSED, ["'/mnt/9.png'", "image_root"]),
+    "out of the root": (row(before="/mnt/9.png"), REFUSED, ["/mnt/9.png: leads out of the root", "image_root"]),
     "backslashes": (moved(r"a b\0.png"), REFUSED, ["there is 'a b/0.png'; write paths"]),
+    "capitals in a name": (row(before="0.PNG"), REFUSED, ["'0.PNG': there is '0.png'; write paths"]),
     "a link out of the root": (linked, MENDED, ["set follow_links"]),
     "an id twice": (rows([ROW | {"id": 1}, ROW | {"id": 1, "before": "1.png"}]), MENDED, ["{columns: {id: null}}"]),
     "one image on both sides": (row(after="0.png"), REFUSED, ["pairs of one image: 1", "both images are 0.png"]),
@@ -324,11 +329,11 @@ def is_mended(told: str, root: Path) -> bool:
 
 
 ORDERED = """before_path after_path, original edited, start end, previous_frame current_frame, current next, t1 t2,
-    T0 T1, pre post, img_2019 img_2023, sourceImg targetImg, first second, picture picture_edited,
-    posted_before prepared_after, folder_1 folder_2, image_one image_two, imageA imageB, vorher nachher,
-    avant après, 变化前 变化后, input.url output.url"""
+    T0 T1, pre post, img_2019 img_2023, scan_2019_05 scan_2020_01, sourceImg targetImg, first last,
+    picture picture_edited, posted_before prepared_after, folder_1 folder_2, image_one image_two, imageA imageB,
+    beforeimg afterimg, vorher nachher, avant après, 变化前 变化后, input.url output.url"""
 UNORDERED = """left_cam right_cam, x y, photo picture, newspaper prediction, forward starter,
-    last_image current_image, before_old before_older, new_before picture, p_12 q_11, cam_1_2 cam_2_1"""
+    last_image current_image, before_old before_older, new_before picture, p_12 q_11"""
 """Whole words decide: `new` and `pre` are no words of newspaper and prediction; `last` may be the one before."""
 
 
@@ -494,7 +499,7 @@ def test_a_folder_above_or_without_data_is_refused_with_the_place_to_look(tmp_pa
         check(tmp_path / "repository", {})
     (tmp_path / "own").mkdir()
     (tmp_path / "own/b.parquet").write_text("no parquet")
-    with pytest.raises(DataError, match=r"(?s)b\.parquet: cannot be read as Parquet.*Say what it is by --reader"):
+    with pytest.raises(DataError, match=r"(?s)b\.parquet: cannot be read as Parquet.*Or say what it is by --reader"):
         check(tmp_path / "own", {})
 
 

@@ -182,7 +182,7 @@ def chat(root: Path, *befores: str) -> dict[str, Any]:
     turns = [{"from": "human", "value": "What changed?"}, {"from": "gpt", "value": "it fell"}]
     write_json(root / "a.json", [{"image": [before, "x.png"], "conversations": turns} for before in befores])
     columns = {"images": "image", "captions": "conversations"}
-    return {"manifest": "a.json", "columns": columns, "split": "test", "all_ask_what_changed": True}
+    return {"manifest": "a.json", "columns": columns, "split": "test"}
 
 
 def parquet(root: Path, *befores: str) -> dict[str, Any]:
