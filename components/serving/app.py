@@ -75,6 +75,14 @@ DISCARDED_BYTES = 64_000_000
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 """OpenAI's, of statuses that have one of their own."""
 
+HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},
+    429: {"retry-after": "1"},
+    503: {"retry-after": "5"},
+}
+"""Of a refusal, by its status."""
+
 AS_FILE = "save it as PNG or JPEG and send that file's bytes"
 ERROR_CODES = {"json_invalid": "not_json", "extra_forbidden": "unknown_field", "missing": "missing_field"}
 
@@ -89,21 +97,12 @@ class RequestRefusedError(ValueError):
         limit: what is allowed instead.
         remedy: what to do.
         field: of the request, if one is meant.
-        headers: of the answer.
     """
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        found: str,
-        limit: str,
-        remedy: str,
-        field: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, status: int, code: str, found: str, limit: str, remedy: str, field: str | None = None) -> None:
         super().__init__(f"{field + ': ' if field else ''}{found}; {limit}; {remedy}")
-        self.status, self.field, self.headers = status, field, dict(headers or {})
+        self.status, self.field = status, field
+        self.headers: Mapping[str, str] = HEADERS.get(status, {})
         self.body = {"error": code, "field": field, "found": found, "limit": limit, "remedy": remedy}
 
     def response(self, path: str) -> Response:
@@ -119,11 +118,6 @@ class RequestRefusedError(ValueError):
 def unprocessable(code: str, found: str, limit: str, remedy: str, field: str | None = None) -> RequestRefusedError:
     """A refusal with status 422."""
     return RequestRefusedError(422, code, found, limit, remedy, field)
-
-
-def unavailable(code: str, found: str, limit: str, remedy: str) -> RequestRefusedError:
-    """A refusal with status 503, which asks the client to come again."""
-    return RequestRefusedError(503, code, found, limit, remedy, None, {"retry-after": "5"})
 
 
 class Upload:
@@ -172,8 +166,7 @@ class Upload:
                 message = await self.receive()
         except TimeoutError as error:
             limit, remedy = f"{UPLOAD_S:g} s to send a request", "send it faster, or smaller images"
-            closes = {"connection": "close"}
-            raise RequestRefusedError(408, "slow_client", "the rest is missing", limit, remedy, None, closes) from error
+            raise RequestRefusedError(408, "slow_client", "the rest is missing", limit, remedy) from error
         self.ended = not message.get("more_body", False)
         self.size += len(message.get("body", b""))
         return message
@@ -414,8 +407,8 @@ class Server:
         if right or path in OPEN_ROUTES:
             return None
         found, limit = "another token" if given else "no token", "the token of this server"
-        remedy, asks = "send the header `Authorization: Bearer TOKEN`", {"www-authenticate": "Bearer"}
-        return RequestRefusedError(401, "unauthorized", found, limit, remedy, "authorization", asks)
+        remedy = "send the header `Authorization: Bearer TOKEN`"
+        return RequestRefusedError(401, "unauthorized", found, limit, remedy, "authorization")
 
     async def readyz(self, request: Request) -> Response:
         return JSONResponse({"status": "ready", "model": self.ready().facts.name})
@@ -497,12 +490,14 @@ class Server:
                 return await asking
         except TimeoutError as error:
             limit = f"{self.limits.answer_s:g} s for an answer (serve.answer_s)"
-            raise unavailable("timed_out", "no answer yet", limit, "try again when the queue is shorter") from error
+            remedy = "try again when the queue is shorter"
+            raise RequestRefusedError(503, "timed_out", "no answer yet", limit, remedy) from error
 
     def ready(self) -> Served:
         """The model. Raises RequestRefusedError (503) if none is loaded yet."""
         if self.models.current is None:
-            raise unavailable("not_ready", "no model yet", "one that is loaded", "ask again when /readyz answers 200")
+            limit, remedy = "one that is loaded", "ask again when /readyz answers 200"
+            raise RequestRefusedError(503, "not_ready", "no model yet", limit, remedy)
         return self.models.current
 
     @contextmanager
@@ -515,12 +510,12 @@ class Server:
         most = self.limits.max_queue
         if self.under_way >= most:
             found, limit = f"{self.under_way} requests under way", f"at most {most} at a time (serve.max_queue)"
-            raise RequestRefusedError(429, "queue_full", found, limit, "try again later", None, {"retry-after": "1"})
+            raise RequestRefusedError(429, "queue_full", found, limit, "try again later")
         needed, allowed = COPIES * upload.at_most, max(most, COPIES) * upload.most
         if self.held + needed > allowed:
             found = f"{self.held / 1e6:.0f} MB are taken and {needed / 1e6:.0f} MB needed, {COPIES} times the request"
             limit = f"at most {allowed / 1e6:.0f} MB at a time (serve.max_queue x serve.max_request_mb)"
-            raise unavailable("memory_full", found, limit, "try again later, or send smaller images")
+            raise RequestRefusedError(503, "memory_full", found, limit, "try again later, or send smaller images")
         self.under_way += 1
         self.held += needed
         self.metrics.queue.set(self.under_way)
@@ -540,8 +535,9 @@ async def respond(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         found, remedy = f"{request.method} {path[:100]}", "correct method and path"
-        limit, status = "the routes of docs/serving.md", error.status_code
-        error = RequestRefusedError(status, "no_such_route", found, limit, remedy, None, error.headers)
+        limit, refused = "the routes of docs/serving.md", error
+        error = RequestRefusedError(refused.status_code, "no_such_route", found, limit, remedy)
+        error.headers = refused.headers or {}
     elif not isinstance(error, RequestRefusedError):
         remedy = "its log says more; try again"
         error = RequestRefusedError(500, "failed", "an error of the server", "none", remedy)

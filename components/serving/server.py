@@ -5,12 +5,12 @@ server is not started.
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,11 +73,35 @@ class Impatient(H11Protocol):
             self.timer = None
 
 
-class RayDeployed:
-    """A deployment of Ray Serve that is ready."""
+QUIET = {"log_level": "ERROR", "enable_access_log": False}
 
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name, self.handle = name, handle
+
+class RayDeployed:
+    """A checkpoint in replicas of Ray Serve, an application of their own, that are ready.
+
+    Args:
+        options: of a Replica, after its source.
+    """
+
+    def __init__(self, source: Source, cfg: Serve, options: tuple[Any, ...]) -> None:
+        import ray
+        from ray import serve
+
+        self.name = f"m3diff-{uuid.uuid4().hex}"
+        deployment = serve.deployment(batcher.Replica).options(  # type: ignore[attr-defined]
+            name="captioner",
+            num_replicas=cfg.replicas,
+            max_ongoing_requests=cfg.max_queue,
+            ray_actor_options={"num_cpus": 0, "num_gpus": GPU_SHARE if ray.cluster_resources().get("GPU", 0) else 0},
+            graceful_shutdown_timeout_s=cfg.answer_s,
+            graceful_shutdown_wait_loop_s=0.1,
+            logging_config=QUIET,
+        )
+        try:
+            self.handle: Any = serve.run(deployment.bind(source, *options), name=self.name, route_prefix=None)
+        except Exception:
+            serve.delete(self.name)
+            raise
 
     async def facts(self) -> Facts | Fault:
         return await self.handle.facts.remote()
@@ -97,7 +121,7 @@ class RayDeployed:
 
 @contextmanager
 def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
-    """Loads one checkpoint after the other: in this process, or on a cluster as an application of Ray Serve each.
+    """Loads one checkpoint after the other: in this process, or on a cluster.
 
     Raises:
         ParamsError: several replicas are asked for, and there is no cluster.
@@ -114,32 +138,12 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
     import ray
     from ray import serve
 
-    quiet = {"log_level": "ERROR", "enable_access_log": False}
-
-    def deploy(source: Source) -> RayDeployed:
-        name = f"m3diff-{os.getpid()}-{next(numbers)}"
-        deployment = serve.deployment(batcher.Replica).options(  # type: ignore[attr-defined]
-            name="captioner",
-            num_replicas=cfg.replicas,
-            max_ongoing_requests=cfg.max_queue,
-            ray_actor_options={"num_cpus": 0, "num_gpus": GPU_SHARE if ray.cluster_resources().get("GPU", 0) else 0},
-            graceful_shutdown_timeout_s=cfg.answer_s,
-            graceful_shutdown_wait_loop_s=0.1,
-            logging_config=quiet,
-        )
-        try:
-            return RayDeployed(name, serve.run(deployment.bind(source, *options), name=name, route_prefix=None))
-        except Exception:
-            serve.delete(name)
-            raise
-
-    numbers = itertools.count(1)
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     start_ray(compute)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        serve.start(proxy_location="Disabled", logging_config=quiet)
-        yield deploy  # Serve itself stays: it may be others', too
+        serve.start(proxy_location="Disabled", logging_config=QUIET)
+        yield lambda source: RayDeployed(source, cfg, options)  # Serve itself stays: it may be others', too
     finally:
         ray.shutdown()
 
