@@ -87,7 +87,7 @@ AS_FILE = "save it as PNG or JPEG and send that file's bytes"
 ERROR_CODES = {"json_invalid": "not_json", "extra_forbidden": "unknown_field", "missing": "missing_field"}
 
 
-class RequestRefusedError(ValueError):
+class RequestRefusedError(Exception):
     """A request that gets no caption.
 
     Args:
@@ -552,7 +552,5 @@ async def form_fields(request: Request, most: int) -> list[tuple[str, str | byte
                 (name, await value.read() if isinstance(value, UploadFile) else value)
                 for name, value in form.multi_items()
             ]
-    except RequestRefusedError:
-        raise
     except (HTTPException, KeyError, ValueError) as error:
         raise unprocessable("not_a_form", str(error)[:100], "a multipart form", FORM_REMEDY) from error
