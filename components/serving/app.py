@@ -1,6 +1,6 @@
 """The routes, as one ASGI application that knows nothing of where the model is: bodies read within limits of bytes and
 time, a form, JSON or a chat as two images and a question, refusals; and the page at `/`, one file that asks nothing of
-any other machine.
+any other machine, with pairs of the test split to try.
 
 Images come as bytes and never as paths or addresses: the server fetches and opens nothing that a client names.
 """
@@ -14,12 +14,13 @@ import string
 import time
 import unicodedata
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import polars as pl
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
@@ -27,12 +28,13 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartParser
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from m3diff.images.open import FORMATS, NO_IMAGE, open_image, too_large
-from m3diff.serving.batcher import Answer, Asked, Facts, Fault, Metrics, Models, Served
+from m3diff.records.errors import readable
+from m3diff.serving.batcher import Answer, Asked, Facts, Fault, Models, Served
 from m3diff.serving.caption import SIDES
 from m3diff.serving.params import Serve
 from m3diff.serving.same_origin import foreign
@@ -45,6 +47,9 @@ FORM_FIELDS = 16
 FORM_REMEDY = "curl -F before=@a.png -F after=@b.png"
 COPIES = 4
 """Copies of a request in memory at most: received, read, on the way to a replica and there."""
+
+EXAMPLES = 6
+"""Pairs of the test split on the page."""
 
 FILE = Path(__file__).with_name("page.html")
 SAFE = {
@@ -343,6 +348,25 @@ def read_page() -> tuple[str, str]:
     return html, policy
 
 
+def find_examples(records: Path, shown: Collection[str]) -> list[dict[str, str]]:
+    """Pairs of the test split of the datasets `shown`, of each in turn: id, before, after and a reference.
+
+    Args:
+        records: the table that validate writes; without it there are none.
+
+    Raises:
+        DataError: the table cannot be read.
+    """
+    if not records.is_file():
+        return []
+    rows = pl.scan_parquet(records).filter(pl.col("split") == "test", pl.col("dataset").is_in(shown)).sort("id")
+    reference = pl.col("references").list.first().fill_null("").alias("reference")
+    in_turn = rows.sort(pl.int_range(pl.len()).over("dataset"), "dataset").head(EXAMPLES)
+    with readable(records):
+        found = in_turn.select("id", "before", "after", reference).collect().to_dicts()
+    return [each for each in found if Path(each["before"]).is_file() and Path(each["after"]).is_file()]
+
+
 class Server:
     """The application: lets in who may ask, answers, counts every answer, and adds the headers that all answers have.
 
@@ -350,10 +374,14 @@ class Server:
         name: of the registered model: what a client may call it in `model`.
         token: that each request needs but for OPEN_ROUTES; None: no token, and then only what addresses this machine
             as itself and comes from no other site's page is let in (a page may call itself by a name that leads here).
+        examples: pairs on the page, as of `find_examples`.
     """
 
-    def __init__(self, limits: Serve, models: Models, metrics: Metrics, name: str, token: str | None) -> None:
-        self.limits, self.models, self.metrics, self.name, self.token = limits, models, metrics, name, token
+    def __init__(
+        self, limits: Serve, models: Models, name: str, token: str | None, examples: list[dict[str, str]]
+    ) -> None:
+        self.limits, self.models, self.name, self.token = limits, models, name, token
+        self.metrics, self.examples = models.metrics, examples
         self.under_way = self.held = 0  # requests, and bytes that are set aside for them
         self.reader = ThreadPoolExecutor(1)  # what a request becomes while it is read is in memory once
         html, policy = read_page()
@@ -362,6 +390,8 @@ class Server:
             "/healthz": JSONResponse({"status": "ok"}),
             "/readyz": self.readyz,
             "/metrics": self.measured,
+            "/examples": self.list_examples,
+            "/examples/{at:int}/{side}": self.example_image,
             "/v1/models": self.list_models,
         }
         posts = {CHAT: self.chat, "/caption": self.caption}
@@ -417,6 +447,17 @@ class Server:
         """The version that answers, which goes by the registered model's name, too."""
         entry = {"id": self.ready().facts.name, "object": "model", "created": 0, "owned_by": self.name}
         return JSONResponse({"object": "list", "data": [entry]})
+
+    async def list_examples(self, request: Request) -> Response:
+        """The pairs to try, each image as its route."""
+        images = [{side: f"/examples/{at}/{side}" for side in SIDES} for at in range(len(self.examples))]
+        return JSONResponse([each | image for each, image in zip(self.examples, images, strict=True)])
+
+    async def example_image(self, request: Request) -> Response:
+        at, side = request.path_params["at"], request.path_params["side"]
+        if at >= len(self.examples) or side not in SIDES:
+            raise HTTPException(404)
+        return FileResponse(self.examples[at][side])
 
     async def measured(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -12,7 +12,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,12 +21,16 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from m3diff.cluster import on_one_machine, start_ray
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import check_licence
 from m3diff.endpoint import THIS_MACHINE
+from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source, find, version_of
 from m3diff.serving import app, batcher
 from m3diff.serving.batcher import Answer, Asked, Deploy, Facts, Fault, Metrics, Models
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
+from m3diff.settings.rules import licensed
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
@@ -205,9 +209,14 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
     with listening(host, port) as listener:
         source = find_now()
         with deployer(cfg, params.compute) as deploy:
-            metrics = Metrics()
-            models = Models(deploy, metrics)
-            server = app.Server(cfg, models, metrics, name, token)
+            models = Models(deploy, Metrics())
+            shown = []
+            for dataset, entry in licensed(params).items():
+                with suppress(DataError):
+                    check_licence(DATASETS[entry.reader], "show")
+                    shown.append(dataset)
+            examples = app.find_examples(params.paths.clean / "records.parquet", shown)
+            server = app.Server(cfg, models, name, token, examples)
             asyncio.run(run(server, listener, cfg.answer_s, models, work))
 
 

@@ -1,14 +1,16 @@
-"""The page in headless Chromium, on a desk and on a phone: caption, slider, outlines, refusals."""
+"""The page in headless Chromium, on a desk and on a phone: caption, slider, outlines, examples, refusals."""
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pytest
 import uvicorn
 from playwright.sync_api import Page, expect
 
-from m3diff.serving.app import read_page
+from m3diff.records.errors import DataError
+from m3diff.serving.app import find_examples, read_page
 from tests.browser import Watch, chromium
 from tests.servers import free_port
 from tests.serving.toy import Service, plain, source, write_toy
@@ -19,16 +21,23 @@ WANT = "one: 10/20/0 became 30/40/0 (What has changed from the first image to th
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`before.png` and `after.png`."""
+    """`before.png`, `after.png`, and a clean table with pairs of them for the test split."""
     root = tmp_path_factory.mktemp("images")
     plain(10, 20, size=(320, 240)).save(root / "before.png")
     plain(30, 40, size=(320, 240)).save(root / "after.png")
+    rows = [
+        {"id": f"{name}/{n}", "dataset": name, "split": split, "before": str(root / "before.png")}
+        | {"after": str(root / "after.png"), "references": [f"what {name} says of {n}", "else"]}
+        for name in ("a", "b", "withheld")
+        for n, split in enumerate(("train", "test", "test", "test", "test"))
+    ]
+    pl.DataFrame(rows).write_parquet(root / "records.parquet")
     return root
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    service = Service()
+def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    service = Service(examples=find_examples(images / "records.parquet", ["a", "b"]))
     folder, port = write_toy(tmp_path_factory.mktemp("toy"), "one"), free_port()
 
     async def app(scope, receive, send):  # the model is loaded in the loop that asks it
@@ -98,6 +107,29 @@ def test_two_images_are_captioned_slid_over_outlined_swapped_asked_about_and_a_r
     page.get_by_label("Question").fill("<image>")
     page.get_by_role("button", name="Say what changed").click()
     expect(alert).to_contain_text("question: '<image>'")
+
+
+@pytest.mark.slow(10)
+def test_an_example_is_one_press_away(page):
+    expect(page.locator("#pairs button")).to_have_count(6)
+    page.get_by_label("pair 1, a/1").click()
+    expect(page.locator("#caption")).to_have_text(WANT)
+    expect(page.locator("#reference q")).to_have_text("what a says of 1")
+
+
+def test_examples_are_test_pairs_of_each_dataset_that_may_be_shown_in_turn_and_none_before_a_run(images, tmp_path):
+    found = find_examples(images / "records.parquet", ["a", "b"])
+    assert [example["id"] for example in found] == ["a/1", "b/1", "a/2", "b/2", "a/3", "b/3"]
+    assert find_examples(tmp_path / "records.parquet", ["a"]) == find_examples(images / "records.parquet", []) == []
+    (tmp_path / "records.parquet").write_text("cut off")
+    with pytest.raises(DataError, match=r"records.parquet: cannot be read .*`dvc repro`"):
+        find_examples(tmp_path / "records.parquet", ["a"])
+    service = Service(examples=found)
+    listed = service.get("/examples").json()[1]
+    assert (listed["id"], listed["reference"], listed["after"]) == ("b/1", "what b says of 1", "/examples/1/after")
+    assert service.get(listed["after"]).content == (images / "after.png").read_bytes()
+    assert {service.get(f"/examples/{place}").status_code for place in ("6/after", "1/caption")} == {404}
+    service.runner.close()
 
 
 def test_the_policy_of_the_page_names_no_host_and_allows_no_other_script():

@@ -123,11 +123,11 @@ class Local(ToyReplica):
 class Service:
     """A server without a model yet, with an event loop of its own; `changes` are of the section `serve`."""
 
-    def __init__(self, token: str | None = None, **changes: Any) -> None:
-        self.cfg, self.metrics = PARAMS.serve.model_copy(update=changes), Metrics()
+    def __init__(self, token: str | None = None, examples: Any = (), **changes: Any) -> None:
+        self.cfg = PARAMS.serve.model_copy(update=changes)
         self.made: list[Local] = []
-        self.models = Models(self.deploy, self.metrics)
-        self.server = Server(self.cfg, self.models, self.metrics, "m3diff", token)
+        self.models = Models(self.deploy, Metrics())
+        self.server = Server(self.cfg, self.models, "m3diff", token, list(examples))
         self.runner = asyncio.Runner()
         self.run = self.runner.run
 
