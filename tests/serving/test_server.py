@@ -60,15 +60,17 @@ def ask(server: Running, number: int) -> tuple[int, str]:
 
 
 @pytest.mark.slow(120)
-def test_replicas_on_a_cluster_lose_no_more_than_a_dead_ones_batch_and_the_cluster_outlives_the_server(tmp_path):
+def test_replicas_on_a_cluster_lose_no_more_than_a_dead_ones_batch_and_the_cluster_outlives_the_server(
+    tmp_path, monkeypatch
+):
     client = write_registry(tmp_path, "one", "two")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # the toy's, on every node: a replica may be on the head, too
     with cluster() as hosts:
-        hosts.environment["PYTHONPATH"] = str(REPOSITORY)  # the toy's
         hosts.add(3, cpus=2)
         options = {"replicas": 2, "answer_s": PATIENCE_S, "there": hosts.of_a_driver, "constants": CONSTANTS}
         with running(tmp_path, **options) as server, ThreadPoolExecutor(4) as clients:
-            processes = psutil.Process(hosts.nodes[3].pid).children(recursive=True)
-            replica = next(process for process in processes if "ServeReplica" in process.name())
+            nodes = [psutil.Process(node.pid).children(recursive=True) for node in hosts.nodes.values()]
+            replica = next(process for node in nodes for process in node if "ServeReplica" in process.name())
             asking = [clients.submit(ask, server, number) for number in range(200)]
             until(lambda: sum(one.done() for one in asking) > 20)
             replica.kill()
