@@ -85,7 +85,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
 
     Raises:
         DataError: the clean records cannot be used.
-        ParamsError: `convert.sources` names no dataset of the run, or a task without questions.
+        ParamsError: the file of questions cannot be used.
     """
     path = clean / "records.parquet"
     empty = ", all are in quarantine.parquet beside it; fix the data"
@@ -95,13 +95,13 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
             f"{path}: has records of {', '.join(sorted(foreign))}, not in ingest.datasets; run `m3diff validate` again"
         )
     names = records["dataset"].unique().sort().to_list()
-    questions = _questions_by_dataset(cfg, entries)
+    questions = load_questions(cfg.questions)
     keyed = records.with_row_index("row").with_columns(id_keys(cfg.seed, records["id"]))
     parts, counts = [], {}
     for name in names:
-        pairs = keyed.filter(pl.col("dataset") == name)
-        source = cfg.sources.get(name, Source()) if entries[name].train_on else NOTHING_TRAINS
-        part, counts[name] = _convert_one(pairs, questions[name], source, cfg)
+        pairs, source = keyed.filter(pl.col("dataset") == name), cfg.sources.get(name, Source())
+        asked = questions[source.task or DATASETS[entries[name].reader].task]
+        part, counts[name] = _convert_one(pairs, asked, source if entries[name].train_on else NOTHING_TRAINS, cfg)
         parts.append(part)
     samples = pl.concat(parts)
     for split in SPLITS:
@@ -134,23 +134,6 @@ def load_questions(path: Path) -> dict[str, list[str]]:
             "without: both images come before the question by themselves"
         )
     return questions
-
-
-def _questions_by_dataset(cfg: Convert, entries: Mapping[str, DatasetEntry]) -> dict[str, list[str]]:
-    """Raises ParamsError naming every source without a dataset and every task without questions."""
-    by_task = load_questions(cfg.questions)
-    tasks = {
-        name: cfg.sources.get(name, Source()).task or DATASETS[entry.reader].task for name, entry in entries.items()
-    }
-    faults = [f"{name}: no such dataset; there are {', '.join(entries)}" for name in cfg.sources if name not in entries]
-    faults += [
-        f"{name}: no questions for task {task!r}; there are {', '.join(by_task)}"
-        for name, task in tasks.items()
-        if task not in by_task
-    ]
-    if faults:
-        raise ParamsError("\n  ".join(["convert.sources:", *faults]))
-    return {name: by_task[task] for name, task in tasks.items()}
 
 
 def _convert_one(

@@ -27,9 +27,7 @@ class DatasetEntry(Section):
     options: Mapping[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
     train_on: tuple[Split, ...] = ("train",)  # its own splits that train; [] of a dataset that is tested only
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
-    image_root: Path | None = (
-        None  # a folder outside the root that paths of images may lead into; DVC does not watch it
-    )
+    image_root: Path | None = None  # a folder outside the root that images may be in; DVC does not watch it
     expected_pairs: ExpectedPairs | None = None  # of its own splits, what validate requires once bad rows are out
 
     @field_validator("train_on")

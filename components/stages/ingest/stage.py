@@ -55,14 +55,8 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
         image_cache: what is known of images by content; it changes no output.
 
     Raises:
-        DataError: the root is no folder, an annotation file cannot be used, there is no pair, or the meaning of
-            captions is in doubt.
+        DataError: an annotation file cannot be used, there is no pair, or the meaning of captions is in doubt.
     """
-    if not entry.root.is_dir():
-        raise DataError(
-            f"ingest.datasets {name!r}: root {entry.root} is no folder; fetch the dataset (one that makes itself: "
-            f"`m3diff synthesize {name}`) or correct `root` in params.yaml"
-        )
     read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
     _refuse_doubts(name, entry, read)
     folder = out / name

@@ -354,6 +354,8 @@ def test_a_doubt_of_an_entry_by_hand_is_asked_too_and_refused_by_ingest_with_the
     assert (sound, "options: {no_caption: [nan]}" in told) == (False, True)
     with pytest.raises(DataError, match=r"(?s)data\.csv, line 2: .*options: \{no_caption: \[nan\]\}"):
         run_ingest(tmp_path, "pairs", "own", **options)
+    with pytest.raises(DataError, match=r"no_caption: \['-', nan\]"):
+        run_ingest(tmp_path, "pairs", "own", **options, no_caption=["-"])
 
 
 def test_pairs_whose_captions_stand_for_none_are_passed_over_and_counted(tmp_path, capsys):

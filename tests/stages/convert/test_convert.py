@@ -95,12 +95,6 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
     assert set(samples.filter(dataset="few")["pair"]) == set(lowest), "those of the lowest numbers"
 
 
-def test_unknown_sources_and_tasks_are_named_together(tmp_path):
-    sources = {"nobody": {}, "d": {"task": "poem"}}
-    with pytest.raises(ParamsError, match=r"(?s)nobody: no such dataset; there are d.*d: no questions for task 'poem'"):
-        run(tmp_path, [record("a")], sources=sources)
-
-
 def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path):
     _, report = run(tmp_path, [record("a", dataset=name) for name in PAPER])
     assert report.published["clevr_dc"] == {"train": (40_800, None), "train_val": (43_200, None)}

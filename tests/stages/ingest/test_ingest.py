@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.datasets.spec import Row
-from m3diff.records.errors import DataError
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.stages.ingest import stage
 from m3diff.stages.ingest.stage import to_records
@@ -122,11 +121,6 @@ def test_a_dataset_with_a_grammar_has_it_beside_its_records(raw):
     assert json.loads((raw.parent / "records/mini/grammar.json").read_text()) == {"clauses": ["é"], "no_change": "x"}
     run_ingest(raw, "clevr_change")
     assert not (raw.parent / "records/mini/grammar.json").exists()
-
-
-def test_a_root_that_is_no_folder_is_refused_by_name(tmp_path):
-    with pytest.raises(DataError, match=r"'mini': root .*/raw is no folder; .*`m3diff synthesize mini`"):
-        run_ingest(tmp_path / "raw")
 
 
 def row(**fields) -> Row:
