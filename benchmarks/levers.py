@@ -36,8 +36,8 @@ from m3diff.models.settings import Lora, Rates
 from m3diff.models.tuning import meta_model, prepare, trainable_groups
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import token_loss
+from m3diff.stages.train.loop import peak_flops
 from m3diff.stages.train.packing import pack
-from m3diff.stages.train.progress import peak_flops
 
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
 PAD = 0

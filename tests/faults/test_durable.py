@@ -24,9 +24,8 @@ from m3diff.records import files
 from m3diff.records.files import write_atomic
 from m3diff.registry.decisions import Entry, append
 from m3diff.stages.predict.stage import Answer, Journal
-from m3diff.stages.train import progress, state
-from m3diff.stages.train.progress import Curve
-from m3diff.stages.train.state import MOMENTS, latest_valid_checkpoint, write_state
+from m3diff.stages.train import state
+from m3diff.stages.train.state import MOMENTS, Curve, latest_valid_checkpoint, write_state
 from tests.faults.power import Disk
 from tests.faults.table import KEYS
 from tests.toy import REPOSITORY
@@ -168,7 +167,7 @@ def write_checkpoint(run_dir: Path, step: int) -> None:
     """A state of one tensor, which holds the step."""
     names = ("weights.safetensors", *(f"{moment}.safetensors" for moment in MOMENTS))
     tensors = {file: {"a": torch.full((64,), float(step))} for file in names}
-    write_state(run_dir, step, frozenset("a"), tensors, Curve(("step",)))
+    write_state(run_dir, step, tensors, Curve(("step",)))
 
 
 def taken(run_dir: Path) -> int:
@@ -199,7 +198,7 @@ def test_a_checkpoint_that_is_killed_while_it_is_written_is_the_one_before_or_th
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(run_dir, place)
 
-    for _ in each_kill((state, checkpoint, files, progress), lambda: write_checkpoint(place, 6), anew):
+    for _ in each_kill((state, checkpoint, files), lambda: write_checkpoint(place, 6), anew):
         seen.append(taken(place))
         write_checkpoint(place, 8)
         assert sorted(path.name for path in place.iterdir()) == [f"step-{seen[-1]:08d}", "step-00000008"]

@@ -22,14 +22,8 @@ from m3diff.models.fused import fused_attention
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import TrainableGroup
 from m3diff.settings.compute import Compute
-from m3diff.settings.section import ParamsError
-from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, Weighted
+from m3diff.stages.train.batches import MicroBatch
 from m3diff.stages.train.params import Train
-
-ROUNDING = {"fp32": 1e-4, "bf16": 1e-2}
-"""The largest relative difference that rounding explains, by precision: sums of other lengths differ by some 1e-6 in
-fp32 and, with three significant digits in every layer, by some 1e-3 in bf16. A token that sees what it should not, or
-stands at a wrong place, moves the loss of a pre-trained model by more."""
 
 
 def deepspeed_config(cfg: Train, compute: Compute) -> dict[str, Any]:
@@ -164,43 +158,3 @@ def sum_over_ranks(value: Tensor, ranks: int) -> Tensor:
         dist.all_reduce(summed)
         value.copy_(summed)
     return value
-
-
-def check_packing(
-    model: Any, schedule: Schedule, loader: Loader, processor: PairProcessor, device: Device
-) -> str | None:
-    """Compare the loss of the schedule's first sequence with several references, and of the one after it where a
-    micro-batch holds two, with the sum over their references, one sequence each. Every worker compares the same.
-
-    A kernel's use of the mask depends on the device and its software, which no test elsewhere has seen. The check takes
-    forwards without gradients and touches no random state.
-
-    Returns: the comparison in words; None where no sequence has several references.
-
-    Raises:
-        ParamsError: the two differ by more than rounding explains; has both, the kernel and the way out.
-    """
-    sequences = schedule.epoch(0)
-    several = next((number for number, rows in enumerate(sequences) if len(rows) > 1), None)
-    if several is None:
-        return None
-
-    @torch.no_grad()
-    def loss(micro_batch: list[Weighted]) -> float:
-        return float(token_loss(model, loader.build(micro_batch), processor, device))
-
-    chosen = sequences[several : several + min(2, schedule.micro_batch)]
-    alone = [rows[n : n + 1] for rows in chosen for n in range(len(rows))]
-    packed = loss([(rows, 1) for rows in chosen])
-    apart = sum(loss([(rows, 1)]) for rows in alone)
-    found, most = abs(packed - apart) / abs(apart), ROUNDING[device.precision]
-    compared = f"{packed:.6g} packed, {apart:.6g} as {len(alone)} sequences of one reference"
-    if not found <= most:
-        sdpa = device.attention == "sdpa"
-        remedy = "train.max_captions_per_sequence to 1" if sdpa else "compute.attention to sdpa"
-        raise ParamsError(
-            f"the loss of {len(chosen)} packed sequence(s) is not that of their references: {compared} (attention "
-            f"{device.attention}, {device.precision}; relative difference {found:.2g}, rounding explains {most:g}). "
-            f"Nothing was trained; set {remedy}, and report it"
-        )
-    return f"packing checked, attention {device.attention}: loss {compared} (relative difference {found:.1g})"

@@ -1,10 +1,14 @@
-"""The work that a training worker is sent, and the process that takes it: its place, accelerator and process group.
-Light: a worker unpickles it before it imports torch."""
+"""The work that a training worker is sent, what ends its attempt early, and the process group that it computes in.
+
+Light: a worker unpickles it before it imports torch.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m3diff.models.device import environment
+from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.params import Train
 
@@ -19,6 +24,26 @@ if TYPE_CHECKING:
     from m3diff.models.family import Settings
 
 CURVES = "curves.csv"
+
+GENERATION, STOP = "generation", "stop"
+"""Files in the run's folder: the number of the newest attempt, and the request to end."""
+
+LOOK_S = 2.0
+"""Seconds between two looks at the generation; a network file system may show a new number some seconds later."""
+
+GRACE_S = 18.0
+"""Seconds for the current step and its checkpoint; a cancelled flow is killed after 20."""
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a process that SIGTERM ended."""
+
+
+class StoppedError(Exception):
+    """The run was asked to end and has written its checkpoint."""
+
+
+class SupersededError(BlockingIOError):
+    """A later attempt trains this run, or the run has ended; this one writes nothing more."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +64,7 @@ class Job:
     Attributes:
         weights: the folder that the phase begins with; None: the base, `cfg.base`.
         datasets: the datasets whose samples it takes.
-        generation: the attempt's number (`attempts.begin`).
+        generation: the attempt's number (`begin`).
     """
 
     cfg: Train
@@ -86,6 +111,88 @@ def of_alignment(cfg: Train, settings: Settings) -> tuple[Train, Settings]:
     return cfg.model_copy(update=own), replace(settings, **changes)  # type: ignore[type-var]
 
 
+def newest(run_dir: Path) -> int:
+    """Return the newest attempt's number; 0 where none has begun, or the run has ended and its folder is gone."""
+    try:
+        return int((run_dir / GENERATION).read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def begin(run_dir: Path) -> int:
+    """Number a new attempt; from here on older ones end."""
+    number = newest(run_dir) + 1
+    write_atomic(run_dir / GENERATION, f"{number}\n")
+    return number
+
+
+def require_newest(run_dir: Path, number: int) -> None:
+    """Raise SupersededError where attempt `number` is not the newest."""
+    if (found := newest(run_dir)) != number:
+        then = f"attempt {found} goes on" if found else "the run has ended"
+        raise SupersededError(f"{run_dir.name}: attempt {number} ends here and writes nothing more: {then}")
+
+
+@contextmanager
+def ended_when_superseded(run_dir: Path, number: int) -> Iterator[None]:
+    """End this process within the block when attempt `number` is no longer the newest, whatever it waits for.
+
+    An attempt whose host is cut off from the others lives on there while the next one trains elsewhere; a collective
+    operation with workers that are gone would hold it for half an hour, and Ray cannot end it. It is also ended where
+    another worker ended first and an operation with that one fails.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        try:
+            require_newest(run_dir, number)
+        except SupersededError as error:
+            print(f"train: {error}", flush=True)
+            os._exit(1)
+        except OSError:
+            return  # the disk is away, and this attempt can write nothing either
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            look()
+
+    threading.Thread(target=watch, name="generation", daemon=True).start()
+    try:
+        yield
+    except BaseException:
+        look()
+        raise
+    finally:
+        over.set()
+
+
+@contextmanager
+def stop_on_sigterm(run_dir: Path, grace_s: float = GRACE_S) -> Iterator[None]:
+    """Let SIGTERM ask the run to end, and end this process where it has not ended within the grace time.
+
+    The signal reaches the process that began the run; its workers, on other machines too, see the file STOP.
+    """
+    file = run_dir / STOP
+    file.unlink(missing_ok=True)
+
+    def ask(*_: Any) -> None:
+        if not file.exists():  # a second signal gives no more time
+            file.touch()
+            signal.setitimer(signal.ITIMER_REAL, grace_s)
+
+    def end(*_: Any) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = {number: signal.signal(number, on) for number, on in ((signal.SIGTERM, ask), (signal.SIGALRM, end))}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        file.unlink(missing_ok=True)
+
+
 def choose_accelerator(gpu: bool) -> None:
     """Tell DeepSpeed where this process computes, and a GPU's allocator how, before DeepSpeed chooses by itself."""
     there = environment(gpu)
@@ -102,35 +209,21 @@ def loopback() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
-def end_distributed() -> None:
-    """End `torch.distributed`. DeepSpeed keeps groups of its own, which outlive torch's unless it ends them itself."""
-    import deepspeed
-    import torch.distributed as dist
-
-    (deepspeed.comm if deepspeed.comm.is_initialized() else dist).destroy_process_group()
-
-
 @contextmanager
 def only_worker(backend: str) -> Iterator[None]:
     """Bring up `torch.distributed` with this process alone, and the environment that says so. Afterwards the process
     computes as before: ZeRO 3 puts a linear of DeepSpeed's in the place of torch's, which rounds otherwise."""
+    import deepspeed
     import torch.distributed as dist
     from torch.nn import functional
 
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()}
-    before = {name: os.environ.pop(name, None) for name in place}
-    os.environ.update(place)
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()})
     linear = functional.linear
+    # in memory: a file's name would be the next group's, and is removed when this group's store is collected
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        # in memory: a file's name would be the next group's, and is removed when this group's store is collected
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            end_distributed()
+        yield
     finally:
+        # DeepSpeed keeps groups of its own, which outlive torch's unless it ends them itself
+        (deepspeed.comm if deepspeed.comm.is_initialized() else dist).destroy_process_group()
         functional.linear = linear
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value

@@ -1,8 +1,16 @@
-"""The training loop, the same in a plain process and in a Ray worker. It names no family."""
+"""The training loop, the same in a plain process and in a Ray worker. It names no family.
+
+Validation at a checkpoint takes the loss of each dataset, and captions with their CIDEr. It touches no random state.
+Its pairs are drawn from the whole validation split of each dataset, by the seed, so that a dataset's loss does not hang
+on which dataset or scene comes first, and are dealt to the workers.
+"""
 
 import json
 import math
+import re
 import time
+import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -10,27 +18,50 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS, attention_of
 from m3diff.models.checkpoint import save_checkpoint
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
+from m3diff.models.generation import Captioner
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import meta_model, parameter_counts, prepare, trainable_groups, unwrapped
 from m3diff.records.files import write_atomic
-from m3diff.settings.compute import Compute
+from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train import attempts, engine, progress, state
-from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, read_samples, read_training_samples
-from m3diff.stages.train.job import CURVES, Job, Runtime
+from m3diff.stages.train import engine, state
+from m3diff.stages.train.batches import (
+    Loader,
+    MicroBatch,
+    Samples,
+    Schedule,
+    Weighted,
+    complete,
+    read_samples,
+    read_training_samples,
+)
+from m3diff.stages.train.job import CURVES, STOP, Job, Runtime, StoppedError, require_newest
+from m3diff.stages.train.packing import pack
 from m3diff.stages.train.params import Train
-from m3diff.stages.train.validation import Validation
 
 LOGGED_STEPS = 20
 HOURS = "hours.json"
-"""In the run's folder: what all attempts took up to the newest checkpoint."""
+"""In the run's folder: what all attempts took up to the newest checkpoint: seconds of steps and validation, those of
+them that waited for data, those of every worker's device, and captions seen, again after a resume too."""
+
+COUNTED = 2048
+"""Sequences whose tokens are counted; their mean stands for a longer epoch."""
+
+NOTHING = 2.0**-8
+"""Half the relative distance of neighbouring numbers in bf16: a feature in bf16 to which less is added stays the same.
+A module in use is far from it: the embedded one starts at 0.5 and ends there."""
+
+MAX_NEW_TOKENS, CAPTION_BATCH = 64, 32  # of validation
 
 
 def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
@@ -72,8 +103,6 @@ class Training:
         self.groups = trainable_groups(model, self.family, job.model)
         self.parameters = parameter_counts(model, self.family)
         self.engine = engine.build_engine(cfg, compute, model.to(self.device.torch), self.groups)
-        trained = {id(parameter) for group in self.groups for parameter in group.parameters}
-        self.trained = {name for name, p in self.engine.module.named_parameters() if id(p) in trained}
         samples = read_training_samples(job.mixture, job.datasets)
         self.schedule = Schedule(
             samples, most, cfg.seed, cfg.global_batch, compute.micro_batch, cfg.epochs, runtime.ranks
@@ -83,41 +112,64 @@ class Training:
         augment = partial(self.family.augment, job.model) if self.family.augment else None
         self.loader = Loader(samples, self.processor, compute.cpus_per_worker, self.device, augment)
         self.module = self.family.contribution.names(job.model) if self.family.contribution else ()
-        self.curve = progress.Curve(progress.columns(self.family.parts, self.module, self.validation.datasets))
+        rates = [f"lr_{part}" for part in self.family.parts]
+        losses = ["val_loss", *(f"val_loss_{dataset}" for dataset in self.validation.datasets)]
+        self.curve = state.Curve(["step", "epoch", "loss", *rates, "grad_norm", *self.module, *losses, "val_cider"])
         self.rates: dict[str, float] = {}
-        self.took = {"seconds": 0.0, "waited": 0.0, "captions": 0}  # of this attempt
-        hours = job.run_dir / HOURS
-        self.earlier: dict[str, float] = json.loads(hours.read_text()) if hours.is_file() else {}
+        hours, none = job.run_dir / HOURS, dict.fromkeys(("seconds", "waited", "captions", "device_seconds"), 0)
+        self.took: dict[str, float] = json.loads(hours.read_text()) if hours.is_file() else none
 
     def run(self) -> dict[str, Any]:
         """Announce the run, take the steps that are left, export; return the figures."""
-        job, runtime, schedule, took = self.job, self.runtime, self.schedule, self.took
-        config, accumulated = unwrapped(self.engine.module).config, self.engine.gradient_accumulation_steps()
-        tokens, supervised = progress.mean_tokens(schedule, self.loader)
-        terms = self.family.flops(meta_model(config, self.family, job.model), tokens, supervised)
-        flops_per_step = schedule.global_batch * sum(term.total for term in terms)
-        for line in progress.describe(schedule, tokens, supervised, accumulated, flops_per_step, self.parameters):
-            runtime.say(line)
+        schedule = self.schedule
+        flops = self.announce()
         done = self.resume()
-        if compared := engine.check_packing(self.engine, schedule, self.loader, self.processor, self.device):
-            runtime.say(compared)
-        stream = self.loader.stream(schedule, runtime.rank, done)
-        peak = progress.peak_flops(torch.cuda.get_device_name() if job.compute.gpu else "", job.cfg.precision)
-        started = time.monotonic()
+        stream = self.loader.stream(schedule, self.runtime.rank, done)
+        began = since = time.monotonic()
         for step in range(done, schedule.steps):
             before = time.monotonic()
             batches = next(stream)
-            took["waited"] += time.monotonic() - before
+            self.took["waited"] += time.monotonic() - before
             self.step(step, batches)
-            took["seconds"] = time.monotonic() - started
-            self.log(step + 1, took["seconds"] / (step + 1 - done), flops_per_step, peak)
+            since = self.spend(since)
+            self.log(step + 1, (since - began) / (step + 1 - done), flops)
             self.end_if_asked(step + 1)
             if self.is_checkpoint(step + 1):
                 self.validate(self.save(step + 1))
                 if warning := self.warning():
-                    runtime.say(f"warning: {warning}")
-        took["seconds"] = time.monotonic() - started
+                    self.runtime.say(f"warning: {warning}")
+        self.spend(since)
         return self.figures(self.export())
+
+    def announce(self) -> float:
+        """Print what the run comes to; return the FLOPs of a step."""
+        schedule, counts, accumulated = self.schedule, self.parameters, self.engine.gradient_accumulation_steps()
+        model = meta_model(unwrapped(self.engine.module).config, self.family, self.job.model)
+        sequences = schedule.epoch(0)
+        packed = [pack([self.loader.pairs_of(rows)]) for rows in sequences[:COUNTED]]
+        tokens, supervised = np.mean([(each.tokens, len(each.labels)) for each in packed], axis=0).tolist()
+        flops = schedule.global_batch * sum(term.total for term in self.family.flops(model, tokens, supervised))
+        trains = ", ".join(f"{part} {n:,}" for part, n in counts.items() if part not in ("trainable", "frozen") and n)
+        for line in (
+            f"{schedule.global_batch} sequences a step = {schedule.micro_batch} micro-batch x {accumulated} "
+            f"accumulated x {schedule.ranks} worker(s)",
+            f"{len(schedule.samples.pairs()):,} pairs, {len(schedule.samples):,} references in {len(sequences):,} "
+            "sequences an epoch",
+            f"about {tokens * len(sequences):,.0f} tokens an epoch ({tokens:.1f} a sequence, {supervised:.1f} of them "
+            "supervised)",
+            f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps = {schedule.steps:,} steps",
+            f"{counts['trainable']:,} parameters train ({trains}), {counts['frozen']:,} are frozen",
+            f"{flops / 1e12:.3g} TFLOP a step",
+        ):
+            self.runtime.say(line)
+        return flops
+
+    def spend(self, since: float) -> float:
+        """Count the time since then to what the run took; return the present time."""
+        now = time.monotonic()
+        self.took["seconds"] += now - since
+        self.took["device_seconds"] += (now - since) * self.runtime.ranks
+        return now
 
     def is_checkpoint(self, step: int) -> bool:
         """Return whether a checkpoint follows `step` done steps: every so many, and the last."""
@@ -173,24 +225,24 @@ class Training:
         """Return whether a line is printed after `step` done steps: every so many, and the last."""
         return step % LOGGED_STEPS == 0 or step == self.schedule.steps
 
-    def log(self, step: int, pace: float, flops: float, peak: float | None) -> None:
+    def log(self, step: int, pace: float, flops: float) -> None:
         """Print the line of `step` done steps, where it is due: `step 20/1810 (1.1%)  loss 1.2345  grad_norm 2.1000
         module_update_ratio 0.21  lr_vision 4.00e-05  85 captions/s  MFU 41%  ETA 0:11:20`, in one line.
 
         Args:
             pace: seconds a step.
             flops: of one step. Their share of the devices' peak is the model FLOPs utilisation.
-            peak: FLOP/s of one device.
         """
         if not self.is_logged(step):
             return
-        curve, steps = self.curve, self.schedule.steps
-        ratios = progress.update_ratios(curve.latest(self.module)).values()
+        curve, steps, gpu = self.curve, self.schedule.steps, self.job.compute.gpu
+        peak = peak_flops(torch.cuda.get_device_name() if gpu else "", self.job.cfg.precision)
+        ratios = update_ratios(curve.latest(self.module)).values()
         parts = [f"step {step}/{steps} ({step / steps:.1%})"]
         parts += [f"{name} {curve.last(name):.4f}" for name in ("loss", "grad_norm")]
         parts += [" ".join([MODULE_UPDATE_RATIO, *(f"{ratio:.2g}" for ratio in ratios)])] if ratios else []
         parts += [f"{name} {rate:.2e}" for name, rate in self.rates.items()]
-        parts.append(f"{self.took['captions'] / self.took['seconds']:.0f} captions/s")
+        parts.append(f"{self.schedule.captions(step) / step / pace:.0f} captions/s")
         parts += [f"MFU {flops / pace / (peak * self.runtime.ranks):.0%}"] if peak else []
         parts.append(f"ETA {timedelta(seconds=round((steps - step) * pace))}")
         self.runtime.say("  ".join(parts))
@@ -198,17 +250,17 @@ class Training:
     def end_if_asked(self, step: int) -> None:
         """Raise StoppedError, once the checkpoint after `step` steps is written, where the run was asked to end; all
         workers agree. A run that goes on from it validates it only where an undisturbed one would."""
-        asked = self.runtime.rank == 0 and (self.job.run_dir / attempts.STOP).exists()
+        asked = self.runtime.rank == 0 and (self.job.run_dir / STOP).exists()
         if engine.sum_over_ranks(torch.tensor(float(asked)), self.runtime.ranks):
             self.save(step)
-            raise attempts.StoppedError(
+            raise StoppedError(
                 f"asked to end (SIGTERM) at step {step}, whose checkpoint is written: run again to go on from it"
             )
 
     def writes(self) -> bool:
         """Return whether this worker writes, which is the first; raise SupersededError where a later attempt does."""
         if self.runtime.rank == 0:
-            attempts.require_newest(self.job.run_dir, self.job.generation)
+            require_newest(self.job.run_dir, self.job.generation)
         return self.runtime.rank == 0
 
     def save(self, step: int) -> Path:
@@ -216,16 +268,9 @@ class Training:
         run_dir = self.job.run_dir
         tensors = state.whole_state(self.engine, keep=self.runtime.rank == 0)
         if self.writes():
-            state.write_state(run_dir, step, self.trained, tensors, self.curve)
-            write_atomic(run_dir / HOURS, json.dumps(self.spent()) + "\n")
+            state.write_state(run_dir, step, tensors, self.curve)
+            write_atomic(run_dir / HOURS, json.dumps(self.took) + "\n")
         return state.folder_of(run_dir, step)
-
-    def spent(self) -> dict[str, float]:
-        """Return what all attempts took: seconds of steps and validation, those of them that waited for data, those of
-        every worker's device, and captions seen, again after a resume too. What an attempt took after its last
-        checkpoint is in none of them."""
-        own = self.took | {"device_seconds": self.took["seconds"] * self.runtime.ranks}
-        return {name: self.earlier.get(name, 0) + value for name, value in own.items()}
 
     def validate(self, folder: Path) -> None:
         """Score the state that `folder` holds; write the scores next to it and into the curves, in `run_dir` too.
@@ -248,15 +293,15 @@ class Training:
     def warning(self) -> str | None:
         """Return a warning where the module changes nothing after the last step of any part's warm-up."""
         latest, steps, contribution = self.curve.latest(self.module), self.schedule.steps, self.family.contribution
-        ratios = progress.update_ratios(latest)
+        ratios = update_ratios(latest)
         delay = max(round(group.delay * steps) for group in self.groups)
         warm = delay + engine.warmup_steps(steps, self.job.cfg.warmup_share)
-        if not contribution or not ratios or max(ratios.values()) >= progress.NOTHING or latest["step"] <= warm:
+        if not contribution or not ratios or max(ratios.values()) >= NOTHING or latest["step"] <= warm:
             return None
         found = ", ".join(f"{name} {value:.2g}" for name, value in ratios.items())
         return (
             f"the module changes nothing: at step {latest['step']:.0f} of {steps}, after the warm-up, each of its "
-            f"updates is under {progress.NOTHING:.2g} of the features that it changes ({found}), less than bf16 "
+            f"updates is under {NOTHING:.2g} of the features that it changes ({found}), less than bf16 "
             f"resolves, so the model captions as its base would without the module. {contribution.remedy}"
         )
 
@@ -276,7 +321,7 @@ class Training:
 
     def figures(self, exported: int) -> dict[str, Any]:
         """Return the fields of the report, and what the run took over all its attempts."""
-        curve, took, steps, counts = self.curve, self.spent(), self.schedule.steps, self.parameters
+        curve, took, steps, counts = self.curve, self.took, self.schedule.steps, self.parameters
         seconds, latest = max(took["seconds"], 1e-9), curve.latest(self.module)
 
         def known(column: str) -> float | None:
@@ -304,3 +349,126 @@ class Training:
             "devices": self.runtime.ranks,
             "device_hours": took["device_seconds"] / 3600,
         }
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the peak FLOP/s of one device, None where it is not known. Kinds that differ in memory have one peak."""
+    gpu = gpu_of(device_name)
+    return gpu.bf16_tflops * 1e12 if gpu and precision == "bf16" else None
+
+
+def update_ratios(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the sizes of the module's updates among named numbers."""
+    return {name: value for name, value in values.items() if name.startswith(MODULE_UPDATE_RATIO)}
+
+
+def sample_pairs(samples: Samples, count: int, seed: int) -> dict[str, list[np.ndarray]]:
+    """Return `count` pairs of each dataset (all where it has fewer), as row numbers in the split's order, by dataset.
+
+    A smaller count is a part of a larger one, and a dataset's choice does not depend on the other datasets.
+    """
+    if not count:
+        return {}
+    by_dataset: dict[str, list[np.ndarray]] = {}
+    for rows in samples.pairs():
+        by_dataset.setdefault(samples.value("dataset", rows[0]), []).append(rows)
+    chosen = {}
+    for dataset, pairs in sorted(by_dataset.items()):
+        order = np.random.default_rng([seed, zlib.crc32(dataset.encode())]).permutation(len(pairs))
+        chosen[dataset] = [pairs[number] for number in sorted(order[:count])]
+    return chosen
+
+
+class Validation:
+    """The validated pairs, chosen once: those of `datasets` with a loss, and those that are captioned.
+
+    Methods take DeepSpeed's engine around the model.
+    """
+
+    def __init__(self, job: Job, samples: Samples, runtime: Runtime, processor: PairProcessor, device: Device) -> None:
+        compute, seed = job.compute, job.cfg.seed
+        self.samples, self.processor, self.device = samples, processor, device
+        self.family, self.rank, self.ranks = FAMILIES[job.model.family], runtime.rank, runtime.ranks
+        self.alike = compute.zero_stage == 3  # a forward brings weights together: every worker takes as many
+        self.loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
+        chosen = sample_pairs(samples, compute.val_pairs, seed)
+        self.datasets = list(chosen)
+        dealt = self._dealt(list(chosen.values()), compute.micro_batch)
+        self.batches = [(number, self.loader.read(batch)) for number, batch in dealt]
+        self.captioned = list(sample_pairs(samples, compute.caption_val_pairs, seed).values())
+
+    def _dealt(self, datasets: list[list[np.ndarray]], size: int) -> list[tuple[int, list[Weighted]]]:
+        """Return this worker's (number of the dataset, sequences); with weight 0 where others have a batch more."""
+        batches: list[tuple[int, list[Weighted]]] = []
+        for number, pairs in enumerate(datasets):
+            batches += [(number, [(rows, 1) for rows in pairs[at : at + size]]) for at in range(0, len(pairs), size)]
+        while len(batches) % self.ranks:
+            number, first = batches[0]
+            batches.append((number, [(rows, 0) for rows, _ in first]))
+        return batches[self.rank :: self.ranks]
+
+    @torch.no_grad()
+    def losses(self, model: Any) -> dict[str, float]:
+        """Return val_loss, the mean per supervised token over all datasets, and val_loss_<dataset>; nothing without
+        pairs."""
+        if not self.datasets:
+            return {}
+        sums = torch.zeros(len(self.datasets), 2, dtype=torch.float64)
+        model.eval()
+        for number, batch in self.batches:
+            whole = complete(batch, self.device, self.processor.pad_id)
+            loss = engine.token_loss(model, whole, self.processor, self.device)
+            sums[number] += torch.tensor([float(loss), batch.supervised_tokens], dtype=torch.float64)
+        model.train()
+        total, tokens = engine.sum_over_ranks(sums, self.ranks).T.tolist()
+        each = {f"val_loss_{name}": total[n] / tokens[n] for n, name in enumerate(self.datasets)}
+        return {"val_loss": sum(total) / sum(tokens), **each}
+
+    def cider(self, model: Any) -> dict[str, float]:
+        """Return val_cider, the mean over the datasets of `cider` of greedy captions; nothing without pairs."""
+        if not self.captioned:
+            return {}
+        captions = self._captions(model, [int(rows[0]) for pairs in self.captioned for rows in pairs])
+        scores = []
+        for pairs in self.captioned:
+            references = [[self.samples.value("reference", row) for row in rows] for rows in pairs]
+            scores.append(cider(references, [captions[int(rows[0])] for rows in pairs]))
+        return {"val_cider": float(np.mean(scores))}
+
+    def _captions(self, model: Any, pairs: list[int]) -> dict[int, str]:
+        """Return captions by row number. A batch holds one question: no padding, so no pair changes another's."""
+        mine = pairs if self.alike else pairs[self.rank :: self.ranks]
+        by_question: dict[str, list[int]] = {}
+        for row in mine:
+            by_question.setdefault(self.samples.value("question", row), []).append(row)
+        model.eval()
+        captioner = Captioner(unwrapped(model.module), self.processor, self.family, MAX_NEW_TOKENS)
+        captions: dict[int, str] = {}
+        for question, rows in by_question.items():
+            for at in range(0, len(rows), CAPTION_BATCH):
+                batch = rows[at : at + CAPTION_BATCH]
+                images = [self.samples.images(row) for row in batch]
+                opened = [(load_image(*before), load_image(*after)) for before, after in images]
+                captions |= zip(batch, captioner.caption(opened, question), strict=True)
+        model.train()
+        if self.alike or self.ranks == 1:
+            return captions
+        parts: list[Any] = [None] * self.ranks
+        dist.all_gather_object(parts, captions)
+        return {row: caption for part in parts for row, caption in part.items()}
+
+
+def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> float:
+    """Return CIDEr-D of one corpus on lower-cased word tokens, without Java.
+
+    It is not the reported CIDEr: that uses the PTB tokenizer, all references of a pair and the test split. It serves to
+    compare checkpoints of one run.
+    """
+    from pycocoevalcap.cider.cider import Cider
+
+    def words(text: str) -> str:
+        return " ".join(re.findall(r"\w+", text.lower()))
+
+    gold = {number: [words(text) for text in texts] for number, texts in enumerate(references)}
+    found = {number: [words(text)] for number, text in enumerate(predictions)}
+    return float(Cider().compute_score(gold, found)[0])

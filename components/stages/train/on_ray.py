@@ -1,8 +1,7 @@
 """The loop in the workers of Ray Train (`compute.workers`).
 
-Ray starts the workers; `attempts.py` decides what follows where one dies, and checkpoints are the run's own, in its
-folder. On one machine the workers' process group meets over a file: Ray has them meet at a port, which torch opens on
-every interface.
+Ray starts the workers; `stage.with_retries` decides what follows where one dies, and checkpoints are the run's own, in
+its folder.
 """
 
 import json
@@ -10,9 +9,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import ray
 import ray.train
@@ -24,8 +21,18 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from m3diff.cluster import JOIN_S, on_one_machine, per_worker, start_ray, wait_for_room
 from m3diff.models.device import Device, environment
 from m3diff.records.files import write_atomic
-from m3diff.stages.train.attempts import ended_when_superseded, require_newest, stop_on_sigterm
-from m3diff.stages.train.job import Job, Runtime, choose_accelerator, loopback
+from m3diff.stages.train.job import (
+    Job,
+    Runtime,
+    choose_accelerator,
+    ended_when_superseded,
+    loopback,
+    require_newest,
+    stop_on_sigterm,
+)
+
+COLLECTIVE = timedelta(minutes=30)
+"""Limit of a collective operation: the others wait in one while the first worker writes or validates."""
 
 
 def run_on_ray(job: Job) -> dict[str, Any]:
@@ -39,27 +46,23 @@ def run_on_ray(job: Job) -> dict[str, Any]:
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, every printed line comes twice
     shutil.rmtree(job.run_dir / "ray", ignore_errors=True)  # Ray's snapshot of a killed run may be half written
     trainer = make_trainer(job)
-    own = not ray.is_initialized()
-    if own:
-        start_ray(job.compute)
+    start_ray(job.compute)
     try:
         wait_for_room(job.compute, 0 if on_one_machine() else JOIN_S)
         with stop_on_sigterm(job.run_dir):  # here: Ray takes the signal for itself when it starts
             trainer.fit()
     finally:
-        if own:
-            ray.shutdown()
+        ray.shutdown()
     return json.loads((job.run_dir / "figures.json").read_text())
 
 
 def make_trainer(job: Job) -> TorchTrainer:
     """Return Ray's trainer of the job. Its process group meets over a file on one machine, else at a port."""
-    compute, backend = job.compute, Device(job.compute.gpu, job.cfg.precision).backend
-    alone = on_one_machine()
+    compute, backend, alone = job.compute, Device(job.compute.gpu, job.cfg.precision).backend, on_one_machine()
     return TorchTrainer(
         _worker,
         train_loop_config={"job": job},
-        torch_config=OneMachineConfig(backend, folder=str(job.run_dir / "ray")) if alone else TorchConfig(backend),
+        torch_config=OneMachineConfig(backend) if alone else TorchConfig(backend),
         scaling_config=ScalingConfig(
             num_workers=compute.workers, use_gpu=compute.gpu, resources_per_worker=per_worker(compute)
         ),
@@ -81,6 +84,8 @@ def _worker(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     runtime = Runtime(context.get_world_rank(), context.get_world_size())
+    if not dist.is_initialized():
+        join(job, runtime)
     with ended_when_superseded(job.run_dir, job.generation):
         figures = run_loop(job, runtime)
     if runtime.rank == 0:
@@ -88,33 +93,25 @@ def _worker(config: dict[str, Any]) -> None:
         write_atomic(job.run_dir / "figures.json", json.dumps(figures))
 
 
+class OneMachineBackend(_TorchBackend):
+    """Leaves the process group to the workers: Ray has them meet at a port, which torch opens on every interface."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Set the variables that tell each worker its place."""
+        worker_group.execute(_set_torch_distributed_env_vars)
+
+
 @dataclass
 class OneMachineConfig(TorchConfig):
-    """Ray's configuration of a process group, for workers that share a file system. `folder` takes the file."""
-
-    folder: str = ""
+    """Ray's configuration of a process group, for workers that share a file system."""
 
     @property
-    def backend_cls(self) -> type["OneMachineBackend"]:
+    def backend_cls(self) -> type[OneMachineBackend]:
         return OneMachineBackend
 
 
-class OneMachineBackend(_TorchBackend):
-    """The calls of Ray before and after the workers train."""
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Bring up one group of all workers, over a file that no group before it had, as a OneMachineConfig says."""
-        folder = Path(backend_config.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        file, ranks, seconds = folder / f"group-{uuid4().hex}", len(worker_group), backend_config.timeout_s
-        worker_group.execute(_set_torch_distributed_env_vars)
-        given = (backend_config.backend, str(file), ranks, seconds)
-        ray.get([worker_group.execute_single_async(rank, join, rank, *given) for rank in range(ranks)])
-
-
-def join(rank: int, backend: str, file: str, ranks: int, seconds: int) -> None:
-    """Join the group of `ranks` workers that meets over `file`, in a worker."""
-    if backend == "nccl":  # a collective that hangs ends its worker, as in Ray's own groups
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    timeout = timedelta(seconds=seconds)
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timeout)
+def join(job: Job, runtime: Runtime) -> None:
+    """Join, in a worker, the process group of an attempt on one machine. It meets over a file of its own."""
+    store = dist.FileStore(str(job.run_dir / f"group-{job.generation}"), runtime.ranks)
+    backend = Device(job.compute.gpu, job.cfg.precision).backend
+    dist.init_process_group(backend, store=store, rank=runtime.rank, world_size=runtime.ranks, timeout=COLLECTIVE)

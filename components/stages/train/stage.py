@@ -1,33 +1,45 @@
 """Fine-tune a model on the mixture: Ray Train around the loop of `loop.py`, or the loop alone (`compute.workers: 0`).
 
 A run is named by the hash of what decides its weights (samples, parameters, base, code), so a killed run goes on from
-its newest valid checkpoint, also after `compute` was changed, and nothing else ever does. Run: `m3diff train`.
+its newest valid checkpoint, also after `compute` was changed, and nothing else ever does. An attempt that fails is
+followed by another from there: out of memory, at half the micro-batch and the same global batch; after anything else
+that the next one may not meet, such as a dead worker, `compute.max_failures` times. Run: `m3diff train`.
 """
 
+import errno
 import fcntl
+import gc
 import json
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
+from m3diff.cluster import NoRoomError, logs, on_one_machine
 from m3diff.models import FAMILIES
-from m3diff.models.device import Device
+from m3diff.models.device import Device, DeviceError
 from m3diff.provenance.code import key_of
+from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train.attempts import TERMINATED, Run, StoppedError, stop_on_sigterm, with_retries
 from m3diff.stages.train.job import (
     CURVES,
+    TERMINATED,
     DatasetFilter,
     Job,
     Runtime,
+    StoppedError,
+    begin,
     choose_accelerator,
     of_alignment,
     only_worker,
+    stop_on_sigterm,
 )
 from m3diff.stages.train.params import Train
 
@@ -39,6 +51,21 @@ SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours", "device",
 
 ALIGNMENT = "alignment"
 """The alignment's folder in the run's."""
+
+Run = Callable[[Job], dict[str, Any]]
+"""An attempt: runs the loop to its end, where `compute.workers` says, and returns the figures."""
+
+FINAL = (DataError, ParamsError, DeviceError, StoppedError, BlockingIOError)
+"""Errors that are not retried: another attempt would meet them again, or shall not be made, as of a run that a later
+attempt trains (SupersededError) or whose workers Ray cannot place (NoRoomError)."""
+
+NOT_STARTED = {"WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"}
+"""Errors of Ray whose workers do not start: on one machine the next attempt's would not either."""
+
+NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
+"""Words of CUDA and NCCL, of torch's allocator on a CPU, and of Ray's watch of a node's memory, in any error."""
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TrainReport(StageReport):
@@ -129,15 +156,127 @@ def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     align, folder = job.model.align, job.run_dir / ALIGNMENT
     if align is None:
         return with_retries(run, job), {}
-    from m3diff.stages.train.progress import with_alignment
-
     folder.mkdir(exist_ok=True)
     (cfg, settings), out = of_alignment(job.cfg, job.model), folder / "out"
     chosen = DatasetFilter(align.datasets, others=False)
     before = with_retries(run, replace(job, cfg=cfg, model=settings, out=out, run_dir=folder, datasets=chosen))
     figures = with_retries(run, replace(job, weights=out / "checkpoint", datasets=DatasetFilter(align.datasets)))
-    with_alignment(out / CURVES, job.out / CURVES)
+    join_curves(out / CURVES, job.out / CURVES)
     return figures | {name: figures[name] + before[name] for name in ("seconds", "device_hours")}, before
+
+
+def join_curves(alignment: Path, curves: Path) -> None:
+    """Put the rows of the alignment's curves before those of `curves`, in place: its last step is 0."""
+    first, second = (pl.read_csv(file, infer_schema=False) for file in (alignment, curves))
+    step = pl.col("step").cast(int)
+    first = first.with_columns((step - step.last()).cast(str))
+    write_atomic(curves, pl.concat([second.clear(), first, second], how="diagonal").write_csv())
+
+
+def with_retries(run: Run, job: Job) -> dict[str, Any]:
+    """Return `run(job)`, attempted as often as the head of this file says.
+
+    Raises:
+        DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
+        BlockingIOError: a disk is full.
+        StoppedError: the run was asked to end.
+        SupersededError: another process makes a later attempt.
+        NoRoomError: Ray's nodes cannot take the workers, or these do not start.
+        Exception: the last attempt's.
+    """
+    failures = 0
+    while True:
+        try:
+            return run(replace(job, generation=begin(job.run_dir)))
+        except Exception as error:
+            job, failures = _next_attempt(error, job, failures)
+        gc.collect()  # not before the error is gone: it holds the frames that hold the model
+        if not job.compute.workers:
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().empty_cache()
+
+
+def _next_attempt(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
+    """Return the next attempt's job and the failures so far; raise where there is no next attempt."""
+    met = causes(error)
+    names = {type(cause).__name__ for cause in met}
+    if final := next((cause for cause in met if isinstance(cause, FINAL)), None):
+        raise final from (error if final is not error else error.__cause__)
+    if full := next(filter(is_disk_full, met), None):
+        free = shutil.disk_usage(job.run_dir).free
+        raise BlockingIOError(
+            f"{_first_line(full)}: a disk is full ({free:,} bytes are free in {job.run_dir}); make room and run again, "
+            "which goes on from the newest checkpoint"
+        ) from error
+    if on_one_machine() and names & NOT_STARTED:
+        raise NoRoomError(f"Ray's workers do not start: {_first_line(met[-1])}; see {logs()}/worker-*.err") from error
+    if "FailOnRecompileLimitHit" in names:  # shapes do not recur (components/models/attention.py)
+        raise ParamsError(
+            "torch.compile makes a graph for each length; set compute.attention to sdpa, and report it"
+        ) from error
+    if any(map(is_out_of_memory, met)):
+        smaller = with_smaller_micro_batch(job, error)
+        before, after = job.compute.micro_batch, smaller.compute.micro_batch
+        print(
+            f"train: out of memory with {before} sequences a micro-batch; goes on from the newest checkpoint with "
+            f"{after} and the same {job.cfg.global_batch} a step (compute.micro_batch: {after} starts so)",
+            flush=True,
+        )
+        return smaller, failures
+    if failures == job.compute.max_failures:
+        raise error
+    allowed = f"(failure {failures + 1} of {job.compute.max_failures} that compute.max_failures allows)"
+    print(f"train: {_first_line(met[-1])}; goes on from the newest checkpoint {allowed}", flush=True)
+    return job, failures + 1
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """Return the error, the errors that Ray's workers raised, and the errors that each of these was raised from."""
+    found: list[BaseException] = []
+    waiting: list[Any] = [error]
+    while waiting:
+        cause = waiting.pop(0)
+        if cause is not None and cause not in found:
+            found.append(cause)
+            waiting += getattr(cause, "worker_failures", {}).values()
+            waiting += [getattr(cause, name, None) for name in ("controller_failure", "_base_exc")]  # Ray's wrappers
+            waiting.append(cause.__cause__ or cause.__context__)
+    return found
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a GPU or the machine has no memory. torch's own error is a RuntimeError, known by its text."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether a disk, or the user's part of it, is full. Safetensors' error has the number in its text alone."""
+    number = getattr(error, "errno", None)
+    return number in DISK_FULL or any(f"(os error {full})" in str(error) for full in DISK_FULL)
+
+
+def with_smaller_micro_batch(job: Job, error: BaseException) -> Job:
+    """Return the job with the largest micro-batch of at most half that divides a worker's share of the global batch.
+
+    Raises:
+        ParamsError: it is 1 already; names what else to change.
+    """
+    cfg, compute = job.cfg, job.compute
+    share = cfg.global_batch // max(compute.workers, 1)
+    sizes = [size for size in range(1, compute.micro_batch // 2 + 1) if share % size == 0]
+    if not sizes:
+        raise ParamsError(
+            f"out of memory with one sequence a micro-batch; raise compute.zero_stage (now {compute.zero_stage}), set "
+            f"compute.activation_checkpointing to full (now {compute.activation_checkpointing}) or lower "
+            f"train.max_captions_per_sequence (now {cfg.max_captions_per_sequence or 'null'})"
+        ) from error
+    return replace(job, compute=compute.model_copy(update={"micro_batch": sizes[-1]}))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {textwrap.shorten(str(error).strip().partition(chr(10))[0], 160)}"
 
 
 def run_local(job: Job) -> dict[str, Any]:

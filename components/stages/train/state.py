@@ -6,11 +6,13 @@ hashes. The first worker writes them; the frozen base is no part of it. Folders 
 AdamW's count of steps too.
 """
 
+import csv
+import io
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+from m3diff.records.files import write_atomic
 from m3diff.stages.train.job import CURVES
-from m3diff.stages.train.progress import Curve
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,45 @@ VALIDATION, PREFIX = "validation.json", "step-"
 
 NEWEST, BEST = 2, 1
 """Checkpoints that are kept: the newest, and of those with a CIDEr the best."""
+
+
+class Curve:
+    """The run's curves, a row of text per step; what a step does not have stays empty. They travel with each
+    checkpoint, so that a resumed run loses none."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.rows = tuple(names), list[dict[str, str]]()
+
+    def add(self, values: Mapping[str, float | None]) -> None:
+        """Add a step's row."""
+        self.rows.append({name: "" for name in self.names})
+        self.fill(values)
+
+    def fill(self, values: Mapping[str, float | None]) -> None:
+        """Fill in more values of the last row."""
+        self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
+
+    def last(self, column: str) -> float:
+        """Return the last value of a column, NaN where it has none."""
+        return next((float(row[column]) for row in reversed(self.rows) if row[column]), float("nan"))
+
+    def latest(self, wanted: Iterable[str]) -> dict[str, float]:
+        """Return `step` and the columns of the last row that has a value in all of them; nothing where no row has."""
+        wanted = ("step", *wanted)
+        found = next((row for row in reversed(self.rows) if all(row[name] for name in wanted)), None)
+        return {name: float(found[name]) for name in wanted} if found else {}
+
+    def read(self, path: Path) -> None:
+        """Take the rows of an earlier part of the run; columns that are not this run's are left out."""
+        with path.open(newline="", encoding="utf-8") as file:
+            self.rows = [{name: row.get(name, "") for name in self.names} for row in csv.DictReader(file)]
+
+    def write(self, path: Path) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_atomic(path, text.getvalue())
 
 
 class MasterState:
@@ -112,18 +153,14 @@ def whole_state(engine: deepspeed.DeepSpeedEngine, keep: bool) -> dict[str, dict
     return tensors
 
 
-def write_state(
-    run_dir: Path, step: int, trained: Set[str], tensors: Mapping[str, Mapping[str, Tensor]], curve: Curve
-) -> None:
+def write_state(run_dir: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], curve: Curve) -> None:
     """Write a state, read it back, and only then remove all but the newest two checkpoints and the best.
 
     Args:
-        trained: the names of what trains.
         tensors: by file and by parameter.
 
     Raises:
-        CheckpointError: what was written does not read back, or has not the names of what trains; nothing older was
-            removed.
+        CheckpointError: what was written does not read back; nothing older was removed.
     """
     folder, writing = folder_of(run_dir, step), run_dir / "writing"
     shutil.rmtree(writing, ignore_errors=True)
@@ -138,20 +175,10 @@ def write_state(
     writing.rename(folder)
     _flush(run_dir)
     verify_manifest(folder)
-    _check_names(folder, trained)
     keep = {*checkpoints(run_dir)[-NEWEST:], *best_first(run_dir)[:BEST]}
     for older in checkpoints(run_dir):
         if older not in keep:
             shutil.rmtree(older)
-
-
-def _check_names(folder: Path, trained: Set[str]) -> None:
-    """Raise CheckpointError where a file has other parameters than those that train."""
-    for name in FILES:
-        with safe_open(folder / name, framework="pt") as file:
-            odd = sorted(set(file.keys()) ^ trained)
-        if odd:
-            raise CheckpointError(f"{folder / name}: {len(odd)} parameters are not those that train: {odd[:3]}")
 
 
 def _flush(path: Path) -> None:
@@ -171,9 +198,10 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
     """
     start_moments(engine, step_of(folder))
     state = MasterState(engine)
-    _check_names(folder, state.parameters.keys())
     for file, moment in FILES.items():
         with safe_open(folder / file, framework="pt") as tensors:
+            if odd := sorted({*tensors.keys()} ^ state.parameters.keys()):
+                raise CheckpointError(f"{folder / file}: {len(odd)} parameters are not those that train: {odd[:3]}")
             for name, parameter in state.parameters.items():
                 state.set(parameter, tensors.get_tensor(name).to(state.get(parameter).device), moment)
     return step_of(folder)
@@ -193,24 +221,23 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def latest_valid_checkpoint(run_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose manifest verifies. Newer ones are removed; a warning names both."""
-    folders, damaged = checkpoints(run_dir), {}
-    while folders and (fault := _fault(folders[-1])):
-        damaged[folders.pop()] = fault.partition(";")[0]  # a remedy is of no use for what is removed
-    then = f"going on from {folders[-1].name}" if folders else "no older one is there, so the run starts over"
-    for folder, fault in damaged.items():
-        logger.warning("train: checkpoint %s is damaged and removed (%s); %s", folder.name, fault, then)
+    """Return the newest checkpoint whose manifest verifies. Newer ones are removed, with a warning."""
+    for folder in reversed(checkpoints(run_dir)):
+        if _is_whole(folder, "it is removed, and the run goes on from an older one or starts over"):
+            return folder
         shutil.rmtree(folder)
-    return folders[-1] if folders else None
+    return None
 
 
-def _fault(folder: Path) -> str:
-    """Return what is wrong with a checkpoint; nothing where it is whole."""
+def _is_whole(folder: Path, then: str) -> bool:
+    """Return whether a checkpoint's manifest verifies; warn where it does not."""
     try:
         verify_manifest(folder)
     except (ValueError, KeyError) as error:
-        return str(error)
-    return ""
+        fault = str(error).partition(";")[0]  # a remedy is of no use here
+        logger.warning("train: checkpoint %s is damaged (%s); %s", folder.name, fault, then)
+        return False
+    return True
 
 
 def read_validation(folder: Path) -> dict[str, float] | None:
@@ -229,9 +256,7 @@ def checkpoint_to_export(run_dir: Path, export: str) -> Path | None:
     """Return the checkpoint whose weights become the output: None for the last, which the engine holds."""
     if export == "last":
         return None
-    for folder in best_first(run_dir):
-        if not (fault := _fault(folder)):
-            return folder
-        logger.warning("train: the best checkpoint %s is damaged (%s); the next best is exported", folder.name, fault)
-    logger.warning("train: no checkpoint has a CIDEr, so the last is exported; has the mixture a validation split?")
-    return None
+    best = next((folder for folder in best_first(run_dir) if _is_whole(folder, "the next best is exported")), None)
+    if best is None:
+        logger.warning("train: no checkpoint has a CIDEr, so the last is exported; has the mixture a validation split?")
+    return best

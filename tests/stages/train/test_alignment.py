@@ -13,7 +13,7 @@ from m3diff.models.settings import Align, Rates
 from m3diff.records.errors import DataError
 from m3diff.stages.train.batches import read_samples, read_training_samples
 from m3diff.stages.train.job import DatasetFilter
-from m3diff.stages.train.progress import with_alignment
+from m3diff.stages.train.stage import join_curves
 from tests.stages.train.toy import Recipe, Trained, assert_same_run, interrupted, recipe, run, write_mixture
 from tests.tiny import SEPARATE, onediff_settings, tiny_base
 
@@ -97,7 +97,7 @@ def test_a_phase_takes_the_samples_of_its_datasets_and_without_one_is_refused_by
 def test_curves_of_two_phases_are_one_file(tmp_path):
     (tmp_path / "a.csv").write_text("step,loss,val_loss_x\n1,3,\n2,2,2.5\n")
     (tmp_path / "b.csv").write_text("step,loss,val_loss_y\n1,1.5,\n2,1,1.2\n")
-    with_alignment(tmp_path / "a.csv", tmp_path / "b.csv")
+    join_curves(tmp_path / "a.csv", tmp_path / "b.csv")
     rows = ["step,loss,val_loss_y,val_loss_x", "-1,3,,", "0,2,,2.5", "1,1.5,,", "2,1,1.2,"]
     assert (tmp_path / "b.csv").read_text().splitlines() == rows
 

@@ -7,7 +7,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ from flows.dvc import GRACE_S as FLOW_GRACE_S
 from m3diff.cluster import NoRoomError
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train import attempts, engine, stage, state
+from m3diff.stages.train import engine, job, stage, state
 from m3diff.stages.train.job import Job
-from tests.stages.train.toy import Trained, assert_same, assert_same_run, job, recipe, run, run_dir_of, started, take
+from tests.stages.train import toy
+from tests.stages.train.toy import Trained, assert_same, assert_same_run, recipe, run, run_dir_of, started, take
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
 OUT_OF_MEMORY = (
@@ -57,14 +57,14 @@ class Attempts:
 
 @pytest.fixture
 def work(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
-    monkeypatch.setattr(attempts.gc, "collect", lambda: 0)  # a second after each of these failures
-    return lambda **changes: job(recipe(base, **changes), tmp_path / "mixture", tmp_path)
+    monkeypatch.setattr(stage.gc, "collect", lambda: 0)  # a second after each of these failures
+    return lambda **changes: toy.job(recipe(base, **changes), tmp_path / "mixture", tmp_path)
 
 
 def test_what_another_attempt_may_not_meet_is_tried_again_as_often_as_said(work, capfd):
     made = work(max_failures=2)
     tried = Attempts(OSError("the network is gone\nfor now"), on_ray(ray.exceptions.WorkerCrashedError()))
-    assert attempts.with_retries(tried, made) == {"steps": 6}
+    assert stage.with_retries(tried, made) == {"steps": 6}
     assert tried.jobs == [replace(made, generation=number) for number in (1, 2, 3)]
     first, second = capfd.readouterr().out.splitlines()
     assert first.startswith("train: OSError: the network is gone; goes on from the newest checkpoint (failure 1 of 2 ")
@@ -73,7 +73,7 @@ def test_what_another_attempt_may_not_meet_is_tried_again_as_often_as_said(work,
     for most in (0, 2):
         tried = Attempts(*(OSError(f"attempt {number}") for number in range(most + 2)))
         with pytest.raises(OSError, match=f"attempt {most}"):
-            attempts.with_retries(tried, work(max_failures=most))
+            stage.with_retries(tried, work(max_failures=most))
         assert len(tried.jobs) == most + 1
 
 
@@ -86,7 +86,7 @@ FINAL = (DataError("a.png: changed"), ParamsError("no GPU"), GRAPHS)
 def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(wrap, fault, work, capfd):
     tried = Attempts(wrap(fault))
     with pytest.raises(ParamsError if fault is GRAPHS else type(fault)) as met:
-        attempts.with_retries(tried, work())
+        stage.with_retries(tried, work())
     assert met.value is fault or "set compute.attention to sdpa" in str(met.value)
     assert (len(tried.jobs), capfd.readouterr().out) == (1, "")
 
@@ -95,7 +95,7 @@ def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(wrap, faul
 @pytest.mark.parametrize("wrap", [lambda error: error, lambda error: on_ray(OSError("reset by peer"), error)])
 def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(wrap, fault, work, capfd):
     tried = Attempts(wrap(fault), wrap(fault))
-    assert attempts.with_retries(tried, work(max_failures=0, micro_batch=4)) == {"steps": 6}
+    assert stage.with_retries(tried, work(max_failures=0, micro_batch=4)) == {"steps": 6}
     assert [each.compute for each in tried.jobs] == [work(max_failures=0, micro_batch=n).compute for n in (4, 2, 1)]
     first, _ = capfd.readouterr().out.splitlines()
     assert "out of memory with 4 sequences a micro-batch; goes on from the newest checkpoint with 2" in first
@@ -106,11 +106,11 @@ def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
 def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(work):
     made = work(micro_batch=1, zero_stage=1, activation_checkpointing="selective", max_captions_per_sequence=5)
     with pytest.raises(ParamsError) as refused:
-        attempts.with_retries(Attempts(OUT_OF_MEMORY[0]), made)
+        stage.with_retries(Attempts(OUT_OF_MEMORY[0]), made)
     for remedy in ("zero_stage (now 1)", "to full (now selective)", "max_captions_per_sequence (now 5)"):
         assert remedy in str(refused.value)
     for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OSError("no space left on device")):
-        assert not attempts.is_out_of_memory(error)
+        assert not stage.is_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(work):
 )
 def test_the_smaller_micro_batch_divides_what_a_worker_has_of_a_step(micro, workers, batch, smaller, work):
     made = work(micro_batch=micro, workers=workers, global_batch=batch)
-    got = attempts.with_smaller_micro_batch(made, OUT_OF_MEMORY[0])
+    got = stage.with_smaller_micro_batch(made, OUT_OF_MEMORY[0])
     assert got == work(micro_batch=smaller, workers=workers, global_batch=batch)
 
 
@@ -133,10 +133,10 @@ def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(error, wrap
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     tried = Attempts(wrap(error))
     with pytest.raises(NoRoomError, match="session_latest/logs/worker-"):
-        attempts.with_retries(tried, work(max_failures=2))
+        stage.with_retries(tried, work(max_failures=2))
     assert len(tried.jobs) == 1
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert attempts.with_retries(Attempts(wrap(error)), work(max_failures=2)) == {"steps": 6}
+    assert stage.with_retries(Attempts(wrap(error)), work(max_failures=2)) == {"steps": 6}
 
 
 def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(place, capfd):
@@ -201,7 +201,7 @@ def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(module, n
         patch.setattr(module, name, asked)
         with pytest.raises(SystemExit) as ended:
             place.run(made)
-    assert ended.value.code == attempts.TERMINATED == 143
+    assert ended.value.code == job.TERMINATED == 143
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)) == handlers
     assert not (place.folder / "out" / "report.json").exists()
     newest = state.checkpoints(run_dir_of(place.folder))[-1]
@@ -222,37 +222,35 @@ def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(place, m
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    assert attempts.GRACE_S < FLOW_GRACE_S, "it ends before a flow kills what is left"
+    assert job.GRACE_S < FLOW_GRACE_S, "it ends before a flow kills what is left"
     monkeypatch.setattr(engine, "take_step", take_step)
-    monkeypatch.setattr(stage, "stop_on_sigterm", lambda run_dir: attempts.stop_on_sigterm(run_dir, grace_s=0.3))
+    monkeypatch.setattr(stage, "stop_on_sigterm", lambda run_dir: job.stop_on_sigterm(run_dir, grace_s=0.3))
     began = time.monotonic()
     with pytest.raises(SystemExit) as ended:
         place.run()
-    assert ended.value.code == attempts.TERMINATED
+    assert ended.value.code == job.TERMINATED
     assert time.monotonic() - began < 50
 
 
-def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next_and_other_threads_leave_signals_alone(tmp_path):
-    (tmp_path / attempts.STOP).touch()
-    with attempts.stop_on_sigterm(tmp_path, grace_s=10):
-        assert not (tmp_path / attempts.STOP).exists()
+def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next(tmp_path):
+    (tmp_path / job.STOP).touch()
+    with job.stop_on_sigterm(tmp_path, grace_s=10):
+        assert not (tmp_path / job.STOP).exists()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (tmp_path / attempts.STOP).exists()
+        assert (tmp_path / job.STOP).exists()
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 9.95, "a second signal gives no more time"
-    assert not (tmp_path / attempts.STOP).exists()
+    assert not (tmp_path / job.STOP).exists()
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    with ThreadPoolExecutor(1) as pool, attempts.stop_on_sigterm(tmp_path):
-        pool.submit(attempts.stop_on_sigterm(tmp_path).__enter__).result()  # `signal.signal` would raise there
 
 
 WAITS = """
 import sys, time
 from pathlib import Path
-from m3diff.stages.train import attempts
-from m3diff.stages.train.attempts import begin, ended_when_superseded
-attempts.LOOK_S = 0.2
+from m3diff.stages.train import job
+from m3diff.stages.train.job import begin, ended_when_superseded
+job.LOOK_S = 0.2
 run_dir, how = Path(sys.argv[1]), sys.argv[2]
 begin(run_dir)
 try:
@@ -272,8 +270,8 @@ except RuntimeError:
 @pytest.mark.parametrize(
     ("how", "supersede", "code", "said"),
     [
-        ("waits", attempts.begin, 1, "attempt 2 goes on\n"),
-        ("waits", lambda folder: (folder / attempts.GENERATION).unlink(), 1, "the run has ended\n"),
+        ("waits", job.begin, 1, "attempt 2 goes on\n"),
+        ("waits", lambda folder: (folder / job.GENERATION).unlink(), 1, "the run has ended\n"),
         ("superseded", None, 1, "attempt 2 goes on\n"),
         ("", None, 0, "lives on\n"),
     ],
@@ -292,12 +290,12 @@ def test_a_worker_of_a_superseded_attempt_ends_whatever_it_does(how, supersede, 
 
 @pytest.mark.usefixtures("alone")
 def test_the_loop_of_an_older_attempt_writes_neither_a_state_nor_the_output(base, mixture, tmp_path):
-    older = started(recipe(base), mixture, tmp_path, generation=attempts.begin(tmp_path))
+    older = started(recipe(base), mixture, tmp_path, generation=job.begin(tmp_path))
     take(older, 0)
     saved = older.save(1)
-    attempts.begin(tmp_path)
+    job.begin(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for write in (lambda: older.save(2), lambda: older.validate(saved), older.export):
-        with pytest.raises(attempts.SupersededError, match="attempt 2 goes on"):
+        with pytest.raises(job.SupersededError, match="attempt 2 goes on"):
             write()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

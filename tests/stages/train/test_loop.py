@@ -7,26 +7,24 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from m3diff.models import FAMILIES
 from m3diff.models.blip2idc import Augment
 from m3diff.models.checkpoint import verify_manifest
-from m3diff.models.device import Device
+from m3diff.models.family import Family
 from m3diff.models.settings import Delays
 from m3diff.records.files import sha256_of_folder
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train import engine, loop, progress
-from m3diff.stages.train.batches import Loader, Schedule, read_samples
+from m3diff.stages.train import engine, loop
 from m3diff.stages.train.job import Runtime
-from m3diff.stages.train.loop import Training, run_loop
-from m3diff.stages.train.progress import NOTHING, Curve, peak_flops
+from m3diff.stages.train.loop import NOTHING, Training, peak_flops, run_loop
 from m3diff.stages.train.stage import run_local
-from m3diff.stages.train.state import checkpoints, latest_valid_checkpoint
+from m3diff.stages.train.state import Curve, checkpoints, latest_valid_checkpoint
 from tests.stages.train.ranks import start
 from tests.stages.train.toy import (
     Interrupted,
@@ -220,26 +218,32 @@ def test_a_module_that_never_trains_raises_the_alarm(model, warned, place, monke
     assert [bool(value) for value in done.column("module_score/2")] == [True, True, False, True, False, True]
 
 
-def test_a_run_is_counted_on_its_own_samples_and_described(mixture, base, monkeypatch):
-    held, processor = read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base)
-    loader = Loader(held, processor, threads=1, device=Device(False, "fp32"))
-    plan = Schedule(held, None, seed=1, global_batch=8, micro_batch=2, epochs=1.5, ranks=2)
-    ends = sum(len(processor.encode_reference(text)) for text in held.table["reference"].to_pylist())
+@pytest.mark.usefixtures("alone")
+def test_a_run_is_counted_on_its_own_samples_and_described(place, monkeypatch, capfd):
+    training = place.started(global_batch=8, micro_batch=2, epochs=1.5)
+    training.parameters = {"trainable": 1500, "frozen": 9000, "vision": 1000, "module": 0, "llm": 500}
+    processor, asked = training.processor, []
+    ends = sum(
+        len(processor.encode_reference(text)) for text in training.schedule.samples.table["reference"].to_pylist()
+    )
     # the prompt less its last token once a pair, that token and all but the last of each reference once a reference
     tokens = (len(processor.encode_prompt("What changed?")) - 1) * 10 + ends
-    mean = progress.mean_tokens(plan, loader)
-    assert mean == (pytest.approx(tokens / 10), pytest.approx(ends / 10))
-    counts = {"trainable": 1500, "frozen": 9000, "vision": 1000, "module": 0, "llm": 500}
-    assert progress.describe(plan, *mean, 2, 24e9, counts) == [
-        "8 sequences a step = 2 micro-batch x 2 accumulated x 2 worker(s)",
-        "10 pairs, 23 references in 10 sequences an epoch",
-        f"{tokens:,} tokens an epoch ({tokens / 10:.1f} a sequence, {ends / 10:.1f} of them supervised)",
-        "1.5 epoch(s) x 2 steps = 3 steps",
-        "1,500 parameters train (vision 1,000, llm 500), 9,000 are frozen",
-        "0.024 TFLOP a step",
+    terms = [SimpleNamespace(total=1e9), SimpleNamespace(total=2e9)]
+    monkeypatch.setattr(Family, "flops", lambda family, model, *given: asked.append(given) or terms)
+    capfd.readouterr()
+    assert training.announce() == 24e9
+    assert asked == [(pytest.approx(tokens / 10), pytest.approx(ends / 10))]
+    assert capfd.readouterr().out.splitlines() == [
+        "train: 8 sequences a step = 2 micro-batch x 4 accumulated x 1 worker(s)",
+        "train: 10 pairs, 23 references in 10 sequences an epoch",
+        f"train: about {tokens:,} tokens an epoch ({tokens / 10:.1f} a sequence, {ends / 10:.1f} of them supervised)",
+        "train: 1.5 epoch(s) x 2 steps = 3 steps",
+        "train: 1,500 parameters train (vision 1,000, llm 500), 9,000 are frozen",
+        "train: 0.024 TFLOP a step",
     ]
-    monkeypatch.setattr(progress, "COUNTED", 9)
-    assert progress.describe(plan, *mean, 2, 24e9, counts)[2].startswith("about ")
+    monkeypatch.setattr(loop, "COUNTED", 1)
+    training.announce()
+    assert asked[1] != asked[0], "of the first sequence alone"
     peaks = {("NVIDIA H200", "bf16"): 989e12, ("NVIDIA H200", "fp32"): None, ("", "bf16"): None}
     assert {asked: peak_flops(*asked) for asked in peaks} == peaks
 

@@ -5,7 +5,6 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +18,9 @@ from safetensors.torch import load_file
 from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, write_manifest
 from m3diff.stages.train import loop, state
-from m3diff.stages.train.attempts import is_disk_full
 from m3diff.stages.train.job import Runtime
-from m3diff.stages.train.progress import Curve
+from m3diff.stages.train.stage import is_disk_full
+from m3diff.stages.train.state import Curve
 from tests.stages.train.toy import run_dir_of, take
 from tests.tiny import tiny_settings
 
@@ -43,7 +42,7 @@ def steps_of(run_dir: Path) -> list[int]:
     return [state.step_of(path) for path in state.checkpoints(run_dir)]
 
 
-def test_the_newest_whole_checkpoint_is_taken_the_damaged_removed_and_the_warning_names_both(tmp_path, caplog):
+def test_the_newest_whole_checkpoint_is_taken_the_damaged_removed_with_a_warning(tmp_path, caplog):
     assert state.latest_valid_checkpoint(tmp_path) is None
     good = folder(tmp_path, 4, cider=0.5)
     for step in (6, 12):
@@ -55,10 +54,10 @@ def test_the_newest_whole_checkpoint_is_taken_the_damaged_removed_and_the_warnin
         for step in (6, 10, 12):
             (line,) = (text for text in caplog.messages if f"step-{step:08d}" in text)
             assert "is damaged" in line
-            assert "going on from step-00000004" in line
+            assert "it is removed, and the run goes on from an older one" in line
         (good / "weights.safetensors").write_text("half")
         assert state.latest_valid_checkpoint(tmp_path) is None
-    assert "the run starts over" in caplog.text
+    assert state.checkpoints(tmp_path) == []
 
 
 def test_export_takes_the_last_or_the_earliest_best_that_is_whole(tmp_path, caplog):
@@ -112,14 +111,13 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(place, caplo
         caplog.clear()
         assert state.latest_valid_checkpoint(place.folder) == before, (file, cut)
         (line,) = caplog.messages
-        assert "step-00000002 is damaged and removed" in line
-        assert "going on from step-00000001" in line
+        assert "step-00000002 is damaged (" in line
 
 
 @pytest.mark.fault("05", "28", "B2")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_no_older_one(stage, place):
+def test_a_checkpoint_that_does_not_read_back_removes_no_older_one(stage, place):
     training = place.started(1, val_pairs=0, zero_stage=stage)
     older = [folder(place.folder, step) for step in (1, 2)]
 
@@ -130,11 +128,6 @@ def test_a_checkpoint_that_does_not_read_back_or_leaves_out_what_trains_removes_
         patch.setattr(state, "verify_manifest", refuse)
         with pytest.raises(CheckpointError, match="a bad disk"):
             training.save(3)
-    shutil.rmtree(place.folder / "step-00000003")
-    name, parameter = next((n, p) for n, p in training.engine.module.named_parameters() if n in training.trained)
-    parameter.requires_grad = False
-    with pytest.raises(CheckpointError, match=rf"weights\.safetensors: 1 parameters .*{name}"):
-        training.save(3)
     assert all(path.is_dir() for path in older)
 
 
@@ -158,16 +151,16 @@ def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_b
     for step, cider in ((2, 0.1), (4, 0.9), (6, None), (8, 0.2)):
         folder(tmp_path, step, cider)
     seen: list[Any] = []
-    monkeypatch.setattr(state, "_check_names", lambda *given: seen.append((*given, steps_of(tmp_path))))
+    monkeypatch.setattr(state, "verify_manifest", lambda *given: seen.append((*given, steps_of(tmp_path))))
     write_one(tmp_path, 10)
-    assert seen == [(tmp_path / "step-00000010", {"a"}, [2, 4, 6, 8, 10])]
+    assert seen == [(tmp_path / "step-00000010", [2, 4, 6, 8, 10])]
     assert steps_of(tmp_path) == [4, 8, 10], "the best and the newest two"
 
 
-def write_one(run_dir: Path, step: int, trained: str = "a") -> None:
+def write_one(run_dir: Path, step: int) -> None:
     """A state of one tensor, which holds the step."""
     tensors = {file: {"a": torch.full((1000,), float(step))} for file in state.FILES}
-    state.write_state(run_dir, step, frozenset(trained), tensors, Curve(("step",)))
+    state.write_state(run_dir, step, tensors, Curve(("step",)))
 
 
 def killed(run_dir: Path, at: str) -> None:

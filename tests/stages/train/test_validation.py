@@ -13,10 +13,10 @@ from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
-from m3diff.stages.train import validation
+from m3diff.stages.train import loop
 from m3diff.stages.train.batches import SCHEMA, Samples, read_samples
 from m3diff.stages.train.job import Runtime
-from m3diff.stages.train.validation import Validation, cider, sample_pairs
+from m3diff.stages.train.loop import Validation, cider, sample_pairs
 from tests.stages.train.toy import REFERENCES, job, recipe
 from tests.tiny import tiny_settings, tiny_trained
 
@@ -43,7 +43,7 @@ def test_pairs_come_from_all_of_each_dataset_by_the_seed_alone_and_fewer_are_par
     )
     assert firsts(10) == firsts(10, of=samples(big=100, more=50)) != firsts(10, seed=2)
     assert set(firsts(5)) < set(firsts(20))
-    assert sample_pairs(samples(big=3), 0, seed=1) == {"big": []}
+    assert sample_pairs(samples(big=3), 0, seed=1) == {}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_batches_are_dealt_to_the_workers_each_once_and_filled_up_with_weight_ze
 
 def test_captions_are_scored_by_dataset_against_the_references_of_their_own_pair(base, mixture, monkeypatch):
     found, seen = validator(base, mixture, caption_val_pairs=9), []
-    monkeypatch.setattr(validation, "cider", lambda *given: float(seen.append(given) or len(seen)))
+    monkeypatch.setattr(loop, "cider", lambda *given: float(seen.append(given) or len(seen)))
     monkeypatch.setattr(Validation, "_captions", lambda self, engine, rows: {row: f"caption {row}" for row in rows})
     assert found.cider(None) == {"val_cider": 1.5}
     # the split has pairs of 1, 2, 3 references (toy: rows 0, 1, 3), then of 1, 2 (second: rows 6, 7)
@@ -99,22 +99,22 @@ def test_captions_are_scored_by_dataset_against_the_references_of_their_own_pair
 
 
 def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, model, monkeypatch):
-    monkeypatch.setattr(validation, "MAX_NEW_TOKENS", 4)
-    monkeypatch.setattr(validation, "CAPTION_BATCH", 2)
+    monkeypatch.setattr(loop, "MAX_NEW_TOKENS", 4)
+    monkeypatch.setattr(loop, "CAPTION_BATCH", 2)
     found, rows, asked = validator(base, mixture), [0, 1, 3, 6, 7], []
     questions = ["Describe the difference." if row == 7 else "What changed?" for row in range(len(found.samples))]
     place = SCHEMA.names.index("question")
     found.samples = Samples(found.samples.table.set_column(place, "question", pa.array(questions)))
-    original = validation.Captioner.caption
+    original = loop.Captioner.caption
 
     def caption(self: Any, pairs: list, question: str) -> list[str]:
         asked.append((question, len(pairs)))
         return original(self, pairs, question)
 
-    monkeypatch.setattr(validation.Captioner, "caption", caption)
+    monkeypatch.setattr(loop.Captioner, "caption", caption)
     got = found._captions(SimpleNamespace(module=model, eval=model.eval, train=model.train), rows)
     assert asked == [("What changed?", 2), ("What changed?", 2), ("Describe the difference.", 1)]
-    captioner = validation.Captioner(model.get_base_model(), found.processor, found.family, 4)
+    captioner = loop.Captioner(model.get_base_model(), found.processor, found.family, 4)
     want = {}
     for row in rows:
         pair = tuple(load_image(*file) for file in found.samples.images(row))
