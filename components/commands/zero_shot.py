@@ -29,7 +29,7 @@ from m3diff.scoring.run import EvaluateReport, headline
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
-from m3diff.stages.predict.pairs import PairSample, read_test_pairs
+from m3diff.stages.predict.stage import PairSample, read_test_pairs
 
 PROMPT = (
     "The two images come in order: the first was taken before, the second after. {question} "

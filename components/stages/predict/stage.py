@@ -4,6 +4,10 @@ The one pairs the image before with the image after of another pair: a model tha
 score there. The other swaps the two images: the inverse change must be named. Captions are kept as they come, so that a
 killed run goes on with what is missing. Run: `m3diff predict`.
 
+They are made in this process, or in Ray workers with a GPU each (`compute.gpu`, `compute.workers`). Each worker loads
+the checkpoint and takes its part of the batches. When one dies, the batches without an answer are dealt to new workers.
+Threads read, check and resize the images of the next batches while the model computes.
+
 At 7B shapes a pair takes 21.9 TFLOP to read, vision encoder and MDP module included. Its saliency map, from the same
 pass, takes 0.13 more: 401 PFLOP for the paper's 16.2k test pairs and two controls of 1,000.
 """
@@ -13,29 +17,87 @@ import fcntl
 import io
 import json
 import os
+import textwrap
 import time
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
+import pyarrow.parquet as pq
 
+from m3diff.cluster import NoRoomError, per_worker, start_ray, wait_for_room
+from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
+from m3diff.models.device import Device, DeviceError, environment
 from m3diff.provenance.code import key_of
+from m3diff.records.errors import DataError, readable
 from m3diff.records.files import StageReport, sha256, write_atomic
-from m3diff.records.progress import progress
+from m3diff.records.progress import ahead, progress
 from m3diff.settings.compute import Compute
-from m3diff.stages.predict.pairs import PairSample, batches, control_pairs, read_test_pairs
+from m3diff.settings.section import ParamsError
 from m3diff.stages.predict.params import Predict
-from m3diff.stages.predict.workers import Answer, Batch, Job, caption
+
+if TYPE_CHECKING:
+    from m3diff.models.generation import Captioner
+    from m3diff.models.processing import PairProcessor
 
 PREDICTIONS, SHUFFLED, REVERSED = "predictions", "predictions_shuffled", "predictions_reversed"
+CONTROL_SEED = 0
+CONTROL_PAIRS = 600
+"""Pairs of each control at most, sampled from all."""
+
+AHEAD = 2  # batches whose images are prepared beforehand
+ROOM_S = 60  # within which Ray must have nodes for every worker
 
 Key = tuple[str, str]
 """Name of the set of pairs (predictions, control), id of the pair."""
+
+
+class PairSample(NamedTuple):
+    """A pair of the test split; digests as in the samples, 32 bytes."""
+
+    id: str
+    before: str
+    after: str
+    before_sha256: bytes | None
+    after_sha256: bytes | None
+    question: str
+
+
+COLUMNS = ["pair", *PairSample._fields[1:]]
+
+
+class Batch(NamedTuple):
+    """Pairs of one question, numbered among the batches of the run; `saliency` asks for the maps, too."""
+
+    number: int
+    pairs: list[PairSample]
+    saliency: bool
+
+
+class Answer(NamedTuple):
+    """The model's caption of a pair, and where it looks: [rows, columns] float16, where asked for."""
+
+    caption: str
+    saliency: np.ndarray | None
+
+
+Answered = tuple[int, list[Answer]]
+"""The number of a batch, and its answers in the order of its pairs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work that a worker is sent."""
+
+    checkpoint: Path
+    max_new_tokens: int
+    compute: Compute
 
 
 class PredictReport(StageReport):
@@ -73,9 +135,7 @@ class Journal:
         self.file.truncate(self._read(self.file.read()))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.file.close()
 
     def _read(self, data: bytes) -> int:
@@ -178,6 +238,174 @@ def caption_missing(job: Job, sets: dict[str, list[PairSample]], batch_pairs: in
         journal.add(((name, pair.id), answer) for pair, answer in zip(batch, answers, strict=True))
     seconds, made = time.monotonic() - started, len(journal.answers) - before
     print(f"predict: {made} captions in {seconds:.0f} s, {made / seconds:.1f} a second", flush=True)
+
+
+def read_test_pairs(mixture: Path) -> list[PairSample]:
+    """The test split's pairs, each once, in the mixture's order.
+
+    Raises:
+        DataError: there is none.
+    """
+    pairs: dict[str, PairSample] = {}
+    for file in sorted((mixture / "test").glob("*.parquet")):
+        with readable(file):
+            table = pq.read_table(file, columns=COLUMNS).to_pydict()
+        for row in zip(*(table[column] for column in COLUMNS), strict=True):
+            pairs.setdefault(row[0], PairSample(*row))
+    if not pairs:
+        raise DataError(f"{mixture / 'test'}: no sample of the test split; run `m3diff convert` and read its report")
+    return list(pairs.values())
+
+
+def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> tuple[list[PairSample], list[PairSample]]:
+    """Return two controls of `count` pairs (all where there are fewer), sampled by a seed, in order.
+
+    In the first, each has the image after of another pair, half the list on: of any two or more pairs none keeps its
+    own, and the partners come from the whole list. In the second, each has its own two images swapped. A smaller count
+    gives a part of a larger one.
+    """
+    shift = max(1, len(pairs) // 2)
+    shuffled, swapped = [], []
+    for number in sorted(np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count]):
+        one, other = pairs[number], pairs[(number + shift) % len(pairs)]
+        shuffled.append(one._replace(after=other.after, after_sha256=other.after_sha256))
+        swapped.append(PairSample(one.id, one.after, one.before, one.after_sha256, one.before_sha256, one.question))
+    return shuffled, swapped
+
+
+def batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:
+    """Up to `size` pairs of one question each: without padding, no pair changes another's caption."""
+    by_question: dict[str, list[PairSample]] = {}
+    for pair in pairs:
+        by_question.setdefault(pair.question, []).append(pair)
+    return [same[at : at + size] for same in by_question.values() for at in range(0, len(same), size)]
+
+
+def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """Return the answers of all batches: in their order, or as they come from Ray's workers.
+
+    Raises:
+        DataError: the checkpoint is incomplete; an image is unreadable or not the one that ingest saw.
+        DeviceError: a GPU is asked for and there is none.
+        ParamsError: Ray cannot place as many workers.
+        ConnectionError: Ray workers died more often than `compute.max_failures`.
+    """
+    if job.compute.gpu and job.compute.workers:
+        return caption_on_ray(job, batches)
+    return answers_of(load(job), batches, job.compute.cpus_per_worker)
+
+
+def answers_of(captioner: "Captioner", batches: Sequence[Batch], threads: int) -> Iterator[Answered]:
+    """Yield the answers of the batches, in their order."""
+    for batch, images in zip(batches, images_ahead(batches, captioner.processor, threads), strict=True):
+        captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
+        shown = [None] * len(captions) if maps is None else maps
+        yield batch.number, [Answer(*answer) for answer in zip(captions, shown, strict=True)]
+
+
+def load(job: Job) -> "Captioner":
+    """Return the model with fused kernels, in the precision that it was trained in."""
+    from m3diff.models.generation import load_captioner
+
+    config = job.checkpoint / "config.json"
+    dtype = json.loads(config.read_text(encoding="utf-8")).get("dtype") if config.is_file() else None
+    device = Device(job.compute.gpu, "bf16" if dtype == "bfloat16" else "fp32")
+    captioner = load_captioner(job.checkpoint, job.max_new_tokens, device)
+    captioner.family.fuse(captioner.model, "none")
+    return captioner
+
+
+def images_ahead(batches: Sequence[Batch], processor: "PairProcessor", threads: int) -> Iterator[list[np.ndarray]]:
+    """Yield each batch's images as the processor prepares them, before, after, before, after, ...; those of the next
+    AHEAD batches are on the way."""
+
+    def prepared(path: str, sha256: bytes | None) -> np.ndarray:
+        return processor.prepare_image(load_image(path, sha256))
+
+    def submit(batch: Batch) -> list[Future[np.ndarray]]:
+        files = [((pair.before, pair.before_sha256), (pair.after, pair.after_sha256)) for pair in batch.pairs]
+        return [pool.submit(prepared, *file) for both in files for file in both]
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        yield from ahead(submit, batches, AHEAD)
+
+
+class Worker:
+    """A Ray actor: a model, and the batches that it is dealt."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def caption(self, batches: list[Batch]) -> Iterator[Answered]:
+        """Yield the answers of the batches."""
+        import torch
+
+        threads = self.job.compute.cpus_per_worker
+        torch.set_num_threads(threads)
+        yield from answers_of(load(self.job), batches, threads)
+
+
+def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """Yield the answers as they come from `compute.workers` workers, to which the batches are dealt by turns."""
+    import ray
+
+    left, failures, most = {batch.number: batch for batch in batches}, 0, job.compute.max_failures
+    start_ray(job.compute)
+    try:
+        while left:
+            try:
+                for number, answers in _as_they_come(job, list(left.values())):
+                    del left[number]
+                    yield number, answers
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, DataError | ParamsError | DeviceError):
+                    raise error.cause from None
+                raise
+            except ray.exceptions.RayActorError as error:
+                if failures == most:
+                    raise ConnectionError(
+                        f"a worker died ({error}) and compute.max_failures: {most} allows no more; "
+                        "run `m3diff predict` again: what is captioned so far is kept"
+                    ) from error
+                failures += 1
+                print(
+                    f"predict: a worker died ({textwrap.shorten(str(error), 160)}); {len(left)} unanswered batches go "
+                    f"to new workers (failure {failures} of {most} that compute.max_failures allows)",
+                    flush=True,
+                )
+    finally:
+        ray.shutdown()
+
+
+def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """Yield the answers of new workers, each with CPUs and a GPU of its own, whichever is first.
+
+    Raises:
+        ParamsError: the nodes of Ray are too small for them.
+    """
+    import ray
+
+    count, needs = min(job.compute.workers, len(batches)), per_worker(job.compute)
+    try:
+        wait_for_room(job.compute.model_copy(update={"workers": count}), ROOM_S)
+    except NoRoomError as error:
+        raise ParamsError(f"compute.workers: {error}") from error
+    place = {"env_vars": environment(job.compute.gpu)}
+    remote = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), runtime_env=place)(Worker)
+    workers: list[Any] = [remote.remote(job) for _ in range(count)]
+    streams = [worker.caption.remote(batches[rank::count]) for rank, worker in enumerate(workers)]
+    try:
+        while streams:
+            first: Any = ray.wait(streams, num_returns=1)[0][0]
+            try:
+                answered = ray.get(next(first))
+            except StopIteration:
+                streams.remove(first)
+            else:
+                yield answered
+    finally:
+        for worker in workers:
+            ray.kill(worker)  # one that is only out of reach answers nothing twice
 
 
 def _write_saliency(path: Path, pairs: Sequence[PairSample], answers: Sequence[Answer]) -> None:

@@ -16,9 +16,8 @@ from m3diff.provenance import code
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.stages.evaluate.report import read_saliency
-from m3diff.stages.predict.pairs import PairSample, control_pairs
 from m3diff.stages.predict.params import Predict
-from m3diff.stages.predict.stage import Answer, Journal, PredictReport, predict, run_key
+from m3diff.stages.predict.stage import Answer, Journal, PairSample, PredictReport, control_pairs, predict, run_key
 from tests.stages.predict.conftest import ORDER, QUESTIONS, Killed, compute, settings, write_test_split
 from tests.tiny import colour_image
 

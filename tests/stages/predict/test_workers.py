@@ -22,10 +22,19 @@ from m3diff.models.fused import FusedMLP, FusedRMSNorm
 from m3diff.models.generation import load_captioner
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
-from m3diff.stages.predict import stage, workers
-from m3diff.stages.predict.pairs import batches, read_test_pairs
-from m3diff.stages.predict.stage import Answer, predict
-from m3diff.stages.predict.workers import AHEAD, Batch, Job, caption, caption_on_ray, images_ahead
+from m3diff.stages.predict import stage
+from m3diff.stages.predict.stage import (
+    AHEAD,
+    Answer,
+    Batch,
+    Job,
+    batches,
+    caption,
+    caption_on_ray,
+    images_ahead,
+    predict,
+    read_test_pairs,
+)
 from tests.stages.predict.conftest import ORDER, compute, settings, write_test_split
 
 
@@ -75,7 +84,7 @@ def test_a_checkpoint_captions_in_the_precision_of_its_own_weights(dtype, want, 
     config = json.loads((folder / "config.json").read_text()) | {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config))
     write_manifest(folder, **{name: value for name, value in read_manifest(folder).items() if name != "files"})
-    assert {parameter.dtype for parameter in workers.load(job(folder)).model.parameters()} == {want}
+    assert {parameter.dtype for parameter in stage.load(job(folder)).model.parameters()} == {want}
     (_, [answer]), *_ = caption(job(folder), in_batches(mixture)[:1])
     assert answer.saliency.dtype == np.float16
 
@@ -84,12 +93,12 @@ def test_a_checkpoint_captions_in_the_precision_of_its_own_weights(dtype, want, 
 def test_a_gpu_that_is_asked_for_and_not_there_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="compute.gpu: true, but torch .* sees no GPU"):
-        workers.load(job(checkpoint, gpu=True))
+        stage.load(job(checkpoint, gpu=True))
 
 
 def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixture):
     stock = load_captioner(checkpoint, 5)
-    kinds = [{type(module) for module in of.model.modules()} for of in (workers.load(job(checkpoint)), stock)]
+    kinds = [{type(module) for module in of.model.modules()} for of in (stage.load(job(checkpoint)), stock)]
     assert {FusedRMSNorm, FusedMLP} <= kinds[0]
     assert not {FusedRMSNorm, FusedMLP} & kinds[1]
     asked = in_batches(mixture, size=2)
@@ -104,15 +113,8 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixt
             assert [answer.saliency for answer in answers] == [None] * len(captions)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.slow(85)
-def test_a_worker_s_data_error_is_the_stage_s(cluster, checkpoint, tmp_path):
+def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
     broken = write_test_split(tmp_path / "mixture")
     (broken / "3_after.png").write_bytes(b"no image")
     with pytest.raises(DataError) as refused:
@@ -122,10 +124,10 @@ def test_a_worker_s_data_error_is_the_stage_s(cluster, checkpoint, tmp_path):
 
 
 @pytest.mark.slow(65)
-def test_what_a_dead_worker_left_is_answered_once(cluster, checkpoint, mixture, tmp_path, monkeypatch, capsys):
-    """To the same answers as those of one process; a cluster that was there stays."""
+def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path, monkeypatch, capsys):
+    """To the same answers as those of one process."""
 
-    class Mortal(workers.Worker):
+    class Mortal(stage.Worker):
         def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
             for batch in batches:
                 if batch.number == 12 and not list(tmp_path.iterdir()):  # as on a machine out of memory
@@ -135,7 +137,7 @@ def test_what_a_dead_worker_left_is_answered_once(cluster, checkpoint, mixture, 
 
     asked = in_batches(mixture)
     want = dict(caption(job(checkpoint), asked))
-    monkeypatch.setattr(workers, "Worker", Mortal)
+    monkeypatch.setattr(stage, "Worker", Mortal)
     got = list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), asked))
     assert sorted(number for number, _ in got) == sorted(want), "each batch once"
     for number, (answer,) in got:
@@ -145,7 +147,7 @@ def test_what_a_dead_worker_left_is_answered_once(cluster, checkpoint, mixture, 
     said = capsys.readouterr().out
     assert "predict: a worker died (" in said
     assert "unanswered batches go to new workers (failure 1 of 1 " in said
-    assert ray.is_initialized()
+    assert not ray.is_initialized()
 
 
 class Remote:
@@ -157,11 +159,12 @@ class Remote:
         self.mortal, self.killed = False, 0
         nodes = [{"Resources": {"CPU": 3 * 5, "GPU": 5}, "NodeManagerAddress": "10.0.0.7"}]
         monkeypatch.setattr("m3diff.cluster.live_nodes", lambda: nodes)
-        monkeypatch.setattr(workers, "ROOM_S", 0)
+        monkeypatch.setattr(stage, "ROOM_S", 0)
         monkeypatch.setattr(ray, "remote", self.remote)
         monkeypatch.setattr(ray, "kill", self.kill)
         monkeypatch.setattr(ray, "wait", lambda refs, num_returns: (refs[:num_returns], refs[num_returns:]))
-        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(stage, "start_ray", lambda compute: None)
+        monkeypatch.setattr(ray, "shutdown", lambda: None)
         monkeypatch.setattr(ray, "get", lambda refs: refs)
 
     def remote(self, **given: Any) -> Any:
@@ -188,7 +191,7 @@ def test_each_worker_is_placed_with_its_device_or_refused(gpu, checkpoint, mixtu
     fake, asked = Remote(monkeypatch), in_batches(mixture)
     made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), asked))
     assert sorted(made) == [(number, [(f"of {number}", None)]) for number in range(10, 15)]
-    environment = {"env_vars": workers.environment(gpu)}
+    environment = {"env_vars": stage.environment(gpu)}
     assert fake.asked == {"num_cpus": 3, "num_gpus": int(gpu), "runtime_env": environment}
     assert (fake.dealt, fake.killed) == ([[10, 12, 14], [11, 13]], 2), "room is given back"
     fake.dealt.clear()
@@ -196,8 +199,8 @@ def test_each_worker_is_placed_with_its_device_or_refused(gpu, checkpoint, mixtu
     assert fake.dealt == [[10], [11], [12], [13], [14]], "no worker without work, and no room is asked for it"
     with pytest.raises(ParamsError, match=r"^compute.workers: .*2 of 3 workers: a worker needs 6 CPU; 10.* has 15 CPU"):
         list(caption_on_ray(job(checkpoint, workers=3, cpus_per_worker=6), asked))
-    monkeypatch.setattr(workers, "load", lambda job: None)
-    monkeypatch.setattr(workers, "answers_of", lambda *_: "here")
+    monkeypatch.setattr(stage, "load", lambda job: None)
+    monkeypatch.setattr(stage, "answers_of", lambda *_: "here")
     for count, with_gpu in ((0, True), (2, False), (0, False)):
         assert caption(job(checkpoint, workers=count, gpu=with_gpu), asked) == "here", "Ray is for GPUs alone"
 
@@ -216,12 +219,11 @@ def test_what_dead_workers_left_is_dealt_again_until_too_many_died(model, mixtur
     assert {int(row["caption"].removeprefix("of ")) for row in rows} == {*range(5), *range(10, 15)}
 
 
-def test_a_ray_of_one_s_own_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
+def test_ray_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
     ended: list[str] = []
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(workers, "start_ray", lambda compute: ended.append("start"))
+    monkeypatch.setattr(stage, "start_ray", lambda compute: ended.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
-    monkeypatch.setattr(workers, "_as_they_come", lambda *_: iter([1 / 0] if ended else []))
+    monkeypatch.setattr(stage, "_as_they_come", lambda *_: iter([1 / 0] if ended else []))
     with pytest.raises(ZeroDivisionError):
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
     assert ended == ["start", "shutdown"]
