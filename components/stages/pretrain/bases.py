@@ -1,6 +1,6 @@
 """The tiny bases: a LLaVA-OneVision of 1.4 M parameters for M3Diff and OneDiff, a BLIP-2 of 2 M for BLIP2IDC.
 
-Each says how a base is made, fed and written; `curriculum.py` has what both learn. As BLIP-2 did, the BLIP-2 joins a
+Each says how a base is made, fed and written. As BLIP-2 did, the BLIP-2 joins a
 vision encoder and an LLM that have been trained, those of the LLaVA-OneVision, by a Q-Former that has not. Patches of
 another size and their positions are resized and learn to see again; unlike BLIP-2's, the LLM trains along, since it has
 read 25 patches an image and no query. It captions a picture behind the queries and a start token, without a question,
@@ -18,22 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
     Blip2ForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
-    Qwen2Tokenizer,
 )
 
-from m3diff.datasets.minichange.language import references
-from m3diff.datasets.minichange.scene import LEVELS, Level
 from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
-from m3diff.records.schemas import CHANGE_TYPES
-from m3diff.stages.pretrain.curriculum import DESCRIBE, QUESTIONS, curriculum
 from m3diff.stages.pretrain.params import Pretrain
 
 if TYPE_CHECKING:
@@ -46,6 +40,18 @@ CHAT_TEMPLATE = (
     "{% for part in message['content'] if part['type'] == 'text' %}\n{{ part['text'] }}{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+QUESTIONS = (
+    "What has changed from the first image to the second?",
+    "Describe the difference between the two images.",
+    "Compare the two images and say what changed.",
+    "What is different in the second image?",
+    "Look at the image before and the image after. What changed?",
+    "Say in words how the second image differs from the first.",
+)
+"""What fine-tuning will ask (profiles/questions.yaml, task `difference`; a test compares the two)."""
+
+DESCRIBE = ("Describe the image.", "Describe both images.")
+
 CAPTION = {*DESCRIBE, *QUESTIONS}
 """Questions that BLIP-2 answers without being asked."""
 
@@ -106,41 +112,6 @@ class LlavaOneVision:
         for name, content in files.items():
             content["processor_class"] = "LlavaOnevisionProcessor"
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
-    """A byte-level BPE of Qwen2's kind on MiniChange's sentences: its words are single tokens, all text has tokens.
-
-    It is the same whichever tasks the base is taught.
-    """
-    tasks = curriculum(levels)
-    rng = np.random.default_rng(seed)
-    texts = ["system user assistant"] * 50
-    texts += references((), 5) * 50
-    for number in range(6_000):
-        task, level = tasks[number % len(tasks)], LEVELS[levels[number // len(tasks) % len(levels)]]
-        question, answer = task.ask(rng, [level.sample_scene(rng) for _ in range(task.images)])
-        changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],))[3]
-        texts += [f"{question} {answer}", references(changes, 5)[number % 5]]
-    bpe = Tokenizer(models.BPE())
-    stock: Any = Qwen2Tokenizer().backend_tokenizer
-    bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = stock.normalizer, stock.pre_tokenizer, stock.decoder
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        min_frequency=20,
-        special_tokens=[],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    trained: dict[str, Any] = json.loads(bpe.to_str())["model"]
-    merges: Any = [tuple(merge) for merge in trained["merges"]]
-    return Qwen2Tokenizer(
-        vocab=trained["vocab"],
-        merges=merges,
-        eos_token="<|im_end|>",
-        additional_special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
-    )
 
 
 def llava_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionConfig:
@@ -269,14 +240,13 @@ def _sizes(width: int, layers: int) -> dict[str, int]:
 Architecture = LlavaOneVision | Blip2Base
 
 
-def architecture_of(cfg: Pretrain) -> Architecture:
-    """Return the base that `cfg` asks for, fed with a tokenizer of its own or, a BLIP-2, that of its start.
+def architecture_of(cfg: Pretrain, tokenizer: Any) -> Architecture:
+    """Return the base that `cfg` asks for, fed with the tokenizer or, a BLIP-2, that of its start.
 
     A BLIP-2's `start` is a LLaVA-OneVision of the recipe's width, or torch refuses its weights.
     """
     size, own = {"height": cfg.vision_px, "width": cfg.vision_px}, cfg.blip2
     if own is None:
-        tokenizer: Any = train_tokenizer(cfg.seed, cfg.levels)
         tokenizer.chat_template, patches = CHAT_TEMPLATE, (cfg.vision_px // cfg.patch_px) ** 2
         images, text = M3DiffImageProcessor(size=size), {"chat_template": CHAT_TEMPLATE}
         return LlavaOneVision(cfg, M3DiffProcessor(images, tokenizer, num_image_tokens=patches, **text))

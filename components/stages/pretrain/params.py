@@ -30,7 +30,7 @@ class Pretrain(Section):
     seed: int = Field(ge=0)
     image_px: int = Field(ge=32)  # as MiniChange is drawn
     levels: tuple[Level, ...] = Field(("grid",), min_length=1)  # of MiniChange, of which scenes are drawn in turn
-    tasks: tuple[TaskName, ...] = TASKS  # of `curriculum.py`, "image" among them; fewer make a control
+    tasks: tuple[TaskName, ...] = TASKS  # of `stage.curriculum`, "image" among them; fewer make a control
     vision_px: int = Field(ge=8)
     patch_px: int = Field(ge=4)  # 24: 9 patches, one to a place of the 3 x 3 grid
     width: int = Field(ge=8)

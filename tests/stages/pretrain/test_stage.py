@@ -27,21 +27,29 @@ from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import COLORS, KINDS, LEVELS, PLACES, Level, Mark, Scene, Thing, View
 from m3diff.models import FAMILIES
 from m3diff.settings.load import load_params
-from m3diff.stages.pretrain import bases, params, stage
-from m3diff.stages.pretrain.bases import Blip2Base, architecture_of, llava_config, take_vision_encoder, train_tokenizer
-from m3diff.stages.pretrain.curriculum import (
-    ASKED_FOR,
+from m3diff.stages.pretrain import params, stage
+from m3diff.stages.pretrain.bases import (
     DESCRIBE,
-    MARK,
     QUESTIONS,
+    Blip2Base,
+    architecture_of,
+    llava_config,
+    take_vision_encoder,
+)
+from m3diff.stages.pretrain.params import TASKS, Blip2, Pretrain
+from m3diff.stages.pretrain.stage import (
+    ASKED_FOR,
+    MARK,
     SIZES,
     asked_for,
     curriculum,
+    orthogonalised,
+    plateau,
+    pretrain,
     segment,
+    train_tokenizer,
     whole,
 )
-from m3diff.stages.pretrain.params import TASKS, Blip2, Pretrain
-from m3diff.stages.pretrain.stage import orthogonalised, plateau, pretrain
 from tests.tiny import BASE, pair_inputs
 
 SMALL_SIZES = {"image_px": 64, "vision_px": 24, "patch_px": 8, "width": 32, "vision_layers": 1, "text_layers": 2}
@@ -54,7 +62,7 @@ CFG = Pretrain(**SMALL_SIZES, **DATA, **RATES, steps=24, first_task_steps=6, thr
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded base's: to train one takes seconds, and has a test of its own."""
     made = FAMILIES["m3diff"].load_processor(BASE).tokenizer
-    monkeypatch.setattr(bases, "train_tokenizer", lambda seed, levels: made if seed == CFG.seed else None)
+    monkeypatch.setattr(stage, "train_tokenizer", lambda seed, levels: made if seed == CFG.seed else None)
     monkeypatch.setattr(stage, "LOG_EVERY", 6)
 
 
@@ -183,7 +191,7 @@ SINGLE = {"blip2": OWN.model_copy(update={"stacked": False}), "tasks": ("image",
 
 @pytest.fixture(scope="module")
 def base() -> Blip2Base:
-    made = architecture_of(BLIP2)
+    made = architecture_of(BLIP2, None)
     assert isinstance(made, Blip2Base)
     return made
 
