@@ -58,7 +58,7 @@ def described(params: Params) -> "Description":
 
 
 def code(params: Params, args: argparse.Namespace) -> None:
-    from m3diff.stages.code.stage import code as run
+    from m3diff.stages.code import code as run
 
     run(params)
 

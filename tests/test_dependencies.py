@@ -14,7 +14,7 @@ from PIL import Image
 
 from m3diff.provenance.code import digests
 from m3diff.settings.load import load_params
-from m3diff.stages.code.stage import named
+from m3diff.stages.code import named
 from tests import toy
 from tests.toy import REPOSITORY
 

@@ -44,7 +44,7 @@ def test_each_stage_of_dvc_calls_its_command_with_its_section_and_watches_its_co
 def test_a_stage_is_one_function_of_its_name_in_its_folder_which_the_command_of_its_name_calls():
     assert [name for name in COMMANDS if name in [*STAGES, *ACTIONS]] == [*STAGES, *ACTIONS]
     folders = {folder.name for folder in (REPOSITORY / "components" / "stages").iterdir() if folder.is_dir()}
-    assert folders - {"__pycache__"} == {*GRAPH, "register"}
+    assert folders - {"__pycache__"} == {*STAGES, "register"}
     commands = functions(REPOSITORY / "components" / "__main__.py")
     for stage in [*STAGES, "register"]:
         assert stage in functions(REPOSITORY / "components" / "stages" / stage / "stage.py")

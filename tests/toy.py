@@ -163,7 +163,7 @@ def write_dataset(root: Path, splits: tuple[str, ...], seed: int = 0) -> None:
 
 def code(params: dict[str, Any], paths: dict[str, Path]) -> None:
     from m3diff.settings.load import load_params
-    from m3diff.stages.code.stage import code as run
+    from m3diff.stages.code import code as run
 
     run(load_params(Path("params.yaml")))
 
