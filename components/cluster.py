@@ -40,31 +40,28 @@ def start_ray(compute: Compute) -> None:
     import ray
 
     cluster = os.environ.get("RAY_ADDRESS")
-    cores = max(os.cpu_count() or 1, compute.workers * compute.cpus_per_worker)  # fewer: slower, not refused
-    if on_one_machine():
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
-    here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    if not on_one_machine():
+    if cluster:
+        place: dict[str, Any] = {"address": cluster}
         require_head(ANSWER_S)
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # attempts, of which Ray makes 20 in three places
         os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "10")
+    else:
+        cores = max(os.cpu_count() or 1, compute.workers * compute.cpus_per_worker)  # fewer: slower, not refused
+        place = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
     with children_in_a_group_of_their_own(), without_dashboard():
-        for is_last in (False, True):
-            try:
-                ray.init(
-                    **(here if on_one_machine() else {"address": cluster}),
-                    log_to_driver=True,
-                    logging_level=logging.WARNING,
-                    logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
-                )
-                return
-            except Exception as error:  # Ray raises what comes, a bare Exception too
-                ray.shutdown()
-                said = str(error).strip().partition("\n")[0]
-                if on_one_machine() and "timed out" in said and not is_last:
-                    continue  # its processes have 30 s, which busy cores do not give them
-                place = f"see {logs()}" if on_one_machine() else f"RAY_ADDRESS={cluster}; correct it, or unset it"
-                raise NoRoomError(f"Ray does not start: {said}; {place}") from error
+        try:
+            ray.init(
+                **place,
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+                logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
+            )
+        except Exception as error:  # Ray raises what comes, a bare Exception too
+            ray.shutdown()
+            said = str(error).strip().partition("\n")[0]
+            remedy = f"RAY_ADDRESS={cluster}; correct it, or unset it" if cluster else f"see {logs()}"
+            raise NoRoomError(f"Ray does not start: {said}; {remedy}") from error
 
 
 def logs() -> str:
