@@ -1,12 +1,11 @@
 """The tiny bases: a LLaVA-OneVision of 1.4 M parameters for M3Diff and OneDiff, a BLIP-2 of 2 M for BLIP2IDC.
 
-Each says how a base is made, fed and written. As BLIP-2 did, the BLIP-2 joins a
-vision encoder and an LLM that have been trained, those of the LLaVA-OneVision, by a Q-Former that has not. Patches of
-another size and their positions are resized and learn to see again; unlike BLIP-2's, the LLM trains along, since it has
-read 25 patches an image and no query. It captions a picture behind the queries and a start token, without a question,
-as BLIP2IDC is asked; where a task asks for something, the question follows the start token. A picture is one image,
-stretched; of two images, each is stretched to half of the square and they are stacked, as in
-`components/models/blip2idc_model.py`.
+Each says how a base is made, fed and written. As BLIP-2 did, the BLIP-2 joins a vision encoder and an LLM that have
+been trained, those of the LLaVA-OneVision, by a Q-Former that has not. Patches of another size and their positions are
+resized and learn to see again; unlike BLIP-2's, the LLM trains along, since it has read 25 patches an image and no
+query. It captions a picture behind the queries and a start token, without a question, as BLIP2IDC is asked; where a
+task asks for something, the question follows the start token. A picture is one image, stretched; of two images, each is
+stretched to half of the square and they are stacked, as in `components/models/blip2idc_model.py`.
 """
 
 from __future__ import annotations
