@@ -48,7 +48,7 @@ from m3diff.models.tuning import prepare, trainable_groups
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.stages.train.batches import Loader, Samples, Schedule, read_training_samples
-from m3diff.stages.train.job import Job, Runtime, choose_accelerator, only_worker
+from m3diff.stages.train.job import Job, Runtime, only_worker
 from m3diff.stages.train.loop import Training
 
 HERE = Path(__file__).parent
@@ -129,16 +129,14 @@ def own_step(job: Job) -> Callable[[], float]:
 
 def serve_own(pipe: Connection, job: Job) -> None:
     """Take as many steps as the pipe asks for, and answer with seconds and losses, until it asks for none."""
-    device = Device(job.compute.gpu, job.cfg.precision)
-    choose_accelerator(device.gpu)
     logging.disable_progress_bar()
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    with only_worker(device.backend):
+    with only_worker(job.compute.gpu):
         step = own_step(job)
         while asked := pipe.recv():
             started = time.perf_counter()
             losses = [step() for _ in range(asked)]
-            if device.gpu:
+            if job.compute.gpu:
                 torch.cuda.synchronize()
             pipe.send((time.perf_counter() - started, losses))
 

@@ -1,6 +1,6 @@
 """The samples of a split, and micro-batches of them: which reference trains when, packed how, made ahead of the step.
 
-Each worker holds the columns in memory, values that repeat once: some 150 MB for a million captions.
+Each worker holds the columns in memory.
 
 The schedule follows from the seed alone, so a run that resumes at step n sees what an undisturbed one would, and any
 number of workers or micro-batches sees the same global batches. A family's augmentation of a pair's images follows from
@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -35,16 +33,11 @@ from m3diff.stages.train.packing import Packed, pack
 if TYPE_CHECKING:
     from m3diff.models.processing import PairProcessor
 
-TEXT, DIGEST = pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int32(), pa.binary())
-"""Columns that repeat: a pair's samples share its name and images, a dataset's share their questions."""
-
-SCHEMA = pa.schema(
-    {name: TEXT for name in ("pair", "dataset", "before", "after")}
-    | {"before_sha256": DIGEST, "after_sha256": DIGEST, "question": TEXT, "reference": pa.string()}
+SCHEMA = pl.Schema(
+    dict.fromkeys(("pair", "dataset", "before", "after", "question", "reference"), pl.String)
+    | {"before_sha256": pl.Binary, "after_sha256": pl.Binary}
 )
-"""The columns of a split that training reads (components/records/schemas.py), as they lie in memory."""
-
-PLAIN = pa.schema([(field.name, getattr(field.type, "value_type", field.type)) for field in SCHEMA])
+"""The columns of a split that training reads (components/records/schemas.py)."""
 
 ALL = DatasetFilter()
 
@@ -64,23 +57,22 @@ class Samples:
     """The samples of a split, column by column. Samples of one pair are neighbours.
 
     Args:
-        table: the columns of SCHEMA, of these types or plain ones.
+        table: the columns of SCHEMA.
 
     Attributes:
         starts: the first row of each pair.
     """
 
-    def __init__(self, table: pa.Table) -> None:
-        self.table = table.select(SCHEMA.names).cast(SCHEMA).unify_dictionaries()
-        codes = [chunk.indices for chunk in self.table["pair"].chunks]
-        self.starts = np.flatnonzero(np.diff(np.concatenate([[-1], *codes])))
+    def __init__(self, table: pl.DataFrame) -> None:
+        self.table, pair = table, table["pair"]
+        self.starts = (pair != pair.shift()).fill_null(True).arg_true().to_numpy()
 
     def __len__(self) -> int:
         return len(self.table)
 
     def value(self, column: str, row: int) -> Any:
         """Return one value of a column of SCHEMA."""
-        return self.table[column][int(row)].as_py()
+        return self.table[column][int(row)]
 
     def pairs(self) -> list[np.ndarray]:
         """Return the row numbers of each pair, in order of appearance."""
@@ -102,13 +94,12 @@ def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
     Raises:
         DataError: a file cannot be read.
     """
-    tables = [SCHEMA.empty_table()]
+    tables = [SCHEMA.to_frame()]
     for file in sorted(folder.glob("*.parquet")):
         with readable(file):
-            table = pq.ParquetFile(file).read(SCHEMA.names, use_threads=False).select(SCHEMA.names).cast(PLAIN)
-        named = pc.is_in(table["dataset"], pa.array(chosen.names, pa.string()))
-        tables.append(table.filter(pc.invert(named) if chosen.others else named).cast(SCHEMA))
-    return Samples(pa.concat_tables(tables))
+            tables.append(pl.read_parquet(file, columns=SCHEMA.names()).select(SCHEMA.names()))
+    named = pl.col("dataset").is_in(chosen.names)
+    return Samples(pl.concat(tables).filter(~named if chosen.others else named).rechunk())
 
 
 def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL) -> Samples:

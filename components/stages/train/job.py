@@ -210,9 +210,10 @@ def loopback() -> dict[str, str]:
 
 
 @contextmanager
-def only_worker(backend: str) -> Iterator[None]:
+def only_worker(gpu: bool) -> Iterator[None]:
     """Bring up `torch.distributed` with this process alone, and the environment that says so. Afterwards the process
     computes as before: ZeRO 3 puts a linear of DeepSpeed's in the place of torch's, which rounds otherwise."""
+    choose_accelerator(gpu)
     import deepspeed
     import torch.distributed as dist
     from torch.nn import functional
@@ -220,7 +221,7 @@ def only_worker(backend: str) -> Iterator[None]:
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()})
     linear = functional.linear
     # in memory: a file's name would be the next group's, and is removed when this group's store is collected
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

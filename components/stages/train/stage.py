@@ -22,7 +22,7 @@ import polars as pl
 
 from m3diff.cluster import NoRoomError, logs, on_one_machine
 from m3diff.models import FAMILIES
-from m3diff.models.device import Device, DeviceError
+from m3diff.models.device import DeviceError
 from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
@@ -36,7 +36,6 @@ from m3diff.stages.train.job import (
     Runtime,
     StoppedError,
     begin,
-    choose_accelerator,
     of_alignment,
     only_worker,
     stop_on_sigterm,
@@ -281,10 +280,9 @@ def _first_line(error: BaseException) -> str:
 
 def run_local(job: Job) -> dict[str, Any]:
     """Run the loop as the only worker, in this process, and return its figures."""
-    choose_accelerator(job.compute.gpu)  # before DeepSpeed is imported
-    from m3diff.stages.train.loop import run_loop
+    with only_worker(job.compute.gpu), stop_on_sigterm(job.run_dir):
+        from m3diff.stages.train.loop import run_loop
 
-    with only_worker(Device(job.compute.gpu, job.cfg.precision).backend), stop_on_sigterm(job.run_dir):
         return run_loop(job, Runtime())
 
 

@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone() -> Iterator[None]:
     """A process group of this process."""
     gc.freeze()  # what is there before costs the collection below seconds
-    with only_worker("gloo"):
+    with only_worker(False):
         yield
         gc.collect()  # the group that an engine holds: a process that a later test forks would hang in its end
     gc.unfreeze()

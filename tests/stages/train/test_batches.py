@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,12 +29,12 @@ def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_wri
     pq.write_table(val.cast(schema), tmp_path / "train" / "00001.parquet")
     pq.write_table(first, tmp_path / "train" / "00000.parquet", row_group_size=3)
     held = read_samples(tmp_path / "train")
-    want = {name: first[name].to_pylist() + val[name].to_pylist() for name in SCHEMA.names}
-    assert held.table.to_pydict() == want
+    want = {name: first[name].to_pylist() + val[name].to_pylist() for name in SCHEMA}
+    assert held.table.to_dict(as_series=False) == want
     assert held.images(1) == tuple((want[side][1], want[f"{side}_sha256"][1]) for side in ("before", "after"))
     by_pair = [[row for row, other in enumerate(want["pair"]) if other == name] for name in dict.fromkeys(want["pair"])]
     assert [rows.tolist() for rows in held.pairs()] == by_pair, "a pair may lie across two row groups"
-    table = pa.table({name: ["a", "b", "b", "a"] for name in SCHEMA.names})
+    table = pl.DataFrame({name: ["a", "b", "b", "a"] for name in SCHEMA})
     assert [rows.tolist() for rows in Samples(table).pairs()] == [[0], [1, 2], [3]], "pairs of one name, no neighbours"
 
 
@@ -49,7 +50,7 @@ def test_a_mixture_without_a_training_split_is_refused_and_one_without_validatio
 def samples(pairs: int = 7) -> Samples:
     rows = [(f"p{pair}", k) for pair in range(pairs) for k in range(1 + pair % 4)]
     other = [str(k) for _, k in rows]
-    return Samples(pa.table({name: [pair for pair, _ in rows] if name == "pair" else other for name in SCHEMA.names}))
+    return Samples(pl.DataFrame({name: [pair for pair, _ in rows] if name == "pair" else other for name in SCHEMA}))
 
 
 def schedule(held: Samples | None = None, **changes: int | float | None) -> Schedule:
@@ -61,7 +62,7 @@ def schedule(held: Samples | None = None, **changes: int | float | None) -> Sche
 def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair_and_stays_as_it_was(most):
     """Another order of random draws gives other weights from the same parameters."""
     plan = schedule(samples(23), max_captions=most)
-    names = plan.samples.table["pair"].to_pylist()
+    names = plan.samples.table["pair"].to_list()
     first, second = ([rows.tolist() for rows in plan.epoch(epoch)] for epoch in (0, 1))
     assert first != second
     for sequences in (first, second):

@@ -223,9 +223,7 @@ def test_a_run_is_counted_on_its_own_samples_and_described(place, monkeypatch, c
     training = place.started(global_batch=8, micro_batch=2, epochs=1.5)
     training.parameters = {"trainable": 1500, "frozen": 9000, "vision": 1000, "module": 0, "llm": 500}
     processor, asked = training.processor, []
-    ends = sum(
-        len(processor.encode_reference(text)) for text in training.schedule.samples.table["reference"].to_pylist()
-    )
+    ends = sum(len(processor.encode_reference(text)) for text in training.schedule.samples.table["reference"])
     # the prompt less its last token once a pair, that token and all but the last of each reference once a reference
     tokens = (len(processor.encode_prompt("What changed?")) - 1) * 10 + ends
     terms = [SimpleNamespace(total=1e9), SimpleNamespace(total=2e9)]

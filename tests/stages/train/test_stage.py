@@ -26,7 +26,7 @@ from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop, on_ray, stage
 from m3diff.stages.train.engine import deepspeed_config
-from m3diff.stages.train.job import Job, only_worker
+from m3diff.stages.train.job import Job, Runtime, only_worker
 from m3diff.stages.train.stage import _only_trainer, run_key, train, with_retries
 from tests.stages.train.test_alignment import ALIGN
 from tests.stages.train.toy import Recipe, job, recipe
@@ -151,7 +151,10 @@ def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(ra
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: 2)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(loop, "run_loop", lambda made, place: {"rank": place.rank, "ranks": place.ranks})
+    joined: list[Runtime] = []
+    monkeypatch.setattr(on_ray, "join", lambda made, place: joined.append(place))
     on_ray._worker({"job": work()})
+    assert joined == [Runtime(rank, 2)]
     written = tmp_path / "figures.json"
     assert written.is_file() == (rank == 0)
     assert rank or json.loads(written.read_text()) == {"rank": 0, "ranks": 2}
@@ -221,7 +224,7 @@ def test_the_only_worker_leaves_the_linear_as_it_was(monkeypatch):
     monkeypatch.setenv("RANK", "3")
 
     def run() -> None:
-        with only_worker("gloo"):
+        with only_worker(False):
             assert (os.environ["RANK"], torch.distributed.get_world_size()) == ("0", 1)
             assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
             torch.nn.functional.linear = lambda *_: None  # type: ignore[assignment]

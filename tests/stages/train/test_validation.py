@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import polars as pl
 import pytest
 import torch
 
@@ -25,7 +25,7 @@ def samples(**pairs: int) -> Samples:
     """Datasets one after another, two rows a pair."""
     rows = [(dataset, f"{dataset}/{n}") for dataset, count in pairs.items() for n in range(count) for _ in range(2)]
     columns = {"dataset": [dataset for dataset, _ in rows], "pair": [pair for _, pair in rows]}
-    return Samples(pa.table({name: columns.get(name, ["x"] * len(rows)) for name in SCHEMA.names}))
+    return Samples(pl.DataFrame({name: columns.get(name, ["x"] * len(rows)) for name in SCHEMA}))
 
 
 def test_pairs_come_from_all_of_each_dataset_by_the_seed_alone_and_fewer_are_part_of_more():
@@ -103,8 +103,7 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, 
     monkeypatch.setattr(loop, "CAPTION_BATCH", 2)
     found, rows, asked = validator(base, mixture), [0, 1, 3, 6, 7], []
     questions = ["Describe the difference." if row == 7 else "What changed?" for row in range(len(found.samples))]
-    place = SCHEMA.names.index("question")
-    found.samples = Samples(found.samples.table.set_column(place, "question", pa.array(questions)))
+    found.samples = Samples(found.samples.table.with_columns(question=pl.Series(questions)))
     original = loop.Captioner.caption
 
     def caption(self: Any, pairs: list, question: str) -> list[str]:
