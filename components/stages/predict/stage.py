@@ -33,7 +33,7 @@ from m3diff.cluster import NoRoomError, per_worker, start_ray, wait_for_room
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
-from m3diff.models.device import Device, DeviceError, environment
+from m3diff.models.device import Device, environment
 from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError, readable
 from m3diff.records.files import StageReport, sha256, write_atomic
@@ -358,9 +358,7 @@ def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
                     del left[number]
                     yield number, answers
             except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, DataError | ParamsError | DeviceError):
-                    raise error.cause from None
-                raise
+                raise error.cause from error
             except ray.exceptions.RayActorError as error:
                 if failures == most:
                     raise ConnectionError(

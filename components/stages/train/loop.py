@@ -34,17 +34,7 @@ from m3diff.models.tuning import meta_model, parameter_counts, prepare, trainabl
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train import engine, state
-from m3diff.stages.train.batches import (
-    Loader,
-    MicroBatch,
-    Samples,
-    Schedule,
-    Weighted,
-    complete,
-    read_samples,
-    read_training_samples,
-)
+from m3diff.stages.train import batches, engine, state
 from m3diff.stages.train.job import CURVES, STOP, Job, Runtime, StoppedError, require_newest
 from m3diff.stages.train.packing import pack
 from m3diff.stages.train.params import Train
@@ -103,14 +93,14 @@ class Training:
         self.groups = trainable_groups(model, self.family, job.model)
         self.parameters = parameter_counts(model, self.family)
         self.engine = engine.build_engine(cfg, compute, model.to(self.device.torch), self.groups)
-        samples = read_training_samples(job.mixture, job.datasets)
-        self.schedule = Schedule(
+        samples = batches.read_training_samples(job.mixture, job.datasets)
+        self.schedule = batches.Schedule(
             samples, most, cfg.seed, cfg.global_batch, compute.micro_batch, cfg.epochs, runtime.ranks
         )
-        val = read_samples(job.mixture / "val", job.datasets)
+        val = batches.read_samples(job.mixture / "val", job.datasets)
         self.validation = Validation(job, val, runtime, self.processor, self.device)
         augment = partial(self.family.augment, job.model) if self.family.augment else None
-        self.loader = Loader(samples, self.processor, compute.cpus_per_worker, self.device, augment)
+        self.loader = batches.Loader(samples, self.processor, compute.cpus_per_worker, self.device, augment)
         self.module = self.family.contribution.names(job.model) if self.family.contribution else ()
         rates = [f"lr_{part}" for part in self.family.parts]
         losses = ["val_loss", *(f"val_loss_{dataset}" for dataset in self.validation.datasets)]
@@ -128,9 +118,9 @@ class Training:
         began = since = time.monotonic()
         for step in range(done, schedule.steps):
             before = time.monotonic()
-            batches = next(stream)
+            micro = next(stream)
             self.took["waited"] += time.monotonic() - before
-            self.step(step, batches)
+            self.step(step, micro)
             since = self.spend(since)
             self.log(step + 1, (since - began) / (step + 1 - done), flops)
             self.end_if_asked(step + 1)
@@ -193,7 +183,7 @@ class Training:
             self.validate(folder)
         return done
 
-    def step(self, step: int, batches: list[MicroBatch]) -> None:
+    def step(self, step: int, micro: list[batches.MicroBatch]) -> None:
         """Take step number `step` (from 0) and add its row to the curves.
 
         The module's contribution is measured in the first step, as the run finds it, and where a line is logged. It is
@@ -207,7 +197,7 @@ class Training:
         measured = measures if self.module and (step == 0 or self.is_logged(step + 1)) else None
         module: dict[str, float] = {}
         with measured.recorded(unwrapped(self.engine.module)) if measured else nullcontext([]) as recorded:
-            loss, norm = engine.take_step(self.engine, batches, self.processor, self.device, rates, self.runtime.ranks)
+            loss, norm = engine.take_step(self.engine, micro, self.processor, self.device, rates, self.runtime.ranks)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             with_rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items())
             raise ParamsError(
@@ -362,7 +352,7 @@ def update_ratios(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if name.startswith(MODULE_UPDATE_RATIO)}
 
 
-def sample_pairs(samples: Samples, count: int, seed: int) -> dict[str, list[np.ndarray]]:
+def sample_pairs(samples: batches.Samples, count: int, seed: int) -> dict[str, list[np.ndarray]]:
     """Return `count` pairs of each dataset (all where it has fewer), as row numbers in the split's order, by dataset.
 
     A smaller count is a part of a larger one, and a dataset's choice does not depend on the other datasets.
@@ -385,27 +375,29 @@ class Validation:
     Methods take DeepSpeed's engine around the model.
     """
 
-    def __init__(self, job: Job, samples: Samples, runtime: Runtime, processor: PairProcessor, device: Device) -> None:
+    def __init__(
+        self, job: Job, samples: batches.Samples, runtime: Runtime, processor: PairProcessor, device: Device
+    ) -> None:
         compute, seed = job.compute, job.cfg.seed
         self.samples, self.processor, self.device = samples, processor, device
         self.family, self.rank, self.ranks = FAMILIES[job.model.family], runtime.rank, runtime.ranks
         self.alike = compute.zero_stage == 3  # a forward brings weights together: every worker takes as many
-        self.loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
+        self.loader = batches.Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
         chosen = sample_pairs(samples, compute.val_pairs, seed)
         self.datasets = list(chosen)
         dealt = self._dealt(list(chosen.values()), compute.micro_batch)
         self.batches = [(number, self.loader.read(batch)) for number, batch in dealt]
         self.captioned = list(sample_pairs(samples, compute.caption_val_pairs, seed).values())
 
-    def _dealt(self, datasets: list[list[np.ndarray]], size: int) -> list[tuple[int, list[Weighted]]]:
+    def _dealt(self, datasets: list[list[np.ndarray]], size: int) -> list[tuple[int, list[batches.Weighted]]]:
         """Return this worker's (number of the dataset, sequences); with weight 0 where others have a batch more."""
-        batches: list[tuple[int, list[Weighted]]] = []
+        dealt: list[tuple[int, list[batches.Weighted]]] = []
         for number, pairs in enumerate(datasets):
-            batches += [(number, [(rows, 1) for rows in pairs[at : at + size]]) for at in range(0, len(pairs), size)]
-        while len(batches) % self.ranks:
-            number, first = batches[0]
-            batches.append((number, [(rows, 0) for rows, _ in first]))
-        return batches[self.rank :: self.ranks]
+            dealt += [(number, [(rows, 1) for rows in pairs[at : at + size]]) for at in range(0, len(pairs), size)]
+        while len(dealt) % self.ranks:
+            number, first = dealt[0]
+            dealt.append((number, [(rows, 0) for rows, _ in first]))
+        return dealt[self.rank :: self.ranks]
 
     @torch.no_grad()
     def losses(self, model: Any) -> dict[str, float]:
@@ -416,7 +408,7 @@ class Validation:
         sums = torch.zeros(len(self.datasets), 2, dtype=torch.float64)
         model.eval()
         for number, batch in self.batches:
-            whole = complete(batch, self.device, self.processor.pad_id)
+            whole = batches.complete(batch, self.device, self.processor.pad_id)
             loss = engine.token_loss(model, whole, self.processor, self.device)
             sums[number] += torch.tensor([float(loss), batch.supervised_tokens], dtype=torch.float64)
         model.train()

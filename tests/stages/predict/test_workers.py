@@ -204,6 +204,13 @@ def test_each_worker_is_placed_with_its_device_or_refused(gpu, checkpoint, mixtu
     for count, with_gpu in ((0, True), (2, False), (0, False)):
         assert caption(job(checkpoint, workers=count, gpu=with_gpu), asked) == "here", "Ray is for GPUs alone"
 
+    def changed(refs: Any) -> None:
+        raise ray.exceptions.RayTaskError("caption", "a traceback", DataError("a.png: changed"))
+
+    monkeypatch.setattr(ray, "get", changed)
+    with pytest.raises(DataError, match=r"^a\.png: changed$"):
+        list(caption_on_ray(job(checkpoint, workers=2), asked))
+
 
 def test_what_dead_workers_left_is_dealt_again_until_too_many_died(model, mixture, tmp_path, monkeypatch):
     fake, cfg, out = Remote(monkeypatch), settings(batch_pairs=1), tmp_path / "out"

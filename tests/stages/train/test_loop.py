@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,6 +243,15 @@ def test_a_run_is_counted_on_its_own_samples_and_described(place, monkeypatch, c
     monkeypatch.setattr(loop, "COUNTED", 1)
     training.announce()
     assert asked[1] != asked[0], "of the first sequence alone"
+    capfd.readouterr()
+    monkeypatch.setattr(loop, "LOGGED_STEPS", 2)
+    training.curve.add({"step": 2, "loss": 1.5, "grad_norm": 2.0})
+    training.log(2, 2.0, 24e9)
+    line = "train: step 2/3 (66.7%)  loss 1.5000  grad_norm 2.0000  6 captions/s  ETA 0:00:02\n"
+    assert capfd.readouterr().out == line, "23 captions in 2 steps of 2 s"
+    training.runtime = Runtime(0, 2)
+    assert training.spend(time.monotonic() - 100) == pytest.approx(time.monotonic(), abs=5)
+    assert training.took["device_seconds"] == 2 * training.took["seconds"] > 199
     peaks = {("NVIDIA H200", "bf16"): 989e12, ("NVIDIA H200", "fp32"): None, ("", "bf16"): None}
     assert {asked: peak_flops(*asked) for asked in peaks} == peaks
 
