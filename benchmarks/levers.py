@@ -24,13 +24,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
-from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
-from m3diff.models.fused import make_fused
+from m3diff.models.fused import KERNELS, make_fused
 from m3diff.models.m3diff import FAMILY as M3DIFF
-from m3diff.models.m3diff import LARGE_BASE
+from m3diff.models.m3diff import LARGE_BASE, M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
-from m3diff.models.m3diff_settings import M3DiffSettings
 from m3diff.models.processing import M3DiffImageProcessor
 from m3diff.models.settings import Lora, Rates
 from m3diff.models.tuning import meta_model, prepare, trainable_groups

@@ -41,9 +41,9 @@ from transformers.utils import logging
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
+from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import DifferentialPerception
-from m3diff.models.m3diff_settings import M3DiffSettings, MDPConfig
-from m3diff.models.settings import Delays
+from m3diff.models.settings import Delays, MDPConfig
 from m3diff.models.tuning import prepare, trainable_groups
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from m3diff.commands.plan import published_workload
-from m3diff.models.m3diff_settings import MDPConfig
-from m3diff.models.onediff_settings import VDMConfig
+from m3diff.models.settings import MDPConfig, VDMConfig
 from m3diff.settings.load import differences, load_params, resolve
 from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY

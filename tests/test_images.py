@@ -19,10 +19,8 @@ import polars as pl
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from m3diff.images import cache as image_cache
 from m3diff.images import check as image_check
-from m3diff.images.cache import check_images
-from m3diff.images.check import check_image
+from m3diff.images.check import check_image, check_images
 from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import LEVELS, borders, fitted, outlined
 from tests.layouts import save_picture
@@ -382,7 +380,7 @@ def test_broken_files_are_told_apart(tmp_path):
         "text.png": (b"<html>404</html>", "does not decode: is of no known image format"),
         "half.jpg": (encoded("JPEG")[:700], "does not decode: image file is truncated"),
         "half.gif": (encoded("GIF")[:900], "does not decode"),
-        "flipped.png": (noise[:200] + bytes([noise[200] ^ 1]) + noise[201:], "does not decode: broken PNG file"),
+        "flipped.png": (noise[:200] + bytes([noise[200] ^ 1]) + noise[201:], "does not decode: broken data stream"),
         "short.png": (png_chunks(16, 16, 8, 0, zlib.compress(b"\0" * 100)), "does not decode: image file is truncated"),
         "bomb.png": (
             png_chunks(60_000, 60_000, 8, 0, zlib.compress(b"\0" * 100)),
@@ -422,13 +420,13 @@ def test_a_check_has_digest_format_size_and_thumbnail_of_the_file(tmp_path):
 @pytest.fixture
 def read_paths(monkeypatch) -> list[list[str]]:
     asked: list[list[str]] = []
-    real = image_cache._over_cores
+    real = image_check._over_cores
 
-    def note(paths, *rest):
-        asked.append([Path(path).name for path in paths])
-        return real(paths, *rest)
+    def note(batches, *rest):
+        asked.append([Path(path).name for batch in batches for path in batch])
+        return real(batches, *rest)
 
-    monkeypatch.setattr(image_cache, "_over_cores", note)
+    monkeypatch.setattr(image_check, "_over_cores", note)
     return asked
 
 
@@ -445,7 +443,7 @@ def test_only_new_and_changed_files_are_read_again_and_all_by_another_decoder(tm
     assert read_paths == [names, ["1.png", "2.png", "4.png"]]
     changed = [old != new for old, new in zip(first["digest"], again["digest"], strict=False)]
     assert changed == [False, False, True, False]
-    monkeypatch.setattr(image_cache, "DECODER", "another")
+    monkeypatch.setattr(image_check, "DECODER", "another")
     verdicts(tmp_path, "0.png", "2.png")
     assert read_paths[2:] == [["0.png", "2.png"]]
 
@@ -515,9 +513,8 @@ def test_images_are_dealt_to_a_cluster_in_batches_and_none_is_lost(tmp_path, mon
     (tmp_path / "cache.parquet").unlink()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setenv("RAY_ADDRESS", "anywhere")
-    monkeypatch.setattr(image_cache, "BATCH", 3)
-    monkeypatch.setattr(image_cache, "IN_FLIGHT", 1)
-    monkeypatch.setattr(image_check, "known_digests", frozenset())
+    monkeypatch.setattr(image_check, "BATCH", 3)
+    monkeypatch.setattr(image_check, "IN_FLIGHT", 1)
     assert frame_of(tmp_path, *names).equals(here)
     assert batches == [3, 3, 2]
 

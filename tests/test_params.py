@@ -102,13 +102,13 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a family's own rules": (
         {
-            "models.m3diff.module.kind": "mdp",
+            "models.m3diff.module": {"kind": "mdp"},
             "models.onediff.lora.rank": -1,
             "models.no_module.rates.module": 0.1,
             "models.other": M3DIFF | {"module": {"kind": "difference", "init_gains": 1}},
         },
         [
-            "models.m3diff.module: kind must be difference, or not be there for the MDP module",
+            "models.m3diff.module.kind: Input should be 'difference' (found 'mdp')",
             "models.onediff.lora: rank must be 0 or more, found -1",
             "models.no_module: rates: module",
             "models.other.module.init_gains: unknown key; did you mean 'init_gain'?",
@@ -341,11 +341,3 @@ def test_the_bert_that_a_new_module_starts_as_is_asked_for_before_anything_runs(
     names = ["bert/config.json", "bert/model.safetensors"]
     assert [str(path.relative_to(tmp_path)) for _, path, _ in found] == names[:missing]
     assert all(remedy == "copy it from bert-base-uncased, or set module.start to random" for *_, remedy in found)
-
-
-def test_recomputation_that_the_bases_llm_has_not_is_refused_before_anything_runs(write, tmp_path):
-    write_base = {"model_type": "blip-2", "image_token_index": 7, "text_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(write_base))
-    changes = {"train.model": "blip2idc", "train.base": str(tmp_path), "compute.activation_checkpointing": "selective"}
-    (fault,) = faults_of(write(changes))
-    assert fault.startswith("compute.activation_checkpointing: selective recomputes the norms and products of a Qwen2")

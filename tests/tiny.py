@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
 from m3diff.models import FAMILIES
-from m3diff.models.attention import KERNELS
 from m3diff.models.checkpoint import folder_sha256, save_checkpoint
+from m3diff.models.fused import KERNELS
+from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
-from m3diff.models.m3diff_settings import M3DiffSettings, module_config
-from m3diff.models.onediff_settings import OneDiffSettings, VDMConfig
+from m3diff.models.onediff import OneDiffSettings
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
-from m3diff.models.settings import Lora, Rates
+from m3diff.models.settings import Lora, Rates, VDMConfig, module_config
 from m3diff.models.tuning import prepare
 
 MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}
@@ -87,7 +87,7 @@ def tiny_base(folder: Path, seed: int = 0, first_release: bool = False) -> Path:
 def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) -> M3DiffSettings:
     """The settings of a tiny M3Diff; `rates` changes the learning rate of a part."""
     without = {"module": None} if mdp is None else {}
-    module = None if mdp is None else module_config(mdp)
+    module = None if mdp is None else module_config(**mdp)
     return M3DiffSettings("m3diff", module, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
 
 

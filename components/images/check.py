@@ -1,24 +1,49 @@
-"""Read an image file once and check it strictly, in a worker process: this module imports nothing heavy."""
+"""All images of a table, each read and checked once over every core; cached, so that a later run reads what changed.
+
+ingest takes each image's digest from here, validate its verdict: what ingest has read and decoded, validate finds in
+the cache. An entry is valid for one path, size, time of change, inode and device. The cache changes no output.
+"""
 
 import hashlib
+import io
+import multiprocessing
 import os
 import stat
 import warnings
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain, repeat
+from pathlib import Path
 from typing import NamedTuple
 
 import PIL
+import polars as pl
 from PIL import Image
 
 from m3diff.images.open import ImageError, open_image, to_rgb, too_large
+from m3diff.records.files import write_atomic
+from m3diff.records.progress import progress
 
 OK = "ok"
 DECODER = f"Pillow {PIL.__version__}, listed formats, RGB by its bands, thumbnail 8x8 Hamming"
 """Verdicts are cached under this name: another decoder judges anew."""
 
-PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
-"""The whole last chunk: Pillow accepts a file in which only this checksum is missing."""
+Schema = dict[str, type[pl.DataType]]
+STAT: Schema = {"path": pl.String, "size": pl.Int64, "mtime_ns": pl.Int64, "inode": pl.UInt64, "device": pl.UInt64}
+CHECK: Schema = {
+    "digest": pl.Binary,
+    "verdict": pl.String,
+    "format": pl.String,
+    "width": pl.Int64,
+    "height": pl.Int64,
+    "thumb": pl.Binary,
+}
+"""The fields of ImageCheck."""
 
-known_digests: frozenset[bytes] = frozenset()
+CACHE: Schema = {**STAT, **CHECK, "decoder": pl.String}
+BATCH, IN_FLIGHT = 256, 64
+"""Images in a task, and tasks of the cluster at a time."""
 
 
 class ImageCheck(NamedTuple):
@@ -33,35 +58,119 @@ class ImageCheck(NamedTuple):
     thumb: bytes | None = None  # 8x8 grey levels, row by row
 
 
-def start_worker(known: frozenset[bytes]) -> None:
-    """Tell a fresh worker which contents need no second decoding."""
-    global known_digests
-    known_digests = known
-    Image.MAX_IMAGE_PIXELS = None  # the limit is ours, checked before a pixel is decoded
-    warnings.simplefilter("ignore")
+def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> pl.DataFrame:
+    """A row per distinct path: `path`, CHECK. `verdict` is OK or says what is wrong.
+
+    Args:
+        paths: of image files; nulls and repeats are passed over.
+        max_pixels: an image whose padded square has more is not decoded; its verdict says so.
+        cache: Parquet file, read and written anew; it may be missing or damaged.
+        stage: who asks, for the progress line.
+    """
+    rows = [(path, *_stat(path)) for path in paths.drop_nulls().unique().sort()]
+    stats = pl.DataFrame(rows, schema=STAT | {"verdict": pl.String}, orient="row")
+    absent = stats.filter(pl.col("verdict").is_not_null())
+    files = stats.filter(pl.col("verdict").is_null()).drop("verdict")
+    cached = _load(cache, max_pixels)
+    unchanged = files.join(cached, on=list(STAT), how="inner")
+    read = _read(files.join(cached, on=list(STAT), how="anti"), cached, max_pixels, stage)
+    if read.height:
+        _store(cache, cached, read)
+    columns = ["path", *CHECK]
+    checked = pl.concat(
+        [unchanged.select(columns), read.select(columns), absent.select("path", "verdict")], how="diagonal"
+    )
+    assert checked.height == stats.height, (checked.height, stats.height)
+    return checked.sort("path")
 
 
-def check_image(path: str, max_pixels: int) -> ImageCheck:
-    """Read, hash and, for content not yet known, decode every pixel. Never raises for a bad file."""
+def _stat(path: str) -> tuple[int | None, int | None, int | None, int | None, str | None]:
+    """STAT of a path, or a verdict on one that is no file."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return ImageCheck(path, None, "is no regular file")
-        with open(path, "rb") as file:
-            data = file.read()
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None, None, None, None, "is missing"
     except OSError as error:
-        return ImageCheck(path, None, f"cannot be read: {error.strerror}")
-    digest = hashlib.sha256(data).digest()
-    return ImageCheck(path, digest, None) if digest in known_digests else _decode(path, digest, data, max_pixels)
+        return None, None, None, None, f"cannot be read: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return None, None, None, None, "is no regular file"
+    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev, None
+
+
+def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str) -> pl.DataFrame:
+    """Read new or changed files; columns STAT and CHECK."""
+    if files.is_empty():
+        return cached.clear()
+    known = {row[0]: row for row in cached.select(*CHECK).iter_rows()}
+    paths = files["path"].to_list()
+    batches = [paths[start : start + BATCH] for start in range(0, len(paths), BATCH)]
+    spread = _over_cluster if "RAY_ADDRESS" in os.environ else _over_cores
+    read = chain.from_iterable(spread(batches, frozenset(known), max_pixels))
+    checks = progress(read, f"{stage} images", total=len(paths), unit="image")
+    rows = [(check.path, *known[check.digest]) if check.digest in known else check for check in checks]
+    return files.join(pl.DataFrame(rows, schema={"path": pl.String, **CHECK}, orient="row"), on="path")
+
+
+def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[ImageCheck]]:
+    context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
+        yield from pool.map(check_batch, batches, repeat(known), repeat(max_pixels))
+
+
+def _over_cluster(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[ImageCheck]]:
+    """Check on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
+    import ray
+
+    ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)
+    task, contents = ray.remote(check_batch), ray.put(known)
+    waiting: deque[ray.ObjectRef] = deque()
+    for batch in batches:
+        waiting.append(task.remote(batch, contents, max_pixels))
+        if len(waiting) > IN_FLIGHT:
+            yield ray.get(waiting.popleft())
+    yield from ray.get(list(waiting))
+
+
+def _load(cache: Path, max_pixels: int) -> pl.DataFrame:
+    """Sound images of earlier runs, as this decoder judged them. Bad ones are not cached: a limit may change."""
+    nothing = pl.DataFrame(schema=STAT | CHECK)
+    if not cache.is_file():
+        return nothing
+    try:
+        known = pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
+    except (pl.exceptions.PolarsError, OSError):
+        return nothing  # half written or of another version: it is only a cache
+    sound = (pl.col("decoder") == DECODER) & (pl.max_horizontal("width", "height").pow(2) <= max_pixels)
+    return known.filter(sound).drop("decoder")
+
+
+def _store(cache: Path, cached: pl.DataFrame, read: pl.DataFrame) -> None:
+    sound = read.filter(pl.col("verdict") == OK)
+    kept = pl.concat([sound, cached]).unique("path", keep="first", maintain_order=True)
+    buffer = io.BytesIO()
+    kept.with_columns(decoder=pl.lit(DECODER)).write_parquet(buffer)
+    write_atomic(cache, buffer.getvalue())
 
 
 def check_batch(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[ImageCheck]:
-    """Check the images of a cluster's task, whose workers start without `start_worker`."""
-    start_worker(known)
-    return [check_image(path, max_pixels) for path in paths]
+    """Check images in a worker process, which needs no second decoding of the contents `known`."""
+    Image.MAX_IMAGE_PIXELS = None  # the limit is ours, checked before a pixel is decoded
+    warnings.simplefilter("ignore")
+    return [check_image(path, max_pixels, known) for path in paths]
+
+
+def check_image(path: str, max_pixels: int, known: frozenset[bytes] = frozenset()) -> ImageCheck:
+    """Read, hash and, for content not yet known, decode every pixel. Never raises for a bad file."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        return ImageCheck(path, None, f"cannot be read: {error.strerror}")
+    digest = hashlib.sha256(data).digest()
+    return ImageCheck(path, digest, None) if digest in known else _decode(path, digest, data, max_pixels)
 
 
 def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageCheck:
-    """PNG: the checksum of every chunk, then all pixels; others: all pixels. A GIF is judged by its first frame."""
+    """The check of a file's bytes, of which every pixel is decoded. A GIF is judged by its first frame."""
     if not data:
         return ImageCheck(path, digest, "is empty (0 bytes)")
     kind = width = height = None
@@ -70,11 +179,6 @@ def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageChec
             kind, (width, height) = image.format, image.size
             if fault := too_large(image, max_pixels):
                 return ImageCheck(path, digest, fault, kind, width, height)
-            if kind == "PNG":
-                image.verify()
-                if PNG_END not in data:
-                    return ImageCheck(path, digest, "does not decode: PNG ends before its last chunk")
-        with open_image(data) as image:
             thumb = to_rgb(image).convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except ImageError as error:
         return ImageCheck(path, digest, str(error), kind, width, height)

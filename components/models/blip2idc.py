@@ -31,9 +31,6 @@ LORA_TARGETS = {
 """As the authors' code names them: queries, keys and values of all parts, but for the queries of the Q-Former's
 self-attention. In the vision encoder the three are one linear."""
 
-EVA = {"image_size": 224, "patch_size": 14}
-"""The vision encoder of the published BLIP-2: what its configuration leaves out where it is the default."""
-
 
 @dataclass(frozen=True)
 class Augment(Fields):
@@ -104,18 +101,7 @@ def faults(settings: Blip2IDCSettings, base: Mapping[str, Any] | None) -> list[s
         found.append(
             "its base has no image_token_index: a release from before BLIP-2's processor knew <image>; take a later one"
         )
-    encoder = EVA | base.get("vision_config", {})
-    if (rows := encoder["image_size"] // encoder["patch_size"]) % 2:
-        found.append(f"its base's vision encoder has {rows} rows of patches, which two images cannot share alike")
     return found
-
-
-def checkpointing_faults(activation_checkpointing: str, base: Mapping[str, Any] | None) -> list[str]:
-    """Why the base's LLM cannot be recomputed so; the published one's where the base is not known."""
-    kind = (base or {}).get("text_config", {}).get("model_type", "opt")
-    if activation_checkpointing != "selective" or kind == "qwen2":
-        return []
-    return [f"selective recomputes the norms and products of a Qwen2 LLM, and this one is {kind}; write none or full"]
 
 
 def augment(settings: Blip2IDCSettings, pair: "np.ndarray", rng: "np.random.Generator") -> "np.ndarray":
@@ -131,7 +117,6 @@ FAMILY = Family(
     classes=classes,
     faults=faults,
     augment=augment,
-    checkpointing_faults=checkpointing_faults,
     prompt_tokens=1.0,
 )
 """Its prompt is the token that BLIP-2 begins texts with, and no question."""

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Blip2Config, Blip2ForConditionalGeneration, Blip2Processor
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from m3diff.models.layers import recorded, trims, with_visual_tokens
 from m3diff.models.processing import NormalisedImages, PairProcessor
@@ -231,18 +230,15 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         side = config.vision_config.image_size
         return {"pixel_values": torch.zeros(1, 3, side, side, device=device)}
 
-    def get_image_features(  # type: ignore[override]  # without BLIP-2's other outputs
-        self, pixel_values: Tensor, **kwargs: Any
-    ) -> BaseModelOutputWithPooling:
-        """Visual tokens of each picture: `pooler_output` is [B, Q, D].
+    def visual_tokens(self, pixel_values: Tensor) -> Tensor:
+        """Visual tokens of each picture, [B, Q, D].
 
         As BLIP-2's own, but that the queries see every patch without a mask of ones: reading it would wait for a GPU.
         """
         patches = self.vision_model(pixel_values=pixel_values).last_hidden_state
         queries = self.query_tokens.expand(len(patches), -1, -1)
         read = self.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
-        projected = self.language_projection(read.to(patches.dtype))
-        return BaseModelOutputWithPooling(last_hidden_state=patches, pooler_output=projected)
+        return self.language_projection(read.to(patches.dtype))
 
     def forward(  # type: ignore[override]  # what this project asks of it
         self,
@@ -262,10 +258,10 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
             logits_to_keep: or a mask of the logits to keep, [1, T] bool: they are [tokens kept, vocabulary] then.
             tokens: the ids of `input_ids` on the CPU: with them nothing waits for a GPU.
         """
-        features = self.get_image_features(pixel_values)
+        visual = self.visual_tokens(pixel_values)
         if input_ids is None:
-            return features
-        embeds = self.embeds(input_ids, features.pooler_output, tokens)
+            return visual
+        embeds = self.embeds(input_ids, visual, tokens)
         asked = {"inputs_embeds": embeds, "attention_mask": attention_mask}
         if isinstance(logits_to_keep, int):
             return self.language_model(**asked, logits_to_keep=logits_to_keep, **kwargs)
@@ -279,10 +275,8 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
     def embeds(self, input_ids: Tensor, visual: Any, tokens: Tensor | None = None) -> Tensor:
         """The LLM's inputs [., T, D]: embeddings of the tokens, with the visual tokens [B, Q, D] at their places."""
         embeddings = self.get_input_embeddings()(input_ids)
-        if tokens is not None:
-            return with_visual_tokens(embeddings, visual.flatten(0, 1), tokens, self.config.image_token_index)
-        places: Tensor = input_ids == self.config.image_token_index  # type: ignore[assignment]
-        return embeddings.masked_scatter(places[..., None], visual.to(embeddings.dtype))
+        tokens = input_ids if tokens is None else tokens
+        return with_visual_tokens(embeddings, visual.flatten(0, 1), tokens, self.config.image_token_index)
 
     @torch.no_grad()
     def generate(  # type: ignore[override]  # as above
@@ -290,10 +284,9 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
     ) -> Tensor:
         """Tokens of the prompts and of what the LLM answers, [B, tokens], as BLIP-2's own `generate` gives them. The
         pictures are encoded within `forward`, where ZeRO 3 has the queries together."""
-        visual = self(pixel_values=pixel_values).pooler_output
-        return self.language_model.generate(
-            input_ids=input_ids, inputs_embeds=self.embeds(input_ids, visual), attention_mask=attention_mask, **decoding
-        )
+        embeds = self.embeds(input_ids, self(pixel_values=pixel_values))
+        asked = {"input_ids": input_ids, "inputs_embeds": embeds, "attention_mask": attention_mask}
+        return self.language_model.generate(**asked, **decoding)
 
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Within it, each cross-attention of the Q-Former adds what its queries give to each patch, [B, N]."""

@@ -7,7 +7,6 @@ the family, the base with the hash of its content, and the hash of every file.
 
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -31,12 +30,7 @@ ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"
 WEIGHTS = ".safetensors"
 READ = (".json", ".jinja", ".txt", ".model")
 """What is read of a model beside its weights; its card, code and pictures are not."""
-REMEDY = (
-    "restore it (`dvc checkout`, `git lfs pull`), or fetch it again from where it came; if you saved the model "
-    "here again on purpose, delete manifest.json"
-)
-
-logger = logging.getLogger(__name__)
+REMEDY = "restore it (`dvc checkout`, `git lfs pull`), or fetch it again from where it came"
 
 
 class CheckpointError(DataError):
@@ -67,23 +61,16 @@ def verify_manifest(folder: Path) -> dict[str, Any]:
 def verify_loaded(folder: Path) -> dict[str, Any]:
     """Check the files that a model is loaded from against its manifest and return it.
 
-    The weights must be the manifest's. Configuration and tokenizer may have been edited, of which a warning tells. The
-    card, the code and the adapters beside a whole model may be edited or absent.
+    The weights must be the manifest's. Configuration and tokenizer may have been edited. The card, the code and the
+    adapters beside a whole model may be edited or absent.
 
     Raises:
         CheckpointError: weights are missing or differ, another file is missing or no JSON; names the file.
     """
     manifest = read_manifest(folder)
-    edited: list[str] = []
     for name, want in manifest["files"].items():
-        path = folder / name
-        if name.startswith(f"{ADAPTERS}/") or not name.endswith((WEIGHTS, *READ)):
-            continue
-        _check_file(path, want if name.endswith(WEIGHTS) else None)
-        if name.endswith(READ) and hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest() != want:
-            edited.append(name)
-    if edited:
-        logger.warning("%s: edited since it was written, used as it is now: %s", folder, ", ".join(edited))
+        if name.endswith((WEIGHTS, *READ)) and not name.startswith(f"{ADAPTERS}/"):
+            _check_file(folder / name, want if name.endswith(WEIGHTS) else None)
     return manifest
 
 
@@ -129,30 +116,22 @@ def loading(folder: Path) -> Iterator[None]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its files not looked at. Of a shared folder that transformers saved again, which has none, the
-    family, by its processor, and the hashes as they are.
+    """The manifest, its files not looked at.
 
     Raises:
         CheckpointError: it is missing or is none.
     """
     file = folder / MANIFEST
-    if file.is_file():
-        _check_file(file)
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise CheckpointError(f"{file}: has no list of files; {REMEDY}")
-        return manifest
-    try:
-        processor = json.loads((folder / "processor_config.json").read_bytes())["auto_map"]["AutoProcessor"]
-    except (OSError, ValueError, KeyError, TypeError):
+    if not file.is_file():
         raise CheckpointError(
             f"{folder}: no {MANIFEST}, so it is no checkpoint or was not written to its end; name a folder that "
-            "training, `m3diff export` or `m3diff export --hub` wrote. A shared model that was saved again needs its "
-            "processor's save_pretrained there, too; adapters in peft's own layout are loaded by peft"
-        ) from None
-    family = next((name for name in FAMILIES if f"processing_{name}." in processor), None)
-    files = (path for path in _files(folder) if path.parent == folder and path.name.endswith((WEIGHTS, *READ)))
-    return {"family": family, "files": {path.name: _sha256(path) for path in files if path.name[0] != "."}}
+            "training, `m3diff export` or `m3diff export --hub` wrote; adapters in peft's own layout are loaded by peft"
+        )
+    _check_file(file)
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise CheckpointError(f"{file}: has no list of files; {REMEDY}")
+    return manifest
 
 
 def folder_sha256(folder: Path, hidden: bool = True) -> str:
@@ -279,12 +258,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
     with loading(folder):
         if is_adapters(folder):
             return _load_adapters(folder, manifest, family, dtype, base), family
-        if (folder / MANIFEST).is_file():
-            return family.load(folder, dtype), family
-        _shapes(folder)  # names a damaged file
-        model = family.load(folder, dtype)
-        _check_whole(model, folder)
-        return model, family
+        return family.load(folder, dtype), family
 
 
 def _load_adapters(

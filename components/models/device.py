@@ -27,7 +27,7 @@ class Device:
     Attributes:
         gpu: the current GPU, else the CPU.
         precision: of the weights that the model computes with.
-        attention: the kernel of the LLM while it trains (components/models/attention.py).
+        attention: the kernel of the LLM while it trains (components/models/fused.py).
     """
 
     gpu: bool

@@ -7,7 +7,7 @@ module and each family's own (`m3diff.py`) import nothing heavy; torch comes wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,8 +72,6 @@ class Family:
             resumes, on any number of workers, sees the same. Never at validation or prediction. None: as it is.
         base_files: (settings, the base's config.json or None) -> files required in the base's folder beside the base's
             own, each with where it comes from. None: nothing.
-        checkpointing_faults: (activation_checkpointing, the base's config.json or None) -> why the base's LLM cannot be
-            recomputed so, in words. None: every one can.
         prompt_tokens: of every prompt, without the images, where no question is asked. None: as the question is long.
     """
 
@@ -88,7 +86,6 @@ class Family:
     whole_without_adapters: tuple[str, ...] = ()
     augment: Callable[[Any, np.ndarray, np.random.Generator], np.ndarray] | None = None
     base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
-    checkpointing_faults: Callable[[str, Mapping[str, Any] | None], list[str]] | None = None
     prompt_tokens: float | None = None
 
     @property
@@ -144,26 +141,7 @@ class Family:
         """Let a model compute by fused kernels, in place. Raises ValueError for an LLM that cannot be recomputed so."""
         from m3diff.models.fused import make_fused
 
-        faults = self.checkpointing_faults and self.checkpointing_faults(
-            activation_checkpointing, model.config.to_dict()
-        )
-        if faults:
-            raise ValueError(f"compute.activation_checkpointing: {faults[0]}")
         make_fused(model, activation_checkpointing)
-
-    def generate(
-        self, model: Any, inputs: Mapping[str, Tensor], saliency: bool, decoding: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The answers alone, ids [pairs, tokens], and with `saliency` where the model looks for the difference, [pairs,
-        rows, columns], each with sum 1. The images are encoded once for both.
-
-        Args:
-            inputs: of the processor's `prompt_inputs` and `image_inputs`.
-            decoding: options of transformers' `generate`.
-        """
-        with model.recorded_maps() if saliency else nullcontext() as found:
-            tokens = model.generate(**inputs, **decoding)
-        return tokens[:, inputs["input_ids"].shape[1] :], model.mean_map(found, len(tokens)) if saliency else None
 
 
 def module_fields(settings: Settings) -> dict[str, Any] | None:

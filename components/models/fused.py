@@ -1,4 +1,10 @@
-"""Fused kernels for a Qwen2 or Llama LLM with peft's adapters: the same numbers from less work and memory.
+"""An LLM while it trains: attention by the kernel of the mask it is handed, and fused kernels for a Qwen2 or Llama with
+peft's adapters, which give the same numbers from less work and memory.
+
+`attend` is transformers' attention interface, called NAME. The sequences of a micro-batch lie end to end in one row of
+T tokens. FlexAttention takes the row as it is. SDPA's kernels take rectangles: queries, keys and values are laid out so
+around the kernel alone, so that nothing else is computed on padding. Model and mask cannot disagree: the mask chooses
+the kernel. Every path runs on a CPU, where FlexAttention has no backward: its rule is evaluated for every two tokens.
 
 `make_fused` changes the classes of modules in place and can be called again with other choices. While training, the
 last layer computes its outputs only where a token is supervised: of the other tokens only keys and values matter there.
@@ -8,20 +14,136 @@ in backward, a matrix product never.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import sdpa_kernel
-from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm, apply_rotary_pos_emb
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, apply_rotary_pos_emb
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
-from m3diff.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows, compiled
 from m3diff.models.layers import rms_norm
+
+NAME = "m3diff"
+KERNELS = {"": "sdpa", "text_config": NAME, "vision_config": "sdpa"}
+"""transformers' `attn_implementation` of a model that trains."""
+
+FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+RECURRING = 128
+"""FlexAttention's row is a multiple of this many tokens (its block), so that shapes recur from step to step."""
+
+
+def attention_of(
+    asked: Literal["auto", "flex", "sdpa"], gpu: bool, max_captions: int | None
+) -> Literal["flex", "sdpa"]:
+    """The kernel of a run. On a GPU branches want FlexAttention; one caption a sequence is plain causal attention,
+    for which SDPA has the quickest kernel."""
+    if asked == "auto":
+        return "flex" if gpu and max_captions != 1 else "sdpa"
+    return asked
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The row of T tokens as rectangles of sequences of about one length, a sequence a row, laid end to end.
+
+    Attributes:
+        rows: [P]; the token at each place of the rectangles, 0 where there is none.
+        places: [tokens without padding]; each token's place.
+        shapes: (B, S) of each rectangle; P is the sum of their products.
+        masks: of each rectangle, who attends to whom, [B, 1, S, S] bool; None: each sequence causally.
+    """
+
+    rows: Tensor
+    places: Tensor
+    shapes: tuple[tuple[int, int], ...]
+    masks: tuple[Tensor | None, ...]
+
+    def each(self, taken: Callable[[Tensor], Tensor]) -> "Layout":
+        """The same of what `taken` makes of each tensor: pinned, or on another device."""
+        masks = tuple(None if mask is None else taken(mask) for mask in self.masks)
+        return Layout(taken(self.rows), taken(self.places), self.shapes, masks)
+
+    def attention_mask(self) -> Tensor:
+        """A stand-in for the masks, [1, 1, T, T]: transformers passes on a mask of four dimensions."""
+        tokens = len(self.places)
+        return torch.ones((), dtype=torch.bool, device=self.rows.device).expand(1, 1, tokens, tokens)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: "Tensor | BlockMask | None",
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, heads, T, d] each to [1, T, heads, d].
+
+    A BlockMask asks for FlexAttention, a `layout` for SDPA over its rows; without either it is transformers' SDPA, as
+    while captioning.
+    """
+    if isinstance(attention_mask, BlockMask):
+        return flex(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    tokens, width = query.shape[2:]
+    sizes = [count * size for count, size in layout.shapes]
+    rectangles = [
+        tensor.transpose(1, 2).reshape(tokens, -1).index_select(0, layout.rows).split(sizes)
+        for tensor in (query, key, value)
+    ]
+    out = []
+    for shape, mask, *parts in zip(layout.shapes, layout.masks, *rectangles, strict=True):
+        q, k, v = (part.unflatten(0, shape).unflatten(-1, (-1, width)).transpose(1, 2) for part in parts)
+        out.append(sdpa(q, k, v, mask, scaling).flatten(0, 1).flatten(1))
+    flat = F.pad(torch.cat(out).index_select(0, layout.places), (0, 0, 0, tokens - len(layout.places)))
+    return flat.unflatten(-1, (-1, width))[None], None
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """[B, heads, S, d] each to [B, S, heads, d]; without a mask causal."""
+    groups = query.shape[1] // key.shape[1]
+    # on a GPU no fused kernel takes a mask, or fp32, together with fewer key heads
+    if query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
+    """FlexAttention [1, heads, T, d], with fewer key and value heads than queries."""
+    if query.is_cuda:
+        return compiled(flex_attention)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    tokens = query.shape[2]
+    dense = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))
+    return sdpa(query, key, value, dense, scaling).transpose(1, 2)
+
+
+@cache
+def compiled(function: Callable) -> Callable:
+    """The function as a kernel for all lengths. More graphs than dynamo's limit are an error from now on; else it would
+    go on without compiling, slowly, and FlexAttention with T x T of memory."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, dynamic=True)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def fused_attention() -> AbstractContextManager[None]:
@@ -115,14 +237,6 @@ class SwiGLU(torch.autograd.Function):
         return fused_on_gpu(swiglu_backward, gate)(grad, gate, up)
 
 
-class FusedMLP(Qwen2MLP):
-    """While training alone: the shapes of validation and captions would each take one of the compiler's few graphs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = SwiGLU.apply if self.training else swiglu
-        return self.down_proj(product(self.gate_proj(x), self.up_proj(x)))
-
-
 @contextmanager
 def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
     """Within, whoever keeps `output` for backward keeps `function` and `inputs` in its place."""
@@ -171,29 +285,20 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
         attention, mlp, x = self.self_attn, self.mlp, hidden_states[0]
         folds = self.folds and layout is not None and not is_partitioned(attention.o_proj)
         normed = self.input_layernorm(x)
-        linears = [attention.q_proj, attention.k_proj, attention.v_proj]
-        if folds and layout is not None:
-            cos, sin = (table[0] for table in position_embeddings)
-            projected = F.linear(normed, *folded(linears))
-            heads_of_queries = attention.config.num_attention_heads
-            query, key, value = RotatedRows.apply(projected, cos, sin, layout, heads_of_queries)
-            heads = attend_rows(query, key, value, layout, len(x), attention.scaling)
-        else:
-            with self.keeping(normed, self.input_layernorm, x):
-                shape = (1, len(x), -1, attention.head_dim)
-                query, key, value = (project(normed).view(shape).transpose(1, 2) for project in linears)
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-            heads, _ = attend(attention, query, key, value, attention_mask, layout, attention.scaling)
-            heads = heads[0].flatten(1)
+        with self.keeping(normed, self.input_layernorm, x):
+            projected = products(normed, [attention.q_proj, attention.k_proj, attention.v_proj], folds)
+        shape = (1, len(x), -1, attention.head_dim)
+        query, key, value = (part.view(shape).transpose(1, 2) for part in projected)
+        turned = Rotary.apply if folds else apply_rotary_pos_emb
+        query, key = turned(query, key, *position_embeddings)
+        heads, _ = attend(attention, query, key, value, attention_mask, layout, attention.scaling)
+        heads = heads[0].flatten(1)
         if kept is not None and attention.layer_idx == attention.config.num_hidden_layers - 1:
             x, heads = x.index_select(0, kept), heads.index_select(0, kept)
         x = plus_product(x, heads, attention.o_proj, folds)
         normed = self.post_attention_layernorm(x)
-        if folds:
-            gate, up = F.linear(normed, folded([mlp.gate_proj, mlp.up_proj])[0]).chunk(2, dim=-1)
-        else:
-            with self.keeping(normed, self.post_attention_layernorm, x):
-                gate, up = mlp.gate_proj(normed), mlp.up_proj(normed)
+        with self.keeping(normed, self.post_attention_layernorm, x):
+            gate, up = products(normed, [mlp.gate_proj, mlp.up_proj], folds)
         product = SwiGLU.apply(gate, up)
         with self.keeping(product, SwiGLU.apply, gate, up):
             return plus_product(x, product, mlp.down_proj, folds)[None]
@@ -201,6 +306,13 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
     def keeping(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
         """Context in which `function` is recomputed in backward, where the layer is selective."""
         return recomputing(output, function, *inputs) if self.selective else nullcontext()
+
+
+def products(x: Tensor, linears: Sequence[Any], folds: bool) -> Sequence[Tensor]:
+    """The outputs of each linear, or with `folds` the parts of one product."""
+    if not folds:
+        return [linear(x) for linear in linears]
+    return F.linear(x, *folded(linears)).split([linear.out_features for linear in linears], dim=-1)
 
 
 def plus_product(x: Tensor, inputs: Tensor, linear: nn.Module, folds: bool) -> Tensor:
@@ -214,13 +326,13 @@ class FusedEncoderLayer(SiglipEncoderLayer):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         attention = self.self_attn
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        stock = any(type(one) is not nn.Linear for one in projections) or is_partitioned(attention.q_proj)
-        if not self.training or stock:
+        if not self.training or is_partitioned(attention.q_proj):
             return super().forward(hidden_states, attention_mask, **kwargs)
-        joined = F.linear(self.layer_norm1(hidden_states), *folded(projections))
-        shape = (*hidden_states.shape[:-1], 3, -1, attention.head_dim)
-        query, key, value = (part.transpose(1, 2) for part in joined.view(shape).unbind(2))
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        query, key, value = (
+            part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for part in products(self.layer_norm1(hidden_states), projections, folds=True)
+        )
         heads = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=attention.scale)
         middle = hidden_states + attention.out_proj(heads.transpose(1, 2).flatten(2))
         return middle + self.mlp(self.layer_norm2(middle))
@@ -231,35 +343,26 @@ def is_partitioned(linear: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in linear.parameters())
 
 
-class RotatedRows(torch.autograd.Function):
-    """Queries, keys and values [T, (heads + 2 key heads) d] to [P, heads, d] each of the layout, the first two with
-    rotary positions."""
+class Rotary(torch.autograd.Function):
+    """Rotary positions on queries and keys [1, heads, T, d], in fewer passes than transformers' own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        split = projected.view(len(projected), -1, cos.shape[-1])
-        key_heads = (split.shape[1] - heads) // 2
-        turned = rotated(split[:, : heads + key_heads], cos, sin)
-        ctx.layout, ctx.cos, ctx.sin = layout, cos, sin
-        query, key, value = turned[:, :heads], turned[:, heads:], split[:, heads + key_heads :]
-        placed = [part.index_select(0, layout.rows) for part in (query, key, value)]
-        return placed[0], placed[1], placed[2]
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return rotated(query, cos, sin), rotated(key, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        query, key, value = (grad.index_select(0, ctx.layout.places) for grad in grads)
-        turned = rotated(torch.cat([query, key], dim=1), ctx.cos, -ctx.sin)
-        return torch.cat([turned, value], dim=1).flatten(1), None, None, None, None
+    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotated(query, cos, -sin), rotated(key, cos, -sin), None, None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on [T, heads, d]; `cos` and `sin` are [T, d], each half alike."""
+    """Rotary positions on [1, heads, T, d]; `cos` and `sin` are [1, T, d], each half alike."""
     half = x.shape[-1] // 2
     turned = x * cos[:, None]
-    turned[..., :half].addcmul_(x[..., half:], sin[:, None, :half], value=-1)
-    turned[..., half:].addcmul_(x[..., :half], sin[:, None, half:])
+    turned[..., :half].addcmul_(x[..., half:], sin[:, None, :, :half], value=-1)
+    turned[..., half:].addcmul_(x[..., :half], sin[:, None, :, half:])
     return turned
 
 
@@ -276,17 +379,15 @@ def folding_pays(model: nn.Module) -> bool:
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     LoraLinear: FusedLora,
     Qwen2RMSNorm: FusedRMSNorm,
-    Qwen2MLP: FusedMLP,
     Qwen2DecoderLayer: FusedDecoderLayer,
     SiglipEncoderLayer: FusedEncoderLayer,
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {
     **{fused: stock for stock, fused in FUSED.items()},
     LlamaRMSNorm: Qwen2RMSNorm,
-    LlamaMLP: Qwen2MLP,
     LlamaDecoderLayer: Qwen2DecoderLayer,
 }
-"""Llama's modules compute the same on the same parts; biases of the linears are the linears' own."""
+"""Llama's modules compute the same on the same parts."""
 
 
 def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", stock: bool = False) -> None:

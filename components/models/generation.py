@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class Captioner:
             images: as the processor's `prepare_image` gives them: before, after, before, after, ...
             saliency: whether to give the maps.
         Returns: one caption per pair; the maps, [pairs, rows, columns] float16 over the patch grid, each with sum 1, or
-            None where they are not asked for or the family has none.
+            None where they are not asked for.
         """
         device = self.model.device
         prompts = self.processor.prompt_inputs([question] * (len(images) // 2))
@@ -56,9 +57,13 @@ class Captioner:
             "eos_token_id": self.processor.end_id,
             "pad_token_id": self.processor.pad_id,
         }
-        tokens, maps = self.family.generate(self.model, inputs, saliency, decoding)
+        with self.model.recorded_maps() if saliency else nullcontext() as maps:
+            tokens = self.model.generate(**inputs, **decoding)
+        captions = self.processor.decode(tokens[:, inputs["input_ids"].shape[1] :])
+        if maps is None:
+            return captions, None
         # numpy knows no bfloat16
-        return self.processor.decode(tokens), None if maps is None else maps.float().cpu().numpy().astype(np.float16)
+        return captions, self.model.mean_map(maps, len(tokens)).float().cpu().numpy().astype(np.float16)
 
 
 def load_captioner(

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-CPU = torch.device("cpu")
-
 
 class RMSNorm(torch.autograd.Function):
     """x / rms(x) * weight for a frozen weight or none, in few passes; on a CPU torch's own takes many. Not in bf16,
@@ -85,8 +83,6 @@ class MultiHeadAttention(nn.Module):
         self, width: int, heads: int, gain: float = 1.0, normed: bool = False, kv_width: int | None = None
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"module: width {width} is not divisible by heads {heads}")
         self.heads, self.normed = heads, normed
         self.q_proj = Projection(width, width)
         self.k_proj = Projection(kv_width or width, width)
@@ -127,21 +123,16 @@ class MultiHeadAttention(nn.Module):
 
 
 @lru_cache(maxsize=8)
-def sincos_positions(
-    side: int, width: int, heads: int, amplitude: float, dtype: torch.dtype = torch.float32, device: torch.device = CPU
-) -> Tensor:
+def sincos_positions(side: int, width: int, heads: int, amplitude: float, dtype: torch.dtype, device: Any) -> Tensor:
     """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y. Computed in fp32
-    on the CPU, whatever the device around: they are kept for every later model, as each precision and device takes
-    them."""
-    if (dtype, device) != (torch.float32, CPU):
-        return sincos_positions(side, width, heads, amplitude).to(device, dtype)
+    on the CPU, whatever the device around: they are kept for every later model of that precision and device."""
     pairs = width // heads // 4
     frequencies = math.pi * torch.linspace(1, 0, pairs + 1, device="cpu")[:-1]
     angles = torch.arange(side, device="cpu")[:, None] * frequencies
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
     grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
     per_head = F.pad(grid, (0, width // heads - 4 * pairs))
-    return amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)
+    return (amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)).to(device, dtype)
 
 
 def grid_positions(like_BND: Tensor, width: int, heads: int, amplitude: float) -> Tensor | None:

@@ -27,15 +27,9 @@ STRATEGY = "vision_feature_select_strategy"
 ONEVISION, LLAVA = LlavaOnevisionConfig.model_type, LlavaConfig.model_type
 ARCHITECTURES = {ONEVISION: "LlavaOnevisionForConditionalGeneration", LLAVA: "LlavaForConditionalGeneration"}
 
-QWEN2 = {
-    "model_type": "qwen2",
-    "max_position_embeddings": 32_768,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    "rms_norm_eps": 1e-6,
-}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "llava-onevision-qwen2-7b-ov-hf": QWEN2
-    | {
+    "llava-onevision-qwen2-7b-ov-hf": {
+        "model_type": "qwen2",
         "vocab_size": 152_064,
         "hidden_size": 3584,
         "intermediate_size": 18_944,
@@ -43,8 +37,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
-    "llava-onevision-qwen2-0.5b-ov-hf": QWEN2
-    | {
+    "llava-onevision-qwen2-0.5b-ov-hf": {
+        "model_type": "qwen2",
         "vocab_size": 152_000,
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -53,14 +47,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
-    "llava-1.5-7b-hf": {
-        "model_type": "llama",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 32_064,
-    },
+    "llava-1.5-7b-hf": {"model_type": "llama", "vocab_size": 32_064},
 }
-"""The LLMs of llava-hf's models, for plans and benchmarks without their folders; the rest of them is transformers'
+"""Shapes of the LLMs of llava-hf's models, for plans and benchmarks without their folders; the rest is transformers'
 defaults."""
 
 
@@ -70,11 +59,13 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
     Attributes:
         MODULE: name of the field that holds them, and of the module in the model. None there is no module, and the
             model is the base.
+        read_module: makes the module's settings of its fields.
         BASES: names of published bases; the shapes of the first are planned with where the base is unknown.
         newline: whether each image ends with LLaVA-OneVision's newline.
     """
 
     MODULE: ClassVar[str] = ""
+    read_module: ClassVar[Any] = dict
     BASES: ClassVar[tuple[str, ...]] = ("llava-onevision-qwen2-7b-ov-hf", "llava-onevision-qwen2-0.5b-ov-hf")
     newline: ClassVar[bool] = True
     if TYPE_CHECKING:
@@ -105,10 +96,7 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
 
     @classmethod
     def on_fields(cls, found: dict[str, Any], module: dict | None) -> Self:
-        """The configuration of a config.json, whose own module, where it has one, comes before `module`. Raises
-        ValueError for one of another kind."""
-        if (kind := found.get("model_type", ONEVISION)) not in (cls.model_type, *ARCHITECTURES):
-            raise ValueError(f"config.json: model_type {kind} is neither {cls.model_type} nor a LLaVA")
+        """The configuration of a config.json, whose own module, where it has one, comes before `module`."""
         values = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
         return cls(**{cls.MODULE: module} | cls._as_computed(values))
 
@@ -127,25 +115,10 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
         return config
 
     def module_config(self) -> Any:
-        """The settings of the module, or None. Raises ValueError for a field that is unknown or impossible, or a layer
-        beyond the vision encoder."""
-        values, deepest = getattr(self, self.MODULE), self.vision_config.num_hidden_layers
-        if values is None:
-            return None
-        try:
-            cfg = self.read_module(values)
-        except ValueError as error:
-            raise ValueError(f"{self.MODULE}: {error}") from error
-        if (layer := cfg.vision_feature_layers[-1]) > deepest:
-            raise ValueError(
-                f"{self.MODULE}: vision feature layer {layer} lies beyond the vision encoder's {deepest} layers"
-            )
-        return cfg
-
-    @staticmethod
-    def read_module(values: dict[str, Any]) -> Any:
-        """The settings of these fields."""
-        raise NotImplementedError
+        """The settings of the module, or None. Raises TypeError or ValueError for a field that is unknown or
+        impossible."""
+        values = getattr(self, self.MODULE)
+        return None if values is None else self.read_module(**values)
 
     @property
     def patches(self) -> int:
@@ -195,21 +168,9 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         self,
         pixel_values: Tensor,
         image_sizes: Tensor | None = None,
-        batch_num_images: Tensor | list[int] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPooling:
-        """Visual tokens of each image.
-
-        Args:
-            pixel_values: [images, 3, H, W] or [images, 1, 3, H, W].
-            batch_num_images: images in each sample; where all are 2, the images are pairs.
-        Returns: `pooler_output` holds a tensor per image, [places, W].
-        """
-        counts = batch_num_images.tolist() if isinstance(batch_num_images, Tensor) else batch_num_images  # one GPU wait
-        if counts is None or any(count != 2 for count in counts):
-            return super().get_image_features(
-                pixel_values, image_sizes=image_sizes, batch_num_images=batch_num_images, **kwargs
-            )
+        """Visual tokens of pairs of images [2 B, 3, H, W]: `pooler_output` holds a tensor per image, [places, W]."""
         projected, tokens = self.visual_tokens(pixel_values)
         return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=tokens)  # type: ignore[arg-type]
 
@@ -221,28 +182,17 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         tokens = kwargs.pop("tokens", None)
         if tokens is None:
             return super().forward(input_ids, pixel_values, **kwargs)
-        found = self.get_image_features(pixel_values, batch_num_images=kwargs.pop("batch_num_images"))
-        visual: Any = torch.cat(list(found.pooler_output))  # type: ignore[arg-type]
+        visual: Any = torch.cat(self.get_image_features(pixel_values).pooler_output)  # type: ignore[arg-type]
         embeds = self.get_input_embeddings()(input_ids)
         embeds = with_visual_tokens(embeds, visual, tokens, self.config.image_token_id)
         return super().forward(**kwargs | {"inputs_embeds": embeds})
-
-    def get_placeholder_mask(
-        self, input_ids: Any, inputs_embeds: Tensor, image_features: Any = None, video_features: Any = None
-    ) -> Any:
-        """The places of the visual tokens, [B, T, 1]. While training their number is that of the prompt, by the
-        processor: counting them again would wait for the GPU."""
-        if not self.training or input_ids is None or video_features is not None:
-            return super().get_placeholder_mask(input_ids, inputs_embeds, image_features, video_features)
-        return (input_ids == self.config.image_token_id)[..., None], None
 
     def vision_hidden_states(self, pixel_values: Tensor) -> list[Tensor]:
         """The vision encoder's hidden states: the embedding and each layer's output, every one [images, N, D]. A CLIP
         has a norm before its first layer, and a class token, which is left out of each."""
         encoder: Any = self.vision_tower
         is_clip = hasattr(encoder, "pre_layrnorm")
-        pixels = pixel_values.flatten(0, 1) if pixel_values.dim() == 5 else pixel_values
-        states = [encoder.embeddings(pixels)]
+        states = [encoder.embeddings(pixel_values)]
         if is_clip:
             states = [encoder.pre_layrnorm(states[0])]
         for layer in encoder.encoder.layers:
@@ -298,13 +248,11 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         Raises ValueError where weights other than a new module's are missing or of another shape. Safetensors only.
         """
         kind: Any = cls.config_class
-        name, new = str(pretrained_model_name_or_path), module is not None
-        begins = config is None
-        if config is None:
+        name, new, begins = str(pretrained_model_name_or_path), module is not None, config is None
+        if begins:
             found, _ = kind.get_config_dict(name)
             new = new and kind.MODULE not in found
             config = kind.on_fields(found, module)
-        wants_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"config": config, "use_safetensors": True, "output_loading_info": True}
         with _quiet():
             loaded: Any = super().from_pretrained(name, *args, **kwargs)
@@ -319,7 +267,7 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         logger.info("%s: %s parameters loaded, %d tensors of the new module", name, f"{parameters:,}", len(made))
         if made and begins:
             model.begin(Path(name))
-        return (model, info) if wants_info else model
+        return model
 
     def begin(self, folder: Path) -> None:
         """Give a new module weights that the base's folder has for it."""

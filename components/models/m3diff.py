@@ -3,15 +3,13 @@
 Light to import: torch and transformers come with the first call. `llava_*` are of every family on LLaVA's parts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from m3diff.models.family import MODULE_UPDATE_RATIO, Contribution, Family, module_fields
-from m3diff.models.m3diff_settings import M3DiffSettings, MDPConfig
-from m3diff.models.settings import Settings
+from m3diff.models.settings import ByKind, MDPConfig, ModuleConfig, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +26,18 @@ SIGLIP_SO400M = {"num_hidden_layers": 26, "hidden_size": 1152}
 
 SMALL_BASE, LARGE_BASE = "llava-onevision-qwen2-0.5b-ov-hf", "llava-onevision-qwen2-7b-ov-hf"
 """Folder names of the published bases; a hub's page of the same name has the model."""
+
+
+@dataclass(frozen=True)
+class M3DiffSettings(Settings):
+    """Settings of M3Diff.
+
+    module: the new MDP module; or a control: the bare difference, or None for the base without a module.
+    lora: adapters of the LLM's linears.
+    """
+
+    family: Literal["m3diff"]
+    module: Annotated[ModuleConfig | None, ByKind()]
 
 
 def llava_parts(module: str) -> dict[str, tuple[str, ...]]:
@@ -66,17 +76,11 @@ def llava_base_faults(settings: Settings, base: Mapping[str, Any], field: str, k
     return [f"module: the base was trained with another one, which it keeps; set {theirs} instead of {ours}"]
 
 
-def llava_layer_faults(settings: Settings, base: Mapping[str, Any], layers: int) -> list[str]:
-    """Layers that a vision encoder of so many cannot give to the base's projector and to the module."""
-    found, layer = [], base.get("vision_feature_layer", -1)
-    if not isinstance(layer, int) or not -layers - 1 <= layer <= layers:
-        found.append(
-            f"its base's vision_feature_layer must be one whole number from {-layers - 1} to {layers}, found {layer}: "
-            "a LLaVA whose projector reads several layers is not known here; take another base"
-        )
-    if settings.module is not None and (deepest := settings.module.vision_feature_layers[-1]) > layers:
-        found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
-    return found
+def llava_layer_faults(settings: Settings, layers: int) -> list[str]:
+    """Layers that a vision encoder of so many cannot give to the module."""
+    if settings.module is None or (deepest := settings.module.vision_feature_layers[-1]) <= layers:
+        return []
+    return [f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder"]
 
 
 def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
@@ -86,7 +90,7 @@ def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str
     if found := llava_base_faults(settings, base, "mdp", {"llava_onevision": "LLaVA-OneVision", "m3diff": "M3Diff"}):
         return found
     encoder = SIGLIP_SO400M | base.get("vision_config", {})
-    found = llava_layer_faults(settings, base, encoder["num_hidden_layers"])
+    found = llava_layer_faults(settings, encoder["num_hidden_layers"])
     width, module = encoder["hidden_size"], settings.module
     if isinstance(module, MDPConfig) and width % module.heads:
         found.append(f"module.heads: {module.heads} does not divide {width}, the width of the vision encoder")
@@ -98,7 +102,7 @@ def contribution_names(settings: M3DiffSettings) -> tuple[str, ...]:
     return tuple(f"{figure}/{level}" for figure in (MODULE_UPDATE_RATIO, "module_score") for level in levels)
 
 
-def contribution_figures(sums: Tensor) -> list[float]:
+def contribution_figures(sums: "Tensor") -> list[float]:
     """The numbers of the curve: of each level, the RMS of its update over the RMS of the encoder's last features; then
     each level's mean score.
 

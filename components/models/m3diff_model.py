@@ -23,7 +23,7 @@ from m3diff.models.layers import (
     recorded,
 )
 from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
-from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig, module_config
+from m3diff.models.settings import DifferenceConfig, MDPConfig, module_config
 
 
 class M3DiffConfig(LlavaOfPairsConfig):
@@ -97,22 +97,16 @@ class DifferentialLevel(nn.Module):
 
     def forward(self, f_2BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns Ft of both images, [2 B, N, D], and the score, [B, 1, 1] or [B, 1, D]."""
-        df, steps = self._layers(f_2BND, places_ND)
-        ft, _ = steps[-1]
-        pooled = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)
-        return ft, self.score(pooled).sigmoid()  # (7)
-
-    def _layers(self, f_2BND: Tensor, places_ND: Tensor | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """dF of (3), and the features and the difference as they enter the first layer and leave each one."""
         n = self.norm_input(f_2BND)
         n1, n2 = n.chunk(2)
         gates = self.gate(torch.cat([n, torch.cat([n2, n1])], dim=-1)).sigmoid()  # (1)
         fh1, fh2 = (n * gates).chunk(2)  # (2)
         df = self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))  # (3)
-        steps = [(f_2BND, df)]
+        ft, df_ca = f_2BND, df
         for layer in self.layers:
-            steps.append(layer(*steps[-1], places_ND))
-        return df, steps
+            ft, df_ca = layer(ft, df_ca, places_ND)
+        pooled = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)
+        return ft, self.score(pooled).sigmoid()  # (7)
 
 
 @torch.no_grad()

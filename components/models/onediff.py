@@ -2,10 +2,9 @@
 them. Light to import: torch and transformers come with the first call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from m3diff.models.family import Family
 from m3diff.models.m3diff import (
@@ -16,23 +15,33 @@ from m3diff.models.m3diff import (
     llava_layer_faults,
     llava_parts,
 )
-from m3diff.models.onediff_settings import OneDiffSettings
+from m3diff.models.settings import Settings, VDMConfig
 
 LLAVA_BASE = "llava-1.5-7b-hf"
 """The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs."""
 
 BASES = {"llava_onevision": "LLaVA-OneVision", "llava": "LLaVA-1.5", "onediff": "OneDiff"}
 
-CLASS_TOKEN_DROPPED = ("default", "vdm")
-"""Strategies of a base with a CLIP, which has a class token: LLaVA-1.5's, which leaves it out of every hidden state, as
-is done here; and what a OneDiff with a module is written with."""
-
-CLIP = "clip_vision_model"
 ENCODERS = {
-    CLIP: {"num_hidden_layers": 24, "hidden_size": 1024, "image_size": 336, "patch_size": 14},
+    "clip_vision_model": {"num_hidden_layers": 24, "hidden_size": 1024, "image_size": 336, "patch_size": 14},
     "siglip_vision_model": {"image_size": 384, "patch_size": 14, **SIGLIP_SO400M},
 }
 """Of a base's vision encoder: what its configuration leaves out where it is the default."""
+
+
+@dataclass(frozen=True)
+class OneDiffSettings(Settings):
+    """Settings of OneDiff.
+
+    module: the new VDM, or None for the base without one.
+    lora: adapters of the LLM's linears; the paper has none (rank 0): it trains the LLM in full.
+    rates: the paper says twice that the vision encoder is frozen (section 4.2) and once that everything trains (5.1);
+        the profile has it frozen.
+    align: stage I, Coupled Sample Training; None goes straight to stage II.
+    """
+
+    family: Literal["onediff"]
+    module: VDMConfig | None
 
 
 def classes() -> tuple[Any, Any]:
@@ -57,13 +66,7 @@ def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[st
             f"family onediff reads the encoders of LLaVA-1.5 and LLaVA-OneVision, and train.base has {kind or 'none'}"
         ]
     cfg, encoder = settings.module, ENCODERS[kind] | vision
-    found = llava_layer_faults(settings, base, encoder["num_hidden_layers"])
-    strategy = base.get("vision_feature_select_strategy", CLASS_TOKEN_DROPPED[0])
-    if kind == CLIP and strategy not in CLASS_TOKEN_DROPPED:
-        found.append(
-            f"its base's vision_feature_select_strategy is {strategy}, which keeps CLIP's class token; family onediff "
-            f"leaves it out, as a base of strategy {CLASS_TOKEN_DROPPED[0]} does"
-        )
+    found = llava_layer_faults(settings, encoder["num_hidden_layers"])
     count = (encoder["image_size"] // encoder["patch_size"]) ** 2
     if cfg is not None and cfg.pos_embed_scale and cfg.tokens != count:
         found.append(f"module.tokens: pos_embed_scale binds each to a patch, so set them to {count}, not {cfg.tokens}")

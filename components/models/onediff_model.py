@@ -38,7 +38,7 @@ from m3diff.models.layers import (
     recorded,
 )
 from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
-from m3diff.models.onediff_settings import VDMConfig
+from m3diff.models.settings import VDMConfig
 
 DELTA_STD = 0.02
 """Of the delta tokens' first values (section 5.1)."""
@@ -65,7 +65,7 @@ class OneDiffConfig(LlavaOfPairsConfig):
             found = LlavaConfig.from_dict(found).to_dict() | {"newline": False}
         return super().on_fields(found, module)
 
-    read_module = staticmethod(VDMConfig.of_config)
+    read_module = VDMConfig
 
     def places(self) -> tuple[int, int]:
         cfg = self.module_config()

@@ -8,6 +8,7 @@ Pillow is imported where an image is opened: the model and its step need torch, 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 IMAGE = "<image>"
 """The place of an image in a prompt."""
+
+HALF = (0.5, 0.5, 0.5)
 
 
 class NormalisedImages(BaseImageProcessor):
@@ -91,25 +94,19 @@ class M3DiffImageProcessor(NormalisedImages):
     """
 
     def __init__(
-        self,
-        size: dict[str, int] | None = None,
-        image_mean: list[float] | None = None,
-        image_std: list[float] | None = None,
-        **kwargs: Any,
+        self, size: dict[str, int], image_mean: Sequence[float] = HALF, image_std: Sequence[float] = HALF, **kwargs: Any
     ) -> None:
         super().__init__(**{key: value for key, value in kwargs.items() if key == "processor_class"})
-        size = size or {"height": 384, "width": 384}
         self.side = size.get("height") or size["shortest_edge"]
         self.size = {"height": self.side, "width": self.side}
-        self.image_mean = image_mean or [0.5, 0.5, 0.5]
-        self.image_std = image_std or [0.5, 0.5, 0.5]
+        self.image_mean, self.image_std = list(image_mean), list(image_std)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "image_processor_type": type(self).__name__,
             "size": self.size,
-            "image_mean": list(self.image_mean),
-            "image_std": list(self.image_std),
+            "image_mean": self.image_mean,
+            "image_std": self.image_std,
         }
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
@@ -137,7 +134,7 @@ class M3DiffProcessor(PairProcessor, ProcessorMixin):  # type: ignore[misc]  # d
     Attributes:
         num_image_tokens: patches of one image.
         places: tokens in the place of each image of a pair; by default its patches and newline.
-        begin_ids: what the tokenizer puts before a text.
+        begin_ids: what the tokenizer puts before a text: LLaVA-1.5's <s>, nothing of Qwen2.
     """
 
     places: tuple[int, ...] = ()
@@ -167,12 +164,9 @@ class M3DiffProcessor(PairProcessor, ProcessorMixin):  # type: ignore[misc]  # d
         images = M3DiffImageProcessor.from_pretrained(folder)
         processor = cls(images, tokenizer, num_image_tokens=config.patches, chat_template=template)
         processor.places = config.places()
-        processor.begin(tokenizer)
+        processor.begin_ids = tuple(tokenizer("")["input_ids"])
         processor.encode_prompt = lru_cache(maxsize=4096)(processor.encode_prompt)  # type: ignore[method-assign]
         return processor
-
-    def begin(self, tokenizer: Any) -> None:
-        """Set `begin_ids`; M3Diff's Qwen2 has none."""
 
     def encode_prompt(self, question: str, images: int = 2) -> tuple[int, ...]:
         """Token ids of the chat prompt up to the assistant's turn, images first, their placeholders expanded. Raises
@@ -197,10 +191,7 @@ class M3DiffProcessor(PairProcessor, ProcessorMixin):  # type: ignore[misc]  # d
 
 
 class OneDiffProcessor(M3DiffProcessor):
-    """The same for OneDiff, whose delta tokens have places among the images' and whose LLaVA-1.5 begins with <s>."""
-
-    def begin(self, tokenizer: Any) -> None:
-        self.begin_ids = tuple(tokenizer("")["input_ids"])
+    """The same, by the name that files of OneDiff bear."""
 
 
 def chat_template_of(folder: Path) -> str | None:

@@ -1,11 +1,11 @@
-"""Settings that every family has, and the base of all that `params.yaml` and config.json say of a family.
+"""Settings that every family has, and the fields of new modules, as `params.yaml` and config.json hold them.
 
 Imports the standard library alone: params.yaml is read without torch, and a shared folder holds a copy of this file.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
 Value = TypeVar("Value")
 
@@ -38,19 +38,6 @@ class Fields:
             f"{name} must be {least[name]} or more, found {found[name]}": found[name] >= least[name] for name in least
         }
 
-    @classmethod
-    def of_config(cls, values: Mapping[str, Any]) -> Self:
-        """The fields of a model's configuration. Raises ValueError naming every unknown or impossible one."""
-        known = {each.name for each in fields(cls)}  # type: ignore[arg-type]
-        faults = [f"unknown field {name!r}" for name in values if name not in known]
-        try:
-            made = cls(**{name: value for name, value in values.items() if name in known})
-        except ValueError as error:
-            faults.append(str(error))
-        if faults:
-            raise ValueError("; ".join(faults))
-        return made
-
 
 def layer_rule(layers: tuple[int, ...]) -> dict[str, bool]:
     """The rule of the layers of the vision encoder that a module reads."""
@@ -76,15 +63,13 @@ class ByPart(Mapping[str, Value], Generic[Value]):
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
     def __getitem__(self, part: str) -> Value:
-        if part not in self.__dataclass_fields__:
-            raise KeyError(part)
-        return getattr(self, part)
+        return vars(self)[part]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(each.name for each in fields(self))
+        return iter(vars(self))
 
     def __len__(self) -> int:
-        return len(fields(self))
+        return len(vars(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,3 +164,160 @@ class Settings(Fields):
             rules[rule] = rate is None or self.rates[part] is not None
         rule = "align: rates.llm must be null: the adapters of the fine-tuning are new and need the base's own weights"
         return rules | {rule: align.rates.llm is None or not self.lora.rank}
+
+
+@dataclass(frozen=True)
+class MDPConfig(Fields):
+    """Fields of the Multi-scale Differential Perception (MDP) module (arXiv 2503.11093, section 4).
+
+    vision_feature_layers: indices into the vision encoder's hidden states (0 is the embedding); the paper's 17, 20, 23,
+        26 are the defaults.
+    layers: "two stacked transformer layers": equations (4)-(6) are one layer, each layer's difference and features
+        feed the next.
+    heads: not given by the paper; 16 as in the vision encoder.
+    share_levels: one set of weights for all levels, since Wm and Wp have no level index in the paper.
+    score: one number per level and pair ("scalar"), since the paper calls it the importance of a level; or one per
+        channel ("channel").
+    mlp_ratio: width of the MLP of equation (5) over D; 4 as in transformers' feed-forward layers.
+    residual: residual blocks, the encoder's features normed where they enter but never the difference, whose size says
+        whether anything changed; queries and keys normed, or a large difference would draw the attention of every
+        place; and equation (8) adds the scored updates to the encoder's last features. False is the letter of the
+        equations: nothing of this, and every linear starts as a plain new layer (`init_gain` then says nothing).
+    init_gain: gain of the last projection of (6) in a new module with residuals. At 0 it leaves the base as it is, and
+        the rest of the module gets its first gradient once that projection has grown: right for a long run on a large
+        base. Above 0 the module starts as a detector of change that is used from the first step, which a short run on
+        a small base needs: (3) passes the difference, the first MLP of (5) adds its size in one direction, (6) hands
+        both on, and all else is zero-initialised.
+    pos_embed_scale: amplitude of fixed sine-cosine positions on queries and keys; the paper names none (0), and a large
+        encoder's features carry their own. With them each place looks at its own place from the start, which a short
+        run on a small encoder needs: without, the map from difference to place has to be found first.
+    """
+
+    vision_feature_layers: tuple[int, ...] = (17, 20, 23, 26)
+    layers: int = 2
+    heads: int = 16
+    share_levels: bool = True
+    score: Literal["scalar", "channel"] = "scalar"
+    mlp_ratio: int = 4
+    residual: bool = True
+    init_gain: float = 0.0
+    pos_embed_scale: float = 0.0
+
+    def rules(self) -> dict[str, bool]:
+        least = self.at_least(layers=1, heads=1, mlp_ratio=1, pos_embed_scale=0, init_gain=0)
+        return layer_rule(self.vision_feature_layers) | least
+
+
+@dataclass(frozen=True)
+class DifferenceConfig(Fields):
+    """Fields of the bare difference, a control in the module's place: the difference of the two images' features,
+    through one linear projection, added to the features of both.
+
+    vision_feature_layers, share_levels: as of `MDPConfig`.
+    init_gain: gain of the projection in a new module. Above 0 what a place's difference adds has about that many times
+        its size, in directions of its own, so that it is used from the first step, as the MDP module's is; at 0 the
+        module leaves the base as it is, and learns from the first step, too, for nothing follows the projection.
+    """
+
+    kind: Literal["difference"] = "difference"
+    vision_feature_layers: tuple[int, ...] = MDPConfig.vision_feature_layers
+    share_levels: bool = True
+    init_gain: float = 0.0
+
+    def rules(self) -> dict[str, bool]:
+        return layer_rule(self.vision_feature_layers) | self.at_least(init_gain=0)
+
+
+ModuleConfig = MDPConfig | DifferenceConfig
+
+
+def module_config(**values: Any) -> ModuleConfig:
+    """M3Diff's module by its fields, as a configuration holds them: the MDP module's have no `kind`."""
+    return (DifferenceConfig if "kind" in values else MDPConfig)(**values)
+
+
+class ByKind:
+    """Tells pydantic which module's fields to read. It asks for this itself; its core schemas are plain mappings."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        def tag(values: Any) -> str:
+            has_kind = "kind" in values if isinstance(values, Mapping) else hasattr(values, "kind")
+            return "[DifferenceConfig]" if has_kind else "[MDPConfig]"
+
+        kinds = {f"[{kind.__name__}]": handler.generate_schema(kind) for kind in (MDPConfig, DifferenceConfig)}
+        return {"type": "nullable", "schema": {"type": "tagged-union", "choices": kinds, "discriminator": tag}}
+
+
+@dataclass(frozen=True)
+class VDMConfig(Fields):
+    """Fields of the Visual Delta Module (VDM; arXiv 2407.05645, sections 4.1 and 5.1). The defaults are the paper's;
+    where it is silent or contradicts itself, the field says what was chosen and why.
+
+    vision_feature_layers: layers of the vision encoder that are read, indices into its hidden states (0 is the
+        embedding); "equal intervals": 8, 16, 24 of 24.
+    tokens: learnable delta tokens; the ablation's 32.
+    layers: transformer layers; "alternating self-attention and cross-attention blocks".
+    cross_attention: which layers read the images. "second": every second one, from the first, as in BLIP-2's Q-Former,
+        which fits the paper's six layers and three feature layers; "every": all of them, two to a feature layer.
+    images: how a layer reads two images, which the paper words as "separately and simultaneously". "joined": one
+        attention over the keys of both, each with a learnt embedding of its image, without which nothing would tell
+        them apart; "separate": an attention for each image with the same weights, whose two results and their
+        difference one linear joins, so that a token can ask both images for the same thing.
+    width, heads, mlp_ratio: BERT-base's, whose weights the paper begins with.
+    norm: "post": after each block, as BERT's weights want it; "pre": before it; "size": none on the tokens, whose size
+        then says whether anything changed, but queries and keys have size one.
+    place: of the delta tokens among the visual tokens: "after" both images, "between" or "before" them. Not given.
+    projection: from the module to the LLM: "own", one linear; "shared": one linear to the vision encoder's width, then
+        the projector of the images. The paper has one projector "before the LLM".
+    start: "random", or "bert": self-attention, MLPs and norms from the BERT that lies in the base's folder as `bert/`
+        (model.safetensors and config.json of bert-base-uncased), as the paper has it; cross-attention is new either
+        way.
+    init_gain: above 0 a new module starts as a detector of change (as MDPConfig.init_gain of M3Diff, and for its
+        reason: a short run on a small base): the difference of both readings is passed on, the first MLP adds its size
+        in one direction, and this is the gain of the projection to the LLM. Needs images "separate" and norm "size".
+        At 0, the paper's, all linears are random.
+    pos_embed_scale: amplitude of fixed sine-cosine positions on queries and keys, which bind each token to the place of
+        one patch; the tokens are then as many as the patches. The paper has none (0).
+    """
+
+    vision_feature_layers: tuple[int, ...] = (8, 16, 24)
+    tokens: int = 32
+    layers: int = 6
+    cross_attention: Literal["second", "every"] = "second"
+    images: Literal["joined", "separate"] = "joined"
+    width: int = 768
+    heads: int = 12
+    mlp_ratio: int = 4
+    norm: Literal["post", "pre", "size"] = "post"
+    place: Literal["after", "between", "before"] = "after"
+    projection: Literal["own", "shared"] = "own"
+    start: Literal["random", "bert"] = "random"
+    init_gain: float = 0.0
+    pos_embed_scale: float = 0.0
+
+    @property
+    def reading_layers(self) -> int:
+        """Layers that read the images."""
+        return self.layers if self.cross_attention == "every" else -(-self.layers // 2)
+
+    def feature_layer(self, layer: int) -> int | None:
+        """The place in `vision_feature_layers` of the layer that a layer of the module reads, or None."""
+        if self.cross_attention == "second":
+            layer, rest = divmod(layer, 2)
+            if rest:
+                return None
+        return layer * len(self.vision_feature_layers) // self.reading_layers
+
+    def rules(self) -> dict[str, bool]:
+        layers, reading = len(self.vision_feature_layers), self.reading_layers
+        return {
+            **layer_rule(self.vision_feature_layers),
+            **self.at_least(tokens=1, layers=1, width=1, heads=1, mlp_ratio=1, init_gain=0, pos_embed_scale=0),
+            f"heads: {self.heads} does not divide width {self.width}": self.heads < 1 or self.width % self.heads == 0,
+            f"vision_feature_layers: {layers} of them, but only {reading} of the layers read the images; raise layers, "
+            "or set cross_attention to every": layers <= reading,
+            "start: bert needs norm post, which BERT's weights were trained with": self.start == "random"
+            or self.norm == "post",
+            "init_gain above 0 needs images separate and norm size": not self.init_gain > 0
+            or (self.images, self.norm) == ("separate", "size"),
+        }

@@ -152,9 +152,6 @@ def models(params: Params) -> Iterator[str]:
         family = FAMILIES[settings.family]
         for fault in family.faults(settings, base if name == trained else None):
             yield f"models.{name}: {fault}"
-        if name == trained and family.checkpointing_faults is not None:
-            for fault in family.checkpointing_faults(params.compute.activation_checkpointing, base):
-                yield f"compute.activation_checkpointing: {fault}"
 
 
 def training(params: Params) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from m3diff.models import FAMILIES, attention, fused
+from m3diff.models import FAMILIES, fused
 from m3diff.models.device import Device, environment
 from m3diff.models.layers import with_visual_tokens
 from m3diff.models.tuning import unwrapped
@@ -78,16 +78,17 @@ def test_what_a_resume_gives_adamw_lies_where_its_fused_kernel_reads_it(device):
 @pytest.mark.parametrize("masked", [False, True])
 def test_no_kernel_gets_fewer_key_heads_in_fp32_or_with_a_mask(dtype, masked, monkeypatch):
     heads: list[tuple[int, int, bool]] = []
+    stock = F.scaled_dot_product_attention
 
     def kernel(query: Any, key: Any, value: Any, mask: Any, **how: Any) -> Any:
         heads.append((key.shape[1], value.shape[1], how["enable_gqa"]))
-        return F.scaled_dot_product_attention(query, key, value, mask, **how)
+        return stock(query, key, value, mask, **how)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
     with FakeTensorMode():
         query, key = (torch.empty(2, n, 5, 8, dtype=dtype, device="cuda") for n in (4, 2))
         mask = torch.empty(2, 1, 5, 5, dtype=torch.bool, device="cuda") if masked else None
-        assert attention.sdpa(query, key, key, mask, None).shape == (2, 5, 4, 8)
+        assert fused.sdpa(query, key, key, mask, None).shape == (2, 5, 4, 8)
     assert heads == [(2, 2, True) if dtype == torch.bfloat16 and not masked else (4, 4, False)]
 
 
@@ -146,11 +147,11 @@ def test_a_step_of_deepspeed_never_waits_for_the_device(mixture, tmp_path, monke
 def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_error(monkeypatch):
     with FakeTensorMode():
         tensor = torch.empty(2, device="cuda")
-    assert fused.fused_on_gpu(fused.swiglu, tensor) is attention.compiled(fused.swiglu)
+    assert fused.fused_on_gpu(fused.swiglu, tensor) is fused.compiled(fused.swiglu)
     assert fused.fused_on_gpu(fused.swiglu, torch.empty(2)) is fused.swiglu
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
-    kernel = attention.compiled(lambda x, text: x * len(text))  # a graph for each value of Python
+    kernel = fused.compiled(lambda x, text: x * len(text))  # a graph for each value of Python
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         [kernel(torch.ones(3), "a" * number) for number in range(12)]
 

@@ -9,9 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import create_mask
 
 from m3diff.models import FAMILIES
-from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
-from m3diff.models.fused import FusedEncoderLayer, SwiGLU, fused_attention, make_fused, recomputing, swiglu
+from m3diff.models.fused import RECURRING, FusedEncoderLayer, SwiGLU, fused_attention, make_fused, recomputing, swiglu
 from m3diff.models.tuning import prepare, unwrapped
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import attention_inputs

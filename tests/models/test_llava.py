@@ -52,18 +52,6 @@ def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path):
     torch.testing.assert_close(got, want.float(), rtol=0, atol=0.016)
 
 
-def test_the_module_works_on_pairs_and_only_on_pairs():
-    model, inputs = tiny_model(MDP), pair_inputs()
-    ids = torch.tensor([[7, *[3] * (4 * (PATCHES + 1)), 13]])
-    alone = inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "batch_num_images": torch.tensor([4])}
-    with torch.no_grad():
-        want = {True: model(**inputs).logits, False: model(**alone).logits}
-        for parameter in model.model.mdp.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-        assert (model(**inputs).logits - want[True]).abs().max() > 1e-3
-        assert torch.equal(model(**alone).logits, want[False])
-
-
 def test_before_and_after_come_in_turn_and_each_image_keeps_its_place():
     """Against the module by hand on the hidden states that transformers gives."""
     model, pixels = tiny_model({**MDP, "vision_feature_layers": [0, 2]}), torch.randn(6, 3, SIDE, SIDE)

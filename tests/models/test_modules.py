@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-from m3diff.models.layers import grid_positions, sincos_positions
+from m3diff.models.layers import grid_positions, recorded, sincos_positions
 from m3diff.models.llava import NewModuleInit
 from m3diff.models.m3diff import contribution_figures
 from m3diff.models.m3diff_model import BareDifference, DifferentialPerception
-from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig
 from m3diff.models.onediff_model import VisualDeltaModule
-from m3diff.models.onediff_settings import VDMConfig
+from m3diff.models.settings import DifferenceConfig, MDPConfig, VDMConfig
 from tests.models import equations
 
+HERE: Any = (torch.float32, "cpu")
 B, N, D, W, T, V = 3, 5, 12, 14, 5, 12
 VDM = {"vision_feature_layers": (1, 2), "tokens": T, "layers": 4, "width": V, "heads": 3, "mlp_ratio": 2}
 
@@ -95,13 +95,13 @@ def test_the_vdm_equals_its_equations_and_every_parameter_has_a_gradient(norm, i
 def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head():
     side, width, heads, amplitude = 3, 20, 2, 1.5  # 10 channels a head: 2 frequencies, 8 used, 2 left zero
     with torch.device("meta"):  # kept for a model with storage after one without
-        got = sincos_positions(side, width, heads, amplitude)
+        got = sincos_positions(side, width, heads, amplitude, *HERE)
     assert (got.shape, got.device.type) == ((side * side, width), "cpu")
     for y in range(side):
         for x in range(side):
             head = [f(c * torch.pi * k) for c in (x, y) for f in (math.sin, math.cos) for k in (1.0, 0.5)] + [0.0, 0.0]
             torch.testing.assert_close(got[y * side + x], amplitude * torch.tensor(2 * head), rtol=0, atol=1e-5)
-    assert torch.equal(grid_positions(torch.randn(B, 4, D), D, 3, 2.0), sincos_positions(2, D, 3, 2.0))
+    assert torch.equal(grid_positions(torch.randn(B, 4, D), D, 3, 2.0), sincos_positions(2, D, 3, 2.0, *HERE))
     assert grid_positions(torch.randn(B, 4, D), D, 3, 0.0) is None
 
 
@@ -131,8 +131,10 @@ def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share
     maps = maps_of(module, before, after, *features(2, seed=2))
     for number, (f1, f2) in enumerate(zip(before, after, strict=True)):
         level = module.level(number)
-        _, steps = level._layers(torch.cat([f1, f2]), None)
-        first, moving, reached = level.layers[0], steps[1][1], torch.zeros(B, N, dtype=torch.float64)
+        first, reached = level.layers[0], torch.zeros(B, N, dtype=torch.float64)
+        with recorded([first], lambda *_, result: result[1]) as differences:
+            level(torch.cat([f1, f2]))
+        (moving,) = differences
         for b in range(B):
             for f in (f1, f2):
                 query = equations.norm(f[b], first.norm_feature)

@@ -101,7 +101,7 @@ SHARED = {
         bases=ONEVISION,
         tags=("llava-onevision", "m3diff"),
         processing=f"{PROCESSING}llava",
-        model_code=(*MODULES, "m3diff_settings", "m3diff_model"),
+        model_code=(*MODULES, "m3diff_model"),
         module="mdp",
     ),
     "onediff": SharedFamily(
@@ -110,7 +110,7 @@ SHARED = {
         bases={**ONEVISION, LLAVA_BASE: f"llava-hf/{LLAVA_BASE}"},
         tags=("llava", "onediff"),
         processing=f"{PROCESSING}llava",
-        model_code=(*MODULES, "onediff_settings", "onediff_model"),
+        model_code=(*MODULES, "onediff_model"),
         module="vdm",
     ),
     "blip2idc": SharedFamily(

@@ -53,8 +53,7 @@ from pydantic import Field
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside
 from m3diff.datasets.spec import Row, check_licence, unpacked
-from m3diff.images.cache import check_images
-from m3diff.images.check import OK
+from m3diff.images.check import OK, check_images
 from m3diff.images.open import load_image
 from m3diff.models.device import Device
 from m3diff.provenance.code import key_of

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside
 from m3diff.datasets.spec import Row, unpacked
-from m3diff.images.cache import check_images
+from m3diff.images.check import check_images
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from m3diff.images.open import load_image
-from m3diff.models.attention import RECURRING, Layout
 from m3diff.models.device import Device
+from m3diff.models.fused import RECURRING, Layout
 from m3diff.records.errors import DataError, readable
 from m3diff.records.progress import ahead
 from m3diff.stages.train.job import DatasetFilter

@@ -142,7 +142,7 @@ def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, de
 
 
 def attention_inputs(batch: MicroBatch, device: Device) -> dict[str, Any]:
-    """Return the mask, which chooses the kernel (`m3diff.models.attention`), and the layout that SDPA needs."""
+    """Return the mask, which chooses the kernel (`m3diff.models.fused`), and the layout that SDPA needs."""
     if device.attention == "flex":
         return {"attention_mask": batch.packed.block_mask(device)}
     assert batch.layout is not None, "a micro-batch that is not complete"

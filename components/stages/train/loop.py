@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
-from m3diff.models.attention import KERNELS, attention_of
 from m3diff.models.checkpoint import save_checkpoint
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
+from m3diff.models.fused import KERNELS, attention_of
 from m3diff.models.generation import Captioner
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import meta_model, parameter_counts, prepare, trainable_groups, unwrapped

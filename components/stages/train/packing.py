@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from m3diff.models.attention import Layout
 from m3diff.models.device import Device
+from m3diff.models.fused import Layout
 
 PREFIX, PAD = 0, -1
 

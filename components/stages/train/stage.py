@@ -210,7 +210,7 @@ def _next_attempt(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
         ) from error
     if on_one_machine() and names & NOT_STARTED:
         raise NoRoomError(f"Ray's workers do not start: {_first_line(met[-1])}; see {logs()}/worker-*.err") from error
-    if "FailOnRecompileLimitHit" in names:  # shapes do not recur (components/models/attention.py)
+    if "FailOnRecompileLimitHit" in names:  # shapes do not recur (components/models/fused.py)
         raise ParamsError(
             "torch.compile makes a graph for each length; set compute.attention to sdpa, and report it"
         ) from error

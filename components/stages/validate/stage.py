@@ -18,8 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel
 
 from m3diff.datasets import DATASETS
-from m3diff.images.cache import check_images
-from m3diff.images.check import OK
+from m3diff.images.check import OK, check_images
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table

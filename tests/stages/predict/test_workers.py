@@ -18,7 +18,7 @@ import torch
 from m3diff.images.open import load_image
 from m3diff.models.checkpoint import read_manifest, write_manifest
 from m3diff.models.device import DeviceError
-from m3diff.models.fused import FusedMLP, FusedRMSNorm
+from m3diff.models.fused import FusedDecoderLayer, FusedRMSNorm
 from m3diff.models.generation import load_captioner
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
@@ -99,8 +99,8 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_refused(checkpoint, monkeypatc
 def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixture):
     stock = load_captioner(checkpoint, 5)
     kinds = [{type(module) for module in of.model.modules()} for of in (stage.load(job(checkpoint)), stock)]
-    assert {FusedRMSNorm, FusedMLP} <= kinds[0]
-    assert not {FusedRMSNorm, FusedMLP} & kinds[1]
+    assert {FusedRMSNorm, FusedDecoderLayer} <= kinds[0]
+    assert not {FusedRMSNorm, FusedDecoderLayer} & kinds[1]
     asked = in_batches(mixture, size=2)
     for batch, (number, answers) in zip(asked, caption(job(checkpoint), asked), strict=True):
         files = [file for pair in batch.pairs for file in (pair.before, pair.after)]

@@ -14,8 +14,8 @@ import torch
 
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
-from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
+from m3diff.models.fused import RECURRING
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.stages.train.batches import SCHEMA, Loader, Samples, Schedule, read_samples, read_training_samples

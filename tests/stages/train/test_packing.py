@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
+from m3diff.models.fused import RECURRING
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.packing import PAD, pack
 from tests.gpu.test_gpu import small

@@ -11,8 +11,8 @@ import torch
 
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
-from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
+from m3diff.models.fused import KERNELS
 from m3diff.stages.train import loop
 from m3diff.stages.train.batches import SCHEMA, Samples, read_samples
 from m3diff.stages.train.job import Runtime

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from m3diff.models.m3diff_settings import M3DiffSettings
+from m3diff.models.m3diff import M3DiffSettings
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.job import Job, Runtime

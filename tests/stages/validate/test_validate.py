@@ -244,7 +244,7 @@ def test_sound_data_passes_whole_also_when_touched_and_what_ingest_decoded_is_no
     assert table.schema.equals(RECORD_SCHEMA)
     before = pq.read_table(raw.parent / "records/mini/records.parquet").drop_columns(["own_split", "fault"])
     assert table.to_pylist() == before.to_pylist()
-    monkeypatch.setattr("m3diff.images.cache._over_cores", None)
+    monkeypatch.setattr("m3diff.images.check._over_cores", None)
     assert run_validate(raw.parent).images == 18
 
 
