@@ -270,7 +270,7 @@ LOST: dict[str, tuple[bytes, str]] = {
     "12 bits of 16 in colour, PNG": (png(16, 2, [(row * 16).astype(">u2").tobytes() for row in DEEP]), "nearly bl"),
     "12 bits and near infrared": (tiff(with_band(NEAR_INFRARED, SEEN, 16) * 16, 2), "nearly black"),
     "8 bits in a palette": (tiff(GREY.astype(np.uint8), photometric=[3], palette=[*range(256)] * 3), "nearly black"),
-    "four bands of no colour": (tiff(with_band(9), 0, 0, 0, photometric=[1]), "TIFF of bands or bits"),
+    "four bands of no colour": (tiff(with_band(9), 0, 0, 0, photometric=[1]), "of bands or bits"),
     "16 bits stored apart": (tiff(DEEP * 257, planar=[2]), "one after another"),
 }
 """Files and why they are refused."""
@@ -515,6 +515,7 @@ def test_images_are_dealt_to_a_cluster_in_batches_and_none_is_lost(tmp_path, mon
     monkeypatch.setenv("RAY_ADDRESS", "anywhere")
     monkeypatch.setattr(image_check, "BATCH", 3)
     monkeypatch.setattr(image_check, "IN_FLIGHT", 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # which a worker sets
     assert frame_of(tmp_path, *names).equals(here)
     assert batches == [3, 3, 2]
 

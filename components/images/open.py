@@ -26,10 +26,9 @@ BITS, COLOR_MAP, TILE_WIDTH, TILE_LENGTH, EXTRA_SAMPLES = 258, 320, 322, 323, 33
 BLANK, FAINT = 4, 26
 """The standard deviation in levels below which a picture shows nothing, and the alpha below which no pixel does."""
 
-NO_IMAGE = f"is of no known image format ({', '.join(FORMATS)})"
-
-UNREAD_TIFF = (
-    "is a TIFF of bands or bits that Pillow does not read; save it with three bands, red, green, blue, of 8 bits"
+NO_IMAGE = (
+    f"is of no known image format ({', '.join(FORMATS)}), or of bands or bits that Pillow does not read; save it as "
+    "a PNG of 8 bits"
 )
 
 FEW_BITS = "is nearly black once decoded: no value is above {:,} of {:,}; save it with 8 bits, all images by one scale"
@@ -86,7 +85,7 @@ def open_image(data: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=known_formats())
     except UnidentifiedImageError:  # its message holds a memory address
-        raise UnidentifiedImageError(UNREAD_TIFF if data[:4] in (b"II*\0", b"MM\0*") else NO_IMAGE) from None
+        raise UnidentifiedImageError(NO_IMAGE) from None
     if not all(image.size):
         raise ImageError(f"has {image.width}x{image.height} pixels, so it shows nothing")
     return image

@@ -275,8 +275,10 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
     def embeds(self, input_ids: Tensor, visual: Any, tokens: Tensor | None = None) -> Tensor:
         """The LLM's inputs [., T, D]: embeddings of the tokens, with the visual tokens [B, Q, D] at their places."""
         embeddings = self.get_input_embeddings()(input_ids)
-        tokens = input_ids if tokens is None else tokens
-        return with_visual_tokens(embeddings, visual.flatten(0, 1), tokens, self.config.image_token_index)
+        if tokens is not None:
+            return with_visual_tokens(embeddings, visual.flatten(0, 1), tokens, self.config.image_token_index)
+        places: Tensor = input_ids == self.config.image_token_index  # type: ignore[assignment]
+        return embeddings.masked_scatter(places[..., None], visual.to(embeddings.dtype))
 
     @torch.no_grad()
     def generate(  # type: ignore[override]  # as above

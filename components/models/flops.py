@@ -7,12 +7,12 @@ an input where something before it trains, and that of a weight where it trains.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -46,7 +46,7 @@ class Counter(TorchFunctionMode):
         names = [name for part in family.parts for name in (part, f"{part} attention")]
         self.terms = {name: Term(name) for name in (*names, ADAPTERS, "head")}
         self.part, self.is_recomputed = "", False
-        self.hooks: list[Any] = []
+        self.linears: dict[nn.Module, tuple[str, str, bool]] = {}
         modules = dict(model.named_modules())
         layers = tuple(f"{name}." for name, one in modules.items() if isinstance(one, GradientCheckpointingLayer))
         for name, module in modules.items():
@@ -54,14 +54,13 @@ class Counter(TorchFunctionMode):
                 part = family.part_of(f"{name}.")
                 term = "head" if module is model.get_output_embeddings() else part
                 term = ADAPTERS if ".lora_" in name else term
-                counted = partial(self.product, term, part, name.startswith(layers))
-                self.hooks.append(module.register_forward_hook(counted))
+                self.linears[module] = term, part, name.startswith(layers)
 
-    def product(
-        self, term: str, part: str, is_recomputed: bool, module: Any, given: Sequence[Tensor], output: Tensor
-    ) -> None:
+    def product(self, module: Any, given: Sequence[Tensor], output: Tensor) -> None:
         """Count the product of a linear; afterwards its part is the current one."""
-        self.part, self.is_recomputed = part, is_recomputed
+        if module not in self.linears:
+            return
+        term, self.part, self.is_recomputed = self.linears[module]
         rows = output.numel() / len(module.weight)
         self.add(term, 2 * module.weight.numel() * rows, given[0].requires_grad + module.weight.requires_grad)
 
@@ -95,8 +94,6 @@ def count_flops(model: Any, family: Any, tokens: float, supervised: float) -> li
     place = ids.to("meta")
     mask = torch.ones((), dtype=torch.bool, device="meta").expand(1, 1, count, count)  # of four dimensions: passed on
     inputs = {"input_ids": place, "position_ids": place, "attention_mask": mask, "tokens": ids, "use_cache": False}
-    with Counter(model.train(), family) as counter:
+    with Counter(model.train(), family) as counter, register_module_forward_hook(counter.product):
         model(**inputs, **model.blank_images(config, "meta"), logits_to_keep=math.ceil(supervised))
-    for hook in counter.hooks:
-        hook.remove()
     return [term for term in counter.terms.values() if term.forward]

@@ -130,9 +130,8 @@ class OverLevels(nn.Module):
 
     def both(self, features_1: list[Tensor], features_2: list[Tensor]) -> list[tuple[Any, Tensor, Tensor]]:
         """The module of each level, and the features before and after that it works on."""
-        count = len(self.cfg.vision_feature_layers)
-        assert len(features_1) == len(features_2) == count, "one feature map per level"
-        return [(self.level(number), features_1[number], features_2[number]) for number in range(count)]
+        levels = [self.level(number) for number in range(len(self.cfg.vision_feature_layers))]
+        return list(zip(levels, features_1, features_2, strict=True))
 
 
 class DifferentialPerception(OverLevels):

@@ -183,7 +183,6 @@ class VisualDeltaModule(OwnStart):
         Args:
             features_1, features_2: hidden states of images before and after at each feature layer, each [B, N, D].
         """
-        assert len(features_1) == len(features_2) == len(self.feature_norms), "one feature map per feature layer"
         cfg = self.cfg
         places = grid_positions(features_1[0], cfg.width, cfg.heads, cfg.pos_embed_scale)
         normed = [(norm(h1), norm(h2)) for norm, h1, h2 in zip(self.feature_norms, features_1, features_2, strict=True)]
