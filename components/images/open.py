@@ -1,14 +1,16 @@
 """Image files as every part of the project opens them: by their content, upright, in RGB of 8 bits a channel."""
 
+from __future__ import annotations
+
 import hashlib
 import io
 from pathlib import Path
-from typing import IO
-
-import numpy as np
-from PIL import Image, ImageOps, ImageStat, UnidentifiedImageError
+from typing import IO, TYPE_CHECKING
 
 from m3diff.records.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """The formats that are read, by any part. Pillow knows more: for some it starts other programs (EPS: Ghostscript)."""
@@ -75,6 +77,8 @@ def open_image(data: bytes) -> Image.Image:
         UnidentifiedImageError: none of FORMATS; or HEIC, and the plugin is not there: names it.
         ImageError: it has no pixels.
     """
+    from PIL import Image, UnidentifiedImageError
+
     if data[4:8] == b"ftyp" and data[8:12] in HEIF:
         try:
             from pillow_heif import register_heif_opener
@@ -93,6 +97,8 @@ def open_image(data: bytes) -> Image.Image:
 
 def known_formats() -> list[str]:
     """Those of FORMATS that this Pillow can open."""
+    from PIL import Image
+
     Image.init()
     return [kind for kind in FORMATS if kind in Image.OPEN]
 
@@ -121,6 +127,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Raises:
         ImageError: its numbers have no known scale; or it is blank once decoded though the file is not.
     """
+    import numpy as np
+    from PIL import ImageOps
+
     tags = getattr(image, "tag_v2", {})  # of a TIFF
     bits = tags.get(BITS, (8,))
     raw = str(getattr(image, "tile", None) or "")
@@ -149,6 +158,9 @@ def _grey(image: Image.Image, white: int) -> Image.Image:
     Raises:
         ImageError: black once decoded, though in the range of its own values it is not.
     """
+    import numpy as np
+    from PIL import Image
+
     values = np.asarray(image).astype(np.uint32)
     most = int(values.max(initial=0))
     if 16 * most <= white and 255 * values.std() > BLANK * most:
@@ -162,6 +174,8 @@ def _on_white(image: Image.Image, may_measure: bool) -> Image.Image:
     Raises:
         ImageError: nearly nothing of the picture is left.
     """
+    from PIL import Image, ImageStat
+
     band = {"RGBA": "fourth band", "LA": "second band", "La": "second band"}.get(image.mode, "transparency")
     image = image.convert("LA") if image.mode == "La" else image
     image = image if image.mode == "RGBA" else image.convert("RGBA")
