@@ -87,6 +87,7 @@ def source(reader: str, root: str = "x", **more: Any) -> dict[str, Any]:
 
 RATES = {"vision": None, "projector": 0.001, "module": 0.001, "llm": None}
 ALIGN = {"datasets": ["minichange_free", "minichang"], "epochs": 1, "global_batch": 20, "rates": RATES}
+ENDPOINT = {"kind": "endpoint", "url": "ftp://x", "model": "m"}
 PAINTER = {"kind": "instruct_pix2pix", "model": "models/ip2p"}
 WRITTEN = "augment.made.root: data/01_raw/made is written anew, and"
 SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -148,9 +149,9 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
         + [f"{WRITTEN} augment.second's model is in data/01_raw/made"],
     ),
     "parts of made datasets": (
-        made("made", editor={"kind": "drawn", "steps": 3}, writer={"kind": "endpoint", "url": "ftp://x", "model": "m"})
-        | {"augment.second": NEIGHBOURS},
+        made("made", edits=0, editor={"kind": "drawn", "steps": 3}, writer=ENDPOINT) | {"augment.second": NEIGHBOURS},
         [
+            "augment.made.edits: Input should be greater than or equal to 1 (found 0)",
             "augment.made.editor.steps: unknown key; known keys: kind",
             "augment.made.writer.url: expected http://... or https://..., up to and with /v1, found 'ftp://x'",
             "augment.second.features: Input tag 'cilp' found using 'kind' does not match any of the expected tags",

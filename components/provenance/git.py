@@ -26,10 +26,7 @@ class GitError(DataError):
 
 
 def run(
-    *arguments: str,
-    cwd: Path | None = None,
-    stdin: bytes = b"",
-    seconds: float | None = None,
+    *arguments: str, cwd: Path | None = None, stdin: bytes = b"", seconds: float | None = None
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a git command, whatever its exit code; 124 after `seconds`. A command with a time limit waits for a remote,
     and inherits no lock of `alone`."""

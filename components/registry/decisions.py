@@ -238,16 +238,14 @@ def champions(found: Iterable[Decision], model: str) -> Champions:
     return Champions(line, taken_back)
 
 
-def taken_back(found: Iterable[Decision], model: str, version: Identity) -> Decision | None:
+def taken_back(found: Sequence[Decision], model: str, version: Identity) -> Decision | None:
     """The decision by which a version was taken back, whatever its number was and in whichever registry it was."""
-    registries: dict[int | None, list[Decision]] = {}
-    for decision in found:
-        if decision.model == model:
-            registries.setdefault(decision.registry, []).append(decision)
-    for registry in reversed(registries.values()):
-        named = {number: identity for decision in registry for number, identity in decision.versions.items()}
+    registries = dict.fromkeys(decision.registry for decision in found if decision.model == model)
+    for registry in reversed(registries):
+        of_this = [decision for decision in found if (decision.model, decision.registry) == (model, registry)]
+        named = {number: identity for decision in of_this for number, identity in decision.versions.items()}
         same = [number for number, identity in named.items() if identity.is_of(version)]
-        line, back = champions(registry, model)
+        line, back = champions(of_this, model)
         if any(number in line for number in same):
             return None
         if decisions_on := [back[number] for number in same if number in back]:

@@ -203,15 +203,7 @@ def scores(params: Params) -> Iterator[str]:
             yield f"promote.guards.{name}: {closest(name, resampled)}; {why}. Write promote.guards with those, or {{}}"
 
 
-RULES: tuple[Callable[[Params], Iterator[str]], ...] = (
-    separate_folders,
-    generators,
-    made_datasets,
-    datasets,
-    models,
-    training,
-    scores,
-)
+RULES = (separate_folders, generators, made_datasets, datasets, models, training, scores)
 
 
 def read_paths(params: Params, stage: str) -> list[tuple[str, Path, str]]:
