@@ -24,9 +24,8 @@ from m3diff.datasets.pairs import files_called
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, SPLITS
-from m3diff.stages.ingest.doubts import Doubt, as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.ingest.stage import to_records
+from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_records
 
 FIRST = 5
 """Problems of one kind that are shown."""

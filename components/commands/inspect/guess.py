@@ -21,7 +21,7 @@ from m3diff.datasets import pairs
 from m3diff.datasets.files import DELIMITERS, SEP_LINE, Embedded, column_names, parse_json, read_text, read_values
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
-from m3diff.stages.ingest.doubts import Doubt
+from m3diff.stages.ingest.stage import Doubt
 
 WORDS = {
     0: "before bef pre prior original orig source src start starting begin beginning first initial init old older "

@@ -2,20 +2,25 @@
 
 Image bytes enter here and nowhere else: later stages depend on the records, which name the content of each image, and
 not on the dataset's folder. Each dataset is a stage of its own in DVC, so that a new one leaves the others alone.
+
+Captions that are probably none, and questions that are probably others, are doubts: what a person must say before they
+train. A doubt is answered once, in the options of the dataset's entry; `m3diff data check` prints the entries.
 """
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside
@@ -24,11 +29,51 @@ from m3diff.images.check import check_images
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
-from m3diff.stages.ingest.doubts import as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
 
 MAX_DECODED_PIXELS = 100_000_000
 """A larger image is hashed and not decoded here; validate decides with its own limit."""
+
+SAY_NOTHING = {
+    *("nan", "none", "null", "nil", "n/a", "n.a", "na", "nat", "undefined", "missing", "empty", "blank", "unknown"),
+    *("unlabeled", "tbd", "todo", "fixme", "test", "caption", "true", "false", "no caption", "no captions"),
+    *("no description", "not available", "not applicable", "no answer", "not annotated"),
+}
+LIST = re.compile(
+    r"""\s*(
+        [A-Za-z_][\w.]*\(.*[,"'].*\) | \(\s*[bur]*["'].*\)     # array(["..."]), WrappedArray(..., ...), ("...",)
+        | \[\s*(?:[bur]*["']|\[|\{).* | \[.*,.*\] | \{.*\}
+    )\s*""",
+    re.VERBOSE | re.DOTALL,
+)
+"""A list, tuple, set or object as a programming language prints it."""
+WORD = re.compile(r"[^\W\d_]+[.,;:!?]*|[.,;:!?]")
+SEPARATORS = ("<sep>", "[SEP]", "<br>", "|", "##", "\n", ";", "\t")
+MANY = 0.2
+"""Share of captions from which on a sign may separate; below it, it belongs to a sentence."""
+PLACEHOLDER = re.compile(
+    r"<[^<>]*(?:image|img|vision|video)[^<>]*>|\[/?(?:IMG|INST)\]|\b(?:image|picture|img)[- ]?\d+:", re.I
+)
+ASKS = re.compile(
+    r"(please )?(what (has )?(been )?changed|what is different|what differs|what (is|are) the (change|difference)s?"
+    r"|(describe|list|find|spot|identify) (what changed|the (change|difference)s?))( between (the|these) two images)?"
+)
+ASK_WHAT_CHANGED = {
+    "what has changed from the first image to the second",
+    "what is different in the second image",
+    "what difference happened from image1 to image2",
+    "describe in detail every change from the first image to the second",
+    "compare the two images and describe the changes",
+    "compare the two images and describe the differences",
+    "compare the two images and say what changed",
+    "look at the image before and the image after what changed",
+    "say in words how the second image differs from the first",
+    "which objects changed between the two images where are they and how did they change",
+    "list all changes from the image before to the image after with their places",
+    "give a full account of what differs between the two images",
+}
+"""Questions that are the task's own, in small letters without signs: those of profiles/questions.yaml that ask what
+changed, beside the short ones of `ASKS`. A question that is not here is never taken for one that is."""
 
 
 class IngestReport(StageReport):
@@ -92,6 +137,134 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
         unread_images=images["digest"].null_count(),
     )
     return report.write(out / f"{name}.json")
+
+
+class Doubt(NamedTuple):
+    """A question to the user, and the options of each answer, the likeliest first; a fault of the files has none.
+
+    `sure`: the first answer needs no confirmation before it is written into an entry.
+    """
+
+    question: str
+    answers: list[dict[str, Any]]
+    sure: bool = False
+
+
+def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterator[Doubt]:
+    """Yield the questions that the entry's options leave open.
+
+    Args:
+        own: the dataset is a collection of the user's own (reader `pairs`), whose texts nobody has looked at.
+    """
+    told = [(row, row.references) for row in rows if isinstance(row.references, list)]
+    texts = [(row, text) for row, references in told for text in references if isinstance(text, str)]
+    if lists := [(row, text.strip()) for row, text in texts if LIST.fullmatch(text) and not says_nothing(text)]:
+        many = len({row.source for row, _ in lists})
+        yield Doubt(
+            f"{_place(lists)}: captions are a list or an object written as text ({lists[0][1][:60]}), so in {many:,} "
+            "rows; write the captions as JSON: `json.dumps(captions)`",
+            [],
+        )
+    words = [(row, texts) for row, texts in told if len(texts) > 3 and all(WORD.fullmatch(str(text)) for text in texts)]
+    if 2 * len(words) > len(told):
+        yield Doubt(
+            f"{_place(words)}: captions are a list of single words ({', '.join(map(str, words[0][1][:4]))}, ...), so "
+            f"in {len(words):,} rows; write each caption as one text: `' '.join(words)`",
+            [],
+        )
+    asked = list(_questions(rows)) if own and not options.get("all_ask_what_changed") else []
+    yield from asked
+    if own and not asked:
+        if options.get("separator") is None:
+            yield from _separators(texts)
+        yield from _nothing(texts, options.get("no_caption"))
+
+
+def says_nothing(text: str) -> bool:
+    """True if a text has no letter or digit, is a single number, or a word that programs and people write for none."""
+    bare = text.strip("\"'`()[]{}<>.!*# \t\r\n").casefold()
+    return bare in SAY_NOTHING or not re.search(r"[^\W\d_]", bare)
+
+
+def _place(found: Sequence[tuple[Row, Any]]) -> str:
+    """The first of the rows of a file that the first pair is made of."""
+    return found[0][0].source.split(" and ")[0]
+
+
+def _counted(texts: Iterable[str]) -> str:
+    """The most frequent of these texts, with their numbers."""
+    counts = Counter(texts)
+    listed = "; ".join(f"{text[:80]!r} ({count:,})" for text, count in counts.most_common(5))
+    return listed + (f"; and {len(counts) - 5:,} more" if len(counts) > 5 else "")
+
+
+def _separators(texts: Sequence[tuple[Row, str]]) -> Iterator[Doubt]:
+    """The first sign that is between texts in many captions; a semicolon or a line break between several words."""
+    for sign in SEPARATORS:
+        least = 2 if sign in ";\n\t" else 1
+        lengths = [[len(part.split()) for part in text.split(sign) if part.strip()] for _, text in texts]
+        found = [one for one, cut in zip(texts, lengths, strict=True) if len(cut) > 1 and min(cut) >= least]
+        if found and len(found) >= MANY * len(texts):
+            yield Doubt(
+                f"{_place(found)}: {sign!r} is between words of {len(found):,} captions ({found[0][1][:60]!r}); does "
+                "it separate several captions?",
+                [{"separator": sign}, {"separator": ""}],
+            )
+            return
+
+
+def _nothing(texts: Sequence[tuple[Row, str]], known: Sequence[str] | None) -> Iterator[Doubt]:
+    """Texts that say nothing: to be confirmed in a test split, where an empty one is a reference, too."""
+    told = {text.strip().casefold() for text in known or ()}
+    found = [
+        (row, text)
+        for row, text in texts
+        if says_nothing(text) and text.strip().casefold() not in told and (text.strip() or row.split == "test")
+    ]
+    if found and (known is None or known):
+        tested, bare = sum(row.split == "test" for row, _ in found), [text.strip() for _, text in found]
+        yield Doubt(
+            f"{_place(found)}: the caption {found[0][1]!r} says nothing; such texts: {_counted(bare)}, {tested:,} of "
+            "them in test. Do they stand for no caption (`no_caption`; a pair without any other is passed over), or "
+            "are they captions ([])? If they mean that nothing changed, `no_change` says so",
+            [{"no_caption": sorted({*(known or ()), *bare})}, {"no_caption": []}],
+            sure=not tested,
+        )
+
+
+def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
+    """The questions that references answer, unless each one is known to ask what changed."""
+    found = [(row, question) for row in rows for question in row.questions]
+    known = {q.text for _, q in found if ASKS.fullmatch(_plain(q.text)) or _plain(q.text) in ASK_WHAT_CHANGED}
+    if any(question.text not in known for _, question in found):
+        asked = _counted(" ".join(PLACEHOLDER.sub(" ", question.text).split()) for _, question in found)
+        alone = {each.column: each.text for _, each in found if each.text in known and "{" not in each.column}
+        yield Doubt(
+            f"{_place(found)}: captions answer questions, which are not kept: {asked}. Do all of them ask what "
+            "changed?",
+            [*({"where": {column: text}} for column, text in alone.items()), {"all_ask_what_changed": True}],
+        )
+
+
+def _plain(question: str) -> str:
+    """A question in small letters without signs and what stands for the images in it."""
+    return " ".join(re.sub(r"[^\w\s]", " ", PLACEHOLDER.sub(" ", question).casefold()).split())
+
+
+class _OneLine(yaml.SafeDumper):
+    """Writes a text with a line break between double quotes, on one line."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+
+
+_OneLine.add_representer(str, _OneLine.represent_str)
+
+
+def as_yaml(value: Any) -> str:
+    """A value on one line, as it goes into `params.yaml`."""
+    form: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "width": 10_000, "allow_unicode": True}
+    return yaml.dump(json.loads(json.dumps(value)), Dumper=_OneLine, **form).strip()
 
 
 def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row]) -> None:
