@@ -174,13 +174,11 @@ class StockForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
 
 
 class Rows(torch.utils.data.Dataset):
-    """The captions in the order in which the project's unpacked training takes them. With `prepared`, tokens and pixels
-    are made once and not in the step."""
+    """The captions in the order in which the project's unpacked training takes them."""
 
-    def __init__(self, samples: Samples, schedule: Schedule, loader: Loader, processor: Any, prepared: bool) -> None:
+    def __init__(self, samples: Samples, schedule: Schedule, loader: Loader, processor: Any) -> None:
         self.schedule, self.loader, self.samples, self.processor = schedule, loader, samples, processor
         self.order = lru_cache(maxsize=4)(self._order)
-        self.item = lru_cache(maxsize=None)(self._encoded) if prepared else self._encoded
 
     def _order(self, step: int) -> list[int]:
         return [int(row) for sequence in self.schedule.global_sequences(step) for row in sequence]
@@ -190,44 +188,36 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         step, place = divmod(number, self.schedule.global_batch)
-        return self.item(self.order(step)[place])
-
-    def _encoded(self, row: int) -> dict[str, Any]:
+        row = self.order(step)[place]
         prompt = self.processor.encode_prompt(self.samples.value("question", row))
         reference = self.processor.encode_reference(self.samples.value("reference", row))
         images = np.stack([self.loader.prepared(*file) for file in self.samples.images(row)])
         return {
             "input_ids": torch.tensor([*prompt, *reference]),
             "labels": torch.tensor([-100] * len(prompt) + list(reference)),
-            "pixel_values": self._pixels(images),
+            "pixel_values": normalised(images, self.processor.image_processor),
         }
 
-    def _pixels(self, images: np.ndarray) -> Tensor:
-        """uint8 [2, side, side, 3] to normalised [2, 3, side, side]."""
-        ours = self.processor.image_processor
-        mean, std = torch.tensor(ours.image_mean)[:, None, None], torch.tensor(ours.image_std)[:, None, None]
-        return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
+
+def normalised(images: np.ndarray, how: Any) -> Tensor:
+    """uint8 [2, side, side, 3] to normalised [2, 3, side, side]."""
+    mean, std = torch.tensor(how.image_mean)[:, None, None], torch.tensor(how.image_std)[:, None, None]
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
 
 
-@dataclass
-class Collator:
+def padded(rows: list[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     """Rows to a padded batch."""
-
-    pad_id: int
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        input_ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True, padding_value=self.pad_id)
-        labels = pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=-100)
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        pixels = torch.cat([row["pixel_values"] for row in rows])
-        return {
-            "input_ids": input_ids,
-            "attention_mask": (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
-            "labels": labels,
-            "pixel_values": pixels,
-            "image_sizes": torch.full((len(pixels), 2), pixels.shape[-1]),
-            "batch_num_images": torch.full((len(rows),), 2),
-        }
+    input_ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True, padding_value=pad_id)
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    pixels = torch.cat([row["pixel_values"] for row in rows])
+    return {
+        "input_ids": input_ids,
+        "attention_mask": (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
+        "labels": pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=-100),
+        "pixel_values": pixels,
+        "image_sizes": torch.full((len(pixels), 2), pixels.shape[-1]),
+        "batch_num_images": torch.full((len(rows),), 2),
+    }
 
 
 class PeerTrainer(Trainer):
@@ -284,7 +274,7 @@ def stock_model(job: Job) -> tuple[Any, Any]:
     return adapted.to("cuda" if gpu else "cpu"), family.load_processor(job.cfg.base)
 
 
-def trainer_for(job: Job, prepared: bool, callbacks: list[TrainerCallback]) -> PeerTrainer:
+def trainer_for(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
     """The Trainer of an unpacked job: `global_batch` captions a step, `micro_batch` at a time."""
     cfg, compute = job.cfg, job.compute
     model, processor = stock_model(job)
@@ -314,19 +304,19 @@ def trainer_for(job: Job, prepared: bool, callbacks: list[TrainerCallback]) -> P
     return PeerTrainer(
         model=model,
         args=arguments,
-        train_dataset=Rows(samples, schedule, loader, processor, prepared),
-        data_collator=Collator(processor.pad_id),
+        train_dataset=Rows(samples, schedule, loader, processor),
+        data_collator=partial(padded, pad_id=processor.pad_id),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
         callbacks=callbacks,
     )
 
 
-def serve_peer(pipe: Connection, job: Job, prepared: bool = False) -> None:
+def serve_peer(pipe: Connection, job: Job) -> None:
     """Take as many steps as the pipe asks for, and answer with seconds and losses, until it asks for none."""
     torch.set_num_threads(job.compute.cpus_per_worker)
     rounds = Rounds(pipe, job.compute.gpu)
     logging.disable_progress_bar()
-    trainer = trainer_for(job, prepared, [rounds])
+    trainer = trainer_for(job, [rounds])
     trainer.remove_callback(PrinterCallback)
     rounds.trainer = trainer
     trainer.train()
@@ -390,7 +380,7 @@ class Side:
 
 
 def embedded_sides(folder: Path, sizes: Sizes, threads: int) -> list[Side]:
-    """Peer, unpacked, packed, and the peer whose inputs are made before, on the embedded shapes."""
+    """Peer, unpacked and packed, on the embedded shapes."""
     write_mixture(folder, sizes.pairs, side=72)
     captions = sizes.pairs * REFERENCES
     micro, micro_packed = min(sizes.unpacked, captions), min(sizes.packed, sizes.pairs)
@@ -400,7 +390,6 @@ def embedded_sides(folder: Path, sizes: Sizes, threads: int) -> list[Side]:
         Side("peer", partial(serve_peer, job=unpacked), micro),
         Side("unpacked", partial(serve_own, job=unpacked), micro),
         Side("packed", partial(serve_own, job=packed), micro_packed),
-        Side("peer_prepared", partial(serve_peer, job=unpacked, prepared=True), micro),
     ]
 
 

@@ -1,6 +1,11 @@
-"""DVC from outside: the stages in order, what is out of date, and one stage reproduced in a process group of its own.
+"""DVC from outside: the stages in order, what is out of date, one stage reproduced in a process group of its own, and
+the outputs of a run kept and taken up again: data and checkpoint in the remote, `dvc.lock` and scores on its branch.
 
 DVC decides whether a stage runs; this module starts it, passes on what it prints, and leaves no process behind.
+
+Flow runs never commit to main, so main's `dvc.lock` stays behind them, and a later run takes up that of the branch
+`runs/latest`, the newest whole run. Its entries record what each stage read and wrote, by hash; DVC compares them with
+what is there, so that a wrong one makes a stage run and never keeps it from running.
 """
 
 import contextlib
@@ -12,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +25,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from m3diff.provenance.dvc import listing, object_file, whole
-from m3diff.provenance.git import git
+from m3diff.provenance.git import git, has_branch
 from m3diff.records.errors import DataError, redacted
 from m3diff.records.files import write_atomic
+from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
     from dvc.repo import Repo
@@ -33,6 +39,11 @@ Outcome = Literal["Ran", "Restored", "Skipped"]
 DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]
 """DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock a failed attempt
 discards the finished stage."""
+LOCK = Path("dvc.lock")
+LATEST = "runs/latest"
+"""The branch of the newest run that went through every stage and had no parameters of its own."""
+NO_REMOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"
+
 CODE = ("components", "code")
 """The folders of code and of its digests: a change in them alone is no news of data."""
 GRACE_S = 20  # from the signal that asks to the one that ends
@@ -57,7 +68,7 @@ class DvcError(RuntimeError):
 
 
 @contextmanager
-def repository(folder: Path | None = None, outside: str = "") -> Iterator["Repo"]:
+def repository(outside: str = "") -> Iterator["Repo"]:
     """DVC in this process: a process of its own takes a second to start, and a flow asks a dozen times.
 
     Args:
@@ -71,7 +82,7 @@ def repository(folder: Path | None = None, outside: str = "") -> Iterator["Repo"
     from dvc.repo import Repo
 
     try:
-        with Repo(folder, _wait_for_lock=True) as opened:
+        with Repo(_wait_for_lock=True) as opened:
             yield opened
     except Exception as error:
         if not outside and not isinstance(error, DvcException):
@@ -79,7 +90,7 @@ def repository(folder: Path | None = None, outside: str = "") -> Iterator["Repo"
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
-        raise DvcError(outside or "dvc", 255, [*map(str, causes), *broken_lock(folder or Path())]) from error
+        raise DvcError(outside or "dvc", 255, [*map(str, causes), *broken_lock()]) from error
 
 
 def of_pipeline(repo: "Repo") -> list["PipelineStage"]:
@@ -128,6 +139,15 @@ def status() -> dict[str, Any]:
     return found
 
 
+def news(status: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
+    """What changed of data and parameters, by DVC's status: stage, kind, path, and how. Changed code alone is no news,
+    nor is the graph."""
+    for stage, said in status.items():
+        for entry in [entry for entry in said if isinstance(entry, dict)]:
+            for kind, items in entry.items():
+                yield from ((stage, kind, path, how) for path, how in items.items() if Path(path).parts[0] not in CODE)
+
+
 def entries(text: str) -> dict[str, Any] | None:
     """The stages of the text of a `dvc.lock`; None of what is none, and empty or cut short: DVC writes it in place, and
     a kill leaves a part."""
@@ -141,8 +161,7 @@ def locked(commit: str = "") -> dict[str, Any] | None:
     """The stages by name of the `dvc.lock` that is here, or of a commit; None where it is none or not there."""
     if commit:
         return entries(git("show", f"{commit}:./dvc.lock")) if git("ls-tree", commit, "--", "dvc.lock") else None
-    file = Path("dvc.lock")
-    return entries(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
+    return entries(LOCK.read_text(encoding="utf-8", errors="replace")) if LOCK.is_file() else None
 
 
 def link_data() -> None:
@@ -151,9 +170,8 @@ def link_data() -> None:
         repo.checkout(allow_missing=True)
 
 
-def cache_folder(folder: Path | None = None) -> Path:
-    """The cache of the project in this folder, else in the current one."""
-    with repository(folder) as repo:
+def cache_folder() -> Path:
+    with repository() as repo:
         return Path(repo.cache.local_cache_dir)
 
 
@@ -181,7 +199,7 @@ def not_in_remote(files: Mapping[str, str], name: str) -> dict[str, str]:
     return {path: hash_ for path, hash_ in files.items() if hash_ not in there}
 
 
-def push(hashes: Iterable[str], name: str) -> None:
+def send(hashes: Iterable[str], name: str) -> None:
     """Send files and folders' lists from the cache to a remote, whatever DVC remembers of what is there: the command
     `dvc push` sends nothing of a folder whose list the remote has, and no file that it once saw in it.
 
@@ -211,8 +229,7 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
         raise DataError(f"stage {stage} was not begun: {'; '.join(damage)}")
     said: deque[str] = deque(maxlen=12)
     outcome: Outcome | None = None
-    lock, done = Path("dvc.lock"), False
-    before = lock.read_bytes() if lock.is_file() else None
+    done, before = False, LOCK.read_bytes() if LOCK.is_file() else None
     process = subprocess.Popen(
         [*DVC, "repro", "--single-item", stage],
         env=environment(),
@@ -230,14 +247,14 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
             outcome = next((word for words, word in WORDS.items() if words.format(stage) in line), outcome)
         if process.wait():
             codes = [process.returncode, *(int(found[1]) for line in said if (found := EXIT_CODE.search(line)))]
-            raise DvcError(f"stage {stage}", codes[-1], [*said, *broken_lock(Path())])  # DVC has one for any failure
+            raise DvcError(f"stage {stage}", codes[-1], [*said, *broken_lock()])  # DVC has one for any failure
         done = True
     finally:
         try:
             end_group(process)
         finally:
-            if not done and lock.is_file() and lock.read_bytes() != before:  # killed as it wrote: perhaps a part
-                write_atomic(lock, before) if before is not None else lock.unlink()
+            if not done and LOCK.is_file() and LOCK.read_bytes() != before:  # killed as it wrote: perhaps a part
+                write_atomic(LOCK, before) if before is not None else LOCK.unlink()
     assert outcome is not None, f"none of {list(WORDS)} in what DVC said: {list(said)}"
     return outcome
 
@@ -270,13 +287,12 @@ def faults_in_cache(hashes: Mapping[str, str]) -> list[str]:
     return [f"{path}: {note}" for path, file in files.items() if file.is_file() and (note := whole(file, hashes[path]))]
 
 
-def broken_lock(folder: Path) -> list[str]:
+def broken_lock() -> list[str]:
     """Explain how to restore a `dvc.lock` that is not one, since DVC says too little; nothing where it is whole."""
-    file = folder / "dvc.lock"
-    if not file.is_file() or entries(file.read_text(encoding="utf-8", errors="replace")) is not None:
+    if not LOCK.is_file() or locked() is not None:
         return []
     return [
-        f"{file} is not DVC's lock file (empty, cut short, or with the marks of a merge conflict); restore it: "
+        f"{LOCK} is not DVC's lock file (empty, cut short, or with the marks of a merge conflict); restore it: "
         "`git log --oneline -- dvc.lock` lists its commits, `git checkout COMMIT -- dvc.lock` takes it from one"
     ]
 
@@ -317,3 +333,88 @@ def end_group(process: subprocess.Popen) -> None:
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+# What a run keeps, and a later one takes up
+
+
+def check_remote() -> None:
+    """Ask each remote for the outputs that are no folders: they are few.
+
+    Raises:
+        ParamsError: one does not answer.
+    """
+    for name, stored in kept().items():
+        try:
+            if files := {path: md5 for path, md5 in stored.items() if not md5.endswith(".dir")}:
+                not_in_remote(files, name)
+        except DvcError as error:
+            raise ParamsError(f"the DVC remote {name!r} does not answer, so nothing could be kept: {error}") from error
+
+
+def push() -> tuple[str, str]:
+    """Send what the remotes miss, then look for each of these files there; (Ran or Skipped, a sentence).
+
+    Every remote is asked for every file, in every run: what it was seen to have may be gone, and a push that was cut
+    off leaves a folder's list without some of its files.
+
+    Raises:
+        DataError: a file in the cache is damaged; nothing was sent.
+        ConnectionError: something is missing there; what arrived is not sent again.
+    """
+    remotes, sent = kept(), list[str]()
+    for name, stored in sorted(remotes.items()):
+        try:
+            missing = not_in_remote(files_of(stored), name)
+            if bad := faults_in_cache(missing):  # DVC would send damaged bytes under the right name
+                raise DataError("; ".join(bad))
+            if missing:
+                send(missing.values(), name)
+                sent.append(name)
+            left = not_in_remote(missing, name)
+        except DvcError as error:
+            raise ConnectionError(f"remote {name!r}: {error}") from error
+        if left:
+            raise ConnectionError(f"remote {name!r} is missing {len(left)} file(s) after the push: {sorted(left)[:5]}")
+    if not remotes:
+        return "Skipped", NO_REMOTE
+    return ("Ran", f"sent to {', '.join(sent)}") if sent else ("Skipped", f"{', '.join(remotes)} had all of it")
+
+
+def commit(message: str, links: Sequence[str]) -> None:
+    """Commit `dvc.lock`, the one before where it is not whole, and what stages write beside DVC to the current branch.
+
+    Args:
+        links: folders of the checkout, which are no part of it.
+    """
+    ours = locked()
+    if ours is None or set(locked("HEAD") or {}) - set(ours):  # DVC itself drops no stage
+        LOCK.unlink(missing_ok=True)
+        if git("ls-tree", "HEAD", "--", str(LOCK)):
+            git("checkout", "--quiet", "HEAD", "--", str(LOCK))
+    git("add", "--all", "--", ".")
+    if links:  # where an older commit's .gitignore misses one
+        git("rm", "--cached", "--quiet", "--ignore-unmatch", "--", *links)
+    git("commit", "--quiet", "--allow-empty", "--message", message)
+
+
+def take_up() -> dict[str, Any]:
+    """Link the data in and take the `dvc.lock` of the latest run, with the metrics beside it, where it leaves fewer
+    stages to do than the branch's own; what is left to do then, DVC's status by stage."""
+    link_data()
+    own = status()
+    latest = (locked(LATEST) if own and has_branch(LATEST) else None) or {}
+    if not latest or latest == locked():
+        return own
+    ours = stages()  # without frozen ones, whose outputs are the commit's
+    written = [out["path"] for name in ours for out in latest.get(name, {}).get("outs", [])]
+    files = git("ls-files", f"--with-tree={LATEST}", "--", *written).splitlines()  # here or there
+    git("restore", f"--source={LATEST}", "--staged", "--worktree", "--", str(LOCK), *files)
+    link_data()
+    theirs = status()
+    left = [sum(not {name, *before}.isdisjoint(found) for name, before in ours.items()) for found in (theirs, own)]
+    if left[0] < left[1]:
+        return theirs
+    git("reset", "--hard", "--quiet")
+    link_data()
+    return own

@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows import archive, dvc, report
+from flows import dvc, report
 from flows.report import Done
 from flows.workspace import FLOWS, NothingNewError, lock, workspace
 from m3diff.commands.preflight import preflight
@@ -155,9 +155,9 @@ def work_through(done: Done, status: dict[str, Any]) -> None:
         if not current:
             asked.add(stage)
     take(done, "push", push_data)
-    archive.commit(message_of(done), done.work.links)
+    dvc.commit(message_of(done), done.work.links)
     if not done.work.overrides:  # nor did it begin with the champion
-        git("update-ref", f"refs/heads/{archive.LATEST}", "HEAD")
+        git("update-ref", f"refs/heads/{dvc.LATEST}", "HEAD")
     done.registration = take(done, "register", register_model)
     done.decision = take(done, "promote", promote_model, done.registration.version)
 
@@ -199,13 +199,11 @@ def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:
     Args:
         status: DVC's, by stage.
     """
-    found = []
-    for stage, entries in status.items():
-        for entry in [entry for entry in entries if stage != "code" and isinstance(entry, dict)]:  # else the graph
-            for kind, items in entry.items():
-                for path, how in items.items():
-                    if Path(path).parts[0] not in dvc.CODE:
-                        found.append(f"{stage}: {kind}: {path} {', '.join(how) if isinstance(how, dict) else how}")
+    found = [
+        f"{stage}: {kind}: {path} {', '.join(how) if isinstance(how, dict) else how}"
+        for stage, kind, path, how in dvc.news(status)
+        if stage != "code"
+    ]
     return [*found, *unregistered(params)]
 
 
@@ -240,8 +238,8 @@ FOR_SERVERS: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [5, 20, 60],
 def look_before() -> dict[str, Any]:
     """See that the run can end well on this machine, link the data in, and return what is out of date."""
     preflight(load_params(PARAMS))
-    archive.check_remote()
-    return archive.take_up()
+    dvc.check_remote()
+    return dvc.take_up()
 
 
 @task(name="stage", task_run_name="{stage}", cache_policy=NO_CACHE, **FOR_STAGES)
@@ -254,7 +252,7 @@ def reproduce(stage: str, current: bool = False) -> State:
 @task(name="push", task_run_name="push", cache_policy=NO_CACHE, **FOR_SERVERS | {"retry_condition_fn": None})
 def push_data() -> State:
     """Send what the run made to the DVC remote, and see that it is there. Nothing points to what is not."""
-    outcome, message = archive.push()
+    outcome, message = dvc.push()
     return Completed(name=outcome, message=message, data=outcome)
 
 

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,8 +25,9 @@ from prefect.logging import get_logger
 from prefect.states import State
 from prefect.utilities.urls import url_for
 
-from flows import archive
+from flows import dvc
 from flows.workspace import FLOWS, KEPT_DAYS, Workspace, lock, read_json
+from m3diff.provenance.git import GitError, git, main_tree
 from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
 from m3diff.registry.promote import Promotion
@@ -81,10 +81,20 @@ def publish(done: Done, message: str) -> None:
         if done.state != "Skipped":
             stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(done.started))
             write_atomic(Path("reports") / f"{stamp}-{done.work.flow_run[:8]}.md", text + "\n")
-            archive.commit(f"Report: {message}", done.work.links)
-            archive.publish(done.work.branch, log.info)
+            dvc.commit(f"Report: {message}", done.work.links)
+            publish_branch(done.work, log.info)
     except Exception as error:
         log.warning(f"the page of this run could not be kept: {type(error).__name__}: {error}")
+
+
+def publish_branch(work: Workspace, log: Callable[[str], None]) -> None:
+    """Push the run's branch to the git remote that `git config m3diff.runs` names; without one it stays here."""
+    if not (name := git("config", "--default", "", "--get", "m3diff.runs")):
+        return
+    try:
+        git("push", "--quiet", name, f"refs/heads/{work.branch}:refs/heads/{work.branch}", cwd=main_tree(Path()))
+    except GitError as error:
+        log(f"warning: {work.branch} was not pushed to {name}: {error}; it is sent with the next run")
 
 
 def page(done: Done, params: Params) -> Iterator[str]:
@@ -134,38 +144,36 @@ def tell(
     Args:
         checkout: the folder that the flow was started in; without one the current directory.
     """
-    address = os.environ.get(NOTIFY, "").strip()
+    folder = (checkout or Path.cwd()) / FLOWS
     try:
-        with kept(checkout or Path.cwd()) as notices:
-            waiting = notices["waiting"]
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder / "notices.lock"):
+            notices = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
+            before = json.dumps(notices)
             if key and key not in notices["told"]:
-                waiting[key] = [title, redacted(text)]
-            for key, (title, text) in [*waiting.items()]:
-                if address and not send(address, title, text):
-                    log(
-                        f"warning: {title}: nobody was told, for {NOTIFY} does not work; "
-                        f"{len(waiting)} notice(s) wait for the next occasion"
-                    )
-                    break
-                if address:
-                    notices["told"][key] = datetime.now(UTC).isoformat(timespec="seconds")
-                del waiting[key]
+                notices["waiting"][key] = [title, redacted(text)]
+            send_waiting(**notices, log=log)
+            if (after := json.dumps(notices)) != before:
+                write_atomic(folder / "notices.json", after)
     except Exception as error:
         log(f"warning: a notice was not sent: {type(error).__name__}")
 
 
-@contextmanager
-def kept(checkout: Path) -> Iterator[dict[str, dict[str, Any]]]:
-    """Open the notices that were sent (key: when) and that wait (key: title and text); other processes wait."""
-    folder = checkout / FLOWS
-    folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder / "notices.lock"):
-        notices = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
-        before = json.dumps(notices)
-        yield notices
-        notices["told"] = dict([*notices["told"].items()][-REMEMBERED:])
-        if (after := json.dumps(notices)) != before:
-            write_atomic(folder / "notices.json", after)
+def send_waiting(told: dict[str, str], waiting: dict[str, list[str]], log: Callable[[str], None]) -> None:
+    """Send the notices that wait (key: title and text), up to one that is not taken, and note when each was told."""
+    address = os.environ.get(NOTIFY, "").strip()
+    for key, (title, text) in [*waiting.items()]:
+        if address and not send(address, title, text):
+            log(
+                f"warning: {title}: nobody was told, for {NOTIFY} does not work; "
+                f"{len(waiting)} notice(s) wait for the next occasion"
+            )
+            return
+        if address:
+            told[key] = datetime.now(UTC).isoformat(timespec="seconds")
+        del waiting[key]
+    for key in [*told][:-REMEMBERED]:
+        del told[key]
 
 
 def send(address: str, title: str, text: str) -> bool:

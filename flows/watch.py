@@ -42,8 +42,8 @@ SETTLED_S = 60.0  # without a change; a file that is half copied waits for the n
 def watch() -> State:
     """Look once. New data: start retrain. A source that cannot be asked fails the look, after the others had theirs."""
     require_own_code()
-    log, checkout = get_run_logger(), Path.cwd()
-    report.tell(log.warning, checkout=checkout)
+    log = get_run_logger()
+    report.tell(log.warning)
     kept = read_json(STATE) or {}
     failures = look(kept, log.info)
     found, reason = tip(), ""
@@ -61,63 +61,55 @@ def look(kept: dict[str, Any], log: Callable[[str], None]) -> list[str]:
     """Ask every source that may have changed, and commit what did; what could not be asked, in words.
 
     Args:
-        kept: `folders`, the fingerprint of each drop folder when it was last taken up, and `data`, the commit of
-            runs/data after that; written anew.
+        kept: `folders`, the fingerprint of each drop folder when it was last taken up, by its `.dvc` file, and `data`,
+            the commit of runs/data after that; written anew.
     """
     known = kept.get("folders", {}) if kept.get("data") == tip() else {}
-    folders = {}
+    sources = dict.fromkeys(imports(), "")
     for folder in drop_folders():
         found = content(Path(folder))
         if not found:
             log(f"{folder} is not there, or is being written to; the next look takes it up")
-        elif found != known.get(folder):
-            folders[folder] = found
-    sources = imports()
-    if not sources and not folders:
+        elif found != known.get(f"{folder}.dvc"):
+            sources[f"{folder}.dvc"] = found
+    if not sources:
         return []
     name = flow_run.get_id() or str(uuid.uuid4())
     with workspace(name, "HEAD", [], data=True) as work:
-        failures, done = ask(work, sources, folders, log)
+        failures, done = ask(work, sources, log)
     git("branch", "--quiet", "-D", work.branch)
     kept |= {"folders": known | done, "data": tip()}
     write_atomic(STATE, json.dumps(kept))
     return failures
 
 
-def ask(
-    work: Workspace, sources: list[str], folders: Mapping[str, str], log: Callable[[str], None]
-) -> tuple[list[str], dict[str, str]]:
+def ask(work: Workspace, sources: Mapping[str, str], log: Callable[[str], None]) -> tuple[list[str], dict[str, str]]:
     """Ask the sources one by one in the worktree and commit what changed.
 
     Args:
-        folders: fingerprint by drop folder.
+        sources: `.dvc` files, with the fingerprint of a drop folder; empty for an imported source.
 
     Returns:
-        what failed, in words; the fingerprints of the folders that were taken up.
+        what failed, in words; those that were taken up.
     """
-    taken, failures, done = list[str](), list[str](), dict[str, str]()
-    for file in sources:
+    failures, done = list[str](), dict[str, str]()
+    for file, fingerprint in sources.items():
+        folder = file.removesuffix(".dvc")
         try:
             with dvc.repository(outside=f"dvc update {file}") as repo:
-                repo.update([file])
-            taken.append(file)
+                if fingerprint:
+                    shutil.copytree(work.checkout / folder, folder)
+                    repo.add([folder])
+                else:
+                    repo.update([file])
         except dvc.DvcError as error:
             failures.append(f"{file}: {error}")
-    for folder, fingerprint in folders.items():
-        try:
-            shutil.copytree(work.checkout / folder, folder)
-            with dvc.repository() as repo:
-                repo.add([folder])
-        except (dvc.DvcError, OSError) as error:
-            failures.append(f"{folder}: {error}")
             continue
-        if content(work.checkout / folder) == fingerprint:
-            taken.append(f"{folder}.dvc")
-            done[folder] = fingerprint
-        else:
-            git("checkout", "--quiet", "HEAD", "--", f"{folder}.dvc")
+        if fingerprint and content(work.checkout / folder) != fingerprint:
             log(f"{folder} was written to meanwhile; the next look takes it up")
-    changed = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in taken]
+        else:
+            done[file] = fingerprint
+    changed = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in done]
     if changed:  # the commit that the look began with, and these files
         before = tip()
         git("add", "--", *changed)

@@ -41,9 +41,6 @@ warnings.filterwarnings("ignore", "Type 'Worker' ")  # it takes the place of its
 class Worker(ProcessWorker):
     """A worker that neither a run that it holds already nor a server that is gone ends."""
 
-    told: set[UUID] = set()
-    """The crashed runs that this worker has told of; a notice itself is sent once, whoever tells."""
-
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         try:
             return await super().get_and_submit_flow_runs()
@@ -86,12 +83,12 @@ class Worker(ProcessWorker):
         runs = [run for run in runs if run.deployment_id in names and run.id not in before]
         here = await self.held(runs)
         for run in [run for run in runs if run.id not in here and await self.is_lost(run)]:
+            assert run.state is not None
             what = names[run.deployment_id]
-            if run.state_type == CRASHED and run.state and run.id not in self.told:
-                self.told.add(run.id)
-                await self.tell(run, what, run.state)
+            await self.tell(run, what, run.state)
             state = await self.next_state(run, what)
             if state and (await self.client.set_flow_run_state(run.id, state)).status.value == "ACCEPT":
+                self._logger.warning(f"{run.name} is {state.name} now: {state.message}")
                 await self.tell(run, what, state)
 
     async def is_lost(self, run: FlowRun) -> bool:
@@ -133,7 +130,7 @@ class Worker(ProcessWorker):
         return AwaitingRetry(message="it crashed, and goes on where it was")
 
     async def tell(self, run: FlowRun, what: str, state: State[Any]) -> None:
-        self._logger.warning(f"{run.name} is {state.name} now: {state.message}")
+        """Tell of a crash or a failure; a notice is sent once, whoever tells and however often."""
         if state.is_crashed() or state.is_failed():
             await anyio.to_thread.run_sync(report.tell_of_end, what, run, state, self._logger.warning)
 

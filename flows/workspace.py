@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 
 import yaml
 from dvc.utils.serialize import modify_yaml
-from mlflow.entities.model_registry import ModelVersion
 
 from flows import dvc
 from m3diff.provenance.dvc import write_settings
 from m3diff.provenance.git import AS_COMMITTED, GitError, find_commit, git, has_branch, require_own_repository
-from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.versions import CHAMPION, find_alias
 from m3diff.settings.load import load_params
@@ -42,17 +40,9 @@ DATA = "runs/data"
 BASE = Path("data/00_champion")
 """Where the champion's checkpoint lies as a base. `data/00_champion.dvc` tracks it, on the run's branch."""
 
-LOCK = Path("dvc.lock")
-OF_DATASETS = ("synthesize", "augment", "ingest")
-"""Stages that there are once for each dataset, by whose name after the `@` it is known."""
-
 
 class NothingNewError(Exception):
     """The champion has seen all data as they are."""
-
-
-class UncommittedError(ParamsError):
-    """Files that decide the run are not committed, so that no commit could say what ran."""
 
 
 class Workspace(NamedTuple):
@@ -87,9 +77,8 @@ def workspace(
             the base.
 
     Raises:
-        UncommittedError: see `ref`.
         NothingNewError: see `from_champion`.
-        ParamsError: an override or the parameters under it are wrong; every fault at once.
+        ParamsError: files that decide the run are not committed, an override or the parameters under it are wrong.
         GitError: there is no such commit, or git cannot make the worktree.
     """
     require_own_repository()
@@ -154,7 +143,7 @@ def starting_commit(ref: str | None) -> str:
     entries = git("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *WATCHED).split("\0")
     changed = [entry[3:] for entry in entries if entry]
     if changed:
-        raise UncommittedError(
+        raise ParamsError(
             f"not committed: {', '.join(changed[:5])}{' and more' if changed[5:] else ''}; what runs must be a commit. "
             "Commit it, on a branch of its own (ref=BRANCH) if need be, or run the last commit without it (ref=HEAD)"
         )
@@ -204,9 +193,10 @@ def override(file: Path, overrides: Sequence[str]) -> None:
 def share(checkout: Path, params: Params) -> tuple[str, ...]:
     """Let this worktree use the checkout's DVC cache, by links, its scratch folder and its local MLflow store; the
     folders that now lead there."""
-    cache = {"dir": str(dvc.cache_folder(checkout)), "type": LINKS}
+    with chdir(checkout):
+        cache = {"dir": str(dvc.cache_folder()), "type": LINKS}
     memory = Path(".dvc/tmp/memory").absolute()  # what DVC remembers of files, which would stay on the machine for ever
-    write_settings(Path(), checkout, cache=cache, core={"site_cache_dir": str(memory)})
+    write_settings(Path(), checkout, cache=cache, core={"site_cache_dir": str(memory), "autostage": "false"})
     shared = {params.compute.scratch: checkout / params.compute.scratch}  # and the folder that has to be there
     if params.register_.tracking_uri.startswith(tracking.SQLITE):
         database = Path(params.register_.tracking_uri.removeprefix(tracking.SQLITE))
@@ -218,12 +208,7 @@ def share(checkout: Path, params: Params) -> tuple[str, ...]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() and path.readlink() == target:  # outside the worktree: an earlier run's
             continue
-        try:
-            path.symlink_to(target)
-        except FileExistsError as error:
-            raise ParamsError(
-                f"{path}: the commit has it, but runs share the checkout's; name another place"
-            ) from error
+        path.symlink_to(target)
     return tuple(str(path) for path in shared if not path.is_absolute())
 
 
@@ -259,7 +244,8 @@ def from_champion(replay: float) -> tuple[tuple[str, ...], str]:
 
     Raises:
         NothingNewError: no dataset changed since the champion.
-        ParamsError: `replay` is no share, or the champion's commit or checkpoint is not known here.
+        ParamsError: `replay` is no share.
+        DataError: the champion's commit is not known here.
         TrackingUnavailableError: MLflow does not answer.
     """
     if not 0 <= replay <= 1:
@@ -269,7 +255,8 @@ def from_champion(replay: float) -> tuple[tuple[str, ...], str]:
         champion = find_alias(client, params.register_.model_name, CHAMPION)
     if champion is None:
         return (), "there is no champion to begin with yet, so training begins with the base"
-    changed = changed_datasets(commit_of(champion), params.ingest.datasets)
+    commit = find_commit(champion.tags.get("git.commit", "unknown"))
+    changed = changed_datasets(commit, params.ingest.datasets)
     what = f"{champion.name} version {champion.version}"
     if not changed:
         raise NothingNewError(f"no dataset changed since {what}, the champion, was trained")
@@ -285,32 +272,20 @@ def from_champion(replay: float) -> tuple[tuple[str, ...], str]:
     return (f"train.base={BASE}", f"convert.sources={sources}"), said
 
 
-def commit_of(champion: ModelVersion) -> str:
-    """The commit that the champion was trained at; its `dvc.lock` knows the data."""
-    try:
-        return find_commit(champion.tags["git.commit"])
-    except (KeyError, DataError) as error:
-        what = f"{champion.name} version {champion.version}, the champion"
-        raise ParamsError(f"warm_start: {what}, was trained at no commit of this clone: {error}") from error
-
-
 def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
     """The datasets whose raw data or parameters are others than at this commit. Nothing need be in place."""
-    before = LOCK.read_bytes() if LOCK.is_file() else None
-    LOCK.write_text(git("show", f"{commit}:{LOCK}") + "\n", encoding="utf-8")
+    before = dvc.LOCK.read_bytes() if dvc.LOCK.is_file() else None
+    dvc.LOCK.write_text(git("show", f"{commit}:{dvc.LOCK}") + "\n", encoding="utf-8")
     try:
         known, said = dvc.locked() or {}, dvc.status()
     finally:
-        LOCK.unlink()
+        dvc.LOCK.unlink()
         if before is not None:
-            LOCK.write_bytes(before)
+            dvc.LOCK.write_bytes(before)
     changed = {name for name in names if f"ingest@{name}" not in known}
-    for stage, entries in said.items():
-        step, _, name = stage.partition("@")
-        for entry in [entry for entry in entries if step in OF_DATASETS and isinstance(entry, dict)]:
-            for path, how in entry.get("changed deps", {}).items():
-                if Path(path).parts[0] not in dvc.CODE and how != "deleted":  # what is not in place is no change
-                    changed.add(name)
+    for stage, kind, _, how in dvc.news(said):
+        if kind == "changed deps" and how != "deleted":  # what is not in place is no change
+            changed.add(stage.partition("@")[2])
     return changed & {*names}
 
 
@@ -327,7 +302,7 @@ def bring_base() -> None:
     """Bring the champion's checkpoint into place: from the cache, else from the remote.
 
     Raises:
-        ParamsError: neither has it.
+        DvcError: neither has it.
     """
     file = f"{BASE}.dvc"
     if not Path(file).is_file():
@@ -335,13 +310,8 @@ def bring_base() -> None:
     dvc.link_data()
     if BASE.is_dir():
         return
-    try:
-        with dvc.repository(outside=f"dvc pull {file}") as repo:
-            repo.pull([file])
-    except dvc.DvcError as error:
-        raise ParamsError(
-            f"warm_start: neither DVC's cache nor its remote has the champion's checkpoint ({file}): {error}"
-        ) from error
+    with dvc.repository(outside=f"dvc pull {file}") as repo:
+        repo.pull([file])
 
 
 # Files of the flows

@@ -7,14 +7,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, TextIO
 
 from flows.dvc import environment, readable
 from m3diff.records.errors import DataError
-from m3diff.scoring.run import HEADLINE
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
@@ -56,26 +55,24 @@ def run(command: Sequence[str], log: Path, out: TextIO) -> int:
     return code
 
 
-def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """The scores of each dataset's first protocol, which is its headline, with their intervals."""
-    first = {name.partition("/")[0]: name for name in reversed(protocols)}
-    for name in reversed(first.values()):
+def headlines(report: Path) -> Iterator[str]:
+    """The scores that runs are compared by, with their intervals, of each dataset's first protocol."""
+    protocols = json.loads((report / "metrics.json").read_text())["protocols"]
+    for name, scores in json.loads((report / "headline.json").read_text()).items():
         found = protocols[name]
         published = found.get("published_pairs")
         of = "" if published in (None, found["pairs"]) else f" of {published} that papers score"
         yield f"scores on {name}, {found['pairs']} pairs{of}; times 100, with 95 % intervals over pairs"
-        for score in HEADLINE:
-            if isinstance(value := found.get(score), int | float):
-                interval = found["intervals"].get(score)
-                bounds = f"   {100 * interval['low']:.1f} to {100 * interval['high']:.1f}" if interval else ""
-                yield f"  {score:<22} {100 * value:6.1f}{bounds}"
+        for score in scores:
+            interval = found["intervals"].get(score)
+            bounds = f"   {100 * interval['low']:.1f} to {100 * interval['high']:.1f}" if interval else ""
+            yield f"  {score:<22} {100 * found[score]:6.1f}{bounds}"
         yield ""
 
 
 def summary(params: Params, registration: Any, decision: object) -> str:
     """Scores, places, the gate's decision, training's warnings, and what to do next."""
     paths = params.paths
-    protocols = json.loads((paths.report / "metrics.json").read_text())["protocols"]
     trained = json.loads((paths.model / "report.json").read_text())
     rows = [
         ("report", (paths.report / "report.html").resolve()),
@@ -84,7 +81,7 @@ def summary(params: Params, registration: Any, decision: object) -> str:
         ("gate", decision),
         *(("warning", f"training: {text}") for text in trained.get("warnings", [])),
     ]
-    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {value}" for name, value in rows), NEXT])
+    return "\n".join(["", *headlines(paths.report), *(f"{name:<12} {value}" for name, value in rows), NEXT])
 
 
 def finish(params: Params) -> str:

@@ -41,7 +41,6 @@ PATIENCE_S = 300  # a first start creates two databases, on cores that may be bu
 GRACE_S = 40  # a stage in progress has its own grace inside
 SILENCE_S = 90  # a worker is heard every 30 s
 KEEP_S, MOST_PAUSE_S = 5, 300  # the keeper's look, and its longest wait before what ends again and again
-ENDED_BADLY = ["CRASHED", "FAILED"]
 LOG_BYTES = 30_000_000
 SERVICES = Path("services").resolve()
 BIN = Path(sys.executable).parent
@@ -290,10 +289,8 @@ def end_left(service: Service) -> None:
 
 
 def rotate(log: Path) -> None:
-    """Move a log that has grown past LOG_BYTES to <name>.log.1, in place of the one before.
-
-    It is copied and emptied, since who writes it has it open; a line written in between is lost.
-    """
+    """Move a log that has grown past LOG_BYTES to <name>.log.1, in place of the one before. It is copied and emptied,
+    since who writes it has it open; a line written in between is lost."""
     if log.exists() and log.stat().st_size >= LOG_BYTES:
         shutil.copyfile(log, f"{log}.1")
         os.truncate(log, 0)
@@ -306,14 +303,8 @@ def is_taken(port: int) -> bool:
 
 
 def wait(service: Service, runs: Service) -> None:
-    """Wait until a service runs and answers.
-
-    Args:
-        runs: it or its keeper, whose log is shown where it ends.
-
-    Raises:
-        ServiceError: that ended, or the service does not answer for too long.
-    """
+    """Wait until a service runs and answers. Raises ServiceError, with the end of the log, where that does not happen,
+    or what `runs` it (its keeper, else itself) ends."""
     deadline = time.monotonic() + PATIENCE_S
     while not ((found := processes())[service.name] and service.answers()):
         if not found[runs.name] or time.monotonic() > deadline:
@@ -324,11 +315,8 @@ def wait(service: Service, runs: Service) -> None:
 
 def keep() -> None:
     """Start the servers, make the deployments known, start the worker. Then start again what ended, the worker once the
-    server answers; what ends again and again is waited with for longer each time, up to MOST_PAUSE_S.
-
-    Raises:
-        ServiceError: another keeper is up, or a server does not start.
-    """
+    server answers; what ends again and again is waited with for longer each time, up to MOST_PAUSE_S. Raises
+    ServiceError where another keeper is up, or a server does not start."""
     check_settings()
     if any(other.pid != os.getpid() for other in processes()["keeper"][:1]):
         raise ServiceError("the keeper is up already; `make down` first")
@@ -421,34 +409,26 @@ def status() -> None:
 
 def last_training() -> Iterator[str]:
     """Print the training that ended last, and name it where it ended badly."""
-    ended = {"state": {"type": {"any_": ["COMPLETED", *ENDED_BADLY]}}}
+    ended = {"state": {"type": {"any_": ["COMPLETED", "CRASHED", "FAILED"]}}}
     trains = {"name": {"any_": ["full", "retrain"]}}
     asked = {"flows": OURS, "deployments": trains, "flow_runs": ended, "sort": "END_TIME_DESC", "limit": 1}
     for run in ask("/flow_runs/filter", asked):
         told = f"{run['name']}, {moment(run['end_time'])}, {run['state_name']}"
         print(f"last training: {told}")
-        if run["state_type"] in ENDED_BADLY:
+        if run["state_type"] != "COMPLETED":
             why = (run["state"]["message"] or "").partition("\n")[0]
             yield f"{told}: {why} Once the cause is gone: .venv/bin/prefect deployment run m3diff/full"
 
 
 def is_heard() -> bool:
-    """Return whether the server heard this machine's worker lately.
-
-    Raises:
-        httpx.HTTPError: it does not answer, or refuses.
-    """
+    """Return whether the server heard this machine's worker lately."""
     known = ask(f"/work_pools/{POOL}/workers/filter", {})
     heard = [worker["last_heartbeat_time"] for worker in known if worker["name"] == WORKER]
     return any(datetime.fromisoformat(when).timestamp() >= time.time() - SILENCE_S for when in heard if when)
 
 
 def ask(path: str, body: dict[str, Any]) -> Any:
-    """Return the answer of Prefect's API to a POST.
-
-    Raises:
-        httpx.HTTPError: it does not answer, or refuses.
-    """
+    """Return the answer of Prefect's API to a POST; raises httpx.HTTPError where there is none, or a refusal."""
     login = environment(services()[-1]).get("PREFECT_API_AUTH_STRING", "")
     auth = httpx.BasicAuth(*login.split(":", 1)) if login else None
     return httpx.post(f"{services()[0].address}/api{path}", json=body, auth=auth, timeout=10).raise_for_status().json()

@@ -224,13 +224,13 @@ for command in {commands}:
 """
 
 FLOW = """
-from flows import archive, dvc
+from flows import dvc
 from m3diff.provenance.git import git
 from flows.workspace import workspace
 with workspace("one", "HEAD", ["evaluate.gallery=7"]):
     dvc.link_data()
     assert dvc.repro("evaluate", print) == "Ran"
-    archive.commit("what ran", ())
+    dvc.commit("what ran", ())
     assert git("log", "-1", "--format=%s") == "what ran"
 from m3diff.__main__ import main
 assert main(["register"]) == 0

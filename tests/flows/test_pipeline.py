@@ -16,7 +16,7 @@ import yaml
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Completed, Crashed, Failed
 
-from flows import archive, dvc, pipeline, report
+from flows import dvc, pipeline, report
 from flows.dvc import DvcError
 from flows.pipeline import FLOW_RUN, full, look_for_changes, retrain, run_pipeline, unregistered
 from flows.report import Done, decided, failed, reason_of, tell
@@ -61,7 +61,7 @@ class Pipeline:
             "register_model": self.register,
             "promote_model": self.promote,
             "dvc.stages": lambda: stages,
-            "archive.commit": lambda message, links: self.done.append(message),
+            "dvc.commit": lambda message, links: self.done.append(message),
             "report.decided": lambda done, log: self.told.append(done.state),
             "report.publish": lambda done, message: self.pages.append((done.state, done.error)),
         }.items():
@@ -246,18 +246,18 @@ def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkey
         ("promote", "first", "Ran", ["params", pipeline.rescore, 7]),
         ("promote", "unchanged", "Skipped", ["params", pipeline.rescore, 7]),
         ("promote", "refused", "Rejected", ["params", pipeline.rescore, 7]),
-        ("archive.push", ("Ran", "all of it"), "Ran", []),
+        ("dvc.push", ("Ran", "all of it"), "Ran", []),
     ],
 )
 def test_the_state_of_what_acts_outside_says_what_came_of_it(monkeypatch, task, made, name, asked):
     result = {"register": lambda: Registration(outcome=made, model="m", version=3, run_id="r")}
-    result |= {"promote": lambda: decision(made), "archive.push": lambda: made}
+    result |= {"promote": lambda: decision(made), "dvc.push": lambda: made}
     done, given = result[task](), []
     monkeypatch.setattr(pipeline, "load_params", lambda path: "params")
     monkeypatch.setattr(f"flows.pipeline.{task}", lambda *arguments: given.extend(arguments) or done)
-    does = {"register": pipeline.register_model.fn, "archive.push": pipeline.push_data.fn}
+    does = {"register": pipeline.register_model.fn, "dvc.push": pipeline.push_data.fn}
     state = does[task]() if task in does else pipeline.promote_model.fn(7)
-    told = ("all of it", "Ran") if task == "archive.push" else (str(done), done)
+    told = ("all of it", "Ran") if task == "dvc.push" else (str(done), done)
     assert (state.message, state.result()) == told
     assert (state.name, state.is_completed(), given) == (name, True, asked)
 
@@ -325,8 +325,8 @@ def test_the_page_is_an_artifact_and_where_the_run_made_something_a_commit(done,
 
     monkeypatch.setattr(report, "load_params", lambda path: PARAMS)
     monkeypatch.setattr(report, "create_markdown_artifact", lambda **artifact: kept.append(artifact))
-    monkeypatch.setattr(archive, "commit", lambda *given: kept.append(given))
-    monkeypatch.setattr(archive, "publish", lambda branch, log: kept.append(branch))
+    monkeypatch.setattr(dvc, "commit", lambda *given: kept.append(given))
+    monkeypatch.setattr(report, "publish_branch", lambda work, log: kept.append(work.branch))
     monkeypatch.setattr(report, "get_run_logger", lambda: SimpleNamespace(info=pytest.fail, warning=kept.append))
     report.publish(done, "Run 01234567")
     artifact, *others = kept

@@ -534,9 +534,10 @@ def test_stages_warnings_and_how_far_one_is_are_shown_the_log_has_everything_and
 
 @pytest.mark.parametrize("warnings", [["the module changes nothing."], []])
 def test_the_summary_says_scores_places_gate_and_warnings(tmp_path, warnings):
-    scores = {"pairs": 480, "published_pairs": 3985, "CIDEr": 4.67036, "METEOR": None, "no_change_recall": 1}
+    scores = {"pairs": 480, "published_pairs": 3985, "CIDEr": 4.67036, "no_change_recall": 1}
     protocols = {"a/total": scores | {"intervals": {"CIDEr": {"low": 4.5, "high": 4.81}}}, "a/semantic": {"CIDEr": 9.9}}
     contents = {"metrics": {"protocols": protocols}, "report": {"warnings": warnings}}
+    contents["headline"] = {"a/total": {"CIDEr": 467.04, "no_change_recall": 100}}
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     paths, store = SimpleNamespace(report=tmp_path, predictions=tmp_path, model=tmp_path), "store"
