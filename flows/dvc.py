@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from m3diff.provenance.dvc import listing, object_file, whole
+from m3diff.provenance.dvc import LOCK, listing, object_file, whole
 from m3diff.provenance.git import git, has_branch
 from m3diff.records.errors import DataError, redacted
 from m3diff.records.files import write_atomic
@@ -39,7 +39,6 @@ Outcome = Literal["Ran", "Restored", "Skipped"]
 DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]
 """DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock a failed attempt
 discards the finished stage."""
-LOCK = Path("dvc.lock")
 LATEST = "runs/latest"
 """The branch of the newest run that went through every stage and had no parameters of its own."""
 NO_REMOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"

@@ -17,17 +17,7 @@ import yaml
 from flows import dvc, watch
 from flows import workspace as place
 from flows.watch import STATE, content, drop_folders, imports
-from flows.workspace import (
-    BASE,
-    DATA,
-    FLOWS,
-    NothingNewError,
-    changed_datasets,
-    from_champion,
-    lock,
-    sweep,
-    workspace,
-)
+from flows.workspace import BASE, DATA, FLOWS, NothingNewError, changed_datasets, from_champion, lock, sweep, workspace
 from m3diff.provenance.git import git, has_branch
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256_of_folder
