@@ -41,8 +41,7 @@ from m3diff.scoring.run import ProtocolScores, compute_metrics
 from m3diff.stages.evaluate.report import Row, Table, in_papers_units, published_table, text_lines
 from m3diff.stages.evaluate.stage import score_table
 
-LIMIT_S = 3600
-"""Seconds that a Java scorer may take; SPICE has more, by its captions."""
+LIMIT_S = 3600  # seconds that a Java scorer may take; SPICE has more, by its captions
 IDS = ("image_id", "id", "img_id", "uid", "pair_id", "image", "file_name", "filename", "name", "question_id", "key")
 """Fields of an id, the likeliest first; "key" is the key of {id: caption}."""
 CAPTIONS = ("prediction", "caption", "value")

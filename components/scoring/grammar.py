@@ -19,10 +19,8 @@ from m3diff.records.errors import readable
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 from m3diff.scoring.pairs import EvalPair
 
-UNREADABLE = "unreadable"
-"""The type of a clause that no pattern of the grammar matches."""
-SEVERAL = "several"
-"""The type of a caption of more than one clause, where one type is wanted."""
+UNREADABLE = "unreadable"  # the type of a clause that no pattern of the grammar matches
+SEVERAL = "several"  # the type of a caption of more than one clause, where one type is wanted
 
 
 class Clause(NamedTuple):

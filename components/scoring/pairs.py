@@ -23,10 +23,8 @@ from m3diff.datasets.spec import DatasetSpec, Protocol
 from m3diff.records.errors import DataError, readable
 from m3diff.records.schemas import NO_CHANGE
 
-ALL = "all"
-"""The group of all pairs of a protocol."""
-Groups = dict[str, list[str]]
-"""Name of a group -> ids of its pairs: `ALL`, "change", "by_type/color", ..."""
+ALL = "all"  # the group of all pairs of a protocol
+Groups = dict[str, list[str]]  # name of a group -> ids of its pairs: `ALL`, "change", "by_type/color", ...
 LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
 """Groups by the mean number of words of a pair's references, by the fewest words of each."""
 COLUMNS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
@@ -64,8 +62,7 @@ MARKS = {
 }
 """Kind -> what no ordinary caption holds: one such caption is reported."""
 PATTERNS = {kind: re.compile(mark, re.VERBOSE | re.MULTILINE | re.IGNORECASE) for kind, mark in MARKS.items()}
-READ = 1_000
-"""Characters at each end of a caption that are searched for marks."""
+READ = 1_000  # characters at each end of a caption that are searched for marks
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from m3diff.scoring.pairs import EvalPair, load_specs, read_test_records
 from m3diff.stages.evaluate import report
 from m3diff.stages.evaluate.report import Row, Table, in_papers_units
 
-INSIDE_MB = 24
-"""MB of images that the page holds; of more, all are files of a folder beside it."""
-Scores = dict[str, dict[str, dict[str, PairValue]]]
-"""Protocol -> pair id -> column -> value."""
+INSIDE_MB = 24  # MB of images that the page holds; of more, all are files of a folder beside it
+Scores = dict[str, dict[str, dict[str, PairValue]]]  # protocol -> pair id -> column -> value
 
 
 def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) -> dict[str, Table]:

@@ -19,8 +19,7 @@ from m3diff.scoring.pairs import EvalPair, Groups
 
 T = TypeVar("T")
 
-ORDERS = 4
-"""N-grams have one to so many words."""
+ORDERS = 4  # n-grams have one to so many words
 
 Value = int | float | None
 PairValue = float | str | bool | list[float] | None

@@ -20,8 +20,7 @@ NO_GRAMMAR = (
 NO_REVERSED = (
     "there are no predictions of swapped images (predictions_reversed.json) for pairs of one change that has an inverse"
 )
-MOST = 0.5
-"""Above this share of captions that the grammar does not know, no score is made of what it reads."""
+MOST = 0.5  # above this share of captions that the grammar does not know, no score is made of what it reads
 READINGS = Readings._fields
 STATISTICS = "change_statistics"
 NAMES = (

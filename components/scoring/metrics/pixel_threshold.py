@@ -12,8 +12,7 @@ from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 KINDS = ("mean", "window")
 ONE_KIND = "a threshold tells pairs with a change from those without, and these are all of one kind"
-WINDOW = 16
-"""A side of the frame has this many windows (8 x 8 pixels of 128 x 128)."""
+WINDOW = 16  # a side of the frame has this many windows (8 x 8 pixels of 128 x 128)
 
 
 def differences(before: np.ndarray, after: np.ndarray) -> dict[str, float]:

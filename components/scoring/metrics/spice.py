@@ -33,8 +33,7 @@ NASHORN = {"nashorn-core-15.4.jar": "org/openjdk/nashorn/nashorn-core/15.4"} | {
     for name in ("asm", "asm-analysis", "asm-commons", "asm-tree", "asm-util")
 }
 """The JavaScript with which SPICE writes its answer, and what it needs; Java had its own until 14."""
-MAVEN = "https://repo1.maven.org/maven2"
-"""The address that the folders of `JARS` and `NASHORN` are below."""
+MAVEN = "https://repo1.maven.org/maven2"  # the address that the folders of `JARS` and `NASHORN` are below
 FIRST_WITHOUT_JAVASCRIPT = 15
 PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
 """Packages of java.base that SPICE's serialiser looks into, which Java 16 and later forbid."""

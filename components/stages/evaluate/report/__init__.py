@@ -39,10 +39,8 @@ from m3diff.scoring.run import EvaluateReport, ProtocolScores
 
 MB = 1_000_000
 MAX_PX = 384
-BASE64 = 4 / 3
-"""Bytes in the page to a byte of an image."""
-PLAIN = ("double", "float", "int64", "int32", "bool")
-"""Arrow types of a column that is one number to a pair."""
+BASE64 = 4 / 3  # bytes in the page to a byte of an image
+PLAIN = ("double", "float", "int64", "int32", "bool")  # Arrow types of a column that is one number to a pair
 GROUP_NAMES = {"change": "with a change", "multi_change": "with several changes", "distractors": "distractors"}
 RIGHT = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
 ABSENT = "–"
