@@ -62,7 +62,6 @@ MARKS = {
 }
 """Kind -> what no ordinary caption holds: one such caption is reported."""
 PATTERNS = {kind: re.compile(mark, re.VERBOSE | re.MULTILINE | re.IGNORECASE) for kind, mark in MARKS.items()}
-READ = 1_000  # characters at each end of a caption that are searched for marks
 
 
 @dataclass(frozen=True)
@@ -323,7 +322,8 @@ def published_of(dataset: str, protocol: Protocol, is_headline: bool) -> list[Pu
 
 def notes_of_marks(captions: Iterable[str], what: str = "captions") -> list[str]:
     """A note for each kind of mark: how many captions hold it, and one of them; `what` is how notes name captions."""
-    times = Counter(map(ends, captions))
+    # runs of white space as one, so that no pattern takes long
+    times = Counter(re.sub(r"\s+", lambda run: "\n" if "\n" in run[0] else " ", caption) for caption in captions)
     notes = []
     for kind, pattern in PATTERNS.items():
         marked = {caption: mark.start() for caption in times if (mark := pattern.search(caption))}
@@ -333,9 +333,3 @@ def notes_of_marks(captions: Iterable[str], what: str = "captions") -> list[str]
             shown = caption[max(0, place - 20) :][:70]
             notes.append(f"{count:,} of {times.total():,} {what} hold {kind}, such as {shown!r}; scored unchanged")
     return notes
-
-
-def ends(caption: str) -> str:
-    """Begin and end of a caption, runs of white space as one, so that no pattern takes long."""
-    text = caption if len(caption) <= 2 * READ else caption[:READ] + caption[-READ:]
-    return re.sub(r"\s+", lambda space: "\n" if "\n" in space[0] else " ", text)

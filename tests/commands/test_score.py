@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
@@ -27,6 +29,7 @@ from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.metrics.spice import check_spice
+from m3diff.scoring.pairs import published_rows
 from tests.layouts import run_ingest, write_clevr, write_json
 from tests.scoring.bench import GRAMMAR, PUBLISHED, REAL, fake_java, needs_real
 
@@ -232,6 +235,8 @@ def test_the_right_protocol_gives_the_right_number_from_the_data_and_from_a_coco
     report = run(SAID, data=spot, protocol="multi-change")  # joins the sentences, and cuts after 60 words
     assert numbers(report) == pytest.approx((1.544967, 0.107847), abs=1e-6)
     assert report.references == 5
+    assert report.published == [row._asdict() for row in published_rows("spot_the_diff/multi-change")]
+    assert len(run(SAID, data=spot).published) == len(published_rows("spot_the_diff")) > len(report.published)
     assert run(SAID | {"13": " "}, data=spot).notes == ["1 captions are empty"]
 
 
@@ -306,9 +311,15 @@ def test_a_protocol_takes_its_pairs_of_captions_of_all_and_ingests_records_serve
     assert semantic.notes == ["2 captions of pairs that 'semantic' does not take were left out"]
     assert semantic.scores["CIDEr"] != total.scores["CIDEr"]
     assert (total.by_group["distractors"]["pairs"], total.references) == (2, 8)
+    assert "multi_change" not in total.by_group
     run_ingest(clevr)
     write(predictions, {f"mini/{name}": text for name, text in (CLEVR | DISTRACTORS).items()})
     places = tmp_path / "records/mini", tmp_path / "records/mini/records.parquet"
+    known = pq.read_table(places[1])
+    rows = known.to_pylist()
+    pq.write_table(
+        pa.Table.from_pylist([*rows, rows[0] | {"id": None, "split": "test"}], schema=known.schema), places[1]
+    )  # a fault
     reports = [score(predictions, "clevr_change", data=place) for place in places]
     assert reports[0] == reports[1]
     assert reports[0].scores == total.scores
@@ -372,7 +383,9 @@ def test_a_fault_of_the_files_and_a_tokenizer_that_dies_are_exit_codes_and_a_sen
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(JavaMissing, match="java: not found on PATH"):
         score(Path("no predictions.json"), "no benchmark")
-    assert check_spice(None)[0][0].startswith("FAILED  java: not found on PATH")
+    said, fetch, *_ = check_spice(None)[0]
+    assert said.startswith("FAILED  java: not found on PATH")
+    assert fetch.startswith("curl -fL --create-dirs -o spice/stanford-corenlp-3.6.0.jar https://repo1.maven.org/")
 
 
 def a_report(**changes) -> ScoreReport:
