@@ -1,23 +1,30 @@
 """A model that answers, and another that takes over: it decodes images, gathers pairs into batches and captions them.
 
-The server holds one itself; Ray Serve runs it as the replicas of a deployment. Decoding has threads of its own, so that
-the next batch is ready when the model is.
+The model is in the server's process; where RAY_ADDRESS names a cluster, it is in replicas of Ray Serve there, whose own
+HTTP server is not started. Decoding has threads of its own, so that the next batch is ready when the model is.
 """
 
 import asyncio
 import io
-from collections.abc import Callable, Sequence
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from m3diff.cluster import on_one_machine, start_ray
 from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source, load
+from m3diff.serving.params import Serve
+from m3diff.settings.compute import Compute
+from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -102,26 +109,13 @@ class Prepared(NamedTuple):
     shown: "tuple[Image.Image, Image.Image] | None"
 
 
-class Deployed(Protocol):
-    """A model that is loaded, in this process or in replicas."""
-
-    async def facts(self) -> Facts | Fault: ...
-
-    async def ask(self, asked: Asked) -> Answer | Fault: ...
-
-    async def remove(self) -> None: ...
-
-
-Deploy = Callable[[Source], Deployed]
-"""Loads a checkpoint; blocks until it is ready."""
-
-
 class Replica:
-    """Args:
-    source: the checkpoint.
-    batch_pairs: of the section `serve`.
-    batch_wait_s: that a pair waits for others to share its batch.
-    threads: that the model computes with on a CPU.
+    """A checkpoint in this process that captions pairs in batches.
+
+    Args:
+        batch_pairs: of the section `serve`.
+        batch_wait_s: that a pair waits for others to share its batch.
+        threads: that the model computes with on a CPU.
     """
 
     def __init__(self, source: Source, batch_pairs: int, batch_wait_s: float, threads: int) -> None:
@@ -237,6 +231,91 @@ def draw(images: "tuple[Image.Image, Image.Image]", grid: np.ndarray) -> tuple[b
     for image, file in zip(images, drawn, strict=True):
         outlined(image, grid.astype(np.float32)).save(file, "PNG")
     return drawn[0].getvalue(), drawn[1].getvalue()
+
+
+GPU_SHARE = 0.5
+"""The share of a GPU that a replica reserves: while a version takes over, both are loaded."""
+
+QUIET = {"log_level": "ERROR", "enable_access_log": False}
+
+
+class RayDeployed:
+    """A checkpoint in replicas of Ray Serve, an application of their own, that are ready.
+
+    Args:
+        options: of a Replica, after its source.
+    """
+
+    def __init__(self, source: Source, cfg: Serve, options: tuple[Any, ...]) -> None:
+        import ray
+        from ray import serve
+
+        self.name = f"m3diff-{uuid.uuid4().hex}"
+        deployment = serve.deployment(Replica).options(  # type: ignore[attr-defined]
+            name="captioner",
+            num_replicas=cfg.replicas,
+            max_ongoing_requests=cfg.max_queue,
+            ray_actor_options={"num_cpus": 0, "num_gpus": GPU_SHARE if ray.cluster_resources().get("GPU", 0) else 0},
+            graceful_shutdown_timeout_s=cfg.answer_s,
+            graceful_shutdown_wait_loop_s=0.1,
+            logging_config=QUIET,
+        )
+        try:
+            self.handle: Any = serve.run(deployment.bind(source, *options), name=self.name, route_prefix=None)
+        except Exception:
+            serve.delete(self.name)
+            raise
+
+    async def facts(self) -> Facts | Fault:
+        return await self.handle.facts.remote()
+
+    async def ask(self, asked: Asked) -> Answer | Fault:
+        response = self.handle.ask.remote(asked)
+        try:
+            return await response
+        finally:
+            response.cancel()  # one that was answered is left alone
+
+    async def remove(self) -> None:
+        from ray import serve
+
+        await asyncio.to_thread(serve.delete, self.name)
+
+
+Deployed = Replica | RayDeployed
+"""A model that is loaded."""
+
+Deploy = Callable[[Source], Deployed]
+"""Loads a checkpoint; blocks until it is ready."""
+
+
+@contextmanager
+def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
+    """Loads one checkpoint after the other: in this process, or on a cluster.
+
+    Raises:
+        ParamsError: several replicas are asked for, and there is no cluster.
+    """
+    options = (cfg.batch_pairs, BATCH_WAIT_S, compute.cpus_per_worker)
+    if on_one_machine():
+        if cfg.replicas > 1:
+            raise ParamsError(
+                f"serve.replicas: {cfg.replicas} need a Ray cluster, and RAY_ADDRESS names none; start one "
+                "(docs/serving.md), or write 1"
+            )
+        yield lambda source: Replica(source, *options)
+        return
+    import ray
+    from ray import serve
+
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    start_ray(compute)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        serve.start(proxy_location="Disabled", logging_config=QUIET)
+        yield lambda source: RayDeployed(source, cfg, options)  # Serve itself stays: it may be others', too
+    finally:
+        ray.shutdown()
 
 
 class Metrics:

@@ -1,18 +1,12 @@
-"""`m3diff serve`: a process that loads the model, follows an alias of the registry and listens.
-
-The model is in this process; where RAY_ADDRESS names a cluster, it is in replicas of Ray Serve there. Serve's own HTTP
-server is not started.
-"""
+"""`m3diff serve`: a process that loads the model, follows an alias of the registry and listens."""
 
 import asyncio
-import logging
 import os
 import signal
 import socket
 import sys
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,16 +14,13 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from m3diff.cluster import on_one_machine, start_ray
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
 from m3diff.endpoint import THIS_MACHINE
 from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source, find, version_of
-from m3diff.serving import app, batcher
-from m3diff.serving.batcher import Answer, Asked, Deploy, Facts, Fault, Metrics, Models
-from m3diff.serving.params import Serve
-from m3diff.settings.compute import Compute
+from m3diff.serving import app
+from m3diff.serving.batcher import Metrics, Models, deployer
 from m3diff.settings.rules import licensed
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
@@ -40,9 +31,6 @@ NEW_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
 BACKLOG = 512
 POLL_S = 5
 """Seconds between two checks of which version the alias names."""
-
-GPU_SHARE = 0.5
-"""The share of a GPU that a replica reserves: while a version takes over, both are loaded."""
 
 
 def say(text: str, to: TextIO | None = None) -> None:
@@ -75,81 +63,6 @@ class Impatient(H11Protocol):
         elif not is_waiting and self.timer is not None:
             self.timer.cancel()
             self.timer = None
-
-
-QUIET = {"log_level": "ERROR", "enable_access_log": False}
-
-
-class RayDeployed:
-    """A checkpoint in replicas of Ray Serve, an application of their own, that are ready.
-
-    Args:
-        options: of a Replica, after its source.
-    """
-
-    def __init__(self, source: Source, cfg: Serve, options: tuple[Any, ...]) -> None:
-        import ray
-        from ray import serve
-
-        self.name = f"m3diff-{uuid.uuid4().hex}"
-        deployment = serve.deployment(batcher.Replica).options(  # type: ignore[attr-defined]
-            name="captioner",
-            num_replicas=cfg.replicas,
-            max_ongoing_requests=cfg.max_queue,
-            ray_actor_options={"num_cpus": 0, "num_gpus": GPU_SHARE if ray.cluster_resources().get("GPU", 0) else 0},
-            graceful_shutdown_timeout_s=cfg.answer_s,
-            graceful_shutdown_wait_loop_s=0.1,
-            logging_config=QUIET,
-        )
-        try:
-            self.handle: Any = serve.run(deployment.bind(source, *options), name=self.name, route_prefix=None)
-        except Exception:
-            serve.delete(self.name)
-            raise
-
-    async def facts(self) -> Facts | Fault:
-        return await self.handle.facts.remote()
-
-    async def ask(self, asked: Asked) -> Answer | Fault:
-        response = self.handle.ask.remote(asked)
-        try:
-            return await response
-        finally:
-            response.cancel()  # one that was answered is left alone
-
-    async def remove(self) -> None:
-        from ray import serve
-
-        await asyncio.to_thread(serve.delete, self.name)
-
-
-@contextmanager
-def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
-    """Loads one checkpoint after the other: in this process, or on a cluster.
-
-    Raises:
-        ParamsError: several replicas are asked for, and there is no cluster.
-    """
-    options = (cfg.batch_pairs, batcher.BATCH_WAIT_S, compute.cpus_per_worker)
-    if on_one_machine():
-        if cfg.replicas > 1:
-            raise ParamsError(
-                f"serve.replicas: {cfg.replicas} need a Ray cluster, and RAY_ADDRESS names none; start one "
-                "(docs/serving.md), or write 1"
-            )
-        yield lambda source: batcher.Replica(source, *options)
-        return
-    import ray
-    from ray import serve
-
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    start_ray(compute)
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    try:
-        serve.start(proxy_location="Disabled", logging_config=QUIET)
-        yield lambda source: RayDeployed(source, cfg, options)  # Serve itself stays: it may be others', too
-    finally:
-        ray.shutdown()
 
 
 async def follow(models: Models, version: Callable[[], str], find: Callable[[], Source], poll_s: float) -> None:

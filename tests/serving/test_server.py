@@ -26,7 +26,7 @@ from PIL.PngImagePlugin import PngInfo
 from m3diff.__main__ import main
 from m3diff.models.generation import load_captioner
 from m3diff.serving.app import COPIES
-from m3diff.serving.server import deployer
+from m3diff.serving.batcher import deployer
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.stage import SIGNATURE, copy_code
 from tests.servers import free_port, started, until

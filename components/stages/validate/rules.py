@@ -254,11 +254,11 @@ def _expectations(found: pl.DataFrame, all_rules: list[Rule], expected: Expected
     whole = {"dataset": "all", "rule": "rows"}
     expectations: list[Any] = [gxe.ExpectTableRowCountToBeBetween(min_value=1, meta=whole)]
     for dataset in found["dataset"].unique().sort():
-        of_dataset: dict[str, Any] = {"row_condition": Column("dataset") == dataset}
+        condition: Any = Column("dataset") == dataset
         for rule in all_rules:
             meta = {"rule": rule.name, "dataset": dataset}
             build = getattr(gxe, rule.expectation)
-            expectations.append(build(column=rule.column, meta=meta, **of_dataset, **rule.arguments))
+            expectations.append(build(column=rule.column, row_condition=condition, meta=meta, **rule.arguments))
     for dataset, splits in expected.items():
         for split, pairs in splits.items():
             rows = (Column("dataset") == dataset) & (Column("own_split") == split) & (Column("counts") == 1)
