@@ -130,25 +130,23 @@ def caption_pairs(
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
     for batch in progress(batches, "caption", unit="batch") if len(batches) > 1 else batches:
         images: dict[AskedPair, tuple[Image.Image, Image.Image]] = {}
-        faults: dict[AskedPair, str] = {}
+        answers: dict[AskedPair, Answer] = {}
         for pair in batch:
             try:
                 before, after = (load_image(path, max_pixels=max_pixels) for path in (pair.before, pair.after))
                 images[pair] = before, after
             except ImageError as error:
-                faults[pair] = str(error)
-        captions: dict[AskedPair, str] = {}
+                answers[pair] = Answer(pair, None, str(error))
         if images:
             prepared = [captioner.processor.prepare_image(image) for both in images.values() for image in both]
             texts, maps = captioner.answer(prepared, question or QUESTION, overlay is not None)
-            captions = dict(zip(images, texts, strict=True))
+            answers |= {pair: Answer(pair, text) for pair, text in zip(images, texts, strict=True)}
             if overlay is not None:
                 if maps is None:
                     raise DataError("overlay: this model has no saliency maps; leave it out")
                 for pair, grid in zip(images, maps, strict=True):
                     _draw(images[pair], grid, overlay if len(pairs) == 1 else overlay / f"{pair.name}.png")
-        for pair in batch:
-            yield Answer(pair, captions.get(pair), faults.get(pair))
+        yield from (answers[pair] for pair in batch)
 
 
 def check_question(captioner: "Captioner", question: str | None) -> None:
