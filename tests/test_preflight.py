@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, **answers: Callable[[], Any]) -> l
 
     def run(command: list[str], **options: Any) -> Any:
         asked.append(command)
-        if Path(command[0]).name == "java":
+        if Path(command[0]).name == "java" or command[0] == sys.executable:  # starts java
             return run_program(command, **options)
         if command[0].replace("-", "_") not in answers:
             raise FileNotFoundError(command[0])

@@ -302,7 +302,7 @@ def test_the_score_is_the_area_over_the_pairs_whose_truth_is_known_or_absent_wit
     assert ("unknown" in found.pairs, found.absent) == (False, {})
     assert compute(pairs[:1], {}, None).absent == dict.fromkeys(names, ONE_KIND)
     Image.new("RGB", (9, 8)).save(pairs[1].after)
-    assert "b: images of one size expected, found 8 x 8 and 9 x 8" in compute(pairs, {}, None).absent[names[1]]
+    assert "b: images of one size expected, found (8, 8) and (9, 8)" in compute(pairs, {}, None).absent[names[1]]
 
 
 def test_a_metric_gives_no_score_and_no_column_that_it_does_not_declare():

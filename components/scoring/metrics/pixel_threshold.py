@@ -23,7 +23,7 @@ def differences(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
         ValueError: the sizes of the images differ.
     """
     if before.shape != after.shape:
-        sizes = " and ".join(f"{width} x {height}" for height, width, _ in (before.shape, after.shape))
+        sizes = f"{before.shape[1::-1]} and {after.shape[1::-1]}"
         raise ValueError(f"images of one size expected, found {sizes}; resize one of them")
     difference = np.abs(before.astype(np.float64) - after)
     by_pixel = difference.mean(-1)

@@ -182,8 +182,9 @@ def find_jars(spice_dir: Path | None) -> list[Path]:
     """
     if spice_dir is None:
         raise ScorerFailed(
-            f"needs {' and '.join(JARS)}, which nothing here downloads: `m3diff score --check-spice` prints the "
-            "commands that fetch them; name their folder in compute.spice_dir"
+            f"needs {' and '.join(JARS)}, which nothing here downloads: take them from "
+            "http://nlp.stanford.edu/software/stanford-corenlp-full-2015-12-09.zip (384 MB) and name their folder in "
+            "compute.spice_dir"
         )
     names = JARS | NASHORN if require_java() >= FIRST_WITHOUT_JAVASCRIPT else JARS
     jars = [spice_dir.absolute() / name for name in names]
