@@ -24,34 +24,33 @@ from m3diff.datasets.files import read_json
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 
+PAIRS = (
+    ("change_captions.json", "sc_images/CLEVR_semantic", ""),
+    ("no_change_captions.json", "nsc_images/CLEVR_nonsemantic", "_n"),
+)
+"""The two pairs of a scene: file of captions, beginning of the image after, and end of the name."""
+
 
 def read(root: Path) -> Iterator[spec.Row]:
     """Two rows per scene of `splits.json` in its order, then the captioned scenes that are in no split."""
-    captions = read_json(root / "change_captions.json", dict)
-    no_change = read_json(root / "no_change_captions.json", dict)
+    captions = {file: read_json(root / file, dict) for file, _, _ in PAIRS}
     types = _types(root / "type_mapping.json")
     seen: set[str] = set()
 
     def both(split: str, scene: int) -> Iterator[spec.Row]:
-        key = f"CLEVR_default_{scene:06d}.png"
+        number, key = f"{scene:06d}", f"CLEVR_default_{scene:06d}.png"
         seen.add(key)
-        yield _pair(scene, split, captions, "change_captions.json", key, types[f"{scene:06d}.png"])
-        yield _pair(scene, split, no_change, "no_change_captions.json", key, [NO_CHANGE])
+        for file, after, end in PAIRS:
+            sides, found = (f"images/{key}", f"{after}_{number}.png"), captions[file].get(key, [])
+            kinds = [NO_CHANGE] if end else types[f"{number}.png"]
+            fault = None if key in captions[file] else f"captions: {file} has no key {key!r}"
+            yield spec.Row(f"{number}.png{end}", split, number, *sides, found, kinds, f"{file}, {key}", fault)
 
     yield from spec.by_scene(root / "splits.json", both)
-    for file, captioned, end in (("change_captions.json", captions, ""), ("no_change_captions.json", no_change, "_n")):
-        for key in sorted(captioned.keys() - seen):
+    for file, _, end in PAIRS:
+        for key in sorted(captions[file].keys() - seen):
             fault = "split: the scene is in no list of splits.json"
             yield spec.broken(None, f"{file}, {key}", fault, key, key + end)
-
-
-def _pair(scene: int, split: str, captions: dict[str, Any], file: str, key: str, types: list[str]) -> spec.Row:
-    changed = file == "change_captions.json"
-    after = f"sc_images/CLEVR_semantic_{scene:06d}.png" if changed else f"nsc_images/CLEVR_nonsemantic_{scene:06d}.png"
-    name = f"{scene:06d}.png" if changed else f"{scene:06d}.png_n"
-    fault = None if key in captions else f"captions: {file} has no key {key!r}"
-    found = captions.get(key, [])
-    return spec.Row(name, split, f"{scene:06d}", f"images/{key}", after, found, types, f"{file}, {key}", fault)
 
 
 def _types(path: Path) -> dict[str, list[str]]:

@@ -27,14 +27,7 @@ from m3diff.records.schemas import SPLITS
 
 T = TypeVar("T")
 
-KIND = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "a truth value",
-}
+KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number", float: "a number"}
 
 CONTENTS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it: `git -C {folder} lfs pull`",
@@ -144,7 +137,7 @@ def describe(value: Any) -> str:
 
 def describe_kind(kind: type) -> str:
     """A type in JSON's words."""
-    return KIND.get(kind, kind.__name__)
+    return KINDS.get(kind, kind.__name__)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -215,10 +208,7 @@ SHARD = re.compile(r"-\d{5}-of-(\d{5})\b")
 
 
 def read_values(
-    path: Path,
-    required: Sequence[str],
-    delimiter: str | None = None,
-    rows: str = "",
+    path: Path, required: Sequence[str], delimiter: str | None = None, rows: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """The place and the value of every row; a DataError stands for a row that cannot be read.
 

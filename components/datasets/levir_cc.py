@@ -20,9 +20,8 @@ protocols here are these papers': words between spaces, no PTB tokenizer.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from m3diff.datasets.files import describe, read_json
+from m3diff.datasets.files import describe, pick, read_json
 from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, TableRow, broken, fault_in
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
@@ -48,20 +47,16 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
     for number, record in enumerate(records):
         source = f"{file}, image {number}"
         fault = fault_in(record, FIELDS)
-        if not fault and not all(map(_has_tokens, record["sentences"])):
+        tokens = [] if fault else pick(record, "sentences.*.tokens")
+        if not all(isinstance(each, list) and all(isinstance(token, str) for token in each) for each in tokens):
             fault = "sentences: expected objects with a list `tokens` of text"
         if fault:
             yield broken(record.get("split") if isinstance(record, dict) else None, source, fault)
             continue
         name, split = record["filename"], record["split"]
         pair = f"{images}/{split}/A/{name}", f"{images}/{split}/B/{name}"
-        texts = [" ".join(sentence["tokens"]) for sentence in record["sentences"]]
+        texts = [*map(" ".join, tokens)]
         yield Row(name, split, name, *pair, texts, [CHANGE if SAME.isdisjoint(texts) else NO_CHANGE], source)
-
-
-def _has_tokens(sentence: Any) -> bool:
-    tokens = sentence.get("tokens") if isinstance(sentence, dict) else None
-    return isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
 
 
 PUBLISHED = Published(

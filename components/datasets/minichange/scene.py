@@ -561,23 +561,9 @@ def _stands_out(scene: Scene, thing: Thing, least: float, views: tuple[View, Vie
 
 LEVELS: dict[str, Sampler] = {
     "grid": Sampler(
-        "grid",
-        _on_grid,
-        _in_frame,
-        move=0.2,
-        dark=0.42,
-        tries=1,
-        shift=(0.01, 0, 0.0142),
-        jitter_by=(0.015, 0.04, 0.3),
+        "grid", _on_grid, _in_frame, move=0.2, dark=0.42, tries=1, shift=(0.01, 0, 0.0142), jitter_by=(0.015, 0.04, 0.3)
     ),
     "free": Sampler(
-        "free",
-        _freely,
-        _is_clear,
-        move=0.22,
-        dark=0.58,
-        tries=4,
-        shift=(0.05, 0.02, 0.05),
-        jitter_by=(0.05, 0.1, 0.4),
+        "free", _freely, _is_clear, move=0.22, dark=0.58, tries=4, shift=(0.05, 0.02, 0.05), jitter_by=(0.05, 0.1, 0.4)
     ),
 }
