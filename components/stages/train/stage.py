@@ -35,6 +35,7 @@ from m3diff.stages.train.job import (
     Job,
     Runtime,
     StoppedError,
+    SupersededError,
     begin,
     of_alignment,
     only_worker,
@@ -54,9 +55,8 @@ ALIGNMENT = "alignment"
 Run = Callable[[Job], dict[str, Any]]
 """An attempt: runs the loop to its end, where `compute.workers` says, and returns the figures."""
 
-FINAL = (DataError, ParamsError, DeviceError, StoppedError, BlockingIOError)
-"""Errors that are not retried: another attempt would meet them again, or shall not be made, as of a run that a later
-attempt trains (SupersededError) or whose workers Ray cannot place (NoRoomError)."""
+FINAL = (DataError, ParamsError, DeviceError, StoppedError, SupersededError, NoRoomError)
+"""Errors that are not retried: another attempt would meet them again, or shall not be made."""
 
 NOT_STARTED = {"WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"}
 """Errors of Ray whose workers do not start: on one machine the next attempt's would not either."""
