@@ -61,10 +61,11 @@ class Judge:
     def __call__(self, pairs: list[EvalPair]) -> dict[str, Verdict]:
         """The verdicts on a sample of the pairs, by id."""
         chosen = sample(pairs, self.settings.pairs)
-        listed = ["\n".join(f"- {reference}" for reference in pair.references) for pair in chosen]
-        texts = zip(chosen, listed, strict=True)
-        verdicts = self.ask([PROMPT.format(prediction=pair.prediction, references=of) for pair, of in texts])
-        return {pair.id: verdict for pair, verdict in zip(chosen, verdicts, strict=True)}
+        questions = []
+        for pair in chosen:
+            references = "\n".join(f"- {reference}" for reference in pair.references)
+            questions.append(PROMPT.format(prediction=pair.prediction, references=references))
+        return dict(zip((pair.id for pair in chosen), self.ask(questions), strict=True))
 
     def ask(self, questions: Sequence[str]) -> list[Verdict]:
         """The verdict on each question, in order.
@@ -72,14 +73,12 @@ class Judge:
         Raises:
             ScorerFailed: the endpoint cannot be reached, or refuses the key or the model.
         """
-        texts = list(dict.fromkeys(questions))
         try:
-            answers = self.endpoint.ask([Question(text) for text in texts], "evaluate: judge")
+            answers = self.endpoint.ask([Question(text) for text in questions], "evaluate: judge")
         except (ParamsError, ConnectionError) as error:
             told = f"see evaluate.judge and the environment variable {self.settings.key_variable}"
             raise ScorerFailed(f"{error}; {told}") from error
-        verdicts = dict(zip(texts, map(read_verdict, answers), strict=True))
-        return [verdicts[text] for text in questions]
+        return [read_verdict(answer) for answer in answers]
 
 
 def read_verdict(answer: Answer) -> Verdict:
