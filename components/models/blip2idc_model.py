@@ -82,7 +82,6 @@ class Blip2IDCConfig(Blip2Config):
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "word_embed_proj_dim": 2560,
-            "eos_token_id": 50_118,
         }
         config = cls(text_config=text, image_token_index=50_265)  # type: ignore[call-arg]
         config.name_or_path = PUBLISHED

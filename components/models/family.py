@@ -112,10 +112,8 @@ class Family:
         """A model without adapters. Where `configuration` is another folder, whose config.json is the model's, the
         weights of its new module may be missing from `folder`."""
         model, _ = self.classes()
-        if configuration is None:
-            return model.from_pretrained(folder, dtype=dtype)
-        config = model.config_class.on_base(str(configuration), None)
-        return model.from_pretrained(folder, config=config, module={}, dtype=dtype)
+        config = model.config_class.on_base(str(configuration or folder), None)
+        return model.from_pretrained(folder, config=config, module={} if configuration else None, dtype=dtype)
 
     def load_processor(self, folder: Path, config: Any = None) -> PairProcessor:
         """The processor of a folder, for the model of `config`, by default the folder's."""

@@ -187,6 +187,7 @@ def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
         found = sum(term.total for term in terms.values()) + half.total
         assert found == pytest.approx(counter.get_total_flops(), rel=5e-3)
     assert all(terms[part].backward == 0 for part in frozen if part == "vision")
+    assert frozen or terms["llm"].recomputed == terms["llm"].forward, "each linear is in a layer and has a gradient"
     assert {name for name, term in terms.items() if term.recomputed} <= {*terms} - {"projector", "head"}
 
 
