@@ -37,6 +37,7 @@ PUBLISHED = "no counts of {} are published; "
 VALUES: list[tuple[str, Any, str]] = [
     ("train.epoch", 5, "unknown key; did you mean 'epochs'? known keys: base, ep"),
     ("predict.limit", REMOVED, "missing; add it as in profiles/embedded.yaml"),
+    ("compute.workers", True, "expected a number (found true)"),
     ("train.epochs", 0, "Input should be greater than 0 (found 0)"),
     ("train.warmup_share", 1.5, "Input should be less than or equal to 1 (found 1.5)"),
     ("promote.confidence", 1.0, "Input should be less than 1 (found 1.0)"),
@@ -159,6 +160,16 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
             "augment.second.source: missing; add it as in profiles/embedded.yaml",
             "augment.second.writer: missing",
         ],
+    ),
+    "a gate by what reads captions, on a dataset without a grammar": (
+        {
+            "ingest.datasets": {"birds": {"reader": "birds_to_words", "root": "data/01_raw/birds"}},
+            "synthesize": {},
+            "promote.protocol": "birds/test",
+            "promote.metric": "change_exact_accuracy",
+            "promote.guards": {"no_change_recall": 0.1, "CIDEr": 0.1},
+        },
+        ["promote.metric: expected one of BLEU-1", "promote.guards.no_change_recall: expected one of BLEU-1"],
     ),
     "the batches of an alignment": (
         {"train.model": "onediff", "models.onediff.align": ALIGN},

@@ -187,14 +187,18 @@ def training(params: Params) -> Iterator[str]:
 def scores(params: Params) -> Iterator[str]:
     """The gate has a protocol and scores that the run computes."""
     chosen, gate = params.evaluate.metrics, params.promote
-    protocols = [
-        f"{name}/{protocol.name}"
+    read_by = {
+        f"{name}/{protocol.name}": DATASETS[entry.reader]
         for name, entry in params.ingest.datasets.items()
         for protocol in protocols_of(name, DATASETS[entry.reader])
-    ]
-    if gate.protocol not in protocols:
-        yield f"promote.protocol: {closest(gate.protocol, protocols)}; each dataset of ingest.datasets has its own"
+    }
+    if gate.protocol not in read_by:
+        yield f"promote.protocol: {closest(gate.protocol, read_by)}; each dataset of ingest.datasets has its own"
+        return
     why = "evaluate.metrics decides what is computed"
+    if read_by[gate.protocol].grammar is None:
+        chosen = [name for name in chosen if not METRICS[name].needs_grammar]
+        why += f", and what reads captions needs a grammar, which {gate.protocol} has not"
     if gate.metric not in (better := gate_metrics(chosen)):
         yield f"promote.metric: {closest(gate.metric, better)}; {why}"
     resampled = [score for name in chosen for score in METRICS[name].resampled]

@@ -8,7 +8,10 @@ from contextlib import suppress
 from typing import Any, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+NUMBERS = (int, float, int | None, float | None)
 
 
 class ParamsError(ValueError):
@@ -16,9 +19,21 @@ class ParamsError(ValueError):
 
 
 class Section(BaseModel):
-    """Base for parameter sections: forbids unknown keys, NaN and infinity, and is frozen."""
+    """Base for parameter sections: forbids unknown keys, NaN and infinity, is frozen, and rejects booleans where a
+    number is expected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def true_is_no_number(cls, values: Any) -> Any:
+        fields = {name: field.annotation for name, field in cls.model_fields.items() if isinstance(values, Mapping)}
+        wrong = [name for name, kind in fields.items() if kind in NUMBERS and isinstance(values.get(name), bool)]
+        if wrong:
+            error = PydanticCustomError("number", "expected a number")
+            faults = [InitErrorDetails(type=error, loc=(name,), input=values[name]) for name in wrong]
+            raise ValidationError.from_exception_data(cls.__name__, faults)
+        return values
 
 
 def one_of(known: Collection[str]) -> AfterValidator:
