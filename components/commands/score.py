@@ -345,6 +345,8 @@ def find_pairs(
         notes.append(f"{rest:,} captions of pairs that {protocol.name!r} does not take were left out")
     if empty := sum(not caption.strip() for caption in said):
         notes.append(f"{empty:,} captions are empty")
+    if len({tuple(taken[name].references) for name in captions}) == 1 < len(captions):
+        notes.append("all pairs have the same references, so CIDEr is 0: no word tells a pair from the others")
     notes += notes_of_marks(said) + notes_of_marks(texts, "references")
     return [replace(taken[name], prediction=caption) for name, caption in captions.items()], faults, notes
 
@@ -453,9 +455,11 @@ def lines(report: ScoreReport) -> Iterator[str]:
     yield "  scores of pycocoevalcap: METEOR 1.5, CIDEr-D, ROUGE-L's F with recall weighed 1.2 times, mean F of SPICE"
     yield from (f"  FAULT {fault}" for fault in report.faults)
     yield from (f"  note: {note}" for note in report.notes)
-    found = {name: in_papers_units(value, report.intervals.get(name)) for name, value in report.scores.items()}
-    rows = [Row(name, (), (cell,)) for name, cell in found.items()]
-    yield from (f"  {line}" for line in text_lines(Table("scores", ("score", "x 100, 95 % interval"), rows)))
+    rows = [
+        Row(name, ("" if value is None else f"{value:.4f}",), (in_papers_units(value, report.intervals.get(name)),))
+        for name, value in report.scores.items()
+    ]
+    yield from (f"  {line}" for line in text_lines(Table("scores", ("score", "value", "x 100, 95 % interval"), rows)))
     yield from (f"  {name}: {reason}" for name, reason in report.absent.items())
     known = [PublishedRow(**row) for row in report.published]
     scores = ProtocolScores(**report.model_dump(include=set(ProtocolScores.model_fields)), groups={})

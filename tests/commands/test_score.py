@@ -238,6 +238,8 @@ def test_the_right_protocol_gives_the_right_number_from_the_data_and_from_a_coco
     assert report.published == [row._asdict() for row in published_rows("spot_the_diff/multi-change")]
     assert len(run(SAID, data=spot).published) == len(published_rows("spot_the_diff")) > len(report.published)
     assert run(SAID | {"13": " "}, data=spot).notes == ["1 captions are empty"]
+    alike = run({"1": "a car left", "2": "a car left"}, references={"1": ["a car left"], "2": ["a car left"]})
+    assert (alike.scores["CIDEr"], alike.notes[0][:50]) == (0, "all pairs have the same references, so CIDEr is 0:")
 
 
 @pytest.mark.parametrize(
@@ -411,7 +413,7 @@ def test_the_command_hands_its_arguments_on_and_prints_what_was_found(monkeypatc
     typed = "score p.json --benchmark iedit --protocol test --references r.json --data d --spice-dir s --allow-faults"
     assert main(typed.split()) == 0
     assert calls == [(Path("p.json"), "iedit", "test", Path("r.json"), Path("d"), Path("s"), True)]
-    assert "CIDEr    47.4" in capsys.readouterr().out
+    assert "CIDEr    0.4740  47.4" in capsys.readouterr().out
     assert main([*typed.split(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"]["CIDEr"] == 0.474
 
@@ -421,7 +423,7 @@ def test_the_page_tells_protocol_pairs_variant_scores_faults_and_the_published_r
     assert told[0] == "spot_the_diff, protocol 'single-change' (here)"
     assert told[1] == "  pairs 1,270 (papers: 1,270); references a pair 1.66"
     cider = next(line for line in told if line.startswith("  CIDEr"))
-    assert cider.split()[:3] == ["CIDEr", "47.4", "42.0–53.0"]
+    assert cider.split()[:4] == ["CIDEr", "0.4740", "47.4", "42.0–53.0"]
     rows = [line.split()[0] for line in told if line.startswith("    ") and line.split()[0][0] in "Mt"]
     assert rows == ["Method", "M0", "M1", "M2", "M3†", "this", "M4", "M5", "M6", "M7"]
     assert {"  note: one", "  METEOR: it died", "    Published figures as given by paper A."} < set(told)
