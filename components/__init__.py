@@ -27,17 +27,17 @@ PRIVACY = {
     "GX_ANALYTICS_ENABLED": "false",
 }
 
+# Variables that lead git to another repository than the project's, and MLflow to another registry than its store
 ELSEWHERE = (
     *("GIT_DIR", "GIT_WORK_TREE", "GIT_IMPLICIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"),
     *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_INTERNAL_SUPER_PREFIX", "GIT_CONFIG"),
     *("GIT_SHALLOW_FILE", "GIT_GRAFT_FILE", "GIT_REPLACE_REF_BASE", "GIT_NO_REPLACE_OBJECTS", "MLFLOW_REGISTRY_URI"),
 )
-"""Variables that lead git to another repository than the project's, and MLflow to another registry than its store."""
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Bytes of a folder for temporary files: Ray's sockets are 68 deeper, and the path of a socket has 107 at most
 LONGEST = 36
-"""Bytes of a folder for temporary files: Ray's sockets are 68 deeper, and the path of a socket has 107 at most."""
 
 
 def settle() -> None:

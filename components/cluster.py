@@ -12,11 +12,9 @@ from typing import Any
 
 from m3diff.settings.compute import Compute
 
-JOIN_S = 60
-"""Seconds that a cluster is given to bring a node back, or another one."""
+JOIN_S = 60  # seconds that a cluster is given to bring a node back, or another one
 
-ANSWER_S = 15
-"""Seconds that its head is given to answer."""
+ANSWER_S = 15  # seconds that its head is given to answer
 
 
 class NoRoomError(BlockingIOError):

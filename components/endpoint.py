@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 RETRIES = 5  # of a request that the server puts off or fails; the client waits as the server asks
 CONCURRENT = 8
 WINDOW = 32 * CONCURRENT  # questions that wait for a thread or are asked: each takes 2 kB
+# States of a reply: the question is at fault, or its form; and: later
 NOT_TAKEN, PUT_OFF = (400, 413, 422), (408, 409, 425, 429)
-"""States of a reply: the question is at fault, or its form; and: later."""
 
 URL = re.compile(r"https?://(\[[\da-f:]+\]|[^\s/:\[\]]+)(:[1-9]\d*)?(/\S*)?", re.IGNORECASE)
 
@@ -57,8 +57,7 @@ def endpoint_url(text: str) -> str:
     return text
 
 
-EndpointUrl = Annotated[str, AfterValidator(endpoint_url)]
-"""A field of a section."""
+EndpointUrl = Annotated[str, AfterValidator(endpoint_url)]  # a field of a section
 
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import psutil
 
-GUARD = "m3diff.serving.same_origin:Guarded"
-"""A protocol of uvicorn, for a server that asks for no token."""
+GUARD = "m3diff.serving.same_origin:Guarded"  # a protocol of uvicorn, for a server that asks for no token
 
+# The environment variable that Prefect's worker gives a flow's process, and this one to what it starts
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-"""The environment variable that Prefect's worker gives a flow's process, and this one to what it starts."""
 
 WORKER_LOG = Path("services/worker.log")
 

@@ -39,12 +39,10 @@ Outcome = Literal["Ran", "Restored", "Skipped"]
 DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]
 """DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock a failed attempt
 discards the finished stage."""
-LATEST = "runs/latest"
-"""The branch of the newest run that went through every stage and had no parameters of its own."""
+LATEST = "runs/latest"  # the branch of the newest run that went through every stage and had no parameters of its own
 NO_REMOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"
 
-CODE = ("components", "code")
-"""The folders of code and of its digests: a change in them alone is no news of data."""
+CODE = ("components", "code")  # the folders of code and of its digests: a change in them alone is no news of data
 GRACE_S = 20  # from the signal that asks to the one that ends
 PROGRESS_EVERY_S = 5.0
 

@@ -34,8 +34,8 @@ from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration, register
 
+# The environment variable by which a version and the record of decisions know their flow run
 FLOW_RUN = "M3DIFF_FLOW_RUN"
-"""The environment variable by which a version and the record of decisions know their flow run."""
 
 PARAMS = Path("params.yaml")
 MOST_REASONS = 8  # in a commit message

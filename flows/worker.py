@@ -27,11 +27,11 @@ from prefect.workers.process import ProcessWorker
 
 from flows import FLOW_RUN, processes_by, report
 
+# At most: from the moment that a worker took a run to its process; from one heartbeat of that to the next
 BEGINS_S, SILENCE_S = 60, 90
-"""At most: from the moment that a worker took a run to its process; from one heartbeat of that to the next."""
 OURS = FlowFilter(name=FlowFilterName(any_=["m3diff"]))
+# What is started again after a crash, unless that is older, or the third in a row: then it is the run's own fault
 AGAIN, AGAIN_DAYS, MOST_CRASHES = ("full", "retrain"), 1, 3
-"""What is started again after a crash, unless that is older, or the third in a row: then it is the run's own fault."""
 
 CRASHED, PENDING, CANCELLING = StateType.CRASHED, StateType.PENDING, StateType.CANCELLING
 

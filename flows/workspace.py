@@ -28,17 +28,17 @@ from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
 FLOWS = Path("runs/flows")
+# What decides a run. `dvc.lock` does not: it says what ran.
 WATCHED = ("params.yaml", "dvc.yaml", "profiles", "components", "flows", ":(glob)**/*.dvc")
-"""What decides a run. `dvc.lock` does not: it says what ran."""
 
 LINKS = "reflink,hardlink,symlink"
 KEPT_DAYS = 7  # the worktree of a run that failed
+# The branch of the `.dvc` files that `m3diff/watch` changed: one commit, on top of the one that it began with
 DATA = "runs/data"
-"""The branch of the `.dvc` files that `m3diff/watch` changed: one commit, on top of the one that it began with."""
 
 
+# Where the champion's checkpoint lies as a base. `data/00_champion.dvc` tracks it, on the run's branch.
 BASE = Path("data/00_champion")
-"""Where the champion's checkpoint lies as a base. `data/00_champion.dvc` tracks it, on the run's branch."""
 
 
 class NothingNewError(Exception):

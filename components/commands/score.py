@@ -42,10 +42,10 @@ from m3diff.stages.evaluate.report import Row, Table, in_papers_units, published
 from m3diff.stages.evaluate.stage import score_table
 
 LIMIT_S = 3600  # seconds that a Java scorer may take; SPICE has more, by its captions
+# Fields of an id, the likeliest first; "key" is the key of {id: caption}
 IDS = ("image_id", "id", "img_id", "uid", "pair_id", "image", "file_name", "filename", "name", "question_id", "key")
-"""Fields of an id, the likeliest first; "key" is the key of {id: caption}."""
+# Fields of a caption; beside a prediction, "caption" is a reference. "value" is the value of {id: caption}.
 CAPTIONS = ("prediction", "caption", "value")
-"""Fields of a caption; beside a prediction, "caption" is a reference. "value" is the value of {id: caption}."""
 EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
 SCENE = re.compile(r"(?:CLEVR_(?P<kind>semantic|nonsemantic)_)?0*(?P<number>\d+)(?P<distractor>_n)?")
 SENTENCES = re.compile(r"\w\. +\w")

@@ -12,8 +12,8 @@ from m3diff.records.files import StageReport
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 
+# The profiles inside an installed wheel; in a checkout a link to its own
 SHIPPED = Path(__file__).parents[1] / "_profiles"
-"""The profiles inside an installed wheel; in a checkout a link to its own."""
 
 
 class Command(NamedTuple):

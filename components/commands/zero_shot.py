@@ -31,13 +31,12 @@ from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
 from m3diff.stages.predict.stage import PairSample, read_test_pairs
 
-PROMPT = (
+PROMPT = (  # the project's own: the paper whose zero-shot scores are published (arXiv 2503.11093 v2) prints none
     "The two images come in order: the first was taken before, the second after. {question} "
     "Answer with one plain sentence of what changed, and nothing else."
 )
-"""The project's own: the paper whose zero-shot scores are published (arXiv 2503.11093 v2) prints none."""
+# The published rows of models that were not trained on the benchmark (arXiv 2503.11093 v2, Table 3, marked so)
 PUBLISHED = ("GPT-4o", "LLaVA-OneVision-7B", "Qwen-2.5-VL-7B")
-"""The published rows of models that were not trained on the benchmark (arXiv 2503.11093 v2, Table 3, marked so)."""
 WITHOUT = ("refused", "empty", "cut")  # answers that are scored as an empty caption
 
 

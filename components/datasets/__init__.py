@@ -3,7 +3,7 @@
 from m3diff.datasets.spec import DatasetSpec
 from m3diff.records import Lazy
 
-DATASETS: Lazy[DatasetSpec] = Lazy(
+DATASETS: Lazy[DatasetSpec] = Lazy(  # by the name that `ingest.datasets.<name>.reader` gives
     "SPEC",
     {
         "birds_to_words": "m3diff.datasets.birds_to_words",
@@ -21,4 +21,3 @@ DATASETS: Lazy[DatasetSpec] = Lazy(
         "syned": "m3diff.datasets.syned",
     },
 )
-"""By the name that `ingest.datasets.<name>.reader` gives."""

@@ -24,11 +24,10 @@ from m3diff.datasets.files import read_json
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 
-PAIRS = (
+PAIRS = (  # the two pairs of a scene: file of captions, beginning of the image after, and end of the name
     ("change_captions.json", "sc_images/CLEVR_semantic", ""),
     ("no_change_captions.json", "nsc_images/CLEVR_nonsemantic", "_n"),
 )
-"""The two pairs of a scene: file of captions, beginning of the image after, and end of the name."""
 
 
 def read(root: Path) -> Iterator[spec.Row]:

@@ -29,18 +29,17 @@ T = TypeVar("T")
 
 KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number", float: "a number"}
 
-CONTENTS = {
+CONTENTS = {  # what a file is that begins so, and what mends it
     b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it: `git -C {folder} lfs pull`",
     b"PK\3\4": "is an archive or a spreadsheet by its content; unpack it, or save it as CSV (UTF-8)",
     b"\xd0\xcf\x11\xe0": "is a spreadsheet by its content; save it as CSV (UTF-8)",
     b"PAR1": "is Parquet by its content; save it as text, or call it so where it is read: `mv {name} {name}.parquet`",
     b"\x1f\x8b": "is compressed by gzip; unpack it: `mv {name} {name}.gz && gunzip {name}.gz`",
 }
-"""What a file is that begins so, and what mends it."""
 
 ADDRESS = re.compile(r"(?!file:)([a-z][a-z0-9+.-]+://|data:)", re.IGNORECASE)
+# What paths of Windows and of other forms begin with, or what no path holds
 ELSEWHERE = re.compile(r"\\\\|[a-z]:[/\\]|file:|.*\0", re.IGNORECASE | re.DOTALL)
-"""What paths of Windows and of other forms begin with, or what no path holds."""
 
 
 def fault_of_path(name: str, root: Path, opened: Iterable[Path] = (), option: str = "image_root") -> str | None:
@@ -152,8 +151,8 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value; use null or remove it")
 
 
+# By the first bytes; of another format the file has no suffix
 SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
-"""By the first bytes; of another format the file has no suffix."""
 
 
 @dataclass(frozen=True)
@@ -201,10 +200,10 @@ def _detached(value: Any, path: Path, group: int, row: int, column: str, item: i
 
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# The line above the header by which Excel tells itself the delimiter
 SEP_LINE = re.compile(r'"?sep=(.)"?[\r\n]', re.IGNORECASE)
-"""The line above the header by which Excel tells itself the delimiter."""
+# Of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet
 SHARD = re.compile(r"-\d{5}-of-(\d{5})\b")
-"""Of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet."""
 
 
 def read_values(

@@ -28,14 +28,13 @@ from m3diff.records.schemas import NO_CHANGE
 
 FIELDS = {"filename": str, "split": str, "sentences": list}
 CHANGE = "change"
-SAME = {
+SAME = {  # the sentences of every pair without a change, and of no other
     "the scene is the same as before",
     "there is no difference",
     "the two scenes seem identical",
     "no change has occurred",
     "almost nothing has changed",
 }
-"""The sentences of every pair without a change, and of no other."""
 
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:

@@ -51,11 +51,10 @@ from m3diff.records.schemas import NO_CHANGE
 
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")
+# In the fault of a row that has another number of images or of answers than a pair
 NO_PAIR = re.compile(r"two images, found (\d+)|one answer, found (\d+)")
-"""In the fault of a row that has another number of images or of answers than a pair."""
 
-ANSWERS = ("gpt", "assistant")
-"""Who answers in a conversation."""
+ANSWERS = ("gpt", "assistant")  # who answers in a conversation
 ASKERS = ("human", "user")
 
 Split = Literal["train", "val", "test"]
@@ -79,8 +78,8 @@ Columns = Mapping[
     ]
     | None,
 ]
+# By column, the value that a row must have, or several of which it must have one; compared as text
 Values = Mapping[str, Any]
-"""By column, the value that a row must have, or several of which it must have one; compared as text."""
 
 
 def read(

@@ -187,8 +187,8 @@ class TableRow:
     vocabulary: int | None = None
 
 
+# Metrics of the benchmarks for which papers print SPICE too
 WITH_SPICE = ("BLEU", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
-"""Metrics of the benchmarks for which papers print SPICE too."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,8 @@ class DatasetSpec:
         return next((part for part in self.published if part.part == name), None)
 
 
+# Of a dataset without a licence: all rights stay with its authors
 UNSTATED = Licence.of("none stated", None, Permission("unstated", "its repository or page states no licence"))
-"""Of a dataset without a licence: all rights stay with its authors."""
 
 
 def check_licence(spec: DatasetSpec, use: Use, allow_unlicensed: bool = False) -> str | None:

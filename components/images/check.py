@@ -26,12 +26,12 @@ from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 
 OK = "ok"
+# Verdicts are cached under this name: another decoder judges anew
 DECODER = f"Pillow {PIL.__version__}, listed formats, RGB by its bands, thumbnail 8x8 Hamming"
-"""Verdicts are cached under this name: another decoder judges anew."""
 
 Schema = dict[str, type[pl.DataType]]
 STAT: Schema = {"path": pl.String, "size": pl.Int64, "mtime_ns": pl.Int64, "inode": pl.UInt64, "device": pl.UInt64}
-CHECK: Schema = {
+CHECK: Schema = {  # the fields of ImageCheck
     "digest": pl.Binary,
     "verdict": pl.String,
     "format": pl.String,
@@ -39,11 +39,9 @@ CHECK: Schema = {
     "height": pl.Int64,
     "thumb": pl.Binary,
 }
-"""The fields of ImageCheck."""
 
 CACHE: Schema = {**STAT, **CHECK, "decoder": pl.String}
-BATCH, IN_FLIGHT = 256, 64
-"""Images in a task, and tasks of the cluster at a time."""
+BATCH, IN_FLIGHT = 256, 64  # images in a task, and tasks of the cluster at a time
 
 
 class ImageCheck(NamedTuple):

@@ -12,21 +12,19 @@ from m3diff.records.errors import DataError
 if TYPE_CHECKING:
     from PIL import Image
 
+# The formats that are read, by any part. Pillow knows more: for some it starts other programs (EPS: Ghostscript).
 FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-"""The formats that are read, by any part. Pillow knows more: for some it starts other programs (EPS: Ghostscript)."""
 
-MAX_PIXELS = 178_956_970
-"""Pillow refuses an image of more pixels; here the padded square counts."""
+MAX_PIXELS = 178_956_970  # Pillow refuses an image of more pixels; here the padded square counts
 
+# Brands of files that need a plugin; iPhones write them
 HEIF = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
-"""Brands of files that need a plugin; iPhones write them."""
 
 
-BITS, COLOR_MAP, TILE_WIDTH, TILE_LENGTH, EXTRA_SAMPLES = 258, 320, 322, 323, 338
-"""Tags of a TIFF."""
+BITS, COLOR_MAP, TILE_WIDTH, TILE_LENGTH, EXTRA_SAMPLES = 258, 320, 322, 323, 338  # tags of a TIFF
 
+# The standard deviation in levels below which a picture shows nothing, and the alpha below which no pixel does
 BLANK, FAINT = 4, 26
-"""The standard deviation in levels below which a picture shows nothing, and the alpha below which no pixel does."""
 
 NO_IMAGE = (
     f"is of no known image format ({', '.join(FORMATS)}), or of bands or bits that Pillow does not read; save it as "

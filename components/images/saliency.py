@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image, ImageDraw
 
-LEVELS = {2.0: (255, 205, 90), 3.0: (240, 90, 40), 4.0: (190, 20, 60)}
-"""Shares, and the colour of their outline."""
+LEVELS = {2.0: (255, 205, 90), 3.0: (240, 90, 40), 4.0: (190, 20, 60)}  # shares, and the colour of their outline
 
 HALO = (20, 20, 20)
 Segment = tuple[tuple[float, float], tuple[float, float]]

@@ -110,7 +110,7 @@ def augment(settings: Blip2IDCSettings, pair: "np.ndarray", rng: "np.random.Gene
     return pair if settings.augment is None else augmented(settings.augment, pair, rng)
 
 
-FAMILY = Family(
+FAMILY = Family(  # its prompt is the token that BLIP-2 begins texts with, and no question
     settings=Blip2IDCSettings,
     parts=PARTS,
     lora_targets=LORA_TARGETS,
@@ -119,4 +119,3 @@ FAMILY = Family(
     augment=augment,
     prompt_tokens=1.0,
 )
-"""Its prompt is the token that BLIP-2 begins texts with, and no question."""

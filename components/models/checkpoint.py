@@ -28,8 +28,8 @@ from m3diff.records.errors import DataError
 MANIFEST = "manifest.json"
 ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"
 WEIGHTS = ".safetensors"
+# What is read of a model beside its weights; its card, code and pictures are not
 READ = (".json", ".jinja", ".txt", ".model")
-"""What is read of a model beside its weights; its card, code and pictures are not."""
 REMEDY = "restore it (`dvc checkout`, `git lfs pull`), or fetch it again from where it came"
 
 

@@ -16,8 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-ADAPTERS = "LoRA"
-"""The term of a sequence's adapters, which a merged model has not."""
+ADAPTERS = "LoRA"  # the term of a sequence's adapters, which a merged model has not
 
 
 @dataclass

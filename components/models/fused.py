@@ -34,13 +34,13 @@ from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from m3diff.models.layers import rms_norm
 
 NAME = "m3diff"
+# transformers' `attn_implementation` of a model that trains
 KERNELS = {"": "sdpa", "text_config": NAME, "vision_config": "sdpa"}
-"""transformers' `attn_implementation` of a model that trains."""
 
 FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
+# FlexAttention's row is a multiple of this many tokens (its block), so that shapes recur from step to step
 RECURRING = 128
-"""FlexAttention's row is a multiple of this many tokens (its block), so that shapes recur from step to step."""
 
 
 def attention_of(
@@ -382,12 +382,11 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     Qwen2DecoderLayer: FusedDecoderLayer,
     SiglipEncoderLayer: FusedEncoderLayer,
 }
-STOCK: dict[type[nn.Module], type[nn.Module]] = {
+STOCK: dict[type[nn.Module], type[nn.Module]] = {  # Llama's modules compute the same on the same parts
     **{fused: stock for stock, fused in FUSED.items()},
     LlamaRMSNorm: Qwen2RMSNorm,
     LlamaDecoderLayer: Qwen2DecoderLayer,
 }
-"""Llama's modules compute the same on the same parts."""
 
 
 def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", stock: bool = False) -> None:

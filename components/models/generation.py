@@ -18,8 +18,8 @@ from m3diff.models.processing import PairProcessor
 if TYPE_CHECKING:
     from m3diff.models.family import ImagePair
 
+# What is asked where nothing else is: the first question of the task `difference` in convert's templates
 QUESTION = "What has changed from the first image to the second?"
-"""What is asked where nothing else is: the first question of the task `difference` in convert's templates."""
 
 
 class Captioner:

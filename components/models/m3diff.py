@@ -18,14 +18,14 @@ LORA_TARGETS = {"llm": r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|
 """The seven linears of every LLM layer; the paper does not name its targets. A full path, because SigLIP's projections
 have the same short names."""
 
+# Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output
 NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
-"""Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output."""
 
+# The vision encoder of LLaVA-OneVision-7B: what its configuration leaves out where it is the default
 SIGLIP_SO400M = {"num_hidden_layers": 26, "hidden_size": 1152}
-"""The vision encoder of LLaVA-OneVision-7B: what its configuration leaves out where it is the default."""
 
+# Folder names of the published bases; a hub's page of the same name has the model
 SMALL_BASE, LARGE_BASE = "llava-onevision-qwen2-0.5b-ov-hf", "llava-onevision-qwen2-7b-ov-hf"
-"""Folder names of the published bases; a hub's page of the same name has the model."""
 
 
 @dataclass(frozen=True)

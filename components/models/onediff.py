@@ -17,16 +17,15 @@ from m3diff.models.m3diff import (
 )
 from m3diff.models.settings import Settings, VDMConfig
 
+# The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs
 LLAVA_BASE = "llava-1.5-7b-hf"
-"""The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs."""
 
 BASES = {"llava_onevision": "LLaVA-OneVision", "llava": "LLaVA-1.5", "onediff": "OneDiff"}
 
-ENCODERS = {
+ENCODERS = {  # of a base's vision encoder: what its configuration leaves out where it is the default
     "clip_vision_model": {"num_hidden_layers": 24, "hidden_size": 1024, "image_size": 336, "patch_size": 14},
     "siglip_vision_model": {"image_size": 384, "patch_size": 14, **SIGLIP_SO400M},
 }
-"""Of a base's vision encoder: what its configuration leaves out where it is the default."""
 
 
 @dataclass(frozen=True)

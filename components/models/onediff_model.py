@@ -40,8 +40,7 @@ from m3diff.models.layers import (
 from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
 from m3diff.models.settings import VDMConfig
 
-DELTA_STD = 0.02
-"""Of the delta tokens' first values (section 5.1)."""
+DELTA_STD = 0.02  # of the delta tokens' first values (section 5.1)
 
 
 class OneDiffConfig(LlavaOfPairsConfig):

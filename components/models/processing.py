@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-IMAGE = "<image>"
-"""The place of an image in a prompt."""
+IMAGE = "<image>"  # the place of an image in a prompt
 
 HALF = (0.5, 0.5, 0.5)
 

@@ -16,8 +16,8 @@ from typing import Any
 from m3diff.records.errors import readable
 
 PACKAGE = "m3diff"
+# The folder of the package: `components` in a checkout, where `m3diff` is a link to it, and `m3diff` in a wheel
 HOUSE = Path(__file__).resolve().parents[1]
-"""The folder of the package: `components` in a checkout, where `m3diff` is a link to it, and `m3diff` in a wheel."""
 
 ROOT = HOUSE.parent
 FOLDER = Path("code")

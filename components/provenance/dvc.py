@@ -26,16 +26,15 @@ from m3diff.settings.section import ParamsError
 
 PARAMS, GRAPH, LOCK = Path("params.yaml"), Path("dvc.yaml"), Path("dvc.lock")
 ENTRY = Path("components/__main__.py")
+# Folders of code and of files beside the parameters; data may be large, and is hashed by DVC alone
 OURS = ("components", "profiles")
-"""Folders of code and of files beside the parameters; data may be large, and is hashed by DVC alone."""
 
 REFERENCE = re.compile(r"\$\{([^}]+)\}")
 DVC = [sys.executable, "-m", "dvc"]
-PATHS = (
+PATHS = (  # settings of a remote in which DVC reads a relative path from the folder of the file that has it
     *("url", "credentialpath", "configpath", "keyfile", "cert_path", "key_path"),
     *("gdrive_user_credentials_file", "gdrive_service_account_json_file_path"),
 )
-"""Settings of a remote in which DVC reads a relative path from the folder of the file that has it."""
 
 
 class Lock:

@@ -15,8 +15,8 @@ from m3diff.records.errors import DataError, redacted
 CONFIG = ("commit.gpgsign=false", "core.hooksPath=/dev/null", "core.quotePath=off")
 IDENTITY = {f"GIT_{role}_NAME": "m3diff" for role in ("AUTHOR", "COMMITTER")}
 IDENTITY |= {f"GIT_{role}_EMAIL": "m3diff@localhost" for role in ("AUTHOR", "COMMITTER")}
+# git's files byte for byte, whatever the person's settings say of line ends: another byte is another hash
 AS_COMMITTED = ("-c", "core.autocrlf=false")
-"""git's files byte for byte, whatever the person's settings say of line ends: another byte is another hash."""
 
 RUNS = "runs/"  # branches of flow runs, each with its dvc.lock
 

@@ -30,11 +30,9 @@ ChangeType = Literal[
     "ocr",
     "counting",
 ]
-CHANGE_TYPES: tuple[ChangeType, ...] = get_args(ChangeType)
-"""The twelve change types of OmniDiff (paper section 3)."""
+CHANGE_TYPES: tuple[ChangeType, ...] = get_args(ChangeType)  # the twelve change types of OmniDiff (paper section 3)
 
-NO_CHANGE = "none"
-"""The change type of a distractor pair: only camera, light or noise differ a little."""
+NO_CHANGE = "none"  # the change type of a distractor pair: only camera, light or noise differ a little
 
 RECORD_SCHEMA = pa.schema(
     [
@@ -52,14 +50,13 @@ RECORD_SCHEMA = pa.schema(
     ]
 )
 
-RAW_SCHEMA = pa.schema(
+RAW_SCHEMA = pa.schema(  # what ingest writes
     [
         *RECORD_SCHEMA,
         ("own_split", pa.string()),  # as the dataset's files say; `split` is "train" where `train_on` names it
         ("fault", pa.string()),  # why a row could not be read (validate quarantines it), null where it could
     ]
 )
-"""What ingest writes."""
 
 SAMPLE_SCHEMA = pa.schema(
     [

@@ -16,8 +16,8 @@ from m3diff.scoring.metrics import METRICS, Resampled
 from m3diff.stages.register.params import Promote
 
 Outcome = Literal["promoted", "first", "refused", "unchanged"]
+# Guarded scores by name: the `challenger`'s, the `champion`'s, and the `tolerance`, by which it may be worse
 Guards = dict[str, dict[str, float | None]]
-"""Guarded scores by name: the `challenger`'s, the `champion`'s, and the `tolerance`, by which it may be worse."""
 
 
 class Verdict(BaseModel):

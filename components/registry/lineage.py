@@ -37,17 +37,16 @@ MODEL_CODE = Path("components/models")
 PREDICT_CODE = FOLDER / "predict.json"
 RAW = "dvc.raw."
 CODE = "dvc.code"
-IDENTITY = (VERSION, CODE, TOKENS)
-"""Tags that make two registrations the same version."""
+IDENTITY = (VERSION, CODE, TOKENS)  # tags that make two registrations the same version
 
+# Tags, with those of raw data, that a new evaluation of the same version changes
 RESULTS = ("dvc.data", "dvc.val_data", "dvc.metrics", "dvc.lock.sha256", "test_set.sha256")
-"""Tags, with those of raw data, that a new evaluation of the same version changes."""
 
-ADAPTERS = "adapters"
-"""The folder in a checkpoint that holds what trained alone."""
+ADAPTERS = "adapters"  # the folder in a checkpoint that holds what trained alone
 
 Outcome = Literal["ok", "missing", "differs"]
 REVISION = re.compile(r".*/.*|[0-9a-f]{40}")
+# Links of the chain that stages write: the part, the stage, the last name of its output, the version's tag if any
 OUTPUTS = (
     ("records", "validate", "records.parquet", None),
     ("mixture", "convert", "train", "dvc.data"),
@@ -57,7 +56,6 @@ OUTPUTS = (
     ("predictions", "predict", "predictions.json", None),
     ("metrics", "evaluate", "metrics.json", "dvc.metrics"),
 )
-"""Links of the chain that stages write: the part, the stage, the last name of its output, the version's tag if any."""
 
 
 # The tags of a version

@@ -49,8 +49,8 @@ class Promotion(Verdict):
         return f"{self.model} version {self.challenger} {self.outcome}: {self.reason}"
 
 
+# Scores a version on a test set, given by its sha256; `components/commands/rescore.py` has the only one
 Rescore = Callable[[MlflowClient, Params, ModelVersion, str], pa.Table]
-"""Scores a version on a test set, given by its sha256; `components/commands/rescore.py` has the only one."""
 
 
 def promote(
@@ -179,8 +179,8 @@ def accept(version: ModelVersion) -> str:
     return f"m3diff rollback --to {version.version} --why 'accepted without a comparison'"
 
 
+# Fields of a promotion that an entry of the record has itself; the rest of a promotion is its numbers
 NAMED = {"outcome": "outcome", "reason": "why", "model": "model", "challenger": "to", "champion": "from_"}
-"""Fields of a promotion that an entry of the record has itself; the rest of a promotion is its numbers."""
 
 
 def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: list[Decision]) -> bool:

@@ -51,11 +51,10 @@ PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
 FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
 EVERY_S = 15.0  # between two looks at the curves
 PATIENCE_S = 30.0  # that the end of a training waits for the store
-PLACES = (
+PLACES = (  # tables and columns of MLflow's store that have the absolute places of artifacts
     *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
     *(("model_versions", "source"), ("model_versions", "storage_location")),
 )
-"""Tables and columns of MLflow's store that have the absolute places of artifacts."""
 FORBIDDEN = re.compile(r"[^\w.\- :/]")  # in the name of a metric
 BATCH = {"params": 100, "metrics": 1000}  # what MLflow takes in one request
 REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"

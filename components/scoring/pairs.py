@@ -25,12 +25,12 @@ from m3diff.records.schemas import NO_CHANGE
 
 ALL = "all"  # the group of all pairs of a protocol
 Groups = dict[str, list[str]]  # name of a group -> ids of its pairs: `ALL`, "change", "by_type/color", ...
+# Groups by the mean number of words of a pair's references, by the fewest words of each
 LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
-"""Groups by the mean number of words of a pair's references, by the fewest words of each."""
 COLUMNS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
 PUBLISHED_SCORES = tuple(COLUMNS.values())
 
-MARKS = {
+MARKS = {  # kind -> what no ordinary caption holds: one such caption is reported
     "special tokens or tags": r"""
     <[|/]?[^<>\s|]{1,40}(?:[ =][^<>]{0,100})?\|?/?> | <｜[^<>]{1,40}｜> | (?-i:\[/?[A-Z][A-Z_]{2,}\])
   | \b(?:startseq|endseq|endoftext)\b | (?-i:\b(?:EOS|BOS|PAD|UNK)\b)
@@ -60,7 +60,6 @@ MARKS = {
     "a placeholder": r"\A\W*(?-i:nan|NaN|None|null|N/A|undefined)\W*\Z | \A(?=.*\S)[\W_]+\Z",
     "letters of another script": r"[\u0400-\u04ff\u0590-\u06ff\u0900-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]",
 }
-"""Kind -> what no ordinary caption holds: one such caption is reported."""
 PATTERNS = {kind: re.compile(mark, re.VERBOSE | re.MULTILINE | re.IGNORECASE) for kind, mark in MARKS.items()}
 
 

@@ -18,8 +18,8 @@ from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.pairs import ALL, Groups, ProtocolPairs
 
 Scores = dict[str, int | float | None]
+# Groups called "<folder>/<name>" stand in the file as an object of objects
 FOLDERS = ("by_type", "by_changes", "by_length")
-"""Groups called "<folder>/<name>" stand in the file as an object of objects."""
 HEADLINE = (
     "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE", "change_type_accuracy", "change_place_accuracy",
     "change_exact_accuracy", "multi_change_exact_f1", "no_change_recall", "false_no_change", "reversal",

@@ -40,16 +40,13 @@ from m3diff.serving.params import Serve
 from m3diff.serving.same_origin import foreign
 
 CHAT = "/v1/chat/completions"
-OPEN_ROUTES = ("/healthz", "/readyz")
-"""For probes, which have no token; they tell only whether the server is there."""
+OPEN_ROUTES = ("/healthz", "/readyz")  # for probes, which have no token; they tell only whether the server is there
 
 FORM_FIELDS = 16
 FORM_REMEDY = "curl -F before=@a.png -F after=@b.png"
-COPIES = 4
-"""Copies of a request in memory at most: received, read, on the way to a replica and there."""
+COPIES = 4  # copies of a request in memory at most: received, read, on the way to a replica and there
 
-EXAMPLES = 6
-"""Pairs of the test split on the page."""
+EXAMPLES = 6  # pairs of the test split on the page
 
 FILE = Path(__file__).with_name("page.html")
 SAFE = {
@@ -68,25 +65,22 @@ DATA_URL = re.compile(rb"data:image/[\w.+-]+;base64,")
 WHITESPACE = string.whitespace.encode()
 SHOWN_CHARS = 60
 MAX_QUESTION_CHARS = 500
+# In the JSON of a request: millions of empty lists, or a fault in each, would take a hundred times its bytes
 MOST_VALUES = 10_000
-"""In the JSON of a request: millions of empty lists, or a fault in each, would take a hundred times its bytes."""
 
-UPLOAD_S = 20
-"""Seconds for a client to send its request; the answer after them is 408."""
+UPLOAD_S = 20  # seconds for a client to send its request; the answer after them is 408
 
+# Bytes of a refused body that are read, so that a client that is still sending reads the answer
 DISCARDED_BYTES = 64_000_000
-"""Bytes of a refused body that are read, so that a client that is still sending reads the answer."""
 
-ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-"""OpenAI's, of statuses that have one of their own."""
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # OpenAI's, of statuses that have one of their own
 
-HEADERS = {
+HEADERS = {  # of a refusal, by its status
     401: {"www-authenticate": "Bearer"},
     408: {"connection": "close"},
     429: {"retry-after": "1"},
     503: {"retry-after": "5"},
 }
-"""Of a refusal, by its status."""
 
 AS_FILE = "save it as PNG or JPEG and send that file's bytes"
 ERROR_CODES = {"json_invalid": "not_json", "extra_forbidden": "unknown_field", "missing": "missing_field"}

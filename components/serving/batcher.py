@@ -32,11 +32,9 @@ if TYPE_CHECKING:
     from m3diff.models.generation import Captioner
 
 DECODERS = 2
-OVERLAY_PX = 1024
-"""The longer side of an overlay at most: an image for a page, not an archive."""
+OVERLAY_PX = 1024  # the longer side of an overlay at most: an image for a page, not an archive
 
-BATCH_WAIT_S = 0.01
-"""Seconds that a pair waits for others to share its batch."""
+BATCH_WAIT_S = 0.01  # seconds that a pair waits for others to share its batch
 
 
 class Asked(NamedTuple):
@@ -233,8 +231,7 @@ def draw(images: "tuple[Image.Image, Image.Image]", grid: np.ndarray) -> tuple[b
     return drawn[0].getvalue(), drawn[1].getvalue()
 
 
-GPU_SHARE = 0.5
-"""The share of a GPU that a replica reserves: while a version takes over, both are loaded."""
+GPU_SHARE = 0.5  # the share of a GPU that a replica reserves: while a version takes over, both are loaded
 
 QUIET = {"log_level": "ERROR", "enable_access_log": False}
 
@@ -282,11 +279,9 @@ class RayDeployed:
         await asyncio.to_thread(serve.delete, self.name)
 
 
-Deployed = Replica | RayDeployed
-"""A model that is loaded."""
+Deployed = Replica | RayDeployed  # a model that is loaded
 
-Deploy = Callable[[Source], Deployed]
-"""Loads a checkpoint; blocks until it is ready."""
+Deploy = Callable[[Source], Deployed]  # loads a checkpoint; blocks until it is ready
 
 
 @contextmanager

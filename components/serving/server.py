@@ -29,8 +29,7 @@ TOKEN = "M3DIFF_SERVE_TOKEN"
 SHORTEST_TOKEN = 16
 NEW_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
 BACKLOG = 512
-POLL_S = 5
-"""Seconds between two checks of which version the alias names."""
+POLL_S = 5  # seconds between two checks of which version the alias names
 
 
 def say(text: str, to: TextIO | None = None) -> None:

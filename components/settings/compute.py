@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
     bf16_tflops: float
 
 
-GPUS = {
+GPUS = {  # the kinds by name, with NVIDIA's data sheet or architecture paper that has the numbers
     gpu.name: gpu
     for gpu in (
         Gpu("A100-40GB", 40, 312),  # NVIDIA A100 data sheet; PCIe and SXM alike
@@ -48,10 +48,8 @@ GPUS = {
         Gpu("RTX-3090-24GB", 24, 71),  # NVIDIA GA102 architecture paper, RTX 3090, sums in fp32
     )
 }
-"""The kinds by name, with NVIDIA's data sheet or architecture paper that has the numbers."""
 
-OTHER_CHIPS = {"LAPTOP", "MAX-Q", "MOBILE", "D"}
-"""Words of devices that share a name with a larger chip."""
+OTHER_CHIPS = {"LAPTOP", "MAX-Q", "MOBILE", "D"}  # words of devices that share a name with a larger chip
 
 
 def gpu_of(device_name: str) -> Gpu | None:

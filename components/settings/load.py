@@ -26,8 +26,8 @@ from m3diff.settings.section import ParamsError, explain
 from m3diff.settings.tree import Params
 
 EXTENDS = "extends"
+# Collections by name: a profile that names one replaces it
 REPLACED = (("ingest", "datasets"), ("convert", "sources"), ("synthesize",), ("augment",), ("promote", "guards"))
-"""Collections by name: a profile that names one replaces it."""
 
 FIELDS = "profiles/embedded.yaml says what each value is."
 

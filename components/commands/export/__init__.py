@@ -43,8 +43,8 @@ from m3diff.settings.tree import Params, Paths
 from m3diff.stages.ingest.params import DatasetEntry
 
 WEIGHTS = ("[!.]*.safetensors", "[!.]*.safetensors.index.json")
+# Of every folder: what its processor is made of; modules with the names of their files in it
 CALLED = {"m3diff.images.open": "images", "m3diff.records.errors": "errors", "m3diff.commands.export.called": "called"}
-"""Of every folder: what its processor is made of; modules with the names of their files in it."""
 
 PACKAGE = Path(__file__).parents[2]
 ONEVISION = {name: f"llava-hf/{name}" for name in (SMALL_BASE, LARGE_BASE)}
@@ -123,7 +123,7 @@ SHARED = {
     ),
 }
 
-SCORES = {
+SCORES = {  # what the card shows of metrics.json, in this order; all times 100
     "CIDEr": "CIDEr",
     "METEOR": "METEOR",
     "ROUGE-L": "ROUGE-L",
@@ -136,7 +136,6 @@ SCORES = {
     "false_no_change": '"nothing changed" of pairs with a change, %',
     "reversal": "the images swapped: the inverse change named, %",
 }
-"""What the card shows of metrics.json, in this order; all times 100."""
 
 ANSWERS = {"yes": "yes", "conditions": "on conditions", "no": "no", "unstated": "not stated"}
 

@@ -9,8 +9,7 @@ from PIL import Image
 from m3diff.commands.export.called import CalledWithPairs
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 
-OF_PAIRS = ("image_sizes", "batch_num_images")
-"""Inputs of LLaVA-OneVision that LLaVA-1.5's own class does not take."""
+OF_PAIRS = ("image_sizes", "batch_num_images")  # inputs of LLaVA-OneVision that LLaVA-1.5's own class does not take
 
 
 class ImagePairProcessor(CalledWithPairs, M3DiffProcessor):  # type: ignore[misc]  # as others call it

@@ -27,20 +27,18 @@ from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_records
 
-FIRST = 5
-"""Problems of one kind that are shown."""
+FIRST = 5  # problems of one kind that are shown
 
 INSIDE = "#bytes="
 """Between a manifest and the name of an image that it holds."""
 
+# Readers of one table whose columns are named in the options; their layout is known by the columns
 TABLES = ("omnidiff", "pairs")
-"""Readers of one table whose columns are named in the options; their layout is known by the columns."""
 
-LISTED = 200_000
-"""Files below a root that are looked at for a missing image."""
+LISTED = 200_000  # files below a root that are looked at for a missing image
 
 HEADER = "before,after,captions,split"
-OTHER_FILES = {
+OTHER_FILES = {  # what is wrong with a file that is no table, and the remedy, by the end of its name
     "is an archive; unpack it": (".tar", ".tgz", ".zip", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"),
     f"is a video, and pairs are images; take frames of it (`ffmpeg -i VIDEO -vf fps=1 %05d.png`) and write {HEADER}": (
         (".mp4", ".avi", ".mov", ".mkv", ".webm")
@@ -51,18 +49,16 @@ OTHER_FILES = {
         *(".xlsx", ".xls", ".ods", ".numbers"),
     ),
 }
-"""What is wrong with a file that is no table, and the remedy, by the end of its name."""
 
-REMEDIES = {
+REMEDIES = {  # the remedy of the faults that hold these words and name none themselves
     "has the same id": "one id is one pair: give each its own, or read without ids: options: {columns: {id: null}}",
     ": is missing": "name a column that differs by file by all its names: options: {columns: {captions: [one, other]}}",
     "two images, found": "pass over rows that are no pair: options: {pairs_only: true} (reader pairs)",
     "one answer, found": "pass over rows that are no pair: options: {pairs_only: true} (reader pairs)",
 }
-"""The remedy of the faults that hold these words and name none themselves."""
 
+# What a path begins with that does not lead into the root
 FAR = re.compile(r"/|~|\$|\\\\|[A-Za-z]:\\|[A-Za-z][A-Za-z0-9+.-]*:/|\.\.[/\\]")
-"""What a path begins with that does not lead into the root."""
 
 
 def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = None) -> tuple[list[str], bool]:

@@ -33,32 +33,29 @@ WORDS = {
     "to nachher neu apres nouveau despues depois после 后 後 之后 变化后 変更後",
     3: "next future following",
 }
-RANK = {word: rank for rank, words in WORDS.items() for word in words.split()}
-"""Place in time by word."""
+RANK = {word: rank for rank, words in WORDS.items() for word in words.split()}  # place in time by word
 
 NUMBERS = {"zero": "0", "one": "1", "two": "2", "three": "3"}
+# What else a name says of an image; `beforeimg` is `before`
 NOUNS = ("images", "image", "imgs", "img", "photo", "picture", "pic", "frame", "path", "filename", "file", "name")
-"""What else a name says of an image; `beforeimg` is `before`."""
 
+# Pictures that belong to an image and are none of the two
 AUXILIARY = {"mask", "depth", "thumb", "thumbnail", "overlay", "heatmap", "diff", "seg", "segmentation", "crop", "flow"}
-"""Pictures that belong to an image and are none of the two."""
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 SEPARATORS = (",", ";", "\t", "|")
-LISTS = ("images", "image", "imgs", "imagepaths")
-"""Columns that may hold a list of both images."""
-CAPTIONS = {
+LISTS = ("images", "image", "imgs", "imagepaths")  # columns that may hold a list of both images
+CAPTIONS = {  # words in the names of columns that hold captions
     *("captions", "caption", "description", "descriptions", "desc", "sentences", "sentence", "sents", "text", "texts"),
     *("differences", "difference", "conversations", "messages", "answer", "answers", "output", "response"),
     *("completion", "reference", "references", "target"),
 }
-"""Words in the names of columns that hold captions."""
+# Those that do so where no other column does
 WEAK = {"label", "value", "instruction", "prompt", "edit", "annotation", "transcription", "change", "diff"}
-"""Those that do so where no other column does."""
+# Words in the names of columns that hold what a caption answers
 QUESTIONS = {"question", "query", "instruction", "prompt", "input", "user", "human"}
-"""Words in the names of columns that hold what a caption answers."""
-DATA = {
+DATA = {  # last words in the names of columns that tell something of a caption and are none
     "id",
     "ids",
     "key",
@@ -73,14 +70,11 @@ DATA = {
     "source",
     "date",
 }
-"""Last words in the names of columns that tell something of a caption and are none."""
 READING = {"delimiter": "its columns are separated by {!r}", "rows": "its rows stand under {!r}"}
-SAMPLE = 200
-"""Rows that a guess looks at."""
-ENTRIES = 8
-"""Entries that are shown of those that doubts leave open."""
+SAMPLE = 200  # rows that a guess looks at
+ENTRIES = 8  # entries that are shown of those that doubts leave open
+# Tables that are taken before others where their columns have the documented names
 DOCUMENTED = ("pairs.csv", "annotations.json")
-"""Tables that are taken before others where their columns have the documented names."""
 NUMBER = re.compile(r"[-+\d.,:\s]+")
 UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]{4}")
 SIDES = ("before", "after")
@@ -329,8 +323,7 @@ def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     }
 
 
-Choice = tuple[dict[str, Any], list[Doubt]]
-"""Columns by field, and a doubt where there are others."""
+Choice = tuple[dict[str, Any], list[Doubt]]  # columns by field, and a doubt where there are others
 
 
 def _choice(answers: Sequence[dict[str, Any]], question: str) -> Choice:

@@ -50,8 +50,8 @@ from m3diff.records.progress import progress
 from m3diff.records.schemas import CHANGE_TYPES
 
 FILE = "scenes.json"
+# Folders of images before, after the changes, and as a distractor, with the word in the names of their files
 FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
-"""Folders of images before, after the changes, and as a distractor, with the word in the names of their files."""
 
 
 class Scenes(NamedTuple):

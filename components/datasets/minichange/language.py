@@ -17,8 +17,8 @@ CAMERA = {"left": "moved to the left", "right": "moved to the right", "up": "mov
 CAMERA |= {"in": "zoomed in", "out": "zoomed out"}
 LAMP = {"out": "went out", "on": "came on"}
 OPPOSITES = {"left": "right", "right": "left", "up": "down", "down": "up", "in": "out", "out": "in"}
+# How a thing is described by what its kind can show; a doll that waves is waving
 STATE = {"arrow": " pointing {}", "doll": " with arms {}", "sign": " reading {}", "die": " with {} dots"}
-"""How a thing is described by what its kind can show; a doll that waves is waving."""
 
 INVERSE: dict[str, dict] = {
     "viewpoint": {"type": "viewpoint", "words": {CAMERA[one]: CAMERA[other] for one, other in OPPOSITES.items()}},

@@ -36,8 +36,8 @@ SHADES: dict[str, dict[str, Color]] = {
 chequered tables and by a tilted camera of its own."""
 
 MARGINS = {"standard": 0.3, "shifted": 0.5}
+# The table around the frame, in frames: by domain, and what a level adds whose camera moves more
 ROOM = {"grid": 0.0, "free": 0.15}
-"""The table around the frame, in frames: by domain, and what a level adds whose camera moves more."""
 
 TURN, FAR, NEAR, DEPTH = -0.1, 1.24, 1.06, 1.12
 """The camera of the shifted domain: turned, in radians, and what it sees of the table along the far and the near edge

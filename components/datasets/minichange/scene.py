@@ -46,11 +46,10 @@ from m3diff.settings.section import Section
 KINDS = ("ball", "box", "cone", "star", "arrow", "doll", "sign", "die")
 COLORS = ("red", "green", "blue", "yellow", "purple", "white")
 Level = Literal["grid", "free"]
-WIDTHS: dict[str, dict[str, float]] = {
+WIDTHS: dict[str, dict[str, float]] = {  # how wide an object of each size is, in frame units, by level
     "grid": {"small": 0.185, "large": 0.285},
     "free": {"small": 0.16, "medium": 0.23, "large": 0.32},
 }
-"""How wide an object of each size is, in frame units, by level."""
 
 MARK_WIDTH = 0.17
 SIZES = tuple(WIDTHS["grid"])
@@ -58,8 +57,8 @@ DIRECTIONS = ("up", "right", "down", "left")
 POSES = ("down", "up", "waving")
 GLYPHS = tuple("AEKS2479")
 COUNTS = (2, 3, 4, 5, 6)
+# What the kinds with an inner state can show: where an arrow points, a doll's arms, a sign's text, a die's dots
 STATES: dict[str, tuple] = {"arrow": DIRECTIONS, "doll": POSES, "sign": GLYPHS, "die": COUNTS}
-"""What the kinds with an inner state can show: where an arrow points, a doll's arms, a sign's text, a die's dots."""
 
 PLACES = (
     *("at the top left", "at the top", "at the top right"),
@@ -164,8 +163,7 @@ class Change:
         return thing.cell, thing.center[0]
 
 
-Domain = Literal["standard", "shifted"]
-"""How scenes look: `render.LOOKS`."""
+Domain = Literal["standard", "shifted"]  # how scenes look: `render.LOOKS`
 
 
 class MiniChange(Section):
@@ -200,14 +198,12 @@ def other(rng: np.random.Generator, options: tuple, than: object) -> Any:
     return pick(rng, [option for option in options if option != than])
 
 
+# Types that need an object of a certain kind in the scene
 NEEDS = {"orientation": "arrow", "pose": "doll", "ocr": "sign", "counting": "die"}
-"""Types that need an object of a certain kind in the scene."""
 
-MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Directions in which a camera moves, by word."""
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # directions in which a camera moves, by word
 
-Pair = tuple[Scene, Scene, Scene, tuple[Change, ...]]
-"""Before, after its changes, distractor, and the changes."""
+Pair = tuple[Scene, Scene, Scene, tuple[Change, ...]]  # before, after its changes, distractor, and the changes
 
 
 @dataclass(frozen=True)
@@ -343,8 +339,7 @@ class Sampler:
         return replace(thing, state=other(rng, STATES[thing.kind], thing.state))
 
 
-LAMP_ON = 0.7
-"""Brightness above which a lamp can go out."""
+LAMP_ON = 0.7  # brightness above which a lamp can go out
 
 
 def sample_types(
@@ -359,8 +354,8 @@ def sample_types(
     return (first, *(rest[int(k)] for k in extra))
 
 
+# A changed object's centre keeps this distance from the frame's border in both images of the grid, in frame units
 VISIBLE = 0.1
-"""A changed object's centre keeps this distance from the frame's border in both images of the grid, in frame units."""
 
 
 def sample_grid_thing(rng: np.random.Generator, cell: int, kind: str | None = None) -> Thing:
@@ -397,18 +392,14 @@ CLOTHS = ("weave", "checks", "planks", "dots")
 OBJECTS = (6, 7, 8)
 
 THIRDS = (1 / 3, 2 / 3)
+# The centre of what stands in a scene keeps this distance from the borders of the frame's thirds, in frame units
 MARGIN = 0.03
-"""The centre of what stands in a scene keeps this distance from the borders of the frame's thirds, in frame units."""
-EDGE = 0.1
-"""And this from the frame's border."""
-SEEN = 0.5
-"""Share of any object that nothing covers; of its square, of which a form fills less."""
+EDGE = 0.1  # and this from the frame's border
+SEEN = 0.5  # share of any object that nothing covers; of its square, of which a form fills less
+# Share of a changed object, and of its counterpart, that is in the frame and that nothing covers, in both images
 SEEN_CHANGED = 0.65
-"""Share of a changed object, and of its counterpart, that is in the frame and that nothing covers, in both images."""
-SEEN_STATE = 0.85
-"""The same where an arrow's direction, a doll's arms, a letter or dots change."""
-APART = 0.2
-"""Of what came and what went in one pair, the centres are this far apart: else they would be a substitution."""
+SEEN_STATE = 0.85  # the same where an arrow's direction, a doll's arms, a letter or dots change
+APART = 0.2  # of what came and what went in one pair, the centres are this far apart: else they would be a substitution
 TRIES = 60
 
 
@@ -442,8 +433,7 @@ def _freely(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
     return Scene(tuple(things), tuple(marks), background, view, "free", cloth)
 
 
-SEEN_SCENE = 0.6
-"""As SEEN, where a scene is first laid out: changes may cover a little more."""
+SEEN_SCENE = 0.6  # as SEEN, where a scene is first laid out: changes may cover a little more
 
 
 def sample_free_thing(rng: np.random.Generator, view: View, kind: str | None = None) -> Thing:

@@ -24,8 +24,8 @@ ORDERS = 4  # n-grams have one to so many words
 Value = int | float | None
 PairValue = float | str | bool | list[float] | None
 
+# Tokens of a prediction and of its references: all that a caption metric knows of a pair
 Item = tuple[str, tuple[str, ...]]
-"""Tokens of a prediction and of its references: all that a caption metric knows of a pair."""
 
 
 class Ngrams:
@@ -186,7 +186,7 @@ def ratio(part: int, whole: int) -> Callable[[np.ndarray], np.ndarray]:
     return of
 
 
-METRICS: Lazy[Metric] = Lazy(
+METRICS: Lazy[Metric] = Lazy(  # by the name that `evaluate.metrics` gives, in the order of the files and the page
     "METRIC",
     {
         "CIDEr": "m3diff.scoring.metrics.cider",
@@ -199,7 +199,6 @@ METRICS: Lazy[Metric] = Lazy(
         "pixel_threshold": "m3diff.scoring.metrics.pixel_threshold",
     },
 )
-"""By the name that `evaluate.metrics` gives, in the order of the files and the page."""
 
 
 def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:

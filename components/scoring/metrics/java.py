@@ -22,19 +22,18 @@ REMEDY = (
     "`apt-get install openjdk-17-jre-headless` on Debian and Ubuntu, `brew install openjdk@17` on macOS"
 )
 OPTIONS = "-Duser.language=en -Dfile.encoding=UTF-8"
-QUICK = {
+QUICK = {  # of programs that live for seconds
     "JAVA_TOOL_OPTIONS": f"{OPTIONS} -Xmx1G -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
     "JDK_JAVA_OPTIONS": "",
 }
-"""Of programs that live for seconds."""
 LAUNCH = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent takes the program with it
 os.execvp("java", ["java", *sys.argv[1:]])
 """
+# Starts of the lines of Java's output that say nothing of a failure: frames of a stack, options
 NOT_WORDS = re.compile(r"at \S+\(|\.\.\. \d+ more|(NOTE: )?Picked up |$")
-"""Starts of the lines of Java's output that say nothing of a failure: frames of a stack, options."""
 SENTINEL = "endofcaptions"
 
 

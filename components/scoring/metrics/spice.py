@@ -28,15 +28,15 @@ from m3diff.scoring.pairs import ALL, EvalPair, Groups
 JARS = dict.fromkeys(
     ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar"), "edu/stanford/nlp/stanford-corenlp/3.6.0"
 )
+# The JavaScript with which SPICE writes its answer, and what it needs; Java had its own until 14
 NASHORN = {"nashorn-core-15.4.jar": "org/openjdk/nashorn/nashorn-core/15.4"} | {
     f"{name}-7.3.1.jar": f"org/ow2/asm/{name}/7.3.1"
     for name in ("asm", "asm-analysis", "asm-commons", "asm-tree", "asm-util")
 }
-"""The JavaScript with which SPICE writes its answer, and what it needs; Java had its own until 14."""
 MAVEN = "https://repo1.maven.org/maven2"  # the address that the folders of `JARS` and `NASHORN` are below
 FIRST_WITHOUT_JAVASCRIPT = 15
+# Packages of java.base that SPICE's serialiser looks into, which Java 16 and later forbid
 PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
-"""Packages of java.base that SPICE's serialiser looks into, which Java 16 and later forbid."""
 SECONDS_A_CAPTION = 1
 """The time limit's seconds for each caption of up to 20 words, beside its fixed part; of a longer one the cube of its
 length, up to LONGEST_S. Two idle cores parse 50 of 10 words a second, two that other work shares 4."""

@@ -58,12 +58,10 @@ SIZES = tuple(WIDTHS["free"])  # those of both levels
 MOST_CHANGES = 3  # of a pair, as the benchmark has them
 WORDS = 5  # ways to say each change
 TRIES = 400  # to find room for a new object
-OLD = "{old_"
-"""Begins a slot of a template for what an object was, which an instruction need not say."""
+OLD = "{old_"  # begins a slot of a template for what an object was, which an instruction need not say
 
 
-Description = tuple[list[Thing], list[int]]
-"""The things of an image, offsets left out, and the places of its marks."""
+Description = tuple[list[Thing], list[int]]  # the things of an image, offsets left out, and the places of its marks
 
 
 def _any(words: Iterable[object]) -> str:

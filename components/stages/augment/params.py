@@ -145,5 +145,4 @@ class CoupledSamples(Made):
     separator: str = " "  # between the two captions
 
 
-MadeDataset = Annotated[Edits | Neighbours | CoupledSamples, Field(discriminator="kind")]
-"""An entry of the section."""
+MadeDataset = Annotated[Edits | Neighbours | CoupledSamples, Field(discriminator="kind")]  # an entry of the section

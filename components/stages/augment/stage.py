@@ -81,12 +81,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 IMAGES = "images"
+# The files that augment writes, of earlier versions too: images by their content; and hidden ones
 OURS = re.compile(rf"{re.escape(MANIFEST)}|{IMAGES}(/[0-9a-f]{{32}}(\..*)?)?|(.*/)?\.[^/]*").fullmatch
-"""The files that augment writes, of earlier versions too: images by their content; and hidden ones."""
 
 PLAIN = re.compile(r"\.\w+").fullmatch  # a suffix that stays
-MAX_PIXELS = 100_000_000
-"""A larger image is not used."""
+MAX_PIXELS = 100_000_000  # a larger image is not used
 
 
 class Editor(Protocol):

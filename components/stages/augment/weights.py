@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     Embed = Callable[[list[Image.Image]], Tensor]
 
-Matrix = NDArray[np.float32]
-"""[images, width], rows of length 1."""
+Matrix = NDArray[np.float32]  # [images, width], rows of length 1
 
 BATCH = 32
 BLOCK = 1024  # images whose similarities to all others are held at once, at most
@@ -105,8 +104,8 @@ def _clip(folder: str, device: Device) -> Embed:
     return embed
 
 
+# Kind of features -> (folder, device) -> the model's function from images to their features, flattened afterwards
 EMBEDDERS = {"encoder": _encoder, "clip": _clip}
-"""Kind of features -> (folder, device) -> the model's function from images to their features, flattened afterwards."""
 
 
 def nearest(features: Matrix, count: int) -> tuple[Matrix, NDArray[np.int64]]:

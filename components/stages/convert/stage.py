@@ -35,25 +35,22 @@ from m3diff.stages.ingest.params import DatasetEntry
 COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# M3Diff's training mixture, as the paper prints it (section 5.2): "145k pairs and 896k question-answer samples"
 PAIRS, SAMPLES = 145_000, 896_000
-"""M3Diff's training mixture, as the paper prints it (section 5.2): "145k pairs and 896k question-answer samples"."""
 
 SOURCES = ("omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc")
 """Its datasets, by the names that `profiles/paper.yaml` gives them. The paper's table of the counts by source is not
 known to us. What is known: the official splits of each source; train and val together come to 145k pairs."""
 
+# The numbers of an id's key, by the decision that each takes
 QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)
-"""The numbers of an id's key, by the decision that each takes."""
 
 SHARD_SAMPLES = 100_000
-ROW_GROUP = 16_384
-"""Small enough that a reader of one pair unpacks little, large enough to compress well."""
+ROW_GROUP = 16_384  # small enough that a reader of one pair unpacks little, large enough to compress well
 
-NOTHING_TRAINS = Source(weight=0)
-"""The source of a dataset whose `train_on` is empty, though it has a training split."""
+NOTHING_TRAINS = Source(weight=0)  # the source of a dataset whose `train_on` is empty, though it has a training split
 
-IMAGE = "<image>"
-"""The place of an image in a prompt, which a question would give a second one."""
+IMAGE = "<image>"  # the place of an image in a prompt, which a question would give a second one
 
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
 

@@ -11,12 +11,11 @@ from m3diff.records.schemas import SPLITS
 from m3diff.settings.section import Section, one_of
 
 Split = Literal["train", "val", "test"]
-ExpectedPairs = Annotated[
+ExpectedPairs = Annotated[  # pairs by split, or the word `published` for the counts that the dataset's file has
     Annotated[Literal["published"], Tag("[word]")]
     | Annotated[Mapping[Split, Annotated[int, Field(ge=0)]], Tag("[counts]")],
     Discriminator(lambda value: "[counts]" if isinstance(value, Mapping) else "[word]"),
 ]
-"""Pairs by split, or the word `published` for the counts that the dataset's file has."""
 
 
 class DatasetEntry(Section):
@@ -40,8 +39,7 @@ class DatasetEntry(Section):
         return splits
 
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-"""A dataset's name is part of ids and files."""
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]  # a dataset's name is part of ids and files
 
 
 class Ingest(Section):

@@ -31,26 +31,23 @@ from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.stages.ingest.params import DatasetEntry
 
-MAX_DECODED_PIXELS = 100_000_000
-"""A larger image is hashed and not decoded here; validate decides with its own limit."""
+MAX_DECODED_PIXELS = 100_000_000  # a larger image is hashed and not decoded here; validate decides with its own limit
 
 SAY_NOTHING = {
     *("nan", "none", "null", "nil", "n/a", "n.a", "na", "nat", "undefined", "missing", "empty", "blank", "unknown"),
     *("unlabeled", "tbd", "todo", "fixme", "test", "caption", "true", "false", "no caption", "no captions"),
     *("no description", "not available", "not applicable", "no answer", "not annotated"),
 }
-LIST = re.compile(
+LIST = re.compile(  # a list, tuple, set or object as a programming language prints it
     r"""\s*(
         [A-Za-z_][\w.]*\(.*[,"'].*\) | \(\s*[bur]*["'].*\)     # array(["..."]), WrappedArray(..., ...), ("...",)
         | \[\s*(?:[bur]*["']|\[|\{).* | \[.*,.*\] | \{.*\}
     )\s*""",
     re.VERBOSE | re.DOTALL,
 )
-"""A list, tuple, set or object as a programming language prints it."""
 WORD = re.compile(r"[^\W\d_]+[.,;:!?]*|[.,;:!?]")
 SEPARATORS = ("<sep>", "[SEP]", "<br>", "|", "##", "\n", ";", "\t")
-MANY = 0.2
-"""Share of captions from which on a sign may separate; below it, it belongs to a sentence."""
+MANY = 0.2  # share of captions from which on a sign may separate; below it, it belongs to a sentence
 PLACEHOLDER = re.compile(
     r"<[^<>]*(?:image|img|vision|video)[^<>]*>|\[/?(?:IMG|INST)\]|\b(?:image|picture|img)[- ]?\d+:", re.I
 )

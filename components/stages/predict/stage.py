@@ -48,14 +48,12 @@ if TYPE_CHECKING:
 
 PREDICTIONS, SHUFFLED, REVERSED = "predictions", "predictions_shuffled", "predictions_reversed"
 CONTROL_SEED = 0
-CONTROL_PAIRS = 600
-"""Pairs of each control at most, sampled from all."""
+CONTROL_PAIRS = 600  # pairs of each control at most, sampled from all
 
 AHEAD = 2  # batches whose images are prepared beforehand
 ROOM_S = 60  # within which Ray must have nodes for every worker
 
-Key = tuple[str, str]
-"""Name of the set of pairs (predictions, control), id of the pair."""
+Key = tuple[str, str]  # name of the set of pairs (predictions, control), id of the pair
 
 
 class PairSample(NamedTuple):
@@ -87,8 +85,7 @@ class Answer(NamedTuple):
     saliency: np.ndarray | None
 
 
-Answered = tuple[int, list[Answer]]
-"""The number of a batch, and its answers in the order of its pairs."""
+Answered = tuple[int, list[Answer]]  # the number of a batch, and its answers in the order of its pairs
 
 
 @dataclass(frozen=True)

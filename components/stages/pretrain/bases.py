@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
     "{% for part in message['content'] if part['type'] == 'text' %}\n{{ part['text'] }}{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-QUESTIONS = (
+QUESTIONS = (  # what fine-tuning will ask (profiles/questions.yaml, task `difference`; a test compares the two)
     "What has changed from the first image to the second?",
     "Describe the difference between the two images.",
     "Compare the two images and say what changed.",
@@ -47,15 +47,13 @@ QUESTIONS = (
     "Look at the image before and the image after. What changed?",
     "Say in words how the second image differs from the first.",
 )
-"""What fine-tuning will ask (profiles/questions.yaml, task `difference`; a test compares the two)."""
 
 DESCRIBE = ("Describe the image.", "Describe both images.")
 
-CAPTION = {*DESCRIBE, *QUESTIONS}
-"""Questions that BLIP-2 answers without being asked."""
+CAPTION = {*DESCRIBE, *QUESTIONS}  # questions that BLIP-2 answers without being asked
 
+# Sizes of a BLIP-2's vision encoder, those of the LLaVA-OneVision's
 OF_THE_ENCODER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
-"""Sizes of a BLIP-2's vision encoder, those of the LLaVA-OneVision's."""
 
 
 @dataclass(frozen=True)

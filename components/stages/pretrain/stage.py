@@ -174,8 +174,8 @@ NONE = -1
 SIZES = tuple(dict.fromkeys(size for widths in WIDTHS.values() for size in widths))
 SHOWN = tuple((kind, state) for kind, states in STATES.items() for state in states)
 MARK = 1 + len(KINDS)
+# How many there are of what (0 is nothing, then KINDS, then a mark), of colours, of sizes and of states
 CLASSES = (MARK + 1, len(COLORS), len(SIZES), len(SHOWN))
-"""How many there are of what (0 is nothing, then KINDS, then a mark), of colours, of sizes and of states."""
 
 
 def segment(scene: Scene, rows: int, columns: int) -> np.ndarray:

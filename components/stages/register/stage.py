@@ -33,8 +33,8 @@ from m3diff.registry.versions import CHALLENGER, SCORES, delete_model, every_pag
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
 
+# What the code of the models imports of the rest of the package
 SHARED_CODE = ("__init__.py", "images/__init__.py", "images/open.py", "records/__init__.py", "records/errors.py")
-"""What the code of the models imports of the rest of the package."""
 
 TRIES = 3  # MLflow fails where two machines make the same entry (of an experiment, an alias) at the same moment
 Outcome = Literal["registered", "updated", "unchanged"]

@@ -33,22 +33,19 @@ from m3diff.stages.train.packing import Packed, pack
 if TYPE_CHECKING:
     from m3diff.models.processing import PairProcessor
 
-SCHEMA = pl.Schema(
+SCHEMA = pl.Schema(  # the columns of a split that training reads (components/records/schemas.py)
     dict.fromkeys(("pair", "dataset", "before", "after", "question", "reference"), pl.String)
     | {"before_sha256": pl.Binary, "after_sha256": pl.Binary}
 )
-"""The columns of a split that training reads (components/records/schemas.py)."""
 
 ALL = DatasetFilter()
 
 CACHED_BYTES = 1 << 30
 PREFETCHED = 4  # micro-batches made ahead
 
-Weighted = tuple[np.ndarray, int]
-"""A sequence (row numbers of one pair) and its weight: 0 only fills up a batch."""
+Weighted = tuple[np.ndarray, int]  # a sequence (row numbers of one pair) and its weight: 0 only fills up a batch
 
-Visit = tuple[int, int]
-"""Seed and epoch: with a sequence's first row, the seed of the random numbers of its images."""
+Visit = tuple[int, int]  # seed and epoch: with a sequence's first row, the seed of the random numbers of its images
 
 AUGMENTED = 1  # other random numbers than those of an epoch's order
 

@@ -25,17 +25,15 @@ if TYPE_CHECKING:
 
 CURVES = "curves.csv"
 
+# Files in the run's folder: the number of the newest attempt, and the request to end
 GENERATION, STOP = "generation", "stop"
-"""Files in the run's folder: the number of the newest attempt, and the request to end."""
 
+# Seconds between two looks at the generation; a network file system may show a new number some seconds later
 LOOK_S = 2.0
-"""Seconds between two looks at the generation; a network file system may show a new number some seconds later."""
 
-GRACE_S = 18.0
-"""Seconds for the current step and its checkpoint; a cancelled flow is killed after 20."""
+GRACE_S = 18.0  # seconds for the current step and its checkpoint; a cancelled flow is killed after 20
 
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a process that SIGTERM ended."""
+TERMINATED = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended
 
 
 class StoppedError(Exception):

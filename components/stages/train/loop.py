@@ -44,8 +44,7 @@ HOURS = "hours.json"
 """In the run's folder: what all attempts took up to the newest checkpoint: seconds of steps and validation, those of
 them that waited for data, those of every worker's device, and captions seen, again after a resume too."""
 
-COUNTED = 2048
-"""Sequences whose tokens are counted; their mean stands for a longer epoch."""
+COUNTED = 2048  # sequences whose tokens are counted; their mean stands for a longer epoch
 
 NOTHING = 2.0**-8
 """Half the relative distance of neighbouring numbers in bf16: a feature in bf16 to which less is added stays the same.

@@ -31,8 +31,8 @@ from m3diff.stages.train.job import (
     stop_on_sigterm,
 )
 
+# Limit of a collective operation: the others wait in one while the first worker writes or validates
 COLLECTIVE = timedelta(minutes=30)
-"""Limit of a collective operation: the others wait in one while the first worker writes or validates."""
 
 
 def run_on_ray(job: Job) -> dict[str, Any]:

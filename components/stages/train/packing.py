@@ -20,8 +20,8 @@ from m3diff.models.fused import Layout
 
 PREFIX, PAD = 0, -1
 
+# Limits of a micro-batch for SDPA: more rectangles have less padding and more kernels
 MOST_RECTANGLES, FEWEST_SEQUENCES = 4, 4
-"""Limits of a micro-batch for SDPA: more rectangles have less padding and more kernels."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Packed:
         return create_block_mask(rule, None, None, self.tokens, self.tokens, device=str(device.torch))
 
 
+# A function of batch, head, query and key indices that broadcast, as FlexAttention's `mask_mod` takes them
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of batch, head, query and key indices that broadcast, as FlexAttention's `mask_mod` takes them."""
 
 
 def prefix_rule(segments: Tensor) -> Rule:

@@ -46,23 +46,22 @@ from m3diff.stages.train.params import Train
 if TYPE_CHECKING:
     from m3diff.models.family import Settings
 
+# Figures of all attempts of a run. In no report: a resumed run's is that of one that was left alone.
 SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours", "device", "devices")
-"""Figures of all attempts of a run. In no report: a resumed run's is that of one that was left alone."""
 
-ALIGNMENT = "alignment"
-"""The alignment's folder in the run's."""
+ALIGNMENT = "alignment"  # the alignment's folder in the run's
 
+# An attempt: runs the loop to its end, where `compute.workers` says, and returns the figures
 Run = Callable[[Job], dict[str, Any]]
-"""An attempt: runs the loop to its end, where `compute.workers` says, and returns the figures."""
 
+# Errors that are not retried: another attempt would meet them again, or shall not be made
 FINAL = (DataError, ParamsError, DeviceError, StoppedError, SupersededError, NoRoomError)
-"""Errors that are not retried: another attempt would meet them again, or shall not be made."""
 
+# Errors of Ray whose workers do not start: on one machine the next attempt's would not either
 NOT_STARTED = {"WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"}
-"""Errors of Ray whose workers do not start: on one machine the next attempt's would not either."""
 
+# Words of CUDA and NCCL, of torch's allocator on a CPU, and of Ray's watch of a node's memory, in any error
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
-"""Words of CUDA and NCCL, of torch's allocator on a CPU, and of Ray's watch of a node's memory, in any error."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -90,8 +89,8 @@ class TrainReport(StageReport):
     warnings: list[str]
 
 
+# Given a run's key and the file of its curves up to the last checkpoint; entered around the training
 Follow = Callable[[str, Path], AbstractContextManager[object]]
-"""Given a run's key and the file of its curves up to the last checkpoint; entered around the training."""
 
 
 def train(

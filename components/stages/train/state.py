@@ -39,8 +39,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 FILES = {f"{moment or 'weights'}.safetensors": moment for moment in (None, *MOMENTS)}
 VALIDATION, PREFIX = "validation.json", "step-"
 
-NEWEST, BEST = 2, 1
-"""Checkpoints that are kept: the newest, and of those with a CIDEr the best."""
+NEWEST, BEST = 2, 1  # checkpoints that are kept: the newest, and of those with a CIDEr the best
 
 
 class Curve:

@@ -24,23 +24,19 @@ from scipy.spatial import cKDTree
 from m3diff.images.check import OK
 from m3diff.records.schemas import SPLITS
 
+# Where one pair lies in two splits, the lower one gives it up: a test set stays whole
 RANK = {"train": 0, "val": 1, "test": 2}
-"""Where one pair lies in two splits, the lower one gives it up: a test set stays whole."""
 
 MARKUP = r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);"
 """HTML, and the special tokens of chat templates (`<image>`, `<|im_end|>`), which would change what a prompt means."""
 
-COMPARED_AT_ONCE = 200_000
-"""Candidate pairs that are held next to each other; 150 MB with their thumbnails."""
+COMPARED_AT_ONCE = 200_000  # candidate pairs that are held next to each other; 150 MB with their thumbnails
 
-Thumbs = NDArray[np.int16]
-"""[pairs, 128]: the grey levels of the image before, then of the image after."""
+Thumbs = NDArray[np.int16]  # [pairs, 128]: the grey levels of the image before, then of the image after
 
-ExpectedPairs = Mapping[str, Mapping[Any, int]]
-"""Pairs by dataset and split, as the dataset's own files call it."""
+ExpectedPairs = Mapping[str, Mapping[Any, int]]  # pairs by dataset and split, as the dataset's own files call it
 
-LEAK = "not_in_test"
-"""The one rule that a sound row can break; its rows do not count towards the share of bad rows."""
+LEAK = "not_in_test"  # the one rule that a sound row can break; its rows do not count towards the share of bad rows
 
 
 class Rule(NamedTuple):
@@ -52,10 +48,9 @@ class Rule(NamedTuple):
     arguments: dict[str, Any]
 
 
-NULL, NOT_NULL, UNIQUE, IN_SET, BETWEEN = (
+NULL, NOT_NULL, UNIQUE, IN_SET, BETWEEN = (  # classes in great_expectations.expectations
     f"ExpectColumnValuesTo{rule}" for rule in ("BeNull", "NotBeNull", "BeUnique", "BeInSet", "BeBetween")
 )
-"""Classes in great_expectations.expectations."""
 
 
 def rules(max_chars: int) -> list[Rule]:

@@ -29,13 +29,12 @@ from m3diff.stages.validate.rules import LEAK, Check, bad_rows, facts, find_twin
 REASONS = [pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
 QUARANTINE_SCHEMA = pa.schema([*RECORD_SCHEMA, *REASONS])
 
+# Which splits are held against which. Only what trains and is in a test set is removed.
 LINKS = (("train", "test"), ("val", "test"), ("train", "val"))
-"""Which splits are held against which. Only what trains and is in a test set is removed."""
 
 EMPTY = "; look at ingest.datasets in params.yaml"
 
-SHOWN, PAGE_ROWS = 5, 200
-"""Rows of a kind that a message shows, and of each broken rule that the page shows."""
+SHOWN, PAGE_ROWS = 5, 200  # rows of a kind that a message shows, and of each broken rule that the page shows
 
 SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
 """White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
