@@ -197,7 +197,7 @@ def scores(params: Params) -> Iterator[str]:
         return
     why = "evaluate.metrics decides what is computed"
     if read_by[gate.protocol].grammar is None:
-        chosen = [name for name in chosen if not METRICS[name].needs_grammar]
+        chosen = tuple(name for name in chosen if not METRICS[name].needs_grammar)
         why += f", and what reads captions needs a grammar, which {gate.protocol} has not"
     if gate.metric not in (better := gate_metrics(chosen)):
         yield f"promote.metric: {closest(gate.metric, better)}; {why}"

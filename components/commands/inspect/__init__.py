@@ -98,7 +98,7 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
         lines += [f"    options: {as_yaml(answer)}" for doubt in open_ones for answer in doubt.answers]
         return lines, sound and not open_ones
     answered = [doubt if doubt in open_ones else doubt._replace(answers=doubt.answers[:1]) for doubt in asked]
-    possible = Guess(entry.options, [], [doubt for doubt in answered if doubt.answers]).entries()
+    possible = Guess({**entry.options}, [], [doubt for doubt in answered if doubt.answers]).entries()
     lines.append(f"{'one of these is ' if len(possible) > 1 else ''}the entry for ingest.datasets in params.yaml:")
     for chosen in possible:
         own = {"reader": entry.reader, "root": str(entry.root)} | ({"options": chosen} if chosen else {})
@@ -239,7 +239,7 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     lines = _counts(spec.part(name) or nearest, rows)
     lines.append(f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty")
     if entry.options.get("pairs_only"):
-        every = list(spec.read(entry.root, **(entry.options | {"pairs_only": False})))
+        every = list(spec.read(entry.root, **{**entry.options, "pairs_only": False}))
         lines.append(f"  passed over by pairs_only: {len(every) - len(read):,} rows")
     lines += [line for what, found in problems.items() for line in _first(what, found)]
     lines += [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]

@@ -105,7 +105,7 @@ class Training:
         losses = ["val_loss", *(f"val_loss_{dataset}" for dataset in self.validation.datasets)]
         self.curve = state.Curve(["step", "epoch", "loss", *rates, "grad_norm", *self.module, *losses, "val_cider"])
         self.rates: dict[str, float] = {}
-        hours, none = job.run_dir / HOURS, dict.fromkeys(("seconds", "waited", "captions", "device_seconds"), 0)
+        hours, none = job.run_dir / HOURS, dict.fromkeys(("seconds", "waited", "captions", "device_seconds"), 0.0)
         self.took: dict[str, float] = json.loads(hours.read_text()) if hours.is_file() else none
 
     def run(self) -> dict[str, Any]:

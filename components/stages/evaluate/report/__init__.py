@@ -482,7 +482,8 @@ def gallery(
         "graded": 2 * read > len(ordered),  # right and wrong can be told of most
         "saliency": bool(saliency),
         "pairs": [
-            entry(pair, runs, columns, protocols) | {"images": images and [image and links[image] for image in images]}
+            entry(pair, runs, columns, protocols)
+            | {"images": None if images is None else [links[image] if image else None for image in images]}
             for pair, images in zip(ordered, drawn, strict=True)
         ],
     }
