@@ -11,7 +11,6 @@ captions no count is published; they are the remainder, 9.2 a pair.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import resource
@@ -42,12 +41,10 @@ TARGETS = {"cold_s": 15, "warm_s": 6, "peak_rss_mb": 1500}
 
 PARAMS, PROFILE = Path("params.yaml"), Path("profiles/paper.yaml")
 SAMPLES = 896_000
-LINKS = 60_000
-"""Names of one file; ext4 allows 65,000."""
+LINKS = 60_000  # names of one file; ext4 allows 65,000
 
 Captions = list[list[str]]
-Splits = dict[str, Captions]
-"""The captions of every pair, by split."""
+Splits = dict[str, Captions]  # the captions of every pair, by split
 
 
 class Part(NamedTuple):
@@ -68,8 +65,6 @@ PARTS = {
     "clevr_change": Part((67_660, 3_976), (419_640, 24_660), (6, 14), 72),
     "clevr_dc": Part((40_800, 2_400), (375_978, 22_111), (5, 11), 83),
 }
-
-
 OMNIDIFF = ("omnidiff_real", "omnidiff_render")
 OWN = {"reader": "pairs", "options": {"manifest": "pairs.json"}}
 
@@ -186,14 +181,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:
             params = write_synthetic_mixture(Path(folder) / str(size), size)
-            measured.append(measure(params, args.runs))
-            one = measured[-1]
+            measured.append(one := measure(params, args.runs))
             each = 1e6 * one["warm_s"] / one["rows"]
-            print(
-                f"{one['rows']:9,} {one['pairs']:8,} {one['cold_s']:7.1f} {one['warm_s']:7.1f} "
-                f"{one['peak_rss_mb']:8,.0f} {each:15.2f}",
-                flush=True,
-            )
+            print(f"{one['rows']:9,} {one['pairs']:8,} {one['cold_s']:7.1f} {one['warm_s']:7.1f}", end=" ")
+            print(f"{one['peak_rss_mb']:8,.0f} {each:15.2f}", flush=True)
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     write({"date": date, **facts, **measured[-1], "sizes": measured, "targets": TARGETS}, args.out)
 
@@ -248,6 +239,10 @@ def _watch(pid: int, peak: list[float], done: threading.Event) -> None:
 def run(params: Path, started: float, runs: str) -> dict[str, Any]:
     """In a fresh process: the command line's validate and convert, once cold and then warm."""
     from m3diff.__main__ import main as m3diff
+    from m3diff.records.files import sha256_of_folder
+
+    def digest() -> str:
+        return "".join(sha256_of_folder(params.parent / stage) for stage in ("03_clean", "04_mixture"))
 
     def both() -> float:
         assert m3diff(["--params", str(params), "validate"]) == 0
@@ -257,23 +252,14 @@ def run(params: Path, started: float, runs: str) -> dict[str, Any]:
 
     both()
     cold = time.time() - started
-    digests, warm, validate = [_digest(params.parent)], [], []
+    digests, warm, validate = [digest()], [], []
     for _ in range(int(runs)):
         before = time.time()
         validate.append(both() - before)
         warm.append(time.time() - before)
-        digests.append(_digest(params.parent))
+        digests.append(digest())
     own_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return {"cold_s": cold, "warm_s": warm, "validate_s": validate, "digests": digests, "own_peak_mb": own_mb}
-
-
-def _digest(root: Path) -> str:
-    """Over every file of both stages' outputs: name and bytes."""
-    total = hashlib.sha256()
-    for path in sorted(path for stage in ("03_clean", "04_mixture") for path in (root / stage).rglob("*")):
-        if path.is_file():
-            total.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return total.hexdigest()
 
 
 if __name__ == "__main__":

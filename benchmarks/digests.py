@@ -28,18 +28,17 @@ import numpy as np
 import yaml
 from PIL import Image
 
-PACKAGE = "m3diff"
-"""The name by which Python imports the code."""
-COMMANDS = f"""
+# Runs commands of the command line in one process, until one fails
+COMMANDS = """
 import json, sys
-from {PACKAGE}.__main__ import main
+from m3diff.__main__ import main
 sys.exit(next(filter(None, map(main, json.loads(sys.argv[1]))), 0))
 """
-"""Runs commands of the command line in one process, until one fails."""
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK, THERE = ROOT / "runs" / "digests", ROOT / "runs" / "digests_there"
 
+# The embedded run with a few drawn scenes, synthetic data of each kind that needs no network, and few steps
 PARAMS = """
 extends: profiles/embedded
 paths: {base: bases/blip2, records: data/records, clean: data/clean, mixture: data/mixture}
@@ -83,7 +82,6 @@ predict: {max_new_tokens: 48, batch_pairs: 8}
 evaluate: {metrics: [CIDEr, METEOR, ROUGE-L, BLEU, change_accuracy, pixel_threshold]}
 compute: {workers: 0, micro_batch: 4, val_pairs: 4, caption_val_pairs: 0}
 """
-"""The embedded run with a few drawn scenes, synthetic data of each kind that needs no network, and few steps."""
 
 RUNS = {
     "m3diff": "{extends: small, compute: {workers: 2, zero_stage: 1}}",
@@ -102,14 +100,13 @@ RUNS = {
 """Small trainings of all families that between them take the branches which need no GPU: Ray with ZeRO, an alignment,
 packed captions and single ones, both exports, both schedules, each kind of activation checkpointing, bf16."""
 
-OWN: list[dict[str, Any]] = [
+OWN: list[dict[str, Any]] = [  # rows of a dataset of one's own, so that validate has something to quarantine
     {"captions": ["the lamp is out", "It is dark!"], "split": "train"},
     {"captions": ["a lamp"], "split": "train", "after": "none.png"},
     {"captions": [], "split": "train"},
     {"captions": ["word " * 500], "split": "test"},
     {"captions": ["nothing changed"], "split": "test", "change_types": ["none"]},
 ]
-"""Rows of a dataset of one's own, so that validate has something to quarantine."""
 
 CAPTIONS = {
     "a": "The red car, parked left, is gone!",
@@ -126,9 +123,8 @@ REFERENCES = {
 
 BYTES = (".parquet", ".jsonl", ".npz", ".jinja", ".txt", ".model", ".out")
 IMAGES = (".png", ".jpg", ".webp")
+# Keys of JSON, or columns of CSV, whose values are times, places, modules, or hashes of files that are here anyway
 SKIPPED = {"auto_map", "auto_mapping", "base", "base_model_name_or_path", "base_sha256", "files", "path", "seconds"}
-"""Keys of JSON, or columns of CSV, whose values are times, places, modules, or hashes of files that are here anyway."""
-PARAMETERS = "recipe.json"
 
 
 def main() -> int:
@@ -194,7 +190,7 @@ def digests() -> dict[str, str]:
     shutil.copytree(ROOT / "profiles", WORK / "profiles")
     shutil.copytree(ROOT / "data" / "00_base", WORK / "data" / "00_base")
     (WORK / "small.yaml").write_text(PARAMS)
-    found = Path(python("-c", f"import {PACKAGE}; print({PACKAGE}.__file__)").split()[-1])
+    found = Path(python("-c", "import m3diff; print(m3diff.__file__)").split()[-1])
     assert found.is_relative_to(ROOT), f"{found} would run for {ROOT}"
     make_data()
     with ThreadPoolExecutor(2) as pool:
@@ -301,7 +297,7 @@ def content_of(file: Path) -> bytes | None:
     if file.suffix == ".csv":
         rows = csv.DictReader(file.read_text().splitlines())
         return json.dumps([without(row) for row in rows]).encode()
-    if file.suffix == ".json" and file.name != PARAMETERS:
+    if file.suffix == ".json" and file.name != "recipe.json":
         return json.dumps(without(json.loads(file.read_text())), sort_keys=True).encode()
     if file.suffix == ".safetensors":
         return json.dumps(tensors(file.read_bytes()), sort_keys=True).encode()

@@ -43,8 +43,7 @@ TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter: bf16 weight; fp32 master,
 HERE = Path(__file__).parent
 BASE = HERE.parent / "data" / "00_base"
 
-Branches = list[tuple[list[int], list[int]]]
-"""(prompt, reference) token ids of one pair's references."""
+Branches = list[tuple[list[int], list[int]]]  # (prompt, reference) token ids of one pair's references
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ ABLATION = (
 """Lever by lever: end to end without padding and logits where supervised; fused adapters and layers, of which the last
 works on supervised tokens alone."""
 
-GPU_ROWS = (
+GPU_ROWS = (  # choices on a GPU: the attention kernel and what backward recomputes
     *(Variant(f"unpacked, {kept}", activation_checkpointing=kept) for kept in CHECKPOINTING[1:]),
     *(
         Variant(f"packed, {attention}, {kept}", packed=True, attention=attention, activation_checkpointing=kept)
@@ -87,7 +86,6 @@ GPU_ROWS = (
         for kept in CHECKPOINTING
     ),
 )
-"""Choices on a GPU: the attention kernel and what backward recomputes."""
 
 
 @dataclass(frozen=True)

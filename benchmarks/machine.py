@@ -14,8 +14,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
     chip = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-    load = {"load_before": round(os.getloadavg()[0], 2)}
-    return {"device": chip, "cores": os.cpu_count(), "python": platform.python_version(), **versions, **load}
+    told = {"device": chip, "cores": os.cpu_count(), "python": platform.python_version(), **versions}
+    return told | {"load_before": round(os.getloadavg()[0], 2)}
 
 
 def write(result: dict[str, Any], out: Path) -> None:

@@ -26,9 +26,6 @@ from typing import NamedTuple
 
 import yaml
 
-PACKAGE = "m3diff"
-"""The name by which Python imports the code of the command line."""
-
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "runs" / "reading"
 CLONE, HOOK, CALLS = WORK / "clone", WORK / "hook", WORK / "calls"
@@ -59,19 +56,16 @@ sys.settrace(trace)
 
 
 class File(NamedTuple):
-    """A file on the way, and whether a function of it runs."""
+    """A file on the way, its number of lines, and whether a function of it runs."""
 
     path: Path
+    lines: int
     runs: bool
-
-    @property
-    def lines(self) -> int:
-        return len(self.path.read_text(encoding="utf-8").splitlines())
 
 
 def main() -> None:
     prepare()
-    for stage in (("dvc", "repro", "-q"), (PACKAGE, "register")):
+    for stage in (("dvc", "repro", "-q"), ("m3diff", "register")):
         run("-m", *stage, traced=True)
     files = reading_order(calls())
     for file in files:
@@ -126,7 +120,7 @@ def reading_order(functions: list[tuple[Path, int]]) -> list[File]:
     for path, line in functions:
         order[path] = None
         order |= dict.fromkeys(named(path, line))
-    return [File(path, path in ran) for path in order]
+    return [File(path, len(path.read_text(encoding="utf-8").splitlines()), path in ran) for path in order]
 
 
 def named(path: Path, line: int) -> Iterator[Path]:

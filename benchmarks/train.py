@@ -28,8 +28,7 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
     """The project's step beside transformers' Trainer, on the embedded shapes; printed."""
     from benchmarks.sides import Sizes, compare, embedded_sides, print_comparison
 
-    given = {"pairs": args.pairs, "rounds": args.repeats or 5, "compared_steps": args.steps, "round_s": args.round_s}
-    sizes = Sizes(**given)
+    sizes = Sizes(pairs=args.pairs, rounds=args.repeats or 5, compared_steps=args.steps, round_s=args.round_s)
     with tempfile.TemporaryDirectory() as folder:
         figures = compare(embedded_sides(Path(folder), sizes, args.threads), sizes)
     print_comparison(figures)

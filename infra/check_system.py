@@ -23,7 +23,7 @@ OF_PYTHON = re.compile(rb"\A#!(/bin/sh\n'''exec' .*python.*\n' '''\n|.*python.*\
 
 PLACE = "a path without : and $"
 
-NEEDS = {
+NEEDS = {  # what a run needs, with why and the remedy
     PLACE: "move the checkout to another folder: PATH ends at the one, and setuptools reads a variable at the other",
     PYTHON: "Debian/Ubuntu: sudo apt install python3 python3-venv; macOS: brew install python@3.11; "
     "or name one: make PYTHON=/path/to/python3.11",
@@ -37,7 +37,6 @@ NEEDS = {
     "symbolic links": "Python imports components/ through m3diff: git config core.symlinks true, then git checkout -- "
     "m3diff",
 }
-"""What a run needs, with why and the remedy."""
 
 
 def java_major():

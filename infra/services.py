@@ -45,13 +45,13 @@ LOG_BYTES = 30_000_000
 SERVICES = Path("services").resolve()
 BIN = Path(sys.executable).parent
 SETTINGS = SERVICES / "environment"
+# The environment variable that names the service of a process: its folder in services/, by its path
 MARK = "M3DIFF_SERVICE"
-"""The environment variable that names the service of a process: its folder in services/, by its path."""
 
 PREFECT_STORES = ("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
 TOKENS = ("PREFECT_SERVER_API_AUTH_STRING", "MLFLOW_AUTH_ADMIN_PASSWORD")
+# What the worker, and so the code of a flow's commit, does not get to see
 SERVERS_ONLY = (*PREFECT_STORES, *TOKENS, "M3DIFF_MLFLOW_STORE", "MLFLOW_FLASK_SERVER_SECRET_KEY")
-"""What the worker, and so the code of a flow's commit, does not get to see."""
 SHORTEST_TOKEN = 16
 
 AUTH = """[mlflow]
@@ -62,11 +62,10 @@ authorization_function = mlflow.server.auth:authenticate_request_basic_auth
 grant_default_workspace_access = false
 """
 
-JOBS = {
+JOBS = {  # the template of the work pool's jobs, which take nothing from who asks for a flow run (a command, say)
     "job_configuration": {"env": {"DO_NOT_TRACK": "true", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""The template of the work pool's jobs, which take nothing from who asks for a flow run (a command, say)."""
 
 
 class ServiceError(RuntimeError):

@@ -26,8 +26,7 @@ from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.train.stage import train
 
-STEPS, CAPTIONS, BATCH = 60, 96, 48
-"""Timed steps and captions; pairs that are captioned at once."""
+STEPS, CAPTIONS, BATCH = 60, 96, 48  # timed steps and captions; pairs that are captioned at once
 
 
 def learning_curve(experiment: str, paths: Paths) -> list[dict[str, Any]]:
@@ -66,9 +65,7 @@ def in_a_process(arguments: Sequence[str]) -> str:
     """The last line that this module prints in a process of its own, on one thread."""
     command = [sys.executable, "-m", "benchmarks.experiments.cost", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-    done.check_returncode()
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -100,17 +97,11 @@ def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
     cfg, settings = changed(changes, params)
     how = {"workers": 0, "val_pairs": 0, "caption_val_pairs": 0, "checkpoint_every_steps": 10**6, "scratch": folder}
     compute = params.compute.model_copy(update=how)
-    cfg = cfg.model_copy(update={"epochs": epochs_of(STEPS, params.paths.mixture, cfg)})
+    pairs = len(pq.read_table(params.paths.mixture / "train", columns=["pair"])["pair"].unique())
+    cfg = cfg.model_copy(update={"epochs": STEPS / -(-pairs // cfg.global_batch)})
     report = train(cfg, settings, compute, params.paths.mixture, folder / "out")
     seconds: float = json.loads((folder / "train_speed.json").read_text())["seconds"]
     return seconds / report.steps
-
-
-def epochs_of(steps: int, mixture: Path, cfg: Any) -> float:
-    """Epochs that are so many steps."""
-    files = sorted((mixture / "train").glob("*.parquet"))
-    pairs = sum(len(pq.read_table(file, columns=["pair"])["pair"].unique()) for file in files)
-    return steps / -(-pairs // cfg.global_batch)
 
 
 def of_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from m3diff.records.files import write_atomic
 
-SCORES = {
+SCORES = {  # the scores that are compared, with their headings; all are shown times 100
     "CIDEr": "CIDEr",
     "change_type_accuracy": "type correct, %",
     "change_exact_accuracy": "all correct, %",
@@ -15,7 +15,6 @@ SCORES = {
     "reversal": "swapped, inverse named, %",
     "CIDEr_shuffled": "CIDEr, shuffled",
 }
-"""The scores that are compared, with their headings; all are shown times 100."""
 METRICS = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 BUDGET = {
     "pairs": "pairs that train",
