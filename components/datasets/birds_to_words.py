@@ -64,7 +64,6 @@ SPEC = spec.DatasetSpec(
     files=("birds-to-words-v1.0.tsv",),
     task="birds",
     published=(PUBLISHED,),
-    table=spec.TableRow(pairs=3_347, references=16_067, words=32, over_20=0.25, human=True, distractors=False),
     protocols=(
         spec.Protocol("test", n=PUBLISHED.test.pairs, source="Neural Naturalist (Forbes et al., EMNLP 2019)"),
         spec.Protocol("whitespace", n=PUBLISHED.test.pairs, tokenizer="whitespace", source=IDC),

@@ -76,7 +76,7 @@ SPEC = spec.DatasetSpec(
     read=read,
     files=("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json"),
     published=(PUBLISHED,),
-    table=spec.TableRow(pairs=79_606, references=493_735, words=8, over_20=0.0, human=False, distractors=True),
+    references=493_735,
     protocols=(
         spec.Protocol("total", n=PUBLISHED.test.pairs, **SCORED),
         spec.Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=SEMANTIC, **SCORED),

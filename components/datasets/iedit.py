@@ -52,6 +52,5 @@ SPEC = spec.DatasetSpec(
     files=tuple(FILES.values()),
     task="edit",
     published=(PUBLISHED,),
-    table=spec.TableRow(pairs=3_939, words=8, over_20=0.02, human=True, distractors=False),
     protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.WITH_SPICE, source=LANGEVAL),),
 )

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m3diff.datasets.files import describe, pick, read_json
-from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, TableRow, broken, fault_in
+from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, broken, fault_in
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 
@@ -71,7 +71,6 @@ SPEC = DatasetSpec(
     read=read,
     files=("LevirCCcaptions.json",),
     published=(PUBLISHED,),
-    table=TableRow(pairs=10_077, words=8, over_20=0.01, human=True, distractors=True),
     protocols=(
         Protocol("total", n=PUBLISHED.test.pairs, tokenizer="whitespace", source=CCEXPERT),
         Protocol("change", n=964, change_types=(CHANGE,), tokenizer="whitespace", source=RSICC),

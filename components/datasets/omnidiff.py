@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m3diff.datasets import pairs
-from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, TableRow
+from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 
 NAMES = (*CHANGE_TYPES, NO_CHANGE)
@@ -53,7 +53,6 @@ SPEC = DatasetSpec(
     files=("annotations.json",),
     task="detail",
     published=(REAL, RENDER),
-    table=TableRow(15_598, 15_598, 60, 0.37, human=True, distractors=True, sentences=38_653, vocabulary=3_793),
     protocols=(
         Protocol("real", n=REAL.test.pairs, part=REAL.part, source=PAPER),
         Protocol("render", n=RENDER.test.pairs, part=RENDER.part, source=PAPER),

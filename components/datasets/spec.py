@@ -173,20 +173,6 @@ class Published:
         return {"train": self.train.pairs, "val": self.val.pairs, "test": self.test.pairs}
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """The dataset's row of Tables 1 and 2 of OmniDiff (arXiv 2503.11093); None: the tables do not give the figure."""
-
-    pairs: int
-    references: int | None = None
-    words: int | None = None  # a reference
-    over_20: float | None = None  # share of references with more than 20 words
-    human: bool | None = None  # written by people
-    distractors: bool | None = None
-    sentences: int | None = None
-    vocabulary: int | None = None
-
-
 # Metrics of the benchmarks for which papers print SPICE too
 WITH_SPICE = ("BLEU", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 
@@ -198,7 +184,6 @@ class Protocol:
     name: str
     n: int | None  # pairs that papers score; None: no paper does
     part: str | None = None  # of `published`; None: the dataset has one
-    split: Literal["train", "val", "test"] = "test"
     ids: str = ".*"  # regular expression of the pairs' names, without the dataset's
     change_types: tuple[str, ...] = ()  # pairs with one of them alone; none: whatever changed
     references: Literal["all", "joined"] = "all"  # every one of a pair, empty ones too; or as one text, by ". "
@@ -221,7 +206,7 @@ class DatasetSpec:
     files: tuple[str, ...]  # annotation files or patterns of them in the root: `m3diff data check` knows the layout so
     task: str = "difference"  # what its pairs are asked: a task of the file `convert.questions`
     published: tuple[Published, ...] = ()
-    table: TableRow | None = None
+    references: int | None = None  # that the paper counts in all, where no split's are published
     protocols: tuple[Protocol, ...] = ()
     grammar: Callable[[Path], Mapping[str, Any]] | None = None  # root -> rules that read a caption back into changes
     generate: Callable[[Any], None] | None = None  # settings with a `root` -> the dataset, written there

@@ -58,7 +58,6 @@ SPEC = spec.DatasetSpec(
     read=read,
     files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
     published=(PUBLISHED,),
-    table=spec.TableRow(pairs=13_192, words=19, over_20=0.19, human=True, distractors=False),
     protocols=(
         spec.Protocol("single-change", source=CLIP4IDC, **SCORED),
         spec.Protocol(

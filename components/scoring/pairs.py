@@ -220,7 +220,7 @@ def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpe
 
 def protocols_of(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
     """The protocols of the dataset's part, the headline's first; one of every pair where it has none."""
-    fitting = [protocol for protocol in spec.protocols if protocol.part in (None, dataset) and protocol.split == "test"]
+    fitting = [protocol for protocol in spec.protocols if protocol.part in (None, dataset)]
     return tuple(fitting) or (Protocol("test", n=None),)
 
 

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import io
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,8 @@ def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; run `m3diff validate` first")
     records = pl.read_parquet(path)
-    groups = _groups(records)
-    found = {name: _count(records.filter(members)) for name, members in progress(groups, "statistics", len(groups))}
+    names = records["dataset"].unique().sort().to_list()
+    found = {name: _count(records.filter(dataset=name)) for name in progress(names, "statistics", len(names))}
     notices, shown = dict[str, str](), dict[str, list[dict[str, Any]]]()
     for name in found:
         named = [spec for each, spec in DATASETS.items() if each == name or name in {p.part for p in spec.published}]
@@ -56,17 +55,6 @@ def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
     write_atomic(clean / "statistics.html", _render(found, shown, notices))
     write_atomic(clean / "statistics.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return found
-
-
-def _groups(records: pl.DataFrame) -> list[tuple[str, pl.Expr]]:
-    """Every dataset; parts of one (OmniDiff's two) also together, as its paper counts them."""
-    names = records["dataset"].unique().sort().to_list()
-    groups = {name: pl.col("dataset") == name for name in names}
-    for name, spec in DATASETS.items():
-        parts = [part.part for part in spec.published]
-        if len(parts) > 1 and set(parts) <= set(names):
-            groups[name] = pl.col("dataset").is_in(parts)
-    return sorted(groups.items(), key=lambda group: group[0])
 
 
 def _count(records: pl.DataFrame) -> dict[str, Any]:
@@ -126,24 +114,8 @@ def _vocabulary(texts: pl.Series) -> int:
     return len({*plain.str.split(" ").explode().unique().drop_nulls()} - {""})
 
 
-def published_row(name: str) -> dict[str, Any]:
-    """Figures that the papers print of a dataset or a part of it, by field of `Statistics`; empty where nothing."""
-    if name in DATASETS:
-        table = DATASETS[name].table
-        return {field: value for field, value in asdict(table).items() if value is not None} if table else {}
-    parts = [part for spec in DATASETS.values() for part in spec.published if part.part == name]
-    return {"pairs": sum(parts[0].pairs().values())} if parts else {}
-
-
 def _render(found: dict[str, Any], shown: dict[str, list[dict[str, Any]]], notices: dict[str, str]) -> str:
-    page = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    page.filters["thousands"] = lambda value: f"{value:,}"
-    template = page.get_template("statistics.html.j2")
-    published = {name: row for name in found if (row := published_row(name))}
-    return template.render(found=found, shown=shown, published=published, notices=notices, long=LONG)
+    loader = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    pages.filters["thousands"] = "{:,}".format
+    return pages.get_template("statistics.html.j2").render(found=found, shown=shown, notices=notices, long=LONG)

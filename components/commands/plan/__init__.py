@@ -443,8 +443,8 @@ def _references(spec: DatasetSpec, count: SplitCount) -> float:
     leave of the paper's mixture."""
     if count.references is not None:
         return count.references - count.empty - count.repeated
-    if spec.table is not None and spec.table.references is not None:
-        return count.pairs * spec.table.references / spec.table.pairs
+    if spec.references is not None:
+        return count.pairs * spec.references / sum(sum(part.pairs().values()) for part in spec.published)
     counts = [each["train_val"] for each in training_counts().values()]
     known = sum(references for _, references in counts if references is not None)
     return count.pairs * ((SAMPLES - known) / sum(pairs for pairs, references in counts if references is None))

@@ -45,7 +45,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import polars as pl
 from pydantic import Field
@@ -77,9 +77,6 @@ from m3diff.stages.augment.params import (
 from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest
 from m3diff.stages.augment.writers import GrammarWriter, LanguageModel, Writer
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 IMAGES = "images"
 # The files that augment writes, of earlier versions too: images by their content; and hidden ones
 OURS = re.compile(rf"{re.escape(MANIFEST)}|{IMAGES}(/[0-9a-f]{{32}}(\..*)?)?|(.*/)?\.[^/]*").fullmatch
@@ -88,13 +85,9 @@ PLAIN = re.compile(r"\.\w+").fullmatch  # a suffix that stays
 MAX_PIXELS = 100_000_000  # a larger image is not used
 
 
-class Editor(Protocol):
-    """`identity` is the digest of what decides its edits in addition to the parameters. `edit` gives the edited image,
-    RGB, of the original's size; None where it cannot carry the instruction out."""
-
-    identity: str
-
-    def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None: ...
+# `identity`: the digest of what decides its edits in addition to the parameters. `edit` returns the edited image, RGB,
+# of the original's size; None where it cannot carry the instruction out
+Editor = DrawnEditor | Pix2PixEditor
 
 
 class Pair(NamedTuple):

@@ -9,6 +9,7 @@ scenes alike (cosine of the nearest other scene 0.93 in the mean), joined they a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,14 +135,13 @@ class Pix2PixEditor:
 
     def __init__(self, cfg: InstructPix2Pix, device: Device) -> None:
         self.cfg, self.identity, self.device = cfg, cfg.identity(), device
-        self.pipeline: Any = None
 
     def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None:
         import torch
         from PIL import Image
 
         original = load_image(image)
-        made = self._loaded()(
+        made = self.pipeline(
             instruction,
             image=original.resize(fitted(original.size, self.cfg.image_px), Image.Resampling.LANCZOS),
             num_inference_steps=self.cfg.steps,
@@ -152,22 +152,22 @@ class Pix2PixEditor:
         edited: Image.Image = made.images[0]
         return edited.convert("RGB").resize(original.size, Image.Resampling.BICUBIC)
 
-    def _loaded(self) -> Any:
-        """The pipeline; it is loaded for the first edit, since a run that goes on may have none to make."""
-        if self.pipeline is None:
-            import torch
-            from diffusers import StableDiffusionInstructPix2PixPipeline
+    @cached_property
+    def pipeline(self) -> Any:
+        """It is loaded for the first edit, since a run that goes on may have none to make."""
+        import torch
+        from diffusers import StableDiffusionInstructPix2PixPipeline
 
-            self.pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(
-                str(self.cfg.model),
-                torch_dtype=torch.float16 if self.device.gpu else torch.float32,
-                local_files_only=True,
-                use_safetensors=True,
-                safety_checker=None,
-                requires_safety_checker=False,
-            ).to(self.device.torch)
-            self.pipeline.set_progress_bar_config(disable=True)
-        return self.pipeline
+        pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(
+            str(self.cfg.model),
+            torch_dtype=torch.float16 if self.device.gpu else torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            safety_checker=None,
+            requires_safety_checker=False,
+        ).to(self.device.torch)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
 
 
 def fitted(size: tuple[int, int], longer: int) -> tuple[int, int]:

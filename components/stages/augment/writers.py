@@ -1,4 +1,6 @@
-"""Writers: facts to texts. A new one has its settings in `params.py` and a line in `stage.py`.
+"""Writers: facts to texts. A new one has its settings in `params.py`, a class here and a line in `stage.py`. Its
+`identity` names what decides its texts in addition to the parameters; `write` gives at most `n` texts for each of the
+facts, in order.
 
 `GrammarWriter` has MiniChange's templates: exact, and silent about what is not in MiniChange's words. `LanguageModel`
 asks an endpoint, whose answers are kept by their content (components/endpoint.py), and uses those texts of an answer
@@ -11,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from m3diff.endpoint import Answer, Endpoint, Question, in_unicode
 from m3diff.stages.augment.minichange import difference, paraphrase
@@ -47,17 +49,8 @@ class Written(NamedTuple):
     dropped: Counter[str]
 
 
-class Writer(Protocol):
-    """`identity` names what decides its texts in addition to the parameters; "" where nothing does. `write` gives at
-    most `n` texts for each of the facts, in order."""
-
-    identity: str
-
-    def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]: ...
-
-
 class GrammarWriter:
-    identity = ""
+    identity = ""  # the parameters decide all
 
     def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:
         if task == "paraphrase":
@@ -81,6 +74,9 @@ class LanguageModel:
         questions = [Question(text, system=SYSTEM[task], seed=self.seed) for text in texts]
         answers = self.endpoint.ask(questions, "augment: writer")
         return [usable(answer, n, each.get("text", "")) for answer, each in zip(answers, facts, strict=True)]
+
+
+Writer = GrammarWriter | LanguageModel
 
 
 def usable(answer: Answer, n: int, given: str) -> Written:

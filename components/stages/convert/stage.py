@@ -265,15 +265,15 @@ def training_counts() -> dict[str, dict[str, tuple[int, int | None]]]:
     References are counted, else by the pairs' share of the dataset's published sum to the nearest ten (CLEVR-Change's
     paper gives 493,735 captions in all and none by split), else None (of CLEVR-DC's no count is published).
     """
-    specs = {part.part: (spec.table, part) for spec in DATASETS.values() for part in spec.published}
+    specs = {part.part: (spec.references, part) for spec in DATASETS.values() for part in spec.published}
     found: dict[str, dict[str, tuple[int, int | None]]] = {}
     for name in SOURCES:
-        table, part = specs[name]
+        total, part = specs[name]
         for splits, counts in (("train", (part.train,)), ("train_val", (part.train, part.val))):
             pairs = sum(count.pairs for count in counts)
             counted = [count.references - count.empty for count in counts if count.references is not None]
             references = sum(counted) if len(counted) == len(counts) else None
-            if references is None and table is not None and table.references is not None:
-                references = 10 * round(table.references * pairs / table.pairs / 10)
+            if references is None and total is not None:
+                references = 10 * round(total * pairs / sum(part.pairs().values()) / 10)
             found.setdefault(name, {})[splits] = (pairs, references)
     return found

@@ -22,7 +22,7 @@ from PIL import Image
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.commands.inspect import check, recognise
 from m3diff.commands.inspect.guess import choose
-from m3diff.commands.inspect.statistics import LONG, published_row, write_statistics
+from m3diff.commands.inspect.statistics import LONG, write_statistics
 from m3diff.datasets import DATASETS
 from m3diff.datasets.pairs import read
 from m3diff.datasets.spec import Permission, SplitCount
@@ -553,16 +553,13 @@ def test_the_figures_of_the_papers_tables_by_hand(by_hand):
     assert [label for label, _ in one["lengths"]] == [str(n) for n in range(22)]
 
 
-def test_the_two_parts_of_omnidiff_are_also_counted_together(tmp_path):
+def test_a_part_of_a_dataset_has_its_licence(tmp_path):
     records = [record(name, dataset=f"omnidiff_{name}") for name in ("real", "render")] + [record("x", dataset="z")]
     found = write_statistics(write_clean(tmp_path, records))
-    counted = {"omnidiff": 2, "omnidiff_real": 1, "omnidiff_render": 1, "z": 1}
-    assert {name: one["pairs"] for name, one in found.items()} == counted
-    page = (tmp_path / "statistics.html").read_text()
-    assert [figure for figure in ("15,598", "8,609", "6,989", "38,653") if figure not in page] == []
-    assert "OmniDiff (licence: none stated): show:" in page, "a part's licence is its dataset's"
-    assert (published_row("omnidiff")["vocabulary"], published_row("omnidiff_render")) == (3_793, {"pairs": 6_989})
-    assert published_row("clevr_dc") == published_row("mine") == {}
+    assert {name: one["pairs"] for name, one in found.items()} == dict.fromkeys(
+        ("omnidiff_real", "omnidiff_render", "z"), 1
+    )
+    assert (tmp_path / "statistics.html").read_text().count("OmniDiff (licence: none stated): show:") == 2
     with pytest.raises(DataError, match=r"records\.parquet: no such file; run `m3diff validate` first"):
         write_statistics(tmp_path / "none")
 
@@ -580,7 +577,6 @@ def test_the_page_fetches_nothing_and_is_equal_for_equal_records(tmp_path):
     assert Image.open(io.BytesIO(base64.b64decode(first))).size == (160, 320), "small and upright"
     assert not re.search(r"https?:|<script|<link|url\(", page)
     assert page.count("data:image/webp;base64,") == 8
-    assert "79,606" in page
     write_statistics(tmp_path)
     assert (tmp_path / "statistics.html").read_text() == page
 

@@ -52,7 +52,7 @@ def editor(model: Path, **changes: Any) -> Pix2PixEditor:
 
 def test_the_same_seed_gives_the_same_edit_whatever_was_edited_before(folders, image):
     one = editor(folders[instruct_pix2pix])
-    assert (one.pipeline, len(one.identity)) == (None, 64), "weights are loaded for the first edit"
+    assert ("pipeline" in vars(one), len(one.identity)) == (False, 64), "weights are loaded for the first edit"
     first, other, again = (one.edit(image, "make it red", seed) for seed in (1, 2, 1))
     alone = editor(folders[instruct_pix2pix]).edit(image, "make it red", 1)
     assert one.pipeline.safety_checker is None
