@@ -119,7 +119,7 @@ def convert(params: Params, args: argparse.Namespace) -> None:
 
 def train(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "train")
-    from m3diff.commands.plan import Run, check_memory, unknown_words
+    from m3diff.commands.plan import Run, check_memory
     from m3diff.models.checkpoint import see_whole_files
     from m3diff.registry.tracking import followed
     from m3diff.stages.train.stage import train as run
@@ -127,8 +127,6 @@ def train(params: Params, args: argparse.Namespace) -> None:
     see_whole_files(params.train.base)
     planned = Run.of(params)
     check_memory(planned)
-    if warning := unknown_words(params.train.base, planned.mixture):
-        print(f"train: warning: {warning}", flush=True)
     follow = partial(followed, described(params), params.paths.model)
     run(params.train, planned.settings, params.compute, planned.mixture, params.paths.model, follow)
 
@@ -238,16 +236,14 @@ def plan(params: Params, args: argparse.Namespace) -> None:
     see_whole_files(params.train.base)
     kind, run = args.gpu or params.compute.gpu_kind, planner.Run.of(params)
     gpu = GPUS[kind] if kind else None
-    before, made = planner.plan_alignment(run), planner.make_plan(run)
-    phases = {"the alignment before the fine-tuning": before, "the fine-tuning": made}
+    before = planner.plan_alignment(run)
+    phases = {"the alignment before the fine-tuning": before, "the fine-tuning": planner.make_plan(run)}
     for name, phase in phases.items():
         if phase:
             print(name)
             planner.print_plan(phase, params.compute, gpu, args.utilisation)
-    warnings = planner.unknown_words(params.train.base, params.paths.mixture), planner.short_run(made)
-    print("".join(f"\nwarning: {warning}\n" for warning in warnings if warning), end="")
-    for phase in filter(None, (before, made)):
-        if params.compute.gpu and gpu:
+    if params.compute.gpu and gpu:
+        for phase in filter(None, phases.values()):
             planner.check_fits(params.compute, phase, gpu.memory_gb)
 
 

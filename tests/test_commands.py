@@ -202,14 +202,12 @@ def test_training_is_followed_in_mlflow_and_its_run_completed_by_evaluate(monkey
     assert list(described.params["models"]) == ["m3diff"]
 
 
-def test_training_takes_the_model_that_is_picked_and_names_words_its_base_does_not_know(monkeypatch, project, capsys):
+def test_training_takes_the_model_that_is_picked(monkeypatch, project):
     path = project / "params.yaml"
     path.write_text(path.read_text().replace("\n  model: m3diff\n", "\n  model: no_module\n"))
     recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
-    Recorder(monkeypatch, "m3diff.commands.plan", unknown_words="the base does not know 50% of the words")
     assert main(["train"]) == 0
     assert recorder.calls[0][1]["model"] == PARAMS.models["no_module"]
-    assert "train: warning: the base does not know 50% of the words" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("memory_gb", "code"), [(0.01, 2), (24, 0)])
@@ -320,27 +318,25 @@ def test_each_kind_of_error_has_its_exit_code_and_a_bug_is_not_hidden(error, cod
     assert capsys.readouterr().err == words
 
 
-def record_plan(monkeypatch, before: Any = None, warning: str | None = None, check: Any = None) -> tuple[Any, Recorder]:
+def record_plan(monkeypatch, before: Any = None, check: Any = None) -> tuple[Any, Recorder]:
     made = Result()
-    said = {"print_plan": None, "short_run": warning, "unknown_words": None}
-    arithmetic = {"make_plan": made, "plan_alignment": before, "check_fits": check}
-    return made, Recorder(monkeypatch, "m3diff.commands.plan", **arithmetic, **said)
+    answers = {"make_plan": made, "plan_alignment": before, "check_fits": check, "print_plan": None}
+    return made, Recorder(monkeypatch, "m3diff.commands.plan", **answers)
 
 
 def test_plan_counts_prints_then_refuses_what_does_not_fit(monkeypatch, capsys):
     before, gpu, hfu = Result(), GPUS["H200-141GB"], 0.3
-    made, recorder = record_plan(monkeypatch, before, "too short")
+    made, recorder = record_plan(monkeypatch, before)
     assert main(["--params", "profiles/paper.yaml", "plan", "--gpu", "H200-141GB", "--utilisation", "0.3"]) == 0
-    assert capsys.readouterr().out.endswith("\nthe fine-tuning\n\nwarning: too short\n")
+    assert capsys.readouterr().out.endswith("\nthe fine-tuning\n")
     params = load_params(Path("profiles/paper.yaml"))
     train, compute, settings = params.train, params.compute, params.models["m3diff"]
     run = {"run": (train, settings, compute, params.ingest.datasets, params.convert, DATA / "04_mixture")}
-    assert [call for call in recorder.calls if call[0] != "unknown_words"] == [
+    assert recorder.calls == [
         ("plan_alignment", run),
         ("make_plan", run),
         ("print_plan", {"compute": compute, "plan": before, "gpu": gpu, "hfu": hfu}),
         ("print_plan", {"compute": compute, "plan": made, "gpu": gpu, "hfu": hfu}),
-        ("short_run", {"plan": made}),
         ("check_fits", {"compute": compute, "plan": before, "memory_gb": gpu.memory_gb}),
         ("check_fits", {"compute": compute, "plan": made, "memory_gb": gpu.memory_gb}),
     ]

@@ -405,7 +405,6 @@ def faults_of_captions(
 
 
 def some(names: Sequence[str]) -> str:
-    """The first three."""
     return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
 
 
@@ -447,7 +446,6 @@ def faults_of_references(pairs: Mapping[str, EvalPair], task: Task) -> Iterator[
 
 
 def lines(report: ScoreReport) -> Iterator[str]:
-    """The report for people."""
     papers = "" if report.published_pairs is None else f" (papers: {report.published_pairs:,})"
     yield f"{report.dataset}, protocol {report.protocol!r}" + (f" ({report.source})" if report.source else "")
     yield f"  pairs {report.pairs:,}{papers}; references a pair {report.references / report.pairs:.2f}"

@@ -37,17 +37,14 @@ class Command(NamedTuple):
 
 
 def arg(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """An argument of a command, as argparse takes it."""
     return names, options
 
 
 def flag(name: str, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """An argument that is there or not."""
     return arg(name, action="store_true", help=text)
 
 
 def make_parser(commands: Mapping[str, Command], description: str) -> argparse.ArgumentParser:
-    """The parser of all commands, in their order."""
     form = argparse.RawDescriptionHelpFormatter  # examples keep their lines
     parser = argparse.ArgumentParser(prog="m3diff", description=description)
     parser.add_argument(

@@ -42,8 +42,6 @@ WITHOUT = ("refused", "empty", "cut")  # answers that are scored as an empty cap
 
 @dataclass(frozen=True)
 class Request:
-    """A model behind an endpoint as a captioner."""
-
     url: str  # up to and with /v1
     model: str
     prompt: str = PROMPT  # {question} stands for the pair's own, which predict asks

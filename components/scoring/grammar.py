@@ -42,8 +42,6 @@ class Readings(NamedTuple):
 
 
 class Grammar:
-    """Compiled patterns of one dataset."""
-
     def __init__(self, rules: Mapping[str, Any]) -> None:
         """
         Raises:
@@ -72,7 +70,6 @@ class Grammar:
         return [] if plain(caption) in self.no_change else [self._clause(plain(part)) for part in self.parts(caption)]
 
     def parts(self, caption: str) -> list[str]:
-        """The caption cut at the clause separator."""
         return self.separator.split(" ".join(caption.split()))
 
     def _clause(self, text: str) -> Clause:
@@ -150,7 +147,6 @@ class ParsedCaption:
 
     @cached_property
     def right(self) -> Readings:
-        """The verdict on the prediction by each reading."""
         types, total, found = self.predicted_types == self.true_types, self.true_types.total(), self.changes_found
         return Readings(types, types and found.place == total, types and found.exact == total)
 

@@ -183,8 +183,6 @@ def some(ids: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ProtocolPairs:
-    """A dataset's pairs as one of its protocols scores them."""
-
     dataset: str
     protocol: Protocol
     pairs: list[EvalPair]

@@ -20,12 +20,12 @@ from m3diff.scoring.pairs import ALL, Groups, ProtocolPairs
 Scores = dict[str, int | float | None]
 # Groups called "<folder>/<name>" stand in the file as an object of objects
 FOLDERS = ("by_type", "by_changes", "by_length")
+# The scores that runs are compared by, in the order in which they are shown
 HEADLINE = (
     "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE", "change_type_accuracy", "change_place_accuracy",
     "change_exact_accuracy", "multi_change_exact_f1", "no_change_recall", "false_no_change", "reversal",
     "CIDEr_shuffled", "pixel_window_auc",
 )  # fmt: skip
-"""The scores that runs are compared by, in the order in which they are shown."""
 
 
 def compute_metrics(
@@ -127,7 +127,6 @@ class ProtocolScores(BaseModel):
 
     @property
     def is_partial(self) -> bool:
-        """True where papers score more pairs."""
         return self.published_pairs is not None and self.pairs < self.published_pairs
 
 

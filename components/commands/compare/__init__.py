@@ -122,5 +122,4 @@ def difference_table(
 
 
 def as_text(protocol: str, table: Table) -> str:
-    """A table as lines of a terminal."""
     return "\n".join([protocol, *report.text_lines(table)])

@@ -191,7 +191,6 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
 
 
 def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_tokens: int, question: str) -> None:
-    """Write weights, configuration and processor."""
     from transformers import GenerationConfig
 
     for file in (file for pattern in WEIGHTS for file in checkpoint.glob(pattern)):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import polars as pl
 import torch
-from tokenizers import Tokenizer
 
 from m3diff.commands.plan.memory import count_activations
 from m3diff.datasets import DATASETS
@@ -37,15 +36,9 @@ OPTIMIZER_BYTES, GRADIENT_BYTES = 12, 4  # of a trained parameter: fp32 master a
 RESERVE = 0.08  # of the GPU: context, workspaces, fragmentation
 LENGTHS = 20_000  # distinct texts of a mixture whose tokens are counted; evenly spread ones represent more
 
+# Estimates without a tokenizer: chat template and question without images (but a family that asks none); a reference
+# with its end
 PROMPT_TOKENS, REFERENCE_TOKENS = 29.0, 15.0
-"""Estimates where no tokenizer is at hand: chat template and question without images, but of a family that asks none; a
-reference with its end."""
-
-FEW_STEPS = 100  # with fewer a model learns little: the embedded run takes 1,097, the paper's 3,500
-
-PIECES, TOO_MANY = 3, 0.15
-"""A word of so many tokens or more is spelled; the share of such words that is warned of. The embedded base spells 31 %
-of Spot-the-Diff's words, and none of MiniChange's."""
 
 
 class Use(NamedTuple):
@@ -182,7 +175,6 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, params: Params) -> "Run":
-        """The run that params.yaml describes."""
         train, mixture = params.train, params.paths.mixture
         settings = params.models[train.model]
         return cls(train, settings, params.compute, params.ingest.datasets, params.convert, mixture)
@@ -339,22 +331,17 @@ def find_workload(
     return found
 
 
-def read_columns(shards: Sequence[Path], *columns: str) -> pl.DataFrame:
-    """These columns of the mixture's files, in their order. Raises DataError for a file that cannot be read."""
-    parts = []
-    for shard in shards:
-        with readable(shard):
-            parts.append(pl.read_parquet(shard, columns=list(columns)))
-    return pl.concat(parts)
-
-
 def counted_workload(
     folder: Path, processor: PairProcessor | None, image_tokens: int, left_out: Sequence[str] = ()
 ) -> Workload:
     """The training split of the mixture without some datasets; token lengths by the processor's tokenizer, where there
     is one."""
-    samples = read_columns(sorted(folder.glob("*.parquet")), "pair", "dataset", "question", "reference")
-    samples = samples.with_columns(pl.col("pair").rle_id().alias("use"))  # the samples of a pair are neighbours
+    shards = []
+    for shard in sorted(folder.glob("*.parquet")):
+        with readable(shard):
+            shards.append(pl.read_parquet(shard, columns=["pair", "dataset", "question", "reference"]))
+    use = pl.col("pair").rle_id().alias("use")  # the samples of a pair are neighbours
+    samples = pl.concat(shards).with_columns(use)
     samples = samples.filter(~pl.col("dataset").is_in(list(left_out)))
     if samples.is_empty():
         without = f" but of {', '.join(left_out)}" if left_out else ""
@@ -505,36 +492,3 @@ def _cost_lines(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> It
         speed = plan.workload.references * plan.train.epochs / hours / 3600
         yield f"time on {gpu.name} ({gpu.bf16_tflops:g} TFLOP/s dense bf16) at {hfu:.0%} HFU:"
         yield f"  {hours:.4g} GPU-hours, {hours / plan.gpus:.4g} h on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU"
-
-
-def short_run(plan: Plan) -> str | None:
-    """Return a warning where the run takes too few steps to learn from."""
-    if plan.steps >= FEW_STEPS:
-        return None
-    epochs = math.ceil(plan.train.epochs * 3 * FEW_STEPS / plan.steps)
-    return (
-        f"the run takes {plan.steps} optimizer step(s), in which a model learns little; a small collection wants more "
-        f"epochs: train.epochs {epochs} is about {3 * FEW_STEPS} steps"
-    )
-
-
-def unknown_words(base: Path, mixture: Path) -> str | None:
-    """Return a warning where the base's tokenizer spells many of the words that train from pieces: its model has hardly
-    seen them. None without training samples, and for a base without `tokenizer.json`."""
-    shards = sorted((mixture / "train").glob("*.parquet"))
-    if not shards or not (base / "tokenizer.json").is_file():
-        return None
-    with readable(base / "tokenizer.json", "fetch it again"):
-        tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    words = read_columns(shards, "reference")["reference"].str.extract_all(r"[^\W\d_]+").explode().drop_nulls()
-    counts = dict(words.value_counts(sort=True).iter_rows())
-    encoded = {word: tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in counts}  # as in a sentence
-    spelled = [word for word, ids in encoded.items() if len(ids) >= PIECES]
-    share = sum(counts[word] for word in spelled) / max(1, sum(counts.values()))
-    if share <= TOO_MANY:
-        return None
-    return (
-        f"the base does not know {share:.0%} of the words of the references ({', '.join(spelled[:5])}): its vocabulary "
-        f"of {tokenizer.get_vocab_size():,} tokens spells them from {PIECES} pieces or more. Fine-tuning teaches no "
-        "language: name in train.base one that was pre-trained on such text (profiles small, one-gpu and paper do)"
-    )

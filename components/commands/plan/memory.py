@@ -78,7 +78,7 @@ def held_for_backward(model: Any, inputs: Mapping[str, Any], names: Mapping[str,
         names: module -> name to count under; inside a named module the innermost name counts.
     """
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-    with Storages(model, inputs, {**names, head: LOGITS}) as storages:
+    with ModuleTracker() as running, Storages(model, inputs, {**names, head: LOGITS}, running) as storages:
         logits = model(**inputs).logits
         held = storages.alive() | {LOGITS: 3 * 4 * logits.numel()}
     return {name: size for name, size in held.items() if size}
@@ -87,20 +87,14 @@ def held_for_backward(model: Any, inputs: Mapping[str, Any], names: Mapping[str,
 class Storages(TorchDispatchMode):
     """Every storage that is made within, under the name of the innermost named module that runs."""
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, Any], names: Mapping[str, str], running: ModuleTracker
+    ) -> None:
         super().__init__()
-        self.names, self.running = names, ModuleTracker()
+        self.names, self.running = names, running
         there = [*model.parameters(), *model.buffers(), *(value for value in inputs.values() if torch.is_tensor(value))]
         self.before = {StorageWeakRef(tensor.untyped_storage()) for tensor in there}
         self.made: dict[StorageWeakRef, tuple[str, int]] = {}
-
-    def __enter__(self) -> Any:
-        self.running.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self.running.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
@@ -115,7 +109,6 @@ class Storages(TorchDispatchMode):
         return result
 
     def alive(self) -> dict[str, int]:
-        """Return bytes by name."""
         sizes: dict[str, int] = {}
         for reference, (name, size) in self.made.items():
             if not reference.expired():

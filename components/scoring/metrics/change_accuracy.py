@@ -23,13 +23,13 @@ NO_REVERSED = (
 MOST = 0.5  # above this share of captions that the grammar does not know, no score is made of what it reads
 READINGS = Readings._fields
 STATISTICS = "change_statistics"
+# Numbers of a pair, to sum over pairs. `several_*` count clauses of pairs of several changes, `told` changes in clauses
+# that the grammar knows.
 NAMES = (
     "captions", "unreadable", "single", "single_type", "single_place", "single_exact", "distractors",
     "distractors_unchanged", "changed", "changed_unchanged", "several_told", "several_true", "several_place",
     "several_exact", "told", "false", "reversed", "reversed_exact",
 )  # fmt: skip
-"""Numbers of a pair, to sum over pairs. `several_*` count clauses of pairs of several changes, `told` changes in
-clauses that the grammar knows."""
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import Field
 
@@ -30,6 +29,8 @@ Written by a model:
 
 Does the model's description name the same change or changes as the people's, and nothing that did not happen? Wording
 does not count. Answer with JSON alone: {{"right": true or false, "reason": "one short sentence"}}"""
+# Right, None where the judge gave no verdict; and what it said, or why there is nothing
+Verdict = tuple[bool | None, str]
 NO_VERDICT = "the judge gave no verdict that could be read; its answers stand in scores.parquet"
 
 
@@ -43,20 +44,13 @@ class JudgeSettings(Section):
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
 
 
-class Verdict(NamedTuple):
-    """`right` is None where the judge gave none; `answer` is what it said, or why there is nothing."""
-
-    right: bool | None
-    answer: str
-
-
 class Judge:
     """The endpoint, with what it has answered so far in `folder`/judge.jsonl."""
 
     def __init__(self, settings: JudgeSettings, folder: Path) -> None:
         self.settings = settings
-        store = folder / "judge.jsonl"
-        self.endpoint = Endpoint(settings.url, settings.model, settings.key_variable, settings.timeout_s, store)
+        asked = settings.url, settings.model, settings.key_variable, settings.timeout_s
+        self.endpoint = Endpoint(*asked, folder / "judge.jsonl")
 
     def __call__(self, pairs: list[EvalPair]) -> dict[str, Verdict]:
         """The verdicts on a sample of the pairs, by id."""
@@ -84,13 +78,13 @@ class Judge:
 def read_verdict(answer: Answer) -> Verdict:
     """The judge's verdict; a refusal and anything but the JSON asked for is none."""
     if answer.kind in ("refused", "empty"):
-        return Verdict(None, f"refused: {answer.text}" if answer.kind == "refused" else "no answer")
+        return None, f"refused: {answer.text}" if answer.kind == "refused" else "no answer"
     said = answer.text
     try:
         right = json.loads(said[said.find("{") : said.rfind("}") + 1])["right"]
     except (ValueError, KeyError, TypeError):
         right = None
-    return Verdict(right if isinstance(right, bool) else None, said or "no answer")
+    return right if isinstance(right, bool) else None, said or "no answer"
 
 
 def sample(pairs: list[EvalPair], count: int) -> list[EvalPair]:

@@ -37,9 +37,9 @@ MAVEN = "https://repo1.maven.org/maven2"  # the address that the folders of `JAR
 FIRST_WITHOUT_JAVASCRIPT = 15
 # Packages of java.base that SPICE's serialiser looks into, which Java 16 and later forbid
 PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
+# The time limit's seconds for each caption of up to 20 words, beside its fixed part; of a longer one the cube of its
+# length, up to LONGEST_S. Two idle cores parse 50 of 10 words a second, two that other work shares 4.
 SECONDS_A_CAPTION = 1
-"""The time limit's seconds for each caption of up to 20 words, beside its fixed part; of a longer one the cube of its
-length, up to LONGEST_S. Two idle cores parse 50 of 10 words a second, two that other work shares 4."""
 LONGEST_S = 900
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
 TRIAL_S = 600
@@ -139,8 +139,8 @@ def lay_out(folder: Path, jars: Sequence[Path]) -> dict[str, str]:
     modules = [str(Path("modules", path.name)) for path in jars if path.name in NASHORN]
     if modules:
         options += ["--module-path", os.pathsep.join(modules), "--add-modules", "org.openjdk.nashorn"]
-    virtual_machine = f"{OPTIONS} -XX:+UnlockExperimentalVMOptions -XX:hashCode=3"
-    return {"JAVA_TOOL_OPTIONS": virtual_machine, "JDK_JAVA_OPTIONS": " ".join(options)}
+    counted = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=3"
+    return {"JAVA_TOOL_OPTIONS": f"{OPTIONS} {counted}", "JDK_JAVA_OPTIONS": " ".join(options)}
 
 
 def ask(
@@ -156,13 +156,9 @@ def ask(
     limit_s += sum(SECONDS_A_CAPTION * min(max(1, length**3), LONGEST_S) for length in lengths)
     rows = [{"image_id": f"{i:09}", "test": test, "refs": refs} for i, (test, refs) in enumerate(items)]
     (folder / "items.json").write_text(json.dumps(rows), encoding="utf-8")
-    files = [
-        str(folder / "items.json"),
-        *(["-cache", str(cache)] if cache else []),
-        "-out",
-        str(folder / "scores.json"),
-    ]
-    command = ["-jar", "-XX:MaxRAMPercentage=75", "spice-1.0.jar", *files, "-subset", "-silent"]
+    command = ["-jar", "-XX:MaxRAMPercentage=75", "spice-1.0.jar", str(folder / "items.json")]
+    command += ["-cache", str(cache)] if cache else []
+    command += ["-out", str(folder / "scores.json"), "-subset", "-silent"]
     said = run(command, folder, limit_s, options=options)
     try:
         scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))

@@ -128,7 +128,6 @@ def partial_note(scores: Iterable[ProtocolScores]) -> list[str]:
 
 
 def overview(protocols: Mapping[str, ProtocolScores], columns: Sequence[str], notes: Sequence[str] = ()) -> Table:
-    """A row to each protocol; `notes` below."""
     rows = [row_of(name, of, columns) for name, of in protocols.items()]
     return Table("scores", ("Protocol", "n", *columns), rows, [*partial_note(protocols.values()), *notes])
 
@@ -266,8 +265,6 @@ def templates(*folders: Path) -> Environment:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the report is drawn from."""
-
     metrics: Mapping[str, Metric]
     report: EvaluateReport
     protocols: list[ProtocolPairs]
@@ -440,8 +437,6 @@ def draw_images(
 
 
 class RunPairs(NamedTuple):
-    """The captions and scores of one run."""
-
     name: str
     pairs: Mapping[str, Mapping[str, EvalPair]]  # protocol -> pair id -> pair as the protocol scored it
     scores: Mapping[str, Mapping[str, Mapping[str, PairValue]]]  # protocol -> pair id -> column -> score
