@@ -113,43 +113,30 @@ def without_dashboard() -> Iterator[None]:
 
 
 def wait_for_room(compute: Compute, seconds: float) -> None:
-    """Return when the nodes of the Ray that this process is connected to are large enough for the workers. Ray itself
-    would wait for minutes and not say for what.
+    """Return when the nodes of the Ray that this process is connected to are large enough for the workers, were nothing
+    else to run there. Ray itself would wait for minutes and not say for what.
 
     Raises:
         NoRoomError: they are not within `seconds`; what they have, and what a worker needs.
     """
-    deadline, said = time.monotonic() + seconds, False
-    while (found := places(compute)) < compute.workers:
-        needs = per_worker(compute)
-        nodes = [
-            f"{node['NodeManagerAddress']} has "
-            + ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in needs)
-            for node in live_nodes()
-        ]
-        need = ", ".join(f"{amount} {name}" for name, amount in needs.items())
+    import ray
+
+    needs, deadline, said = per_worker(compute), time.monotonic() + seconds, False
+    need = ", ".join(f"{amount} {name}" for name, amount in needs.items())
+    while True:
+        nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+        found = sum(min(int(has.get(name, 0) // needs[name]) for name in needs) for _, has in nodes)
+        if found >= compute.workers:
+            return
+        named = (f"{node} has " + ", ".join(f"{has.get(name, 0):g} {name}" for name in needs) for node, has in nodes)
         lack = f"the nodes of Ray have room for {found} of {compute.workers} workers: a worker needs {need}; "
-        lack += ", ".join(nodes)
+        lack += ", ".join(named)
         if time.monotonic() >= deadline:
             raise NoRoomError(f"{lack}; start another node and run again, or lower compute.workers or what each needs")
         if not said:
             print(f"{lack}; waiting {seconds:.0f} s for a node to join", flush=True)
             said = True
         time.sleep(min(1, seconds))
-
-
-def places(compute: Compute) -> int:
-    """Return how many workers the nodes take when nothing else runs there."""
-    return sum(
-        min(int(node["Resources"].get(name, 0) // amount) for name, amount in per_worker(compute).items())
-        for node in live_nodes()
-    )
-
-
-def live_nodes() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def per_worker(compute: Compute) -> dict[str, int]:

@@ -12,7 +12,6 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -134,7 +133,7 @@ def test_numbers_of_no_known_scale_are_refused_in_words(mode: str, kind: str, tm
     Image.new(mode, (2, 2)).save(tmp_path / "a.tif")
     with pytest.raises(ImageError, match=rf"a\.tif: .*holds {kind}.*save it with 8 or 16 bits"):
         load_image(tmp_path / "a.tif")
-    assert kind in (check_image(str(tmp_path / "a.tif"), 100).verdict or "")
+    assert kind in check_image(str(tmp_path / "a.tif"), 100)["verdict"]
 
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
@@ -145,7 +144,7 @@ def test_heic_without_its_plugin_names_the_plugin(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.heic").write_bytes(HEIC)
     with pytest.raises(ImageError, match=r"a\.heic: .*`pip install pillow-heif`"):
         load_image(tmp_path / "a.heic")
-    assert "pip install pillow-heif" in (check_image(str(tmp_path / "a.heic"), 100).verdict or "")
+    assert "pip install pillow-heif" in check_image(str(tmp_path / "a.heic"), 100)["verdict"]
 
 
 @pytest.mark.fault("15")
@@ -281,7 +280,7 @@ def test_a_picture_that_loses_its_content_is_refused_with_the_cause(data: bytes,
     (tmp_path / "a.png").write_bytes(data)
     with pytest.raises(ImageError, match=rf"a\.png: .*{cause}.*; save it "):
         load_image(tmp_path / "a.png")
-    assert re.search(f"{cause}.*; save it ", check_image(str(tmp_path / "a.png"), 1000).verdict or "")
+    assert re.search(f"{cause}.*; save it ", check_image(str(tmp_path / "a.png"), 1000)["verdict"])
 
 
 KINDS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
@@ -308,7 +307,7 @@ def damaged(kind: str) -> Iterator[bytes]:
 def test_a_damaged_file_is_told_whatever_its_decoder_raises(kind: str, tmp_path: Path) -> None:
     for data in damaged(kind):
         (tmp_path / "a.png").write_bytes(data)
-        assert check_image(str(tmp_path / "a.png"), 1_000_000).verdict
+        assert check_image(str(tmp_path / "a.png"), 1_000_000)["verdict"]
         with contextlib.suppress(ImageError):
             load_image(tmp_path / "a.png")
 
@@ -319,7 +318,7 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n/
 def test_postscript_that_is_called_png_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
     (tmp_path / "a.png").write_bytes(POSTSCRIPT)
-    assert "is of no known image format (AVIF, BMP" in (check_image(str(tmp_path / "a.png"), 1000).verdict or "")
+    assert "is of no known image format (AVIF, BMP" in check_image(str(tmp_path / "a.png"), 1000)["verdict"]
     with pytest.raises(ImageError, match=r"a\.png: .*is of no known image format \(AVIF, BMP"):
         load_image(tmp_path / "a.png")
 
@@ -344,7 +343,7 @@ def test_the_square_that_an_image_is_padded_to_counts_and_is_seen_before_a_pixel
     data = (tmp_path / "a.png").read_bytes()
     (tmp_path / "a.png").write_bytes(data[: data.index(b"IDAT") + 6])  # nothing of a pixel is there
     told = f"has {size[0]}x{size[1]} pixels, 90,000 padded to a square, more than 89,999; save it smaller"
-    assert check_image(str(tmp_path / "a.png"), limit).verdict == told
+    assert check_image(str(tmp_path / "a.png"), limit)["verdict"] == told
     with pytest.raises(ImageError, match=re.escape(f"a.png: {told}")):
         load_image(tmp_path / "a.png", max_pixels=limit)
     (tmp_path / "a.png").write_bytes(data)
@@ -409,12 +408,14 @@ def test_a_check_has_digest_format_size_and_thumbnail_of_the_file(tmp_path):
     image.save(tmp_path / "a.jpg", quality=90)
     data = (tmp_path / "a.jpg").read_bytes()
     check = check_image(str(tmp_path / "a.jpg"), 1600)
-    assert check[:6] == (str(tmp_path / "a.jpg"), hashlib.sha256(data).digest(), "ok", "JPEG", 40, 24)
-    assert check.thumb == Image.open(tmp_path / "a.jpg").convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
-    assert check.thumb[0] > 200 > 50 > check.thumb[63]
-    too_large = check_image(str(tmp_path / "a.jpg"), 1599)
-    told = "has 40x24 pixels, 1,600 padded to a square, more than 1,599; save it smaller"
-    assert too_large == (*check[:2], told, "JPEG", 40, 24, None)
+    thumb = check.pop("thumb")
+    told = {"path": str(tmp_path / "a.jpg"), "digest": hashlib.sha256(data).digest()}
+    shape = {"format": "JPEG", "width": 40, "height": 24}
+    assert check == told | shape | {"verdict": "ok"}
+    assert thumb == Image.open(tmp_path / "a.jpg").convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
+    assert thumb[0] > 200 > 50 > thumb[63]
+    too_large = "has 40x24 pixels, 1,600 padded to a square, more than 1,599; save it smaller"
+    assert check_image(str(tmp_path / "a.jpg"), 1599) == told | shape | {"verdict": too_large}
 
 
 @pytest.fixture
@@ -491,33 +492,6 @@ def test_a_damaged_cache_is_only_read_anew(tmp_path, damage):
     else:
         cache.write_bytes(damage)
     assert verdicts(tmp_path, "a.png") == ["ok"]
-
-
-def test_images_are_dealt_to_a_cluster_in_batches_and_none_is_lost(tmp_path, monkeypatch):
-    """With a cluster of this process, which keeps order and counts; a real one is in the slow test."""
-
-    class Task:
-        def __init__(self, function):
-            self.function = function
-
-        def remote(self, *arguments):
-            batches.append(len(arguments[0]))
-            return self.function(*arguments)
-
-    batches: list[int] = []
-    ray = SimpleNamespace(init=lambda *_, **__: None, remote=Task, put=lambda value: value, get=lambda value: value)
-    names = [f"{number}.png" for number in range(8)]
-    for number, name in enumerate(names):
-        save_picture(tmp_path / name, number)
-    here = frame_of(tmp_path, *names)
-    (tmp_path / "cache.parquet").unlink()
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setenv("RAY_ADDRESS", "anywhere")
-    monkeypatch.setattr(image_check, "BATCH", 3)
-    monkeypatch.setattr(image_check, "IN_FLIGHT", 1)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # which a worker sets
-    assert frame_of(tmp_path, *names).equals(here)
-    assert batches == [3, 3, 2]
 
 
 # Outlines of a saliency map: around the right cells, on one scale, with the image under them as it was

@@ -104,7 +104,9 @@ def node(last: int, alive: bool = True, **resources: float) -> dict[str, Any]:
 )
 def test_nodes_have_room_for_the_workers_that_each_of_them_can_hold_whole(nodes, changes, want, monkeypatch) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    assert ray_cluster.places(compute(**changes)) == want
+    ray_cluster.wait_for_room(compute(workers=want, **changes), 0)
+    with pytest.raises(ray_cluster.NoRoomError, match=f"room for {want} of {want + 1} workers"):
+        ray_cluster.wait_for_room(compute(workers=want + 1, **changes), 0)
 
 
 def test_a_node_that_joins_in_time_ends_the_wait_and_one_that_does_not_is_asked_for_in_words(monkeypatch, capsys):

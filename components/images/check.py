@@ -10,12 +10,11 @@ import multiprocessing
 import os
 import stat
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import PIL
 import polars as pl
@@ -31,29 +30,17 @@ DECODER = f"Pillow {PIL.__version__}, listed formats, RGB by its bands, thumbnai
 
 Schema = dict[str, type[pl.DataType]]
 STAT: Schema = {"path": pl.String, "size": pl.Int64, "mtime_ns": pl.Int64, "inode": pl.UInt64, "device": pl.UInt64}
-CHECK: Schema = {  # the fields of ImageCheck
-    "digest": pl.Binary,
-    "verdict": pl.String,
+CHECK: Schema = {
+    "digest": pl.Binary,  # sha256 of the bytes; null where they could not be read
+    "verdict": pl.String,  # OK or what is wrong
     "format": pl.String,
     "width": pl.Int64,
     "height": pl.Int64,
-    "thumb": pl.Binary,
+    "thumb": pl.Binary,  # 8x8 grey levels, row by row
 }
 
 CACHE: Schema = {**STAT, **CHECK, "decoder": pl.String}
-BATCH, IN_FLIGHT = 256, 64  # images in a task, and tasks of the cluster at a time
-
-
-class ImageCheck(NamedTuple):
-    """The result of one reading. `verdict` is OK or what is wrong; None where the content is in the cache."""
-
-    path: str
-    digest: bytes | None  # sha256 of the bytes; None where they could not be read
-    verdict: str | None
-    format: str | None = None
-    width: int | None = None
-    height: int | None = None
-    thumb: bytes | None = None  # 8x8 grey levels, row by row
+BATCH = 256  # images in a task
 
 
 def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> pl.DataFrame:
@@ -99,34 +86,19 @@ def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str
     """Read new or changed files; columns STAT and CHECK."""
     if files.is_empty():
         return cached.clear()
-    known = {row[0]: row for row in cached.select(*CHECK).iter_rows()}
+    known = {row["digest"]: row for row in cached.select(*CHECK).iter_rows(named=True)}
     paths = files["path"].to_list()
     batches = [paths[start : start + BATCH] for start in range(0, len(paths), BATCH)]
-    spread = _over_cluster if "RAY_ADDRESS" in os.environ else _over_cores
-    read = chain.from_iterable(spread(batches, frozenset(known), max_pixels))
+    read = chain.from_iterable(_over_cores(batches, frozenset(known), max_pixels))
     checks = progress(read, f"{stage} images", total=len(paths), unit="image")
-    rows = [(check.path, *known[check.digest]) if check.digest in known else check for check in checks]
-    return files.join(pl.DataFrame(rows, schema={"path": pl.String, **CHECK}, orient="row"), on="path")
+    rows = [check | known.get(check.get("digest"), {}) for check in checks]
+    return files.join(pl.from_dicts(rows, schema={"path": pl.String, **CHECK}), on="path")
 
 
-def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[ImageCheck]]:
+def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:
     context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
         yield from pool.map(check_batch, batches, repeat(known), repeat(max_pixels))
-
-
-def _over_cluster(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[ImageCheck]]:
-    """Check on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
-    import ray
-
-    ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)
-    task, contents = ray.remote(check_batch), ray.put(known)
-    waiting: deque[ray.ObjectRef] = deque()
-    for batch in batches:
-        waiting.append(task.remote(batch, contents, max_pixels))
-        if len(waiting) > IN_FLIGHT:
-            yield ray.get(waiting.popleft())
-    yield from ray.get(list(waiting))
 
 
 def _load(cache: Path, max_pixels: int) -> pl.DataFrame:
@@ -150,37 +122,38 @@ def _store(cache: Path, cached: pl.DataFrame, read: pl.DataFrame) -> None:
     write_atomic(cache, buffer.getvalue())
 
 
-def check_batch(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[ImageCheck]:
+def check_batch(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[dict[str, Any]]:
     """Check images in a worker process, which needs no second decoding of the contents `known`."""
     Image.MAX_IMAGE_PIXELS = None  # the limit is ours, checked before a pixel is decoded
     warnings.simplefilter("ignore")
     return [check_image(path, max_pixels, known) for path in paths]
 
 
-def check_image(path: str, max_pixels: int, known: frozenset[bytes] = frozenset()) -> ImageCheck:
-    """Read, hash and, for content not yet known, decode every pixel. Never raises for a bad file."""
+def check_image(path: str, max_pixels: int, known: frozenset[bytes] = frozenset()) -> dict[str, Any]:
+    """Read, hash and, for content not yet known, decode every pixel; of a GIF the first frame. Never raises for a bad
+    file.
+
+    Returns: `path` and the fields of CHECK that could be found; for content in `known` its digest alone.
+    """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        return ImageCheck(path, None, f"cannot be read: {error.strerror}")
-    digest = hashlib.sha256(data).digest()
-    return ImageCheck(path, digest, None) if digest in known else _decode(path, digest, data, max_pixels)
-
-
-def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageCheck:
-    """The check of a file's bytes, of which every pixel is decoded. A GIF is judged by its first frame."""
+        return {"path": path, "verdict": f"cannot be read: {error.strerror}"}
+    found = {"path": path, "digest": hashlib.sha256(data).digest()}
+    if found["digest"] in known:
+        return found
     if not data:
-        return ImageCheck(path, digest, "is empty (0 bytes)")
-    kind = width = height = None
+        return found | {"verdict": "is empty (0 bytes)"}
+    shape: dict[str, Any] = {}
     try:
         with open_image(data) as image:
-            kind, (width, height) = image.format, image.size
+            shape = {"format": image.format, "width": image.width, "height": image.height}
             if fault := too_large(image, max_pixels):
-                return ImageCheck(path, digest, fault, kind, width, height)
+                return found | shape | {"verdict": fault}
             thumb = to_rgb(image).convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except ImageError as error:
-        return ImageCheck(path, digest, str(error), kind, width, height)
+        return found | shape | {"verdict": str(error)}
     except Exception as error:  # Pillow raises some ten kinds for broken files, SyntaxError and struct.error among them
         told = (str(error) or type(error).__name__).replace("\n", " ")
-        return ImageCheck(path, digest, f"does not decode: {told}"[:200])
-    return ImageCheck(path, digest, OK, kind, width, height, thumb)
+        return found | {"verdict": f"does not decode: {told}"[:200]}
+    return found | shape | {"verdict": OK, "thumb": thumb}

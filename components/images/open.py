@@ -7,6 +7,8 @@ import io
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+import numpy as np
+
 from m3diff.records.errors import DataError
 
 if TYPE_CHECKING:
@@ -85,20 +87,13 @@ def open_image(data: bytes) -> Image.Image:
             raise UnidentifiedImageError(told) from None
         register_heif_opener()
     try:
-        image = Image.open(io.BytesIO(data), formats=known_formats())
+        Image.init()  # which names the formats of this Pillow
+        image = Image.open(io.BytesIO(data), formats=[kind for kind in FORMATS if kind in Image.OPEN])
     except UnidentifiedImageError:  # its message holds a memory address
         raise UnidentifiedImageError(NO_IMAGE) from None
     if not all(image.size):
         raise ImageError(f"has {image.width}x{image.height} pixels, so it shows nothing")
     return image
-
-
-def known_formats() -> list[str]:
-    """Those of FORMATS that this Pillow can open."""
-    from PIL import Image
-
-    Image.init()
-    return [kind for kind in FORMATS if kind in Image.OPEN]
 
 
 def too_large(image: Image.Image, max_pixels: float) -> str | None:
@@ -125,7 +120,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Raises:
         ImageError: its numbers have no known scale; or it is blank once decoded though the file is not.
     """
-    import numpy as np
     from PIL import ImageOps
 
     tags = getattr(image, "tag_v2", {})  # of a TIFF
@@ -156,7 +150,6 @@ def _grey(image: Image.Image, white: int) -> Image.Image:
     Raises:
         ImageError: black once decoded, though in the range of its own values it is not.
     """
-    import numpy as np
     from PIL import Image
 
     values = np.asarray(image).astype(np.uint32)

@@ -23,13 +23,13 @@ PARTS = {
 }
 
 CROSSING = r"crossattention\.attention"
+# As the authors' code names them: queries, keys and values of all parts, but for the queries of the Q-Former's
+# self-attention. In the vision encoder the three are one linear.
 LORA_TARGETS = {
     "vision": r"vision_model\.encoder\.layers\.\d+\.self_attn\.qkv",
     "module": rf"qformer\.encoder\.layer\.\d+\.((attention\.attention|{CROSSING})\.(key|value)|{CROSSING}\.query)",
     "llm": r"language_model\.model\.(decoder\.)?layers\.\d+\.self_attn\.(q|k|v)_proj",
 }
-"""As the authors' code names them: queries, keys and values of all parts, but for the queries of the Q-Former's
-self-attention. In the vision encoder the three are one linear."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ Shapes: B pairs, N patches of a picture and its class token, Q queries, T tokens
 from __future__ import annotations
 
 import io
-import logging
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +32,6 @@ from m3diff.models.processing import NormalisedImages, PairProcessor
 
 if TYPE_CHECKING:
     from PIL import Image
-
-
-logger = logging.getLogger(__name__)
 
 BLIP2 = "Blip2ForConditionalGeneration"
 PUBLISHED = "Salesforce/blip2-opt-2.7b"
@@ -116,8 +112,7 @@ def blurred(picture: np.ndarray, sigma: float) -> np.ndarray:
     middle, beside = 1 / (1 + 2 * beside), beside / (1 + 2 * beside)
     framed = np.pad(picture.astype(np.float64), [(1, 1), (1, 1), (0, 0)], mode="reflect")
     rows = middle * framed[1:-1] + beside * (framed[:-2] + framed[2:])
-    smooth = middle * rows[:, 1:-1] + beside * (rows[:, :-2] + rows[:, 2:])
-    return np.rint(smooth).astype(np.uint8)
+    return np.rint(middle * rows[:, 1:-1] + beside * (rows[:, :-2] + rows[:, 2:])).astype(np.uint8)
 
 
 def compressed(picture: np.ndarray, quality: int) -> np.ndarray:
@@ -180,8 +175,7 @@ class Blip2IDCProcessor(PairProcessor):
     @classmethod
     def of_folder(cls, folder: str, config: Blip2IDCConfig) -> Blip2IDCProcessor:
         """Load from the folder of a BLIP-2, trained or not."""
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return cls(Blip2IDCImageProcessor.from_pretrained(folder), tokenizer, config)
+        return cls(Blip2IDCImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), config)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Written as BLIP-2's processor, which transformers loads by itself."""
@@ -220,7 +214,6 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         model, info = loaded
         if lost := sorted(str(key) for key in [*info["missing_keys"], *info["mismatched_keys"]]):
             raise ValueError(f"{folder}: weights missing or of another shape than its config.json says: {lost[:5]}")
-        logger.info("%s: %s parameters loaded", folder, f"{sum(p.numel() for p in model.parameters()):,}")
         return model
 
     @staticmethod

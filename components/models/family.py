@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from m3diff.models.flops import Term
     from m3diff.models.processing import PairProcessor
 
-    ImagePair = tuple[Image.Image, Image.Image]
-    """Two images: before, after."""
+    ImagePair = tuple[Image.Image, Image.Image]  # before, after
 
 
 MODULE_UPDATE_RATIO = "module_update_ratio"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -71,7 +70,7 @@ class Counter(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is nn.functional.scaled_dot_product_attention:
             query, key = args[:2]
             square = 4 * query.numel() * key.shape[-2]
             square = square if kwargs.get("attn_mask") is None else square / 2  # the LLM's alone has a mask

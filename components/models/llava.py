@@ -5,7 +5,6 @@ Shapes: B pairs, N patches per image, D the vision encoder's width, W the LLM's;
 after, ...
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -21,12 +20,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from m3diff.models.layers import OwnStart, Projection, trims, with_visual_tokens
 
-logger = logging.getLogger(__name__)
-
 STRATEGY = "vision_feature_select_strategy"
 ONEVISION, LLAVA = LlavaOnevisionConfig.model_type, LlavaConfig.model_type
 ARCHITECTURES = {ONEVISION: "LlavaOnevisionForConditionalGeneration", LLAVA: "LlavaForConditionalGeneration"}
 
+# Shapes of the LLMs of llava-hf's models, for plans and benchmarks without their folders; the rest is transformers'
+# defaults
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llava-onevision-qwen2-7b-ov-hf": {
         "model_type": "qwen2",
@@ -49,8 +48,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "llava-1.5-7b-hf": {"model_type": "llama", "vocab_size": 32_064},
 }
-"""Shapes of the LLMs of llava-hf's models, for plans and benchmarks without their folders; the rest is transformers'
-defaults."""
 
 
 class LlavaOfPairsConfig(LlavaOnevisionConfig):
@@ -238,7 +235,7 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         module: dict | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load a trained model, or a base to which a new module is added, and log which of the two it was.
+        """Load a trained model, or a base to which a new module is added.
 
         Args:
             config: of the model; by default the folder's.
@@ -263,8 +260,6 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
                 f"{name}: {len(lost)} weights are missing or of another shape, so it is no {cls.BASES} of this "
                 f"configuration: {lost[:5]}; fetch or export the folder again"
             )
-        parameters = sum(p.numel() for p in model.parameters())
-        logger.info("%s: %s parameters loaded, %d tensors of the new module", name, f"{parameters:,}", len(made))
         if made and begins:
             model.begin(Path(name))
         return model

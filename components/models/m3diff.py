@@ -14,9 +14,9 @@ from m3diff.models.settings import ByKind, MDPConfig, ModuleConfig, Settings
 if TYPE_CHECKING:
     from torch import Tensor
 
+# The seven linears of every LLM layer; the paper does not name its targets. A full path, because SigLIP's projections
+# have the same short names.
 LORA_TARGETS = {"llm": r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"}
-"""The seven linears of every LLM layer; the paper does not name its targets. A full path, because SigLIP's projections
-have the same short names."""
 
 # Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output
 NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
@@ -113,14 +113,14 @@ def contribution_figures(sums: "Tensor") -> list[float]:
     return [*(levels[:, 0] / squares).sqrt().tolist(), *(levels[:, 1] / scores).tolist()]
 
 
+# Of each level, called by its layer of the vision encoder: `module_update_ratio/17`, the RMS of the level's update in
+# equation (8) over the RMS of the encoder's last features, and `module_score/17`, the mean score of equation (7).
 CONTRIBUTION = Contribution(
     names=contribution_names,
     recorded=lambda model: model.model.mdp.recorded_contribution(),
     figures=contribution_figures,
     remedy="Raise the module's rate (rates.module), or start it above zero (module.init_gain).",
 )
-"""Of each level, called by its layer of the vision encoder: `module_update_ratio/17`, the RMS of the level's update in
-equation (8) over the RMS of the encoder's last features, and `module_score/17`, the mean score of equation (7)."""
 
 FAMILY = Family(
     settings=M3DiffSettings,

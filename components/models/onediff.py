@@ -80,6 +80,8 @@ def base_files(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> dic
     return {f"bert/{file}": source for file in ("config.json", "model.safetensors")}
 
 
+# Its delta tokens stand beside the images' features and change none, so how much the module contributes has no ratio to
+# them
 FAMILY = Family(
     settings=OneDiffSettings,
     parts=llava_parts("vdm"),
@@ -91,5 +93,3 @@ FAMILY = Family(
     whole_without_adapters=("llm",),
     base_files=base_files,
 )
-"""Its delta tokens stand beside the images' features and change none, so how much the module contributes has no ratio
-to them."""

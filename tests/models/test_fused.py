@@ -15,13 +15,13 @@ from m3diff.models.tuning import prepare, unwrapped
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import attention_inputs
 from m3diff.stages.train.packing import Packed, pack
-from tests.stages.train.test_packing import group
+from tests.stages.train.test_packing import group, mask_of
 from tests.tiny import MDP, SIDE, tiny_model, tiny_settings
 
 
 def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
     """By the rule as one mask over the whole row, or by the inputs of a kernel."""
-    asked: dict[str, Any] = {"attention_mask": packed.mask()}
+    asked: dict[str, Any] = {"attention_mask": mask_of(packed)}
     if kernel != "rule":
         device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
         batch = complete(MicroBatch(packed, torch.empty(0), torch.empty(0)), device, pad_id=0)
@@ -107,12 +107,12 @@ def test_flex_attentions_rule_is_the_dense_mask_and_skips_no_block_of_it():
     packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)]).rounded_up(RECURRING, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32"))
     rule = create_mask(blocks.mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
-    assert torch.equal(rule, packed.mask())
+    assert torch.equal(rule, mask_of(packed))
     packed = pack([[([1] * 301, [2] * 200), ([1] * 301, [3] * 200)], [([1] * 150, [2] * 40)]])
     packed = packed.rounded_up(RECURRING, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32")).to_dense()[0, 0].bool()
     count = packed.tokens // 128
-    tiles = packed.mask()[0, 0].view(count, 128, count, 128).any(dim=3).any(dim=1)
+    tiles = mask_of(packed)[0, 0].view(count, 128, count, 128).any(dim=3).any(dim=1)
     assert torch.equal(blocks, tiles)
     assert not blocks.all()
 

@@ -8,15 +8,14 @@ task asks for something, the question follows the start token. A picture is one 
 stretched to half of the square and they are stacked, as in `components/models/blip2idc_model.py`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
@@ -28,9 +27,6 @@ from transformers import (
 from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 from m3diff.stages.pretrain.params import Pretrain
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
 CHAT_TEMPLATE = (
@@ -189,8 +185,6 @@ class Blip2Base:
 
     def pixels(self, prepared: np.ndarray, images: int) -> Tensor:
         """[pictures, 3, side, side], of so many images each, the first on top."""
-        from PIL import Image
-
         side = self.processor.image_processor.side
         size = (side, side // images)
         resized = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in prepared]

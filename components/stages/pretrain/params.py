@@ -19,9 +19,7 @@ class Blip2(Section):
     start: Path  # the folder of that LLaVA-OneVision
     queries: int = Field(ge=1)
     qformer_layers: int = Field(ge=2)  # every second one reads the picture
-    stacked: (
-        bool  # its encoder sees two images as one picture, one below the other, too; false: tasks of one image alone
-    )
+    stacked: bool  # its encoder sees two images as one picture, too; false: tasks of one image alone
 
 
 class Pretrain(Section):

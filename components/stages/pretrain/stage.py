@@ -214,19 +214,16 @@ class Segmentation(nn.Module):
         self.encoder = encoder
         self.head = nn.Linear(width, POINTS * POINTS * sum(CLASSES))
 
-    def forward(self, patches: Tensor) -> tuple[Tensor, ...]:
-        """Logits [pictures, points, points, classes] of each of CLASSES for patches [pictures, patches, width]."""
-        side = round(patches.shape[1] ** 0.5)
-        cells = self.head(patches).view(len(patches), side, side, POINTS, POINTS, -1)
-        return (
-            cells.permute(0, 1, 3, 2, 4, 5).reshape(len(patches), side * POINTS, side * POINTS, -1).split(CLASSES, -1)
-        )
-
     def loss(self, patches: Tensor, scenes: list[Scene], images: int = 1) -> tuple[Tensor, float]:
         """The classes' mean losses added up, and the share of points on objects and marks whose kind is right. Each
-        picture shows so many of the scenes, one below the other."""
-        logits = self(patches)
-        side = logits[0].shape[1]
+        picture shows so many of the scenes, one below the other.
+
+        Args:
+            patches: [pictures, patches, width].
+        """
+        count = round(patches.shape[1] ** 0.5)  # patches a side
+        cells, side = self.head(patches).view(len(patches), count, count, POINTS, POINTS, -1), count * POINTS
+        logits = cells.permute(0, 1, 3, 2, 4, 5).reshape(len(patches), side, side, -1).split(CLASSES, -1)
         shown = np.stack([segment(scene, side // images, side) for scene in scenes])
         truth = torch.from_numpy(shown).long().view(-1, side, side, len(CLASSES))
         losses = [

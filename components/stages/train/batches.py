@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -25,13 +25,11 @@ from torch import Tensor
 from m3diff.images.open import load_image
 from m3diff.models.device import Device
 from m3diff.models.fused import RECURRING, Layout
+from m3diff.models.processing import PairProcessor
 from m3diff.records.errors import DataError, readable
 from m3diff.records.progress import ahead
 from m3diff.stages.train.job import DatasetFilter
 from m3diff.stages.train.packing import Packed, pack
-
-if TYPE_CHECKING:
-    from m3diff.models.processing import PairProcessor
 
 SCHEMA = pl.Schema(  # the columns of a split that training reads (components/records/schemas.py)
     dict.fromkeys(("pair", "dataset", "before", "after", "question", "reference"), pl.String)
@@ -211,7 +209,7 @@ class Loader:
     def __init__(
         self,
         samples: Samples,
-        processor: "PairProcessor",
+        processor: PairProcessor,
         threads: int,
         device: Device,
         augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,

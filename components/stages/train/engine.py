@@ -15,7 +15,6 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from m3diff.models.device import Device
 from m3diff.models.fused import fused_attention
@@ -137,7 +136,7 @@ def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, de
             **attention_inputs(batch, device),
             **processor.image_inputs(device.move(batch.images)),
         ).logits
-    losses = F.cross_entropy(logits.float(), device.move(packed.labels), reduction="none")
+    losses = nn.functional.cross_entropy(logits.float(), device.move(packed.labels), reduction="none")
     return (losses * device.move(batch.weights)).sum()
 
 

@@ -3,8 +3,6 @@
 Light: a worker unpickles it before it imports torch.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -13,15 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from m3diff.models.device import environment
+from m3diff.models.settings import Settings
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.params import Train
-
-if TYPE_CHECKING:
-    from m3diff.models.family import Settings
 
 CURVES = "curves.csv"
 

@@ -40,22 +40,17 @@ from m3diff.stages.train.packing import pack
 from m3diff.stages.train.params import Train
 
 LOGGED_STEPS = 20
+# In the run's folder: what all attempts took up to the newest checkpoint: seconds of steps and validation, those of
+# them that waited for data, those of every worker's device, and captions seen, again after a resume too
 HOURS = "hours.json"
-"""In the run's folder: what all attempts took up to the newest checkpoint: seconds of steps and validation, those of
-them that waited for data, those of every worker's device, and captions seen, again after a resume too."""
 
 COUNTED = 2048  # sequences whose tokens are counted; their mean stands for a longer epoch
 
+# Half the relative distance of neighbouring numbers in bf16: a feature in bf16 to which less is added stays the same.
+# A module in use is far from it: the embedded one starts at 0.5 and ends there.
 NOTHING = 2.0**-8
-"""Half the relative distance of neighbouring numbers in bf16: a feature in bf16 to which less is added stays the same.
-A module in use is far from it: the embedded one starts at 0.5 and ends there."""
 
 MAX_NEW_TOKENS, CAPTION_BATCH = 64, 32  # of validation
-
-
-def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
-    """Train to the end and, on the first worker, write `out/checkpoint` and `out/curves.csv`; return the figures."""
-    return Training(job, runtime).run()
 
 
 def prepare_model(
@@ -109,7 +104,8 @@ class Training:
         self.took: dict[str, float] = json.loads(hours.read_text()) if hours.is_file() else none
 
     def run(self) -> dict[str, Any]:
-        """Announce the run, take the steps that are left, export; return the figures."""
+        """Announce the run, take the steps that are left and, on the first worker, write `out/checkpoint` and
+        `out/curves.csv`; return the figures."""
         schedule = self.schedule
         flops = self.announce()
         done = self.resume()

@@ -80,14 +80,14 @@ def make_trainer(job: Job) -> TorchTrainer:
 def _worker(config: dict[str, Any]) -> None:
     job: Job = config["job"]
     choose_accelerator(job.compute.gpu)
-    from m3diff.stages.train.loop import run_loop
+    from m3diff.stages.train.loop import Training
 
     context = ray.train.get_context()
     runtime = Runtime(context.get_world_rank(), context.get_world_size())
     if not dist.is_initialized():
         join(job, runtime)
     with ended_when_superseded(job.run_dir, job.generation):
-        figures = run_loop(job, runtime)
+        figures = Training(job, runtime).run()
     if runtime.rank == 0:
         require_newest(job.run_dir, job.generation)
         write_atomic(job.run_dir / "figures.json", json.dumps(figures))

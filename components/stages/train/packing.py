@@ -75,10 +75,6 @@ class Packed:
         places[tokens[there]] = there.nonzero().flatten()
         return Layout(tokens, places, tuple(shapes), tuple(masks))
 
-    def mask(self) -> Tensor:
-        """Return who attends to whom in the whole row, [1, 1, T, T] bool, for any kernel that takes a mask."""
-        return dense(row_rule(self.sequences, self.segments), 1, self.tokens)
-
     def each(self, taken: Callable[[Tensor], Tensor]) -> "Packed":
         """Apply `taken` to each tensor."""
         return Packed(**{field.name: taken(getattr(self, field.name)) for field in fields(self)})

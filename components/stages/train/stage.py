@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
 from m3diff.cluster import NoRoomError, logs, on_one_machine
 from m3diff.models import FAMILIES
 from m3diff.models.device import DeviceError
+from m3diff.models.settings import Settings
 from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
@@ -42,9 +43,6 @@ from m3diff.stages.train.job import (
     stop_on_sigterm,
 )
 from m3diff.stages.train.params import Train
-
-if TYPE_CHECKING:
-    from m3diff.models.family import Settings
 
 # Figures of all attempts of a run. In no report: a resumed run's is that of one that was left alone.
 SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours", "device", "devices")
@@ -95,7 +93,7 @@ Follow = Callable[[str, Path], AbstractContextManager[object]]
 
 def train(
     cfg: Train,
-    model: "Settings",
+    model: Settings,
     compute: Compute,
     mixture: Path,
     out: Path,
@@ -280,12 +278,12 @@ def _first_line(error: BaseException) -> str:
 def run_local(job: Job) -> dict[str, Any]:
     """Run the loop as the only worker, in this process, and return its figures."""
     with only_worker(job.compute.gpu), stop_on_sigterm(job.run_dir):
-        from m3diff.stages.train.loop import run_loop
+        from m3diff.stages.train.loop import Training
 
-        return run_loop(job, Runtime())
+        return Training(job, Runtime()).run()
 
 
-def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> str:
+def run_key(cfg: Train, model: Settings, mixture: Path, base_sha256: str) -> str:
     """Name a run: the hash of the parameters, samples, base and code that decide its weights, and of no path."""
     samples = [file for split in ("train", "val") for file in sorted((mixture / split).glob("*.parquet"))]
     facts = {

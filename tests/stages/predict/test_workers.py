@@ -1,10 +1,9 @@
-"""Captions in this process or in Ray workers: images ahead of the model, the checkpoint's precision, fused modules."""
+"""Captions in this process or in Ray workers: the checkpoint's precision, fused modules, workers that die."""
 
 import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +23,12 @@ from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict import stage
 from m3diff.stages.predict.stage import (
-    AHEAD,
     Answer,
     Batch,
     Job,
     batches,
     caption,
     caption_on_ray,
-    images_ahead,
     predict,
     read_test_pairs,
 )
@@ -51,31 +48,11 @@ def job(checkpoint: Path, **changes: Any) -> Job:
     return Job(checkpoint, 5, compute(checkpoint, **changes))
 
 
-class Processor:
-    """Prepares nothing, and counts the images of which it was asked."""
-
-    def __init__(self) -> None:
-        self.seen, self.changed = 0, threading.Condition()
-
-    def prepare_image(self, image: Any) -> np.ndarray:
-        with self.changed:
-            self.seen += 1
-            self.changed.notify_all()
-        return np.asarray(image)
-
-
-def test_images_are_prepared_two_batches_ahead_and_a_bad_one_ends_them(mixture, tmp_path):
-    processor, count = Processor(), 2 * (1 + AHEAD)
-    stream = images_ahead(in_batches(mixture), processor, threads=2)
-    next(stream)
-    with processor.changed:
-        assert processor.changed.wait_for(lambda: processor.seen >= count, timeout=120), "the batch and the next two"
-    assert processor.seen == count, "and no more"
-    assert len(list(stream)) == 4
+def test_an_image_that_is_gone_ends_the_captions(checkpoint, tmp_path):
     broken = write_test_split(tmp_path / "mixture")
     (broken / f"{ORDER[0]}_before.png").unlink()
     with pytest.raises(DataError, match=f"{ORDER[0]}_before.png: cannot be read"):
-        list(images_ahead(in_batches(broken), Processor(), threads=1))
+        list(caption(job(checkpoint), in_batches(broken)))
 
 
 @pytest.mark.parametrize(("dtype", "want"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
@@ -157,8 +134,8 @@ class Remote:
         self.asked: dict[str, Any] = {}
         self.dealt: list[list[int]] = []
         self.mortal, self.killed = False, 0
-        nodes = [{"Resources": {"CPU": 3 * 5, "GPU": 5}, "NodeManagerAddress": "10.0.0.7"}]
-        monkeypatch.setattr("m3diff.cluster.live_nodes", lambda: nodes)
+        nodes = [{"Alive": True, "Resources": {"CPU": 3 * 5, "GPU": 5}, "NodeManagerAddress": "10.0.0.7"}]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
         monkeypatch.setattr(stage, "ROOM_S", 0)
         monkeypatch.setattr(ray, "remote", self.remote)
         monkeypatch.setattr(ray, "kill", self.kill)

@@ -23,7 +23,7 @@ from m3diff.records.files import sha256_of_folder
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import engine, loop
 from m3diff.stages.train.job import Runtime
-from m3diff.stages.train.loop import NOTHING, Training, peak_flops, run_loop
+from m3diff.stages.train.loop import NOTHING, Training, peak_flops
 from m3diff.stages.train.stage import run_local
 from m3diff.stages.train.state import Curve, checkpoints, latest_valid_checkpoint
 from tests.stages.train.ranks import start
@@ -287,7 +287,7 @@ def work(rank: int, made: Recipe, mixture: Path, folder: Path, saved: int, kille
     Training.step = step_or_die  # type: ignore[method-assign]  # of this process, which ends
     with interrupting(saved):
         try:
-            run_loop(job(made, mixture, folder), Runtime(rank, 2))
+            Training(job(made, mixture, folder), Runtime(rank, 2)).run()
         except Interrupted:
             dist.barrier()
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ import torch
 from m3diff.models.device import Device
 from m3diff.models.fused import RECURRING
 from m3diff.stages.train.engine import token_loss
-from m3diff.stages.train.packing import PAD, pack
+from m3diff.stages.train.packing import PAD, Packed, dense, pack, row_rule
 from tests.gpu.test_gpu import small
 from tests.stages.train.toy import started
 from tests.tiny import SIDE
@@ -26,9 +26,14 @@ def group(captions: int, seed: int) -> list[tuple[list[int], list[int]]]:
     return [([7, *IMAGE, *IMAGE, *question, 9], answer) for answer in answers]
 
 
+def mask_of(packed: Packed) -> torch.Tensor:
+    """Who attends to whom in the whole row, [1, 1, T, T] bool."""
+    return dense(row_rule(packed.sequences, packed.segments), 1, packed.tokens)
+
+
 def test_branches_do_not_see_each_other_nor_another_sequence():
     packed = pack([group(3, seed=0), group(1, seed=1)]).rounded_up(RECURRING, pad_id=0)
-    mask, sequences, segments = packed.mask()[0, 0], packed.sequences.tolist(), packed.segments.tolist()
+    mask, sequences, segments = mask_of(packed)[0, 0], packed.sequences.tolist(), packed.segments.tolist()
     assert sequences[-1] == segments[-1] == PAD
     for query in range(packed.tokens):
         for key in range(packed.tokens):

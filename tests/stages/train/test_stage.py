@@ -150,7 +150,11 @@ def test_ray_is_asked_for_workers_devices_and_no_restarts(gpu, backend, work, tm
 def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(rank, work, tmp_path, monkeypatch):
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: 2)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    monkeypatch.setattr(loop, "run_loop", lambda made, place: {"rank": place.rank, "ranks": place.ranks})
+
+    def training(made: Job, place: Runtime) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: {"rank": place.rank, "ranks": place.ranks})
+
+    monkeypatch.setattr(loop, "Training", training)
     joined: list[Runtime] = []
     monkeypatch.setattr(on_ray, "join", lambda made, place: joined.append(place))
     on_ray._worker({"job": work()})

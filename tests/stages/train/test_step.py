@@ -14,6 +14,7 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.train.engine import rate_factor, take_step, token_loss
 from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.state import MasterState
+from tests.stages.train.test_packing import mask_of
 from tests.stages.train.toy import Recipe, built, recipe, started, take
 from tests.tiny import tiny_settings
 
@@ -31,7 +32,7 @@ def gradients(made: Recipe, training: Training, step: int) -> dict[str, Tensor]:
     for rows in training.schedule.global_sequences(step):
         batch = training.loader.build([(rows, 1)])
         packed = batch.packed
-        asked = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": packed.mask()}
+        asked = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": mask_of(packed)}
         logits = model(**asked, **processor.image_inputs(batch.images), logits_to_keep=packed.supervised).logits
         chosen = logits.float().log_softmax(-1)[torch.arange(len(packed.labels)), packed.labels]
         total, tokens = total - chosen.sum(), tokens + len(chosen)
