@@ -103,13 +103,10 @@ def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: i
 
 def _load(cache: Path, max_pixels: int) -> pl.DataFrame:
     """Sound images of earlier runs, as this decoder judged them. Bad ones are not cached: a limit may change."""
-    nothing = pl.DataFrame(schema=STAT | CHECK)
-    if not cache.is_file():
-        return nothing
     try:
         known = pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
     except (pl.exceptions.PolarsError, OSError):
-        return nothing  # half written or of another version: it is only a cache
+        return pl.DataFrame(schema=STAT | CHECK)  # none, half written or of another version: it is only a cache
     sound = (pl.col("decoder") == DECODER) & (pl.max_horizontal("width", "height").pow(2) <= max_pixels)
     return known.filter(sound).drop("decoder")
 

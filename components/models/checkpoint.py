@@ -179,7 +179,11 @@ def save_checkpoint(
         write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=parts, **facts)
     merged = merge(model)
     merged.save_pretrained(folder)
-    _check_whole(merged, folder)
+    # as many numbers as the model has, whose weights may bear other names there
+    distinct = {id(tensor): tensor.numel() for tensor in merged.state_dict(keep_vars=True).values()}  # once where tied
+    want, found = sum(distinct.values()), sum(math.prod(shape) for shape in _shapes(folder).values())
+    if found != want:
+        raise CheckpointError(f"{folder}: holds {found:,} numbers, but the model has {want:,}: a weight is missing")
     processor.save_pretrained(folder)
     write_manifest(folder, base=os.path.relpath(base, folder), **facts)
 
@@ -214,15 +218,6 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list
             f"{folder}: {len(missing)} of {len(names)} weights that trained are missing: {missing[:3]}"
         )
     return sorted({family.part_of(name) for name in tuned})
-
-
-def _check_whole(merged: Any, folder: Path) -> None:
-    """Check that the folder has as many numbers as the model, whose weights may bear other names there. Raises
-    CheckpointError."""
-    distinct = {id(tensor): tensor.numel() for tensor in merged.state_dict(keep_vars=True).values()}  # once where tied
-    want, found = sum(distinct.values()), sum(math.prod(shape) for shape in _shapes(folder).values())
-    if found != want:
-        raise CheckpointError(f"{folder}: holds {found:,} numbers, but the model has {want:,}: a weight is missing")
 
 
 def _shapes(place: Path) -> dict[str, list[int]]:

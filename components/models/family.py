@@ -117,8 +117,7 @@ class Family:
     def load_processor(self, folder: Path, config: Any = None) -> PairProcessor:
         """The processor of a folder, for the model of `config`, by default the folder's."""
         model, processor = self.classes()
-        found: PairProcessor = processor.of_folder(str(folder), config or model.config_class.on_base(str(folder), None))
-        return found
+        return processor.of_folder(str(folder), config or model.config_class.on_base(str(folder), None))
 
     def planned_config(self, base: Path, settings: Settings) -> Any:
         """The configuration that would train: the base's where its folder is there, else published shapes by the

@@ -180,8 +180,7 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         if tokens is None:
             return super().forward(input_ids, pixel_values, **kwargs)
         visual: Any = torch.cat(self.get_image_features(pixel_values).pooler_output)  # type: ignore[arg-type]
-        embeds = self.get_input_embeddings()(input_ids)
-        embeds = with_visual_tokens(embeds, visual, tokens, self.config.image_token_id)
+        embeds = with_visual_tokens(self.get_input_embeddings()(input_ids), visual, tokens, self.config.image_token_id)
         return super().forward(**kwargs | {"inputs_embeds": embeds})
 
     def vision_hidden_states(self, pixel_values: Tensor) -> list[Tensor]:

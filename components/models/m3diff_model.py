@@ -54,8 +54,7 @@ class DifferentialLayer(nn.Module):
         self.self_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.residual)
         self.cross_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.residual)
         hidden = cfg.mlp_ratio * width
-        detects = cfg.residual and first
-        self.mlp = Mlp(width, Detector(hidden, width) if detects else Projection(hidden, width, zero))
+        self.mlp = Mlp(width, Detector(hidden, width) if cfg.residual and first else Projection(hidden, width, zero))
         gain = cfg.init_gain if cfg.residual else 1.0
         self.feature_attention = MultiHeadAttention(width, cfg.heads, gain, cfg.residual)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()

@@ -256,19 +256,15 @@ class OneDiffModel(LlavaOfPairs):
         images = self.with_newline(projected)
         if self.vdm is None:
             return projected, list(images.unbind(0))
-        before, after, delta = images[0::2], images[1::2], self.delta_tokens(states).to(images.dtype)
-        place = self.vdm.cfg.place
+        cfg = self.vdm.cfg
+        read = [states[layer] for layer in cfg.vision_feature_layers]
+        delta = self.vdm([f[0::2] for f in read], [f[1::2] for f in read])  # (4)
+        delta = (self.multi_modal_projector(delta) if cfg.projection == "shared" else delta).to(images.dtype)
+        before, after, place = images[0::2], images[1::2], cfg.place
         first = {"before": [delta, before], "between": [before, delta], "after": [before]}[place]
         second = [after, delta] if place == "after" else [after]
         both = zip(torch.cat(first, dim=1), torch.cat(second, dim=1), strict=True)
         return projected, [tokens for pair in both for tokens in pair]
-
-    def delta_tokens(self, states: list[Tensor]) -> Tensor:
-        """Equation (4), [B, T, W], from the hidden states of the vision encoder."""
-        assert self.vdm is not None, "a model without the module"
-        read = [states[layer] for layer in self.vdm.cfg.vision_feature_layers]
-        delta = self.vdm([f[0::2] for f in read], [f[1::2] for f in read])
-        return self.multi_modal_projector(delta) if self.vdm.cfg.projection == "shared" else delta
 
 
 class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):

@@ -18,7 +18,6 @@ from m3diff.models.family import Family, Settings
 class TrainableGroup:
     """Parameters of one learning rate, the parts that they are from, and the share of the steps before they train."""
 
-    name: str
     parts: tuple[str, ...]
     lr: float
     parameters: list[nn.Parameter]
@@ -89,7 +88,6 @@ def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> li
             alike.setdefault((rate, settings.delays.get(part, 0.0)), []).append(part)
     groups = [
         TrainableGroup(
-            "+".join(parts),
             tuple(parts),
             rate,
             [p for name, p in named if p.requires_grad and family.part_of(name) in parts],

@@ -66,7 +66,7 @@ def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen, ra
 def test_parts_of_equal_rate_and_delay_share_a_group(rates, delay, wanted):
     model, settings = prepared(**dict(zip(("vision", "module", "projector", "llm"), rates, strict=True)))
     groups = trainable_groups(model, FAMILY, replace(settings, delays=Delays(module=delay)))
-    assert [(group.name, group.lr, group.delay) for group in groups] == wanted
+    assert [("+".join(group.parts), group.lr, group.delay) for group in groups] == wanted
     for group in groups:
         own = [p for name, p in unwrapped(model).named_parameters() if FAMILY.part_of(name) in group.parts]
         assert [id(p) for p in group.parameters] == [id(p) for p in own if p.requires_grad], "in the model's order"

@@ -133,9 +133,16 @@ class Schedule:
     def steps(self) -> int:
         return math.ceil(self.epochs * self.steps_per_epoch)
 
+    @lru_cache(maxsize=2)  # noqa: B019  # the epoch that trains, and the next one decoded ahead
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """Return its sequences in training order, each up to `max_captions` rows of one pair (None: all)."""
-        return _planned(self, epoch)
+        rng = np.random.default_rng([self.seed, epoch])
+        sequences: list[np.ndarray] = []
+        for rows in self.samples.pairs():
+            rng.shuffle(rows)
+            most = self.max_captions or len(rows)
+            sequences += [rows[at : at + most] for at in range(0, len(rows), most)]
+        return [sequences[number] for number in rng.permutation(len(sequences))]
 
     def global_sequences(self, step: int) -> list[np.ndarray]:
         """Return the sequences of one step over all workers; an epoch's last step has fewer than `global_batch`."""
@@ -155,17 +162,6 @@ class Schedule:
         weighted += [(chosen[0], 0)] * (self.global_batch - len(chosen))
         mine = weighted[rank :: self.ranks]
         return [mine[at : at + self.micro_batch] for at in range(0, len(mine), self.micro_batch)]
-
-
-@lru_cache(maxsize=2)  # the epoch that trains, and the next one decoded ahead
-def _planned(schedule: Schedule, epoch: int) -> list[np.ndarray]:
-    rng = np.random.default_rng([schedule.seed, epoch])
-    sequences: list[np.ndarray] = []
-    for rows in schedule.samples.pairs():
-        rng.shuffle(rows)
-        most = schedule.max_captions or len(rows)
-        sequences += [rows[at : at + most] for at in range(0, len(rows), most)]
-    return [sequences[number] for number in rng.permutation(len(sequences))]
 
 
 @dataclass(frozen=True)

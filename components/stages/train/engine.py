@@ -52,7 +52,7 @@ def build_engine(cfg: Train, compute: Compute, model: nn.Module, groups: list[Tr
     # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # each rate is set before each step; 0 until then
-    parameters = [{"params": group.parameters, "lr": 0.0, "name": group.name} for group in groups]
+    parameters = [{"params": group.parameters, "lr": 0.0} for group in groups]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute), dist_init_required=False

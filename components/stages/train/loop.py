@@ -162,8 +162,7 @@ class Training:
 
     def resume(self) -> int:
         """Restore the newest valid checkpoint; return the number of steps done, 0 without one."""
-        newest = state.latest_valid_checkpoint(self.job.run_dir) if self.runtime.rank == 0 else None
-        folder = self.runtime.agree(newest)
+        folder = self.runtime.agree(state.latest_valid_checkpoint(self.job.run_dir) if self.runtime.rank == 0 else None)
         steps = self.schedule.steps
         if folder is None:
             self.runtime.say(f"no checkpoint of this run to go on from, so it starts at step 1 of {steps}")
@@ -434,8 +433,7 @@ class Validation:
         for question, rows in by_question.items():
             for at in range(0, len(rows), CAPTION_BATCH):
                 batch = rows[at : at + CAPTION_BATCH]
-                images = [self.samples.images(row) for row in batch]
-                opened = [(load_image(*before), load_image(*after)) for before, after in images]
+                opened = [(load_image(*one), load_image(*other)) for one, other in map(self.samples.images, batch)]
                 captions |= zip(batch, captioner.caption(opened, question), strict=True)
         model.train()
         if self.alike or self.ranks == 1:
