@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -492,6 +493,33 @@ def test_a_damaged_cache_is_only_read_anew(tmp_path, damage):
     else:
         cache.write_bytes(damage)
     assert verdicts(tmp_path, "a.png") == ["ok"]
+
+
+def test_images_are_dealt_to_a_cluster_in_batches_and_none_is_lost(tmp_path, monkeypatch):
+    """With a cluster of this process, which keeps order and counts; a real one is in the slow test."""
+
+    class Task:
+        def __init__(self, function):
+            self.function = function
+
+        def remote(self, *arguments):
+            batches.append(len(arguments[0]))
+            return self.function(*arguments)
+
+    batches: list[int] = []
+    ray = SimpleNamespace(init=lambda *_, **__: None, remote=Task, put=lambda value: value, get=lambda value: value)
+    names = [f"{number}.png" for number in range(8)]
+    for number, name in enumerate(names):
+        save_picture(tmp_path / name, number)
+    here = frame_of(tmp_path, *names)
+    (tmp_path / "cache.parquet").unlink()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "anywhere")
+    monkeypatch.setattr(image_check, "BATCH", 3)
+    monkeypatch.setattr(image_check, "IN_FLIGHT", 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # which a worker sets
+    assert frame_of(tmp_path, *names).equals(here)
+    assert batches == [3, 3, 2]
 
 
 # Outlines of a saliency map: around the right cells, on one scale, with the image under them as it was

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import stat
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, repeat
@@ -40,7 +41,7 @@ CHECK: Schema = {
 }
 
 CACHE: Schema = {**STAT, **CHECK, "decoder": pl.String}
-BATCH = 256  # images in a task
+BATCH, IN_FLIGHT = 256, 64  # images in a task, and tasks of the cluster at a time
 
 
 def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> pl.DataFrame:
@@ -89,7 +90,8 @@ def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str
     known = {row["digest"]: row for row in cached.select(*CHECK).iter_rows(named=True)}
     paths = files["path"].to_list()
     batches = [paths[start : start + BATCH] for start in range(0, len(paths), BATCH)]
-    read = chain.from_iterable(_over_cores(batches, frozenset(known), max_pixels))
+    spread = _over_cluster if "RAY_ADDRESS" in os.environ else _over_cores
+    read = chain.from_iterable(spread(batches, frozenset(known), max_pixels))
     checks = progress(read, f"{stage} images", total=len(paths), unit="image")
     rows = [check | known.get(check.get("digest"), {}) for check in checks]
     return files.join(pl.from_dicts(rows, schema={"path": pl.String, **CHECK}), on="path")
@@ -99,6 +101,20 @@ def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: i
     context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
         yield from pool.map(check_batch, batches, repeat(known), repeat(max_pixels))
+
+
+def _over_cluster(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:
+    """Check on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
+    import ray
+
+    ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)
+    task, contents = ray.remote(check_batch), ray.put(known)
+    waiting: deque[ray.ObjectRef] = deque()
+    for batch in batches:
+        waiting.append(task.remote(batch, contents, max_pixels))
+        if len(waiting) > IN_FLIGHT:
+            yield ray.get(waiting.popleft())
+    yield from ray.get(list(waiting))
 
 
 def _load(cache: Path, max_pixels: int) -> pl.DataFrame:

@@ -6,7 +6,7 @@ killed run goes on with what is missing. Run: `m3diff predict`.
 
 They are made in this process, or in Ray workers with a GPU each (`compute.gpu`, `compute.workers`). Each worker loads
 the checkpoint and takes its part of the batches. When one dies, the batches without an answer are dealt to new workers.
-Threads read, check and resize the images of a batch.
+Threads read, check and resize the images of the next batches while the model computes.
 
 At 7B shapes a pair takes 21.9 TFLOP to read, vision encoder and MDP module included. Its saliency map, from the same
 pass, takes 0.13 more: 401 PFLOP for the paper's 16.2k test pairs and two controls of 1,000.
@@ -21,7 +21,7 @@ import textwrap
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
@@ -37,18 +37,20 @@ from m3diff.models.device import Device, environment
 from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError, readable
 from m3diff.records.files import StageReport, sha256, write_atomic
-from m3diff.records.progress import progress
+from m3diff.records.progress import ahead, progress
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict.params import Predict
 
 if TYPE_CHECKING:
     from m3diff.models.generation import Captioner
+    from m3diff.models.processing import PairProcessor
 
 PREDICTIONS, SHUFFLED, REVERSED = "predictions", "predictions_shuffled", "predictions_reversed"
 CONTROL_SEED = 0
 CONTROL_PAIRS = 600  # pairs of each control at most, sampled from all
 
+AHEAD = 2  # batches whose images are prepared beforehand
 ROOM_S = 60  # within which Ray must have nodes for every worker
 
 Key = tuple[str, str]  # name of the set of pairs (predictions, control), id of the pair
@@ -292,18 +294,10 @@ def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
 
 def answers_of(captioner: "Captioner", batches: Sequence[Batch], threads: int) -> Iterator[Answered]:
     """Yield the answers of the batches, in their order."""
-
-    def prepared(path: str, sha256: bytes | None) -> np.ndarray:
-        return captioner.processor.prepare_image(load_image(path, sha256))
-
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        for batch in batches:
-            paths = [path for pair in batch.pairs for path in (pair.before, pair.after)]
-            digests = [digest for pair in batch.pairs for digest in (pair.before_sha256, pair.after_sha256)]
-            images = list(pool.map(prepared, paths, digests))
-            captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
-            shown = [None] * len(captions) if maps is None else maps
-            yield batch.number, [Answer(*answer) for answer in zip(captions, shown, strict=True)]
+    for batch, images in zip(batches, images_ahead(batches, captioner.processor, threads), strict=True):
+        captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
+        shown = [None] * len(captions) if maps is None else maps
+        yield batch.number, [Answer(*answer) for answer in zip(captions, shown, strict=True)]
 
 
 def load(job: Job) -> "Captioner":
@@ -316,6 +310,21 @@ def load(job: Job) -> "Captioner":
     captioner = load_captioner(job.checkpoint, job.max_new_tokens, device)
     captioner.family.fuse(captioner.model, "none")
     return captioner
+
+
+def images_ahead(batches: Sequence[Batch], processor: "PairProcessor", threads: int) -> Iterator[list[np.ndarray]]:
+    """Yield each batch's images as the processor prepares them, before, after, before, after, ...; those of the next
+    AHEAD batches are on the way."""
+
+    def prepared(path: str, sha256: bytes | None) -> np.ndarray:
+        return processor.prepare_image(load_image(path, sha256))
+
+    def submit(batch: Batch) -> list[Future[np.ndarray]]:
+        files = [((pair.before, pair.before_sha256), (pair.after, pair.after_sha256)) for pair in batch.pairs]
+        return [pool.submit(prepared, *file) for both in files for file in both]
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        yield from ahead(submit, batches, AHEAD)
 
 
 class Worker:

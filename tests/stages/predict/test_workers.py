@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,14 @@ from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict import stage
 from m3diff.stages.predict.stage import (
+    AHEAD,
     Answer,
     Batch,
     Job,
     batches,
     caption,
     caption_on_ray,
+    images_ahead,
     predict,
     read_test_pairs,
 )
@@ -48,11 +51,31 @@ def job(checkpoint: Path, **changes: Any) -> Job:
     return Job(checkpoint, 5, compute(checkpoint, **changes))
 
 
-def test_an_image_that_is_gone_ends_the_captions(checkpoint, tmp_path):
+class Processor:
+    """Prepares nothing, and counts the images of which it was asked."""
+
+    def __init__(self) -> None:
+        self.seen, self.changed = 0, threading.Condition()
+
+    def prepare_image(self, image: Any) -> np.ndarray:
+        with self.changed:
+            self.seen += 1
+            self.changed.notify_all()
+        return np.asarray(image)
+
+
+def test_images_are_prepared_two_batches_ahead_and_a_bad_one_ends_them(mixture, tmp_path):
+    processor, count = Processor(), 2 * (1 + AHEAD)
+    stream = images_ahead(in_batches(mixture), processor, threads=2)
+    next(stream)
+    with processor.changed:
+        assert processor.changed.wait_for(lambda: processor.seen >= count, timeout=120), "the batch and the next two"
+    assert processor.seen == count, "and no more"
+    assert len(list(stream)) == 4
     broken = write_test_split(tmp_path / "mixture")
     (broken / f"{ORDER[0]}_before.png").unlink()
     with pytest.raises(DataError, match=f"{ORDER[0]}_before.png: cannot be read"):
-        list(caption(job(checkpoint), in_batches(broken)))
+        list(images_ahead(in_batches(broken), Processor(), threads=1))
 
 
 @pytest.mark.parametrize(("dtype", "want"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
