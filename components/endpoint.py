@@ -171,7 +171,6 @@ class Endpoint:
         }
 
     def _ask(self, new: Mapping[str, Question], told: str, others_answered: bool) -> None:
-        """Ask in parallel; each answer is kept as it comes."""
         import openai
 
         client = openai.OpenAI(

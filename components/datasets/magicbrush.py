@@ -47,7 +47,6 @@ def _turn(split: str, where: str, turn: dict[str, Any]) -> Row:
 
 
 def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
-    """Yield a row per turn of a test session."""
     source = f"{test}/{SESSIONS}, {img_id}"
     if not isinstance(turns, list):
         yield broken("test", source, f"turns: expected a list, found {describe(turns)}", img_id)

@@ -47,17 +47,13 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from m3diff.datasets.files import Embedded, columns_in, describe, look_up, pick, read_values, texts
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Question, Row, merged
 from m3diff.records.errors import DataError
-from m3diff.records.schemas import NO_CHANGE
+from m3diff.records.schemas import NO_CHANGE, Split
 
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")
 # In the fault of a row that has another number of images or of answers than a pair
 NO_PAIR = re.compile(r"two images, found (\d+)|one answer, found (\d+)")
 
-ANSWERS = ("gpt", "assistant")  # who answers in a conversation
-ASKERS = ("human", "user")
-
-Split = Literal["train", "val", "test"]
 Manifest = Annotated[
     Annotated[str, Tag("[file]")] | Annotated[Mapping[Split, str], Tag("[files]")],
     Discriminator(lambda value: "[files]" if isinstance(value, Mapping) else "[file]"),
@@ -202,11 +198,13 @@ def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
         return captions, ()
     key = "value" if "value" in captions[0] else "content"
     turns = [(turn.get("from", turn.get("role")), _text_of(turn.get(key))) for turn in captions]
-    answers = [text for who, text in turns if who in ANSWERS]
+    answers = [text for who, text in turns if who in ("gpt", "assistant")]
     if len(answers) != 1:
         raise DataError(f"captions: expected a conversation with one answer, found {len(answers)}")
-    asked = [(place, text) for place, (who, text) in enumerate(turns) if who in ASKERS and isinstance(text, str)]
-    return answers[0], tuple(Question(f"{column}.{place}.{key}", text) for place, text in asked if text)
+    asked = [(place, text) for place, (who, text) in enumerate(turns) if who in ("human", "user")]
+    return answers[0], tuple(
+        Question(f"{column}.{place}.{key}", text) for place, text in asked if text and isinstance(text, str)
+    )
 
 
 def _text_of(content: Any) -> Any:
@@ -225,7 +223,6 @@ def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
 
 
 def _row(where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str], separator: str | None) -> Row:
-    """The pair of one row of the manifest."""
     before, after = value["before"], value["after"]
     images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
     name = _named(value["id"]) or ("|".join(images) if all(isinstance(image, str) for image in images) else None)

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError, readable
 
+Split = Literal["train", "val", "test"]
 SPLITS = ("train", "val", "test")
 
 ChangeType = Literal[

@@ -40,7 +40,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, field_validator
 
-from m3diff.records.schemas import CHANGE_TYPES, SPLITS, ChangeType
+from m3diff.records.schemas import CHANGE_TYPES, SPLITS, ChangeType, Split
 from m3diff.settings.section import Section
 
 KINDS = ("ball", "box", "cone", "star", "arrow", "doll", "sign", "die")
@@ -53,12 +53,12 @@ WIDTHS: dict[str, dict[str, float]] = {  # how wide an object of each size is, i
 
 MARK_WIDTH = 0.17
 SIZES = tuple(WIDTHS["grid"])
-DIRECTIONS = ("up", "right", "down", "left")
-POSES = ("down", "up", "waving")
-GLYPHS = tuple("AEKS2479")
-COUNTS = (2, 3, 4, 5, 6)
-# What the kinds with an inner state can show: where an arrow points, a doll's arms, a sign's text, a die's dots
-STATES: dict[str, tuple] = {"arrow": DIRECTIONS, "doll": POSES, "sign": GLYPHS, "die": COUNTS}
+STATES: dict[str, tuple] = {  # what the kinds with an inner state can show
+    "arrow": ("up", "right", "down", "left"),  # where it points
+    "doll": ("down", "up", "waving"),  # its arms
+    "sign": tuple("AEKS2479"),
+    "die": (2, 3, 4, 5, 6),  # its dots
+}
 
 PLACES = (
     *("at the top left", "at the top", "at the top right"),
@@ -171,7 +171,7 @@ class MiniChange(Section):
 
     root: Path  # the folder to write
     seed: int = Field(ge=0)
-    scenes: Mapping[Literal["train", "val", "test"], int]  # each gives two pairs: a change and a distractor
+    scenes: Mapping[Split, int]  # each gives two pairs: a change and a distractor
     image_px: int = Field(ge=32)
     references: int = Field(ge=1, le=5)  # captions of a pair
     multi_change_share: float = Field(ge=0, le=1)  # of scenes with two or three changes
@@ -182,7 +182,6 @@ class MiniChange(Section):
     @field_validator("scenes")
     @classmethod
     def every_split(cls, scenes: dict[str, int]) -> dict[str, int]:
-        """All three splits, none below 0, at least one scene."""
         if set(scenes) != set(SPLITS) or min(scenes.values()) < 0 or not any(scenes.values()):
             raise ValueError(f"expected {', '.join(SPLITS)}, each 0 or more and one of them more than 0")
         return scenes
@@ -203,8 +202,6 @@ NEEDS = {"orientation": "arrow", "pose": "doll", "ocr": "sign", "counting": "die
 
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # directions in which a camera moves, by word
 
-Pair = tuple[Scene, Scene, Scene, tuple[Change, ...]]  # before, after its changes, distractor, and the changes
-
 
 @dataclass(frozen=True)
 class Sampler:
@@ -222,7 +219,9 @@ class Sampler:
     shift: tuple[float, float, float]  # of a distractor's camera: most in x and in y, least and most in all
     jitter_by: tuple[float, float, float]  # most of a distractor's zoom, brightness (both a share) and lamp (radians)
 
-    def sample_pair(self, rng: np.random.Generator, types: tuple[str, ...]) -> Pair:
+    def sample_pair(
+        self, rng: np.random.Generator, types: tuple[str, ...]
+    ) -> tuple[Scene, Scene, Scene, tuple[Change, ...]]:
         """Sample a scene and change it.
 
         Returns: the scene before, the scene after the changes of `types`, the distractor (the scene before under

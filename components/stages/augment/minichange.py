@@ -16,22 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from m3diff.datasets.minichange import FILE, read_scenes
-from m3diff.datasets.minichange.language import (
-    ARMS,
-    CAMERA,
-    LAMP,
-    NUMBERS,
-    SEPARATOR,
-    TEMPLATES,
-    grammar,
-    references,
-)
+from m3diff.datasets.minichange import FILE, language, read_scenes
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import (
     COLORS,
-    DIRECTIONS,
-    GLYPHS,
     KINDS,
     LAMP_ON,
     LEVELS,
@@ -70,8 +58,8 @@ def _any(words: Iterable[object]) -> str:
 
 ITEM = re.compile(
     f"(?P<place>{_any(PLACES)}) a (?:mark|(?P<name>(?:{_any(SIZES)}) (?:{_any(COLORS)}) (?:{_any(KINDS)}))"
-    f"(?: pointing (?P<direction>{_any(DIRECTIONS)})| with arms (?P<arms>up|down)|(?P<waving> waving)"
-    f"| reading (?P<glyph>{_any(GLYPHS)})| with (?P<count>{_any(NUMBERS)}) dots)?)"
+    f"(?: pointing (?P<direction>{_any(STATES['arrow'])})| with arms (?P<arms>up|down)|(?P<waving> waving)"
+    f"| reading (?P<glyph>{_any(STATES['sign'])})| with (?P<count>{_any(language.NUMBERS)}) dots)?)"
 )
 
 
@@ -94,11 +82,11 @@ def _state(words: dict[str, Any]) -> object:
     if words["waving"]:
         return "waving"
     if words["count"]:
-        return NUMBERS.index(words["count"])
+        return language.NUMBERS.index(words["count"])
     return words["direction"] or words["arms"] or words["glyph"]
 
 
-PATTERNS = [(clause["type"], re.compile(clause["pattern"])) for clause in grammar(SIZES)["clauses"]]
+PATTERNS = [(clause["type"], re.compile(clause["pattern"])) for clause in language.grammar(SIZES)["clauses"]]
 
 
 def read_instruction(text: str) -> tuple[Change, ...] | None:
@@ -107,7 +95,7 @@ def read_instruction(text: str) -> tuple[Change, ...] | None:
     The state that an object had is None where the clause does not say it.
     """
     changes = []
-    for clause in text.split(SEPARATOR):
+    for clause in text.split(language.SEPARATOR):
         found = ((kind, pattern.fullmatch(clause)) for kind, pattern in PATTERNS)
         change = next((_change(kind, match.groupdict()) for kind, match in found if match), None)
         if change is None:
@@ -118,7 +106,7 @@ def read_instruction(text: str) -> tuple[Change, ...] | None:
 
 def _change(kind: str, words: dict[str, Any]) -> Change:
     if kind in ("viewpoint", "illumination"):
-        said = CAMERA if kind == "viewpoint" else LAMP
+        said = language.CAMERA if kind == "viewpoint" else language.LAMP
         return Change(kind, word=next(word for word, phrase in said.items() if phrase == words["after"]))
     thing = _thing(words["object"], PLACES.index(words["place"]))
     if kind == "addition":
@@ -134,12 +122,11 @@ def _change(kind: str, words: dict[str, Any]) -> Change:
 
 
 def _value(kind: str, word: str | None) -> object:
-    """The state that a word of a clause means."""
     if word is None:
         return None
     if kind == "pose":
-        return next(pose for pose, phrase in ARMS.items() if phrase == word)
-    return NUMBERS.index(word) if kind == "counting" else word
+        return next(pose for pose, phrase in language.ARMS.items() if phrase == word)
+    return language.NUMBERS.index(word) if kind == "counting" else word
 
 
 def paraphrase(text: str, caption: str | None = None) -> list[str]:
@@ -157,8 +144,8 @@ def paraphrase(text: str, caption: str | None = None) -> list[str]:
         each for each in known if each.type not in ("size", "color") and getattr(each.before, "state", None) is None
     ]
     found = []
-    for number, said in enumerate(references(known, WORDS) if known else []):
-        if said != text and not any(OLD in TEMPLATES[each.type][number] for each in stateless):
+    for number, said in enumerate(language.references(known, WORDS) if known else []):
+        if said != text and not any(OLD in language.TEMPLATES[each.type][number] for each in stateless):
             found.append(said)
     return found
 
@@ -177,7 +164,7 @@ def difference(first: str, second: str, count: int) -> list[str]:
     none, or more than three changes, or one that MiniChange's words cannot tell."""
     before, after = read_description(first), read_description(second)
     changes = changes_between(before, after) if before and after else None
-    return references(changes, min(count, WORDS)) if changes else []
+    return language.references(changes, min(count, WORDS)) if changes else []
 
 
 def changes_between(before: Description, after: Description) -> tuple[Change, ...] | None:

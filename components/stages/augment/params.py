@@ -2,27 +2,23 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from m3diff.datasets import DATASETS
 from m3diff.endpoint import EndpointUrl
 from m3diff.records.files import sha256_of_folder
-from m3diff.settings.section import ParamsError, Section, one_of
+from m3diff.records.schemas import Split
+from m3diff.settings.section import ParamsError, Section
+from m3diff.stages.ingest.params import RawDataset
 
 MANIFEST = "pairs.jsonl"
-Split = Literal["train", "val", "test"]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Source(Section):
-    """A raw dataset as ingest would read it; DVC watches its root."""
+class Source(RawDataset):
+    """A raw dataset as ingest would read it."""
 
-    reader: Annotated[str, one_of(DATASETS)]
-    root: Path
-    options: Mapping[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
-    follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
     splits: tuple[Split, ...] = ("train", "val", "test")  # that something is made from; it stays in its split
 
 

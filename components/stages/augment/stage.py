@@ -60,20 +60,10 @@ from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, new_folder, sha256, write_atomic
 from m3diff.records.progress import progress
-from m3diff.records.schemas import NO_CHANGE, SPLITS
+from m3diff.records.schemas import NO_CHANGE, SPLITS, Split
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.minichange import DrawnEditor
-from m3diff.stages.augment.params import (
-    MANIFEST,
-    CoupledSamples,
-    Drawn,
-    Edits,
-    Grammar,
-    InstructPix2Pix,
-    Neighbours,
-    Source,
-    Split,
-)
+from m3diff.stages.augment.params import MANIFEST, CoupledSamples, Edits, MadeDataset, Neighbours, Source
 from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest
 from m3diff.stages.augment.writers import GrammarWriter, LanguageModel, Writer
 
@@ -401,7 +391,7 @@ class AugmentReport(StageReport):
             yield f"{pairs:,}: {reason}{first}"
 
 
-def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Compute) -> AugmentReport:
+def augment(name: str, cfg: MadeDataset, compute: Compute) -> AugmentReport:
     """Write the dataset `name` of `params.yaml` to `cfg.root`, and the report to `<root>.json`.
 
     Raises:
@@ -426,7 +416,7 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
     return report.write(Path(f"{cfg.root}.json"))
 
 
-def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Path, made: Made) -> Sequence[Original]:
+def _make(cfg: MadeDataset, compute: Compute, images: Path, made: Made) -> Sequence[Original]:
     """Make the pairs, and return what they are made of; `images`: the folder for those that the source has in a Parquet
     file."""
     use: Literal["instruction", "caption"] = "instruction" if isinstance(cfg, Edits) else "caption"
@@ -436,24 +426,24 @@ def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Pa
         return originals
     answers = compute.scratch / "answers.jsonl"
     writer: Writer
-    writer = GrammarWriter() if isinstance(cfg.writer, Grammar) else LanguageModel(cfg.writer, cfg.seed, answers)
+    writer = GrammarWriter() if cfg.writer.kind == "grammar" else LanguageModel(cfg.writer, cfg.seed, answers)
     device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
     if isinstance(cfg, Edits):
         editor: Editor
-        editor = DrawnEditor(cfg.source.root) if isinstance(cfg.editor, Drawn) else Pix2PixEditor(cfg.editor, device)
-        make_edits(cfg, originals, made, editor, writer, kept_edits(cfg.editor, editor, compute.scratch))
+        editor = DrawnEditor(cfg.source.root) if cfg.editor.kind == "drawn" else Pix2PixEditor(cfg.editor, device)
+        make_edits(cfg, originals, made, editor, writer, kept_edits(cfg, editor, compute.scratch))
     else:
         known = known_pairs(cfg.source, images)
         make_neighbours(cfg, originals, known, made, Features(cfg.features, device), writer)
     return originals
 
 
-def kept_edits(cfg: Drawn | InstructPix2Pix, editor: Editor, scratch: Path) -> Path:
+def kept_edits(cfg: Edits, editor: Editor, scratch: Path) -> Path:
     """The folder of this editor's edits, whoever asked for them: by its settings, the identity of its weights wherever
     they are, and its code."""
-    settings = cfg.model_dump(mode="json", exclude={"model", "sha256"})
+    settings = cfg.editor.model_dump(mode="json", exclude={"model", "sha256"})
     key = key_of({"settings": settings, "model": editor.identity}, Path(getfile(type(editor))))
-    return scratch / "edits" / f"{cfg.kind}-{key}"
+    return scratch / "edits" / f"{cfg.editor.kind}-{key}"
 
 
 def _require_ours(root: Path) -> None:

@@ -101,7 +101,6 @@ def usable(answer: Answer, n: int, given: str) -> Written:
 
 
 def _plain(text: str) -> str:
-    """The words alone, for comparing."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 

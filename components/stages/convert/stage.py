@@ -67,9 +67,7 @@ class ConvertReport(StageReport):
     pairs: dict[str, int]
     samples: dict[str, int]
     datasets: dict[str, ConvertCounts]
-    published: dict[
-        str, dict[str, tuple[int, int | None]]
-    ]  # `training_counts`; empty unless the datasets are the paper's
+    published: dict[str, dict[str, tuple[int, int | None]]]  # `training_counts`, where the datasets are the paper's
 
 
 def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out: Path) -> ConvertReport:
@@ -96,13 +94,22 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     keyed = records.with_row_index("row").with_columns(id_keys(cfg.seed, records["id"]))
     parts, counts = [], {}
     for name in names:
-        pairs, source = keyed.filter(pl.col("dataset") == name), cfg.sources.get(name, Source())
+        pairs, source = keyed.filter(dataset=name), cfg.sources.get(name, Source())
         asked = questions[source.task or DATASETS[entries[name].reader].task]
-        part, counts[name] = _convert_one(pairs, asked, source if entries[name].train_on else NOTHING_TRAINS, cfg)
+        train, others = pairs.filter(split="train"), pairs.filter(pl.col("split") != "train")
+        source = source if entries[name].train_on else NOTHING_TRAINS
+        training, left_out = training_samples(train, asked, source, cfg)
+        part = pl.concat([training, evaluation_samples(others, asked)])
+        by_split = {split: part.filter(split=split)["pair"] for split in SPLITS}
+        counts[name] = ConvertCounts(
+            pairs={split: used.n_unique() for split, used in by_split.items()},
+            samples={split: used.len() for split, used in by_split.items()},
+            left_out=left_out,
+        )
         parts.append(part)
     samples = pl.concat(parts)
     for split in SPLITS:
-        _write_shards(samples.filter(pl.col("split") == split), out / split)
+        _write_shards(samples.filter(split=split), out / split)
     return ConvertReport(
         stage="convert",
         rows_in=records.height,
@@ -131,20 +138,6 @@ def load_questions(path: Path) -> dict[str, list[str]]:
             "without: both images come before the question by themselves"
         )
     return questions
-
-
-def _convert_one(
-    pairs: pl.DataFrame, questions: list[str], source: Source, cfg: Convert
-) -> tuple[pl.DataFrame, ConvertCounts]:
-    trains = pl.col("split") == "train"
-    training, left_out = training_samples(pairs.filter(trains), questions, source, cfg)
-    samples = pl.concat([training, evaluation_samples(pairs.filter(~trains), questions)])
-    by_split = {split: samples.filter(pl.col("split") == split)["pair"] for split in SPLITS}
-    return samples, ConvertCounts(
-        pairs={split: pairs.n_unique() for split, pairs in by_split.items()},
-        samples={split: pairs.len() for split, pairs in by_split.items()},
-        left_out=left_out,
-    )
 
 
 def _write_shards(samples: pl.DataFrame, folder: Path) -> None:

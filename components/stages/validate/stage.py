@@ -119,7 +119,6 @@ def counting(found: pl.DataFrame, bad: pl.DataFrame, lost_may_be_lost: bool) -> 
 
 
 def _refuse_changed(table: pl.DataFrame, images: pl.DataFrame) -> None:
-    """Raises DataError where an image file is not the one whose digest its record has."""
     digests = images.select("path", found="digest")
     for side in ("before", "after"):
         noted = table.select("source", path=side, noted=f"{side}_sha256").drop_nulls("path")
@@ -158,10 +157,7 @@ def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple
     respaced = spaced.select((pl.col("new") != pl.col("references")).sum()).item()
     clean = clean.with_columns(grouped["references"])
     quarantine = rows.join(bad, on="row", how="inner").sort("row")
-    for name, frame, schema in (
-        ("records", clean, RECORD_SCHEMA),
-        ("quarantine", quarantine, QUARANTINE_SCHEMA),
-    ):
+    for name, frame, schema in (("records", clean, RECORD_SCHEMA), ("quarantine", quarantine, QUARANTINE_SCHEMA)):
         columns = frame.select(schema.names).to_arrow().cast(schema)
         pq.write_table(columns, out / f"{name}.parquet", compression="zstd")
     return clean, quarantine, respaced

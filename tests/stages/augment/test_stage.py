@@ -249,7 +249,8 @@ def key(folder: Path, content: str = "weights", **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(content)
     cfg = InstructPix2Pix(**({"kind": "instruct_pix2pix", "model": folder} | changes))
-    return kept_edits(cfg, Pix2PixEditor(cfg, Device(gpu=False, precision="fp32")), Path("runs")).name
+    edits = Edits.model_construct(editor=cfg)
+    return kept_edits(edits, Pix2PixEditor(cfg, Device(gpu=False, precision="fp32")), Path("runs")).name
 
 
 def test_edits_are_known_by_settings_weights_and_their_editor_s_code(tmp_path, monkeypatch):
