@@ -167,11 +167,9 @@ class Embedded:
     item: int | None = field(compare=False)  # in a list of images
 
     def read(self) -> bytes:
-        """The bytes."""
         value = _column(self.manifest, self.group, self.column)[self.row]
         image = value if self.item is None else value[self.item]
-        found: bytes = image["bytes"] if isinstance(image, dict) else image
-        return found
+        return image["bytes"] if isinstance(image, dict) else image
 
 
 @lru_cache(maxsize=2)
@@ -268,8 +266,7 @@ def _delimited(path: Path, given: str | None, required: Sequence[str]) -> Iterat
                 wrong = f"row: has {len(fields)} fields, the header {len(header)}; quote fields that hold {delimiter!r}"
                 yield where, DataError(wrong)
     except csv.Error as error:
-        line = reader.line_num
-        raise DataError(f"{path}: line {line}: not valid CSV: {error}; correct the quotes there") from error
+        raise DataError(f"{path}: line {reader.line_num}: not valid CSV: {error}; correct the quotes there") from error
 
 
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
@@ -387,8 +384,7 @@ def look_up(row: Mapping[str, Any], column: str) -> Any:
 
 def _formatted(value: Any, form: str | None) -> str:
     whole = re.fullmatch(r"(\d+)(\.0+)?", str(value)) if form else None  # pandas writes 1.0 where a number is missing
-    number = int(whole[1]) if whole else value
     try:
-        return format(number, form or "")
+        return format(int(whole[1]) if whole else value, form or "")
     except (TypeError, ValueError) as error:
         raise DataError(f"columns: {describe(value)} cannot be written as {{:{form}}}; correct the template") from error

@@ -37,8 +37,7 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         if line["label"] not in ("True", "False"):
             return broken(split, where, f"label: expected 'True' or 'False', found {describe(line['label'])}")
         if not re.fullmatch(rf"{part}-\d+-\d+-\d+", name):
-            fault = f"identifier: expected {part}-<set>-<pair>-<sentence>, found {describe(name)}"
-            return broken(split, where, fault)
+            return broken(split, where, f"identifier: expected {part}-<set>-<pair>-<sentence>, found {describe(name)}")
         pair = name.rpartition("-")[0]
         folder = f"{images}/{part}/{line['directory']}" if part == "train" else f"{images}/{part}"
         sides = f"{folder}/{pair}-img0.png", f"{folder}/{pair}-img1.png"
@@ -47,8 +46,7 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
 
     for split, part in PARTS.items():
         fields = FIELDS | ({"directory": int} if part == "train" else {})
-        lines = read_lines(root / f"data/{part}.json")
-        rows = as_rows(split, lines, fields, row)
+        rows = as_rows(split, read_lines(root / f"data/{part}.json"), fields, row)
         yield from merged(each for each in rows if each.fault or each.references)
 
 

@@ -18,8 +18,7 @@ are matched to the paper's without regard to case.
 from collections.abc import Iterator
 from pathlib import Path
 
-from m3diff.datasets import pairs
-from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount
+from m3diff.datasets import pairs, spec
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 
 NAMES = (*CHANGE_TYPES, NO_CHANGE)
@@ -30,7 +29,7 @@ def read(
     manifest: pairs.Manifest = "annotations.json",
     columns: pairs.Columns | None = None,
     split: pairs.Split | None = None,
-) -> Iterator[Row]:
+) -> Iterator[spec.Row]:
     """Read as `pairs` does, with the change types checked against the paper's twelve."""
     for row in pairs.read(root, manifest, columns, split):
         types = [name.strip().lower() for name in row.change_types]
@@ -39,22 +38,32 @@ def read(
         yield row._replace(change_types=[] if unknown else types, fault=fault)
 
 
-REAL = Published("omnidiff_real", "OmniDiff-Real", SplitCount(7_007, 7_007), SplitCount(799, 799), SplitCount(803, 803))
-RENDER = Published(
-    "omnidiff_render", "OmniDiff-Render", SplitCount(5_445, 5_445), SplitCount(777, 777), SplitCount(767, 767)
+REAL = spec.Published(
+    "omnidiff_real",
+    "OmniDiff-Real",
+    spec.SplitCount(7_007, 7_007),
+    spec.SplitCount(799, 799),
+    spec.SplitCount(803, 803),
+)
+RENDER = spec.Published(
+    "omnidiff_render",
+    "OmniDiff-Render",
+    spec.SplitCount(5_445, 5_445),
+    spec.SplitCount(777, 777),
+    spec.SplitCount(767, 767),
 )
 PAPER = "arXiv 2503.11093, the multi-change setting: a paragraph against its single reference"
-SPEC = DatasetSpec(
+SPEC = spec.DatasetSpec(
     title="OmniDiff",
     page="https://yuan-liu-omnidiff.github.io",
     paper="OmniDiff: A Comprehensive Benchmark for Fine-grained Image Difference Captioning (Liu et al., ICCV 2025)",
-    licence=UNSTATED,
+    licence=spec.UNSTATED,
     read=read,
     files=("annotations.json",),
     task="detail",
     published=(REAL, RENDER),
     protocols=(
-        Protocol("real", n=REAL.test.pairs, part=REAL.part, source=PAPER),
-        Protocol("render", n=RENDER.test.pairs, part=RENDER.part, source=PAPER),
+        spec.Protocol("real", n=REAL.test.pairs, part=REAL.part, source=PAPER),
+        spec.Protocol("render", n=RENDER.test.pairs, part=RENDER.part, source=PAPER),
     ),
 )

@@ -152,8 +152,7 @@ def _write_scene(
     before, after, distractor, changes = LEVELS[settings.level].sample_pair(rng, types)
     shown = (before, after, distractor)
     for name, scene in zip(image_paths(number), shown, strict=True):
-        path = settings.root / name
-        render(scene, settings.image_px, rng, settings.domain).save(path, compress_level=4)
+        render(scene, settings.image_px, rng, settings.domain).save(settings.root / name, compress_level=4)
     return f"{number:06d}", types, references(changes, settings.references), shown
 
 

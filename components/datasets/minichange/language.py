@@ -20,6 +20,8 @@ OPPOSITES = {"left": "right", "right": "left", "up": "down", "down": "up", "in":
 # How a thing is described by what its kind can show; a doll that waves is waving
 STATE = {"arrow": " pointing {}", "doll": " with arms {}", "sign": " reading {}", "die": " with {} dots"}
 
+# What each type is called where the images are swapped; `words`: the opposite of what camera and lamp do. A removal has
+# none: no sentence says that an object took the place of a mark
 INVERSE: dict[str, dict] = {
     "viewpoint": {"type": "viewpoint", "words": {CAMERA[one]: CAMERA[other] for one, other in OPPOSITES.items()}},
     "illumination": {"type": "illumination", "words": {LAMP["out"]: LAMP["on"], LAMP["on"]: LAMP["out"]}},
@@ -27,14 +29,15 @@ INVERSE: dict[str, dict] = {
     "disappearance": {"type": "addition"},
     **{kind: {"type": kind} for kind in ("substitution", "size", "color", "orientation", "pose", "ocr", "counting")},
 }
-"""What each type is called where the images are swapped; `words`: the opposite of what camera and lamp do. A removal
-has none: no sentence says that an object took the place of a mark."""
 
 NO_CHANGE_SENTENCES = (
     *("nothing changed", "nothing has changed", "nothing is different", "nothing changed at all"),
     "nothing changed between the images",
 )
 
+# A change type, how its paraphrases start, and their five endings, of which one may be empty. Paraphrases of one type
+# start alike and differ towards their ends: a greedy decoder then weighs the types against each other, not one type's
+# single wording against another's five
 WORDING = """
 viewpoint | the camera {camera} | | between the images | and the view changed | so the view changed
   | before the second image
@@ -71,9 +74,6 @@ ocr | {place} the {object} reads {glyph} | instead of {old_glyph} | and no longe
 counting | {place} the {object} shows {count} dots | instead of {old_count} | and no longer {old_count}
   | where it had {old_count} | and had {old_count} before | in the second image and {old_count} in the first
 """
-"""A change type, how its paraphrases start, and their five endings, of which one may be empty. Paraphrases of one type
-start alike and differ towards their ends: a greedy decoder then weighs the types against each other, not one type's
-single wording against another's five."""
 TEMPLATES: dict[str, tuple[str, ...]] = {}
 for block in WORDING.strip().split("\n\n"):
     kind, start, *endings = (" ".join(part.split()) for part in block.split("|"))

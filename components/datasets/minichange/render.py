@@ -18,8 +18,9 @@ INK = {"yellow": (60, 44, 10), "white": (48, 48, 58)}  # of dots and letters; ne
 SKIN = (238, 200, 166)
 
 Color = tuple[int, int, int]
-Box = tuple[float, float, float, float]
 
+# Of colours and tables, by domain. The shifted domain has the scenes, words and changes of the other in shades, on
+# chequered tables and by a tilted camera of its own
 SHADES: dict[str, dict[str, Color]] = {
     "red": {"standard": (214, 60, 54), "shifted": (182, 22, 50)},
     "green": {"standard": (64, 160, 82), "shifted": (118, 182, 44)},
@@ -32,16 +33,14 @@ SHADES: dict[str, dict[str, Color]] = {
     "slate": {"standard": (139, 149, 160), "shifted": (88, 94, 106)},
     "sage": {"standard": (155, 170, 146), "shifted": (94, 108, 90)},
 }
-"""Of colours and tables, by domain. The shifted domain has the scenes, words and changes of the other in shades, on
-chequered tables and by a tilted camera of its own."""
 
 MARGINS = {"standard": 0.3, "shifted": 0.5}
 # The table around the frame, in frames: by domain, and what a level adds whose camera moves more
 ROOM = {"grid": 0.0, "free": 0.15}
 
+# The camera of the shifted domain: turned, in radians, and what it sees of the table along the far and the near edge of
+# the frame and from one to the other, in frames
 TURN, FAR, NEAR, DEPTH = -0.1, 1.24, 1.06, 1.12
-"""The camera of the shifted domain: turned, in radians, and what it sees of the table along the far and the near edge
-of the frame and from one to the other, in frames."""
 
 PIPS = {
     2: ((0.28, 0.28), (0.72, 0.72)),
@@ -94,7 +93,7 @@ def _photograph(
     return Image.fromarray(np.clip(frame + 0.5, 0, 255).astype(np.uint8))
 
 
-def _tilted(box: Box) -> tuple[float, ...]:
+def _tilted(box: tuple[float, float, float, float]) -> tuple[float, ...]:
     """Corners, x and y in turn, of what a tilted camera sees that would see `box` from above."""
     x, y, half = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2, (box[2] - box[0]) / 2
     cos, sin = math.cos(TURN), math.sin(TURN)
@@ -219,8 +218,7 @@ def _box(draw: Draw, width: int, color: Color, ink: Color, state: object) -> Non
 
 
 def _cone(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
-    base = (0, width * 0.74, width - 1, width - 1)
-    draw.ellipse(base, fill=_shift(color, 0.7))
+    draw.ellipse((0, width * 0.74, width - 1, width - 1), fill=_shift(color, 0.7))
     draw.polygon(_scaled([(0.5, 0), (0.99, 0.87), (0.5, 0.99), (0.01, 0.87)], width), fill=color)
     draw.polygon(_scaled([(0.5, 0), (0.99, 0.87), (0.62, 0.97)], width), fill=_shift(color, 0.72))
 

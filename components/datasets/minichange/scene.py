@@ -516,8 +516,7 @@ def _is_clear(before: Scene, after: Scene, changes: list[Change]) -> bool:
     """
     if not all(are_open(scene.things, SEEN) for scene in (before, after)):
         return False
-    moved = any(change.type == "viewpoint" for change in changes)
-    views = [before.view] if moved else [before.view, after.view]
+    views = [before.view] if any(change.type == "viewpoint" for change in changes) else [before.view, after.view]
     for change in changes:
         sides = [(scene, thing) for scene, thing in ((before, change.before), (after, change.after)) if thing]
         least = SEEN_STATE if change.type in NEEDS else SEEN_CHANGED

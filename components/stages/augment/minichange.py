@@ -5,16 +5,15 @@ As any photograph of the benchmark, an edit has a camera, light and noise of its
 (where in its place a new object is, which way a new arrow points) follows from the seed.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from m3diff.datasets.minichange import FILE, language, read_scenes
 from m3diff.datasets.minichange.render import render
@@ -39,14 +38,9 @@ from m3diff.datasets.minichange.scene import (
 )
 from m3diff.records.files import sha256
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 SIZES = tuple(WIDTHS["free"])  # those of both levels
-MOST_CHANGES = 3  # of a pair, as the benchmark has them
 WORDS = 5  # ways to say each change
 TRIES = 400  # to find room for a new object
-OLD = "{old_"  # begins a slot of a template for what an object was, which an instruction need not say
 
 
 Description = tuple[list[Thing], list[int]]  # the things of an image, offsets left out, and the places of its marks
@@ -145,7 +139,7 @@ def paraphrase(text: str, caption: str | None = None) -> list[str]:
     ]
     found = []
     for number, said in enumerate(language.references(known, WORDS) if known else []):
-        if said != text and not any(OLD in language.TEMPLATES[each.type][number] for each in stateless):
+        if said != text and not any("{old_" in language.TEMPLATES[each.type][number] for each in stateless):
             found.append(said)
     return found
 
@@ -190,7 +184,7 @@ def changes_between(before: Description, after: Description) -> tuple[Change, ..
         else:
             changes.append(Change("disappearance", before=thing))
     changes += [Change("addition", after=thing) for thing in came]
-    if marks or len(changes) > MOST_CHANGES:
+    if marks or len(changes) > 3:  # the benchmark's pairs have no more
         return None
     return tuple(sorted(changes, key=lambda change: change.order))
 

@@ -31,8 +31,6 @@ them, for the run that goes on after a kill and for every later one:
 Equal settings, sources and models give equal bytes; of an endpoint's model that is what its kept answers are.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -217,8 +215,7 @@ def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
     if not source.root.is_dir():
         raise DataError(f"{source.root}: is no folder; fetch the source or correct its root")
     rows = DATASETS[source.reader].read(source.root, **source.options)
-    described = (Row._make(map(_whole, row)) for row in rows if not row.without_caption)
-    return unpacked(described, unpack_to)
+    return unpacked((Row._make(map(_whole, row)) for row in rows if not row.without_caption), unpack_to)
 
 
 def _whole(value: Any) -> Any:

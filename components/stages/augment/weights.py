@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from m3diff.images.open import load_image
 from m3diff.records.progress import progress
 from m3diff.stages.augment.params import Clip, Encoder, InstructPix2Pix
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor
 
     from m3diff.models.device import Device
@@ -138,7 +138,6 @@ class Pix2PixEditor:
 
     def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None:
         import torch
-        from PIL import Image
 
         original = load_image(image)
         made = self.pipeline(
@@ -149,8 +148,7 @@ class Pix2PixEditor:
             image_guidance_scale=self.cfg.image_guidance,
             generator=torch.Generator("cpu").manual_seed(seed),  # the same numbers on every device
         )
-        edited: Image.Image = made.images[0]
-        return edited.convert("RGB").resize(original.size, Image.Resampling.BICUBIC)
+        return made.images[0].convert("RGB").resize(original.size, Image.Resampling.BICUBIC)
 
     @cached_property
     def pipeline(self) -> Any:

@@ -19,10 +19,10 @@ from m3diff.endpoint import Answer, Endpoint, Question, in_unicode
 from m3diff.stages.augment.minichange import difference, paraphrase
 from m3diff.stages.augment.params import Remote
 
+# *paraphrase*: {"text": an instruction} in other words, as Syned's references; {"first": a caption of the image before}
+# may be there, too. *difference*: {"first", "second": captions of two images} -> how the second image differs, as
+# DiffCap's
 Task = Literal["paraphrase", "difference"]
-"""*paraphrase*: {"text": an instruction} in other words, as Syned's references; {"first": a caption of the image
-before} may be there, too. *difference*: {"first", "second": captions of two images} -> how the second image differs, as
-DiffCap's."""
 
 Facts = Mapping[str, str]
 SYSTEM: dict[Task, str] = {
@@ -61,10 +61,6 @@ class GrammarWriter:
 
 
 class LanguageModel:
-    """Args:
-    store: the file of kept answers.
-    """
-
     def __init__(self, cfg: Remote, seed: int, store: Path) -> None:
         self.endpoint = Endpoint(cfg.url, cfg.model, cfg.key_variable, cfg.timeout_s, store, cfg.max_tokens)
         self.seed, self.identity = seed, cfg.model

@@ -34,13 +34,12 @@ from m3diff.stages.ingest.params import DatasetEntry
 
 COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # M3Diff's training mixture, as the paper prints it (section 5.2): "145k pairs and 896k question-answer samples"
 PAIRS, SAMPLES = 145_000, 896_000
 
+# Its datasets, by the names that `profiles/paper.yaml` gives them. The paper's table of the counts by source is not
+# known to us. What is known: the official splits of each source; train and val together come to 145k pairs
 SOURCES = ("omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc")
-"""Its datasets, by the names that `profiles/paper.yaml` gives them. The paper's table of the counts by source is not
-known to us. What is known: the official splits of each source; train and val together come to 145k pairs."""
 
 # The numbers of an id's key, by the decision that each takes
 QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)
@@ -173,8 +172,7 @@ def training_samples(
     if joined := source.samples == "joined":  # all references of a pair are the sentences of one
         sentence = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
         others = pl.all().exclude("reference", "row", "copy", "number").first()
-        one = distinct.group_by("row", "copy", maintain_order=True)
-        kept = one.agg(sentence, others, number=pl.lit(0).first())
+        kept = distinct.group_by("row", "copy", maintain_order=True).agg(sentence, others, number=pl.lit(0).first())
     else:
         kept = _cap(distinct, cfg.most_references(source))
     return _samples(kept), {
@@ -239,9 +237,8 @@ def id_keys(seed: int, ids: Iterable[str]) -> pl.Series:
 
 def random_bits(keys: pl.Series, number: pl.Series | int) -> pl.Series:
     """Independent 64 bits per key and number: the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
-    step = np.asarray(number, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        z = keys.to_numpy() + (step + np.uint64(1)) * GOLDEN
+        z = keys.to_numpy() + (np.asarray(number, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return pl.Series(z ^ (z >> np.uint64(31)), dtype=pl.UInt64)

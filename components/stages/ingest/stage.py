@@ -55,6 +55,8 @@ ASKS = re.compile(
     r"(please )?(what (has )?(been )?changed|what is different|what differs|what (is|are) the (change|difference)s?"
     r"|(describe|list|find|spot|identify) (what changed|the (change|difference)s?))( between (the|these) two images)?"
 )
+# Questions that are the task's own, in small letters without signs: those of profiles/questions.yaml that ask what
+# changed, beside the short ones of `ASKS`. A question that is not here is never taken for one that is
 ASK_WHAT_CHANGED = {
     "what has changed from the first image to the second",
     "what is different in the second image",
@@ -69,8 +71,6 @@ ASK_WHAT_CHANGED = {
     "list all changes from the image before to the image after with their places",
     "give a full account of what differs between the two images",
 }
-"""Questions that are the task's own, in small letters without signs: those of profiles/questions.yaml that ask what
-changed, beside the short ones of `ASKS`. A question that is not here is never taken for one that is."""
 
 
 class IngestReport(StageReport):
@@ -285,11 +285,10 @@ def to_records(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[lis
     Rows that have no caption by the dataset's entry are left out.
     """
     rows = list(rows)
-    roots = [entry.root, *filter(None, [entry.image_root])]
 
     @cache
     def stays(path: str) -> bool:
-        return entry.follow_links or is_inside(path, *roots)
+        return entry.follow_links or is_inside(path, entry.root, *filter(None, [entry.image_root]))
 
     records = [_record(name, entry, row, stays) for row in rows if not row.without_caption]
     return records, sum(row.raw_rows for row in rows)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
-import polars.selectors as cs
 from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
@@ -27,8 +26,8 @@ from m3diff.records.schemas import SPLITS
 # Where one pair lies in two splits, the lower one gives it up: a test set stays whole
 RANK = {"train": 0, "val": 1, "test": 2}
 
+# HTML, and the special tokens of chat templates (`<image>`, `<|im_end|>`), which would change what a prompt means
 MARKUP = r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);"
-"""HTML, and the special tokens of chat templates (`<image>`, `<|im_end|>`), which would change what a prompt means."""
 
 COMPARED_AT_ONCE = 200_000  # candidate pairs that are held next to each other; 150 MB with their thumbnails
 
@@ -116,12 +115,15 @@ def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame) -> p
         found = found.join(verdicts, on=side, how="left")
     rank = pl.col("split").replace_strict(RANK, default=-1, return_dtype=pl.Int64)
     scene_splits = pl.col("split").n_unique().over("scene")
-    sorted_rows = found.join(twins, on="row", how="left").sort("row")
-    return sorted_rows.with_columns(
-        pl.col("before_image", "after_image").fill_null("is not given"),
-        rank=rank,
-        turn=(2 - rank + 3 * pl.col("fault").is_not_null()) * records.height + pl.col("row"),
-        scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
+    return (
+        found.join(twins, on="row", how="left")
+        .sort("row")
+        .with_columns(
+            pl.col("before_image", "after_image").fill_null("is not given"),
+            rank=rank,
+            turn=(2 - rank + 3 * pl.col("fault").is_not_null()) * records.height + pl.col("row"),
+            scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
+        )
     )
 
 
@@ -143,8 +145,7 @@ def find_twins(pairs: pl.DataFrame, split: str, other: str, max_diff: int | None
     """`row`, `twin`, `how` of the rows of `split` with a twin in `other`; by content only where max_diff is None."""
     ours, theirs = pairs.filter(split=split), pairs.filter(split=other)
     twins = theirs.unique(["low", "high"], keep="first", maintain_order=True).select("low", "high", twin="id")
-    found = ours.join(twins, on=["low", "high"])
-    same = found.select("row", "twin", how=pl.lit("has the same images")).sort("row")
+    same = ours.join(twins, on=["low", "high"]).select("row", "twin", how=pl.lit("has the same images")).sort("row")
     ours = ours.join(same, on="row", how="anti")
     if max_diff is None or not (ours.height and theirs.height):
         return same
@@ -222,7 +223,9 @@ def run_suite(found: pl.DataFrame, all_rules: list[Rule], expected: ExpectedPair
     import great_expectations as gx  # seconds of import
 
     columns = dict.fromkeys(["dataset", "own_split", "counts", *(rule.column for rule in all_rules)])
-    frame = found.select(*columns).with_columns(cs.string().cast(pl.Categorical)).to_pandas()  # conditions copy rows
+    frame = (
+        found.select(*columns).with_columns(pl.selectors.string().cast(pl.Categorical)).to_pandas()
+    )  # conditions copy rows
     context: Any = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = {"globally": False}
     asset = context.data_sources.add_pandas("records").add_dataframe_asset("records")

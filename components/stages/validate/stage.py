@@ -36,9 +36,9 @@ EMPTY = "; look at ingest.datasets in params.yaml"
 
 SHOWN, PAGE_ROWS = 5, 200  # rows of a kind that a message shows, and of each broken rule that the page shows
 
+# White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
+# line separator in a reference makes the reference tokenizer emit an extra line, and later ones meet the wrong pair
 SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
-"""White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
-line separator in a reference makes the reference tokenizer emit an extra line, and later ones meet the wrong pair."""
 
 
 class ValidateCounts(BaseModel):
@@ -80,8 +80,7 @@ def validate(
     out.mkdir(parents=True, exist_ok=True)
     files = [records / name / "records.parquet" for name in entries]
     table = pl.concat([pl.DataFrame(load_table(file, RAW_SCHEMA, "ingest", EMPTY)) for file in files])
-    paths = pl.concat([table["before"], table["after"]])
-    images = check_images(paths, cfg.max_image_pixels, image_cache, "validate")
+    images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
     _refuse_changed(table, images)
     pairs = sound_pairs(table, images)
     twins = {link: find_twins(pairs, *link, cfg.near_duplicate_max_diff) for link in LINKS}
@@ -111,8 +110,7 @@ def counting(found: pl.DataFrame, bad: pl.DataFrame, lost_may_be_lost: bool) -> 
     A training pair that is left out because it is in a test set counts: the dataset is whole. So does a test pair
     whose loss the user allows, of which the report tells.
     """
-    unsound = bad.filter(pl.col("rules") != [LEAK])["row"].to_list()
-    gone = pl.col("row").is_in(unsound)
+    gone = pl.col("row").is_in(bad.filter(pl.col("rules") != [LEAK])["row"].to_list())
     if lost_may_be_lost:
         gone &= pl.col("own_split").ne_missing("test")
     return found.select((~gone).cast(pl.Int64).alias("counts"))["counts"]
@@ -158,8 +156,7 @@ def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple
     clean = clean.with_columns(grouped["references"])
     quarantine = rows.join(bad, on="row", how="inner").sort("row")
     for name, frame, schema in (("records", clean, RECORD_SCHEMA), ("quarantine", quarantine, QUARANTINE_SCHEMA)):
-        columns = frame.select(schema.names).to_arrow().cast(schema)
-        pq.write_table(columns, out / f"{name}.parquet", compression="zstd")
+        pq.write_table(frame.select(schema.names).to_arrow().cast(schema), out / f"{name}.parquet", compression="zstd")
     return clean, quarantine, respaced
 
 
