@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
@@ -67,8 +66,7 @@ def on_this_machine(url: str) -> bool:
     return urlsplit(url).hostname in THIS_MACHINE
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A user's message, with the images before the text."""
 
     text: str

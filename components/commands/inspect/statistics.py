@@ -109,7 +109,6 @@ def _thumb(path: str) -> str:
 
 
 def _vocabulary(texts: pl.Series) -> int:
-    """The number of different lower-case words without punctuation."""
     plain = texts.str.to_lowercase().str.replace_all(r"[^\p{L}\p{N}'\s]+", " ").str.replace_all(r"\s+", " ")
     return len({*plain.str.split(" ").explode().unique().drop_nulls()} - {""})
 

@@ -166,8 +166,7 @@ def sprite(domain: str, kind: str, color: str, state: object, width: int, textur
     if texture != "plain":
         tile = _textured(tile, shade_of, texture)
     ramp = np.linspace(0, 1, width, dtype=np.float32)
-    shade = 255 * (1.0 - 0.30 * (ramp[None, :] * 0.4 + ramp[:, None] * 0.6))
-    shading = Image.fromarray(shade.astype(np.uint8))
+    shading = Image.fromarray((255 * (1.0 - 0.30 * (ramp[None, :] * 0.4 + ramp[:, None] * 0.6))).astype(np.uint8))
     alpha = tile.getchannel("A")
     lit = ImageChops.multiply(tile.convert("RGB"), Image.merge("RGB", (shading,) * 3))
     if kind == "ball":

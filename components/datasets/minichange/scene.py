@@ -230,8 +230,7 @@ class Sampler:
         while True:
             before = self.sample_scene(rng, tuple(NEEDS[t] for t in types if t in NEEDS))
             for _ in range(self.tries):
-                changed = self._apply(rng, before, types)
-                if changed is not None:
+                if changed := self._apply(rng, before, types):
                     after, changes = changed
                     distractor = replace(before, view=self.jitter(rng, before.view))
                     return before, after, distractor, tuple(sorted(changes, key=lambda change: change.order))
@@ -300,8 +299,7 @@ class Sampler:
                 change = Change(change_type, after=new)
                 things.append(new)
             else:
-                kind = NEEDS.get(change_type)
-                fitting = [k for k in sorted(untouched) if kind in (None, before.things[k].kind)]
+                fitting = [k for k in sorted(untouched) if NEEDS.get(change_type) in (None, before.things[k].kind)]
                 if not fitting:
                     return None
                 chosen = pick(rng, fitting)
@@ -349,8 +347,7 @@ def sample_types(
     if rng.random() >= multi_change_share:
         return (first,)
     rest = [change_type for change_type in CHANGE_TYPES if change_type != first]
-    extra = rng.choice(len(rest), size=int(rng.integers(1, 3)), replace=False)
-    return (first, *(rest[int(k)] for k in extra))
+    return (first, *(rest[int(k)] for k in rng.choice(len(rest), size=int(rng.integers(1, 3)), replace=False)))
 
 
 # A changed object's centre keeps this distance from the frame's border in both images of the grid, in frame units
@@ -388,7 +385,6 @@ def _in_frame(before: Scene, after: Scene, changes: list[Change]) -> bool:
 
 TEXTURES = ("plain", "striped", "banded", "chequered", "dotted")
 CLOTHS = ("weave", "checks", "planks", "dots")
-OBJECTS = (6, 7, 8)
 
 THIRDS = (1 / 3, 2 / 3)
 # The centre of what stands in a scene keeps this distance from the borders of the frame's thirds, in frame units
@@ -413,7 +409,7 @@ def _freely(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
         lamp=float(rng.uniform(-3.0, -0.1)),
         noise=_noise(rng),
     )
-    kinds = list(must_hold) + [None] * (pick(rng, OBJECTS) - len(must_hold))
+    kinds = list(must_hold) + [None] * (pick(rng, (6, 7, 8)) - len(must_hold))
     things: list[Thing] = []
     for place in rng.permutation(len(kinds)):
         for _ in range(TRIES):

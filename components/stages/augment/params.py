@@ -13,7 +13,6 @@ from m3diff.settings.section import ParamsError, Section
 from m3diff.stages.ingest.params import RawDataset
 
 MANIFEST = "pairs.jsonl"
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Source(RawDataset):
@@ -26,7 +25,8 @@ class LocalModel(Section):
     """Weights in a folder, as safetensors."""
 
     model: Path
-    sha256: Digest | None = None  # of the folder, which must have it; the report says what it is. null: any
+    # of the folder, which must have it; the report says what it is. null: any
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
 
     def identity(self) -> str:
         """The digest of the folder of weights.
@@ -80,21 +80,15 @@ class Remote(Section):
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no file holds it
 
 
-class Encoder(LocalModel):
-    """The vision encoder of a LLaVA-OneVision base: features of all places, joined."""
+class FeatureModel(LocalModel):
+    """The vision encoder of a LLaVA-OneVision base: features of all places, joined; or the image embedding of a CLIP or
+    SigLIP."""
 
-    kind: Literal["encoder"]
-
-
-class Clip(LocalModel):
-    """The image embedding of a CLIP or SigLIP."""
-
-    kind: Literal["clip"]
+    kind: Literal["encoder", "clip"]
 
 
 Editor = Annotated[Drawn | InstructPix2Pix, Field(discriminator="kind")]
 Writer = Annotated[Grammar | Remote, Field(discriminator="kind")]
-Features = Annotated[Encoder | Clip, Field(discriminator="kind")]
 
 
 class Made(Section):
@@ -119,7 +113,7 @@ class Neighbours(Made):
     """Images that are alike but not the same, with a caption of the difference (DiffCap)."""
 
     kind: Literal["neighbours"]
-    features: Features
+    features: FeatureModel
     writer: Writer
     candidates: int = Field(ge=1)  # nearest images that are looked at, of each image
     band: tuple[float, float]  # lowest and highest cosine of a pair's features

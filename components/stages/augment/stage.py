@@ -186,8 +186,7 @@ def _usable(rows: Sequence[Row], source: Source, made: Made, use: str) -> Iterat
         if fault := row.fault or _ill_typed(row):
             made.reject("row cannot be read", f"{row.source}: {fault}")
         elif SPLITS.index(row.split) < highest[row.scene]:
-            higher = SPLITS[highest[row.scene]]
-            made.reject("scene is in a higher split", f"{row.source}: {row.scene} is in {higher}")
+            made.reject("scene is in a higher split", f"{row.source}: {row.scene} is in {SPLITS[highest[row.scene]]}")
         elif use == "caption" and row.before != row.after:
             made.reject("is a pair of two images", row.source)
         elif use == "instruction" and row.change_types == [NO_CHANGE]:
@@ -341,7 +340,6 @@ def make_neighbours(
 
 
 def _no_pair(cfg: Neighbours, query: Original, found: Original, cosine: float) -> str | None:
-    """The reason why two images make no pair."""
     low, high = cfg.band
     if not low <= cosine <= high:
         return "too alike" if cosine > high else "too unlike"
@@ -349,8 +347,7 @@ def _no_pair(cfg: Neighbours, query: Original, found: Original, cosine: float) -
         return "same image"
     # the share of the words of both that both have, each as often as it occurs (Jaccard of multisets)
     one, other = (Counter(re.findall(r"\w+", each.text.lower())) for each in (query, found))
-    similarity = (one & other).total() / max(1, (one | other).total())
-    if similarity > cfg.max_text_similarity or query.text == found.text:
+    if (one & other).total() / max(1, (one | other).total()) > cfg.max_text_similarity or query.text == found.text:
         return "captions are alike"
     return None
 
@@ -430,8 +427,7 @@ def _make(cfg: MadeDataset, compute: Compute, images: Path, made: Made) -> Seque
         editor = DrawnEditor(cfg.source.root) if cfg.editor.kind == "drawn" else Pix2PixEditor(cfg.editor, device)
         make_edits(cfg, originals, made, editor, writer, kept_edits(cfg, editor, compute.scratch))
     else:
-        known = known_pairs(cfg.source, images)
-        make_neighbours(cfg, originals, known, made, Features(cfg.features, device), writer)
+        make_neighbours(cfg, originals, known_pairs(cfg.source, images), made, Features(cfg.features, device), writer)
     return originals
 
 

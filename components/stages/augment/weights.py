@@ -19,7 +19,7 @@ from PIL import Image
 
 from m3diff.images.open import load_image
 from m3diff.records.progress import progress
-from m3diff.stages.augment.params import Clip, Encoder, InstructPix2Pix
+from m3diff.stages.augment.params import FeatureModel, InstructPix2Pix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class Features:
         ParamsError: the model is not there or another one.
     """
 
-    def __init__(self, cfg: Encoder | Clip, device: Device) -> None:
+    def __init__(self, cfg: FeatureModel, device: Device) -> None:
         self.cfg, self.device, self.identity = cfg, device, cfg.identity()
 
     def features(self, images: Sequence[Path]) -> Matrix:

@@ -47,8 +47,6 @@ QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)
 SHARD_SAMPLES = 100_000
 ROW_GROUP = 16_384  # small enough that a reader of one pair unpacks little, large enough to compress well
 
-NOTHING_TRAINS = Source(weight=0)  # the source of a dataset whose `train_on` is empty, though it has a training split
-
 IMAGE = "<image>"  # the place of an image in a prompt, which a question would give a second one
 
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
@@ -96,7 +94,8 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         pairs, source = keyed.filter(dataset=name), cfg.sources.get(name, Source())
         asked = questions[source.task or DATASETS[entries[name].reader].task]
         train, others = pairs.filter(split="train"), pairs.filter(pl.col("split") != "train")
-        source = source if entries[name].train_on else NOTHING_TRAINS
+        if not entries[name].train_on:  # it may have a training split all the same
+            source = Source(weight=0)
         training, left_out = training_samples(train, asked, source, cfg)
         part = pl.concat([training, evaluation_samples(others, asked)])
         by_split = {split: part.filter(split=split)["pair"] for split in SPLITS}
@@ -208,8 +207,7 @@ def _cap(references: pl.DataFrame, most: int | None) -> pl.DataFrame:
     """At most so many references of a pair, sampled; in the record's order. None: all."""
     if most is None:
         return references
-    number = references["number"] + 2**32 * references["copy"]
-    bits = random_bits(random_bits(references["key"], REFERENCE), number)
+    bits = random_bits(random_bits(references["key"], REFERENCE), references["number"] + 2**32 * references["copy"])
     place = pl.col("bits").rank("ordinal").over("row", "copy")
     return references.with_columns(bits=bits).filter(place <= most).drop("bits")
 

@@ -43,8 +43,6 @@ class DatasetEntry(RawDataset):
         return splits
 
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]  # a dataset's name is part of ids and files
-
-
 class Ingest(Section):
-    datasets: Mapping[Name, DatasetEntry] = Field(min_length=1)
+    # by name, which is a part of ids and files
+    datasets: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], DatasetEntry] = Field(min_length=1)

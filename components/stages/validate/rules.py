@@ -115,15 +115,12 @@ def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame) -> p
         found = found.join(verdicts, on=side, how="left")
     rank = pl.col("split").replace_strict(RANK, default=-1, return_dtype=pl.Int64)
     scene_splits = pl.col("split").n_unique().over("scene")
-    return (
-        found.join(twins, on="row", how="left")
-        .sort("row")
-        .with_columns(
-            pl.col("before_image", "after_image").fill_null("is not given"),
-            rank=rank,
-            turn=(2 - rank + 3 * pl.col("fault").is_not_null()) * records.height + pl.col("row"),
-            scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
-        )
+    sorted_rows = found.join(twins, on="row", how="left").sort("row")
+    return sorted_rows.with_columns(
+        pl.col("before_image", "after_image").fill_null("is not given"),
+        rank=rank,
+        turn=(2 - rank + 3 * pl.col("fault").is_not_null()) * records.height + pl.col("row"),
+        scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
     )
 
 
@@ -223,9 +220,8 @@ def run_suite(found: pl.DataFrame, all_rules: list[Rule], expected: ExpectedPair
     import great_expectations as gx  # seconds of import
 
     columns = dict.fromkeys(["dataset", "own_split", "counts", *(rule.column for rule in all_rules)])
-    frame = (
-        found.select(*columns).with_columns(pl.selectors.string().cast(pl.Categorical)).to_pandas()
-    )  # conditions copy rows
+    # categorical, since conditions copy rows
+    frame = found.select(*columns).with_columns(pl.selectors.string().cast(pl.Categorical)).to_pandas()
     context: Any = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = {"globally": False}
     asset = context.data_sources.add_pandas("records").add_dataframe_asset("records")
@@ -249,8 +245,7 @@ def _expectations(found: pl.DataFrame, all_rules: list[Rule], expected: Expected
     import great_expectations.expectations as gxe
     from great_expectations.expectations.row_conditions import Column
 
-    whole = {"dataset": "all", "rule": "rows"}
-    expectations: list[Any] = [gxe.ExpectTableRowCountToBeBetween(min_value=1, meta=whole)]
+    expectations: list[Any] = [gxe.ExpectTableRowCountToBeBetween(min_value=1, meta={"dataset": "all", "rule": "rows"})]
     for dataset in found["dataset"].unique().sort():
         condition: Any = Column("dataset") == dataset
         for rule in all_rules:

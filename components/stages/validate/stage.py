@@ -26,8 +26,9 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK, Check, bad_rows, facts, find_twins, rules, run_suite, sound_pairs
 
-REASONS = [pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
-QUARANTINE_SCHEMA = pa.schema([*RECORD_SCHEMA, *REASONS])
+QUARANTINE_SCHEMA = pa.schema(
+    [*RECORD_SCHEMA, pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
+)
 
 # Which splits are held against which. Only what trains and is in a test set is removed.
 LINKS = (("train", "test"), ("val", "test"), ("train", "val"))

@@ -14,7 +14,7 @@ from m3diff.images.open import ImageError
 from m3diff.models.device import Device
 from m3diff.settings.section import ParamsError
 from m3diff.stages.augment import weights as module
-from m3diff.stages.augment.params import Clip, Encoder, InstructPix2Pix, Remote
+from m3diff.stages.augment.params import FeatureModel, InstructPix2Pix, Remote
 from m3diff.stages.augment.weights import Features, Pix2PixEditor, fitted, nearest
 from m3diff.stages.augment.writers import LanguageModel, read_texts, usable
 from tests.chat import chat_server
@@ -83,14 +83,14 @@ def test_a_model_that_is_not_there_or_another_one_and_a_bad_image_are_refused(fo
     with pytest.raises(ImageError):
         editor(folders[instruct_pix2pix]).edit(tmp_path / "no.png", "make it red", 1)
     with pytest.raises(ParamsError, match="has the sha256"):
-        Features(Encoder(kind="encoder", model=BASE, sha256="1" * 64), CPU)
+        Features(FeatureModel(kind="encoder", model=BASE, sha256="1" * 64), CPU)
     with pytest.raises(ImageError):
-        Features(Encoder(kind="encoder", model=BASE), CPU).features([tmp_path / "no.png"])
+        Features(FeatureModel(kind="encoder", model=BASE), CPU).features([tmp_path / "no.png"])
 
 
 def test_the_bases_features_put_the_same_scene_above_another_one(images):
     """Each scene has three images: before, after, and a distractor that shows the first again."""
-    found = Features(Encoder(kind="encoder", model=BASE), CPU).features(images)
+    found = Features(FeatureModel(kind="encoder", model=BASE), CPU).features(images)
     assert found.shape == (120, 25 * 128)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
     cosines = (found @ found.T).reshape(40, 3, 40, 3)
@@ -105,7 +105,7 @@ def test_clip_and_siglip_give_their_image_embedding(make, folders, images, monke
     from transformers import AutoImageProcessor, AutoModel
 
     monkeypatch.setattr(module, "BATCH", 2)
-    found = Features(Clip(kind="clip", model=folders[make]), CPU).features(images[:9])
+    found = Features(FeatureModel(kind="clip", model=folders[make]), CPU).features(images[:9])
     model, processor = (kind.from_pretrained(folders[make]) for kind in (AutoModel, AutoImageProcessor))
     pixels = processor(images=[module.load_image(image) for image in images[:9]], return_tensors="pt")["pixel_values"]
     expected = torch.nn.functional.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=1)
