@@ -195,10 +195,7 @@ def models(params: Params, args: argparse.Namespace) -> None:
 
     scores = list(dict.fromkeys((gate.metric, *gate.guards)))
     found = versions.models(params.register_, gate.protocol, scores)
-    if args.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(versions.table(found, gate.protocol, scores))
+    print(json.dumps(found, indent=2) if args.json else versions.table(found, gate.protocol, scores))
 
 
 def lineage(params: Params, args: argparse.Namespace) -> int:
@@ -348,7 +345,7 @@ def export(params: Params, args: argparse.Namespace) -> None:
 
 
 def export_llava(params: Params, args: argparse.Namespace) -> None:
-    from m3diff.commands.export.llava import export_llava as run
+    from m3diff.commands.export import export_llava as run
 
     run(licensed(params), params.paths.mixture, args.out, args.allow_unlicensed, args.absolute)
 

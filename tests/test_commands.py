@@ -63,7 +63,7 @@ CAPTIONED = {"cfg": PARAMS.predict, "compute": PARAMS.compute, **TEST, **MODEL, 
 SCORED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **RECORDS, **CLEAN, **PREDICTED}
 HUB = "commands.export.export_hub"
 EXPORT, ZERO = "models.checkpoint.export_checkpoint", "commands.zero_shot.zero_shot"
-LLAVA = "commands.export.llava.export_llava"
+LLAVA = "commands.export.export_llava"
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "pretrain": ("stages.pretrain.stage.pretrain", {"cfg": PARAMS.pretrain, "out": DATA / "00_base"}),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from m3diff.commands.export.llava import export_llava
+from m3diff.commands.export import export_llava
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.convert.stage import convert
 from tests.layouts import ingested, run_ingest, run_validate, save_picture

@@ -14,12 +14,10 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from m3diff.provenance.code import edited
-from m3diff.provenance.dvc import dvc_hash
 from m3diff.records.errors import DataError
 from m3diff.records.files import new_folder
 from m3diff.registry import tracking
-from m3diff.registry.lineage import code_path, hash_test_set
+from m3diff.registry.lineage import hash_test_set
 from m3diff.registry.model_source import Source, find
 from m3diff.registry.promote import CannotScoreAgain
 from m3diff.registry.versions import SCORES, download_checkpoint, find_version, run_of, scored_again, tested_on
@@ -46,8 +44,8 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, on: str
                 f"the challenger's test set is {on:.12}, but {paths.clean} and {paths.predictions} hold "
                 f"{here:.12}; restore it with `git checkout` and `dvc checkout`"
             )
-        said = f"champion {version.version} has no scores on this test set ({on:.12}); it is captioned and scored"
-        print(f"promote: {said}{other_code(version)}", flush=True)
+        said = f"champion {version.version} has no scores on this test set ({on:.12})"
+        print(f"promote: {said}; it is captioned and scored by the code of today", flush=True)
         scratch = params.compute.scratch / "promote"
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch) as place:
@@ -65,12 +63,6 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, on: str
         raise
     except (OSError, ValueError, MlflowException, ScorerFailed) as error:
         raise CannotScoreAgain(str(error)) from error
-
-
-def other_code(version: ModelVersion) -> str:
-    path = code_path(version.tags)
-    same = path.exists() and version.tags.get("dvc.code") == dvc_hash(path) and not edited("predict")
-    return "" if same else f"; {path} has changed since it was registered: its captions are those of today's code"
 
 
 def score_model(params: Params, model: str, base: Path, out: Path | None = None) -> tuple[Path, Headline]:

@@ -59,10 +59,9 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     found = compare(challenger, champion, cfg.protocol, resampled()[cfg.metric], cfg.confidence)
     if found is None:
         return refused(f"the champion has no {cfg.metric} on {cfg.protocol}")
-    pairs, interval = rows_of(challenger, cfg.protocol).num_rows, found.interval
-    measured = (
-        f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
-    )
+    ours, theirs, interval = found
+    pairs, gain = rows_of(challenger, cfg.protocol).num_rows, ours - theirs
+    measured = f"{cfg.metric} on {cfg.protocol} {ours:.4f}, the champion's {theirs:.4f}: gain {gain:+.4f}"
     guards, faults, held = guarded(cfg, challenger, champion)
     if interval is None:
         faults.insert(0, "too few pairs for an interval")
@@ -75,9 +74,9 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
         outcome="refused" if faults else "promoted",
         reason="; ".join([f"{measured} over {pairs} pairs", *reasons]),
         pairs=pairs,
-        challenger_score=found.first,
-        champion_score=found.second,
-        gain=found.gain,
+        challenger_score=ours,
+        champion_score=theirs,
+        gain=gain,
         low=interval.low if interval else None,
         high=interval.high if interval else None,
         guards=guards,

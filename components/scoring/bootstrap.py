@@ -6,7 +6,6 @@ says how a score would move on other pairs of this kind, not how it moves from o
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,18 +30,6 @@ class Interval(BaseModel):
 
     low: float
     high: float
-
-
-class Difference(NamedTuple):
-    """A score of two models on the same pairs. `interval` of the first minus the second; None: too few pairs."""
-
-    first: float
-    second: float
-    interval: Interval | None
-
-    @property
-    def gain(self) -> float:
-        return self.first - self.second
 
 
 def intervals(
@@ -74,8 +61,9 @@ def score_of(table: pa.Table, protocol: str, score: Resampled) -> float | None:
 
 def compare(
     first: pa.Table, second: pa.Table, protocol: str, score: Resampled, confidence: float = CONFIDENCE
-) -> Difference | None:
-    """A score of two models on the same pairs; None where one of them has none.
+) -> tuple[float, float, Interval | None] | None:
+    """A score of two models on the same pairs, and the interval of the first minus the second, None of too few pairs;
+    None where a model has no score.
 
     Args:
         first, second: scores.parquet of each, of the same pairs in whatever order.
@@ -96,7 +84,7 @@ def compare(
     if ours.num_rows >= MIN_PAIRS:
         a, b = resample(parts[0], parts[1])
         interval = bounds(score.score(a) - score.score(b), confidence)
-    return Difference(wholes[0], wholes[1], interval)
+    return wholes[0], wholes[1], interval
 
 
 def resampled_scores(metrics: Mapping[str, Metric]) -> dict[str, Resampled]:

@@ -2,7 +2,7 @@
 group of pairs; headline.json, the few scores to compare runs by.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ HEADLINE = (
 
 def compute_metrics(
     metrics: Mapping[str, Metric],
-    protocols: Iterable[ProtocolPairs],
+    protocols: Sequence[ProtocolPairs],
     parsed: Mapping[str, ParsedCaption],
     spice_dir: Path | None,
     limit_s: int,
@@ -42,28 +42,27 @@ def compute_metrics(
     Raises:
         ScorerFailed: the tokenizer gave up, and a metric needs it.
     """
-    scored = list(protocols)
-    tokens = tokenise_protocols(scored, limit_s) if needs_java(metrics) else {}
+    tokens = tokenise_protocols(protocols, limit_s) if needs_java(metrics) else {}
     items = list(dict.fromkeys(of.item(pair) for of in tokens.values() for pair in of.predictions))
-    found: dict[str, dict[str, MetricScores]] = {one.name: {} for one in scored}
+    found: dict[str, dict[str, MetricScores]] = {one.name: {} for one in protocols}
     for name, metric in progress(list(metrics.items()), "evaluate: metrics", unit="metric"):
         try:
             answers = metric.program(items, spice_dir, limit_s) if metric.program else {}
-            for one in scored:
+            for one in protocols:
                 tools = Tools(tokens.get(one.name, Tokens({}, {}, None)), answers, parsed, judge)
                 found[one.name][name] = metric.compute(one.pairs, one.groups, tools)
         except ScorerFailed as failure:
             for of_metrics in found.values():
                 of_metrics.setdefault(name, MetricScores({}, {}, {metric.headline: str(failure)}))
-    return {one.name: merge(metrics, one.groups, found[one.name]) for one in scored}
+    return {one.name: merge(metrics, one.groups, found[one.name]) for one in protocols}
 
 
-def tokenise_protocols(protocols: Iterable[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
+def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
     """The tokens of each protocol's pairs, by its name: PTB's, or those of white space alone; each distinct text is
     tokenised once."""
-    scored, found = list(protocols), {}
-    for tokenizer in dict.fromkeys(one.protocol.tokenizer for one in scored):
-        of_tokenizer = [one for one in scored if one.protocol.tokenizer == tokenizer]
+    found = {}
+    for tokenizer in dict.fromkeys(one.protocol.tokenizer for one in protocols):
+        of_tokenizer = [one for one in protocols if one.protocol.tokenizer == tokenizer]
         pairs = [pair for one in of_tokenizer for pair in one.pairs]
         said = [(pair.prediction, *pair.references, pair.shuffled_prediction) for pair in pairs]
         texts = [text for of_pair in said for text in of_pair if text is not None]

@@ -116,8 +116,9 @@ def difference_table(
     for name, score in bootstrap.resampled_scores(metrics).items():
         found = bootstrap.compare(second, first, protocol, score)
         if found is not None:
-            gain = in_papers_units(found.gain, found.interval, signed=True)
-            rows.append(Row(name, (), (in_papers_units(found.second), in_papers_units(found.first), gain)))
+            later, earlier, interval = found
+            gain = in_papers_units(later - earlier, interval, signed=True)
+            rows.append(Row(name, (), (in_papers_units(earlier), in_papers_units(later), gain)))
     return Table(f"{report.plain(protocol)}-difference", ("Score", *names, "difference"), rows)
 
 

@@ -75,13 +75,11 @@ def run(
     Raises:
         ScorerFailed: it ran over the time limit or failed; with its last words.
     """
-    command = [sys.executable, "-I", "-S", "-c", LAUNCH, *arguments]
-    environment = {**os.environ, "LC_ALL": "C.UTF-8", **options}
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-I", "-S", "-c", LAUNCH, *arguments],
             cwd=folder,
-            env=environment,
+            env={**os.environ, "LC_ALL": "C.UTF-8", **options},
             input=given.encode(),
             capture_output=True,
             timeout=limit_s,

@@ -22,8 +22,7 @@ from safetensors.torch import load, load_file, save, save_file
 
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.commands import export
-from m3diff.commands.export import SHARED, export_hub
-from m3diff.commands.export.llava import export_llava
+from m3diff.commands.export import SHARED, export_hub, export_llava
 from m3diff.images.open import load_image
 from m3diff.models.checkpoint import MANIFEST, export_checkpoint, load_model, read_manifest, verify_manifest
 from m3diff.models.generation import QUESTION

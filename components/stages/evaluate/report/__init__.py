@@ -56,7 +56,6 @@ class Cell(NamedTuple):
     value: float | None
     interval: Interval | None = None
     best: bool = False  # among the rows that compare
-    bar: bool = False  # a fraction of all, drawn as one
     signed: bool = False  # a difference
 
     @property
@@ -103,16 +102,12 @@ class Table(NamedTuple):
         return any(cell.interval for row in self.rows for cell in row.cells)
 
 
-def in_papers_units(value: Value, interval: Interval | None = None, bar: bool = False, signed: bool = False) -> Cell:
+def in_papers_units(value: Value, interval: Interval | None = None, signed: bool = False) -> Cell:
     """A score, or the difference of two, times 100, with its interval."""
     if value is None:
         return Cell(None)
     scaled = None if interval is None else Interval(low=100 * interval.low, high=100 * interval.high)
-    return Cell(100 * value, scaled, bar=bar, signed=signed)
-
-
-def cells(scores: Mapping[str, Value], columns: Iterable[str], bar: bool = False) -> tuple[Cell, ...]:
-    return tuple(in_papers_units(scores.get(score), bar=bar) for score in columns)
+    return Cell(100 * value, scaled, signed=signed)
 
 
 def row_of(name: str, scores: ProtocolScores, columns: Iterable[str]) -> Row:
@@ -132,13 +127,12 @@ def overview(protocols: Mapping[str, ProtocolScores], columns: Sequence[str], no
     return Table("scores", ("Protocol", "n", *columns), rows, [*partial_note(protocols.values()), *notes])
 
 
-def group_rows(
-    scores: ProtocolScores, titles: Mapping[str, str], columns: Iterable[str], bars: Iterable[str] = ()
-) -> Iterator[Row]:
-    """A row to each of the groups, by its title, that has pairs; `bars` are the scores before `columns`."""
+def group_rows(scores: ProtocolScores, titles: Mapping[str, str], columns: Sequence[str]) -> Iterator[Row]:
+    """A row to each of the groups, by its title, that has pairs."""
     for name, title in titles.items():
         if (values := scores.groups.get(name)) and values["pairs"]:
-            yield Row(title, (f"{values['pairs']:,}",), cells(values, bars, bar=True) + cells(values, columns))
+            cells = tuple(in_papers_units(values.get(score)) for score in columns)
+            yield Row(title, (f"{values['pairs']:,}",), cells)
 
 
 def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -> Table:
@@ -151,7 +145,7 @@ def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], colu
     """Pairs of exactly one change, by its type; how many were named right where a grammar reads captions."""
     groups = scores.folder("by_type").values()
     read = {title: name for title, name in RIGHT.items() if any(of.get(name) is not None for of in groups)}
-    rows = group_rows(scores, {f"by_type/{name}": name for name in types}, columns, read.values())
+    rows = group_rows(scores, {f"by_type/{name}": name for name in types}, [*read.values(), *columns])
     return Table(f"{plain(protocol)}-types", ("Type", "n", *read, *columns), list(rows))
 
 
@@ -258,7 +252,7 @@ def templates(*folders: Path) -> Environment:
         "as_latex": as_latex,
         "as_csv": as_csv,
         "as_link": lambda text: "data:text/plain;charset=utf-8," + quote(text),  # saves the text
-        "as_script": lambda data: Markup(as_script(data)),
+        "as_script": as_script,
     }
     return known
 
@@ -543,6 +537,6 @@ def most_similar_first(prediction: str, references: Iterable[str]) -> list[str]:
     return sorted(references, key=similarity, reverse=True)
 
 
-def as_script(data: Any) -> str:
+def as_script(data: Any) -> Markup:
     """JSON that may stand inside a script element: no text of the data can end it."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
