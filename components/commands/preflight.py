@@ -81,7 +81,6 @@ def gpus(params: Params) -> Iterator[str]:
 
 
 def cluster(params: Params) -> Iterator[str]:
-    """The head of the cluster that RAY_ADDRESS names."""
     try:
         if params.compute.workers:
             require_head(0)

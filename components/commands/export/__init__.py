@@ -220,8 +220,7 @@ def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_to
     (folder / "config.json").write_text(json.dumps(config | inner | family.auto_map(config), indent=2) + "\n")
     processing = import_module(family.processing)
     processing.shared_processor(family.name, known, question, config).save_pretrained(folder)
-    decoding: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens} | ends
-    GenerationConfig(**decoding).save_pretrained(folder)
+    GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, **ends).save_pretrained(folder)
 
 
 def write_card(

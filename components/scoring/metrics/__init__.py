@@ -91,7 +91,6 @@ class Shared:
         self.row, self.of_prediction, self.of_reference = row[shared], of_prediction[shared], place[shared]
 
     def places(self, pairs: Iterable[str]) -> np.ndarray:
-        """Indices of these pairs, in their order."""
         return np.array([self.pairs[pair] for pair in pairs], np.int64)
 
 

@@ -44,6 +44,7 @@ LONGEST_S = 900
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
 TRIAL_S = 600
 LMDB = "data.mdb"
+COUNTED_HASHES = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=3"
 
 
 def program(items: list[Item], spice_dir: Path | None, limit_s: int) -> dict[Item, float | None]:
@@ -52,8 +53,7 @@ def program(items: list[Item], spice_dir: Path | None, limit_s: int) -> dict[Ite
     Raises:
         ScorerFailed: the jars are missing, or the program gave no result.
     """
-    jars = find_jars(spice_dir)
-    return dict(zip(items, score(items, jars, kept_file(), limit_s), strict=True))
+    return dict(zip(items, score(items, find_jars(spice_dir), kept_file(), limit_s), strict=True))
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
@@ -139,8 +139,7 @@ def lay_out(folder: Path, jars: Sequence[Path]) -> dict[str, str]:
     modules = [str(Path("modules", path.name)) for path in jars if path.name in NASHORN]
     if modules:
         options += ["--module-path", os.pathsep.join(modules), "--add-modules", "org.openjdk.nashorn"]
-    counted = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=3"
-    return {"JAVA_TOOL_OPTIONS": f"{OPTIONS} {counted}", "JDK_JAVA_OPTIONS": " ".join(options)}
+    return {"JAVA_TOOL_OPTIONS": f"{OPTIONS} {COUNTED_HASHES}", "JDK_JAVA_OPTIONS": " ".join(options)}
 
 
 def ask(
