@@ -134,7 +134,7 @@ class Family:
         return count_flops(model, self, tokens, supervised)
 
     def fuse(self, model: Any, activation_checkpointing: str) -> None:
-        """Let a model compute by fused kernels, in place. Raises ValueError for an LLM that cannot be recomputed so."""
+        """Let a model compute by fused kernels, in place."""
         from m3diff.models.fused import make_fused
 
         make_fused(model, activation_checkpointing)

@@ -25,7 +25,6 @@ from m3diff.stages.train import engine, job, stage, state
 from m3diff.stages.train.job import Job
 from tests.stages.train import toy
 from tests.stages.train.toy import Trained, assert_same, assert_same_run, recipe, run, run_dir_of, started, take
-from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -139,10 +138,13 @@ def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(error, wrap
     assert stage.with_retries(Attempts(wrap(error)), work(max_failures=2)) == {"steps": 6}
 
 
-def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(place, capfd):
-    place = place._replace(base=tiny_blip2(place.folder / "blip2", "opt"))
-    with pytest.raises(ParamsError, match=r"train: models.tiny on train.base .*selective .* this one is opt"):
-        place.run(model=blip2_settings(), activation_checkpointing="selective")
+def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(place, monkeypatch, capfd):
+    def refuse(*_: Any) -> None:
+        raise ValueError("LoRA targets match 0 linears")
+
+    monkeypatch.setattr("m3diff.stages.train.loop.prepare", refuse)
+    with pytest.raises(ParamsError, match=r"train: models.tiny on train.base .*: LoRA targets match 0 linears"):
+        place.run()
     assert "failure" not in capfd.readouterr().out
 
 
