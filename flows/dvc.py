@@ -8,7 +8,6 @@ Flow runs never commit to main, so main's `dvc.lock` stays behind them, and a la
 what is there, so that a wrong one makes a stage run and never keeps it from running.
 """
 
-import contextlib
 import ctypes
 import os
 import re
@@ -18,21 +17,22 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import yaml
+import networkx  # with DVC
+from dvc.exceptions import DvcException
+from dvc.repo import Repo
+from dvc.stage import PipelineStage
+from dvc_data.hashfile.hash_info import HashInfo
+from dvc_data.hashfile.transfer import transfer
 
-from m3diff.provenance.dvc import LOCK, listing, object_file, whole
+from m3diff.provenance.dvc import LOCK, Lock, listing, object_file, read_lock, whole
 from m3diff.provenance.git import git, has_branch
 from m3diff.records.errors import DataError, redacted
 from m3diff.records.files import write_atomic
 from m3diff.settings.section import ParamsError
-
-if TYPE_CHECKING:
-    from dvc.repo import Repo
-    from dvc.stage import PipelineStage
 
 Outcome = Literal["Ran", "Restored", "Skipped"]
 
@@ -65,7 +65,7 @@ class DvcError(RuntimeError):
 
 
 @contextmanager
-def repository(outside: str = "") -> Iterator["Repo"]:
+def repository(outside: str = "") -> Iterator[Repo]:
     """DVC in this process: a process of its own takes a second to start, and a flow asks a dozen times.
 
     Args:
@@ -75,9 +75,6 @@ def repository(outside: str = "") -> Iterator["Repo"]:
     Raises:
         DvcError: DVC refused, with what the error and those behind it say.
     """
-    from dvc.exceptions import DvcException  # half a second to import
-    from dvc.repo import Repo
-
     try:
         with Repo(_wait_for_lock=True) as opened:
             yield opened
@@ -90,20 +87,16 @@ def repository(outside: str = "") -> Iterator["Repo"]:
         raise DvcError(outside or "dvc", 255, [*map(str, causes), *broken_lock()]) from error
 
 
-def of_pipeline(repo: "Repo") -> list["PipelineStage"]:
+def of_pipeline(repo: Repo) -> list[PipelineStage]:
     """The stages of `dvc.yaml` in its order, one for each dataset where it has a loop (`ingest@minichange`).
 
     Frozen ones are left out: DVC never runs them.
     """
-    from dvc.stage import PipelineStage
-
     return [stage for stage in repo.index.stages if isinstance(stage, PipelineStage) and not stage.frozen]
 
 
 def stages() -> dict[str, set[str]]:
     """The stages that DVC may run, in the order of `dvc.yaml`, each with all those that it follows from."""
-    import networkx  # with DVC
-
     with repository() as repo:
         ours, graph = of_pipeline(repo), repo.index.graph
         names = {stage: stage.addressing for stage in ours}
@@ -145,20 +138,12 @@ def news(status: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
                 yield from ((stage, kind, path, how) for path, how in items.items() if Path(path).parts[0] not in CODE)
 
 
-def entries(text: str) -> dict[str, Any] | None:
-    """The stages of the text of a `dvc.lock`; None of what is none, and empty or cut short: DVC writes it in place, and
-    a kill leaves a part."""
-    try:
-        return yaml.safe_load(text)["stages"]
-    except (yaml.YAMLError, TypeError, KeyError):
-        return None
-
-
 def locked(commit: str = "") -> dict[str, Any] | None:
-    """The stages by name of the `dvc.lock` that is here, or of a commit; None where it is none or not there."""
-    if commit:
-        return entries(git("show", f"{commit}:./dvc.lock")) if git("ls-tree", commit, "--", "dvc.lock") else None
-    return entries(LOCK.read_text(encoding="utf-8", errors="replace")) if LOCK.is_file() else None
+    """The stages by name of the `dvc.lock` that is here, or of a commit; None where it is not there, and empty or cut
+    short: DVC writes it in place, and a kill leaves a part."""
+    with suppress(DataError):
+        return (read_lock(commit) if commit else Lock()).stages
+    return None
 
 
 def link_data() -> None:
@@ -203,9 +188,6 @@ def send(hashes: Iterable[str], name: str) -> None:
     Raises:
         DvcError: the remote refused.
     """
-    from dvc_data.hashfile.hash_info import HashInfo
-    from dvc_data.hashfile.transfer import transfer
-
     what = f"dvc push --remote {name}"
     with repository(outside=what) as repo:
         remote = repo.cloud.get_remote_odb(name, "push")
@@ -322,7 +304,7 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
 def end_group(process: subprocess.Popen) -> None:
     """End what is left of the group: ask, wait, then kill. After a success nothing is left."""
     deadline = time.monotonic() + GRACE_S
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         while time.monotonic() < deadline:
             process.poll()

@@ -43,8 +43,6 @@ MOST_WORDS = 400  # characters of an error
 
 @dataclass
 class Done:
-    """The record of a flow run that its page shows."""
-
     work: Workspace
     reasons: list[str]
     started: float = field(default_factory=time.time)
@@ -56,7 +54,6 @@ class Done:
 
     @property
     def state(self) -> str:
-        """The result of the flow run in one word."""
         if self.error:
             return "Failed"
         if self.outcomes.get("promote") == "Rejected":
@@ -98,7 +95,6 @@ def publish_branch(work: Workspace, log: Callable[[str], None]) -> None:
 
 
 def page(done: Done, params: Params) -> Iterator[str]:
-    """The lines of the page, in Markdown."""
     work, uri = done.work, params.register_.tracking_uri
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.started))
     yield from (f"# {done.state}: run `{work.flow_run[:8]}` of commit `{work.commit[:12]}`", "")
@@ -149,12 +145,10 @@ def tell(
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder / "notices.lock"):
             notices = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
-            before = json.dumps(notices)
             if key and key not in notices["told"]:
                 notices["waiting"][key] = [title, redacted(text)]
             send_waiting(**notices, log=log)
-            if (after := json.dumps(notices)) != before:
-                write_atomic(folder / "notices.json", after)
+            write_atomic(folder / "notices.json", json.dumps(notices))
     except Exception as error:
         log(f"warning: a notice was not sent: {type(error).__name__}")
 
@@ -177,7 +171,6 @@ def send_waiting(told: dict[str, str], waiting: dict[str, list[str]], log: Calla
 
 
 def send(address: str, title: str, text: str) -> bool:
-    """Return whether an address of Apprise took a notice."""
     logger = logging.getLogger("apprise")
     before, logger.disabled = logger.disabled, True  # it logs addresses
     try:
@@ -200,8 +193,7 @@ def tell_of_end(what: str, run: FlowRun, state: State, log: Callable[[str], None
         what: the deployment: full, retrain or watch.
     """
     how, why = "crashed" if state.is_crashed() else "failed", reason_of(state)
-    looks = what == "watch" and how == "failed"
-    key = f"watch {why} {datetime.now(UTC).date()}" if looks else f"{run.id} {how}"
+    key = f"watch {why} {datetime.now(UTC).date()}" if what == "watch" and how == "failed" else f"{run.id} {how}"
     then = (
         f"Its page says what failed, its worktree {FLOWS}/{run.id} stays for {KEPT_DAYS} days. Once the cause is "
         f"gone: `prefect deployment run m3diff/{what}`."

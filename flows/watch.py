@@ -8,7 +8,6 @@ touched, nor the person's data. Each content starts retrain once, so that a bad 
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 import uuid
@@ -74,8 +73,7 @@ def look(kept: dict[str, Any], log: Callable[[str], None]) -> list[str]:
             sources[f"{folder}.dvc"] = found
     if not sources:
         return []
-    name = flow_run.get_id() or str(uuid.uuid4())
-    with workspace(name, "HEAD", [], data=True) as work:
+    with workspace(flow_run.get_id() or str(uuid.uuid4()), "HEAD", [], data=True) as work:
         failures, done = ask(work, sources, log)
     git("branch", "--quiet", "-D", work.branch)
     kept |= {"folders": known | done, "data": tip()}
@@ -120,7 +118,6 @@ def ask(work: Workspace, sources: Mapping[str, str], log: Callable[[str], None])
 
 
 def tip() -> str:
-    """The commit of the branch runs/data; empty without one."""
     return git("for-each-ref", "--format=%(objectname)", f"refs/heads/{DATA}")
 
 
@@ -150,16 +147,15 @@ def content(folder: Path) -> str:
             found = path.lstat()
             newest = max(newest, found.st_ctime_ns)  # unlike the time of writing it cannot be set
             if not path.is_dir():
-                name = path.relative_to(folder).as_posix()
-                digest.update(f"{name}\0{found.st_size} {found.st_mtime_ns} {found.st_ino}\n".encode())
+                facts = f"{path.relative_to(folder).as_posix()}\0{found.st_size} {found.st_mtime_ns} {found.st_ino}\n"
+                digest.update(facts.encode())
     except FileNotFoundError:  # it went away meanwhile
         return ""
     return digest.hexdigest() if abs(time.time() - newest / 1e9) > SETTLED_S else ""  # also where a clock was set back
 
 
 def dvc_files() -> list[str]:
-    paths = git("ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0")
-    return [path for path in paths if path.endswith(".dvc")]
+    return [path for path in git("ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0") if path.endswith(".dvc")]
 
 
 def imports() -> list[str]:
@@ -173,7 +169,7 @@ def drop_folders() -> list[str]:
     Raises:
         ParamsError: one is tracked by no `.dvc` file of the last commit.
     """
-    parts = re.split(f"[,{os.pathsep}]", os.environ.get(DROP, ""))
+    parts = os.environ.get(DROP, "").replace(os.pathsep, ",").split(",")
     folders = [Path(part.strip()).as_posix() for part in parts if part.strip()]
     if unknown := [folder for folder in folders if f"{folder}.dvc" not in dvc_files()]:
         raise ParamsError(

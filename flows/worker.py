@@ -76,8 +76,8 @@ class Worker(ProcessWorker):
         before = set(self.limiter.statistics().borrowers)
         found = await self.client.read_deployments(flow_filter=OURS)
         names: dict[UUID | None, str] = {deployment.id: deployment.name for deployment in found}
-        states = [PENDING, StateType.RUNNING, CANCELLING, CRASHED]
-        wanted = FlowRunFilter.model_validate({"state": {"type": {"any_": states}}})
+        states = {"type": {"any_": [PENDING, StateType.RUNNING, CANCELLING, CRASHED]}}
+        wanted = FlowRunFilter.model_validate({"state": states})
         newest = FlowRunSort.EXPECTED_START_TIME_DESC
         runs = await self.client.read_flow_runs(flow_filter=OURS, flow_run_filter=wanted, sort=newest)
         runs = [run for run in runs if run.deployment_id in names and run.id not in before]
@@ -104,11 +104,10 @@ class Worker(ProcessWorker):
 
     async def is_heard(self, run: FlowRun) -> bool:
         """Return whether a process on any machine still sends heartbeats for this run."""
-        since = datetime.now(UTC) - timedelta(seconds=SILENCE_S)
         asked = {
             "event": {"name": ["prefect.flow-run.heartbeat"]},
             "resource": {"id": [f"prefect.flow-run.{run.id}"]},
-            "occurred": {"since": since},
+            "occurred": {"since": datetime.now(UTC) - timedelta(seconds=SILENCE_S)},
         }
         return bool((await self.client.read_events(EventFilter.model_validate(asked), limit=1)).events)
 

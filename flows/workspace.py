@@ -134,7 +134,6 @@ def commit_parameters(overrides: Sequence[str]) -> None:
 
 
 def starting_commit(ref: str | None) -> str:
-    """The commit that a run starts from, resolved once."""
     if ref is not None:
         try:
             return git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
@@ -293,8 +292,8 @@ def weighted(params: Params, names: Collection[str], replay: float) -> Mapping[s
     """`convert.sources`, the weights of these datasets times `replay`."""
     sources = {name: source.model_dump(exclude_defaults=True) for name, source in params.convert.sources.items()}
     for name in names:
-        weight = sources.get(name, {}).get("weight", 1.0)
-        sources[name] = sources.get(name, {}) | {"weight": weight * replay}
+        source = sources.setdefault(name, {})
+        source["weight"] = source.get("weight", 1.0) * replay
     return sources
 
 

@@ -25,8 +25,8 @@ FOLDER = Path("code")
 
 def key_of(facts: Mapping[str, Any], module: Path, named: Iterable[str] = ()) -> str:
     """Name of a run: the hash of the facts and the code that decide its result, and of no path."""
-    decides = {**facts, "code": digests(module, named)}
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    decides = json.dumps({**facts, "code": digests(module, named)}, sort_keys=True)
+    return hashlib.sha256(decides.encode()).hexdigest()[:16]
 
 
 def edited(stage: str) -> list[str]:

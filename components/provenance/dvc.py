@@ -105,7 +105,6 @@ class Lock:
         return next((path for path in outs if path.name == name), Path(name))
 
     def _entries(self) -> Iterator[tuple[str, Path, str]]:
-        """(stage and kind, path, md5) of every dependency and output."""
         for stage, entries in self.stages.items():
             for kind in ("deps", "outs"):
                 for entry in entries.get(kind, []):
@@ -159,7 +158,7 @@ def read_lock(commit: str) -> Lock:
 
 def hash_in_git(commit: str, path: Path) -> str | None:
     """DVC's hash of a file or folder that the commit itself holds; None where it holds none."""
-    names = [Path(name) for name in git("ls-tree", "-r", "--name-only", commit, "--", path.as_posix()).splitlines()]
+    names = map(Path, git("ls-tree", "-r", "--name-only", commit, "--", path.as_posix()).splitlines())
     found = {name: hashlib.md5(read(commit, name) or b"").hexdigest() for name in names}
     if path in found or not found:
         return found.get(path)
@@ -312,11 +311,10 @@ def watched(stage: str) -> dict[str, str]:
     graph = yaml.safe_load(GRAPH.read_text(encoding="utf-8"))["stages"]
     values = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
     entry = graph[name].get("do", graph[name])
-    known = values | {"key": key}
 
     def filled(kind: str) -> list[str]:
         texts = [text for text in entry[kind] if "item." not in text]
-        return [REFERENCE.sub(lambda match: str(lookup(known, match[1])), text) for text in texts]
+        return [REFERENCE.sub(lambda match: str(lookup(values | {"key": key}, match[1])), text) for text in texts]
 
     found = {
         leaf: json.dumps(value, default=str)
@@ -330,7 +328,6 @@ def watched(stage: str) -> dict[str, str]:
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of a parameter, down to the last key."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(f"{path}.{key}", inner)

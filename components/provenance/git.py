@@ -132,12 +132,8 @@ def require_own_repository() -> None:
 
 
 def who() -> str:
-    """user@host; a user without a name by its number."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = f"uid{os.getuid()}"
-    return f"{user}@{socket.gethostname()}"
+    """user@host; importing m3diff gives a user without a name one."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 @contextmanager
