@@ -10,7 +10,6 @@ import base64
 import hashlib
 import hmac
 import re
-import string
 import time
 import unicodedata
 import uuid
@@ -49,12 +48,12 @@ COPIES = 4  # copies of a request in memory at most: received, read, on the way 
 EXAMPLES = 6  # pairs of the test split on the page
 
 FILE = Path(__file__).with_name("page.html")
-SAFE = {
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-store",
-    "cross-origin-resource-policy": "same-origin",
-}
+SAFE = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
 OTHER_SITE = {
     "host": ("wrong_host", "127.0.0.1 or localhost", "ask by that name; other names need M3DIFF_SERVE_TOKEN"),
     "origin": ("other_site", "this server's own page", "ask from a program, or set M3DIFF_SERVE_TOKEN"),
@@ -62,7 +61,7 @@ OTHER_SITE = {
 MultiPartParser.spool_max_size = 2**31  # in memory: nothing of a client is written to a disk
 
 DATA_URL = re.compile(rb"data:image/[\w.+-]+;base64,")
-WHITESPACE = string.whitespace.encode()
+WHITESPACE = b" \t\n\r\v\f"
 SHOWN_CHARS = 60
 MAX_QUESTION_CHARS = 500
 # In the JSON of a request: millions of empty lists, or a fault in each, would take a hundred times its bytes
@@ -109,13 +108,11 @@ class RequestRefusedError(Exception):
         content: dict[str, Any] = self.body
         if path.startswith("/v1/"):
             kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-            error = {"message": str(self), "type": kind, "param": self.field, "code": self.body["error"]}
-            content = {"error": error}
+            content = {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.body["error"]}}
         return JSONResponse(content, self.status, headers=self.headers)
 
 
 def unprocessable(code: str, found: str, limit: str, remedy: str, field: str | None = None) -> RequestRefusedError:
-    """A refusal with status 422."""
     return RequestRefusedError(422, code, found, limit, remedy, field)
 
 
@@ -405,8 +402,7 @@ class Server:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                added = [(name.encode(), value.encode()) for name, value in SAFE.items()]
-                message["headers"] = [*message.get("headers", ()), *added]
+                message["headers"] = [*message.get("headers", ()), *SAFE]
                 await upload.discard()
             await send(message)
 
@@ -465,7 +461,6 @@ class Server:
         return JSONResponse(said, headers={"X-Model-Version": answer.model})
 
     async def chat(self, request: Request) -> Response:
-        """An answer in OpenAI's form."""
         answer = await self.answered(request)
         served = self.models.current
         cut = served is not None and answer.completion_tokens > served.facts.max_new_tokens

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from m3diff.cluster import on_one_machine, start_ray
@@ -27,8 +28,6 @@ from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from m3diff.models.generation import Captioner
 
 DECODERS = 2
@@ -104,7 +103,7 @@ class Prepared(NamedTuple):
 
     question: str
     inputs: tuple[np.ndarray, np.ndarray]
-    shown: "tuple[Image.Image, Image.Image] | None"
+    shown: tuple[Image.Image, Image.Image] | None
 
 
 class Replica:
@@ -169,9 +168,8 @@ class Replica:
                         batch.append(await self.waiting.get())
             batch = [(pair, answer) for pair, answer in batch if not answer.done()]
             pairs = [pair for pair, _ in batch]
-            found: Sequence[Any]
             try:
-                found = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
+                found: Sequence[Any] = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
             except Exception as error:  # each of them fails, and the next batch is captioned
                 found = [error] * len(batch)
             for (_, answer), one in zip(batch, found, strict=True):
@@ -183,7 +181,6 @@ class Replica:
                     answer.set_result((*one, len(batch)))
 
     async def remove(self) -> None:
-        """Let go of the model, which has given its last answer."""
         if self.worker is not None:
             self.worker.cancel()
         self.decoders.shutdown(wait=False)
@@ -216,14 +213,13 @@ def captions(captioner: "Captioner", pairs: Sequence[Prepared]) -> list[tuple[st
         groups.setdefault((pair.question, pair.shown is not None), []).append(place)
     found: dict[int, tuple[str, np.ndarray | None]] = {}
     for (question, saliency), places in groups.items():
-        images = [image for place in places for image in pairs[place].inputs]
-        texts, maps = captioner.answer(images, question, saliency)
+        texts, maps = captioner.answer([image for place in places for image in pairs[place].inputs], question, saliency)
         grids = [None] * len(texts) if maps is None else maps
         found |= dict(zip(places, zip(texts, grids, strict=True), strict=True))
     return [found[place] for place in range(len(pairs))]
 
 
-def draw(images: "tuple[Image.Image, Image.Image]", grid: np.ndarray) -> tuple[bytes, bytes]:
+def draw(images: tuple[Image.Image, Image.Image], grid: np.ndarray) -> tuple[bytes, bytes]:
     """Both images as PNG with the outlines of the pair's map."""
     drawn = io.BytesIO(), io.BytesIO()
     for image, file in zip(images, drawn, strict=True):
@@ -244,11 +240,10 @@ class RayDeployed:
     """
 
     def __init__(self, source: Source, cfg: Serve, options: tuple[Any, ...]) -> None:
-        import ray
-        from ray import serve
+        import ray.serve
 
         self.name = f"m3diff-{uuid.uuid4().hex}"
-        deployment = serve.deployment(Replica).options(  # type: ignore[attr-defined]
+        deployment = ray.serve.deployment(Replica).options(  # type: ignore[attr-defined]
             name="captioner",
             num_replicas=cfg.replicas,
             max_ongoing_requests=cfg.max_queue,
@@ -258,9 +253,9 @@ class RayDeployed:
             logging_config=QUIET,
         )
         try:
-            self.handle: Any = serve.run(deployment.bind(source, *options), name=self.name, route_prefix=None)
+            self.handle: Any = ray.serve.run(deployment.bind(source, *options), name=self.name, route_prefix=None)
         except Exception:
-            serve.delete(self.name)
+            ray.serve.delete(self.name)
             raise
 
     async def facts(self) -> Facts | Fault:
@@ -274,9 +269,9 @@ class RayDeployed:
             response.cancel()  # one that was answered is left alone
 
     async def remove(self) -> None:
-        from ray import serve
+        import ray.serve
 
-        await asyncio.to_thread(serve.delete, self.name)
+        await asyncio.to_thread(ray.serve.delete, self.name)
 
 
 Deployed = Replica | RayDeployed  # a model that is loaded
@@ -300,14 +295,13 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
             )
         yield lambda source: Replica(source, *options)
         return
-    import ray
-    from ray import serve
+    import ray.serve
 
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     start_ray(compute)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        serve.start(proxy_location="Disabled", logging_config=QUIET)
+        ray.serve.start(proxy_location="Disabled", logging_config=QUIET)
         yield lambda source: RayDeployed(source, cfg, options)  # Serve itself stays: it may be others', too
     finally:
         ray.shutdown()
@@ -333,8 +327,6 @@ class Metrics:
 
 
 class Served:
-    """A model with its facts, and the requests that it still has to answer."""
-
     def __init__(self, deployed: Deployed, facts: Facts) -> None:
         self.deployed, self.facts, self.under_way = deployed, facts, 0
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from m3diff.datasets.files import describe, fault_of_path, is_inside, read_values
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
@@ -14,8 +15,6 @@ from m3diff.records.progress import progress
 from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from m3diff.models.generation import Captioner
 
 SIDES = ("before", "after")
@@ -46,15 +45,11 @@ def find_pairs(before: Path, after: Path | None, image_root: Path | None = None)
     for path in filter(None, (before, after)):
         if not path.exists():
             raise DataError(f"{path}: no such file or folder; {WANTED}")
-    if after is None:
-        if before.is_dir():
-            raise DataError(f"{before}: one folder; {WANTED}")
+    if after is None and not before.is_dir():
         return list(_of_table(before, [before.parent, *([image_root] if image_root else [])]))
-    if before.is_dir() and after.is_dir():
-        return _of_folders(before, after)
-    if before.is_dir() or after.is_dir():
-        raise DataError(f"{before}, {after}: a folder and a file; {WANTED}")
-    return [AskedPair(before.stem, before, after)]
+    if after is None or before.is_dir() != after.is_dir():
+        raise DataError(f"{before}{f', {after}' if after else ''}: no pair; {WANTED}")
+    return _of_folders(before, after) if before.is_dir() else [AskedPair(before.stem, before, after)]
 
 
 def _of_folders(before: Path, after: Path) -> list[AskedPair]:
@@ -163,13 +158,9 @@ def check_question(captioner: "Captioner", question: str | None) -> None:
         raise ParamsError(f"--question {question!r}: {error}") from error
 
 
-def _draw(images: "tuple[Image.Image, Image.Image]", grid: np.ndarray, file: Path) -> None:
-    """Both images side by side, with the outlines of the pair's map."""
-    from PIL import Image
-
+def _draw(images: tuple[Image.Image, Image.Image], grid: np.ndarray, file: Path) -> None:
     sides = [outlined(image, grid.astype(np.float32)) for image in images]
-    width = sum(side.width for side in sides) + GAP_PX
-    sheet = Image.new("RGB", (width, max(side.height for side in sides)), "white")
+    sheet = Image.new("RGB", (sum(side.width for side in sides) + GAP_PX, max(side.height for side in sides)), "white")
     sheet.paste(sides[0], (0, 0))
     sheet.paste(sides[1], (sides[0].width + GAP_PX, 0))
     file.parent.mkdir(parents=True, exist_ok=True)

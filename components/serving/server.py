@@ -28,7 +28,6 @@ from m3diff.settings.tree import Params
 TOKEN = "M3DIFF_SERVE_TOKEN"
 SHORTEST_TOKEN = 16
 NEW_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
-BACKLOG = 512
 POLL_S = 5  # seconds between two checks of which version the alias names
 
 
@@ -128,8 +127,7 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
                     check_licence(DATASETS[entry.reader], "show")
                     shown.append(dataset)
             examples = app.find_examples(params.paths.clean / "records.parquet", shown)
-            server = app.Server(cfg, models, name, token, examples)
-            asyncio.run(run(server, listener, cfg.answer_s, models, work))
+            asyncio.run(run(app.Server(cfg, models, name, token, examples), listener, cfg.answer_s, models, work))
 
 
 async def run(
@@ -154,8 +152,7 @@ async def run(
         loop.add_signal_handler(number, stopped.set)
     listens = asyncio.create_task(server._serve([listener]))  # `serve` would raise the signal again when it is done
     works = asyncio.create_task(work())
-    stops = asyncio.create_task(stopped.wait())
-    await asyncio.wait((listens, works, stops), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((listens, works, asyncio.create_task(stopped.wait())), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     if works.done():
         await listens
@@ -187,7 +184,7 @@ def listening(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ParamsError if the address cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)  # type: ignore[arg-type]
+        return socket.create_server(address[:2], family=family, backlog=512)  # type: ignore[arg-type]
     except OSError as error:
         raise ParamsError(
             f"serve: cannot listen on {host} port {port} ({error}); end the program that does, or choose another: "

@@ -81,5 +81,4 @@ class Compute(Section):
 
     @property
     def image_cache(self) -> Path:
-        """The file with the checks of images, by their content."""
         return self.scratch / "image_cache.parquet"

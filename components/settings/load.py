@@ -93,11 +93,9 @@ def lay_over(below: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge(below: Any, overlay: Any, at: tuple[str, ...] = ()) -> Any:
-    """`overlay` on `below`, key by key."""
     if at in REPLACED or not isinstance(below, dict) or not isinstance(overlay, dict):
         return overlay
-    merged = {key: _merge(below[key], value, (*at, key)) for key, value in overlay.items() if key in below}
-    return below | overlay | merged
+    return below | {key: _merge(below.get(key), value, (*at, key)) for key, value in overlay.items()}
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:
@@ -173,8 +171,7 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
         with suppress(ParamsError):  # a broken file has no values to compare, but it is kept all the same
             before = resolve(target)
         if before not in [resolve(path) for path in profiles(folder)]:
-            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-            copy = target.with_name(f"{target.name}.bak-{stamp}")
+            copy = target.with_name(f"{target.name}.bak-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
             write_atomic(copy, target.read_bytes())
             lines.append(f"{target} differs from every profile; a copy of it is {copy}")
     write_atomic(target, written(source))
@@ -187,10 +184,9 @@ def written(source: Path) -> str:
     """The text of a resolved profile, a section a paragraph, with the comment that its file begins with; a complete
     file is passed on as it is."""
     text = source.read_text(encoding="utf-8")
-    values = resolve(source)
     if EXTENDS not in read_yaml(source):
         return text
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS}\n#\n"
-    sections = [yaml.safe_dump({key: value}, sort_keys=False, width=118) for key, value in values.items()]
+    sections = [yaml.safe_dump({key: value}, sort_keys=False, width=118) for key, value in resolve(source).items()]
     return title + head + "\n" + "\n".join(sections)

@@ -149,8 +149,7 @@ def models(params: Params) -> Iterator[str]:
     if trained not in params.models:
         yield f"train.model: {closest(trained, params.models)}; models are in the section `models`"
     for name, settings in params.models.items():
-        family = FAMILIES[settings.family]
-        for fault in family.faults(settings, base if name == trained else None):
+        for fault in FAMILIES[settings.family].faults(settings, base if name == trained else None):
             yield f"models.{name}: {fault}"
 
 
@@ -214,9 +213,8 @@ def read_paths(params: Params, stage: str) -> list[tuple[str, Path, str]]:
     """(key, path, remedy) for each path of `params.yaml` that a stage reads and no stage makes."""
     kind, _, name = stage.partition("@")
     if kind == "ingest":
-        makers: dict[str, Mapping[str, Any]] = {"augment": params.augment, "synthesize": params.synthesize}
-        made = [f"`m3diff {command} {name}`" for command, entries in makers.items() if name in entries]
-        remedy = (*made, "fetch the dataset or correct the path")[0]
+        maker = "augment" if name in params.augment else "synthesize" if name in params.synthesize else None
+        remedy = f"`m3diff {maker} {name}`" if maker else "fetch the dataset or correct the path"
         return [(f"ingest.datasets.{name}.root", params.ingest.datasets[name].root, remedy)]
     if kind == "augment":
         return [(f"augment.{name}.source.root", params.augment[name].source.root, "fetch the source, or make it first")]

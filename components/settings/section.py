@@ -123,7 +123,6 @@ def _types_in(annotation: Any) -> list[Any]:
 
 
 def _fields(one: Any) -> dict[str, Any]:
-    """Keys of a section or dataclass, with their annotations."""
     if not isinstance(one, type):
         return {}
     if issubclass(one, BaseModel):

@@ -174,8 +174,8 @@ def test_two_images_are_one_pair_and_a_table_names_paths_from_its_own_folder(her
 
 NO_PAIR = [
     ("nowhere", "one", "", "nowhere: no such file or folder; give two images"),
-    ("one", None, "", "one: one folder; give two images, two folders"),
-    ("one", "x.png", "", "one, .*x.png: a folder and a file"),
+    ("one", None, "", "one: no pair; give two images, two folders"),
+    ("one", "x.png", "", "one, .*x.png: no pair; give two images"),
     ("one", "many", "", "11 image.s. in one folder alone: a, b, n0, n1, n2, ...; name both sides alike"),
     ("empty", "empty", "", "empty: no image"),
     ("t.csv", None, "first,after\n1,2\n", "t.csv: no column before; found first, after"),
