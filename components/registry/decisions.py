@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,7 +28,6 @@ from m3diff.registry.tracking import registered
 NAME = "runs/history"
 FILE = "decisions.jsonl"  # of earlier releases
 BRANCH, PENDING = f"refs/heads/{NAME}", "refs/m3diff/pending"
-REMOTE = "m3diff.runs"  # git's setting that names the remote which keeps the branch; none by default
 TAG = "decisions"  # of the registered model in MLflow: `12 3f2a...`, the number and the commit of the twelfth
 EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # git's hash of a tree without files
 FETCH_S, PUSH_S = 4, 10  # a rollback does not wait for a remote that is gone
@@ -38,8 +37,6 @@ DAMAGED = (
     f"good commit: git update-ref {BRANCH} COMMIT"
 )
 
-Action = Literal["promote", "rollback", "noticed"]
-Outcome = Literal["promoted", "first", "refused", "rolled back", "moved elsewhere", "not done"]
 MOVES = ("promoted", "first", "rolled back", "moved elsewhere")
 
 
@@ -63,11 +60,11 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
-    action: Action
+    action: Literal["promote", "rollback", "noticed"]
     model: str
     from_: int | None = Field(validation_alias="from", serialization_alias="from")  # the champion before
     to: int | None  # the version that became champion; where it was refused, that would have
-    outcome: Outcome
+    outcome: Literal["promoted", "first", "refused", "rolled back", "moved elsewhere", "not done"]
     why: str
     previous: int | None = None  # the version that the alias `previous` names after the move
     of: int | None = None  # of the outcome `not done`: the number of the entry that did not take place
@@ -77,8 +74,6 @@ class Entry(BaseModel):
 
 
 class Decision(Entry):
-    """A decision of the record."""
-
     number: int  # from 1
     at: str  # UTC
     who: str  # user@host
@@ -88,13 +83,6 @@ class Decision(Entry):
     def __str__(self) -> str:
         why = f": {self.why}" if self.why else ""
         return f"{self.model}: champion {self.from_ or '-'} -> {self.to or '-'}, {self.outcome}{why}"
-
-
-class Champions(NamedTuple):
-    """A model's champion with those that it can go back to, and the versions taken back."""
-
-    line: list[int]  # oldest first; the last one is champion
-    taken_back: dict[int, Decision]
 
 
 def decisions(repository: Path = Path(".")) -> list[Decision]:
@@ -124,8 +112,7 @@ def _read(repository: Path, tip: str | None) -> list[Decision]:
     """The decisions up to a commit, oldest first."""
     if tip is None:
         return []
-    log = ("log", "-z", "--first-parent", "--no-show-signature", "--format=%H %T%n%B")
-    done = run(*log, tip, cwd=repository)
+    done = run("log", "-z", "--first-parent", "--no-show-signature", "--format=%H %T%n%B", tip, cwd=repository)
     if done.returncode:
         raise DataError(f"{NAME}: cannot be read ({words(done)}); {DAMAGED}")
     found: list[Decision] = []
@@ -166,9 +153,8 @@ def append(repository: Path, entry: Entry, pending: bool = False) -> Decision:
         commit=commit_at("HEAD", repository),
     )
     message = json.dumps(decision.model_dump(mode="json", by_alias=True), allow_nan=False).encode()
-    parent = ("-p", tip) if tip else ()
     tree = git(*DURABLE, "hash-object", "-w", "-t", "tree", "--stdin", cwd=repository)
-    commit = git(*DURABLE, "commit-tree", tree, *parent, cwd=repository, stdin=message)
+    commit = git(*DURABLE, "commit-tree", tree, *(("-p", tip) if tip else ()), cwd=repository, stdin=message)
     if pending:
         write_ref(repository, PENDING, commit)
     if not write_ref(repository, BRANCH, commit, tip or "0" * 40):
@@ -211,14 +197,17 @@ def holds(repository: Path, tip: str, commit: str) -> bool:
 
 
 def moves(found: Iterable[Decision], model: str) -> list[Decision]:
-    """The moves of a model's champion that took place."""
     ours = [decision for decision in found if decision.model == model]
     not_done = {decision.of for decision in ours if decision.outcome == "not done"}
     return [decision for decision in ours if decision.outcome in MOVES and decision.number not in not_done]
 
 
-def champions(found: Iterable[Decision], model: str) -> Champions:
-    """Follow a model's moves. A version that a rollback leaves behind is taken back until it is champion again."""
+def champions(found: Iterable[Decision], model: str) -> tuple[list[int], dict[int, Decision]]:
+    """Follow a model's moves. A version that a rollback leaves behind is taken back until it is champion again.
+
+    Returns:
+        the champion, last, after those that it can go back to, oldest first; and the versions taken back, by number.
+    """
     line: list[int] = []
     taken_back: dict[int, Decision] = {}
     for move in moves(found, model):
@@ -235,13 +224,12 @@ def champions(found: Iterable[Decision], model: str) -> Champions:
         if move.to is not None:
             line = [*(version for version in line if version != move.to), move.to]
             taken_back.pop(move.to, None)
-    return Champions(line, taken_back)
+    return line, taken_back
 
 
 def taken_back(found: Sequence[Decision], model: str, version: Identity) -> Decision | None:
     """The decision by which a version was taken back, whatever its number was and in whichever registry it was."""
-    registries = dict.fromkeys(decision.registry for decision in found if decision.model == model)
-    for registry in reversed(registries):
+    for registry in reversed(dict.fromkeys(decision.registry for decision in found if decision.model == model)):
         of_this = [decision for decision in found if (decision.model, decision.registry) == (model, registry)]
         named = {number: identity for decision in of_this for number, identity in decision.versions.items()}
         same = [number for number, identity in named.items() if identity.is_of(version)]
@@ -282,7 +270,7 @@ def catch_up(repository: Path, remote: str | None = None) -> None:
 
 
 def remote_of(repository: Path) -> str | None:
-    return run("config", "--get", REMOTE, cwd=repository).stdout.decode().strip() or None
+    return run("config", "--get", "m3diff.runs", cwd=repository).stdout.decode().strip() or None
 
 
 def agree(client: MlflowClient, repository: Path, model: str) -> None:
@@ -310,7 +298,6 @@ def agree(client: MlflowClient, repository: Path, model: str) -> None:
 
 
 def let_know(client: MlflowClient, repository: Path, model: str) -> None:
-    """Write the tag."""
     tip, there = _tip(repository), registered(client, model)
     if tip is not None and there is not None:
         known = f"{len(_read(repository, tip))} {tip}"
@@ -324,11 +311,11 @@ def warn(text: str) -> None:
 
 def table(found: Sequence[Decision]) -> str:
     """The record for a terminal, one line a decision, its reason below."""
-    rows: list[Sequence[str]] = [("", "at", "who", "model", "champion", "outcome", "flow run")]
+    rows = [("", "at", "who", "model", "champion", "outcome", "flow run")]
     for one in found:
         moved = f"{one.from_ or '-'} -> {one.to or '-'}"
         rows.append((str(one.number), one.at, one.who, one.model, moved, one.outcome, one.flow_run or "-"))
     first, *lines = aligned(rows)
     indent = " " * (len(str(len(found))) + 2)
-    reasons = [f"{indent}{one.why or 'no reason was given'}" for one in found]
-    return "\n".join([first, *(text for pair in zip(lines, reasons, strict=True) for text in pair)])
+    why = (f"{line}\n{indent}{one.why or 'no reason was given'}" for line, one in zip(lines, found, strict=True))
+    return "\n".join([first, *why])

@@ -12,10 +12,9 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from m3diff.scoring.bootstrap import DECIMALS, compare, resampled_scores, rows_of, score_of
-from m3diff.scoring.metrics import METRICS, Resampled
+from m3diff.scoring.metrics import METRICS
 from m3diff.stages.register.params import Promote
 
-Outcome = Literal["promoted", "first", "refused", "unchanged"]
 # Guarded scores by name: the `challenger`'s, the `champion`'s, and the `tolerance`, by which it may be worse
 Guards = dict[str, dict[str, float | None]]
 
@@ -25,7 +24,7 @@ class Verdict(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    outcome: Outcome
+    outcome: Literal["promoted", "first", "refused", "unchanged"]
     reason: str
     pairs: int | None = None
     challenger_score: float | None = None
@@ -38,7 +37,7 @@ class Verdict(BaseModel):
 
 def judge_first(cfg: Promote, challenger: pa.Table) -> Verdict:
     """There is no champion: any score is enough, but no guarded one that is there may be no number."""
-    held = [name for name in cfg.guards if resampled()[name].column in challenger.column_names]
+    held = [name for name in cfg.guards if resampled_scores(METRICS)[name].column in challenger.column_names]
     if missing := [name for name in (cfg.metric, *held) if score(cfg, challenger, name) is None]:
         return no_score(cfg, missing)
     pairs, value = rows_of(challenger, cfg.protocol).num_rows, score(cfg, challenger, cfg.metric)
@@ -56,7 +55,7 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
         return no_score(cfg, missing)
     if odd := [*unlike(cfg, challenger, champion)]:
         return refused("; ".join([*odd, "evaluate and register again"]))
-    found = compare(challenger, champion, cfg.protocol, resampled()[cfg.metric], cfg.confidence)
+    found = compare(challenger, champion, cfg.protocol, resampled_scores(METRICS)[cfg.metric], cfg.confidence)
     if found is None:
         return refused(f"the champion has no {cfg.metric} on {cfg.protocol}")
     ours, theirs, interval = found
@@ -92,13 +91,8 @@ def no_score(cfg: Promote, names: list[str]) -> Verdict:
     return refused(f"it has no {' and no '.join(names)} on {cfg.protocol}: {remedy}")
 
 
-def resampled() -> dict[str, Resampled]:
-    """Every score that can be compared pair by pair."""
-    return resampled_scores(METRICS)
-
-
 def score(cfg: Promote, table: pa.Table, name: str) -> float | None:
-    return score_of(table, cfg.protocol, resampled()[name])
+    return score_of(table, cfg.protocol, resampled_scores(METRICS)[name])
 
 
 def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
@@ -113,7 +107,7 @@ def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[s
 
 def without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
     """The pairs whose value of a score is null; none of a file that does not have the score."""
-    rows, column = rows_of(table, cfg.protocol), resampled()[name].column
+    rows, column = rows_of(table, cfg.protocol), resampled_scores(METRICS)[name].column
     return set(rows.filter(rows[column].is_null())["id"].to_pylist()) if column in rows.column_names else set()
 
 

@@ -27,8 +27,7 @@ from m3diff.provenance.code import FOLDER, edited
 from m3diff.provenance.dvc import LOCK, Lock, dvc_hash, listing, lookup, tracked
 from m3diff.provenance.git import find_commit, git, read
 from m3diff.records.errors import DataError, readable
-from m3diff.registry import tracking
-from m3diff.registry.tracking import FLOW_RUN, TOKENS, VERSION, WEIGHTS, weights_sha256
+from m3diff.registry.tracking import FLOW_RUN, TOKENS, VERSION, WEIGHTS, connected, weights_sha256
 from m3diff.registry.versions import commit_of, download_checkpoint, find_version
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
@@ -37,7 +36,7 @@ MODEL_CODE = Path("components/models")
 PREDICT_CODE = FOLDER / "predict.json"
 RAW = "dvc.raw."
 CODE = "dvc.code"
-IDENTITY = (VERSION, CODE, TOKENS)  # tags that make two registrations the same version
+IDENTITY = (VERSION, CODE, TOKENS)  # tags that make two registrations the same version; the record hashes them
 
 # Tags, with those of raw data, that a new evaluation of the same version changes
 RESULTS = ("dvc.data", "dvc.val_data", "dvc.metrics", "dvc.lock.sha256", "test_set.sha256")
@@ -145,8 +144,7 @@ class Check(NamedTuple):
     note: str = ""  # where it is kept, or what is wrong and the remedy
 
     def __str__(self) -> str:
-        line = f"{self.outcome:8} {self.what:12} {self.where!s:38} {self.hash:<12.12}  {self.note}"
-        return line.rstrip()
+        return f"{self.outcome:8} {self.what:12} {self.where!s:38} {self.hash:<12.12}  {self.note}".rstrip()
 
 
 def sound(checks: Iterable[Check]) -> bool:
@@ -174,7 +172,7 @@ def lineage(cfg: Register, version: str) -> list[Check]:
         DataError: there is no such version.
         TrackingUnavailableError: MLflow does not answer.
     """
-    with tracking.connected(cfg.tracking_uri) as client:
+    with connected(cfg.tracking_uri) as client:
         found = find_version(client, cfg.model_name, version)
         try:
             commit = find_commit(commit_of(found))
@@ -312,7 +310,7 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
     """
     tags = dict[str, str]()
     if not REVISION.fullmatch(version):
-        with tracking.connected(cfg.tracking_uri) as client:
+        with connected(cfg.tracking_uri) as client:
             found = find_version(client, cfg.model_name, version)
             tags = found.tags | {"git.commit": commit_of(found)}
     commit = find_commit(tags.get("git.commit", version))

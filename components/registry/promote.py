@@ -21,8 +21,7 @@ from m3diff.registry import decisions as record
 from m3diff.registry import tracking, versions
 from m3diff.registry.decisions import Decision, Entry, Identity
 from m3diff.registry.gate import Verdict, can_be_judged, judge, judge_first, refused
-from m3diff.registry.lineage import CODE
-from m3diff.registry.tracking import TOKENS, VERSION
+from m3diff.registry.lineage import IDENTITY
 from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, alias_of, exists, find_version
 from m3diff.settings.tree import Params
 
@@ -125,7 +124,8 @@ def attempt(
             return Promotion(**finished.gate, **{ours: getattr(finished, theirs) for ours, theirs in NAMED.items()})
         seen, known = record.decisions(repository), alias_of(client, name, CHAMPION)
     champion = client.get_model_version(name, str(known)) if known is not None else None
-    back = rolled_back_by(client, seen, challenger)
+    _, taken_back = record.champions(of_registry(client, seen, name), name)  # under this number, or another one
+    back = taken_back.get(int(challenger.version)) or record.taken_back(seen, name, identity_of(challenger))
     rescored = False
     if back is not None and not again:
         why = f" ({back.why})" if back.why else ""
@@ -190,10 +190,9 @@ def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: 
     """
     if decision.outcome == "unchanged":
         return True
-    previous = decision.champion if decision.champion is not None else alias_of(client, decision.model, PREVIOUS)
     entry = Entry(
         action="promote",
-        previous=previous,
+        previous=decision.champion if decision.champion is not None else alias_of(client, decision.model, PREVIOUS),
         gate=json.loads(decision.model_dump_json(exclude=set(NAMED))),
         **{theirs: getattr(decision, ours) for ours, theirs in NAMED.items()},
     )
@@ -221,7 +220,7 @@ def going_back(client: MlflowClient, repository: Path, model: str, to: int | Non
         )
     if target == now:
         raise DataError(f"version {target} of {model!r} is the champion already")
-    line = record.champions(of_registry(client, seen, model), model).line
+    line, _ = record.champions(of_registry(client, seen, model), model)
     older = line[: line.index(target)] if target in line else [version for version in line if version != now]
     before = next((version for version in reversed(older) if exists(client, model, version)), None)
     why = why.encode(errors="replace").decode()
@@ -296,7 +295,7 @@ def identified(client: MlflowClient, entry: Entry) -> Entry:
 def identity_of(version: ModelVersion) -> Identity:
     """The version's run, and its content in one word: the same for the same checkpoint, code and length limit in any
     registry; None where register did not make it."""
-    parts = [version.tags.get(tag) for tag in (VERSION, CODE, TOKENS)]
+    parts = [version.tags.get(tag) for tag in IDENTITY]
     content = hashlib.sha256(json.dumps(parts).encode()).hexdigest() if parts[0] else None
     return Identity(run=version.run_id or None, content=content)
 
@@ -322,15 +321,9 @@ def of_registry(client: MlflowClient, found: list[Decision], model: str) -> list
     ]
 
 
-def rolled_back_by(client: MlflowClient, found: list[Decision], version: ModelVersion) -> Decision | None:
-    """The decision that took a version back, be it under this number or another one; None where it holds no more."""
-    back = record.champions(of_registry(client, found, version.name), version.name).taken_back.get(int(version.version))
-    return back or record.taken_back(found, version.name, identity_of(version))
-
-
 def champion_lost(client: MlflowClient, found: list[Decision], model: str) -> str | None:
     """The remedy where the record knows champions of this registry, but the alias is gone; None where it is not."""
-    line = record.champions(of_registry(client, found, model), model).line
+    line, _ = record.champions(of_registry(client, found, model), model)
     if not line or alias_of(client, model, CHAMPION) is not None:
         return None
     said = f"the alias {CHAMPION!r} is gone from model {model!r}, whose champion was version {line[-1]}"

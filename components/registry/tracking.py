@@ -21,19 +21,17 @@ import sqlite3
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import mlflow
 import psutil
+from mlflow import MlflowClient, get_tracking_uri, set_tracking_uri
 from mlflow.entities import Metric, Param, Run
 from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
 
 from m3diff.records.errors import DataError, redacted
 
@@ -81,8 +79,7 @@ def resolve(tracking_uri: str) -> str:
             f"register.tracking_uri {tracking_uri}: opening it needs the extra train (in a checkout: pip install -c "
             "constraints.txt -e '.[train]'); else name a server (http://...) there, or a checkpoint folder with --model"
         )
-    project = Path(str(Path.cwd()).partition(EXPERIMENTS)[0])
-    database = (project / tracking_uri.removeprefix(SQLITE)).resolve()
+    database = Path(str(Path.cwd()).partition(EXPERIMENTS)[0], tracking_uri.removeprefix(SQLITE)).resolve()
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"{SQLITE}{database}"
 
@@ -97,7 +94,7 @@ def check_alive(uri: str) -> None:
         return
     try:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=5).close()
-    except (urllib.error.URLError, OSError) as error:
+    except OSError as error:
         raise TrackingUnavailableError(redacted(f"MLflow at {uri} does not answer ({error}); {REMEDY}")) from error
 
 
@@ -113,15 +110,14 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     check_alive(uri)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    mlflow.set_tracking_uri(uri)
+    set_tracking_uri(uri)
     if uri.startswith(SQLITE):
         with Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held:
             fcntl.flock(held, fcntl.LOCK_EX)  # of two processes that make the tables of a new store one would fail
             MlflowClient().search_experiments(max_results=1)
             _anchor(Path(uri.removeprefix(SQLITE)))
-    client = MlflowClient()
     try:
-        yield client
+        yield MlflowClient()
     except Exception:
         check_alive(uri)
         raise
@@ -159,7 +155,7 @@ def experiment_id(client: MlflowClient, name: str) -> str:
     """
     if (known := known_experiment(client, name)) is not None:
         return known
-    store = mlflow.get_tracking_uri()
+    store = get_tracking_uri()
     if not store.startswith(SQLITE):
         return client.create_experiment(name)
     root = Path(store.removeprefix(SQLITE)).parent / "artifacts"
@@ -179,8 +175,7 @@ def known_experiment(client: MlflowClient, name: str) -> str | None:
 
 
 def deleted(what: str, kind: Literal["experiments", "runs"], key: str) -> DataError:
-    """The error of what somebody deleted, with MLflow's command that brings it back."""
-    store = re.sub(r"//[^/@]*@", "//USER:PASSWORD@", mlflow.get_tracking_uri())
+    store = re.sub(r"//[^/@]*@", "//USER:PASSWORD@", get_tracking_uri())
     command = f"MLFLOW_TRACKING_URI={shlex.quote(store)} mlflow {kind} restore --{kind[:-1]}-id {key}"
     return DataError(
         f"{what} was deleted in MLflow, which takes nothing of it until it is restored: {command}, then `m3diff "
@@ -211,7 +206,6 @@ def is_over(tags: Mapping[str, str], begun_ms: int) -> bool:
 
 
 def taken_up(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
-    """The run, written to again under these tags."""
     client.update_run(run_id, "RUNNING")
     for tag, value in tags.items():
         client.set_tag(run_id, tag, value)
@@ -222,8 +216,7 @@ def of_weights(client: MlflowClient, experiment: str, weights: str | None, max_n
     """The newest run of these weights that was captioned with this limit, else one that was not captioned yet."""
     if not weights:
         return None
-    same = f"tags.`{WEIGHTS}` = '{weights}'"
-    found = client.search_runs([experiment], same, order_by=["attributes.start_time DESC"])
+    found = client.search_runs([experiment], f"tags.`{WEIGHTS}` = '{weights}'", order_by=["attributes.start_time DESC"])
     for limit in (max_new_tokens, None):
         for run in found:
             if run.data.tags.get(TOKENS) == limit:
@@ -392,8 +385,7 @@ def completed(description: Description, model: Path, metrics: Path) -> None:
         with connected(description.tracking_uri) as client:
             experiment = experiment_id(client, description.experiment)
             limit = str(description.max_new_tokens)
-            known = of_weights(client, experiment, weights, limit)
-            run_id = known or description.open(client, {WEIGHTS: weights})
+            run_id = of_weights(client, experiment, weights, limit) or description.open(client, {WEIGHTS: weights})
             client.set_tag(run_id, TOKENS, limit)
             log_params(client, run_id, description.params)
             log_curves(client, run_id, model / "curves.csv")

@@ -13,24 +13,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import mlflow
 import pyarrow as pa
 import pyarrow.parquet as pq
+from mlflow import MlflowClient, artifacts
 from mlflow.entities import LoggedModel
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.entities import PagedList
-from mlflow.tracking import MlflowClient
 
-from m3diff.provenance import dvc
-from m3diff.provenance.dvc import LOCK, Lock, read_lock
+from m3diff.provenance.dvc import LOCK, Lock, call, read_lock
 from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository
 from m3diff.records.errors import DataError
 from m3diff.records.progress import aligned
-from m3diff.registry import tracking
-from m3diff.registry.tracking import FLOW_RUN, VERSION, registered
+from m3diff.registry.tracking import FLOW_RUN, GONE, VERSION, connected, find_run, registered
 from m3diff.stages.register.params import Register
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
@@ -76,10 +73,8 @@ def exists(client: MlflowClient, name: str, version: int) -> bool:
 
 
 def alias_of(client: MlflowClient, name: str, alias: str) -> int | None:
-    """The number of the version that an alias names."""
     model = registered(client, name)
-    version = model.aliases.get(alias) if model else None
-    return int(version) if version is not None else None
+    return int(model.aliases[alias]) if model and alias in model.aliases else None
 
 
 def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
@@ -127,8 +122,7 @@ def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Ta
     version's run."""
     if not (run := version.run_id):  # made by hand, not by register
         return None
-    places = [SCORES] if tested_on(version) == on else []
-    for place in [*places, f"{scored_again(on)}/{SCORES}"]:
+    for place in [*([SCORES] if tested_on(version) == on else []), f"{scored_again(on)}/{SCORES}"]:
         if has_artifact(client, run, place):
             with tempfile.TemporaryDirectory() as scratch:
                 try:
@@ -142,7 +136,7 @@ def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
     try:
         return any(found.path == path for found in client.list_artifacts(run_id, path.rpartition("/")[0] or None))
     except MlflowException as error:
-        if error.error_code != tracking.GONE:
+        if error.error_code != GONE:
             raise
         return False  # the run itself
 
@@ -158,13 +152,11 @@ def download_checkpoint(version: ModelVersion, into: Path | None = None) -> Path
         OSError: its files are gone.
     """
     place = f"models:/{version.name}/{version.version}/artifacts/checkpoint"
-    return Path(mlflow.artifacts.download_artifacts(artifact_uri=place, dst_path=str(into) if into else None))
+    return Path(artifacts.download_artifacts(artifact_uri=place, dst_path=str(into) if into else None))
 
 
 def model_of(client: MlflowClient, version: ModelVersion) -> LoggedModel:
-    """The stored model behind a version."""
-    assert version.source is not None
-    return client.get_logged_model(version.source.removeprefix("models:/"))
+    return client.get_logged_model((version.source or "").removeprefix("models:/"))
 
 
 def delete_model(client: MlflowClient, model: LoggedModel) -> None:
@@ -175,8 +167,7 @@ def delete_model(client: MlflowClient, model: LoggedModel) -> None:
 
 def stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
     def size_of(files: ArtifactRepository, folder: str | None = None) -> int:
-        entries = files.list_artifacts(folder)
-        return sum(size_of(files, entry.path) if entry.is_dir else entry.file_size or 0 for entry in entries)
+        return sum(size_of(files, at.path) if at.is_dir else at.file_size or 0 for at in files.list_artifacts(folder))
 
     if not (version.source or "").startswith(STORED):
         return 0
@@ -200,11 +191,11 @@ def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dict[str
         TrackingUnavailableError: MLflow does not answer.
     """
     found = []
-    with tracking.connected(cfg.tracking_uri) as client:
+    with connected(cfg.tracking_uri) as client:
         aliases = aliases_of(client, cfg.model_name)
         for version in versions_of(client, cfg.model_name):
             number, tags = int(version.version), version.tags
-            run = tracking.find_run(client, version.run_id)
+            run = find_run(client, version.run_id)
             logged = run.data.metrics if run else {}
             facts = {
                 "version": number,
@@ -223,7 +214,6 @@ def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dict[str
 
 
 def aliases_of(client: MlflowClient, name: str) -> dict[int, list[str]]:
-    """The sorted aliases of each version that has any."""
     model = registered(client, name)
     found: dict[int, list[str]] = {}
     for alias, version in sorted(model.aliases.items()) if model else ():
@@ -237,8 +227,7 @@ def table(found: Sequence[Mapping[str, Any]], protocol: str, scores: Sequence[st
         return "no version is registered; `m3diff register` does, after `dvc repro`"
     rows = [("version", "aliases", "registered", *scores, "weights", "commit", "run")]
     for one in found:
-        values = [one["scores"].get(name) for name in scores]
-        shown = [NONE if value is None else f"{100 * value:.1f}" for value in values]
+        shown = [f"{100 * one['scores'][name]:.1f}" if name in one["scores"] else NONE for name in scores]
         commit = f"{one['commit'][:8]}{'+' if one['dirty'] else ''}" if one["commit"] else NONE
         head = (str(one["version"]), ", ".join(one["aliases"]) or NONE, one["registered"])
         rows.append((*head, *shown, f"{one['weights_bytes'] / 1e9:.3g} GB", commit, one["run"] or NONE))
@@ -262,14 +251,13 @@ def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> tuple[list[int]
         TrackingUnavailableError: MLflow does not answer.
     """
     require_own_repository()
-    with tracking.connected(cfg.tracking_uri) as client:
+    with connected(cfg.tracking_uri) as client:
         known = versions_of(client, cfg.model_name)
         why = reasons(known, aliases_of(client, cfg.model_name), keep)
         kept = [version for version in known if int(version.version) in why]
         removed = [version for version in known if version not in kept]
         numbers = [int(version.version) for version in removed]
-        named = {commit_at(version.tags.get("git.commit", "")) for version in kept}
-        branches = branches_of(removed, {commit for commit in named if commit})
+        branches = branches_of(removed, kept)
         hindrances = list(hindering(kept, branches))
         gc = gc_command() if removed and not hindrances else []
         shared = {version.source for version in kept}
@@ -287,7 +275,7 @@ def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> tuple[list[int]
             for branch in branches:
                 delete_branch(branch)
             if gc:
-                dvc.call(Path(), *gc, "--force")
+                call(Path(), *gc, "--force")
             for version in removed:
                 delete_version(client, version, shared)
     return numbers, lines
@@ -312,12 +300,13 @@ def reasons(versions: list[ModelVersion], aliases: dict[int, list[str]], keep: i
 # Branches
 
 
-def branches_of(removed: Iterable[ModelVersion], kept: Collection[str]) -> list[str]:
-    """The removed versions' branches runs/<flow run>, here and as known of remotes, which alone hold no kept commit."""
+def branches_of(removed: Iterable[ModelVersion], kept: Iterable[ModelVersion]) -> list[str]:
+    """The removed versions' branches runs/<flow run>, here and as known of remotes, which alone hold no kept one's
+    commit."""
     names = {f"{RUNS}{version.tags[FLOW_RUN]}" for version in removed if FLOW_RUN in version.tags}
     known = git("for-each-ref", "--format=%(refname)", "refs/heads", "refs/remotes").split()
     wanted = {ref for ref in known if branch_name(ref) in names} - {*worktrees("branch")}
-    for commit in kept:
+    for commit in filter(None, {commit_at(version.tags.get("git.commit", "")) for version in kept}):
         if (holding := holding_refs(commit)) <= wanted:
             wanted -= holding
     return sorted(wanted)
@@ -395,7 +384,7 @@ def delete_version(client: MlflowClient, version: ModelVersion, shared: Collecti
         try:
             delete_model(client, model_of(client, version))
         except MlflowException as error:
-            if error.error_code != tracking.GONE:
+            if error.error_code != GONE:
                 raise
     if version.run_id:
         client.set_tag(version.run_id, "pruned", "true")

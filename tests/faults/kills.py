@@ -229,7 +229,7 @@ class Kills:
         if champion != best:
             found.append(f"champion is {champion}, but of the scores {self.scores} that of {best} is best")
         with chdir(self.root):
-            named, wrong, left = champions(decisions(), "m3diff").line[-1], faults(), pending(Path("."))
+            named, wrong, left = champions(decisions(), "m3diff")[0][-1], faults(), pending(Path("."))
         if named != champion or wrong or left:
             found.append(f"champion {champion}; the record names {named}, faults {wrong}, pending {left}")
         return found

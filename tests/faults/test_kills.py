@@ -119,7 +119,7 @@ def test_two_runs_with_other_parameters_go_side_by_side_each_judged_by_its_own_v
     assert {entry.flow_run: entry.to for entry in made_by} == {run: int(made.version) for run, made in versions.items()}
     scores = {int(made.version): client.get_run(made.run_id).data.metrics for made in versions.values()}
     best = max(scores, key=lambda version: scores[version][f"{toy.TOTAL}/CIDEr"])
-    assert champions(made_by, "m3diff").line[-1] == best
+    assert champions(made_by, "m3diff")[0][-1] == best
     assert int(client.get_model_version_by_alias("m3diff", "champion").version) == best
     seeds = {run: yaml.safe_load(git("show", f"runs/{run}:params.yaml"))["train"]["seed"] for run in versions}
     assert set(seeds.values()) == {1, 2}

@@ -418,8 +418,8 @@ def test_champions_follow_each_other_and_a_rollback_takes_back_what_it_leaves(ca
     entries, line, taken_back = LINES[case]
     facts = {"at": "", "who": "", "flow_run": None, "commit": None}
     found = [record.Decision(**dict(entry), number=number, **facts) for number, entry in enumerate(entries, start=1)]
-    champion = record.champions(found, "m")
-    assert (champion.line, sorted(champion.taken_back)) == (line, taken_back)
+    champions, back = record.champions(found, "m")
+    assert (champions, sorted(back)) == (line, taken_back)
     assert [move.to for move in record.moves(found, "m")][-1] == line[-1]
 
 

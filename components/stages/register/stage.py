@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import mlflow
 import pandas as pd
@@ -23,12 +23,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import ColSpec, Schema
-from pydantic import BaseModel, ConfigDict
 
 from m3diff.provenance.dvc import Lock
 from m3diff.provenance.git import alone
 from m3diff.registry import lineage, tracking, versions
-from m3diff.registry.tracking import taken_up
 from m3diff.registry.versions import CHALLENGER, SCORES, delete_model, every_page, has_artifact, put_alias, run_of
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
@@ -47,22 +45,16 @@ SIGNATURE = ModelSignature(
 )
 
 
-class Registration(BaseModel):
+class Registration(NamedTuple):
     """The outcome of register; `unchanged` where the store held this checkpoint with these scores already."""
-
-    model_config = ConfigDict(frozen=True)
 
     outcome: Outcome
     model: str
     version: int
     run_id: str
 
-    @property
-    def uri(self) -> str:
-        return f"models:/{self.model}/{self.version}"
-
     def __str__(self) -> str:
-        return f"{self.uri} {self.outcome} (MLflow run {self.run_id})"
+        return f"models:/{self.model}/{self.version} {self.outcome} (MLflow run {self.run_id})"
 
 
 def register(params: Params) -> Registration:
@@ -102,8 +94,7 @@ def find_or_create(
         return create_version(client, params, tags, lock), "registered"
     remove_other_runs(client, experiment, tags, version)
     results = {tag for tag in tags if tag in lineage.RESULTS or tag.startswith(lineage.RAW)}
-    same = all(version.tags.get(tag) == tags[tag] for tag in results)
-    if same and has_artifact(client, run_of(version), SCORES):
+    if all(version.tags.get(tag) == tags[tag] for tag in results) and has_artifact(client, run_of(version), SCORES):
         return version, "unchanged"
     update_results(client, params.paths, version, tags)
     return version, "updated"
@@ -151,10 +142,10 @@ def open_run(client: MlflowClient, experiment: str, tags: dict[str, str]) -> str
     written = tags | tracking.this_process()
     for run in client.search_runs([experiment], same_as(tags), order_by=["attributes.start_time ASC"]):
         if run.info.status != "RUNNING" or tracking.is_over(run.data.tags, run.info.start_time):
-            return taken_up(client, run.info.run_id, written)  # another machine writes to the others
+            return tracking.taken_up(client, run.info.run_id, written)  # another machine writes to the others
     trained = tracking.of_weights(client, experiment, tags.get(tracking.WEIGHTS), tags[tracking.TOKENS])
     if trained and tracking.VERSION not in client.get_run(trained).data.tags:
-        return taken_up(client, trained, written)
+        return tracking.taken_up(client, trained, written)
     return client.create_run(experiment, run_name=f"train {tags[tracking.VERSION][:8]}", tags=written).info.run_id
 
 
@@ -249,7 +240,6 @@ def copy_code(scratch: Path) -> Path:
 
 
 def example(paths: Paths) -> pd.DataFrame:
-    """The first captioned pair, its images in base64."""
     record = next(lineage.captioned_records(paths))
     images = {side: base64.b64encode(Path(record[side]).read_bytes()).decode() for side in ("before", "after")}
     return pd.DataFrame([images])
