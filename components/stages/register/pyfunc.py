@@ -8,6 +8,7 @@ it was registered, or `load_model(..., model_config={"base": FOLDER})`; its sha2
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from mlflow.models import set_model
@@ -25,8 +26,8 @@ class PyfuncCaptioner(PythonModel):
         from m3diff.models.generation import load_captioner
 
         checkpoint, cfg = Path(context.artifacts["checkpoint"]), context.model_config
-        base = Path(cfg["base"]) if cfg.get("base") else None
-        self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], base=base)
+        of_adapters: dict[str, Any] = {"base": Path(cfg["base"])} if cfg.get("base") else {}
+        self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], **of_adapters)
 
     def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> list[str]:
         """Caption each row.
