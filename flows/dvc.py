@@ -130,7 +130,7 @@ def status() -> dict[str, Any]:
 
 
 def news(status: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
-    """What changed of data and parameters, by DVC's status: stage, kind, path, and how. Changed code alone is no news,
+    """Changes of data and parameters, by DVC's status: stage, kind, path, and how. Changed code alone is no news,
     nor is the graph."""
     for stage, said in status.items():
         for entry in [entry for entry in said if isinstance(entry, dict)]:

@@ -1,4 +1,4 @@
-"""What a flow run leaves for people: its page, and a notice of a failure, a crash, a rejection and a promotion.
+"""Output of a flow run for people: its page, and a notice of a failure, a crash, a rejection and a promotion.
 
 The page is a Prefect artifact (`run-report`), and a commit on the run's branch. `M3DIFF_NOTIFY` says where notices go:
 an address of Apprise (`mailto://...`, `json://...`, `slack://...`); without it nobody is told. Each is sent once. What

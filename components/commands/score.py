@@ -52,7 +52,7 @@ SENTENCES = re.compile(r"\w\. +\w")
 
 
 class Task(NamedTuple):
-    """What is scored: a benchmark under a protocol, or a file of references as it stands."""
+    """The scored task: a benchmark under a protocol, or a file of references as it stands."""
 
     dataset: str
     protocol: Protocol
