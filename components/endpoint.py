@@ -14,7 +14,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +77,7 @@ class Question(NamedTuple):
 
 
 Kind = Literal["text", "refused", "empty", "cut"]
+FORGOTTEN = "forgotten"
 
 
 class Answer(NamedTuple):
@@ -90,7 +91,8 @@ class Answer(NamedTuple):
 class Answers:
     """The answers so far, in a file: a line of JSON for each, on the disk before the next question is asked.
 
-    A line that is no answer, such as one that is torn by a kill, is read as none.
+    A line that is no answer, such as one that is torn by a kill, is read as none. A line of the kind "forgotten" takes
+    the earlier answer to its question back.
 
     Attributes:
         known: answers by the key of their question.
@@ -105,12 +107,22 @@ class Answers:
             with suppress(ValueError, TypeError, KeyError):
                 entry = json.loads(line)
                 key, kind, text = entry["key"], entry["kind"], entry["answer"]
-                if kind in get_args(Kind) and isinstance(key, str) and isinstance(text, str):
+                if kind == FORGOTTEN:
+                    self.known.pop(key, None)
+                elif kind in get_args(Kind) and isinstance(key, str) and isinstance(text, str):
                     self.known[key] = Answer(kind, text)
 
     def keep(self, key: str, facts: Mapping[str, Any], answer: Answer) -> None:
         """Write one answer, down to the disk."""
-        entry = {"key": key, **facts, "kind": answer.kind, "answer": answer.text}
+        self._append({"key": key, **facts, "kind": answer.kind, "answer": answer.text})
+        self.known[key] = answer
+
+    def forget(self, key: str) -> None:
+        """Take an answer back, so that its question is asked again."""
+        self._append({"key": key, "kind": FORGOTTEN, "answer": ""})
+        self.known.pop(key, None)
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         with self.lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +131,6 @@ class Answers:
                 file.flush()
                 os.fsync(file.fileno())
             self.torn = False
-        self.known[key] = answer
 
 
 class Endpoint:
@@ -151,6 +162,11 @@ class Endpoint:
         if new:
             self._ask(new, told, others_answered=len(new) < len(set(keys)))
         return [self.answers.known[key] for key in keys]
+
+    def forget(self, questions: Iterable[Question]) -> None:
+        """Take the answers back, so that the next run asks again."""
+        for question in questions:
+            self.answers.forget(self.key(question))
 
     def key(self, question: Question) -> str:
         """Names the question by its content."""

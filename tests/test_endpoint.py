@@ -259,6 +259,17 @@ def test_a_line_that_is_no_answer_is_read_as_none(tmp_path):
     assert Answers(store).known == {"k": YES}
 
 
+def test_an_answer_that_is_forgotten_is_asked_for_again_and_no_other(server, tmp_path):
+    one, questions = endpoint(server, tmp_path), [Question("a?"), Question("b?")]
+    server.replies = {"a?": ["first", "second"]}
+    assert one.ask(questions, "test") == [("text", "first"), YES]
+    one.forget(questions[:1])
+    assert len(Answers(one.answers.path).known) == 1, "by the file, too"
+    assert one.ask(questions, "test") == [("text", "second"), YES]
+    assert ask(server, tmp_path, "a?", "b?") == [("text", "second"), YES]
+    assert sorted(server.texts) == ["a?", "a?", "b?"]
+
+
 def ask_many(url: str, folder: Path) -> None:
     ask(Server("", url=url), folder, *(f"question {number}." for number in range(60)))
 

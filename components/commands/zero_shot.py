@@ -114,7 +114,7 @@ def zero_shot(
     Raises:
         DataError: before anything is sent: there is no test set, a protocol lacks pairs, a licence does not allow to
             hand images on, an image is not the one that ingest saw, or `out` exists. Afterwards: no answer is a
-            caption.
+            caption; these answers are forgotten.
         ParamsError: the endpoint refuses the key, the model or the form of a question.
         ConnectionError: it cannot be reached, or goes on failing; what it answered is kept.
     """
@@ -173,13 +173,14 @@ def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[An
     except ConnectionError as error:
         raise ConnectionError(f"{error}; what it answered is kept: run the command again") from error
     if all(answer.kind in WITHOUT for answer in answers):
+        endpoint.forget(questions)
         kinds = Counter(answer.kind for answer in answers)
         said = next((answer.text.strip() for answer in answers if answer.text.strip()), "")
         raise DataError(
             f"{request.url}, model {request.model!r}: no answer is a caption: "
             f"{', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}, such as {said[:200]!r}. For cut ones "
-            "pass a larger --max-tokens, else another --prompt or --model; or switch a reasoning parser or thinking "
-            f"off in the server and delete {store}, which keeps these answers"
+            "pass a larger --max-tokens; switch a reasoning parser or thinking off in the server; else pass another "
+            "--prompt or --model. Run the command again: it asks anew"
         )
     return answers
 

@@ -167,16 +167,13 @@ def test_what_is_put_off_is_asked_again_and_what_is_no_caption_is_scored_as_empt
         (REFUSED, "6 refused, such as 'I will not say.'"),
     ],
 )
-def test_answers_without_a_caption_are_an_error_and_stay_until_their_file_is_deleted(
-    reply, told, server, folders, tmp_path
-):
+def test_answers_without_a_caption_are_an_error_and_the_next_run_asks_anew(reply, told, server, folders, tmp_path):
     replies, server.replies = server.replies, {"pair": [reply]}
     with pytest.raises(DataError, match="no answer is a caption") as refused:
         run(tmp_path, asked_of(server))
     assert told in str(refused.value)
     assert not (tmp_path / "scratch/evaluated").exists()
     server.replies = replies  # the server is mended
-    (tmp_path / "scratch/zero_shot.jsonl").unlink()
     assert predictions(run(tmp_path, asked_of(server))) == bench.PREDICTIONS
     assert len(server.asked) == 12
 
