@@ -336,8 +336,7 @@ def export(params: Params, args: argparse.Namespace) -> None:
     if args.hub:
         from m3diff.commands.export import export_hub
 
-        notices = export_hub(params, args.out, args.allow_unlicensed)
-        print("".join(f"{notice}\n" for notice in notices), end="")
+        print("".join(f"{notice}\n" for notice in export_hub(params, args.out, args.allow_unlicensed)), end="")
         return
     from m3diff.models.checkpoint import export_checkpoint
 

@@ -169,11 +169,9 @@ class Endpoint:
             self.answers.forget(self.key(question))
 
     def key(self, question: Question) -> str:
-        """Names the question by its content."""
         return hashlib.sha256(json.dumps(self._facts(question), sort_keys=True).encode()).hexdigest()
 
     def _facts(self, question: Question) -> dict[str, Any]:
-        """All that decides an answer, as the store has it."""
         return {
             "model": self.model,
             "system": question.system,
@@ -222,7 +220,6 @@ class Endpoint:
             self.answers.keep(key, self._facts(new[key]), Answer("refused", error.message))
 
     def _answer(self, client: Any, question: Question) -> "Answer | openai.APIStatusError":
-        """The answer, or the error by which the server rejects the question."""
         import openai
 
         try:

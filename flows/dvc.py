@@ -36,9 +36,9 @@ from m3diff.settings.section import ParamsError
 
 Outcome = Literal["Ran", "Restored", "Skipped"]
 
+# DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock a failed attempt
+# discards the finished stage.
 DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]
-"""DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock a failed attempt
-discards the finished stage."""
 LATEST = "runs/latest"  # the branch of the newest run that went through every stage and had no parameters of its own
 NO_REMOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"
 
@@ -46,8 +46,7 @@ CODE = ("components", "code")  # the folders of code and of its digests: a chang
 GRACE_S = 20  # from the signal that asks to the one that ends
 PROGRESS_EVERY_S = 5.0
 
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-PROGRESS_BAR = re.compile(r"\d+%\|")
+ANSI, PROGRESS_BAR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]"), re.compile(r"\d+%\|")
 EXIT_CODE = re.compile(r"exited with (-?\d+)")
 WORDS: dict[str, Outcome] = {
     "Running stage '{}':": "Ran",

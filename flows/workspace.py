@@ -254,8 +254,7 @@ def from_champion(replay: float) -> tuple[tuple[str, ...], str]:
         champion = find_alias(client, params.register_.model_name, CHAMPION)
     if champion is None:
         return (), "there is no champion to begin with yet, so training begins with the base"
-    commit = find_commit(champion.tags.get("git.commit", "unknown"))
-    changed = changed_datasets(commit, params.ingest.datasets)
+    changed = changed_datasets(find_commit(champion.tags.get("git.commit", "unknown")), params.ingest.datasets)
     what = f"{champion.name} version {champion.version}"
     if not changed:
         raise NothingNewError(f"no dataset changed since {what}, the champion, was trained")

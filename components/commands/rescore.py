@@ -51,8 +51,7 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, on: str
         with tempfile.TemporaryDirectory(dir=scratch) as place:
             folder, made = download_checkpoint(version, Path(place)), Path(place) / "made"
             limit = int(version.tags.get(tracking.TOKENS, params.predict.max_new_tokens))
-            base = params.train.base if is_adapters(folder) else None
-            score(params, Source(version.name, folder, limit, base), made)
+            score(params, Source(version.name, folder, limit, params.train.base if is_adapters(folder) else None), made)
             if tracking.find_run(client, version.run_id) is None:
                 lost = f"MLflow has lost the run of version {version.version}"
                 print(f"promote: {lost}; its scores are not kept", flush=True)

@@ -53,7 +53,6 @@ def read(root: Path) -> Iterator[spec.Row]:
 
 
 def _types(path: Path) -> dict[str, list[str]]:
-    """Image name -> its change types, in the file's order."""
     types: dict[str, list[str]] = defaultdict(list)
     for change_type, names in read_json(path, dict).items():
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

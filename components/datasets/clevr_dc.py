@@ -31,8 +31,8 @@ def read(root: Path) -> Iterator[spec.Row]:
         yield spec.Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
 
     yield from spec.by_scene(root / "split.json", pair)
-    for key in sorted(captions.keys() - seen):
-        yield spec.broken(None, f"captions.json, {key}", "split: the scene is in no list of split.json", key, key)
+    rest, fault = sorted(captions.keys() - seen), "split: the scene is in no list of split.json"
+    yield from (spec.broken(None, f"captions.json, {key}", fault, key, key) for key in rest)
 
 
 PUBLISHED = spec.Published(

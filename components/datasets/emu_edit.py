@@ -27,7 +27,6 @@ FIELDS = {"idx": int, "instruction": str, BEFORE: object, AFTER: object}
 
 
 def read(root: Path) -> Iterator[Row]:
-    """Yield a row per edit."""
     for split, pattern in FILES.items():
         yield from as_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _row)
 

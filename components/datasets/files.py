@@ -61,8 +61,7 @@ def fault_of_path(name: str, root: Path, opened: Iterable[Path] = (), option: st
 
 def is_inside(path: Path | str, *roots: Path) -> bool:
     """True if a path leads into one of the folders once every link is followed."""
-    real = Path(os.path.realpath(path))
-    return any(real.is_relative_to(os.path.realpath(root)) for root in roots)
+    return any(Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def read_text(path: Path) -> str:
@@ -135,7 +134,6 @@ def describe(value: Any) -> str:
 
 
 def describe_kind(kind: type) -> str:
-    """A type in JSON's words."""
     return KINDS.get(kind, kind.__name__)
 
 

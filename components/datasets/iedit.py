@@ -25,7 +25,6 @@ FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
 
 
 def read(root: Path, images: str = "images") -> Iterator[spec.Row]:
-    """Yield a row per record."""
 
     def row(split: str, where: str, record: dict[str, Any]) -> spec.Row:
         uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")

@@ -38,7 +38,6 @@ SAME = {  # the sentences of every pair without a change, and of no other
 
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:
-    """Yield a row per record."""
     file = "LevirCCcaptions.json"
     records = read_json(root / file, dict).get("images")
     if not isinstance(records, list):

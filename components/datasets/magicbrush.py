@@ -33,7 +33,6 @@ TURN_FIELDS = {"input": str, "instruction": str}
 
 
 def read(root: Path, test: str | None = "test") -> Iterator[Row]:
-    """Yield a row per turn."""
     for split, pattern in FILES.items():
         yield from as_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _turn)
     if test is not None:

@@ -49,8 +49,7 @@ from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Que
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, Split
 
-REQUIRED = ("before", "after", "captions", "split")
-OPTIONAL = ("id", "scene", "change_types")
+REQUIRED, OPTIONAL = ("before", "after", "captions", "split"), ("id", "scene", "change_types")
 # In the fault of a row that has another number of images or of answers than a pair
 NO_PAIR = re.compile(r"two images, found (\d+)|one answer, found (\d+)")
 
@@ -162,7 +161,6 @@ def _relative(image: Any, tops: tuple[str, str]) -> Any:
 
 
 def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str]) -> tuple[dict[str, Any], str | None]:
-    """A row's values by field, None where absent, and what is wrong with it."""
     found: dict[str, Any] = {**dict.fromkeys((*REQUIRED, *OPTIONAL, "question")), "questions": ()}
     if isinstance(value, DataError):
         return found, str(value)
@@ -208,14 +206,12 @@ def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
 
 
 def _text_of(content: Any) -> Any:
-    """The texts of a turn in parts; a turn that is a text as it is."""
     if isinstance(content, list):
         return " ".join(str(pick(part, "text")) for part in content if pick(part, "text"))
     return content
 
 
 def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
-    """True if each column has the value, or one of the values."""
     return all(
         str(pick(row, column)) in map(str, values if isinstance(values, list | tuple) else [values])
         for column, values in wanted.items()

@@ -169,7 +169,6 @@ class Published:
     test: SplitCount
 
     def pairs(self) -> dict[str, int]:
-        """Pairs by split."""
         return {"train": self.train.pairs, "val": self.val.pairs, "test": self.test.pairs}
 
 

@@ -84,7 +84,6 @@ def _stat(path: str) -> tuple[int | None, int | None, int | None, int | None, st
 
 
 def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str) -> pl.DataFrame:
-    """Read new or changed files; columns STAT and CHECK."""
     if files.is_empty():
         return cached.clear()
     known = {row["digest"]: row for row in cached.select(*CHECK).iter_rows(named=True)}

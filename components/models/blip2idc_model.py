@@ -33,8 +33,7 @@ from m3diff.models.processing import NormalisedImages, PairProcessor
 if TYPE_CHECKING:
     from PIL import Image
 
-BLIP2 = "Blip2ForConditionalGeneration"
-PUBLISHED = "Salesforce/blip2-opt-2.7b"
+BLIP2, PUBLISHED = "Blip2ForConditionalGeneration", "Salesforce/blip2-opt-2.7b"
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
 
 

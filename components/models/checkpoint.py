@@ -202,8 +202,7 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list
         (folder / LORA / "README.md").unlink(missing_ok=True)
         config = folder / LORA / "adapter_config.json"
         # peft names the module of the model's class, which is no part of the weights
-        facts = json.loads(config.read_text()) | {"auto_mapping": None}
-        config.write_text(json.dumps(facts, indent=2, sort_keys=True))
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_mapping": None}, indent=2, sort_keys=True))
     names = trainable_names(model)
     tuned = {
         name: weight.detach().contiguous()

@@ -42,7 +42,6 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """torch.distributed's."""
         return "nccl" if self.gpu else "gloo"
 
     @property

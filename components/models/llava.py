@@ -129,7 +129,6 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
 
     @property
     def image_tokens(self) -> int:
-        """Visual tokens of a pair."""
         return sum(self.places())
 
 

@@ -111,7 +111,6 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def trainable_names(model: nn.Module) -> list[str]:
-    """Names of what trains, adapters included."""
     return [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
 
 

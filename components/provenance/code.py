@@ -19,8 +19,7 @@ PACKAGE = "m3diff"
 # The folder of the package: `components` in a checkout, where `m3diff` is a link to it, and `m3diff` in a wheel
 HOUSE = Path(__file__).resolve().parents[1]
 
-ROOT = HOUSE.parent
-FOLDER = Path("code")
+ROOT, FOLDER = HOUSE.parent, Path("code")
 
 
 def key_of(facts: Mapping[str, Any], module: Path, named: Iterable[str] = ()) -> str:
@@ -113,6 +112,4 @@ def _files(name: str) -> Iterator[Path]:
     parts[0] = HOUSE.name if parts[0] == PACKAGE else parts[0]
     for end in range(1, len(parts) + 1):
         place = ROOT.joinpath(*parts[:end])
-        for path in (place / "__init__.py", place.with_suffix(".py")):
-            if path.is_file():
-                yield path
+        yield from filter(Path.is_file, (place / "__init__.py", place.with_suffix(".py")))

@@ -30,5 +30,4 @@ class Lazy(UserDict[str, T]):
 
     @property
     def modules(self) -> dict[str, str]:
-        """The dotted names of the modules."""
         return {name: of if isinstance(of, str) else type(of).__module__ for name, of in self.data.items()}

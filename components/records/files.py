@@ -49,7 +49,6 @@ def new_folder(place: Path) -> Iterator[Path]:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

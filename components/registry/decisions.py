@@ -109,7 +109,6 @@ def _tip(repository: Path) -> str | None:
 
 
 def _read(repository: Path, tip: str | None) -> list[Decision]:
-    """The decisions up to a commit, oldest first."""
     if tip is None:
         return []
     done = run("log", "-z", "--first-parent", "--no-show-signature", "--format=%H %T%n%B", tip, cwd=repository)

@@ -32,10 +32,8 @@ from m3diff.registry.versions import commit_of, download_checkpoint, find_versio
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
 
-MODEL_CODE = Path("components/models")
-PREDICT_CODE = FOLDER / "predict.json"
-RAW = "dvc.raw."
-CODE = "dvc.code"
+MODEL_CODE, PREDICT_CODE = Path("components/models"), FOLDER / "predict.json"
+RAW, CODE = "dvc.raw.", "dvc.code"
 IDENTITY = (VERSION, CODE, TOKENS)  # tags that make two registrations the same version; the record hashes them
 
 # Tags, with those of raw data, that a new evaluation of the same version changes
@@ -334,8 +332,7 @@ def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Itera
     """Every tracked file and folder by its content, the parameters of every stage, and what the version names."""
     data, code = tracked(commit, lock), code_path(tags)
     there = {path: dvc_hash(folder / path) if (folder / path).exists() else None for path in (*data, code)}
-    for path, named in data.items():
-        yield compared("data", path, named, there[path])
+    yield from (compared("data", path, named, there[path]) for path, named in data.items())
     values = yaml.safe_load((folder / "params.yaml").read_text(encoding="utf-8"))
     for stage in dvc.current_stages(commit, lock):
         other = [name for name, value in lock.ran_with(stage).items() if lookup(values, name) != value]

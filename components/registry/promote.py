@@ -6,8 +6,10 @@ and finished where a process was killed in between. The champion may be moved wh
 judged again, against the champion of then.
 """
 
+import calendar
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -309,16 +311,18 @@ def made_at(client: MlflowClient, model: str) -> int | None:
 def of_registry(client: MlflowClient, found: list[Decision], model: str) -> list[Decision]:
     """The decisions about the versions that MLflow has today. Left out are those about others of the same numbers: of
     a registered model that was there before this one, or of runs that a store put back to a backup has not. Early
-    releases recorded neither; theirs are taken for today's."""
-    registry = made_at(client, model)
+    releases recorded neither: theirs are of today's if they are younger."""
+    if (registry := made_at(client, model)) is None:
+        return []
     runs = {int(version.version): version.run_id for version in versions.versions_of(client, model)}
-    return [
-        decision
-        for decision in found
-        if decision.model == model
-        and decision.registry in (None, registry)
-        and all(runs.get(number, named.run) == named.run for number, named in decision.versions.items())
-    ]
+
+    def is_ours(decision: Decision) -> bool:
+        if decision.registry is None:
+            return calendar.timegm(time.strptime(decision.at, "%Y-%m-%dT%H:%M:%SZ")) >= registry // 1000
+        identities = decision.versions.items()
+        return decision.registry == registry and all(runs.get(n, named.run) == named.run for n, named in identities)
+
+    return [decision for decision in found if decision.model == model and is_ours(decision)]
 
 
 def champion_lost(client: MlflowClient, found: list[Decision], model: str) -> str | None:

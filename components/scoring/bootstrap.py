@@ -14,9 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from m3diff.scoring.metrics import Metric, Resampled
 
-RESAMPLES = 10_000
-CONFIDENCE = 0.95
-SEED = 1979
+RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 1979
 MIN_PAIRS = 20  # of fewer no interval is given: it would be far too narrow
 MIN_SCORED = 0.95  # share of the resamples that must have the score
 CELLS = 2_000_000  # counts that are held at a time, 8 bytes each

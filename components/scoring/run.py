@@ -120,7 +120,6 @@ class ProtocolScores(BaseModel):
         return {**head, **self.scores, "intervals": intervals, **plain, **folders, "absent": self.absent}
 
     def folder(self, folder: str) -> dict[str, Scores]:
-        """The groups called "<folder>/<name>", by name."""
         start = f"{folder}/"
         return {name.removeprefix(start): values for name, values in self.groups.items() if name.startswith(start)}
 

@@ -62,8 +62,7 @@ MultiPartParser.spool_max_size = 2**31  # in memory: nothing of a client is writ
 
 DATA_URL = re.compile(rb"data:image/[\w.+-]+;base64,")
 WHITESPACE = b" \t\n\r\v\f"
-SHOWN_CHARS = 60
-MAX_QUESTION_CHARS = 500
+SHOWN_CHARS, MAX_QUESTION_CHARS = 60, 500
 # In the JSON of a request: millions of empty lists, or a fault in each, would take a hundred times its bytes
 MOST_VALUES = 10_000
 

@@ -63,7 +63,6 @@ def _of_folders(before: Path, after: Path) -> list[AskedPair]:
 
 
 def _images(folder: Path) -> dict[str, Path]:
-    """Images by name without suffix; of one name in several formats, each by its whole name. Hidden files are none."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         if path.name[0] != "." and path.suffix.lower() in SUFFIXES and path.is_file():

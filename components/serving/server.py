@@ -25,8 +25,7 @@ from m3diff.settings.rules import licensed
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
-TOKEN = "M3DIFF_SERVE_TOKEN"
-SHORTEST_TOKEN = 16
+TOKEN, SHORTEST_TOKEN = "M3DIFF_SERVE_TOKEN", 16
 NEW_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
 POLL_S = 5  # seconds between two checks of which version the alias names
 

@@ -124,9 +124,7 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
 
 def profiles(folder: Path) -> Iterator[Path]:
     """The files of a folder that are profiles, not other YAML."""
-    for path in sorted(folder.glob("*.yaml")):
-        if {EXTENDS, "paths"} & read_yaml(path).keys():
-            yield path
+    return (path for path in sorted(folder.glob("*.yaml")) if {EXTENDS, "paths"} & read_yaml(path).keys())
 
 
 def find_profile(name: str, folder: Path) -> Path:

@@ -43,9 +43,8 @@ def datasets(params: Params) -> Iterator[str]:
             task, place = source.task, f"convert.sources.{name}.task"
         if tasks is not None and task not in tasks:
             yield f"{place}: {closest(task, tasks)}; tasks are in {params.convert.questions}"
-    for name in params.convert.sources:
-        if name not in params.ingest.datasets:
-            yield f"convert.sources.{name}: no such dataset; {closest(name, params.ingest.datasets)}"
+    unknown = [name for name in params.convert.sources if name not in params.ingest.datasets]
+    yield from (f"convert.sources.{name}: no such dataset; {closest(name, params.ingest.datasets)}" for name in unknown)
 
 
 def mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
@@ -138,9 +137,11 @@ def separate_folders(params: Params) -> Iterator[str]:
     folders = {f"ingest.datasets.{name}.root": entry.root for name, entry in params.ingest.datasets.items()}
     folders |= {f"paths.{name}": folder for name, folder in params.paths} | {"compute.scratch": params.compute.scratch}
     places = [(name, folder, Path(os.path.abspath(folder))) for name, folder in folders.items()]
-    for (other, second, there), (name, folder, at) in combinations(places, 2):
-        if at.is_relative_to(there) or there.is_relative_to(at):
-            yield f"{name}: {folder} overlaps {other} ({second}); give each a folder of its own"
+    yield from (
+        f"{name}: {folder} overlaps {other} ({second}); give each a folder of its own"
+        for (other, second, there), (name, folder, at) in combinations(places, 2)
+        if at.is_relative_to(there) or there.is_relative_to(at)
+    )
 
 
 def models(params: Params) -> Iterator[str]:
@@ -149,8 +150,8 @@ def models(params: Params) -> Iterator[str]:
     if trained not in params.models:
         yield f"train.model: {closest(trained, params.models)}; models are in the section `models`"
     for name, settings in params.models.items():
-        for fault in FAMILIES[settings.family].faults(settings, base if name == trained else None):
-            yield f"models.{name}: {fault}"
+        found = FAMILIES[settings.family].faults(settings, base if name == trained else None)
+        yield from (f"models.{name}: {fault}" for fault in found)
 
 
 def training(params: Params) -> Iterator[str]:
@@ -162,9 +163,11 @@ def training(params: Params) -> Iterator[str]:
     if settings is not None and (align := settings.align):
         where = f"models.{params.train.model}.align"
         batches[where] = align.global_batch
-        for name in align.datasets:
-            if name not in trained:
-                yield f"{where}.datasets: {closest(name, trained)}; ingest.datasets has those that train"
+        yield from (
+            f"{where}.datasets: {closest(name, trained)}; ingest.datasets has those that train"
+            for name in align.datasets
+            if name not in trained
+        )
         if trained and set(trained) <= set(align.datasets):
             yield f"{where}.datasets: all that train are in it, and none is left to fine-tune on; take one out"
     micro, workers = compute.micro_batch, max(compute.workers, 1)
@@ -201,9 +204,11 @@ def scores(params: Params) -> Iterator[str]:
     if gate.metric not in (better := gate_metrics(chosen)):
         yield f"promote.metric: {closest(gate.metric, better)}; {why}"
     resampled = [score for name in chosen for score in METRICS[name].resampled]
-    for name in gate.guards:
-        if name not in resampled:
-            yield f"promote.guards.{name}: {closest(name, resampled)}; {why}. Write promote.guards with those, or {{}}"
+    yield from (
+        f"promote.guards.{name}: {closest(name, resampled)}; {why}. Write promote.guards with those, or {{}}"
+        for name in gate.guards
+        if name not in resampled
+    )
 
 
 RULES = (separate_folders, generators, made_datasets, datasets, models, training, scores)

@@ -420,7 +420,6 @@ def export_llava(
 
 
 def _write(shards: list[Path], path: Path, root: Path | None) -> int:
-    """Write an array with one record a line."""
     count = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for shard in progress(shards, f"export {path.name}", total=len(shards), unit="shard"):

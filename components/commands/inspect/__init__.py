@@ -29,8 +29,8 @@ from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_records
 
 FIRST = 5  # problems of one kind that are shown
 
+# Between a manifest and the name of an image that it holds
 INSIDE = "#bytes="
-"""Between a manifest and the name of an image that it holds."""
 
 # Readers of one table whose columns are named in the options; their layout is known by the columns
 TABLES = ("omnidiff", "pairs")
@@ -157,7 +157,6 @@ def recognise(
 
 
 def _is_there(root: Path, file: str) -> bool:
-    """True if a file, or one of the files of a pattern, is there."""
     return (root / file).is_file() or any(path.is_file() for path in root.glob(file))
 
 
@@ -199,7 +198,6 @@ def _unknown(root: Path, reasons: str) -> str:
 
 
 def _annotation_files(entry: DatasetEntry) -> list[str]:
-    """The files that the reader reads; a pattern of `manifest` as what it stands for."""
     manifest = entry.options.get("manifest")
     if manifest is None:
         return list(DATASETS[entry.reader].files)
@@ -236,15 +234,16 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
         "pairs that changeflag calls unchanged, in other sentences than LEVIR-CC's": [*_flagged(entry, read)],
     }
     nearest = min(spec.published, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
-    lines = _counts(spec.part(name) or nearest, rows)
-    lines.append(f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty")
+    of_images = f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty"
+    lines = [*_counts(spec.part(name) or nearest, rows), of_images]
     if entry.options.get("pairs_only"):
         every = list(spec.read(entry.root, **{**entry.options, "pairs_only": False}))
         lines.append(f"  passed over by pairs_only: {len(every) - len(read):,} rows")
     lines += [line for what, found in problems.items() for line in _first(what, found)]
     lines += [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]
-    passed = [row.source for row in read if row.without_caption]
-    lines += _first("pairs without a caption, which are passed over", passed)
+    lines += _first(
+        "pairs without a caption, which are passed over", [row.source for row in read if row.without_caption]
+    )
     if wordless := sum(not str(text).strip() for row in rows for text in row["references"]):
         lines.append(f"  empty captions: {wordless:,}, which train nothing")
     remedies = [remedy for words, remedy in REMEDIES.items() if any(words in fault for fault in faults)]
@@ -287,7 +286,6 @@ def _place(row: Row) -> Row:
 
 
 def _counts(published: Any, rows: list[dict[str, Any]]) -> list[str]:
-    """A line per split: pairs, references and the published ones. A difference is shown, and no fault by itself."""
     heading = f"  {'split':6}{'pairs':>9}{'references':>12}"
     lines = [heading + (f"   published: {'pairs':>8}{'references':>12} ({published.title})" if published else "")]
     for split in SPLITS:
@@ -306,7 +304,6 @@ def _counts(published: Any, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _first(what: str, problems: list[str]) -> list[str]:
-    """The number of problems and the first of them; nothing where there is none."""
     if not problems:
         return []
     more = [f"    and {len(problems) - FIRST:,} more"] if len(problems) > FIRST else []

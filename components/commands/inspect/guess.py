@@ -213,7 +213,6 @@ def is_image(value: Any) -> bool:
 
 
 def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
-    """Guess how one table is read, or those of several splits, of which it is one."""
     options: dict[str, Any] = {"manifest": manifest}
     notes, by_split = [], not isinstance(manifest, str)
     if not isinstance(manifest, str):
@@ -254,7 +253,6 @@ def _manifest(root: Path, path: Path) -> str | dict[str, str]:
 
 
 def _rest(path: Path) -> list[str]:
-    """Words, numbers and suffix of a file's name without the word of its split."""
     splits = {*chain(*ALIASES.values())}
     return [word for word in re.findall(r"[^\W\d_]+|\d+|[^\w\s.-]", path.name.lower()) if word not in splits]
 
@@ -333,7 +331,6 @@ def _choice(answers: Sequence[dict[str, Any]], question: str) -> Choice:
 
 
 def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> Choice:
-    """The columns of images, captions and their questions."""
     images, doubts = _images(values)
     if not images:
         images, doubts = _templates(root, values)
@@ -394,7 +391,6 @@ def _images(values: Mapping[str, list[Any]]) -> Choice:
 
 
 def _holds_images(column: list[Any]) -> bool:
-    """True if half of the values or more name images."""
     images = sum(is_image(value) or isinstance(value, Embedded) for value in column)
     return images > 0 and 2 * images >= len(column)
 
@@ -451,8 +447,8 @@ def _may_be_text(column: list[Any]) -> bool:
 
 def _is_text(column: list[Any]) -> bool:
     """True if a column holds a text of several words, or lists of these; some scripts put no spaces between words."""
-    texts = chain(*(value if isinstance(value, list) else [value] for value in column))
     return any(
         isinstance(text, str) and not NUMBER.fullmatch(text) and (" " in text.strip() or bool(UNSPACED.search(text)))
-        for text in texts
+        for value in column
+        for text in (value if isinstance(value, list) else [value])
     )

@@ -58,7 +58,6 @@ def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
 
 
 def _count(records: pl.DataFrame) -> dict[str, Any]:
-    """Counts over all splits. `over_20` is a share of references; `change_types` counts pairs."""
     reference = pl.col("reference")
     references = records.select(reference=pl.col("references")).explode("reference").filter(reference != "")
     ends, open_end = reference.str.count_matches(r"[.!?]+(?:\s|$)"), ~reference.str.contains(r"[.!?]\s*$")
@@ -100,7 +99,6 @@ def _shown_pairs(records: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def _thumb(path: str) -> str:
-    """The image upright and small, as a data URI."""
     image = load_image(path)
     image.thumbnail((2 * THUMB_PX, 2 * THUMB_PX), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

@@ -176,8 +176,7 @@ class Run(NamedTuple):
     @classmethod
     def of(cls, params: Params) -> "Run":
         train, mixture = params.train, params.paths.mixture
-        settings = params.models[train.model]
-        return cls(train, settings, params.compute, params.ingest.datasets, params.convert, mixture)
+        return cls(train, params.models[train.model], params.compute, params.ingest.datasets, params.convert, mixture)
 
 
 def make_plan(run: Run, left_out: Sequence[str] = ()) -> Plan:
@@ -362,7 +361,6 @@ def counted_workload(
 
 
 def _mean_length(texts: Any, encode: Any) -> float:
-    """Mean number of tokens, of at most LENGTHS distinct texts, evenly spread over them in alphabetical order."""
     counts = texts.value_counts().sort(texts.name)
     spread = counts.gather_every(math.ceil(len(counts) / LENGTHS)).rows()
     lengths = [(len(encode(text)), count) for text, count in spread]
@@ -444,12 +442,9 @@ def print_plan(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> Non
 
 
 def _workload_lines(plan: Plan) -> Iterator[str]:
-    """Yield the parameters; the pairs of each dataset, by split with the published pairs, the sums, and the paper's
-    where the datasets are its own; the sequences that are made of them."""
     load, most = plan.workload, plan.train.max_captions_per_sequence
     yield f"parameters: {plan.base}"
-    for name, count in plan.parameters.items():
-        yield f"  {name:<28} {count / 1e6:>12,.2f} M"
+    yield from (f"  {name:<28} {count / 1e6:>12,.2f} M" for name, count in plan.parameters.items())
     yield f"counted: {load.counted}"
     published = sum(use.published for use in load.uses)
     for use in (*load.uses, Use("sum", load.pairs, load.references, published=published)):
@@ -465,7 +460,6 @@ def _workload_lines(plan: Plan) -> Iterator[str]:
 
 
 def _cost_lines(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> Iterator[str]:
-    """Yield FLOPs of a sequence and of the run, the memory of one GPU, and the time."""
     recomputation = compute.activation_checkpointing
     forward, total = sum(term.forward for term in plan.terms), sum(term.total for term in plan.terms)
     again = recomputed_flops(plan.terms, recomputation)
@@ -477,10 +471,8 @@ def _cost_lines(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> It
     yield f"  the run {plan.run_flops / EXA:.2f} EFLOP; a pair to caption {plan.caption_flops / TERA:.1f} TFLOP to read"
     counted = "the mean sequence" if plan.longest is None else f"the longest sequence, {plan.longest} reference(s)"
     yield f"memory of one GPU, GB; activations counted for {counted}"
-    for name, size in plan.memory_gb.items():
-        yield f"  {name:<28} {size:>9.1f}"
-    for name, size in plan.activations_gb.items():
-        yield f"    {name:<26} {size:>9.2f}"
+    yield from (f"  {name:<28} {size:>9.1f}" for name, size in plan.memory_gb.items())
+    yield from (f"    {name:<26} {size:>9.2f}" for name, size in plan.activations_gb.items())
     room = f" of {gpu.memory_gb * (1 - RESERVE):.1f}, {gpu.name} less {RESERVE:.0%}" if gpu else ""
     yield f"  {'sum':<28} {plan.memory_total_gb:>9.1f}{room}"
     if gpu is None:

@@ -131,7 +131,6 @@ def generate(settings: MiniChange) -> None:
 
 
 def _empty(root: Path) -> None:
-    """Make the folder with nothing but empty image folders in it."""
     ours = {*FOLDERS, *ANNOTATIONS, FILE}
     if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in ours):
         raise DataError(f"{root}: holds {strange[0]!r}, which MiniChange does not write; name another root")

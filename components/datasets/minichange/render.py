@@ -111,7 +111,6 @@ def _paste(table: Image.Image, tile: Image.Image, center: tuple[float, float]) -
 
 @lru_cache(maxsize=16)
 def _table(color: Color, cloth: str, unit: int, margin: float) -> Image.Image:
-    """A table of one colour under a pattern a little lighter and darker."""
     side = round(unit * (1 + 2 * margin))
     at = np.arange(side)
     if cloth == "weave":  # NumPy's own float32 sine differs in its last bit between CPUs, and so would pixels
@@ -134,7 +133,6 @@ def _table(color: Color, cloth: str, unit: int, margin: float) -> Image.Image:
 
 @lru_cache(maxsize=8)
 def _mark(unit: int) -> Image.Image:
-    """The print of an object taken away: a pale ring with a cross."""
     side = round(MARK_WIDTH * unit)
     tile = Image.new("RGBA", (side, side), (255, 255, 255, 0))
     draw = ImageDraw.Draw(tile)

@@ -188,7 +188,6 @@ class MiniChange(Section):
 
 
 def pick(rng: np.random.Generator, options: tuple | list) -> Any:
-    """Pick an option, all equally likely."""
     return options[int(rng.integers(len(options)))]
 
 
@@ -375,7 +374,6 @@ def _on_grid(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene
 
 
 def _in_frame(before: Scene, after: Scene, changes: list[Change]) -> bool:
-    """True if the centre of each changed object is well inside both frames."""
     centers = [thing.center for change in changes if (thing := change.before or change.after)]
     places = [view.project(center) for center in centers for view in (before.view, after.view)]
     return all(VISIBLE < value < 1 - VISIBLE for place in places for value in place)
@@ -493,7 +491,6 @@ def are_open(things: Sequence[Thing], least: float) -> bool:
 
 
 def _mark_is_clear(mark: Mark, things: Sequence[Thing], marks: Sequence[Mark], view: View | None = None) -> bool:
-    """No other mark is near, and things leave most of it open."""
     alone = all(_distance(mark.center, each.center) > MARK_WIDTH for each in marks if each != mark)
     return alone and _seen(mark, things, view) >= SEEN_CHANGED
 

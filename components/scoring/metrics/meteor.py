@@ -27,8 +27,7 @@ LONGEST_PHRASE = 7  # words; of the table
 CHUNK = 1 << 13  # bytes of the table, read at once
 USUAL = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"  # in the table
 MARKED = bytes(byte if byte in USUAL else 0 for byte in range(256))
-WORD = re.compile(rb"[a-z0-9]+")
-ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
+WORD, ENTITY = re.compile(rb"[a-z0-9]+"), re.compile("&(quot|apos|lt|gt|amp);")
 
 
 def program(items: list[Item], spice_dir: Path | None, limit_s: int) -> dict[Item, list[float]]:

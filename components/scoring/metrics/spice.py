@@ -39,8 +39,7 @@ FIRST_WITHOUT_JAVASCRIPT = 15
 PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
 # The time limit's seconds for each caption of up to 20 words, beside its fixed part; of a longer one the cube of its
 # length, up to LONGEST_S. Two idle cores parse 50 of 10 words a second, two that other work shares 4.
-SECONDS_A_CAPTION = 1
-LONGEST_S = 900
+SECONDS_A_CAPTION, LONGEST_S = 1, 900
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
 TRIAL_S = 600
 LMDB = "data.mdb"

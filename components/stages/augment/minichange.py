@@ -232,7 +232,6 @@ def carry_out(scene: Scene, instruction: str, rng: np.random.Generator) -> Scene
 
 
 def _changed(scene: Scene, change: Change, seen_by: View, rng: np.random.Generator) -> Scene | None:
-    """The scene after one change; places are meant as the camera before, `seen_by`, sees them."""
     level = LEVELS[scene.level]
     if change.type == "viewpoint":
         return replace(scene, view=level.moved(scene.view, change.word))
@@ -268,7 +267,6 @@ def _changed(scene: Scene, change: Change, seen_by: View, rng: np.random.Generat
 
 
 def _new_thing(scene: Scene, wanted: Thing, seen_by: View, rng: np.random.Generator) -> Thing | None:
-    """An object of this name somewhere at its place; None where there is no room."""
     looks: dict[str, Any] = {"color": wanted.color, "size": wanted.size}
     if scene.level == "grid":
         taken = {thing.cell for thing in scene.things} | {mark.cell for mark in scene.marks}

@@ -175,7 +175,6 @@ def read_originals(
 
 
 def _usable(rows: Sequence[Row], source: Source, made: Made, use: str) -> Iterator[Row]:
-    """The rows of the source's splits that can be read, whose scene is in no higher split and that have a text."""
     highest: dict[str, int] = {}
     for row in rows:
         if row.split in SPLITS and isinstance(row.scene, str):
@@ -198,7 +197,6 @@ def _usable(rows: Sequence[Row], source: Source, made: Made, use: str) -> Iterat
 
 
 def _ill_typed(row: Row) -> str | None:
-    """The fault of a field that readers leave to ingest."""
     if row.split not in SPLITS:
         return f"split: expected one of {', '.join(SPLITS)}, found {describe(row.split)}"
     wrong = [name for name in ("name", "scene") if not isinstance(getattr(row, name), str)]
@@ -235,7 +233,6 @@ def place_of(source: Source, image: Any) -> Path | None:
 
 
 def _first(texts: Any) -> str:
-    """The first text that is not blank; "" where there is none."""
     found = texts if isinstance(texts, list) else []
     return next((" ".join(text.split()) for text in found if isinstance(text, str) and text.strip()), "")
 

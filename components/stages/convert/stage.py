@@ -198,7 +198,6 @@ def _sample_pairs(pairs: pl.DataFrame, source: Source, no_change_share: float) -
 
 
 def _explode(pairs: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per reference: `reference`, and `number`, its place in the record."""
     numbered = pairs.with_columns(number=pl.int_ranges(pl.col("references").list.len().cast(pl.Int64)))
     return numbered.explode("references", "number").rename({"references": "reference"})
 

@@ -184,12 +184,10 @@ def says_nothing(text: str) -> bool:
 
 
 def _place(found: Sequence[tuple[Row, Any]]) -> str:
-    """The first of the rows of a file that the first pair is made of."""
     return found[0][0].source.split(" and ")[0]
 
 
 def _counted(texts: Iterable[str]) -> str:
-    """The most frequent of these texts, with their numbers."""
     counts = Counter(texts)
     listed = "; ".join(f"{text[:80]!r} ({count:,})" for text, count in counts.most_common(5))
     return listed + (f"; and {len(counts) - 5:,} more" if len(counts) > 5 else "")
@@ -244,7 +242,6 @@ def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
 
 
 def _plain(question: str) -> str:
-    """A question in small letters without signs and what stands for the images in it."""
     return " ".join(re.sub(r"[^\w\s]", " ", PLACEHOLDER.sub(" ", question).casefold()).split())
 
 

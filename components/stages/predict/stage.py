@@ -334,7 +334,6 @@ class Worker:
         self.job = job
 
     def caption(self, batches: list[Batch]) -> Iterator[Answered]:
-        """Yield the answers of the batches."""
         import torch
 
         threads = self.job.compute.cpus_per_worker

@@ -198,7 +198,6 @@ def segment(scene: Scene, rows: int, columns: int) -> np.ndarray:
 def _covered(
     scene: Scene, center: tuple[float, float], width: float, points: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, ...]:
-    """Rows and columns of the points inside a square of the table."""
     (left, top), (right, bottom) = (
         scene.view.project((center[0] + half, center[1] + half)) for half in (-width / 2, width / 2)
     )
@@ -423,7 +422,6 @@ def _run(
 def _loss(
     of: Architecture, model: nn.Module, bank: Bank, chosen: np.ndarray, task: Task, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Mean loss over the answers' tokens, and for each sample whether every token was right under teacher forcing."""
     groups = chosen.reshape(-1, task.images or 1)
     asked = [task.ask(rng, [bank.scenes[number] for number in group]) for group in groups]
     ids, supervised = _encode(of, asked, task.images)

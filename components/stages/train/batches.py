@@ -241,7 +241,6 @@ class Loader:
         return MicroBatch(pack(groups), torch.from_numpy(np.stack(images)), torch.tensor(weights, dtype=torch.float32))
 
     def build(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
-        """Return a complete micro-batch."""
         return complete(self.read(micro_batch, visit), self.device, self.processor.pad_id)
 
     def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[MicroBatch]]:

@@ -81,7 +81,6 @@ class Runtime:
     ranks: int = 1
 
     def say(self, text: str) -> None:
-        """Print from the first worker alone."""
         if self.rank == 0:
             print(f"train: {text}", flush=True)
 

@@ -455,5 +455,4 @@ def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> fl
         return " ".join(re.findall(r"\w+", text.lower()))
 
     gold = {number: [words(text) for text in texts] for number, texts in enumerate(references)}
-    found = {number: [words(text)] for number, text in enumerate(predictions)}
-    return float(Cider().compute_score(gold, found)[0])
+    return float(Cider().compute_score(gold, {number: [words(text)] for number, text in enumerate(predictions)})[0])

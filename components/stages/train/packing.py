@@ -76,7 +76,6 @@ class Packed:
         return Layout(tokens, places, tuple(shapes), tuple(masks))
 
     def each(self, taken: Callable[[Tensor], Tensor]) -> "Packed":
-        """Apply `taken` to each tensor."""
         return Packed(**{field.name: taken(getattr(self, field.name)) for field in fields(self)})
 
     def block_mask(self, device: Device) -> BlockMask:

@@ -243,8 +243,7 @@ def causes(error: BaseException) -> list[BaseException]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a GPU or the machine has no memory. torch's own error is a RuntimeError, known by its text."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY)
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -50,7 +50,6 @@ class Curve:
         self.names, self.rows = tuple(names), list[dict[str, str]]()
 
     def add(self, values: Mapping[str, float | None]) -> None:
-        """Add a step's row."""
         self.rows.append({name: "" for name in self.names})
         self.fill(values)
 

@@ -96,7 +96,6 @@ def _told(side: str) -> pl.Expr:
 
 
 def _alone(reason: str) -> pl.Expr:
-    """Report this reason only if the row itself was readable."""
     return pl.when(pl.col("fault").is_null()).then(pl.lit(reason))
 
 

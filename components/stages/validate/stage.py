@@ -83,8 +83,7 @@ def validate(
     table = pl.concat([pl.DataFrame(load_table(file, RAW_SCHEMA, "ingest", EMPTY)) for file in files])
     images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
     _refuse_changed(table, images)
-    pairs = sound_pairs(table, images)
-    twins = {link: find_twins(pairs, *link, cfg.near_duplicate_max_diff) for link in LINKS}
+    twins = {link: find_twins(sound_pairs(table, images), *link, cfg.near_duplicate_max_diff) for link in LINKS}
     overlaps = {f"{split} in {other}": twins[split, other].height for split, other in LINKS}
     leaks = twins["train", "test"].clear() if cfg.allow_test_leakage else twins["train", "test"]
     found, all_rules = facts(table, images, leaks), rules(cfg.max_caption_chars)
@@ -146,7 +145,6 @@ def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, i
 
 
 def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple[pl.DataFrame, pl.DataFrame, int]:
-    """Clean records with respaced references, quarantined ones as read, and how many references were respaced."""
     rows = table.with_row_index("row")
     clean = rows.join(bad, on="row", how="anti").sort("row")
     references = clean.select("row", "references").explode("references", empty_as_null=False)
@@ -228,13 +226,12 @@ def _refuse(
 ) -> None:
     faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
     faults += too_many(cfg, clean, quarantine)
-    for name, counts in report.datasets.items():
-        if counts.lost_test_pairs and not cfg.allow_lost_test_pairs:
-            faults.append(
-                f"{name}: {len(counts.lost_test_pairs)} test pairs are lost, and scores of a part of a test set "
-                "compare with no others; restore them, or set validate.allow_lost_test_pairs to true:\n"
-                + _first(counts.lost_test_pairs)
-            )
+    lost = {name: counts.lost_test_pairs for name, counts in report.datasets.items() if counts.lost_test_pairs}
+    faults += [
+        f"{name}: {len(pairs)} test pairs are lost, and scores of a part of a test set compare with no others; restore "
+        f"them, or set validate.allow_lost_test_pairs to true:\n{_first(pairs)}"
+        for name, pairs in ({} if cfg.allow_lost_test_pairs else lost).items()
+    ]
     if faults:
         where = f"all rows with reasons: {out / 'quarantine.parquet'}; as a page: {out / 'docs/index.html'}"
         raise DataError("\n  ".join(["the data is refused:", *faults, where]))
