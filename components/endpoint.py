@@ -235,7 +235,6 @@ class Endpoint:
             raise ConnectionError(self._told(error, question)) from error
 
     def _request(self, question: Question) -> dict[str, Any]:
-        """The body of the request; a text alone where there is no image, which every server takes."""
         parts = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in question.images]
         text, system = in_unicode(question.text), in_unicode(question.system)
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text

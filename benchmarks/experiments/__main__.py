@@ -313,9 +313,9 @@ def differ(one: Run, other: Run, protocol: str, score: str) -> dict[str, float] 
     if of_sums is None or score not in SCORES:
         return None
     found = compare(one.pairs[protocol], other.pairs[protocol], protocol, of_sums)
-    if found is None or found.interval is None:
+    if found is None or (interval := found[2]) is None:
         return None
-    return {"gain": found.gain, "low": found.interval.low, "high": found.interval.high}
+    return {"gain": found[0] - found[1], "low": interval.low, "high": interval.high}
 
 
 def with_intervals(metrics: Mapping[str, Any], protocols: Sequence[str]) -> dict[str, dict[str, Any]]:

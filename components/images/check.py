@@ -71,7 +71,6 @@ def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> 
 
 
 def _stat(path: str) -> tuple[int | None, int | None, int | None, int | None, str | None]:
-    """STAT of a path, or a verdict on one that is no file."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

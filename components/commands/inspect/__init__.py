@@ -277,7 +277,6 @@ def _flagged(entry: DatasetEntry, rows: list[Row]) -> Iterator[str]:
 
 
 def _place(row: Row) -> Row:
-    """The row with embedded images as places in their manifest."""
     before, after = (
         Path(f"{image.manifest}{INSIDE}{image.name}") if isinstance(image, Embedded) else image
         for image in (row.before, row.after)

@@ -325,7 +325,6 @@ Choice = tuple[dict[str, Any], list[Doubt]]  # columns by field, and a doubt whe
 
 
 def _choice(answers: Sequence[dict[str, Any]], question: str) -> Choice:
-    """The first answer, and the question where there are several; no column where there is none."""
     doubt = Doubt(question, [{"columns": answer} for answer in answers])
     return (answers[0], [doubt] if len(answers) > 1 else []) if answers else ({}, [])
 

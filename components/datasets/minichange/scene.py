@@ -362,7 +362,6 @@ def sample_grid_thing(rng: np.random.Generator, cell: int, kind: str | None = No
 
 
 def _on_grid(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
-    """A scene of three to five things, `must_hold` naming the kinds that have to be among them."""
     count = max(int(rng.integers(3, 6)), len(must_hold))
     cells = rng.permutation(9)
     kinds = list(must_hold) + [None] * (count - len(must_hold))

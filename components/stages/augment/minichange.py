@@ -145,7 +145,6 @@ def paraphrase(text: str, caption: str | None = None) -> list[str]:
 
 
 def _informed(change: Change, things: Sequence[Thing]) -> Change:
-    """The change with the state that its object had, where one thing alone can be meant."""
     before = change.before
     if before is None or before.state is not None:
         return change
@@ -190,7 +189,6 @@ def changes_between(before: Description, after: Description) -> tuple[Change, ..
 
 
 def _became(before: Thing, after: Thing) -> Change | None:
-    """The change from one thing to the other; None where they differ in more than one clause can say."""
     if before.kind != after.kind:
         return Change("substitution", before=before, after=after)
     differs = [field for field in ("size", "color", "state") if getattr(before, field) != getattr(after, field)]

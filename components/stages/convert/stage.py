@@ -203,7 +203,6 @@ def _explode(pairs: pl.DataFrame) -> pl.DataFrame:
 
 
 def _cap(references: pl.DataFrame, most: int | None) -> pl.DataFrame:
-    """At most so many references of a pair, sampled; in the record's order. None: all."""
     if most is None:
         return references
     bits = random_bits(random_bits(references["key"], REFERENCE), references["number"] + 2**32 * references["copy"])

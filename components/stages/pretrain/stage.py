@@ -100,7 +100,6 @@ def asked_for(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
 
 
 def _question(rng: np.random.Generator, here: list[tuple[str, ...]]) -> str:
-    """Some or all of the looks of a thing that is there, or looks at random."""
     if rng.random() < 0.4:
         return f"{pick(rng, COLORS)} {pick(rng, KINDS)}" if rng.random() < 0.8 else "mark"
     looks = pick(rng, here)

@@ -211,8 +211,9 @@ def only_worker(gpu: bool) -> Iterator[None]:
     import torch.distributed as dist
     from torch.nn import functional
 
-    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()})
-    linear = functional.linear
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()}
+    before, linear = {name: os.environ.pop(name) for name in place if name in os.environ}, functional.linear
+    os.environ.update(place)
     # in memory: a file's name would be the next group's, and is removed when this group's store is collected
     dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -221,3 +222,6 @@ def only_worker(gpu: bool) -> Iterator[None]:
         # DeepSpeed keeps groups of its own, which outlive torch's unless it ends them itself
         (deepspeed.comm if deepspeed.comm.is_initialized() else dist).destroy_process_group()
         functional.linear = linear
+        for name in place:
+            os.environ.pop(name)
+        os.environ.update(before)

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from tokenizers import Tokenizer
 
 from m3diff.cluster import NoRoomError, logs, on_one_machine
 from m3diff.models import FAMILIES
 from m3diff.models.device import DeviceError
 from m3diff.models.settings import Settings
 from m3diff.provenance.code import key_of
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, readable
 from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
@@ -106,7 +107,8 @@ def train(
 
     Raises:
         BlockingIOError: the same run is being trained elsewhere, or a disk is full; try again.
-        DataError: the mixture has no training sample, or an image is not the one that ingest saw.
+        DataError: the mixture has no training sample, an image is not the one that ingest saw, or the base's tokenizer
+            is damaged.
         ParamsError: the best checkpoint is asked for and none would be scored.
         NoRoomError: Ray's nodes have no room for the workers.
         SystemExit: SIGTERM asked the run to end; the next call goes on from where it was.
@@ -118,6 +120,9 @@ def train(
     cfg = cfg.model_copy(update={"base": cfg.base.resolve()})
     mixture, out, scratch = mixture.resolve(), out.resolve(), compute.scratch.resolve()
     base_sha256 = sha256_of_folder(cfg.base)
+    if (tokenizer := cfg.base / "tokenizer.json").is_file():
+        with readable(tokenizer, "fetch it again"):  # transformers would not name the file
+            Tokenizer.from_file(str(tokenizer))
     run_dir = scratch / "train" / run_key(cfg, model, mixture, base_sha256)
     run_dir.mkdir(parents=True, exist_ok=True)
     with _only_trainer(run_dir), follow(run_dir.name, run_dir / CURVES):
