@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from flows.dvc import environment, readable
 from m3diff.records.errors import DataError
@@ -70,14 +70,14 @@ def headlines(report: Path) -> Iterator[str]:
         yield ""
 
 
-def summary(params: Params, registration: Any, decision: object) -> str:
+def summary(params: Params, registration: object, decision: object) -> str:
     """Scores, places, the gate's decision, training's warnings, and what to do next."""
     paths = params.paths
     trained = json.loads((paths.model / "report.json").read_text())
     rows = [
         ("report", (paths.report / "report.html").resolve()),
         ("predictions", (paths.predictions / "predictions.json").resolve()),
-        ("model", f"{registration.uri} ({registration.outcome}) in {params.register_.tracking_uri}"),
+        ("model", f"{registration} in {params.register_.tracking_uri}"),
         ("gate", decision),
         *(("warning", f"training: {text}") for text in trained.get("warnings", [])),
     ]

@@ -30,6 +30,7 @@ from infra.run import run, summary
 from infra.services import Service, ServiceError
 from m3diff import PRIVACY
 from m3diff.settings.load import load_params
+from m3diff.stages.register.stage import Registration
 from tests.servers import free_port, until
 from tests.toy import REPOSITORY
 
@@ -542,12 +543,13 @@ def test_the_summary_says_scores_places_gate_and_warnings(tmp_path, warnings):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     paths, store = SimpleNamespace(report=tmp_path, predictions=tmp_path, model=tmp_path), "store"
     of = {"register_": SimpleNamespace(tracking_uri=store)}
-    made = SimpleNamespace(uri="models:/m/2", outcome="registered")
+    made = Registration("registered", "m", 2, "7f3a")
     text = summary(SimpleNamespace(paths=paths, **of), made, "m version 2 refused: why")
     numbers = "  CIDEr                   467.0   450.0 to 481.0\n  no_change_recall        100.0\n"
     assert text.startswith("\nscores on a/total, 480 pairs of 3985 that papers score")
     warned = "\nwarning      training: the module changes nothing.\n" if warnings else "\n"
-    for line in (numbers, f"{tmp_path}/report.html\n", "models:/m/2 (registered) in store\n", f"refused: why{warned}"):
+    model = "models:/m/2 registered (MLflow run 7f3a) in store\n"
+    for line in (numbers, f"{tmp_path}/report.html\n", model, f"refused: why{warned}"):
         assert line in text
     assert "990.0" not in text, "one protocol of a dataset"
 
