@@ -20,7 +20,6 @@ from m3diff.scoring.metrics import METRICS, gate_metrics
 from m3diff.scoring.pairs import protocols_of
 from m3diff.settings.section import ParamsError, Section, closest, explain
 from m3diff.settings.tree import Params
-from m3diff.stages.augment.params import MANIFEST, Drawn, Edits
 from m3diff.stages.ingest.params import DatasetEntry
 
 
@@ -113,11 +112,11 @@ def made_datasets(params: Params) -> Iterator[str]:
         where, ingested = f"augment.{name}", params.ingest.datasets.get(name)
         if ingested is None:
             yield f"{where}: no dataset of `ingest.datasets` has this name; remove the entry or ingest it"
-        elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", MANIFEST, entry.root):
-            wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {MANIFEST}}}}}"
+        elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", entry.manifest, entry.root):
+            wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {entry.manifest}}}}}"
             yield f"{where}: ingest reads another dataset under this name; write ingest.datasets.{name}: {wanted}"
         yield from wrong_options(f"{where}.source", entry.source.reader, entry.source.options)
-        if isinstance(entry, Edits) and isinstance(entry.editor, Drawn) and entry.source.reader != "minichange":
+        if entry.kind == "edits" and entry.editor.kind == "drawn" and entry.source.reader != "minichange":
             yield f"{where}.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix"
         root = Path(os.path.realpath(entry.root))
         for other, reading in params.augment.items():
@@ -125,7 +124,7 @@ def made_datasets(params: Params) -> Iterator[str]:
             models = [("model", part.model) for part in parts if hasattr(part, "model")]
             for what, folder in [("source", reading.source.root), *models]:
                 there = Path(os.path.realpath(folder))
-                made = other != name and there == root and reading.source.options.get("manifest") == MANIFEST
+                made = other != name and there == root and reading.source.options.get("manifest") == entry.manifest
                 if (there.is_relative_to(root) or root.is_relative_to(there)) and not (made and what == "source"):
                     of = "its" if other == name else f"augment.{other}'s"
                     lies = f"{of} {what} is in {folder}; name another folder"

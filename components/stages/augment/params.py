@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -94,6 +94,7 @@ Writer = Annotated[Grammar | Remote, Field(discriminator="kind")]
 class Made(Section):
     """The fields of every kind of synthetic data."""
 
+    manifest: ClassVar = MANIFEST  # in `root`, as ingest is told
     source: Source
     root: Path  # the folder to write; its report is next to it, with .json after the name
     seed: int = Field(ge=0)
