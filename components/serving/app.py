@@ -202,7 +202,7 @@ class ChatBody(BaseModel):
     question. Fields that greedy decoding has no use for, such as `temperature`, are passed over."""
 
     model: str
-    messages: list[UserMessage] = Field(max_length=1, min_length=1)
+    messages: list[UserMessage]
     n: Literal[1] | None = None
     stream: Literal[False] | None = None
 
@@ -225,13 +225,14 @@ def read_form(fields: Iterable[tuple[str, str | bytes]]) -> Asked:
 def read_chat(body: bytearray) -> Asked:
     """The pair of a chat of OpenAI's form: one message of the user with at most one text and two images."""
     given = _parsed(ChatBody, body)
-    parts, where = given.messages[0].content, "messages.0.content"
+    parts, where = [part for message in given.messages for part in message.content], "messages.0.content"
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
-    if len(urls) != 2 or len(texts) > 1:
-        limit = "exactly 2 images and at most one text"
+    if len(given.messages) != 1 or len(urls) != 2 or len(texts) > 1:
+        found = f"{len(given.messages)} message(s), {len(urls)} image(s), {len(texts)} text(s)"
+        limit = "one message with exactly 2 images and at most one text"
         remedy = "send the image before, then the image after, as two parts `image_url`"
-        raise unprocessable("wrong_parts", f"{len(urls)} image(s), {len(texts)} text(s)", limit, remedy, where)
+        raise unprocessable("wrong_parts", found, limit, remedy, "messages")
     before, after = (_from_base64(f"{where}: {side}", url) for side, url in zip(SIDES, urls, strict=True))
     return Asked(before, after, texts[0] if texts else None, model=given.model)
 
@@ -525,7 +526,7 @@ class Server:
     def ready(self) -> Served:
         """The model. Raises RequestRefusedError (503) if none is loaded yet."""
         if self.models.current is None:
-            limit, remedy = "one that is loaded", "ask again when /readyz answers 200"
+            limit, remedy = "a loaded model", "ask again when /readyz answers 200"
             raise RequestRefusedError(503, "not_ready", "no model yet", limit, remedy)
         return self.models.current
 

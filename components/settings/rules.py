@@ -112,7 +112,11 @@ def made_datasets(params: Params) -> Iterator[str]:
         where, ingested = f"augment.{name}", params.ingest.datasets.get(name)
         if ingested is None:
             yield f"{where}: no dataset of `ingest.datasets` has this name; remove the entry or ingest it"
-        elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", entry.manifest, entry.root):
+        elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != (
+            "pairs",
+            entry.manifest,
+            entry.root,
+        ):
             wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {entry.manifest}}}}}"
             yield f"{where}: ingest reads another dataset under this name; write ingest.datasets.{name}: {wanted}"
         yield from wrong_options(f"{where}.source", entry.source.reader, entry.source.options)
