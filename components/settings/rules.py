@@ -109,15 +109,11 @@ def made_datasets(params: Params) -> Iterator[str]:
     or around it, but synthetic data that others are made of.
     """
     for name, entry in params.augment.items():
-        where, ingested = f"augment.{name}", params.ingest.datasets.get(name)
+        where, ingested, manifest = f"augment.{name}", params.ingest.datasets.get(name), entry.manifest
         if ingested is None:
             yield f"{where}: no dataset of `ingest.datasets` has this name; remove the entry or ingest it"
-        elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != (
-            "pairs",
-            entry.manifest,
-            entry.root,
-        ):
-            wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {entry.manifest}}}}}"
+        elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", manifest, entry.root):
+            wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {manifest}}}}}"
             yield f"{where}: ingest reads another dataset under this name; write ingest.datasets.{name}: {wanted}"
         yield from wrong_options(f"{where}.source", entry.source.reader, entry.source.options)
         if entry.kind == "edits" and entry.editor.kind == "drawn" and entry.source.reader != "minichange":
@@ -128,7 +124,7 @@ def made_datasets(params: Params) -> Iterator[str]:
             models = [("model", part.model) for part in parts if hasattr(part, "model")]
             for what, folder in [("source", reading.source.root), *models]:
                 there = Path(os.path.realpath(folder))
-                made = other != name and there == root and reading.source.options.get("manifest") == entry.manifest
+                made = other != name and there == root and reading.source.options.get("manifest") == manifest
                 if (there.is_relative_to(root) or root.is_relative_to(there)) and not (made and what == "source"):
                     of = "its" if other == name else f"augment.{other}'s"
                     lies = f"{of} {what} is in {folder}; name another folder"
