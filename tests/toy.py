@@ -36,7 +36,7 @@ class Captioner:
         return "%d/%d/%d" % image.getpixel((image.width // 2, image.height // 2))
 
 
-def load_captioner(checkpoint, max_new_tokens=64):
+def load_captioner(checkpoint, max_new_tokens=64, device=None, base=None):
     return Captioner((checkpoint / "word.txt").read_text(), max_new_tokens)
 '''
 

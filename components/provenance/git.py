@@ -116,19 +116,24 @@ def require_own_repository() -> None:
     """Check that git and DVC can make working trees of this project.
 
     Raises:
-        DataError: it is a folder or a submodule of a larger repository.
+        DataError: it is a folder or a submodule of a larger repository, one of sha256, or has a branch `runs`.
     """
     here, inside = Path.cwd(), git("rev-parse", "--show-prefix").rstrip("/")
-    if inside:
-        raise DataError(
-            f"{here}: is the folder {inside} of a larger repository, and a run needs one of its own; at its top: `git "
-            f"subtree split --prefix={shlex.quote(inside)} --branch=alone && git clone --branch=alone . FOLDER`"
-        )
-    if git("rev-parse", "--show-superproject-working-tree"):
-        raise DataError(
-            f"{here}: is a submodule, whose working trees DVC cannot read; `git clone {shlex.quote(str(here))} FOLDER` "
-            "makes a repository of its own"
-        )
+    faults = {
+        f"is the folder {inside} of a larger repository, and a run needs one of its own; at its top: `git subtree "
+        f"split --prefix={shlex.quote(inside)} --branch=alone && git clone --branch=alone . FOLDER`": inside,
+        f"is a submodule, whose working trees DVC cannot read; `git clone {shlex.quote(str(here))} FOLDER` makes a "
+        "repository of its own": git("rev-parse", "--show-superproject-working-tree"),
+        "DVC reads no repository of sha256; make one with `git init --object-format=sha1`": (
+            git("rev-parse", "--show-object-format") != "sha1"
+        ),
+        "the branch `runs` is in the way of branches runs/*; `git branch -m runs OTHER` renames it": commit_at(
+            "refs/heads/runs"
+        ),
+    }
+    for fault, found in faults.items():
+        if found:
+            raise DataError(f"{here}: {fault}")
 
 
 def who() -> str:

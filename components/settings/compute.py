@@ -49,7 +49,7 @@ GPUS = {  # the kinds by name, with NVIDIA's data sheet or architecture paper th
     )
 }
 
-OTHER_CHIPS = {"LAPTOP", "MAX-Q", "MOBILE", "D"}  # words of devices that share a name with a larger chip
+OTHER_CHIPS = {"LAPTOP", "D"}  # words of devices that share a name with a larger chip
 
 
 def gpu_of(device_name: str) -> Gpu | None:

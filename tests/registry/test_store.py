@@ -22,7 +22,7 @@ from mlflow.entities import Run
 from flows.workspace import workspace
 from m3diff.__main__ import main
 from m3diff.provenance.dvc import Lock, add_worktree, current_stages, dvc_hash, listing, object_file
-from m3diff.provenance.git import find_commit
+from m3diff.provenance.git import find_commit, require_own_repository
 from m3diff.records.errors import DataError
 from m3diff.registry import lineage as chain_of
 from m3diff.registry import tracking
@@ -566,6 +566,20 @@ def test_a_run_is_refused_before_it_begins_and_the_remedy_works_as_printed(at, b
     with pytest.raises(Exception) as met, workspace("one", "HEAD", [], False):
         pytest.fail("no project of DVC")
     assert not isinstance(met.value, DataError) or "repository" not in str(met.value)
+
+
+@pytest.mark.fault("P13")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [("rm -rf .git; git init -q --object-format=sha256", "sha256"), ("git branch runs", "git branch -m runs OTHER")],
+)
+def test_a_repository_in_which_no_run_could_begin_is_refused(make, said, base, monkeypatch):
+    monkeypatch.chdir(base)
+    sh("git branch runs/one", base)
+    require_own_repository()
+    sh("git branch -D runs/one; " + make, base)
+    with pytest.raises(DataError, match=said):
+        require_own_repository()
 
 
 @pytest.mark.fault("P9")
