@@ -146,6 +146,8 @@ def test_heic_without_its_plugin_names_the_plugin(tmp_path: Path, monkeypatch: p
     with pytest.raises(ImageError, match=r"a\.heic: .*`pip install pillow-heif`"):
         load_image(tmp_path / "a.heic")
     assert "pip install pillow-heif" in check_image(str(tmp_path / "a.heic"), 100)["verdict"]
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.avif")
+    assert load_image(tmp_path / "a.avif").size == (8, 8), "of the same container, and read by Pillow itself"
 
 
 @pytest.mark.fault("15")

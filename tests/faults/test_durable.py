@@ -158,6 +158,7 @@ def test_a_file_that_is_killed_while_it_is_written_is_the_old_or_the_new_one(tmp
     assert len(seen) > 8
     write_atomic(target, NEW)
     assert target.read_bytes() == NEW
+    assert target.stat().st_mode & 0o777 == 0o644, "others read it, too"
 
 
 STEPS = (2, 4)

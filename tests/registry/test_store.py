@@ -98,6 +98,7 @@ def test_what_is_logged_keeps_to_mlflows_names_and_batches_and_no_point_is_logge
         **{("d/p/by_type/less _ more _50 __/CIDEr", 0): 2.5},
     }
     assert sum(map(len, history.values())) == len(points)
+    assert abs(history["train/loss"][0].timestamp / 1000 - time.time()) < 600
     assert largest == {"params": 100, "metrics": 1000}
 
 

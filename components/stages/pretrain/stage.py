@@ -212,7 +212,7 @@ class Segmentation(nn.Module):
         self.encoder = encoder
         self.head = nn.Linear(width, POINTS * POINTS * sum(CLASSES))
 
-    def loss(self, patches: Tensor, scenes: list[Scene], images: int = 1) -> tuple[Tensor, float]:
+    def loss(self, patches: Tensor, scenes: list[Scene], images: int) -> tuple[Tensor, float]:
         """The classes' mean losses added up, and the share of points on objects and marks whose kind is right. Each
         picture shows so many of the scenes, one below the other.
 

@@ -58,6 +58,7 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "ROUGE-L", "CIDEr"])
     whole = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert whole == report.model_dump(mode="json")
+    assert (tmp_path / "out" / "headline.json").read_text() == json.dumps(headline(report), indent=1) + "\n"
     assert (whole["rows_in"], whole["rows_out"], list(whole["protocols"])) == (6, 6, [PROTOCOL])
     metrics = whole["protocols"][PROTOCOL]
     assert {"METEOR", "BLEU-4", "SPICE"}.isdisjoint(metrics.keys() | metrics["change"].keys())
