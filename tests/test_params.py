@@ -309,8 +309,9 @@ def test_a_section_refuses_every_change_and_can_be_sent_to_another_process():
 
 def test_what_is_not_there_or_cannot_be_read_is_left_to_the_stage_and_what_does_not_train_need_not_fit(write, tmp_path):
     absent = {"train.base": "models/none", "convert.questions": "none.yaml", "ingest.datasets.x": OMNIDIFF}
+    none = dict.fromkeys(("compute.val_pairs", "compute.caption_val_pairs", "predict.limit", "compute.max_failures"), 0)
     deep = M3DIFF | {"module": M3DIFF["module"] | {"vision_feature_layers": [9]}}
-    for changes in (absent, {"models.deep": deep}):
+    for changes in (absent, none, {"models.deep": deep}):
         assert isinstance(load_params(write(changes)), Params)
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)

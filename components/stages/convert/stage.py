@@ -35,7 +35,7 @@ from m3diff.stages.ingest.params import DatasetEntry
 COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
 
 # M3Diff's training mixture, as the paper prints it (section 5.2): "145k pairs and 896k question-answer samples"
-PAIRS, SAMPLES = 145_000, 896_000
+SAMPLES = 896_000
 
 # Its datasets, by the names that `profiles/paper.yaml` gives them. The paper's table of the counts by source is not
 # known to us. What is known: the official splits of each source; train and val together come to 145k pairs
