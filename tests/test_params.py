@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -39,6 +40,7 @@ VALUES: list[tuple[str, Any, str]] = [
     ("predict.limit", REMOVED, "missing; add it as in profiles/embedded.yaml"),
     ("compute.workers", True, "expected a number (found true)"),
     ("train.epochs", 0, "Input should be greater than 0 (found 0)"),
+    ("train.epochs", math.inf, "Input should be a finite number (found inf)"),
     ("train.warmup_share", 1.5, "Input should be less than or equal to 1 (found 1.5)"),
     ("promote.confidence", 1.0, "Input should be less than 1 (found 1.0)"),
     ("promote.guards.no_change_recall", -0.1, "Input should be greater than or equal to 0 (found -0.1)"),
