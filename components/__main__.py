@@ -50,7 +50,7 @@ def described(params: Params) -> "Description":
     """The name and parameters of the training's MLflow run."""
     from m3diff.registry.tracking import Description
 
-    sections = params.model_dump(mode="json", by_alias=True)
+    sections = params.model_dump(mode="json")
     shown = {name: sections[name] for name in ("convert", "train", "predict", "evaluate")}
     model, cfg = params.train.model, params.register_
     shown["models"] = {model: sections["models"][model]}

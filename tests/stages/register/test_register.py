@@ -167,11 +167,12 @@ def test_run_and_version_have_all_tags_of_the_lineage_which_a_new_evaluation_cha
 
     opened.client.set_model_version_tag("m3diff", "1", "dvc.raw.gone", "a dataset that left")
     opened.client.set_tag(done.run_id, "dvc.raw.gone", "a dataset that left")
+    opened.client.set_model_version_tag("m3diff", "1", "note", "a person's, which stays")
     opened.repro("evaluate", gallery=76)
     assert opened.register().outcome == "updated"
     tags = opened.tags()
     (run,) = opened.runs()
-    assert opened.client.get_model_version("m3diff", "1").tags == tags
+    assert opened.client.get_model_version("m3diff", "1").tags == tags | {"note": "a person's, which stays"}
     assert tags.items() <= run.data.tags.items()
     assert not {"prefect.flow_run", "dvc.raw.gone"} & run.data.tags.keys()
     assert run.data.metrics[f"{toy.TOTAL}/CIDEr"] == 1.76
@@ -414,8 +415,13 @@ def test_the_checkpoint_is_loaded_with_the_limit_that_predict_had_and_adapters_o
     assert model.captioner == ((Path("some/where"), 7), {name: Path(folder) for name, folder in base.items()})
 
 
-@pytest.mark.parametrize("value", ["no/such.png", "####", base64.b64encode(b"no image").decode(), "A" * 5000])
+# A PNG of one pixel
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+@pytest.mark.parametrize("value", ["no/such.png", base64.b64encode(b"no image").decode(), "A" * 5000, f"#{PIXEL}"])
 def test_what_is_neither_a_path_nor_an_image_in_base64_is_named(value):
+    assert read(PIXEL).size == (1, 1)
     with pytest.raises(ValueError, match="neither the path of an image nor an image in base64") as refused:
         read(value)
     assert str(refused.value).startswith(repr(value[:60]))
