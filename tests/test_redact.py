@@ -22,12 +22,14 @@ PLAIN = ("ssh://git@host/x", "s3://bucket/me@x", "mail me@host", "http://host:50
         (f"http://host/x?a=1&X-Amz-Signature={SECRET}&b=2", "http://host/x?a=1&X-Amz-Signature=***&b=2"),
         (f"http://host/x?access_token={SECRET} gone", "http://host/x?access_token=*** gone"),
         (f"login with {SECRET}-of-the-environment failed", "login with *** failed"),
+        ("seven77 or eight888", "seven77 or ***"),
         *((text, text) for text in PLAIN),
     ],
 )
 def test_an_address_keeps_its_host_and_loses_its_password_and_nothing_else_changes(monkeypatch, text, left):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"{SECRET}-of-the-environment")
-    monkeypatch.setenv("SHORT_TOKEN", "a")
+    for name, value in (("SHORT_TOKEN", "a"), ("SEVEN_TOKEN", "seven77"), ("EIGHT_TOKEN", "eight888")):
+        monkeypatch.setenv(name, value)
     assert redacted(text) == left
 
 
