@@ -7,6 +7,7 @@ import errno
 import functools
 import importlib
 import inspect
+import re
 import shlex
 import shutil
 import sys
@@ -24,6 +25,7 @@ from m3diff.commands import usage
 from m3diff.commands.rescore import rescore
 from m3diff.commands.zero_shot import PROMPT, Request
 from m3diff.records.errors import DataError
+from m3diff.records.progress import progress
 from m3diff.settings.compute import GPUS
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
@@ -456,3 +458,8 @@ def test_outside_a_checkout_the_profiles_of_the_wheel_are_taken(tmp_path, monkey
     assert usage.load_anywhere(asked).train.epochs == 3
     Path("profiles").mkdir()
     assert usage.profiles_folder() == Path("profiles")
+
+
+def test_long_work_shows_how_far_it_is_in_a_log(capsys):
+    assert list(progress([1, 2], "count")) == [1, 2]
+    assert re.search(r"^count: 100%\|#+\| 2/2 \[.*[0-9?]it/s\]$", capsys.readouterr().err.rpartition("\r")[2].rstrip())

@@ -16,7 +16,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.records.errors import DataError
 from m3diff.registry import model_source, tracking, versions
-from m3diff.serving.caption import BATCH, GAP_PX, AskedPair, caption_pairs, find_pairs
+from m3diff.serving.caption import BATCH, AskedPair, caption_pairs, find_pairs
 from m3diff.settings.section import ParamsError
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
@@ -106,7 +106,7 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
     file = tmp_path / "made" / "out.png"
     noise_image(5, (60, 30)).save(images / "wide.png")
     assert caption(checkpoint, images / "0.png", images / "wide.png", "--overlay", file) == 0
-    assert Image.open(file).size == (40 + GAP_PX + 60, 40)
+    assert Image.open(file).size == (40 + 12 + 60, 40)
     grids = np.full((3, 4, 4), 1 / 16, np.float16)
     grids[1, 0, 0] *= 8
     model: Any = Model(grids)
@@ -114,7 +114,7 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
     for number in range(3):
         sheet = np.asarray(Image.open(tmp_path / "made" / f"p{number}.png"))
         before, after = (np.asarray(noise_image(number + n, (40, 40))) for n in (0, 1))
-        for side, image in ((sheet[:, :40], before), (sheet[:, 40 + GAP_PX :], after)):
+        for side, image in ((sheet[:, :40], before), (sheet[:, 40 + 12 :], after)):
             assert np.array_equal(side, image) == (number != 1)
             assert np.array_equal(side[20:, 20:], image[20:, 20:])
 
