@@ -24,6 +24,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from m3diff.__main__ import main
+from m3diff.cluster import NoRoomError
 from m3diff.models.generation import load_captioner
 from m3diff.serving.app import COPIES
 from m3diff.serving.batcher import deployer
@@ -201,11 +202,16 @@ def test_what_cannot_be_served_is_said_at_once_in_one_line(name, tmp_path, monke
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_several_replicas_without_a_cluster_are_refused_with_the_remedy(monkeypatch):
+def test_several_replicas_without_a_cluster_or_with_one_that_is_gone_are_refused_with_the_remedy(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cfg = PARAMS.serve.model_copy(update={"replicas": 2})
     said = "serve.replicas: 2 need a Ray cluster.*start one.*or write 1"
     with pytest.raises(ParamsError, match=said), deployer(cfg, PARAMS.compute):
+        pass
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    monkeypatch.setattr("m3diff.cluster.ANSWER_S", 1)
+    monkeypatch.setattr("ray.serve.start", lambda **given: pytest.fail("Ray would ask for most of an hour"))
+    with pytest.raises(NoRoomError, match="RAY_ADDRESS=127.0.0.1:9"), deployer(cfg, PARAMS.compute):
         pass
 
 
