@@ -22,7 +22,7 @@ run: install    ## the whole pipeline on the embedded benchmark, then the scores
 	@python -m infra.run
 
 test: install   ## the quick tests
-	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal
+	@OMP_NUM_THREADS=1 python -m pytest -n 3 --dist worksteal
 
 test-all: install ## every test, as CI runs it; of those that take 45 seconds or more five minutes a day
 	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal --all -m 'not gpu and not team'
