@@ -240,9 +240,9 @@ def up() -> None:
         for service in services():
             end_left(service)
         said = own.log.stat().st_size if own.log.exists() else 0
-        start(own)
+        started = start(own)
         for service in services():
-            wait(service, own)
+            wait(service, own, started)
         print(own.log.read_text()[said:])
     prefect, mlflow, _ = services()
     print(f"Prefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:")
@@ -301,12 +301,12 @@ def is_taken(port: int) -> bool:
         return probe.connect_ex((HOST if bind() == "0.0.0.0" else bind(), port)) in (0, errno.EAGAIN)  # or it hangs
 
 
-def wait(service: Service, runs: Service) -> None:
+def wait(service: Service, runs: Service, process: psutil.Popen) -> None:
     """Wait until a service runs and answers. Raises ServiceError, with the end of the log, where that does not happen,
-    or what `runs` it (its keeper, else itself) ends."""
+    or the `process` of what `runs` it (its keeper, else itself) ends; its environment may not be readable yet."""
     deadline = time.monotonic() + PATIENCE_S
-    while not ((found := processes())[service.name] and service.answers()):
-        if not found[runs.name] or time.monotonic() > deadline:
+    while not (processes()[service.name] and service.answers()):
+        if process.poll() is not None or time.monotonic() > deadline:
             tail = "\n  ".join(runs.log.read_text(errors="replace").splitlines()[-10:])
             raise ServiceError(f"{service.name} does not answer; the end of {runs.log}:\n  {tail}")
         time.sleep(0.5)
@@ -322,7 +322,7 @@ def keep() -> None:
     prefect, mlflow, worker = services()
     running = {server.name: start(server) for server in (prefect, mlflow)}
     for server in (prefect, mlflow):
-        wait(server, server)
+        wait(server, server, running[server.name])
     os.environ.update(environment(worker))
     deploy()
     running[worker.name] = start(worker)

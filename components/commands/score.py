@@ -340,7 +340,11 @@ def find_pairs(
     if not captions:
         raise DataError(f"{path}: no caption of a pair of protocol {protocol.name!r}")
     said, texts = list(captions.values()), list(chain(*(taken[name].references for name in captions)))
-    notes = []
+    notes = [
+        f"ids such as {given!r} were taken for {name!r}"
+        for (given, _), name in zip(found, told, strict=True)
+        if unicodedata.normalize("NFC", given) != unicodedata.normalize("NFC", name)
+    ][:1]
     if rest := len(told.keys() & references.pairs.keys()) - len(captions):
         notes.append(f"{rest:,} captions of pairs that {protocol.name!r} does not take were left out")
     if empty := sum(not caption.strip() for caption in said):

@@ -237,7 +237,8 @@ def test_the_right_protocol_gives_the_right_number_from_the_data_and_from_a_coco
     assert report.references == 5
     assert report.published == [row._asdict() for row in published_rows("spot_the_diff/multi-change")]
     assert len(run(SAID, data=spot).published) == len(published_rows("spot_the_diff")) > len(report.published)
-    assert run(SAID | {"13": " "}, data=spot).notes == ["1 captions are empty"]
+    told = run(SAID | {"13": " "}, data=spot).notes
+    assert told == ["ids such as '11' were taken for '11.png'", "1 captions are empty"]
     same = dict.fromkeys(("1", "2"), "a car left")
     alike = run(same, references={name: [text] for name, text in same.items()}, allow_faults=True)
     assert (alike.scores["CIDEr"], alike.notes[0][:50]) == (0, "all pairs have the same references, so CIDEr is 0:")
@@ -326,6 +327,7 @@ def test_a_protocol_takes_its_pairs_of_captions_of_all_and_ingests_records_serve
     reports = [score(predictions, "clevr_change", data=place) for place in places]
     assert reports[0] == reports[1]
     assert reports[0].scores == total.scores
+    assert reports[0].notes == ["ids such as 'mini/000001.png' were taken for '000001.png'"]
 
 
 def test_a_benchmark_with_a_grammar_tells_whether_the_change_is_right(clevr, tmp_path):

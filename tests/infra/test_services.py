@@ -148,6 +148,19 @@ def test_secrets_reach_the_servers_by_environment_never_by_command_and_the_worke
     assert (logins | {"MLFLOW_TRACKING_PASSWORD": "b" * 16}).items() <= seen.items()
 
 
+def test_a_service_whose_mark_cannot_be_read_yet_is_waited_for_while_what_runs_it_lives(folder, monkeypatch):
+    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    looks = iter([[], [], [process]])
+    monkeypatch.setattr(services, "processes", lambda: {"worker": next(looks, [])})
+    worker = SimpleNamespace(name="worker", answers=lambda: True, log=folder / "worker.log")
+    worker.log.write_text("it ended\n")
+    services.wait(worker, worker, process)
+    process.kill()
+    process.wait()
+    with pytest.raises(ServiceError, match="worker does not answer; the end of .*\n  it ended"):
+        services.wait(worker, worker, process)
+
+
 @pytest.mark.fault("S5")
 def test_a_restart_adds_to_the_log_and_a_log_that_has_grown_is_moved_on_while_it_is_written(folder, monkeypatch):
     service = Service("worker", [sys.executable, "-c", "print('a line')"])
