@@ -242,7 +242,7 @@ def up() -> None:
         said = own.log.stat().st_size if own.log.exists() else 0
         started = start(own)
         for service in services():
-            wait(service, own, started)
+            wait(service, started, own.log)
         print(own.log.read_text()[said:])
     prefect, mlflow, _ = services()
     print(f"Prefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:")
@@ -301,14 +301,14 @@ def is_taken(port: int) -> bool:
         return probe.connect_ex((HOST if bind() == "0.0.0.0" else bind(), port)) in (0, errno.EAGAIN)  # or it hangs
 
 
-def wait(service: Service, runs: Service, process: psutil.Popen) -> None:
+def wait(service: Service, process: psutil.Popen, log: Path) -> None:
     """Wait until a service runs and answers. Raises ServiceError, with the end of the log, where that does not happen,
-    or the `process` of what `runs` it (its keeper, else itself) ends; its environment may not be readable yet."""
+    or `process` (its keeper, else itself) ends. A new process's environment cannot be read at once, so it is asked."""
     deadline = time.monotonic() + PATIENCE_S
     while not (processes()[service.name] and service.answers()):
         if process.poll() is not None or time.monotonic() > deadline:
-            tail = "\n  ".join(runs.log.read_text(errors="replace").splitlines()[-10:])
-            raise ServiceError(f"{service.name} does not answer; the end of {runs.log}:\n  {tail}")
+            tail = "\n  ".join(log.read_text(errors="replace").splitlines()[-10:])
+            raise ServiceError(f"{service.name} does not answer; the end of {log}:\n  {tail}")
         time.sleep(0.5)
 
 
@@ -322,7 +322,7 @@ def keep() -> None:
     prefect, mlflow, worker = services()
     running = {server.name: start(server) for server in (prefect, mlflow)}
     for server in (prefect, mlflow):
-        wait(server, server, running[server.name])
+        wait(server, running[server.name], server.log)
     os.environ.update(environment(worker))
     deploy()
     running[worker.name] = start(worker)

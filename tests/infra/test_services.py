@@ -152,13 +152,13 @@ def test_a_service_whose_mark_cannot_be_read_yet_is_waited_for_while_what_runs_i
     process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     looks = iter([[], [], [process]])
     monkeypatch.setattr(services, "processes", lambda: {"worker": next(looks, [])})
-    worker = SimpleNamespace(name="worker", answers=lambda: True, log=folder / "worker.log")
-    worker.log.write_text("it ended\n")
-    services.wait(worker, worker, process)
+    worker = SimpleNamespace(name="worker", answers=lambda: True)
+    (folder / "worker.log").write_text("it ended\n")
+    services.wait(worker, process, folder / "worker.log")
     process.kill()
     process.wait()
     with pytest.raises(ServiceError, match="worker does not answer; the end of .*\n  it ended"):
-        services.wait(worker, worker, process)
+        services.wait(worker, process, folder / "worker.log")
 
 
 @pytest.mark.fault("S5")
