@@ -102,6 +102,9 @@ def check_alive(uri: str) -> None:
 def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     """A client of the store, which is also what mlflow's own functions use meanwhile.
 
+    MLflow leaves the code of a model that it loads at the front of `sys.path`, as it does to check an example, where a
+    temporary folder is gone and anybody may make it again. The path is as it was afterwards.
+
     Raises:
         TrackingUnavailableError: the server was not there, or went away in the middle.
     """
@@ -116,11 +119,14 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
             fcntl.flock(held, fcntl.LOCK_EX)  # of two processes that make the tables of a new store one would fail
             MlflowClient().search_experiments(max_results=1)
             _anchor(Path(uri.removeprefix(SQLITE)))
+    path = sys.path
     try:
         yield MlflowClient()
     except Exception:
         check_alive(uri)
         raise
+    finally:
+        sys.path = path
 
 
 def _anchor(database: Path) -> None:

@@ -124,6 +124,8 @@ def test_a_store_has_its_artifacts_beside_it_or_where_a_server_says_and_one_that
         made = tracking.experiment_id(client, "m3diff")
         assert client.get_experiment(made).artifact_location == (store / "artifacts" / "m3diff").as_uri()
         assert tracking.experiment_id(client, "m3diff") == made
+        sys.path = ["code of a model", *sys.path]  # as MLflow does where it loads one
+    assert "code of a model" not in sys.path
     uri = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(TrackingUnavailableError, match=rf"MLflow at {uri} does not answer.*make up.*nothing was lost"):
         connected(uri).__enter__()

@@ -207,8 +207,9 @@ def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, ta
 
 def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, max_new_tokens: int, base: Path) -> str:
     """Store checkpoint and code as the run's model and return its URI; a model that is there in full is kept."""
-    experiment = client.get_run(run_id).info.experiment_id
-    for model in every_page(client.search_logged_models, [experiment], f"source_run_id = '{run_id}'"):
+    for model in every_page(
+        client.search_logged_models, [client.get_run(run_id).info.experiment_id], f"source_run_id = '{run_id}'"
+    ):
         if model.status == LoggedModelStatus.READY:
             return model.model_uri
     checkpoint, where = paths.model / "checkpoint", {}
