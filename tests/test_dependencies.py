@@ -215,6 +215,7 @@ def test_after_a_change_dvc_names_and_reruns_what_depends_on_it_and_nothing_else
         assert reruns == [], "what `dvc status` does not name does not run"
 
 
+@pytest.mark.slow
 def test_a_frozen_base_is_there_in_a_fresh_clone_and_recorded_by_repro_which_does_not_run_it(trained_once, tmp_path):
     current = Path(shutil.copytree(trained_once, tmp_path / "toy", symlinks=True))
     toy.commit(current, "trained")

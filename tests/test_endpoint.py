@@ -274,6 +274,7 @@ def ask_many(url: str, folder: Path) -> None:
     ask(Server("", url=url), folder, *(f"question {number}." for number in range(60)))
 
 
+@pytest.mark.slow
 def test_after_a_kill_in_the_middle_only_what_has_no_answer_on_the_disk_is_asked(server, tmp_path):
     server.delay = 0.05
     asking = multiprocessing.get_context("spawn").Process(target=ask_many, args=(server.url, tmp_path))

@@ -307,6 +307,7 @@ def test_a_file_that_cannot_be_trusted_is_refused_with_its_name_and_remedy(tmp_p
         list(DATASETS[reader].read(root))
 
 
+@pytest.mark.slow
 def test_every_dataset_is_ingested_and_validated_whole(tmp_path, monkeypatch):
     """In one run; their toys have only IEdit's pair in train and test, and Syned's images, which are Emu Edit's."""
     layouts.judge_by_polars_alone(monkeypatch)

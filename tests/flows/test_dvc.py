@@ -174,6 +174,7 @@ def test_the_lock_of_the_latest_run_is_taken_up_with_its_data_and_metrics_where_
     assert Path("dvc.lock").read_bytes() == ran
 
 
+@pytest.mark.slow
 def test_the_own_lock_stays_where_that_of_the_latest_run_leaves_as_much_to_do(ran):
     git("checkout", dvc.LATEST, "--", ".")
     dvc.link_data()

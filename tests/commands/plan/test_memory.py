@@ -52,7 +52,7 @@ def counted(case: tuple[Any, ...], way: str, precision: str = "bf16", **settings
     return count_activations(model, family, way, TOKENS, SUPERVISED)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize(("case", "way"), CASES, ids=[*WAYS, "opt", "qwen2 selective"])
 def test_what_is_counted_on_shapes_is_what_a_real_forward_pass_leaves_allocated(case, way, precision):
     model, inputs = real_step(case, way, precision)

@@ -165,6 +165,7 @@ def killed(raw: Path, folder: Path, after: int) -> None:
     augment("made", edits(raw, folder / "made"), compute(folder / "runs"))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_and_ends_as_one_that_was_not(raw, made, tmp_path, edited):
     process = multiprocessing.get_context("spawn").Process(target=killed, args=(raw, tmp_path, 23))
     process.start()
