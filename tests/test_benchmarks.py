@@ -27,6 +27,7 @@ def bench():
     return Bench(tiny(pairs=2), gpu=False, precision="fp32")
 
 
+@pytest.mark.slow
 def test_every_variant_trains_the_same_references_to_the_same_loss(bench):
     from benchmarks.levers import ABLATION, GPU_ROWS
 

@@ -404,6 +404,7 @@ def test_other_raw_data_or_parameters_of_data_are_a_change_and_code_and_other_se
     assert Path("dvc.lock").read_bytes() == lock
 
 
+@pytest.mark.slow
 def test_a_share_that_is_none_and_a_champion_that_cannot_be_found_again_are_told(trained):
     change_mine(trained)
     champion = place.find_alias()
