@@ -33,7 +33,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from m3diff.records.errors import DataError, redacted
+from m3diff.records.errors import DataError, readable, redacted
 
 SQLITE = "sqlite:///"
 DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin
@@ -106,6 +106,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     temporary folder is gone and anybody may make it again. The path is as it was afterwards.
 
     Raises:
+        DataError: a file that is the store cannot be read.
         TrackingUnavailableError: the server was not there, or went away in the middle.
     """
     uri = resolve(tracking_uri)
@@ -115,7 +116,13 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     set_tracking_uri(uri)
     if uri.startswith(SQLITE):
-        with Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held:
+        with (
+            Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held,
+            readable(
+                Path(uri.removeprefix(SQLITE)),
+                "if it is damaged, put back a backup of it, or move it away and run `m3diff register`",
+            ),
+        ):
             fcntl.flock(held, fcntl.LOCK_EX)  # of two processes that make the tables of a new store one would fail
             MlflowClient().search_experiments(max_results=1)
             _anchor(Path(uri.removeprefix(SQLITE)))

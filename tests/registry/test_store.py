@@ -126,6 +126,11 @@ def test_a_store_has_its_artifacts_beside_it_or_where_a_server_says_and_one_that
         assert tracking.experiment_id(client, "m3diff") == made
         sys.path = ["code of a model", *sys.path]  # as MLflow does where it loads one
     assert "code of a model" not in sys.path
+    (store / "damaged.db").write_text("no database")
+    with pytest.raises(
+        DataError, match=r"/damaged.db: cannot be read \(.*not a database\); if it is damaged, put back"
+    ):
+        connected("sqlite:///damaged.db").__enter__()
     uri = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(TrackingUnavailableError, match=rf"MLflow at {uri} does not answer.*make up.*nothing was lost"):
         connected(uri).__enter__()
