@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import polars as pl
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -197,9 +197,75 @@ class UserMessage(BaseModel):
     content: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
+class HarmlessValues(NamedTuple):
+    """The values of an option of OpenAI's clients that change nothing of a caption."""
+
+    described: str
+    include: Callable[[Any], bool]
+
+
+def _is_text_format(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and value.get("type") == "text")
+
+
+def _is_without_marks(value: Any) -> bool:
+    return not value or (isinstance(value, list) and not any(value))
+
+
+def _leaves_tools_to_model(value: Any) -> bool:
+    return value is None or value in ("none", "auto")
+
+
+def _is_text_alone(value: Any) -> bool:
+    return not value or value == ["text"]
+
+
+def _is_empty(value: Any) -> bool:
+    return not value
+
+
+def _is_null(value: Any) -> bool:
+    return value is None
+
+
+EMPTY, NOTHING = "null, false, 0 or empty", HarmlessValues("null or left out", _is_null)
+# Options that ask for another form or meaning than a caption in plain text: a client that got a caption nevertheless
+# would parse it as JSON, miss the probabilities, or take words after a mark of its own for the answer
+CHAT_OPTIONS: Mapping[str, HarmlessValues] = {
+    "response_format": HarmlessValues('null or {"type": "text"}', _is_text_format),
+    "tool_choice": HarmlessValues('null, "none" or "auto"', _leaves_tools_to_model),
+    "function_call": HarmlessValues('null, "none" or "auto"', _leaves_tools_to_model),
+    "modalities": HarmlessValues('null or ["text"]', _is_text_alone),
+    "stop": HarmlessValues("null or empty", _is_without_marks),
+    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs"), NOTHING),
+    **dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "tools", "functions"), HarmlessValues(EMPTY, _is_empty)),
+    # Of vLLM, SGLang and llama.cpp
+    **dict.fromkeys(
+        (
+            "continue_final_message",
+            "documents",
+            "echo",
+            "grammar",
+            "guided_choice",
+            "guided_grammar",
+            "guided_json",
+            "guided_regex",
+            "json_schema",
+            "regex",
+            "stop_token_ids",
+            "structured_outputs",
+        ),
+        HarmlessValues(EMPTY, _is_empty),
+    ),
+}
+
+
 class ChatBody(BaseModel):
     """JSON of `POST /v1/chat/completions`: one message of the user, since the model was trained on a pair and a
-    question. Fields that greedy decoding has no use for, such as `temperature`, are passed over."""
+    question. Fields that say how an answer is sampled or how long it may be, such as `temperature`, are passed over:
+    the answer is the model's one greedy caption. CHAT_OPTIONS are refused unless their value is harmless."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str
     messages: list[UserMessage]
@@ -225,6 +291,7 @@ def read_form(fields: Iterable[tuple[str, str | bytes]]) -> Asked:
 def read_chat(body: bytearray) -> Asked:
     """The pair of a chat of OpenAI's form: one message of the user with at most one text and two images."""
     given = _parsed(ChatBody, body)
+    check_chat_options(given.model_extra or {})
     parts, where = [part for message in given.messages for part in message.content], "messages.0.content"
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
@@ -235,6 +302,15 @@ def read_chat(body: bytearray) -> Asked:
         raise unprocessable("wrong_parts", found, limit, remedy, "messages")
     before, after = (_from_base64(f"{where}: {side}", url) for side, url in zip(SIDES, urls, strict=True))
     return Asked(before, after, texts[0] if texts else None, model=given.model)
+
+
+def check_chat_options(options: Mapping[str, Any]) -> None:
+    """Raise RequestRefusedError (422) for the first option that asks for more than a caption in plain text."""
+    for name, value in options.items():
+        harmless = CHAT_OPTIONS.get(name)
+        if harmless is not None and not harmless.include(value):
+            limit = f"{harmless.described}: the answer is one caption in plain text"
+            raise unprocessable("invalid_field", _short(value), limit, "see docs/serving.md, or leave it out", name)
 
 
 def check_images(asked: Asked, max_mpx: float) -> Asked:
@@ -259,6 +335,13 @@ def check_images(asked: Asked, max_mpx: float) -> Asked:
     return asked
 
 
+def check_model(asked: str, name: str, version: str) -> None:
+    """Raise RequestRefusedError (404) unless the registered model or the version that answers is asked for."""
+    if asked not in (name, version):
+        limit = f"{name}, or the version that answers: {version}"
+        raise RequestRefusedError(404, "model_not_found", repr(asked[:100]), limit, f"ask for {name}", "model")
+
+
 def check_question(asked: Asked, name: str, facts: Facts) -> None:
     """See that this model can answer what is asked. A question is data: what the tokenizer takes for a mark of the
     prompt, such as another image's place, is refused, since the model would not read it as text; nothing is changed in
@@ -271,9 +354,8 @@ def check_question(asked: Asked, name: str, facts: Facts) -> None:
         RequestRefusedError: 404, another model is asked for; 422, a question of a model that reads none, or one that is
             empty, too long or holds a mark of the prompt.
     """
-    if asked.model is not None and asked.model not in (name, facts.name):
-        limit = f"{name}, or the version that answers: {facts.name}"
-        raise RequestRefusedError(404, "model_not_found", repr(asked.model[:100]), limit, f"ask for {name}", "model")
+    if asked.model is not None:
+        check_model(asked.model, name, facts.name)
     if asked.question is None:
         return
     spelled = unicodedata.normalize("NFC", asked.question)  # as tokenizers do
@@ -384,6 +466,7 @@ class Server:
             "/examples": self.list_examples,
             "/examples/{at:int}/{side}": self.example_image,
             "/v1/models": self.list_models,
+            "/v1/models/{name:path}": self.describe_model,
         }
         posts = {CHAT: self.chat, "/caption": self.caption}
         self.paths = frozenset((*gets, *posts))
@@ -435,8 +518,23 @@ class Server:
 
     async def list_models(self, request: Request) -> Response:
         """The version that answers, which goes by the registered model's name, too."""
-        entry = {"id": self.ready().facts.name, "object": "model", "created": 0, "owned_by": self.name}
-        return JSONResponse({"object": "list", "data": [entry]})
+        return JSONResponse({"object": "list", "data": [self.model_entry(self.ready().facts.name)]})
+
+    async def describe_model(self, request: Request) -> Response:
+        """The entry of a model, by the version's name or the registered model's, which contain slashes.
+
+        Raises:
+            RequestRefusedError: 404, another model is asked for; 503, no model is loaded yet.
+        """
+        name = request.path_params["name"]
+        if not name:
+            return await self.list_models(request)
+        version = self.ready().facts.name
+        check_model(name, self.name, version)
+        return JSONResponse(self.model_entry(name), headers={"X-Model-Version": version})
+
+    def model_entry(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": self.name}
 
     async def list_examples(self, request: Request) -> Response:
         """The pairs to try, each image as its route."""

@@ -198,6 +198,116 @@ def test_what_changes_nothing_is_answered_as_if_it_were_not_there(serve):
         assert content(answer) == said("one", QUESTION, "10/20/0", "30/40/0")
 
 
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
+REFUSED_OPTIONS = [
+    ("response_format", {"type": "json_object"}),
+    ("response_format", JSON_SCHEMA),
+    ("response_format", {"type": "grammar", "grammar": "a"}),
+    ("response_format", "json"),
+    ("response_format", {}),
+    ("logprobs", True),
+    ("logprobs", 2),
+    ("top_logprobs", 5),
+    ("tools", [TOOL]),
+    ("tool_choice", "required"),
+    ("tool_choice", TOOL),
+    ("functions", [TOOL["function"]]),
+    ("function_call", {"name": "find"}),
+    ("stop", "became"),
+    ("stop", ["\n"]),
+    ("stop_token_ids", [7]),
+    ("logit_bias", {"50256": -100}),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "alloy", "format": "wav"}),
+    ("web_search_options", {}),
+    ("guided_json", {"type": "object"}),
+    ("guided_choice", ["yes", "no"]),
+    ("structured_outputs", {"regex": "a+"}),
+    ("prompt_logprobs", 0),
+    ("echo", True),
+    ("documents", [{"text": "a"}]),
+    ("n", 2),
+    ("stream", True),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED_OPTIONS, ids=lambda part: json.dumps(part)[:40])
+def test_an_option_that_asks_for_another_answer_than_a_caption_is_refused(name, value, serve):
+    answer = serve().post(CHAT, **parts(IMAGE, OTHER, **{name: value}))
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == name
+    assert error["code"] == "invalid_field"
+    assert error["message"].startswith(f"{name}: ")
+
+
+HARMLESS_OPTIONS: dict[str, dict[str, Any]] = {
+    "nulls": dict.fromkeys(
+        ["response_format", "logprobs", "top_logprobs", "tools", "tool_choice", "functions", "function_call", "stop"]
+        + ["logit_bias", "modalities", "audio", "web_search_options", "n", "stream", "max_tokens", "prediction"]
+    ),
+    "empty": {"tools": [], "functions": [], "stop": [], "logit_bias": {}, "stop_token_ids": [], "modalities": []},
+    "defaults": {"logprobs": False, "top_logprobs": 0, "n": 1, "stream": False, "tool_choice": "auto", "echo": False},
+    "text": {"response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "none", "stop": [""]},
+    "sampling": {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "seed": 7, "repetition_penalty": 1.05, "min_p": 0},
+    "penalties": {"presence_penalty": 0, "frequency_penalty": 0.5},
+    "length": {"max_tokens": 2, "max_completion_tokens": 2, "ignore_eos": True, "min_tokens": 0},
+    "bookkeeping": {
+        "user": "ann",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "",
+    },
+    "hints": {
+        "reasoning_effort": "low",
+        "parallel_tool_calls": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    "prediction": {"prediction": {"type": "content", "content": "a"}, "stream_options": {"include_usage": True}},
+    "unknown": {"an_option_of_another_server": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("options", HARMLESS_OPTIONS.values(), ids=HARMLESS_OPTIONS)
+def test_what_clients_send_by_default_changes_no_caption(options, serve):
+    answer = serve().post(CHAT, **parts(IMAGE, OTHER, **options))
+    assert answer.status_code == 200, answer.text
+    assert content(answer) == said("one", QUESTION, "10/20/0", "30/40/0")
+
+
+@pytest.mark.parametrize("name", ["m3diff", "m3diff/1", "m3diff%2F1"])
+def test_a_model_is_described_by_the_version_and_by_the_registered_name(name, serve):
+    answer = serve().get(f"/v1/models/{name}")
+    assert answer.status_code == 200
+    named = name.replace("%2F", "/")
+    assert answer.json() == {"id": named, "object": "model", "created": 0, "owned_by": "m3diff"}
+    assert answer.headers["x-model-version"] == "m3diff/1"
+
+
+@pytest.mark.parametrize("name", ["gpt-4o", "m3diff/2", "M3DIFF", "m3diff/1/", "%00", "x" * 3000])
+def test_a_model_that_is_not_served_is_not_found_in_openais_form(name, serve):
+    answer = serve().get(f"/v1/models/{name}")
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] in ("model_not_found", "no_such_route")
+    assert error["type"] == "invalid_request_error"
+
+
+def test_before_a_model_is_loaded_none_is_described(serve):
+    service = serve(ready=False)
+    assert service.get("/v1/models/m3diff").status_code == 503
+    assert service.get("/v1/models/m3diff", headers={"Host": "evil.example.com"}).status_code == 403
+    assert serve(token=TOKEN).get("/v1/models/m3diff").status_code == 401
+
+
+def test_a_slash_after_the_list_of_models_is_the_list(serve):
+    service = serve()
+    assert service.get("/v1/models/").json() == service.get("/v1/models").json()
+
+
 def test_a_question_to_a_model_that_reads_none_is_refused_and_without_one_it_answers(serve, monkeypatch):
     monkeypatch.setattr(toy.ToyCaptioner, "family", FAMILIES["blip2idc"])
     service = serve()
