@@ -265,7 +265,9 @@ def zero_shot(params: Params, args: argparse.Namespace) -> None:
         key_variable=args.key_variable,
         max_tokens=args.max_tokens or None,
         limit=params.predict.limit if args.limit is None else args.limit,
+        timeout_s=args.timeout_s or endpoint.Request.timeout_s,
         allow_unlicensed=args.allow_unlicensed,
+        reuse_answers=args.reuse_answers,
     )
     found = endpoint.zero_shot(
         request, params.evaluate, params.compute, paths.mixture, paths.records, paths.clean, args.out
@@ -462,6 +464,12 @@ ROWS: tuple[Command, ...] = (
                 metavar="NAME",
                 default="OPENAI_API_KEY",
                 help="holds the key; default: OPENAI_API_KEY",
+            ),
+            arg("--timeout-s", type=count, metavar="S", help="seconds for an answer; default: 120"),
+            arg(
+                "--reuse-answers",
+                action=argparse.BooleanOptionalAction,
+                help="use stored answers of another server; --no-reuse-answers: ask anew and keep both; default: stop",
             ),
             UNLICENSED,
         ),

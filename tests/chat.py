@@ -1,15 +1,27 @@
 """A server on 127.0.0.1 that speaks OpenAI's chat completions, good and bad."""
 
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 CUT_BODY = b'{"id": "1", "object": "chat.completion", "choi'
+
+
+class Fault(Enum):
+    """A reply that does not come, or not as a reply."""
+
+    HANG = "nothing"
+    HEADERS_ONLY = "the headers, and nothing of the body"
+    TRICKLE = "a space of the body now and then"
+    RESET = "the connection is reset"
 
 
 @dataclass
@@ -17,12 +29,15 @@ class Server:
     """What it answers to a question, by a word in it: a list of replies, the last one for ever.
 
     A reply is a text, a message (with `finish_reason` in it where it is not stop), None (no choice), a status, a status
-    with a body, or the bytes of a body.
+    with a body, the bytes of a body, or a Fault. `models` is the reply to `GET /v1/models`; 501: it has no such route.
     """
 
     default: Any
     url: str = ""
     replies: dict[str, list[Any]] = field(default_factory=dict)
+    models: Any = 501
+    listed: int = 0  # how often the models were asked for
+    closing: threading.Event = field(default_factory=threading.Event)
     asked: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -67,6 +82,28 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
     known, lock = Server(default), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known.listed += 1
+            if isinstance(known.models, Fault):
+                self.fail(known.models)
+            else:
+                status, body = (known.models, {}) if isinstance(known.models, int) else (200, known.models)
+                self.send(status, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+        def fail(self, fault: Fault) -> None:
+            if fault is Fault.RESET:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.close_connection = True
+                return
+            if fault is not Fault.HANG:
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+            while not known.closing.wait(0.05) and fault is Fault.TRICKLE:
+                with suppress(OSError):
+                    self.wfile.write(b" ")
+            known.closing.wait()
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
@@ -77,9 +114,17 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
                 known.at_once = max(known.at_once, known.now)
                 reply = known.reply(text_of(body))
             time.sleep(next((s for word, s in known.delays.items() if word in text_of(body)), known.delay))
+            if isinstance(reply, Fault):
+                with lock:
+                    known.now -= 1
+                self.fail(reply)
+                return
             status, sent = as_body(reply)
             with lock:
                 known.now -= 1
+            self.send(status, sent)
+
+        def send(self, status: int, sent: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Retry-After", known.retry_after)
@@ -96,5 +141,6 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
     try:
         yield known
     finally:
+        known.closing.set()
         http.shutdown()
         http.server_close()

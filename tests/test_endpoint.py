@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,21 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from m3diff import endpoint as module
-from m3diff.endpoint import Answer, Answers, Endpoint, Question, data_url
+from m3diff.endpoint import (
+    Answer,
+    Answers,
+    Endpoint,
+    OtherServerError,
+    Question,
+    ServerIdentity,
+    data_url,
+    normalised_url,
+)
 from m3diff.images.open import load_image
 from m3diff.scoring.metrics.judge import JudgeSettings
 from m3diff.settings.section import ParamsError, explain
 from m3diff.stages.augment.params import Remote
-from tests.chat import CUT_BODY, Server, chat_server
+from tests.chat import CUT_BODY, Fault, Server, chat_server
 from tests.tiny import noise_image
 
 YES = ("text", "yes")
@@ -292,3 +302,308 @@ def test_after_a_kill_in_the_middle_only_what_has_no_answer_on_the_disk_is_asked
     assert len(times) == 60
     assert {times[text] for text in kept} == {1}
     assert sum(times.values()) <= 60 + 8, "at most those that were on their way are asked twice"
+
+
+# Whose answer it is
+
+
+def models(name: str = "m", **fields: Any) -> dict[str, Any]:
+    """What `GET /v1/models` answers, with the model between two others."""
+    entries = [{"id": "other", "root": "/else"}, {"id": name, "object": "model", **fields}, {"id": "last"}]
+    return {"object": "list", "data": entries}
+
+
+def entries_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+
+
+def remove_fields(folder: Path, *names: str) -> None:
+    """Rewrite the store as an earlier version of the module wrote it."""
+    lines = [{name: value for name, value in entry.items() if name not in names} for entry in entries_of(folder)]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_an_answer_is_stored_with_its_server_and_the_time(server, tmp_path):
+    server.models = models(root="/weights/a", max_model_len=4096, created=17)
+    ask(server, tmp_path, "a?")
+    (entry,) = entries_of(tmp_path)
+    assert entry["server"] == {"url": server.url, "id": "m", "root": "/weights/a", "max_model_len": 4096}
+    assert datetime.now(UTC) - datetime.fromisoformat(entry["date"]) < timedelta(minutes=1)
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [404, 501, 503, 200, b"<html>", b"[1]", {"data": None}, {"data": []}, {"data": [1, 2]}, models("x"), Fault.HANG],
+    ids=["404", "501", "503", "empty object", "page", "array", "null", "empty list", "numbers", "unlisted", "hang"],
+)
+def test_a_server_without_a_list_of_models_is_known_by_its_url_alone(listing, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RETRIES", 0)
+    monkeypatch.setattr(module, "IDENTIFY_S", 0.3)
+    server.models = listing
+    ask(server, tmp_path, "a?")
+    assert entries_of(tmp_path)[0]["server"] == {"url": server.url, "id": None, "root": None, "max_model_len": None}
+    assert ask(server, tmp_path, "a?", "b?") == [YES] * 2
+
+
+def test_a_single_entry_of_another_name_describes_the_server(server, tmp_path):
+    """As m3diff's own server lists the version, which is asked by the registered model's name."""
+    server.models = {"data": [{"id": "m3diff/1"}]}
+    ask(server, tmp_path, "a?", model="m3diff")
+    server.models = {"data": [{"id": "m3diff/2"}]}
+    with pytest.raises(OtherServerError):
+        ask(server, tmp_path, "a?", "b?", model="m3diff")
+
+
+def test_a_run_whose_answers_are_all_there_needs_no_server(server, tmp_path, capsys):
+    server.models = models(root="/weights/a")
+    ask(server, tmp_path, "a?", "b?")
+    capsys.readouterr()
+    server.listed = 0
+    server.models = models(root="/weights/b")
+    assert ask(server, tmp_path, "a?", "b?") == [YES] * 2
+    assert server.listed == 0
+    printed = capsys.readouterr().out
+    assert "2 of 2 answers are from the cache" in printed
+    assert "/weights/a" in printed
+    assert datetime.now(UTC).date().isoformat() in printed
+
+
+OTHER_URLS = {
+    "another port": "http://127.0.0.1:9/v1",
+    "https": "https://127.0.0.1:8000/v1",
+    "another path": "http://127.0.0.1:8000/proxy/v1",
+    "another host": "http://192.168.0.7:8000/v1",
+    "a longer host": "http://localhost.example.org:8000/v1",
+    "capitals in the path": "http://127.0.0.1:8000/V1",
+}
+SAME_URLS = {
+    "slash": ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1/"),
+    "localhost": ("http://127.0.0.1:8000/v1", "http://localhost:8000/v1"),
+    "IPv6": ("http://127.0.0.1:8000/v1", "http://[::1]:8000/v1"),
+    "long IPv6": ("http://127.0.0.1:8000/v1", "http://[0:0:0:0:0:0:0:1]:8000/v1"),
+    "host's case": ("http://a.example.org/v1", "HTTP://A.Example.org/v1"),
+    "root of the names": ("http://a.example.org/v1", "http://a.example.org./v1"),
+    "port of http": ("http://a.example.org/v1", "http://a.example.org:80/v1"),
+    "port of https": ("https://a.example.org/v1", "https://a.example.org:443/v1"),
+    "user and key": ("https://a.example.org/v1", "https://me:sk-1@a.example.org/v1?key=sk-1#sk-1"),
+}
+
+
+@pytest.mark.parametrize(("url", "spelling"), SAME_URLS.values(), ids=SAME_URLS)
+def test_two_spellings_of_one_url_are_one_server(url, spelling):
+    assert normalised_url(spelling) == normalised_url(url) == url
+
+
+@pytest.mark.parametrize("url", OTHER_URLS.values(), ids=OTHER_URLS)
+def test_another_url_is_another_server(url):
+    assert normalised_url(url) != normalised_url("http://127.0.0.1:8000/v1")
+
+
+@pytest.mark.parametrize("new", [(), ("c?",)], ids=["all answers there", "one missing"])
+@pytest.mark.parametrize("earlier", ["another URL", "an earlier version"])
+def test_answers_that_are_not_known_to_be_of_this_server_are_refused_unsent(earlier, new, server, tmp_path):
+    with chat_server("of the first") as first:
+        ask(first if earlier == "another URL" else server, tmp_path, "a?", "b?")
+    if earlier == "an earlier version":
+        remove_fields(tmp_path, "server", "date")
+    server.asked.clear()
+    server.listed = 0
+    with pytest.raises(OtherServerError) as refused:
+        ask(server, tmp_path, "a?", "b?", *new)
+    whose = ServerIdentity(first.url) if earlier == "another URL" else None
+    assert refused.value.path == tmp_path / "answers.jsonl"
+    assert refused.value.servers == {whose: 2}
+    assert "reuse_answers: true" in str(refused.value)
+    assert (whose.url if whose else "not recorded") in str(refused.value)
+    assert server.asked == []
+    assert server.listed == 0
+
+
+def test_the_user_may_use_answers_of_another_server(server, tmp_path, capsys):
+    with chat_server("of the first") as first:
+        ask(first, tmp_path, "a?")
+    remove_fields(tmp_path, "date")
+    one = endpoint(server, tmp_path, reuse=True)
+    assert one.ask([Question("a?")], "test") == [("text", "of the first")]
+    assert server.asked == []
+    assert one.ask([Question("a?"), Question("b?")], "test") == [("text", "of the first"), YES]
+    assert server.texts == ["b?"]
+    assert [(source.url, source.answers, source.cached) for source in one.sources] == [
+        (first.url, 1, 1),
+        (server.url, 1, 0),
+    ]
+    assert "1 of 2 answers are from the cache" in capsys.readouterr().out
+
+
+def test_the_user_may_ask_anew_and_each_server_keeps_its_answers(server, tmp_path):
+    with chat_server("of the first") as first:
+        ask(first, tmp_path, "a?")
+        assert ask(server, tmp_path, "a?", reuse=False) == [YES]
+        assert ask(server, tmp_path, "a?") == [YES]
+        assert ask(first, tmp_path, "a?") == [("text", "of the first")]
+        assert len(first.asked) == len(server.asked) == 1
+
+
+CHANGES = {
+    "root": models(root="/weights/b", max_model_len=9),
+    "length": models(root="/weights/a", max_model_len=8),
+    "no root": models(max_model_len=9),
+    "no list": 404,
+    "another name": {"data": [{"id": "n"}]},
+}
+
+
+@pytest.mark.parametrize("listing", CHANGES.values(), ids=CHANGES)
+def test_a_server_restarted_with_another_model_is_noticed_when_a_question_must_be_sent(listing, server, tmp_path):
+    server.models = models(root="/weights/a", max_model_len=9)
+    ask(server, tmp_path, "a?")
+    server.models = listing
+    with pytest.raises(OtherServerError, match="/weights/a"):
+        ask(server, tmp_path, "a?", "b?")
+    assert server.texts == ["a?"]
+    assert ask(server, tmp_path, "a?", "b?", reuse=False) == [YES] * 2
+    assert server.texts == ["a?", *sorted(server.texts[1:])]
+    assert sorted(server.texts) == ["a?", "a?", "b?"]
+
+
+def test_another_model_beside_it_in_the_list_changes_nothing(server, tmp_path):
+    server.models = models(root="/weights/a")
+    ask(server, tmp_path, "a?")
+    server.models = {"data": [*models(root="/weights/a", created=9)["data"], {"id": "adapter", "root": "/c"}]}
+    assert ask(server, tmp_path, "a?", "b?") == [YES] * 2
+    assert server.texts == ["a?", "b?"]
+
+
+def test_answers_of_two_models_at_one_url_make_no_result_together(server, tmp_path):
+    """The run was continued after the server had been restarted, and the next one finds all answers."""
+    server.models = models(root="/weights/a")
+    ask(server, tmp_path, "a?")
+    server.models = models(root="/weights/b")
+    ask(server, tmp_path, "b?")
+    with pytest.raises(OtherServerError) as refused:
+        ask(server, tmp_path, "a?", "b?")
+    assert {identity.root for identity in refused.value.servers} == {"/weights/a"}
+    assert ask(server, tmp_path, "a?", "b?", reuse=True) == [YES] * 2
+
+
+def test_two_calls_of_one_run_do_not_mix_two_models(server, tmp_path):
+    """A writer asks for each split: the first split's answers are there, those of the second are not."""
+    server.models = models(root="/weights/a")
+    ask(server, tmp_path, "a?")
+    server.models = models(root="/weights/b")
+    one = endpoint(server, tmp_path)
+    one.ask([Question("a?")], "test")
+    with pytest.raises(OtherServerError):
+        one.ask([Question("b?")], "test")
+    assert server.texts == ["a?"]
+
+
+@pytest.mark.parametrize(
+    "kind", [None, {"content": None, "refusal": "no"}, {"content": "a", "finish_reason": "length"}]
+)
+def test_an_answer_without_a_text_belongs_to_its_server_too(kind, server, tmp_path):
+    with chat_server(kind) as first:
+        ask(first, tmp_path, "a?")
+    with pytest.raises(OtherServerError):
+        ask(server, tmp_path, "a?")
+    assert ask(server, tmp_path, "a?", reuse=False) == [YES]
+
+
+def test_a_forgotten_answer_leaves_those_of_other_servers(server, tmp_path):
+    with chat_server("of the first") as first:
+        ask(first, tmp_path, "a?")
+        one = endpoint(server, tmp_path, reuse=False)
+        one.ask([Question("a?")], "test")
+        one.forget([Question("a?")])
+        assert ask(first, tmp_path, "a?") == [("text", "of the first")]
+        assert len(first.asked) == 1
+
+
+def test_a_line_of_an_earlier_version_takes_every_answer_back(server, tmp_path):
+    ask(server, tmp_path, "a?")
+    (entry,) = entries_of(tmp_path)
+    with (tmp_path / "answers.jsonl").open("a") as file:
+        file.write(json.dumps({"key": entry["key"], "kind": "forgotten", "answer": ""}) + "\n")
+    assert Answers(tmp_path / "answers.jsonl").known == {}
+
+
+def test_a_store_is_shared_by_models_and_each_has_its_own_answers(server, tmp_path):
+    server.models = models(root="/weights/a")
+    ask(server, tmp_path, "a?")
+    with chat_server("of the other") as other:
+        assert ask(other, tmp_path, "a?", model="o") == [("text", "of the other")]
+    assert ask(server, tmp_path, "a?") == [YES]
+
+
+@pytest.mark.parametrize("value", [5, "http://a", {"url": 5}, {"id": "m"}, [], None])
+def test_a_server_that_cannot_be_read_is_not_recorded(value):
+    assert module.read_server(value) is None
+
+
+# A server that gives no answer in time
+
+
+def two_images(folder: Path, count: int) -> list[Question]:
+    images = (picture(folder / "one.png"), picture(folder / "two.png", "blue"))
+    return [Question(f"question {number}.", images) for number in range(count)]
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.HEADERS_ONLY, Fault.TRICKLE], ids=lambda fault: fault.name)
+def test_a_server_that_hangs_on_two_images_ends_the_run_after_a_few_questions(fault, server, tmp_path, capsys):
+    server.default = fault
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"nothing to 8 questions with two images within 0\.5 s") as hung:
+        endpoint(server, tmp_path, timeout_s=0.5).ask(two_images(tmp_path, 40), "test")
+    assert time.monotonic() - start < 5
+    assert len(server.asked) == 16, "each of the first eight twice"
+    assert "--limit-mm-per-prompt" in str(hung.value)
+    assert "timeout_s" in str(hung.value)
+    assert "gave no answer to a question within 0.5 s" in capsys.readouterr().err
+
+
+def test_fewer_questions_than_are_asked_at_once_hang_as_well(server, tmp_path):
+    server.default = Fault.HANG
+    with pytest.raises(ConnectionError, match="nothing to 1 question within"):
+        ask(server, tmp_path, "a?", timeout_s=0.3)
+    assert len(server.asked) == 2
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_a_slow_server_answers_what_it_can_and_the_rest_is_named(server, tmp_path):
+    server.replies = {f"question {number}.": [Fault.HANG] for number in range(0, 40, 8)}
+    with pytest.raises(ConnectionError, match="answered 35 and nothing to 5 questions"):
+        endpoint(server, tmp_path, timeout_s=0.4).ask(two_images(tmp_path, 40), "test")
+    assert len(entries_of(tmp_path)) == 35
+    server.replies = {}
+    assert endpoint(server, tmp_path).ask(two_images(tmp_path, 40), "test") == [YES] * 40
+    assert len(server.asked) == 35 + 2 * 5 + 5
+
+
+def test_a_question_that_is_answered_at_the_second_attempt_is_answered(server, tmp_path):
+    server.replies = {"a?": [Fault.HANG, "late"]}
+    assert ask(server, tmp_path, "a?", timeout_s=0.4) == [("text", "late")]
+    assert len(server.asked) == 2
+
+
+def test_a_server_that_hangs_after_some_answers_ends_the_run(server, tmp_path):
+    server.replies = {f"question {number}.": ["yes"] for number in range(20)}
+    server.default = Fault.HANG
+    with pytest.raises(ConnectionError, match=r"nothing to \d+ questions with two images"):
+        endpoint(server, tmp_path, timeout_s=0.4).ask(two_images(tmp_path, 90), "test")
+    assert len(entries_of(tmp_path)) == 20
+    assert len(server.asked) <= 20 + 2 * 16
+
+
+def test_a_connection_that_is_reset_ends_the_run_as_one_that_is_refused(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RETRIES", 1)
+    server.default = Fault.RESET
+    with pytest.raises(ConnectionError, match="APIConnectionError"):
+        ask(server, tmp_path, "a?")
+    assert len(server.asked) == 2
+    with pytest.raises(ConnectionError, match="asked for its list of models"):
+        ask(Server("", url="http://127.0.0.1:9/v1"), tmp_path, "a?")
+
+
+def test_a_slow_reply_within_the_limit_is_an_answer(server, tmp_path):
+    server.delay = 0.5
+    assert ask(server, tmp_path, *(f"{number}?" for number in range(20)), timeout_s=3) == [YES] * 20

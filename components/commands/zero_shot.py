@@ -5,7 +5,7 @@ predict asks. Its captions are written as predict writes them and scored by the 
 are no controls, saliency maps or training curves. Run: `m3diff zero-shot --url URL --model NAME`.
 
 A refusal, an empty answer and one that was cut are scored as an empty caption, and told. Answers are kept by their
-content in the scratch folder: a second run asks nothing, and one that was killed goes on.
+content and their server in the scratch folder: a second run asks nothing, and one that was killed goes on.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from m3diff.datasets.spec import check_licence
-from m3diff.endpoint import Answer, Endpoint, Question, in_unicode, on_this_machine
+from m3diff.endpoint import Answer, AnswerSource, Endpoint, Question, in_unicode, on_this_machine
 from m3diff.images.open import ImageError, load_image
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, new_folder, write_atomic
@@ -50,10 +50,14 @@ class Request:
     limit: int = 0  # pairs of the test split; 0: all
     timeout_s: int = 120  # of one question
     allow_unlicensed: bool = False
+    # Stored answers that are not known to be of this server. None: refuse them; True: use them; False: ask anew
+    reuse_answers: bool | None = None
 
     def place(self, scratch: Path) -> Path:
         """The default folder of the result, named by the model and by a hash of all that decides it."""
         decides = [self.model, self.url, self.prompt, self.max_tokens, self.limit]
+        if self.reuse_answers:  # the result may be another server's, and must not replace this one's
+            decides.append("reuse_answers")
         digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         return scratch / "evaluated" / f"zero-shot-{re.sub(r'[^A-Za-z0-9_.]+', '-', self.model)[:80]}-{digest}"
 
@@ -67,6 +71,7 @@ class ZeroShotReport(StageReport):
     prompt: str
     words: float
     without_caption: dict[str, list[str]]  # kind of answer -> ids of the pairs, scored as an empty caption
+    sources: list[AnswerSource]  # whose answers they are, how many are from the cache, and from when
     control: int = 0
     reversed: int = 0
 
@@ -116,17 +121,18 @@ def zero_shot(
             hand images on, an image is not the one that ingest saw, or `out` exists. Afterwards: no answer is a
             caption; these answers are forgotten.
         ParamsError: the endpoint refuses the key, the model or the form of a question.
-        ConnectionError: it cannot be reached, or goes on failing; what it answered is kept.
+        OtherServerError: stored answers are of another server, and the request does not say what to do with them.
+        ConnectionError: it cannot be reached, goes on failing, or gives no answer in time; what it answered is kept.
     """
     if out is not None and out.exists():
         raise DataError(f"{out}: exists; name a folder that does not")
     cfg = cfg.model_copy(update={"allow_fewer_pairs": cfg.allow_fewer_pairs or request.limit > 0})
     pairs = read_test_pairs(mixture)[: request.limit or None]
     check(request, cfg, pairs, records, clean)
-    answers = ask(request, pairs, compute.scratch)
+    answers, sources = ask(request, pairs, compute.scratch)
     place = out or request.place(compute.scratch)
     with new_folder(place) as made:
-        captioned = write_predictions(request, pairs, answers, made / "predictions")
+        captioned = write_predictions(request, pairs, answers, sources, made / "predictions")
         scored = evaluate(cfg, compute, records, clean, made / "predictions", made / "report")
     return Result(place, captioned, scored)
 
@@ -155,15 +161,23 @@ def check(request: Request, cfg: Evaluate, pairs: Sequence[PairSample], records:
             raise DataError(f"{pair.id}: {error}") from error
 
 
-def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[Answer]:
-    """The endpoint's answer to each pair, in order; says first where the images go."""
+def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> tuple[list[Answer], list[AnswerSource]]:
+    """The endpoint's answer to each pair, in order, and whose answers they are; says first where the images go."""
     print(
         f"zero-shot: {len(pairs):,} test pairs: both images and the question of each that is not answered yet go to "
         f"{request.url}, model {request.model!r}",
         flush=True,
     )
-    store, of = scratch / "zero_shot.jsonl", request
-    endpoint = Endpoint(of.url, of.model, of.key_variable, of.timeout_s, store, of.max_tokens)
+    endpoint = Endpoint(
+        url=request.url,
+        model=request.model,
+        key_variable=request.key_variable,
+        timeout_s=request.timeout_s,
+        store=scratch / "zero_shot.jsonl",
+        max_tokens=request.max_tokens,
+        reuse=request.reuse_answers,
+        option="pass --reuse-answers to use them, or --no-reuse-answers to ask anew and keep both",
+    )
     questions = [
         Question(request.prompt.replace("{question}", pair.question), (Path(pair.before), Path(pair.after)))
         for pair in pairs
@@ -182,11 +196,11 @@ def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[An
             "pass a larger --max-tokens; switch a reasoning parser or thinking off in the server; else pass another "
             "--prompt or --model. Run the command again: it asks anew"
         )
-    return answers
+    return answers, endpoint.sources
 
 
 def write_predictions(
-    request: Request, pairs: Sequence[PairSample], answers: Sequence[Answer], out: Path
+    request: Request, pairs: Sequence[PairSample], answers: Sequence[Answer], sources: list[AnswerSource], out: Path
 ) -> ZeroShotReport:
     """predictions.json as predict writes it, and report.json."""
     captions = {pair.id: caption_of(answer) for pair, answer in zip(pairs, answers, strict=True)}
@@ -202,6 +216,7 @@ def write_predictions(
         prompt=request.prompt,
         words=round(sum(len(caption.split()) for caption in captions.values()) / len(captions), 2),
         without_caption={kind: [i for i, found in kinds if found == kind] for kind in WITHOUT},
+        sources=sources,
     ).write(out / "report.json")
 
 

@@ -17,12 +17,12 @@ from m3diff.commands import zero_shot as module
 from m3diff.commands.zero_shot import PROMPT, Request, Result, caption_of, zero_shot
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
-from m3diff.endpoint import Answer
+from m3diff.endpoint import Answer, OtherServerError
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.stages.evaluate.stage import evaluate
-from tests.chat import Server, chat_server
+from tests.chat import Fault, Server, chat_server
 from tests.scoring import bench
 
 REFUSED = {"content": None, "refusal": "I will not say."}
@@ -223,3 +223,59 @@ def test_images_that_no_licence_allows_to_hand_on_go_to_this_machine_alone():
     hosts = {"api.example.org": False, "localhost.example.org": False, "127.0.0.1:1": True, "localhost:1": True}
     for host, here in (hosts | {"[::1]:1": True}).items():
         assert endpoint.on_this_machine(f"http://{host}/v1") is here
+
+
+def without_servers(store: Path) -> None:
+    """Rewrite the store as an earlier version wrote it."""
+    entries = [json.loads(line) for line in store.read_text(encoding="utf-8").splitlines()]
+    lines = [json.dumps({name: entry[name] for name in entry if name not in ("server", "date")}) for entry in entries]
+    store.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("earlier", ["another server", "an earlier version"])
+def test_captions_of_another_server_are_not_published_as_this_ones(earlier, server, folders, tmp_path):
+    with chat_server("the lamp is gone") as first:
+        run(tmp_path, asked_of(first if earlier == "another server" else server))
+    if earlier == "an earlier version":
+        without_servers(tmp_path / "scratch/zero_shot.jsonl")
+    server.asked.clear()
+    with pytest.raises(OtherServerError, match="--reuse-answers") as refused:
+        run(tmp_path, asked_of(server))
+    assert refused.value.answers == 6
+    assert server.asked == []
+    own = asked_of(server).place(tmp_path / "scratch")
+    assert earlier == "an earlier version" or not own.exists()
+    reused = run(tmp_path, asked_of(server, reuse_answers=True))
+    assert reused.folder != own
+    assert server.asked == []
+    assert predictions(run(tmp_path, asked_of(server, reuse_answers=False))) == bench.PREDICTIONS
+    assert len(server.asked) == 6
+
+
+def test_the_report_says_whose_answers_are_from_the_cache_and_from_when(server, folders, tmp_path, capsys):
+    server.models = {"data": [{"id": "a/model", "root": "/weights", "max_model_len": 9}]}
+    run(tmp_path, asked_of(server, limit=2))
+    assert "from the cache" not in capsys.readouterr().out
+    result = run(tmp_path, asked_of(server))
+    assert "zero-shot: 2 of 6 answers are from the cache" in capsys.readouterr().out
+    (source,) = json.loads((result.folder / "predictions/report.json").read_text())["sources"]
+    stored = [json.loads(line)["date"] for line in (tmp_path / "scratch/zero_shot.jsonl").read_text().splitlines()]
+    assert source.pop("cached_from") in stored
+    assert source.pop("cached_until") in stored
+    assert source == {
+        "url": server.url,
+        "id": "a/model",
+        "root": "/weights",
+        "max_model_len": 9,
+        "answers": 6,
+        "cached": 2,
+    }
+
+
+def test_a_server_that_hangs_on_two_images_leaves_no_result(server, folders, tmp_path):
+    server.replies = {}
+    server.default = Fault.HANG
+    with pytest.raises(ConnectionError, match="nothing to 6 questions with two images within 1 s"):
+        run(tmp_path, asked_of(server, timeout_s=1))
+    assert len(server.asked) == 12
+    assert not (tmp_path / "scratch/evaluated").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from m3diff.endpoint import Answer, Endpoint, EndpointUrl, Question
+from m3diff.endpoint import REUSE_OPTION, Answer, Endpoint, EndpointUrl, OtherServerError, Question
 from m3diff.scoring.metrics import Metric, MetricScores, Tools, Value, mean_of, of_each_group
 from m3diff.scoring.metrics.java import ScorerFailed
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
@@ -42,6 +42,8 @@ class JudgeSettings(Section):
     pairs: int = Field(default=200, ge=1)  # of each protocol at most
     timeout_s: int = Field(default=60, ge=1)
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
+    # Stored answers that are not known to be of this server. null: refuse them; true: use them; false: ask anew
+    reuse_answers: bool | None = None
 
 
 class Judge:
@@ -49,8 +51,15 @@ class Judge:
 
     def __init__(self, settings: JudgeSettings, folder: Path) -> None:
         self.settings = settings
-        asked = settings.url, settings.model, settings.key_variable, settings.timeout_s
-        self.endpoint = Endpoint(*asked, folder / "judge.jsonl")
+        self.endpoint = Endpoint(
+            url=settings.url,
+            model=settings.model,
+            key_variable=settings.key_variable,
+            timeout_s=settings.timeout_s,
+            store=folder / "judge.jsonl",
+            reuse=settings.reuse_answers,
+            option=f"{REUSE_OPTION} (evaluate.judge)",
+        )
 
     def __call__(self, pairs: list[EvalPair]) -> dict[str, Verdict]:
         """The verdicts on a sample of the pairs, by id."""
@@ -66,9 +75,13 @@ class Judge:
 
         Raises:
             ScorerFailed: the endpoint cannot be reached, or refuses the key or the model.
+            OtherServerError: stored answers are of another server. It ends the stage: a score that is absent because
+                a parameter is would be published as a result.
         """
         try:
             answers = self.endpoint.ask([Question(text) for text in questions], "evaluate: judge")
+        except OtherServerError:
+            raise
         except (ParamsError, ConnectionError) as error:
             told = f"see evaluate.judge and the environment variable {self.settings.key_variable}"
             raise ScorerFailed(f"{error}; {told}") from error

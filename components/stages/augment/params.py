@@ -78,6 +78,8 @@ class Remote(Section):
     timeout_s: int = Field(default=60, ge=1)
     max_tokens: int = Field(default=512, ge=1)  # of an answer; one that is cut is not used
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no file holds it
+    # Stored answers that are not known to be of this server. null: refuse them; true: use them; false: ask anew
+    reuse_answers: bool | None = None
 
 
 class FeatureModel(LocalModel):

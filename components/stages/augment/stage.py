@@ -389,7 +389,8 @@ def augment(name: str, cfg: MadeDataset, compute: Compute) -> AugmentReport:
         DataError: the source cannot be used, its licence excludes training, no pair could be made, or the root holds
             files of someone else.
         ParamsError: a model is not there or not the one that was named, or an endpoint refuses key or model.
-        ConnectionError: an endpoint cannot be reached; the next run goes on from there.
+        OtherServerError: stored answers are of another server, and the writer does not say what to do with them.
+        ConnectionError: an endpoint cannot be reached or gives no answer in time; the next run goes on from there.
     """
     if notice := check_licence(DATASETS[cfg.source.reader], "train"):
         print(f"augment: {name}: made from {notice}", flush=True)

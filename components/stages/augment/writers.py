@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from m3diff.endpoint import Answer, Endpoint, Question, in_unicode
+from m3diff.endpoint import REUSE_OPTION, Answer, Endpoint, Question, in_unicode
 from m3diff.stages.augment.minichange import difference, paraphrase
 from m3diff.stages.augment.params import Remote
 
@@ -62,7 +62,16 @@ class GrammarWriter:
 
 class LanguageModel:
     def __init__(self, cfg: Remote, seed: int, store: Path) -> None:
-        self.endpoint = Endpoint(cfg.url, cfg.model, cfg.key_variable, cfg.timeout_s, store, cfg.max_tokens)
+        self.endpoint = Endpoint(
+            url=cfg.url,
+            model=cfg.model,
+            key_variable=cfg.key_variable,
+            timeout_s=cfg.timeout_s,
+            store=store,
+            max_tokens=cfg.max_tokens,
+            reuse=cfg.reuse_answers,
+            option=f"{REUSE_OPTION} (the entry's writer in `augment`)",
+        )
         self.seed, self.identity = seed, cfg.model
 
     def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:

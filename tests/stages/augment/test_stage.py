@@ -20,6 +20,7 @@ from PIL import Image
 from m3diff.commands.usage import told
 from m3diff.datasets.minichange import read_scenes
 from m3diff.datasets.minichange.language import describe_scene
+from m3diff.endpoint import OtherServerError
 from m3diff.models.device import Device
 from m3diff.provenance import code
 from m3diff.records.errors import DataError
@@ -31,7 +32,7 @@ from m3diff.stages.augment.params import Edits, InstructPix2Pix, Source
 from m3diff.stages.augment.stage import AugmentReport, augment, kept_edits
 from m3diff.stages.augment.weights import Pix2PixEditor
 from tests import toy
-from tests.chat import chat_server
+from tests.chat import Server, chat_server
 from tests.layouts import run_ingest, run_validate
 from tests.stages.augment.toys import KINDS, SCENES, compute, draw, edits, entry
 from tests.test_dependencies import set_params
@@ -244,6 +245,27 @@ def test_a_writer_behind_an_endpoint_loses_nothing_and_is_asked_nothing_twice(ra
     assert reports[0].rejected["too few paraphrases"] + reports[0].rows_out == 2 * SCENES
     assert reports[0].dropped_texts.keys() == {"refused", "empty", "unreadable"}
     assert reports[0].models["writer"] == "m"
+
+
+def test_texts_of_another_writer_are_refused_and_the_entry_may_use_them(raw, tmp_path):
+    def make(server: Server, name: str, **changes: Any) -> Any:
+        writer = {"kind": "endpoint", "url": server.url, "model": "m", **changes}
+        cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 1})
+        return augment("made", cfg, compute(tmp_path / "runs"))
+
+    with chat_server('["of the first"]') as first, chat_server('["of the second"]') as second:
+        report = make(first, "one")
+        with pytest.raises(OtherServerError, match="reuse_answers: true"):
+            make(second, "refused")
+        assert second.asked == []
+        assert not (tmp_path / "refused").exists()
+        assert make(second, "two", reuse_answers=True) == report
+        make(second, "three", reuse_answers=False)
+    assert second.asked
+    assert sha256_of_folder(tmp_path / "one") == sha256_of_folder(tmp_path / "two")
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes(), "no time in it"
+    captions = [row["captions"][-1] for row in rows_of(tmp_path / "three") if row["split"] == "train"]
+    assert set(captions) == {"of the second"}
 
 
 def key(folder: Path, content: str = "weights", **changes: Any) -> str:

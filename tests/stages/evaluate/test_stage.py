@@ -11,6 +11,7 @@ import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
+from m3diff.endpoint import OtherServerError
 from m3diff.records.errors import DataError
 from m3diff.scoring import bootstrap, run
 from m3diff.scoring.bootstrap import Interval
@@ -255,6 +256,29 @@ def test_a_wrong_key_or_model_costs_the_judge_alone_and_names_the_parameter(serv
     server.replies = {"a?": [401]}
     with pytest.raises(ScorerFailed, match=r"model 'm': .*see evaluate\.judge and .*JUDGE_KEY"):
         judge(server, tmp_path).ask(["a?"])
+
+
+def test_verdicts_of_another_judge_end_the_stage_and_the_section_may_use_them(server, tmp_path, capsys):
+    """The score is not merely absent: the stage would be done, and DVC would not run it again."""
+    folders = bench.write(tmp_path)
+    compute = bench.compute(scratch=tmp_path / "scratch")
+
+    def run(other: Server, name: str, **changes: Any) -> float | None:
+        cfg = bench.config(metrics=["judge", "change_accuracy"], judge=settings(other, **changes).model_dump())
+        return evaluate(cfg, compute, *folders, tmp_path / name).protocols["toy/test"].scores["judge"]
+
+    with chat_server(WRONG) as first:
+        assert run(first, "first") == 0
+    capsys.readouterr()
+    with pytest.raises(OtherServerError, match="reuse_answers: true"):
+        run(server, "refused")
+    assert server.asked == []
+    assert not (tmp_path / "refused/metrics.json").exists()
+    assert run(server, "reused", reuse_answers=True) == 0
+    assert "evaluate: judge: 6 of 6 answers are from the cache" in capsys.readouterr().out
+    for name in ("metrics.json", "scores.parquet"):  # DVC's outputs hold no time and no count of the cache
+        assert (tmp_path / "reused" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+    assert run(server, "anew", reuse_answers=False) == 1
 
 
 def test_without_a_judge_the_score_is_absent_and_nothing_is_asked_where_the_metric_is_not_chosen(server, tmp_path):
