@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 CUT_BODY = b'{"id": "1", "object": "chat.completion", "choi'
+FAULT_S = 20  # that a fault lasts
 
 
 class Fault(Enum):
@@ -99,10 +100,12 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
                 self.end_headers()
-            while not known.closing.wait(0.05) and fault is Fault.TRICKLE:
-                with suppress(OSError):
-                    self.wfile.write(b" ")
-            known.closing.wait()
+            end = time.monotonic() + FAULT_S  # a client without a limit of its own fails then, and not never
+            while time.monotonic() < end and not known.closing.wait(0.05):
+                if fault is Fault.TRICKLE:
+                    with suppress(OSError):
+                        self.wfile.write(b" ")
+            self.close_connection = True
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
