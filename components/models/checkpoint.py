@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from m3diff.models import FAMILIES
+from m3diff.models.decoding import drop_from_folder
 from m3diff.models.family import Family
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import is_adapted, is_adapter, merge, trainable_names, unwrapped
@@ -178,6 +179,9 @@ def save_checkpoint(
         processor.save_pretrained(adapters)
         write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=parts, **facts)
     merged = merge(model)
+    # a base may end at several tokens; a caption ends where its reference did in training
+    merged.generation_config.eos_token_id = processor.end_id
+    merged.generation_config.pad_token_id = processor.pad_id
     merged.save_pretrained(folder)
     # as many numbers as the model has, whose weights may bear other names there
     distinct = {id(tensor): tensor.numel() for tensor in merged.state_dict(keep_vars=True).values()}  # once where tied
@@ -309,4 +313,5 @@ def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
     if out.exists():
         raise CheckpointError(f"{out}: exists; name a folder that does not")
     shutil.copytree(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST, ".*"))
+    drop_from_folder(out)  # a checkpoint of an older version has its base's settings
     place_on_base(out, manifest, source / manifest["base"])

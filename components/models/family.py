@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from m3diff.models.decoding import decode_greedily
 from m3diff.models.settings import Settings
 
 if TYPE_CHECKING:
@@ -105,14 +106,16 @@ class Family:
     def load_base(self, folder: Path, settings: Settings, dtype: Any, attn_implementation: Any) -> Any:
         """The base with a new module, whose weights follow from torch's random state."""
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
-        return self.classes()[0].from_pretrained(folder, module=module_fields(settings), **options)
+        model = self.classes()[0].from_pretrained(folder, module=module_fields(settings), **options)
+        return decode_greedily(model, folder)
 
     def load(self, folder: Path, dtype: Any, configuration: Path | None = None) -> Any:
         """A model without adapters. Where `configuration` is another folder, whose config.json is the model's, the
         weights of its new module may be missing from `folder`."""
         model, _ = self.classes()
         config = model.config_class.on_base(str(configuration or folder), None)
-        return model.from_pretrained(folder, config=config, module={} if configuration else None, dtype=dtype)
+        loaded = model.from_pretrained(folder, config=config, module={} if configuration else None, dtype=dtype)
+        return decode_greedily(loaded, folder)
 
     def load_processor(self, folder: Path, config: Any = None) -> PairProcessor:
         """The processor of a folder, for the model of `config`, by default the folder's."""
