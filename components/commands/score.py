@@ -9,7 +9,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,22 +21,24 @@ from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
 from m3diff.records.errors import DataError, readable
 from m3diff.scoring.bootstrap import Interval, intervals
 from m3diff.scoring.grammar import Grammar, parse_predictions
-from m3diff.scoring.metrics import Metric, Value, choose_metrics
+from m3diff.scoring.metrics import BY_CHARACTERS, Metric, Value, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.pairs import (
     ALL,
+    OTHER_SCRIPT,
     EvalPair,
     ProtocolPairs,
     PublishedRow,
     apply,
+    note_of_scripts,
     notes_of_marks,
     protocols_of,
     published_of,
     takes,
     without_surrogates,
 )
-from m3diff.scoring.run import ProtocolScores, compute_metrics
+from m3diff.scoring.run import ProtocolScores, compute_metrics, metrics_of_all
 from m3diff.stages.evaluate.report import Row, Table, in_papers_units, published_table, text_lines
 from m3diff.stages.evaluate.stage import score_table
 
@@ -89,6 +90,7 @@ class ScoreReport(BaseModel):
     faults: list[str]
     notes: list[str]
     published: list[dict[str, Any]]
+    counts_characters: bool = False  # in scripts without spaces between words, under names that end in -char
 
 
 def score(
@@ -140,26 +142,37 @@ def compute(
     metrics = metrics_of(task.protocol, references, spice_dir)
     parsed = parse_predictions({task.dataset: references.grammar}, one.pairs) if references.grammar else {}
     scores = compute_metrics(metrics, [one], parsed, spice_dir, LIMIT_S)[one.name]
+    metrics = metrics_of_all(metrics, [one])
+    said = [pair.prediction for pair in captioned]
+    texts = [reference for pair in captioned for reference in pair.references]
+    # letters of these scripts are what the references ask for
+    usual = [OTHER_SCRIPT] if one.counts_characters else []
+    notes = [*notes, *note_of_scripts(one)]
+    notes += notes_of_marks(said, without=usual) + notes_of_marks(texts, "references", without=usual)
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError(f"--spice-dir {spice_dir}: SPICE gave no score: {scores.absent['SPICE']}")
-    by, hidden = task.protocol.headline, "CIDEr_shuffled"
+    by, hidden = task.protocol.headline, ("CIDEr_shuffled", "CIDEr_shuffled-char")
+    published = sorted(task.published, key=lambda row: -(row.scores.get(by) or 0.0))
+    if one.counts_characters:
+        published = []  # published scores count words
     groups = [group for group, ids in one.groups.items() if ids and group != ALL]
     return ScoreReport(
         dataset=task.dataset,
         protocol=task.protocol.name,
         source=task.protocol.source,
         tokenizer=task.protocol.tokenizer,
-        headline=by,
+        counts_characters=one.counts_characters,
+        headline=f"{by}{BY_CHARACTERS}" if one.counts_characters else by,
         pairs=len(one.pairs),
         published_pairs=task.protocol.n,
         references=sum(len(pair.references) for pair in one.pairs),
-        scores={name: value for name, value in scores.groups[ALL].items() if name != hidden},
+        scores={name: value for name, value in scores.groups[ALL].items() if name not in hidden},
         intervals=intervals(score_table(metrics, [one], {one.name: scores}), metrics, one.name),
         by_group={group: {"pairs": len(one.groups[group]), **scores.groups[group]} for group in groups},
-        absent={name: reason for name, reason in scores.absent.items() if name != hidden},
+        absent={name: reason for name, reason in scores.absent.items() if name not in hidden},
         faults=faults,
         notes=notes,
-        published=[row._asdict() for row in sorted(task.published, key=lambda row: -(row.scores.get(by) or 0.0))],
+        published=[row._asdict() for row in published],
     )
 
 
@@ -339,7 +352,7 @@ def find_pairs(
         raise DataError("\n  ".join([f"{path}: no score of {task.dataset}/{protocol.name}:", *faults, allow]))
     if not captions:
         raise DataError(f"{path}: no caption of a pair of protocol {protocol.name!r}")
-    said, texts = list(captions.values()), list(chain(*(taken[name].references for name in captions)))
+    said = list(captions.values())
     notes = [
         f"ids such as {given!r} were taken for {name!r}"
         for (given, _), name in zip(found, told, strict=True)
@@ -351,7 +364,6 @@ def find_pairs(
         notes.append(f"{empty:,} captions are empty")
     if len({tuple(taken[name].references) for name in captions}) == 1 < len(captions):
         notes.append("all pairs have the same references, so CIDEr is 0: no word tells a pair from the others")
-    notes += notes_of_marks(said) + notes_of_marks(texts, "references")
     return [replace(taken[name], prediction=caption) for name, caption in captions.items()], faults, notes
 
 
@@ -453,7 +465,8 @@ def lines(report: ScoreReport) -> Iterator[str]:
     papers = "" if report.published_pairs is None else f" (papers: {report.published_pairs:,})"
     yield f"{report.dataset}, protocol {report.protocol!r}" + (f" ({report.source})" if report.source else "")
     yield f"  pairs {report.pairs:,}{papers}; references a pair {report.references / report.pairs:.2f}"
-    yield f"  tokenizer: {'PTB, lower case' if report.tokenizer == 'ptb' else 'white space, case kept'}"
+    characters = "characters of scripts without spaces between words; else " if report.counts_characters else ""
+    yield f"  tokenizer: {characters}{'PTB, lower case' if report.tokenizer == 'ptb' else 'white space, case kept'}"
     yield "  scores of pycocoevalcap: METEOR 1.5, CIDEr-D, ROUGE-L's F with recall weighed 1.2 times, mean F of SPICE"
     yield from (f"  FAULT {fault}" for fault in report.faults)
     yield from (f"  note: {note}" for note in report.notes)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from m3diff.scoring.bootstrap import DECIMALS, compare, resampled_scores, rows_of, score_of
-from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Resampled, with_characters
 from m3diff.stages.register.params import Promote
 
 # Guarded scores by name: the `challenger`'s, the `champion`'s, and the `tolerance`, by which it may be worse
@@ -37,7 +37,8 @@ class Verdict(BaseModel):
 
 def judge_first(cfg: Promote, challenger: pa.Table) -> Verdict:
     """There is no champion: any score is enough, but no guarded one that is there may be no number."""
-    held = [name for name in cfg.guards if resampled_scores(METRICS)[name].column in challenger.column_names]
+    cfg = in_tokens_of(cfg, challenger)
+    held = [name for name in cfg.guards if known_scores()[name].column in challenger.column_names]
     if missing := [name for name in (cfg.metric, *held) if score(cfg, challenger, name) is None]:
         return no_score(cfg, missing)
     pairs, value = rows_of(challenger, cfg.protocol).num_rows, score(cfg, challenger, cfg.metric)
@@ -51,11 +52,12 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     Raises:
         ValueError: they do not hold the same pairs of the protocol.
     """
+    cfg = in_tokens_of(cfg, challenger)
     if missing := [name for name in (cfg.metric, *cfg.guards) if score(cfg, challenger, name) is None]:
         return no_score(cfg, missing)
     if odd := [*unlike(cfg, challenger, champion)]:
         return refused("; ".join([*odd, "evaluate and register again"]))
-    found = compare(challenger, champion, cfg.protocol, resampled_scores(METRICS)[cfg.metric], cfg.confidence)
+    found = compare(challenger, champion, cfg.protocol, known_scores()[cfg.metric], cfg.confidence)
     if found is None:
         return refused(f"the champion has no {cfg.metric} on {cfg.protocol}")
     ours, theirs, interval = found
@@ -92,7 +94,26 @@ def no_score(cfg: Promote, names: list[str]) -> Verdict:
 
 
 def score(cfg: Promote, table: pa.Table, name: str) -> float | None:
-    return score_of(table, cfg.protocol, resampled_scores(METRICS)[name])
+    return score_of(table, cfg.protocol, known_scores()[name])
+
+
+def known_scores() -> dict[str, Resampled]:
+    """Every score that follows from sums over pairs, of words and of characters."""
+    return resampled_scores(with_characters(METRICS))
+
+
+def in_tokens_of(cfg: Promote, challenger: pa.Table) -> Promote:
+    """The section with the score of characters in place of each score of words that the challenger does not have,
+    because its references have no spaces between words."""
+
+    def name_in_file(name: str) -> str:
+        of_characters = f"{name}{BY_CHARACTERS}"
+        if of_characters not in known_scores() or score(cfg, challenger, name) is not None:
+            return name
+        return name if score(cfg, challenger, of_characters) is None else of_characters
+
+    guards = {name_in_file(name): tolerance for name, tolerance in cfg.guards.items()}
+    return cfg.model_copy(update={"metric": name_in_file(cfg.metric), "guards": guards})
 
 
 def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
@@ -107,12 +128,13 @@ def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[s
 
 def without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
     """The pairs whose value of a score is null; none of a file that does not have the score."""
-    rows, column = rows_of(table, cfg.protocol), resampled_scores(METRICS)[name].column
+    rows, column = rows_of(table, cfg.protocol), known_scores()[name].column
     return set(rows.filter(rows[column].is_null())["id"].to_pylist()) if column in rows.column_names else set()
 
 
 def can_be_judged(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> bool:
     """True where the champion's file holds the challenger's pairs, and for them every score that the gate asks for."""
+    cfg = in_tokens_of(cfg, challenger)
     ours, theirs = (sorted(rows_of(table, cfg.protocol)["id"].to_pylist()) for table in (challenger, champion))
     return ours == theirs and all(
         score(cfg, champion, name) is not None
@@ -128,7 +150,7 @@ def guarded(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> tuple[Gua
     for name, tolerance in cfg.guards.items():
         ours, theirs = (score(cfg, table, name) for table in (challenger, champion))
         guards[name] = {"challenger": ours, "champion": theirs, "tolerance": tolerance}
-        sign = -1 if any(name in metric.lower_is_better for metric in METRICS.values()) else 1
+        sign = -1 if any(name in metric.lower_is_better for metric in with_characters(METRICS).values()) else 1
         if ours is None or theirs is None:
             faults.append(f"the champion has no {name}, which is guarded")
         elif round(sign * (theirs - ours), DECIMALS) > tolerance:

@@ -22,6 +22,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
 from m3diff.records.errors import DataError, readable
 from m3diff.records.schemas import NO_CHANGE
+from m3diff.scoring.characters import LEAST_SHARE, count_without_spaces
 
 ALL = "all"  # the group of all pairs of a protocol
 Groups = dict[str, list[str]]  # name of a group -> ids of its pairs: `ALL`, "change", "by_type/color", ...
@@ -30,6 +31,7 @@ LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
 COLUMNS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
 PUBLISHED_SCORES = tuple(COLUMNS.values())
 
+OTHER_SCRIPT = "letters of another script"
 MARKS = {  # kind -> what no ordinary caption holds: one such caption is reported
     "special tokens or tags": r"""
     <[|/]?[^<>\s|]{1,40}(?:[ =][^<>]{0,100})?\|?/?> | <｜[^<>]{1,40}｜> | (?-i:\[/?[A-Z][A-Z_]{2,}\])
@@ -58,7 +60,7 @@ MARKS = {  # kind -> what no ordinary caption holds: one such caption is reporte
 """,
     "a phrase over and over": r"([^\s\d])\1{9,} | (?:^|\s)(\S+(?:\s\S+){0,9})(?:\s\2){4,}(?=\s|$)",
     "a placeholder": r"\A\W*(?-i:nan|NaN|None|null|N/A|undefined)\W*\Z | \A(?=.*\S)[\W_]+\Z",
-    "letters of another script": r"[\u0400-\u04ff\u0590-\u06ff\u0900-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]",
+    OTHER_SCRIPT: r"[\u0400-\u04ff\u0590-\u06ff\u0900-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]",
 }
 PATTERNS = {kind: re.compile(mark, re.VERBOSE | re.MULTILINE | re.IGNORECASE) for kind, mark in MARKS.items()}
 
@@ -196,6 +198,17 @@ class ProtocolPairs:
     def groups(self) -> Groups:
         return {ALL: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
 
+    @cached_property
+    def without_spaces(self) -> tuple[int, int]:
+        """How many references are in a script without spaces between words, and how many are not empty."""
+        return count_without_spaces(reference for pair in self.pairs for reference in pair.references)
+
+    @property
+    def counts_characters(self) -> bool:
+        """True if tokens are characters, because enough of the references are in scripts without spaces."""
+        references_without_spaces, references = self.without_spaces
+        return references > 0 and references_without_spaces >= LEAST_SHARE * references
+
 
 def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpec]:
     """The spec of each dataset of the pairs, by the reader that ingest's report `records/<dataset>.json` names.
@@ -317,12 +330,35 @@ def published_of(dataset: str, protocol: Protocol, is_headline: bool) -> list[Pu
     return published_rows(dataset if is_headline else f"{dataset}/{protocol.name}")
 
 
-def notes_of_marks(captions: Iterable[str], what: str = "captions") -> list[str]:
-    """A note for each kind of mark: how many captions hold it, and one of them; `what` is how notes name captions."""
+def note_of_scripts(one: ProtocolPairs) -> list[str]:
+    """A note on references in scripts without spaces between words: their number, and how captions are counted."""
+    references_without_spaces, references = one.without_spaces
+    if not references_without_spaces:
+        return []
+    share = f"{references_without_spaces:,} of {references:,} references have no spaces between words"
+    if one.counts_characters:
+        return [
+            f"{one.name}: {share} (Chinese, Japanese, Thai, ...): each of their characters counts as a word, in the "
+            "scores whose name ends in -char, which compare with no score of words. METEOR and SPICE read English alone"
+        ]
+    return [
+        f"{one.name}: {share}, fewer than {LEAST_SHARE:.0%}: scores count words, and each of these is one word or a few"
+    ]
+
+
+def notes_of_marks(captions: Iterable[str], what: str = "captions", without: Collection[str] = ()) -> list[str]:
+    """A note for each kind of mark: how many captions hold it, and one of them.
+
+    Args:
+        what: how notes name captions.
+        without: kinds that are no marks in these captions.
+    """
     # runs of white space as one, so that no pattern takes long
     times = Counter(re.sub(r"\s+", lambda run: "\n" if "\n" in run[0] else " ", caption) for caption in captions)
     notes = []
     for kind, pattern in PATTERNS.items():
+        if kind in without:
+            continue
         marked = {caption: mark.start() for caption in times if (mark := pattern.search(caption))}
         if marked:
             count = sum(times[caption] for caption in marked)

@@ -11,8 +11,20 @@ from pydantic import BaseModel, ConfigDict, model_serializer
 from m3diff.records.files import StageReport
 from m3diff.records.progress import progress
 from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.characters import tokenise_characters
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics import Metric, MetricScores, Tokens, Tools, needs_java
+from m3diff.scoring.metrics import (
+    BY_CHARACTERS,
+    ENGLISH_ONLY,
+    Item,
+    Metric,
+    MetricScores,
+    Tokens,
+    Tools,
+    by_characters,
+    needs_java,
+    with_characters,
+)
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.pairs import ALL, Groups, ProtocolPairs
@@ -24,7 +36,7 @@ FOLDERS = ("by_type", "by_changes", "by_length")
 HEADLINE = (
     "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE", "change_type_accuracy", "change_place_accuracy",
     "change_exact_accuracy", "multi_change_exact_f1", "no_change_recall", "false_no_change", "reversal",
-    "CIDEr_shuffled", "pixel_window_auc",
+    "CIDEr_shuffled", "pixel_window_auc", "BLEU-4-char", "ROUGE-L-char", "CIDEr-char", "CIDEr_shuffled-char",
 )  # fmt: skip
 
 
@@ -43,30 +55,71 @@ def compute_metrics(
         ScorerFailed: the tokenizer gave up, and a metric needs it.
     """
     tokens = tokenise_protocols(protocols, limit_s) if needs_java(metrics) else {}
-    items = list(dict.fromkeys(of.item(pair) for of in tokens.values() for pair in of.predictions))
     found: dict[str, dict[str, MetricScores]] = {one.name: {} for one in protocols}
     for name, metric in progress(list(metrics.items()), "evaluate: metrics", unit="metric"):
         try:
-            answers = metric.program(items, spice_dir, limit_s) if metric.program else {}
-            for one in protocols:
+            scored = [one for one in protocols if not (one.counts_characters and metric.reads == "English")]
+            items = items_of(tokens[one.name] for one in scored if one.name in tokens)
+            answers = metric.program(items, spice_dir, limit_s) if metric.program and scored else {}
+            for one in scored:
                 tools = Tools(tokens.get(one.name, Tokens({}, {}, None)), answers, parsed, judge)
-                found[one.name][name] = metric.compute(one.pairs, one.groups, tools)
+                if one.counts_characters and metric.reads == "tokens":
+                    of_characters = by_characters(metric).compute(one.pairs, one.groups, tools)
+                    found[one.name][f"{name}{BY_CHARACTERS}"] = of_characters
+                else:
+                    found[one.name][name] = metric.compute(one.pairs, one.groups, tools)
         except ScorerFailed as failure:
             for of_metrics in found.values():
                 of_metrics.setdefault(name, MetricScores({}, {}, {metric.headline: str(failure)}))
-    return {one.name: merge(metrics, one.groups, found[one.name]) for one in protocols}
+    for one in protocols:
+        if one.counts_characters:
+            found[one.name] |= without_words(metrics)
+    return {one.name: merge(metrics_of(metrics, one), one.groups, found[one.name]) for one in protocols}
+
+
+def items_of(tokens: Iterable[Tokens]) -> list[Item]:
+    """The distinct predictions with their references."""
+    return list(dict.fromkeys(of_protocol.item(pair) for of_protocol in tokens for pair in of_protocol.predictions))
+
+
+def metrics_of(metrics: Mapping[str, Metric], one: ProtocolPairs) -> dict[str, Metric]:
+    """The metrics whose scores a protocol's part of metrics.json names: those of characters only if it counts them."""
+    return with_characters(metrics) if one.counts_characters else dict(metrics)
+
+
+def metrics_of_all(metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs]) -> dict[str, Metric]:
+    """The metrics that any of the protocols has."""
+    return with_characters(metrics) if any(one.counts_characters for one in protocols) else dict(metrics)
+
+
+def without_words(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:
+    """Why a protocol that counts characters has no score of words, by metric."""
+    reasons: dict[str, dict[str, str]] = {}
+    for name, metric in metrics.items():
+        if metric.reads == "English":
+            reasons[name] = dict.fromkeys(metric.scores, ENGLISH_ONLY)
+        elif metric.reads == "tokens":
+            reasons[name] = {
+                score: f"the references have no spaces between words; {score}{BY_CHARACTERS} counts characters"
+                for score in metric.scores
+            }
+    return {name: MetricScores({}, {}, absent) for name, absent in reasons.items()}
 
 
 def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
-    """The tokens of each protocol's pairs, by its name: PTB's, or those of white space alone; each distinct text is
-    tokenised once."""
+    """The tokens of each protocol's pairs, by its name: PTB's, or those of white space alone, and in scripts without
+    spaces characters; each distinct text is tokenised once."""
     found = {}
-    for tokenizer in dict.fromkeys(one.protocol.tokenizer for one in protocols):
-        of_tokenizer = [one for one in protocols if one.protocol.tokenizer == tokenizer]
+    for tokenizer, counts_characters in dict.fromkeys(map(tokens_of, protocols)):
+        of_tokenizer = [one for one in protocols if tokens_of(one) == (tokenizer, counts_characters)]
         pairs = [pair for one in of_tokenizer for pair in one.pairs]
         said = [(pair.prediction, *pair.references, pair.shuffled_prediction) for pair in pairs]
         texts = [text for of_pair in said for text in of_pair if text is not None]
-        tokens = tokenise(texts, limit_s) if tokenizer == "ptb" else {text: sanitise(text) for text in texts}
+
+        def words(of_texts: Iterable[str], tokenizer: str = tokenizer) -> dict[str, str]:
+            return tokenise(of_texts, limit_s) if tokenizer == "ptb" else {text: sanitise(text) for text in of_texts}
+
+        tokens = tokenise_characters(texts, words) if counts_characters else words(texts)
         for one in of_tokenizer:
             shuffled = {pair.id: pair.shuffled_prediction for pair in one.pairs}
             found[one.name] = Tokens(
@@ -75,6 +128,11 @@ def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict
                 {i: tokens[text] for i, text in shuffled.items() if text is not None} or None,
             )
     return found
+
+
+def tokens_of(one: ProtocolPairs) -> tuple[str, bool]:
+    """The tokenizer of a protocol's words, and whether characters are tokens."""
+    return one.protocol.tokenizer, one.counts_characters
 
 
 def merge(metrics: Mapping[str, Metric], groups: Groups, found: Mapping[str, MetricScores]) -> MetricScores:
@@ -87,11 +145,12 @@ def merge(metrics: Mapping[str, Metric], groups: Groups, found: Mapping[str, Met
     of_pairs: dict[str, dict[str, Any]] = {i: {} for i in groups[ALL]}
     absent: dict[str, str] = {}
     for name in metrics:
-        for group, values in found[name].groups.items():
+        scores = found.get(name, MetricScores({}, {}))
+        for group, values in scores.groups.items():
             of_groups[group].update(values)
-        for i, of_pair in found[name].pairs.items():
+        for i, of_pair in scores.pairs.items():
             of_pairs[i].update(of_pair)
-        absent.update(found[name].absent)
+        absent.update(scores.absent)
     return MetricScores(of_groups, of_pairs, absent)
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError, create_model
 
 from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
-from m3diff.scoring.metrics import METRICS, gate_metrics
+from m3diff.scoring.metrics import METRICS, choose_metrics, gate_metrics, with_characters
 from m3diff.scoring.pairs import protocols_of
 from m3diff.settings.section import ParamsError, Section, closest, explain
 from m3diff.settings.tree import Params
@@ -202,7 +202,7 @@ def scores(params: Params) -> Iterator[str]:
         why += f", and what reads captions needs a grammar, which {gate.protocol} has not"
     if gate.metric not in (better := gate_metrics(chosen)):
         yield f"promote.metric: {closest(gate.metric, better)}; {why}"
-    resampled = [score for name in chosen for score in METRICS[name].resampled]
+    resampled = [score for metric in with_characters(choose_metrics(chosen)).values() for score in metric.resampled]
     yield from (
         f"promote.guards.{name}: {closest(name, resampled)}; {why}. Write promote.guards with those, or {{}}"
         for name in gate.guards

@@ -14,8 +14,8 @@ from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, read_manifest,
 from m3diff.models.decoding import FILE, decoding_settings
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.serving.caption import AskedPair, caption_pairs
-from m3diff.stages.predict.stage import Job, load
 from m3diff.settings.load import load_params
+from m3diff.stages.predict.stage import Job, load
 from tests.tiny import BASE, CASES, colour_image, pair_inputs, tiny, tiny_checkpoint
 from tests.toy import REPOSITORY
 

@@ -315,7 +315,8 @@ def test_a_metric_gives_no_score_and_no_column_that_it_does_not_declare():
 
 
 def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
-    captions = ["CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "SPICE"]
+    captions = ["CIDEr", "CIDEr-char", "METEOR", "ROUGE-L", "ROUGE-L-char", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"]
+    captions += ["BLEU-1-char", "BLEU-2-char", "BLEU-3-char", "BLEU-4-char", "SPICE"]
     changes = ["change_type_accuracy", "change_place_accuracy", "change_exact_accuracy", "no_change_recall"]
     changes += ["multi_change_place_f1", "multi_change_exact_f1", "reversal"]
     assert gate_metrics() == [*captions, *changes, "judge"]

@@ -15,7 +15,7 @@ from m3diff.records.errors import DataError, readable
 from m3diff.records.files import write_atomic
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import load_grammars, parse_predictions
-from m3diff.scoring.metrics import METRICS, Metric, PairValue
+from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Metric, PairValue, with_characters
 from m3diff.scoring.pairs import EvalPair, load_specs, read_test_records
 from m3diff.stages.evaluate import report
 from m3diff.stages.evaluate.report import Row, Table, in_papers_units
@@ -49,7 +49,12 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
     if names[0] == names[1]:
         names = [str(folder) for folder in folders]
     columns = set(tables[0].column_names) & set(tables[1].column_names)
-    metrics = {name: metric for name, metric in METRICS.items() if metric.columns and set(metric.columns) <= columns}
+    refuse_other_tokens(paths, tables, protocols)
+    metrics = {
+        name: metric
+        for name, metric in with_characters(METRICS).items()
+        if metric.columns and set(metric.columns) <= columns
+    }
     differences = {protocol: difference_table(protocol, names, metrics, *tables) for protocol in protocols}
     known = read_test_records(clean)
     for protocol in protocols:
@@ -106,6 +111,33 @@ def shared_protocols(paths: Sequence[Path], scores: Sequence[Scores]) -> list[st
                 f"{len(odd)} of them in one run alone, such as {min(odd)}; score both runs on the same test pairs"
             )
     return shared
+
+
+def refuse_other_tokens(paths: Sequence[Path], tables: Sequence[pa.Table], protocols: Sequence[str]) -> None:
+    """Refuse two files of which one counts words and the other characters of the same protocol.
+
+    Raises:
+        DataError: names both files, the protocol and the remedy.
+    """
+    of_characters = [score for metric in METRICS.values() if metric.reads == "tokens" for score in metric.columns]
+    for protocol in protocols:
+        counts_characters = [
+            any(has_values(table, protocol, f"{column}{BY_CHARACTERS}") for column in of_characters) for table in tables
+        ]
+        counts_words = [any(has_values(table, protocol, column) for column in of_characters) for table in tables]
+        for characters, words in ((0, 1), (1, 0)):
+            if counts_characters[characters] and counts_words[words]:
+                raise DataError(
+                    f"{paths[words]}: {protocol}: its scores count words, those of {paths[characters]} count "
+                    "characters, since the references have no spaces between words; run `m3diff evaluate` again for "
+                    "the first"
+                )
+
+
+def has_values(table: pa.Table, protocol: str, column: str) -> bool:
+    """True if a column is there with a value for any pair of the protocol."""
+    rows = bootstrap.rows_of(table, protocol)
+    return column in rows.column_names and rows[column].null_count < rows.num_rows
 
 
 def difference_table(

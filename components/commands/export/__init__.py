@@ -142,9 +142,12 @@ SHARED = {
 
 SCORES = {  # what the card shows of metrics.json, in this order; all times 100
     "CIDEr": "CIDEr",
+    "CIDEr-char": "CIDEr of characters",
     "METEOR": "METEOR",
     "ROUGE-L": "ROUGE-L",
+    "ROUGE-L-char": "ROUGE-L of characters",
     "BLEU-4": "BLEU-4",
+    "BLEU-4-char": "BLEU-4 of characters",
     "SPICE": "SPICE",
     "change_type_accuracy": "type of a single change named correctly, %",
     "change_exact_accuracy": "single change: type, object, place, what became what, %",

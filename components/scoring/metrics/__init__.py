@@ -5,11 +5,11 @@ A new metric is a file beside this one and a line in METRICS. Light to import: p
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from m3diff.scoring.pairs import EvalPair, Groups
 T = TypeVar("T")
 
 ORDERS = 4  # n-grams have one to so many words
+BY_CHARACTERS = "-char"  # ends the name of every score whose tokens are characters
+ENGLISH_ONLY = "it reads English alone, and the references are in a script without spaces between words"
 
 Value = int | float | None
 PairValue = float | str | bool | list[float] | None
@@ -163,6 +165,8 @@ class Metric:
     program: Callable[[list[Item], Path | None, int], Mapping[Item, Any]] | None = None
     needs_grammar: bool = False  # reads captions: there is no score of a dataset without a grammar
     optional: bool = False  # left out of the page's tables where it is absent
+    # what it is made of: tokens of any language, English ones, or something else than tokens
+    reads: Literal["tokens", "English", "other"] = "other"
 
 
 def of_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
@@ -200,6 +204,41 @@ METRICS: Lazy[Metric] = Lazy(  # by the name that `evaluate.metrics` gives, in t
 )
 
 
+def by_characters(metric: Metric) -> Metric:
+    """The same metric of tokens that are characters: each of its scores and columns has a name that ends so."""
+
+    def renamed(values: Mapping[str, T]) -> dict[str, T]:
+        return {f"{name}{BY_CHARACTERS}": value for name, value in values.items()}
+
+    def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+        scores = metric.compute(pairs, groups, tools)
+        of_groups = {group: renamed(values) for group, values in scores.groups.items()}
+        of_pairs = {pair: renamed(values) for pair, values in scores.pairs.items()}
+        return MetricScores(of_groups, of_pairs, renamed(scores.absent))
+
+    resampled = {name: of._replace(column=f"{of.column}{BY_CHARACTERS}") for name, of in metric.resampled.items()}
+    return replace(
+        metric,
+        compute=compute,
+        headline=f"{metric.headline}{BY_CHARACTERS}",
+        scores=tuple(f"{name}{BY_CHARACTERS}" for name in metric.scores),
+        overall=tuple(f"{name}{BY_CHARACTERS}" for name in metric.overall),
+        columns=renamed(metric.columns),
+        resampled=renamed(resampled),
+        lower_is_better=tuple(f"{name}{BY_CHARACTERS}" for name in metric.lower_is_better),
+    )
+
+
+def with_characters(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """These metrics, and after each that reads tokens of any language the one of characters."""
+    chosen = {}
+    for name, metric in metrics.items():
+        chosen[name] = metric
+        if metric.reads == "tokens":
+            chosen[f"{name}{BY_CHARACTERS}"] = by_characters(metric)
+    return chosen
+
+
 def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:
     """The named metrics, in the order of METRICS."""
     wanted = set(names)
@@ -218,7 +257,7 @@ def gate_metrics(chosen: Iterable[str] | None = None) -> list[str]:
     """
     return [
         score
-        for metric in choose_metrics(METRICS if chosen is None else chosen).values()
+        for metric in with_characters(choose_metrics(METRICS if chosen is None else chosen)).values()
         for score in metric.scores + metric.overall
         if score in metric.resampled and score not in metric.lower_is_better
     ]

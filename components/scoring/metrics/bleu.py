@@ -74,4 +74,5 @@ METRIC = Metric(
     scores=NAMES,
     columns={"BLEU-4": "double", STATISTICS: "list<double>"},
     resampled={name: resampled(order) for order, name in enumerate(NAMES)},
+    reads="tokens",
 )

@@ -73,4 +73,5 @@ METRIC = Metric(
     columns={"CIDEr": "double"},
     resampled={"CIDEr": mean_of("CIDEr")},
     lower_is_better=("CIDEr_shuffled",),
+    reads="tokens",
 )

@@ -143,4 +143,5 @@ METRIC = Metric(
     columns={"METEOR": "double", "METEOR_statistics": "list<double>"},
     resampled={"METEOR": Resampled("METEOR_statistics", meteor)},
     program=program,
+    reads="English",
 )

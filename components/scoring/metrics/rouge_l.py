@@ -53,4 +53,5 @@ METRIC = Metric(
     scores=("ROUGE-L",),
     columns={"ROUGE-L": "double"},
     resampled={"ROUGE-L": mean_of("ROUGE-L")},
+    reads="tokens",
 )

@@ -211,4 +211,5 @@ METRIC = Metric(
     resampled={"SPICE": mean_of("SPICE")},
     program=program,
     optional=True,
+    reads="English",
 )

@@ -18,8 +18,16 @@ from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import Metric, MetricScores, choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import ProtocolPairs, load_pairs, load_specs, notes_of_marks, select
-from m3diff.scoring.run import EvaluateReport, compute_metrics, headline, summarise
+from m3diff.scoring.pairs import (
+    OTHER_SCRIPT,
+    ProtocolPairs,
+    load_pairs,
+    load_specs,
+    note_of_scripts,
+    notes_of_marks,
+    select,
+)
+from m3diff.scoring.run import EvaluateReport, compute_metrics, headline, metrics_of_all, summarise
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.report import Evidence, write_report
@@ -45,11 +53,15 @@ def evaluate(
     protocols = select(pairs, specs)
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
-    notes = notes_of_marks(pair.prediction for pair in pairs)
+    notes = [note for one in protocols for note in note_of_scripts(one)]
+    # letters of these scripts are what the references ask for
+    usual = [OTHER_SCRIPT] if any(one.counts_characters for one in protocols) else []
+    notes += notes_of_marks((pair.prediction for pair in pairs), without=usual)
     for note in notes:
         print(f"evaluate: note: {note}", flush=True)
     judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
+    metrics = metrics_of_all(metrics, protocols)
     table = score_table(metrics, protocols, scores)
     bounds = {one.name: intervals(table, metrics, one.name) for one in protocols}
     report = summarise(test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")

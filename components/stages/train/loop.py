@@ -32,6 +32,7 @@ from m3diff.models.generation import Captioner
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import meta_model, parameter_counts, prepare, trainable_groups, unwrapped
 from m3diff.records.files import write_atomic
+from m3diff.scoring.characters import spaced
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, engine, state
@@ -452,7 +453,8 @@ def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> fl
     from pycocoevalcap.cider.cider import Cider
 
     def words(text: str) -> str:
-        return " ".join(re.findall(r"\w+", text.lower()))
+        # a script without spaces between words would make one token of a whole caption
+        return " ".join(re.findall(r"\w+", spaced(text.lower())))
 
     gold = {number: [words(text) for text in texts] for number, texts in enumerate(references)}
     return float(Cider().compute_score(gold, {number: [words(text)] for number, text in enumerate(predictions)})[0])

@@ -33,7 +33,7 @@ from m3diff.records.files import write_atomic
 from m3diff.records.progress import aligned, progress
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, type_order
-from m3diff.scoring.metrics import Metric, PairValue, Value
+from m3diff.scoring.metrics import BY_CHARACTERS, Metric, PairValue, Value
 from m3diff.scoring.pairs import PUBLISHED_SCORES, EvalPair, ProtocolPairs, PublishedRow, published_of
 from m3diff.scoring.run import EvaluateReport, ProtocolScores
 
@@ -324,8 +324,11 @@ def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str
                 "name": one.name,
                 "id": plain(one.name),
                 "protocol": one.protocol,
+                "counts_characters": one.counts_characters,
                 "is_headline": is_headline,
-                "published": published_table(one.name, scores, known, one.protocol.headline),
+                "published": None
+                if one.counts_characters
+                else published_table(one.name, scores, known, one.protocol.headline),
                 "several": scores.groups.get("multi_change") if is_headline else None,
                 "types": type_table(one.name, scores, types, columns) if types else None,
                 "groups": group_table(one.name, scores, all_columns),
@@ -339,7 +342,17 @@ def table_columns(
 ) -> tuple[list[str], list[str]]:
     """The scores of the wide tables, and those that stand for a metric each in tiles and narrow tables."""
     there = {name for of in protocols.values() for name, value in of.scores.items() if value is not None}
-    shown = [m for m in metrics.values() if m.scores and (not m.optional or m.headline in there)]
+    # of a metric's scores of words and of characters, those that any protocol has
+    hidden = {
+        name
+        for name, metric in metrics.items()
+        if f"{metric.headline}{BY_CHARACTERS}" in there and metric.headline not in there
+    }
+    shown = [
+        metric
+        for name, metric in metrics.items()
+        if metric.scores and name not in hidden and (not metric.optional or metric.headline in there)
+    ]
     return [score for m in shown for score in m.scores], [m.headline for m in shown]
 
 
