@@ -192,9 +192,13 @@ def history(args: argparse.Namespace) -> int:
 def models(params: Params, args: argparse.Namespace) -> None:
     gate = params.promote
     from m3diff.registry import versions
+    from m3diff.scoring.metrics import BY_CHARACTERS
 
     scores = list(dict.fromkeys((gate.metric, *gate.guards)))
-    found = versions.models(params.register_, gate.protocol, scores)
+    of_characters = [f"{score}{BY_CHARACTERS}" for score in scores]
+    found = versions.models(params.register_, gate.protocol, [*scores, *of_characters])
+    # the gate takes these for captions in scripts without spaces between words
+    scores += [score for score in of_characters if any(score in version["scores"] for version in found)]
     print(json.dumps(found, indent=2) if args.json else versions.table(found, gate.protocol, scores))
 
 
