@@ -11,11 +11,14 @@ import pytest
 
 from m3diff.commands.compare import compare
 from m3diff.commands.score import ScoreReport, lines, score
+from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.registry.gate import can_be_judged, judge, judge_first
 from m3diff.scoring.characters import is_without_spaces, tokenise_characters
-from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.java import tokenise
+from m3diff.scoring.pairs import ProtocolPairs
+from m3diff.scoring.run import compute_metrics
 from m3diff.stages.register.params import Promote
 from m3diff.stages.train.loop import cider
 from tests.scoring import bench
@@ -23,6 +26,13 @@ from tests.scoring import bench
 LIMIT_S = 120
 WORDS = {"树": "tree", "灯": "lamp", "不": "not", "没": "now", "有": "has", "见": "seen", "了": "gone", "车": "car"}
 CHINESE = [("树不见了", "树不见了"), ("树没有了", "树不见了"), ("灯不见了", "灯不见了"), ("车不见了", "车没有了")]
+
+
+def in_english(text: str) -> str:
+    return " ".join(WORDS[sign] for sign in text)
+
+
+ENGLISH = [(in_english(said), in_english(meant)) for said, meant in CHINESE]
 
 
 def tokens_of(*texts: str) -> list[str]:
@@ -102,13 +112,9 @@ def scored(folder: Path, pairs: list[tuple[str, Any]]) -> ScoreReport:
     return score(folder / "predictions.json", references=folder / "references.json")
 
 
-def in_english(text: str) -> str:
-    return " ".join(WORDS[sign] for sign in text)
-
-
 def test_characters_score_as_words_do_to_the_last_digit(tmp_path):
     chinese = scored(tmp_path / "zh", CHINESE)
-    english = scored(tmp_path / "en", [(in_english(said), in_english(meant)) for said, meant in CHINESE])
+    english = scored(tmp_path / "en", ENGLISH)
     for name in ("CIDEr", "ROUGE-L", "BLEU-1", "BLEU-4"):
         assert chinese.scores[f"{name}-char"] == english.scores[name]
         assert chinese.scores[name] is None
@@ -211,6 +217,20 @@ def test_compare_shows_scores_of_characters_and_refuses_files_of_other_tokens(tm
         assert "toy/test" in str(refusal.value)
 
 
+def test_a_chinese_and_an_english_dataset_in_a_run_each_have_their_own_scores():
+    protocol = Protocol("test", n=None)
+    english = [bench.pair(said, [meant], [], f"en{n}") for n, (said, meant) in enumerate(ENGLISH)]
+    chinese = [bench.pair(said, [meant], [], f"zh{n}") for n, (said, meant) in enumerate(CHINESE)]
+    protocols = [ProtocolPairs("en", protocol, english), ProtocolPairs("zh", protocol, chinese)]
+    metrics = choose_metrics(["CIDEr", "METEOR"])
+    together = compute_metrics(metrics, protocols, {}, None, LIMIT_S)
+    alone = compute_metrics(metrics, protocols[:1], {}, None, LIMIT_S)
+    assert together["en/test"] == alone["en/test"]
+    assert together["en/test"].groups["all"].keys() == {"CIDEr", "METEOR", "CIDEr_shuffled"}
+    assert together["zh/test"].groups["all"]["CIDEr-char"] == together["en/test"].groups["all"]["CIDEr"]
+    assert together["zh/test"].groups["all"]["METEOR"] is None
+
+
 # The gate
 
 PAIRS = 200
@@ -275,4 +295,3 @@ def test_the_best_checkpoint_is_chosen_by_characters_too():
     english = cider([[in_english(meant)] for _, meant in CHINESE], [in_english(text) for text in said])
     assert cider(references, said) == english
     assert cider(references, [" ".join(text) for text in said]) == english
-    assert METRICS["CIDEr"].reads == "tokens"
