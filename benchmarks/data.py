@@ -258,7 +258,8 @@ def run(params: Path, started: float, runs: str) -> dict[str, Any]:
         validate.append(both() - before)
         warm.append(time.time() - before)
         digests.append(digest())
-    own_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss: macOS counts single ones
+    own_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
     return {"cold_s": cold, "warm_s": warm, "validate_s": validate, "digests": digests, "own_peak_mb": own_mb}
 
 

@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from m3diff.records.machine import usable_cpus
+
 
 def machine(device: str = "cpu") -> dict[str, Any]:
     """Facts of the machine, and the versions of what computes."""
@@ -14,7 +16,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
     chip = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-    told = {"device": chip, "cores": os.cpu_count(), "python": platform.python_version(), **versions}
+    told = {"device": chip, "cores": usable_cpus(), "python": platform.python_version(), **versions}
     return told | {"load_before": round(os.getloadavg()[0], 2)}
 
 

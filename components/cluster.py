@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from m3diff.records.machine import usable_cpus
 from m3diff.settings.compute import Compute
 
 JOIN_S = 60  # seconds that a cluster is given to bring a node back, or another one
@@ -44,7 +45,7 @@ def start_ray(compute: Compute) -> None:
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # attempts, of which Ray makes 20 in three places
         os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "10")
     else:
-        cores = max(os.cpu_count() or 1, compute.workers * compute.cpus_per_worker)  # fewer: slower, not refused
+        cores = max(usable_cpus(), compute.workers * compute.cpus_per_worker)  # fewer: slower, not refused
         place = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
     with children_in_a_group_of_their_own(), without_dashboard():

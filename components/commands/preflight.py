@@ -12,6 +12,7 @@ from mlflow.exceptions import MlflowException
 
 from m3diff.cluster import NoRoomError, require_head
 from m3diff.records.errors import DataError
+from m3diff.records.machine import free_memory
 from m3diff.registry import tracking
 from m3diff.registry.decisions import decisions
 from m3diff.registry.promote import champion_lost
@@ -60,7 +61,7 @@ def memory(params: Params) -> Iterator[str]:
         return  # the workers are on other machines
     copies = 1 if params.compute.gpu else TRAINED_COPIES
     needed = size_of(params.train.base) * copies * max(params.compute.workers, 1)
-    free = psutil.virtual_memory().available
+    free = free_memory(psutil.virtual_memory().available)
     if free < needed:
         yield (
             f"memory: {free / GIB:.1f} GiB are free, about {needed / GIB:.1f} needed by {params.compute.workers} "

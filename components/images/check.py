@@ -1,7 +1,8 @@
 """All images of a table, each read and checked once over every core; cached, so that a later run reads what changed.
 
 ingest takes each image's digest from here, validate its verdict: what ingest has read and decoded, validate finds in
-the cache. An entry is valid for one path, size, time of change, inode and device. The cache changes no output.
+the cache. An entry is valid for one path, size, modification time, change time, inode and device. The cache changes no
+output.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from PIL import Image
 
 from m3diff.images.open import ImageError, open_image, to_rgb, too_large
 from m3diff.records.files import write_atomic
+from m3diff.records.machine import usable_cpus
 from m3diff.records.progress import progress
 
 OK = "ok"
@@ -30,7 +32,14 @@ OK = "ok"
 DECODER = f"Pillow {PIL.__version__}, listed formats, RGB by its bands, thumbnail 8x8 Hamming"
 
 Schema = dict[str, type[pl.DataType]]
-STAT: Schema = {"path": pl.String, "size": pl.Int64, "mtime_ns": pl.Int64, "inode": pl.UInt64, "device": pl.UInt64}
+STAT: Schema = {
+    "path": pl.String,
+    "size": pl.Int64,
+    "mtime_ns": pl.Int64,
+    "ctime_ns": pl.Int64,  # only the kernel sets it: an editor that keeps size and mtime cannot hide its edit
+    "inode": pl.UInt64,
+    "device": pl.UInt64,
+}
 CHECK: Schema = {
     "digest": pl.Binary,  # sha256 of the bytes; null where they could not be read
     "verdict": pl.String,  # OK or what is wrong
@@ -70,16 +79,18 @@ def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> 
     return checked.sort("path")
 
 
-def _stat(path: str) -> tuple[int | None, int | None, int | None, int | None, str | None]:
+def _stat(path: str) -> tuple[int | str | None, ...]:
+    """The values of STAT but for the path, and a verdict where the file cannot be read."""
+    no_values = (None,) * (len(STAT) - 1)
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
-        return None, None, None, None, "is missing"
+        return *no_values, "is missing"
     except OSError as error:
-        return None, None, None, None, f"cannot be read: {error.strerror}"
-    if not stat.S_ISREG(found.st_mode):
-        return None, None, None, None, "is no regular file"
-    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev, None
+        return *no_values, f"cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return *no_values, "is no regular file"
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev, None
 
 
 def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str) -> pl.DataFrame:
@@ -97,7 +108,7 @@ def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str
 
 def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:
     context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
+    with ProcessPoolExecutor(usable_cpus(), context) as pool:
         yield from pool.map(check_batch, batches, repeat(known), repeat(max_pixels))
 
 

@@ -28,7 +28,6 @@ a turned and tilted camera (`render.LOOKS`). The embedded run draws such a datas
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -46,6 +45,7 @@ from m3diff.datasets.minichange.scene import LEVELS, WIDTHS, Domain, Mark, MiniC
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
+from m3diff.records.machine import usable_cpus
 from m3diff.records.progress import progress
 from m3diff.records.schemas import CHANGE_TYPES
 
@@ -106,7 +106,7 @@ def generate(settings: MiniChange) -> None:
     train, val, test = (settings.scenes[split] for split in ("train", "val", "test"))
     total = train + val + test  # training comes last, so that more of it leaves val and test as they are
     splits = {"train": range(total - train, total), "val": range(test, test + val), "test": range(test)}
-    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+    with ProcessPoolExecutor(max_workers=usable_cpus()) as pool:
         written = pool.map(partial(_write_scene, settings, splits["train"]), range(total), chunksize=32)
         scenes = list(progress(written, "synthesize", total=total, unit="scene"))
     no_change = references((), settings.references)

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from m3diff.records.errors import DataError
+from m3diff.records.machine import usable_memory
 
 OLDEST_JAVA = 8
 REMEDY = (
@@ -22,8 +23,9 @@ REMEDY = (
     "`apt-get install openjdk-17-jre-headless` on Debian and Ubuntu, `brew install openjdk@17` on macOS"
 )
 OPTIONS = "-Duser.language=en -Dfile.encoding=UTF-8"
+HEAP_MB = min(1024, usable_memory() // 2**21)  # at most half of what a container or `ulimit -v` leaves
 QUICK = {  # of programs that live for seconds
-    "JAVA_TOOL_OPTIONS": f"{OPTIONS} -Xmx1G -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+    "JAVA_TOOL_OPTIONS": f"{OPTIONS} -Xmx{HEAP_MB}M -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
     "JDK_JAVA_OPTIONS": "",
 }
 LAUNCH = """

@@ -30,6 +30,7 @@ from m3diff.images.open import load_image
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
+from m3diff.records.machine import usable_cpus
 from m3diff.records.progress import aligned, progress
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, type_order
@@ -439,7 +440,7 @@ def draw_images(
         grid = saliency.get(pair.id)
         return [as_webp(before), as_webp(after), None if grid is None else as_webp(outlined(after, grid))]
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(usable_cpus()) as pool:
         yield from pool.map(draw, pairs)
 
 
