@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from m3diff.images.open import load_image, open_image
-from m3diff.records.files import sha256
+from m3diff.records.files import flush_to_disk, sha256
 from m3diff.records.progress import progress
 from m3diff.settings.section import ParamsError
 
@@ -277,7 +277,7 @@ class Answers:
             with self.path.open("ab") as file:
                 file.write(b"\n" + line if self.torn else line)
                 file.flush()
-                os.fsync(file.fileno())
+                flush_to_disk(file.fileno())
             self.torn = False
 
 

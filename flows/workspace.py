@@ -6,7 +6,6 @@ from the checkpoints of a killed run. `runs/flows/` holds the worktrees, each wi
 holds.
 """
 
-import fcntl
 import json
 import shutil
 import time
@@ -21,6 +20,7 @@ from dvc.utils.serialize import modify_yaml
 from flows import dvc
 from m3diff.provenance.dvc import write_settings
 from m3diff.provenance.git import AS_COMMITTED, GitError, find_commit, git, has_branch, require_own_repository
+from m3diff.records.files import lock_exclusively
 from m3diff.registry import tracking
 from m3diff.registry.versions import CHAMPION, find_alias
 from m3diff.settings.load import load_params
@@ -335,10 +335,10 @@ def lock(file: Path, wait: bool = True, tell: Callable[[], None] = lambda: None)
     """
     with file.open("a+") as held:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_exclusively(held, wait=False)
         except BlockingIOError:
             if not wait:
                 raise
             tell()
-            fcntl.flock(held, fcntl.LOCK_EX)
+            lock_exclusively(held)
         yield

@@ -4,7 +4,6 @@ The gate scores a champion of another test set so (`rescore`), a person any mode
 The run's own files stay as they are. Scores of a version are kept in its run, where the gate finds them.
 """
 
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from m3diff.records.copies import copy_folder
 from m3diff.records.errors import DataError
 from m3diff.records.files import new_folder
 from m3diff.registry import tracking
@@ -104,7 +104,7 @@ def score(params: Params, source: Source, made: Path) -> EvaluateReport:
     if source.base is None:
         (held / "checkpoint").symlink_to(source.folder.resolve())
     else:
-        shutil.copytree(source.folder, held / "checkpoint")
+        copy_folder(source.folder, held / "checkpoint")
         place_on_base(held / "checkpoint", verify_loaded(held / "checkpoint"), source.base)
     made.mkdir()
     cfg = params.predict.model_copy(update={"max_new_tokens": source.max_new_tokens})

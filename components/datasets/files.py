@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import shlex
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, shell_word
 from m3diff.records.schemas import SPLITS
 
 T = TypeVar("T")
@@ -95,7 +94,7 @@ def read_text(path: Path) -> str:
 
 def quoted(path: Path | str) -> str:
     """A path as a word of a shell's command."""
-    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
+    return shell_word(path)
 
 
 def read_json(path: Path, kind: type[T]) -> T:

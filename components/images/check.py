@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, repeat
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,17 @@ def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str
 
 
 def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:
-    context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
-    with ProcessPoolExecutor(usable_cpus(), context) as pool:
+    with ProcessPoolExecutor(usable_cpus(), multiprocessing.get_context(_start_method())) as pool:
         yield from pool.map(check_batch, batches, repeat(known), repeat(max_pixels))
+
+
+def _start_method() -> str:
+    """How workers start: fork would copy polars' threads half-way, and spawn imports everything in each worker."""
+    try:
+        forkserver.ensure_running()
+    except OSError:  # TMPDIR is on a file system without sockets, or one that refuses the socket's chmod
+        return "spawn"
+    return "forkserver"
 
 
 def _over_cluster(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:

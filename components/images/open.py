@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, command_to_read_again
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -58,7 +58,7 @@ def load_image(
         data = Path(source).read_bytes() if isinstance(source, str | Path) else source.read()
         if sha256 and (digest := hashlib.sha256(data).digest()) != sha256:
             found = f"sha256 {digest.hex()[:12]} but the samples say {sha256.hex()[:12]}"
-            raise ImageError(f"{found}; the file changed since ingest; run `dvc repro`")
+            raise ImageError(f"{found}; the file changed since ingest; run {command_to_read_again(name)}")
         with open_image(data) as image:
             if not sha256 and (fault := too_large(image, max_pixels)):
                 raise ImageError(fault)

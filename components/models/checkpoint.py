@@ -10,8 +10,9 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from m3diff.models.decoding import drop_from_folder
 from m3diff.models.family import Family
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import is_adapted, is_adapter, merge, trainable_names, unwrapped
+from m3diff.records.copies import copy_folder
 from m3diff.records.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -44,6 +46,12 @@ def write_manifest(folder: Path, **facts: Any) -> None:
     files.pop(MANIFEST, None)
     temporary = folder / f".{MANIFEST}"
     temporary.write_text(json.dumps({**facts, "files": files}, indent=2) + "\n")
+    # safetensors makes its files 0600 whatever the umask says, so nobody else of a team could read the weights
+    mode = temporary.stat().st_mode
+    for name in files:
+        if name.endswith(WEIGHTS) and (folder / name).stat().st_mode != mode:
+            with suppress(OSError):  # exFAT and SMB refuse chmod, and give every file the mode of the mount
+                (folder / name).chmod(stat.S_IMODE(mode))
     temporary.rename(folder / MANIFEST)
 
 
@@ -312,6 +320,6 @@ def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
     manifest = verify_manifest(source)
     if out.exists():
         raise CheckpointError(f"{out}: exists; name a folder that does not")
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST, ".*"))
+    copy_folder(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST, ".*"))
     drop_from_folder(out)  # a checkpoint of an older version has its base's settings
     place_on_base(out, manifest, source / manifest["base"])

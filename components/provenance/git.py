@@ -1,6 +1,5 @@
 """git as m3diff calls it: under a name of its own, without hooks, signing or questions, with errors in git's words."""
 
-import fcntl
 import getpass
 import os
 import shlex
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from m3diff.records.errors import DataError, redacted
+from m3diff.records.files import lock_exclusively
 
 CONFIG = ("commit.gpgsign=false", "core.hooksPath=/dev/null", "core.quotePath=off")
 IDENTITY = {f"GIT_{role}_NAME": "m3diff" for role in ("AUTHOR", "COMMITTER")}
@@ -153,8 +153,8 @@ def alone(what: str, cwd: Path | None = None) -> Iterator[None]:
     with (folder / f"{what}.lock").open("a") as lock:
         os.set_inheritable(lock.fileno(), True)  # a git that outlives this process holds the lock until it ends
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_exclusively(lock, wait=False)
         except BlockingIOError:
             print(f"{what}: waiting for another one on this machine to end", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_exclusively(lock)
         yield

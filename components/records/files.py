@@ -1,16 +1,23 @@
 """Files that others trust: written whole or not at all, and known by their content."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import IO, Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict
+
+# What a file system answers to a call that it does not know
+NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -18,23 +25,53 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary neighbour to write to; flush it to disk and rename it at the end: a reader sees the old file or
     the new, never a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        # "x" opens with mode 0666, from which the kernel takes the umask. `mkstemp` would make 0600, and some file
+        # systems (exFAT, SMB, FAT) refuse the chmod that mends it.
+        with temporary.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+            flush_to_disk(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def flush_to_disk(handle: int) -> None:
+    """Have what an open file or folder holds on disk; go on where its file system knows no such call (some FUSE, SMB).
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a whole file as `atomic` does."""
     with atomic(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def lock_exclusively(file: IO[Any], wait: bool = True) -> None:
+    """Take the lock of an open file, which the kernel gives back when the file is closed.
+
+    A file system without locks (some of NFS, SMB and FUSE) lets everybody go on, with a line on standard error.
+
+    Raises:
+        BlockingIOError: another process holds the lock, and `wait` is false.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (*NOT_SUPPORTED, errno.ENOLCK):
+            raise
+        print(f"{file.name}: this file system has no locks; run nothing else on these files meanwhile", file=sys.stderr)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ One process writes, rank 0: the local store is sqlite, which takes one writer at
 """
 
 import csv
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -34,6 +33,7 @@ from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
 
 from m3diff.records.errors import DataError, readable, redacted
+from m3diff.records.files import lock_exclusively
 
 SQLITE = "sqlite:///"
 DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin
@@ -123,7 +123,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
                 "if it is damaged, put back a backup of it, or move it away and run `m3diff register`",
             ),
         ):
-            fcntl.flock(held, fcntl.LOCK_EX)  # of two processes that make the tables of a new store one would fail
+            lock_exclusively(held)  # of two processes that make the tables of a new store one would fail
             MlflowClient().search_experiments(max_results=1)
             _anchor(Path(uri.removeprefix(SQLITE)))
     path = sys.path

@@ -10,6 +10,7 @@ from PIL import Image
 from m3diff.datasets.files import describe, fault_of_path, is_inside, read_values
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import outlined
+from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError
 from m3diff.records.progress import progress
 from m3diff.settings.section import ParamsError
@@ -78,7 +79,8 @@ def _of_table(table: Path, roots: list[Path]) -> Iterator[AskedPair]:
             raise DataError(f"{table.parent / where}: {row}")
         for side in SIDES:
             fault = fault_of_path(str(row[side]), table.parent, roots, "--image-root")
-            if not fault and not is_inside(table.parent / str(row[side]), *roots):
+            path = table.parent / str(row[side])
+            if not fault and not (is_inside(path, *roots) or is_cached_object(str(path))):
                 fault = "is a symbolic link out of the table's folder; name the folder that it leads to by --image-root"
             if fault:
                 raise DataError(f"{table.parent / where}: {side}: {describe(row[side])} {fault}")

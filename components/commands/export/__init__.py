@@ -50,7 +50,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.m3diff import LARGE_BASE, SMALL_BASE
 from m3diff.models.onediff import LLAVA_BASE
 from m3diff.provenance.dvc import Lock
-from m3diff.records.errors import DataError, readable
+from m3diff.records.errors import DataError, command_to_read_again, readable
 from m3diff.records.files import sha256
 from m3diff.records.progress import progress
 from m3diff.records.schemas import NO_CHANGE, SPLITS
@@ -380,7 +380,9 @@ def find_example(paths: Paths, datasets: list[Dataset]) -> dict[str, Any] | None
     for side in ("before", "after"):
         path = Path(row[side])
         if not path.is_file() or sha256(path) != row[f"{side}_sha256"].hex():
-            raise DataError(f"{path}: missing or changed since ingest, so no example; run `dvc repro` first")
+            raise DataError(
+                f"{path}: missing or changed since ingest, so no example; run {command_to_read_again(path)} first"
+            )
     return row | {"caption": captions[row["id"]], "before": Path(row["before"]), "after": Path(row["after"])}
 
 

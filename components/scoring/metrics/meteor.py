@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from m3diff.records.copies import link_or_copy
 from m3diff.scoring.metrics import Item, Metric, MetricScores, Resampled, Tools, of_each_group
 from m3diff.scoring.metrics.java import ScorerFailed, run
 from m3diff.scoring.pairs import EvalPair, Groups
@@ -48,7 +49,7 @@ def program(items: list[Item], spice_dir: Path | None, limit_s: int) -> dict[Ite
     lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), said)) + "\n" for said, references in items]
     with TemporaryDirectory(prefix="m3diff-meteor-") as name:
         folder = Path(name)
-        (folder / module.METEOR_JAR).symlink_to(home / module.METEOR_JAR)
+        link_or_copy(home / module.METEOR_JAR, folder / module.METEOR_JAR)
         with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
             file.writelines(matching_paraphrases(table, items))
         answer = run(COMMAND, folder, limit_s, "".join(lines))

@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from m3diff.records.copies import link_or_copy
 from m3diff.records.files import write_atomic
 from m3diff.scoring.metrics import Item, Metric, MetricScores, Tools, mean_of, of_each_group
 from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run
@@ -128,11 +129,13 @@ def lay_out(folder: Path, jars: Sequence[Path]) -> dict[str, str]:
     from pycocoevalcap import spice as package
 
     jar = Path(package.__file__).with_name("spice-1.0.jar")
-    shutil.copy(jar, folder)  # Java looks for its libraries beside the file that a link points to
-    shutil.copytree(jar.with_name("lib"), folder / "lib", copy_function=os.symlink)
+    shutil.copyfile(jar, folder / jar.name)  # Java looks for its libraries beside the file that a link points to
+    (folder / "lib").mkdir()
     (folder / "modules").mkdir()
+    for path in jar.with_name("lib").iterdir():
+        link_or_copy(path, folder / "lib" / path.name)
     for path in jars:
-        (folder / ("lib" if path.name in JARS else "modules") / path.name).symlink_to(path)
+        link_or_copy(path, folder / ("lib" if path.name in JARS else "modules") / path.name)
     options = [os.environ.get("JDK_JAVA_OPTIONS", "")]
     options += [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in PACKAGES]
     modules = [str(Path("modules", path.name)) for path in jars if path.name in NASHORN]

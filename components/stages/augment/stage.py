@@ -54,6 +54,7 @@ from m3diff.datasets.spec import Row, check_licence, unpacked
 from m3diff.images.check import OK, check_images
 from m3diff.images.open import load_image
 from m3diff.models.device import Device
+from m3diff.provenance.cache import is_cached_object
 from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, new_folder, sha256, write_atomic
@@ -229,7 +230,8 @@ def place_of(source: Source, image: Any) -> Path | None:
     if not isinstance(image, str) or not image or fault_of_path(image, source.root):
         return None
     path = source.root / image
-    return path if source.follow_links or is_inside(path, source.root) else None
+    is_own = source.follow_links or is_inside(path, source.root) or is_cached_object(str(path))
+    return path if is_own else None
 
 
 def _first(texts: Any) -> str:

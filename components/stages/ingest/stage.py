@@ -26,6 +26,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside
 from m3diff.datasets.spec import Row, unpacked
 from m3diff.images.check import check_images
+from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
@@ -285,7 +286,8 @@ def to_records(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[lis
 
     @cache
     def stays(path: str) -> bool:
-        return entry.follow_links or is_inside(path, entry.root, *filter(None, [entry.image_root]))
+        roots = filter(None, [entry.root, entry.image_root])
+        return entry.follow_links or is_inside(path, *roots) or is_cached_object(path)
 
     records = [_record(name, entry, row, stays) for row in rows if not row.without_caption]
     return records, sum(row.raw_rows for row in rows)

@@ -13,10 +13,8 @@ pass, takes 0.13 more: 401 PFLOP for the paper's 16.2k test pairs and two contro
 """
 
 import base64
-import fcntl
 import io
 import json
-import os
 import textwrap
 import time
 import zipfile
@@ -36,7 +34,7 @@ from m3diff.models.checkpoint import read_manifest
 from m3diff.models.device import Device, environment
 from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError, readable
-from m3diff.records.files import StageReport, sha256, write_atomic
+from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import ahead, progress
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
@@ -124,7 +122,7 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file: BinaryIO = self.path.open("a+b")
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_exclusively(self.file, wait=False)
         except BlockingIOError as error:
             self.file.close()
             raise BlockingIOError(f"{self.path}: another process captions the same pairs; wait for its end") from error
@@ -163,7 +161,7 @@ class Journal:
                     row["saliency"] = base64.b64encode(answer.saliency.tobytes()).decode()
                 self.file.write(json.dumps(row).encode() + b"\n")
         self.file.flush()
-        os.fsync(self.file.fileno())
+        flush_to_disk(self.file.fileno())
 
 
 def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Path) -> PredictReport:

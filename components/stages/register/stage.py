@@ -26,13 +26,17 @@ from mlflow.types.schema import ColSpec, Schema
 
 from m3diff.provenance.dvc import Lock
 from m3diff.provenance.git import alone
+from m3diff.records.copies import copy_folder
 from m3diff.registry import lineage, tracking, versions
 from m3diff.registry.versions import CHALLENGER, SCORES, delete_model, every_page, has_artifact, put_alias, run_of
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
 
 # What the code of the models imports of the rest of the package
-SHARED_CODE = ("__init__.py", "images/__init__.py", "images/open.py", "records/__init__.py", "records/errors.py")
+SHARED_CODE = (
+    *("__init__.py", "images/__init__.py", "images/open.py"),
+    *("records/__init__.py", "records/copies.py", "records/errors.py"),
+)
 
 TRIES = 3  # MLflow fails where two machines make the same entry (of an experiment, an alias) at the same moment
 Outcome = Literal["registered", "updated", "unchanged"]
@@ -216,7 +220,7 @@ def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, ma
     with tempfile.TemporaryDirectory() as scratch, mlflow.start_run(run_id=run_id):
         if adapters := lineage.kept_alone(cfg, checkpoint):
             where = {"base": str(base.resolve())}
-            checkpoint = Path(shutil.copytree(adapters, Path(scratch) / "checkpoint"))
+            checkpoint = copy_folder(adapters, Path(scratch) / "checkpoint")
         return mlflow.pyfunc.log_model(
             name=cfg.model_name,
             python_model=str(Path(__file__).with_name("pyfunc.py")),
@@ -233,10 +237,10 @@ def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, ma
 def copy_code(scratch: Path) -> Path:
     """The part of `m3diff` that the model needs where there is no checkout."""
     package = scratch / "m3diff"
-    shutil.copytree(lineage.MODEL_CODE, package / lineage.MODEL_CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_folder(lineage.MODEL_CODE, package / lineage.MODEL_CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
     for shared in SHARED_CODE:
         (package / shared).parent.mkdir(exist_ok=True)
-        shutil.copy(lineage.MODEL_CODE.parent / shared, package / shared)
+        shutil.copyfile(lineage.MODEL_CODE.parent / shared, package / shared)
     return package
 
 

@@ -7,7 +7,6 @@ that the next one may not meet, such as a dead worker, `compute.max_failures` ti
 """
 
 import errno
-import fcntl
 import gc
 import json
 import shutil
@@ -27,7 +26,7 @@ from m3diff.models.device import DeviceError
 from m3diff.models.settings import Settings
 from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError, readable
-from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
+from m3diff.records.files import StageReport, lock_exclusively, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.job import (
@@ -303,7 +302,7 @@ def run_key(cfg: Train, model: Settings, mixture: Path, base_sha256: str) -> str
 def _only_trainer(run_dir: Path) -> Iterator[None]:
     with (run_dir.parent / f"{run_dir.name}.lock").open("a") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_exclusively(lock, wait=False)
         except BlockingIOError as error:
             raise BlockingIOError(f"{lock.name}: another training of this run is alive; wait for its end") from error
         yield

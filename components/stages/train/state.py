@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
-from m3diff.records.files import write_atomic
+from m3diff.records.files import flush_to_disk, write_atomic
 from m3diff.stages.train.job import CURVES
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def _flush(path: Path) -> None:
     """Have a file, or the names in a folder, on disk before what follows."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        flush_to_disk(handle)
     finally:
         os.close(handle)
 

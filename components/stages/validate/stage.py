@@ -4,6 +4,7 @@ It judges the images whose digests the records have. A file that is another one 
 follows from the records alone, so DVC watches them and no image folder.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from pydantic import BaseModel
 
 from m3diff.datasets import DATASETS
 from m3diff.images.check import OK, check_images
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, command_to_read_again
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
@@ -82,7 +83,7 @@ def validate(
     files = [records / name / "records.parquet" for name in entries]
     table = pl.concat([pl.DataFrame(load_table(file, RAW_SCHEMA, "ingest", EMPTY)) for file in files])
     images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
-    _refuse_changed(table, images)
+    _refuse_changed(table, images, entries)
     twins = {link: find_twins(sound_pairs(table, images), *link, cfg.near_duplicate_max_diff) for link in LINKS}
     overlaps = {f"{split} in {other}": twins[split, other].height for split, other in LINKS}
     leaks = twins["train", "test"].clear() if cfg.allow_test_leakage else twins["train", "test"]
@@ -116,19 +117,30 @@ def counting(found: pl.DataFrame, bad: pl.DataFrame, lost_may_be_lost: bool) -> 
     return found.select((~gone).cast(pl.Int64).alias("counts"))["counts"]
 
 
-def _refuse_changed(table: pl.DataFrame, images: pl.DataFrame) -> None:
+def _refuse_changed(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:
     digests = images.select("path", found="digest")
     for side in ("before", "after"):
-        noted = table.select("source", path=side, noted=f"{side}_sha256").drop_nulls("path")
+        noted = table.select("source", "dataset", path=side, noted=f"{side}_sha256").drop_nulls("path")
         changed = noted.join(digests, on="path", how="left", maintain_order="left").filter(
             pl.col("noted").ne_missing(pl.col("found"))
         )
         if changed.height:
             first = changed.row(0, named=True)
+            of_dataset = changed.filter(dataset=first["dataset"])["path"].unique().to_list()
+            command = _command_to_ingest_again(first["dataset"], entries[first["dataset"]], of_dataset)
             raise DataError(
                 f"{first['source']}: {side}: {first['path']} changed since ingest, with {changed.height - 1} others; "
-                "run `m3diff ingest` again (`dvc repro` does)"
+                f"run `m3diff ingest {first['dataset']}` again, with DVC: {command}"
             )
+
+
+def _command_to_ingest_again(name: str, entry: DatasetEntry, paths: list[str]) -> str:
+    """The command by which DVC runs ingest again after images were edited, be it with their size and mtime kept."""
+    parents = [os.path.dirname(path) for path in paths]
+    is_watched = all(Path(os.path.abspath(path)).is_relative_to(os.path.abspath(entry.root)) for path in paths)
+    if entry.image_root and not is_watched:  # DVC knows nothing of this folder
+        return f"`dvc repro --single-item --force ingest@{name} && dvc repro`"
+    return command_to_read_again(paths[0] if len(paths) == 1 else os.path.commonpath(parents) or ".")
 
 
 def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, int]]:

@@ -128,7 +128,10 @@ def test_a_mixture_without_test_pairs_and_a_damaged_checkpoint_are_refused(mixtu
 
 @pytest.mark.parametrize(
     ("side", "damage", "text"),
-    [("before", Path.unlink, "cannot be read"), ("after", lambda file: colour_image(99).save(file), "run `dvc repro`")],
+    [
+        ("before", Path.unlink, "cannot be read"),
+        ("after", lambda file: colour_image(99).save(file), "run `touch -c .* && dvc repro`"),
+    ],
     ids=["gone", "another"],
 )
 def test_an_image_that_is_gone_or_changed_is_refused(side, damage, text, model, tmp_path):
