@@ -7,6 +7,7 @@ parameters, 3 data refused, 4 gate refused, 75 try again later, other a bug.
 import argparse
 import ctypes
 import errno
+import io
 import json
 import os
 import signal
@@ -607,10 +608,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
+def show_every_name() -> None:
+    """Print what is no character, such as a byte of a name that is not UTF-8, as an escape; JSON reads it as one."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = make_parser(COMMANDS, (__doc__ or "").split("\n")[0]).parse_args(argv)
     command = COMMANDS[args.command]
     die_with_parent()
+    show_every_name()
     try:
         if argv is None:
             require_own_code()

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError, shell_word
+from m3diff.records.errors import DataError, is_utf8, shell_word
 from m3diff.records.schemas import SPLITS
 
 T = TypeVar("T")
@@ -56,6 +56,18 @@ def fault_of_path(name: str, root: Path, opened: Iterable[Path] = (), option: st
     if ELSEWHERE.match(name) or (climbs and not any(inside)):
         return f"leads out of the dataset's root; copy the image into it, or name the image's folder by {option}"
     return None
+
+
+def require_utf8(root: Path) -> None:
+    """See that a dataset's folder has a name that tables and records can hold.
+
+    Raises:
+        DataError: the name is not UTF-8.
+    """
+    if not is_utf8(str(root)):
+        raise DataError(
+            f"{os.fsencode(root)!r}: the folder's name is not UTF-8; rename it: `mv {quoted(root)} NEW_NAME`"
+        )
 
 
 def is_inside(path: Path | str, *roots: Path) -> bool:

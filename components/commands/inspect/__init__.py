@@ -19,10 +19,10 @@ from urllib.parse import unquote
 
 from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests
 from m3diff.datasets import DATASETS, omnidiff
-from m3diff.datasets.files import Embedded, quoted, read_json
+from m3diff.datasets.files import Embedded, quoted, read_json, require_utf8
 from m3diff.datasets.pairs import files_called
 from m3diff.datasets.spec import Row
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, is_utf8
 from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_records
@@ -35,6 +35,7 @@ INSIDE = "#bytes="
 # Readers of one table whose columns are named in the options; their layout is known by the columns
 TABLES = ("omnidiff", "pairs")
 
+LEGACY = "windows-1252"  # the encoding of most names that are not UTF-8
 LISTED = 200_000  # files below a root that are looked at for a missing image
 
 HEADER = "before,after,captions,split"
@@ -75,6 +76,7 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     """
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; name the folder that holds a dataset's annotation files")
+    require_utf8(root)
     known = next(((name, entry) for name, entry in entries.items() if entry.root.resolve() == root.resolve()), None)
     if known and reader in (None, known[1].reader):
         (name, entry), notes, guessed = known, list[str](), list[Doubt]()
@@ -316,7 +318,13 @@ def _of_images(root: Path, rows: list[Row], missing: Container[str]) -> Iterator
     if name is None:
         return
     walk = (os.path.relpath(os.path.join(folder, each), root) for folder, _, files in os.walk(root) for each in files)
-    alike = [each for each in islice(walk, LISTED) if _words(each)[0] == _words(name)[0] and each != name]
+    listed = list(islice(walk, LISTED))
+    if foreign := [each for each in listed if not is_utf8(each)]:
+        yield (
+            f"{len(foreign):,} files have names that are not UTF-8, such as {os.fsencode(foreign[0])!r}; rename them: "
+            f"`convmv -f {LEGACY} -t utf-8 -r --notest {quoted(root)}`, by another name of the encoding if needed"
+        )
+    alike = [each for each in listed if _words(each)[0] == _words(name)[0] and each != name]
     near = max(sorted(alike), key=lambda each: len(os.path.commonprefix([_words(each), _words(name)])), default=None)
     if near:
         form = " in another Unicode form" if normalize("NFC", near) == normalize("NFC", name) else ""

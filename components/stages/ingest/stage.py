@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.files import describe, fault_of_path, is_inside
+from m3diff.datasets.files import describe, fault_of_path, is_inside, require_utf8
 from m3diff.datasets.spec import Row, unpacked
 from m3diff.images.check import check_images
 from m3diff.provenance.cache import is_cached_object
@@ -100,6 +100,7 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     Raises:
         DataError: an annotation file cannot be used, there is no pair, or the meaning of captions is in doubt.
     """
+    require_utf8(entry.root)
     read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
     _refuse_doubts(name, entry, read)
     folder = out / name
