@@ -46,11 +46,13 @@ def test_a_root_whose_name_is_not_utf8_is_refused_by_name(command, tmp_path):
     root = tmp_path / os.fsdecode(b"r\xe9al")
     root.mkdir()
     (root / "pairs.csv").write_text("before,after,captions,split\na.png,b.png,it fell,train\n")
+    entry = DatasetEntry(reader="pairs", root=root)
+    commands = {
+        "check": lambda: check(root, {}),
+        "ingest": lambda: ingest("mine", entry, tmp_path / "cache", tmp_path / "records"),
+    }
     with pytest.raises(DataError) as refused:
-        if command == "check":
-            check(root, {})
-        else:
-            ingest("mine", DatasetEntry(reader="pairs", root=root), tmp_path / "cache", tmp_path / "records")
+        commands[command]()
     assert "\\xe9" in str(refused.value)
     str(refused.value).encode()
 
