@@ -46,6 +46,14 @@ LIST = re.compile(  # a list, tuple, set or object as a programming language pri
     )\s*""",
     re.VERBOSE | re.DOTALL,
 )
+# A text of Python with its prefix, as str() prints bytes: b'it fell'. Without a prefix, a caption may be quoted
+LITERAL = re.compile(
+    r"""\s*(?P<outer>["']?) (?:[bruf]|br|rb|fr|rf) (?P<quote>\'{3}|"{3}|'|") (?:\\.|(?!(?P=quote))[^\\])* (?P=quote)
+    (?P=outer)\s*""",
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+# How a sentence may begin that looks like a literal: b's car is near the boys', b' is where a' was
+SENTENCE = re.compile(r"\s*[a-z]'s?\s", re.IGNORECASE)
 WORD = re.compile(r"[^\W\d_]+[.,;:!?]*|[.,;:!?]")
 SEPARATORS = ("<sep>", "[SEP]", "<br>", "|", "##", "\n", ";", "\t")
 MANY = 0.2  # share of captions from which on a sign may separate; below it, it belongs to a sentence
@@ -164,6 +172,7 @@ def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterat
             "rows; write the captions as JSON: `json.dumps(captions)`",
             [],
         )
+    yield from _literals(texts)
     words = [(row, texts) for row, texts in told if len(texts) > 3 and all(WORD.fullmatch(str(text)) for text in texts)]
     if 2 * len(words) > len(told):
         yield Doubt(
@@ -177,6 +186,19 @@ def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterat
         if options.get("separator") is None:
             yield from _separators(texts)
         yield from _nothing(texts, options.get("no_caption"))
+
+
+def _literals(texts: Sequence[tuple[Row, str]]) -> Iterator[Doubt]:
+    """Captions that are literals of Python in themselves, whose quotes and escapes would be trained."""
+    literals = [(row, text.strip()) for row, text in texts if LITERAL.fullmatch(text)]
+    if not literals or (all(SENTENCE.match(text) for _, text in literals) and 2 * len(literals) < len(texts)):
+        return
+    rows = len({row.source for row, _ in literals})
+    yield Doubt(
+        f"{_place(literals)}: captions are literals of Python written as text ({literals[0][1][:60]}), so in {rows:,} "
+        "rows; write the text inside: `ast.literal_eval(caption)`, and `.decode()` where that is bytes",
+        [],
+    )
 
 
 def says_nothing(text: str) -> bool:
@@ -232,7 +254,7 @@ def _nothing(texts: Sequence[tuple[Row, str]], known: Sequence[str] | None) -> I
 def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
     """The questions that references answer, unless each one is known to ask what changed."""
     found = [(row, question) for row in rows for question in row.questions]
-    known = {q.text for _, q in found if ASKS.fullmatch(_plain(q.text)) or _plain(q.text) in ASK_WHAT_CHANGED}
+    known = {question.text for _, question in found if asks_what_changed(question.text)}
     if any(question.text not in known for _, question in found):
         asked = _counted(" ".join(PLACEHOLDER.sub(" ", question.text).split()) for _, question in found)
         alone = {each.column: each.text for _, each in found if each.text in known and "{" not in each.column}
@@ -241,6 +263,12 @@ def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
             "changed?",
             [*({"where": {column: text}} for column, text in alone.items()), {"all_ask_what_changed": True}],
         )
+
+
+def asks_what_changed(question: str) -> bool:
+    """True if a question is known to be the task's own."""
+    plain = _plain(question)
+    return ASKS.fullmatch(plain) is not None or plain in ASK_WHAT_CHANGED
 
 
 def _plain(question: str) -> str:
