@@ -3,80 +3,35 @@
 A guess is a suggestion, never taken without being shown. What cannot be guessed is a DataError that says what the table
 holds, what is wrong with it, and what mends it.
 
-The order of two images is that of the names of their columns or folders. Names are compared by whole words ("t1",
-"img_after" and "imageAfter" are two words each), never by parts of words, so that `prediction`, `folder` and
-`newspaper` tell nothing. A word that both names hold decides nothing.
+`order.py` says which of two images is before, `text_columns.py` which columns hold captions.
 """
 
 import os
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, combinations, islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from m3diff.commands.inspect.order import choose, words_in
+from m3diff.commands.inspect.text_columns import find_text_columns
 from m3diff.datasets import pairs
 from m3diff.datasets.files import DELIMITERS, SEP_LINE, Embedded, column_names, parse_json, read_text, read_values
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.stage import Doubt
 
-WORDS = {
-    0: "before bef pre prior original orig source src start starting begin beginning first initial init old older "
-    "oldest previous prev earlier early past then input in unedited unchanged undamaged from vorher alt avant ancien "
-    "antes до 前 之前 变化前 変更前",
-    1: "current now present today",
-    2: "after aft post edited edit target tgt dest dst destination end ending final finish second new newer newest "
-    "later subsequent recent latest output out result modified changed updated altered manipulated retouched damaged "
-    "to nachher neu apres nouveau despues depois после 后 後 之后 变化后 変更後",
-    3: "next future following",
-}
-RANK = {word: rank for rank, words in WORDS.items() for word in words.split()}  # place in time by word
-
-NUMBERS = {"zero": "0", "one": "1", "two": "2", "three": "3"}
-# What else a name says of an image; `beforeimg` is `before`
-NOUNS = ("images", "image", "imgs", "img", "photo", "picture", "pic", "frame", "path", "filename", "file", "name")
-
-# Pictures that belong to an image and are none of the two
-AUXILIARY = {"mask", "depth", "thumb", "thumbnail", "overlay", "heatmap", "diff", "seg", "segmentation", "crop", "flow"}
-
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 SEPARATORS = (",", ";", "\t", "|")
 LISTS = ("images", "image", "imgs", "imagepaths")  # columns that may hold a list of both images
-CAPTIONS = {  # words in the names of columns that hold captions
-    *("captions", "caption", "description", "descriptions", "desc", "sentences", "sentence", "sents", "text", "texts"),
-    *("differences", "difference", "conversations", "messages", "answer", "answers", "output", "response"),
-    *("completion", "reference", "references", "target"),
-}
-# Those that do so where no other column does
-WEAK = {"label", "value", "instruction", "prompt", "edit", "annotation", "transcription", "change", "diff"}
-# Words in the names of columns that hold what a caption answers
-QUESTIONS = {"question", "query", "instruction", "prompt", "input", "user", "human"}
-DATA = {  # last words in the names of columns that tell something of a caption and are none
-    "id",
-    "ids",
-    "key",
-    "type",
-    "types",
-    "count",
-    "number",
-    "length",
-    "score",
-    "language",
-    "model",
-    "source",
-    "date",
-}
 READING = {"delimiter": "its columns are separated by {!r}", "rows": "its rows stand under {!r}"}
 SAMPLE = 200  # rows that a guess looks at
-ENTRIES = 8  # entries that are shown of those that doubts leave open
+ENTRIES = 24  # entries up to which every combination of answers is shown
+TASKS = 8  # fewer texts in a column of tasks are asked about
+READ_AS_THEY_ARE = ("id", "scene", "change_types")  # columns that the reader takes by these names
 # Tables that are taken before others where their columns have the documented names
 DOCUMENTED = ("pairs.csv", "annotations.json")
-NUMBER = re.compile(r"[-+\d.,:\s]+")
-UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]{4}")
 SIDES = ("before", "after")
 ALIASES = {
     "train": ("train", "training", "restval"),
@@ -94,68 +49,24 @@ class Guess(NamedTuple):
     doubts: list[Doubt]
 
     def entries(self) -> list[dict[str, Any]]:
-        """The options under each combination of answers: the first of these."""
+        """The options under each combination of answers; of very many, each answer with the first of the others."""
+        answers = [doubt.answers for doubt in self.doubts]
+        combinations = list(islice(product(*answers), ENTRIES + 1))
+        if len(combinations) > ENTRIES:
+            first_answers = [doubt.answers[0] for doubt in self.doubts]
+            combinations = [tuple(first_answers)]
+            for position, doubt in enumerate(self.doubts):
+                before = first_answers[:position]
+                after = first_answers[position + 1 :]
+                combinations += [(*before, answer, *after) for answer in doubt.answers[1:]]
         found = []
-        for chosen in islice(product(*(doubt.answers for doubt in self.doubts)), ENTRIES):
+        for chosen in combinations:
             options = self.options
             for answer in chosen:
                 columns = {**options.get("columns", {}), **answer.get("columns", {})}
                 options = options | answer | ({"columns": columns} if columns else {})
             found.append(options)
         return found
-
-
-def words_in(name: str) -> list[str]:
-    """The words and numbers of a name in small letters without accents, split at signs, digits and capitals."""
-    plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
-    found = []
-    for word in map(str.lower, re.findall(r"\d+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+", plain)):
-        rests = (rest for noun in NOUNS for rest in (word.removeprefix(noun), word.removesuffix(noun)) if rest != word)
-        rest = next((rest for rest in rests if rest in RANK or rest in ("a", "b")), word)
-        found.append(NUMBERS.get(rest, rest))
-    return found
-
-
-def order(first: str, second: str) -> tuple[bool, bool] | None:
-    """True if the first of two names is the image before, and True if both say so by a word; None where their words
-    tell nothing, or contradict themselves."""
-    words = [words_in(name) for name in (first, second)]
-    common = Counter(words[0]) & Counter(words[1])
-    left, right = (list((Counter(each) - common).elements()) for each in words)
-    ranks = [{RANK[word] for word in own if word in RANK} for own in (left, right)]
-    if max(map(len, ranks)) > 1:
-        return None
-    if ranks[0] and ranks[1]:
-        (one,), (two,) = ranks
-        return None if one == two else (one < two, True)
-    if ranks[0] or ranks[1]:  # photo, photo_edited
-        (rank,) = ranks[0] or ranks[1]
-        return None if rank == 1 else ((rank == 0) == bool(ranks[0]), False)
-    different = left + right
-    if sorted(different) == ["a", "b"]:
-        return left == ["a"], False
-    if not different or not all(word.isdecimal() for word in different):
-        return None
-    before, after = ([int(word) for word in each if word.isdecimal()] for each in words)
-    differ = sum(a != b for a, b in zip(before, after, strict=False))
-    if len(before) != len(after) or before == after:
-        return None
-    are_dates = all(1900 <= date[0] < 2200 for date in (before, after))
-    return (before < after, False) if differ == 1 or are_dates else None
-
-
-def choose(names: Sequence[str]) -> list[tuple[str, str]]:
-    """The two of these names that are before and after; several such pairs where that is a question."""
-    plain = [name for name in names if not AUXILIARY & {*words_in(name)}]
-    names = plain if len(plain) > 1 else names
-    found: dict[tuple[str, str], bool] = {}
-    for pair in combinations(names, 2):
-        if told := order(*pair):
-            is_first, is_sure = told
-            found[pair if is_first else pair[::-1]] = is_sure
-    if best := [pair for pair, is_sure in found.items() if is_sure] or list(found):
-        return best
-    return [ordered for pair in combinations(names, 2) for ordered in (pair, pair[::-1])]
 
 
 def guess(root: Path) -> Guess:
@@ -220,12 +131,18 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     reading, rows = _sample(path)
     notes += [f"{path.name}: {READING[name].format(value)}: option `{name}`" for name, value in reading.items()]
     values = _by_column(rows)
-    columns, doubts = _columns(root, path, values)
-    if any(field != name for field, name in columns.items()):
-        shown = {field: name if isinstance(name, str) else " and ".join(name) for field, name in columns.items()}
-        named = ", ".join(f"{field} is {name}" for field, name in shown.items() if field != name)
-        notes.append(f"{path.name}: has the columns {', '.join(rows[0])}, read as: {named}")
-    split = next((name for name in values if words_in(name.split(".")[-1]) in (["split"], ["subset"])), None)
+    columns, doubts, unread = _columns(root, path, values)
+    # What a question leaves open is not shown as if it were settled
+    asked = {name for doubt in doubts for answer in doubt.answers for name in answer.get("columns", {})}
+    settled = {field: name for field, name in columns.items() if field not in asked}
+    shown = {field: name if isinstance(name, str) else " and ".join(name) for field, name in settled.items()}
+    named = ", ".join(f"{field} is {name}" for field, name in shown.items() if field != name)
+    if named or asked:
+        read_as = f", read as: {named}" if named else ""
+        notes.append(f"{path.name}: has the columns {', '.join(rows[0])}{read_as}")
+    if unread:
+        notes.append(f"{path.name}: text columns that are not read: {', '.join(unread)}")
+    split = _split_column(values)
     if split not in (None, "split") and not by_split:
         columns["split"] = split
     captions = values.get(str(columns["captions"]), [])
@@ -329,7 +246,8 @@ def _choice(answers: Sequence[dict[str, Any]], question: str) -> Choice:
     return (answers[0], [doubt] if len(answers) > 1 else []) if answers else ({}, [])
 
 
-def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> Choice:
+def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, Any], list[Doubt], list[str]]:
+    """Columns by field, the doubts, and the text columns that are not read."""
     images, doubts = _images(values)
     if not images:
         images, doubts = _templates(root, values)
@@ -341,34 +259,36 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> Choice:
         )
     used = {*images.values()} | {name.split(".")[0] for name in images.values()}
     rest = {name: column for name, column in values.items() if name not in used and not _holds_images(column)}
-    candidates = _captions(rest)
-    if not candidates:
+    tasks = _tasks(path, rest)
+    read = {*READ_AS_THEY_ARE, _split_column(values), *(name for name, _ in tasks)}
+    text_columns = find_text_columns(rest, read)
+    if not text_columns.answers:
         raise DataError(
             f"{path}: has the columns {found}; none holds captions: add a column `captions` with a text or a list of "
             "texts for each pair (captions that stand in another file belong in this one)"
         )
-    taken = dict.fromkeys(name.split(".*.")[0] for names in candidates for name in names)
     captions, doubt = _choice(
-        [{"captions": names[0] if len(names) == 1 else names} for names in candidates],
-        f"{path.name}: the columns {', '.join(taken)} could each hold the captions; which do?",
+        text_columns.answers,
+        f"{path.name}: the columns {', '.join(text_columns.names())} could each hold the captions; which do?",
     )
-    for name, column in rest.items():
+    if doubt:  # the question belongs to its own answer
+        captions = {"captions": captions["captions"]}
+    return images | captions, doubts + [task for _, task in tasks] + doubt, text_columns.unread
+
+
+def _tasks(path: Path, values: Mapping[str, list[Any]]) -> list[tuple[str, Doubt]]:
+    """Columns that name a few tasks, with the question which of them say what changed."""
+    doubts = []
+    for name, column in values.items():
         tasks = list(dict.fromkeys(value for value in column if isinstance(value, str)))
-        if "task" in {*words_in(name)} and 1 < len(tasks) < ENTRIES:
+        if "task" in {*words_in(name)} and 1 < len(tasks) < TASKS:
             which = f"{path.name}: the column {name} names several tasks; the rows of which say what changed?"
-            doubts = [*doubts, Doubt(which, [*({"where": {name: task}} for task in tasks), {}])]
-    asked = [
-        name
-        for name, column in rest.items()
-        if name not in taken
-        and {*words_in(name)} & QUESTIONS
-        and words_in(name)[-1] not in DATA
-        and any(str(value).strip() for value in column)
-    ]
-    question = {}
-    if asked and any({*words_in(name)} & CAPTIONS for name in taken):
-        question["question"] = asked[0] if len(asked) == 1 else " ".join(f"{{{name}}}" for name in asked)
-    return images | captions | question, doubts + doubt
+            doubts.append((name, Doubt(which, [*({"where": {name: task}} for task in tasks), {}])))
+    return doubts
+
+
+def _split_column(values: Mapping[str, Any]) -> str | None:
+    return next((name for name in values if words_in(name.split(".")[-1]) in (["split"], ["subset"])), None)
 
 
 def _images(values: Mapping[str, list[Any]]) -> Choice:
@@ -407,47 +327,3 @@ def _templates(root: Path, values: Mapping[str, list[Any]]) -> Choice:
                 called = ", ".join(sorted({*chain(*holding)}))
                 return _choice(answers, f"the folders {called} do not tell by their names which is before")
     return {}, []
-
-
-def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
-    """The columns that could hold the captions, alone or several together; one such list where that is clear."""
-    named = [
-        n for n, column in values.items() if words_in(n)[-1:] and words_in(n)[-1] not in DATA and _may_be_text(column)
-    ]
-    strong = [name for name in named if {*words_in(name)} & CAPTIONS]
-    if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
-        strong = ["captions"]
-    texts = [name for name in named if _is_text(values[name])]
-    pool = strong or texts or [name for name in named if {*words_in(name)} & WEAK]
-    if len(pool) < 2:
-        return [[_inner(name, values[name])] for name in pool]
-    words = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in pool}
-    if strong and len(words) == 1:  # caption_1, caption_2
-        return [sorted(pool, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])]
-    together = [pool] if all(isinstance(value, str) for name in pool for value in values[name]) else []
-    return [*([_inner(name, values[name])] for name in pool), *together]
-
-
-def _inner(name: str, column: list[Any]) -> str:
-    """The texts of sentences in objects of their own; a conversation stays as it is."""
-    value = next(iter(column), None)
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
-        return name
-    inside = next((key for key in ("raw", "text", "caption", "sentence") if key in value[0]), None)
-    return f"{name}.*.{inside}" if inside else name
-
-
-def _may_be_text(column: list[Any]) -> bool:
-    """True if a column may hold captions: texts or lists, of which not all are numbers; an empty one may."""
-    values = [value for value in column if value != ""]
-    usable = (isinstance(v, list) and not all(isinstance(e, int | float) for e in v) for v in values)
-    return not values or any(usable) or any(isinstance(v, str) and not NUMBER.fullmatch(v) for v in values)
-
-
-def _is_text(column: list[Any]) -> bool:
-    """True if a column holds a text of several words, or lists of these; some scripts put no spaces between words."""
-    return any(
-        isinstance(text, str) and not NUMBER.fullmatch(text) and (" " in text.strip() or bool(UNSPACED.search(text)))
-        for value in column
-        for text in (value if isinstance(value, list) else [value])
-    )
