@@ -97,6 +97,7 @@ OPEN = [
     ("photo", "photo_damaged"),
     ("photo", "photo_alt"),
     ("photo", "photo_current"),
+    ("photo", "photo_edited_sky"),
     ("edited", "edited_final"),
     # two images of one side
     ("before_1", "before_2"),

@@ -121,11 +121,12 @@ def test_a_table_with_one_column_of_captions_needs_no_question(tmp_path, name):
     assert run_ingest(tmp_path, "pairs", "own", **guessed.options).faults == 0
 
 
-def test_a_question_belongs_to_the_answer_that_it_was_asked_for(tmp_path):
-    guessed = write(tmp_path, instruction=EDITS, output=TARGETS)
-    columns = {entry["columns"]["captions"]: entry["columns"] for entry in guessed.entries()}
+@pytest.mark.parametrize("name", ["caption", "output"])
+def test_an_instruction_is_the_question_of_the_other_answer_alone(tmp_path, name):
+    guessed = write(tmp_path, **{name: TARGETS, "instruction": EDITS})
+    columns = {str(entry["columns"]["captions"]): entry["columns"] for entry in guessed.entries()}
     assert "question" not in columns["instruction"]
-    assert columns["output"]["question"] == "instruction"
+    assert columns[name]["question"] == "instruction"
 
 
 def test_the_order_of_images_and_of_texts_is_asked_in_all_combinations(tmp_path):
