@@ -15,8 +15,9 @@ Whether pairs of one scene share a split is not promised: name a `scene` column 
 are matched to the paper's without regard to case.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from m3diff.datasets import pairs, spec
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
@@ -29,13 +30,18 @@ def read(
     manifest: pairs.Manifest = "annotations.json",
     columns: pairs.Columns | None = None,
     split: pairs.Split | None = None,
-) -> Iterator[spec.Row]:
+    confirmed: Sequence[Literal["columns"]] = (),
+) -> spec.NotedRows:
     """Read as `pairs` does, with the change types checked against the paper's twelve."""
-    for row in pairs.read(root, manifest, columns, split):
-        types = [name.strip().lower() for name in row.change_types]
-        unknown = [name for name in types if name not in NAMES]
-        fault = f"change_types: {', '.join(unknown)} is none of {', '.join(NAMES)}" if unknown else row.fault
-        yield row._replace(change_types=[] if unknown else types, fault=fault)
+    reading = pairs.read(root, manifest, columns, split, confirmed=confirmed)
+    return spec.NotedRows(map(_with_known_types, reading), reading.notes)
+
+
+def _with_known_types(row: spec.Row) -> spec.Row:
+    types = [name.strip().lower() for name in row.change_types]
+    unknown = [name for name in types if name not in NAMES]
+    fault = f"change_types: {', '.join(unknown)} is none of {', '.join(NAMES)}" if unknown else row.fault
+    return row._replace(change_types=[] if unknown else types, fault=fault)
 
 
 REAL = spec.Published(

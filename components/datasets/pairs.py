@@ -22,13 +22,21 @@ marks a pair without a change. Other layouts are read by options, which `m3diff 
                are captions. Without this option they are refused
     separator  between the captions of one text: "|". "": it separates nothing
     split      of every pair, where the manifest has none
-    splits     the manifest's names of splits: {validation: val, dev: val}
+    splits     the manifest's names of splits: {validation: val, dev: val}, {0: train, 1: test}
     rows       where in a JSON file the rows stand: `data`. They may be an object: {"7": ["it fell"]} has the columns
                `key` and `value`
     where      rows to take: {label: "True", lang: [en, de]}; others are passed over
     pairs_only true: rows that have not two images and one answer are passed over
     no_change  rows without a change: {changeflag: 0}
     delimiter  of a CSV file, where it is no comma
+    confirmed  what looks like a mistake and is meant so: [where, captions]
+
+`where`, `no_change` and `splits` compare values by what they mean in the table (`filters.py`): `no` matches "no",
+"FALSE", 0 and "0.0", `0` matches "0.0", and "no" between quotes is a text. An option that cannot be meant so is refused
+unless `confirmed` has its name: a `where` or `no_change` that matches no row, or every row; a name of `splits`, an
+optional column or a further name of `columns`, or a `separator`, that is nowhere in the table. `captions` there: captions
+that no person wrote, as they seem, stay in a test split. Change types such as "unchanged" or "No change" are read as
+`none`.
 
 A path is relative to the root; an absolute one, or a file:// address, that leads into it is read as such. Images may
 stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
@@ -38,6 +46,7 @@ as files beside its records.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
@@ -45,7 +54,15 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from m3diff.datasets.files import Embedded, columns_in, describe, look_up, pick, read_values, texts
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Question, Row, merged
+from m3diff.datasets.filters import (
+    ColumnNames,
+    NoChangeNames,
+    RowFilter,
+    SplitNames,
+    columns_to_find,
+    refuse_faults,
+)
+from m3diff.datasets.spec import DatasetSpec, Licence, NotedRows, Permission, Protocol, Question, Row, merged
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, Split
 
@@ -73,8 +90,10 @@ Columns = Mapping[
     ]
     | None,
 ]
-# By column, the value that a row must have, or several of which it must have one; compared as text
+# By column, the value that a row must have, or several of which it must have one; compared by meaning
 Values = Mapping[str, Any]
+# What an entry confirms: options that match nothing, or every row, and odd captions of a test split
+Confirmable = Literal["where", "no_change", "splits", "columns", "separator", "captions"]
 
 
 def read(
@@ -82,7 +101,7 @@ def read(
     manifest: Manifest = "pairs.csv",
     columns: Columns | None = None,
     split: Split | None = None,
-    splits: Mapping[str, Split] | None = None,
+    splits: Mapping[Any, Split] | None = None,
     rows: str = "",
     where: Values | None = None,
     no_change: Values | None = None,
@@ -91,15 +110,20 @@ def read(
     all_ask_what_changed: bool = False,
     no_caption: Sequence[str] | None = None,
     separator: str | None = None,
-) -> Iterator[Row]:
+    confirmed: Sequence[Confirmable] = (),
+) -> NotedRows:
     """Yield a row per pair, at the place of its first row; rows that contradict an earlier one of their id stand alone.
 
     `all_ask_what_changed` changes nothing here: ingest and `data check` ask for it where a row has `questions`.
+
+    Raises:
+        DataError: a file cannot be read, or options match nothing, or every row, and `confirmed` does not name them.
     """
     called = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
     named = {field: (name,) if isinstance(name, str) else tuple(name or ()) for field, name in called.items()}
     tops = (f"{root.absolute()}/", f"{root.resolve()}/")
     nothing = {text.strip().casefold() for text in no_caption or ()}
+    checks = _OptionChecks(root, columns or {}, splits or {}, where or {}, no_change or {}, separator, confirmed)
 
     def found_rows() -> Iterator[Row]:
         for path, place, own_split in _files(root, manifest, split):
@@ -108,24 +132,98 @@ def read(
             single = [(*named[field], field)[0] for field in needed if len(named[field]) < 2]
             header = [each for column in single for each in columns_in(column)]
             for at, value in read_values(path, header, delimiter, rows):
-                if where and isinstance(value, dict) and not _matches(value, where):
+                if not checks.takes(value, () if own_split else named["split"]):
                     continue
                 found, fault = _fields(value, named, needed)
                 if pairs_only and fault and NO_PAIR.search(fault):
                     continue
-                if no_change and isinstance(value, dict) and _matches(value, no_change):
+                if checks.is_unchanged(value):
                     found["change_types"] = [NO_CHANGE]
                 found |= {side: _relative(found[side], tops) for side in ("before", "after")}
-                yield _row(place + at, found, own_split, splits or {}, separator)._replace(fault=fault)
+                row = _row(place + at, found, own_split, checks)
+                yield row._replace(fault=fault or row.fault)
+        checks.finish()
 
-    for row in merged(found_rows(), across_splits=True):
-        types = row.change_types
-        if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
-            row = row._replace(change_types=[], fault=row.fault or "change_types: expected a list of names")
-        told = row.references
-        if nothing and not row.fault and isinstance(told, list):
-            told = [each for each in told if not (isinstance(each, str) and each.strip().casefold() in nothing)]
-        yield row._replace(references=told, without_caption=bool(row.references) and not told)
+    def pairs_of_rows() -> Iterator[Row]:
+        for row in merged(found_rows(), across_splits=True):
+            told = row.references
+            if nothing and not row.fault and isinstance(told, list):
+                told = [each for each in told if not (isinstance(each, str) and each.strip().casefold() in nothing)]
+            yield row._replace(references=told, without_caption=bool(row.references) and not told)
+
+    return NotedRows(pairs_of_rows(), checks.notes)
+
+
+class _OptionChecks:
+    """The options that compare values with the table's, and what of them matches nothing, or every row."""
+
+    def __init__(
+        self,
+        root: Path,
+        columns: Mapping[str, Any],
+        splits: Mapping[Any, Split],
+        where: Values,
+        no_change: Values,
+        separator: str | None,
+        confirmed: Sequence[str],
+    ) -> None:
+        self.root = root
+        self.separator = separator
+        self.confirmed = confirmed
+        self.notes: list[str] = []
+        self.splits = SplitNames(splits)
+        self.change_types = NoChangeNames()
+        self._where = RowFilter("where", where)
+        self._no_change = RowFilter("no_change", no_change)
+        self._columns = ColumnNames(columns_to_find(columns, REQUIRED + ("images",)))
+        self._texts = 0
+        self._separated = 0
+
+    def takes(self, value: Any, split_columns: Sequence[str]) -> bool:
+        """True if `where` takes the row; what cannot be read as a row is not passed over.
+
+        Args:
+            split_columns: that may name the row's split.
+        """
+        if not isinstance(value, dict):
+            return True
+        self._columns.add(value)
+        for column in split_columns if self.splits.splits else ():
+            with suppress(DataError):  # a template that the row does not fit, which is a fault of the row
+                self.splits.add(look_up(value, column))
+        return not self._where.wanted or self._where.matches(value)
+
+    def is_unchanged(self, value: Any) -> bool:
+        """True if `no_change` marks the row."""
+        return isinstance(value, dict) and bool(self._no_change.wanted) and self._no_change.matches(value)
+
+    def separate(self, captions: Any) -> Any:
+        """The captions of a list of texts, cut at the separator; anything else is returned unchanged."""
+        if not self.separator or not isinstance(captions, list):
+            return captions
+        if not all(isinstance(text, str) for text in captions):
+            return captions
+        self._texts += len(captions)
+        self._separated += sum(self.separator in text for text in captions)
+        cut = ([part.strip() for part in text.split(self.separator) if part.strip()] for text in captions)
+        return [part for parts in cut for part in parts or [""]]
+
+    def finish(self) -> None:
+        """Complete the notes once every row is read.
+
+        Raises:
+            DataError: an option matches nothing, or every row, and the entry does not confirm it.
+        """
+        unseen = f"separator: {self.separator!r} is in none of {self._texts:,} captions"
+        faults = {
+            "columns": [f"columns: {fault}" for fault in self._columns.faults()],
+            "where": self._where.faults(),
+            "no_change": self._no_change.faults(),
+            "splits": self.splits.faults(),
+            "separator": [unseen] if self._texts and not self._separated else [],
+        }
+        refuse_faults(self.root, faults, self.confirmed)
+        self.notes.extend([*self._where.notes(), *self._no_change.notes(), *self.change_types.notes()])
 
 
 def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
@@ -211,26 +309,22 @@ def _text_of(content: Any) -> Any:
     return content
 
 
-def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
-    return all(
-        str(pick(row, column)) in map(str, values if isinstance(values, list | tuple) else [values])
-        for column, values in wanted.items()
-    )
-
-
-def _row(where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str], separator: str | None) -> Row:
+def _row(where: str, value: dict[str, Any], own_split: str | None, checks: _OptionChecks) -> Row:
     before, after = value["before"], value["after"]
     images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
     name = _named(value["id"]) or ("|".join(images) if all(isinstance(image, str) for image in images) else None)
     scene = _named(value["scene"]) or name
-    split = split or _named(value["split"])
-    split = splits.get(split, split) if isinstance(split, str) else split
-    captions = texts(value["captions"])
-    if separator and isinstance(captions, list) and all(isinstance(text, str) for text in captions):
-        cut = ([part.strip() for part in text.split(separator) if part.strip()] for text in captions)
-        captions = [part for parts in cut for part in parts or [""]]
+    split = own_split or value["split"]
+    split = checks.splits.translate(split, _named(split))
+    captions = checks.separate(texts(value["captions"]))
     types = texts(value["change_types"] or [])
-    return Row(name, split, scene, before, after, captions, types, where, questions=value["questions"])
+    fault = None
+    if isinstance(types, list) and all(isinstance(name_of_type, str) for name_of_type in types):
+        types = checks.change_types.unify(types)
+    else:
+        types = []
+        fault = "change_types: expected a list of names"
+    return Row(name, split, scene, before, after, captions, types, where, fault, questions=value["questions"])
 
 
 def _named(value: Any) -> Any:

@@ -34,6 +34,28 @@ class Row(NamedTuple):
     without_caption: bool = False  # the dataset's entry says that its texts stand for no caption: it is passed over
 
 
+class NotedRows(Iterator[Row]):
+    """A dataset's rows, and notes on what its options did, which are complete once every row is read."""
+
+    def __init__(self, rows: Iterable[Row], notes: list[str]) -> None:
+        self._rows = iter(rows)
+        self.notes = notes
+
+    def __next__(self) -> Row:
+        return next(self._rows)
+
+
+def read_with_notes(spec: "DatasetSpec", root: Path, options: Mapping[str, Any]) -> tuple[list[Row], list[str]]:
+    """Every row of a dataset, and a reader's notes on its options.
+
+    Raises:
+        DataError: a file cannot be read, or an option does not fit the dataset.
+    """
+    reading = spec.read(root, **options)
+    rows = list(reading)
+    return rows, reading.notes if isinstance(reading, NotedRows) else []
+
+
 def broken(split: Any, source: str, fault: str | None, scene: Any = None, name: Any = None) -> Row:
     """A row that cannot be read, where it stands, and why."""
     return Row(name, split, scene, None, None, [], [], source, fault)
