@@ -21,18 +21,17 @@ from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
 from m3diff.records.errors import DataError, readable
 from m3diff.scoring.bootstrap import Interval, intervals
 from m3diff.scoring.grammar import Grammar, parse_predictions
+from m3diff.scoring.marks import OTHER_SCRIPT, notes_of_marks
 from m3diff.scoring.metrics import BY_CHARACTERS, Metric, Value, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.pairs import (
     ALL,
-    OTHER_SCRIPT,
     EvalPair,
     ProtocolPairs,
     PublishedRow,
     apply,
     note_of_scripts,
-    notes_of_marks,
     protocols_of,
     published_of,
     takes,

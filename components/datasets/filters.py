@@ -273,7 +273,7 @@ class SplitNames:
             cell: the row's value.
             spelt: the value as a name: a number as text.
         """
-        if spelt is None or isinstance(cell, list | dict):
+        if not self.splits or spelt is None or isinstance(cell, list | dict):
             return spelt
         name = self._name_of(cell)
         return spelt if name is None else self.splits[name]
@@ -299,12 +299,16 @@ class NoChangeNames:
 
     def __init__(self) -> None:
         self._spellings: Counter[str] = Counter()
+        self._is_no_change: dict[str, bool] = {NO_CHANGE: True}
 
     def unify(self, types: Sequence[str]) -> list[str]:
         """The change types of a pair, in order; several names of no change are one."""
         unified = []
         for name in types:
-            is_no_change = plain_text(re.sub(r"[\s_-]+", " ", name)).strip(" .!") in NAMES_OF_NO_CHANGE
+            if name not in self._is_no_change:
+                spelt = plain_text(re.sub(r"[\s_-]+", " ", name)).strip(" .!")
+                self._is_no_change[name] = spelt in NAMES_OF_NO_CHANGE
+            is_no_change = self._is_no_change[name]
             if is_no_change and name != NO_CHANGE:
                 self._spellings[name] += 1
             if not is_no_change:

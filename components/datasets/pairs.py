@@ -29,14 +29,14 @@ marks a pair without a change. Other layouts are read by options, which `m3diff 
     pairs_only true: rows that have not two images and one answer are passed over
     no_change  rows without a change: {changeflag: 0}
     delimiter  of a CSV file, where it is no comma
-    confirmed  what looks like a mistake and is meant so: [where, captions]
+    confirmed  what looks like a mistake and is meant so: [where, encoding]
 
 `where`, `no_change` and `splits` compare values by what they mean in the table (`filters.py`): `no` matches "no",
 "FALSE", 0 and "0.0", `0` matches "0.0", and "no" between quotes is a text. An option that cannot be meant so is refused
 unless `confirmed` has its name: a `where` or `no_change` that matches no row, or every row; a name of `splits`, an
-optional column or a further name of `columns`, or a `separator`, that is nowhere in the table. `captions` there: captions
-that no person wrote, as they seem, stay in a test split. Change types such as "unchanged" or "No change" are read as
-`none`.
+optional column or a further name of `columns`, or a `separator`, that is nowhere in the table. Captions that no person
+seems to have written are counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes, repeats);
+in a test split each kind has to be confirmed. Change types such as "unchanged" or "No change" are read as `none`.
 
 A path is relative to the root; an absolute one, or a file:// address, that leads into it is read as such. Images may
 stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
@@ -92,8 +92,23 @@ Columns = Mapping[
 ]
 # By column, the value that a row must have, or several of which it must have one; compared by meaning
 Values = Mapping[str, Any]
-# What an entry confirms: options that match nothing, or every row, and odd captions of a test split
-Confirmable = Literal["where", "no_change", "splits", "columns", "separator", "captions"]
+# What an entry confirms: options that match nothing, or every row, and kinds of odd captions in a test split
+Confirmable = Literal[
+    "where",
+    "no_change",
+    "splits",
+    "columns",
+    "separator",
+    "refusals",
+    "roles",
+    "chat",
+    "tokens",
+    "literals",
+    "markup",
+    "encoding",
+    "escapes",
+    "repeats",
+]
 
 
 def read(
@@ -123,7 +138,7 @@ def read(
     named = {field: (name,) if isinstance(name, str) else tuple(name or ()) for field, name in called.items()}
     tops = (f"{root.absolute()}/", f"{root.resolve()}/")
     nothing = {text.strip().casefold() for text in no_caption or ()}
-    checks = _OptionChecks(root, columns or {}, splits or {}, where or {}, no_change or {}, separator, confirmed)
+    checks = _OptionChecks(root, dict(columns or {}), splits or {}, where or {}, no_change or {}, separator, confirmed)
 
     def found_rows() -> Iterator[Row]:
         for path, place, own_split in _files(root, manifest, split):
@@ -160,7 +175,7 @@ class _OptionChecks:
     def __init__(
         self,
         root: Path,
-        columns: Mapping[str, Any],
+        columns: Mapping[Any, Any],
         splits: Mapping[Any, Split],
         where: Values,
         no_change: Values,

@@ -1,11 +1,8 @@
-"""The test pairs with their predictions, checked; the protocols that score them; published figures; notes on marks.
+"""The test pairs with their predictions, checked; the protocols that score them; published figures.
 
 A dataset is scored by its own evaluation protocols, and within one by what changed. published/results.csv has every
 method's row of a benchmark's headline protocol, or of a "<benchmark>/<protocol>", times 100, its paper, and how it is
 known that its epoch was chosen on the test split. A result that several papers print is there once.
-
-Marks are those of a model, its tokenizer or its prompt inside captions: "<|im_end|>", "ASSISTANT:", JSON, "I'm sorry,
-...". Scorers read them as words, so scores drop for a reason that no score shows. They are counted, never changed.
 """
 
 import csv
@@ -30,39 +27,6 @@ Groups = dict[str, list[str]]  # name of a group -> ids of its pairs: `ALL`, "ch
 LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
 COLUMNS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
 PUBLISHED_SCORES = tuple(COLUMNS.values())
-
-OTHER_SCRIPT = "letters of another script"
-MARKS = {  # kind -> what no ordinary caption holds: one such caption is reported
-    "special tokens or tags": r"""
-    <[|/]?[^<>\s|]{1,40}(?:[ =][^<>]{0,100})?\|?/?> | <｜[^<>]{1,40}｜> | (?-i:\[/?[A-Z][A-Z_]{2,}\])
-  | \b(?:startseq|endseq|endoftext)\b | (?-i:\b(?:EOS|BOS|PAD|UNK)\b)
-""",
-    "marks of subwords": r"(?:^|\s)\#\#\w | [▁⁇\ufffd] | (?-i:[ĠĊ])",
-    "a role or a prompt": r"""
-    (?-i:\b(?:USER|ASSISTANT|HUMAN|SYSTEM|User|Assistant|Human|System))\s?: | ^\W*(?:question|instruction|thought)\s?:
-  | \A\s*assistant\s | \#{2,}\s?\w[\w ]{0,20}: | ^\W*(?:what|which|how|where)\b[^?]{0,200}\?(?=\s*\S)
-  | ^\W*(?:please\ )?describe\ (?:the|what|all|any|how)\b | \bhelpful\ assistant\b
-""",
-    "JSON or another literal": r"""^\s*[\[{(]\s*["'{\[] | ["']\w+["']\s*:\s*["'\[{] | ^\s*(?:b'|tensor\()""",
-    "Markdown, LaTeX or HTML": r"""
-    ``` | \*\*[^*\s] | ^\s*\#{1,6}\s+\w | ^\s*[*•-]\s+\w | ^\s*1[.)]\s+\w | \\[a-zA-Z]+\{ | &(?:amp|lt|gt|quot|nbsp);
-""",
-    "control characters or escape sequences": r"[\x00-\x08\x0e-\x1f\x7f\u200b-\u200f\ufeff] | \\[nrtu]",
-    "words of a chat model to its user": r"""
-    ^\W*(?:sure|certainly|of\ course)\s?[!,.:]\s*\S | ^\W*here(?:'s|\ is|\ are)\ (?:a|an|the|one|your)\b.{0,80}:
-  | ^\W*based\ on\ (?:the\ |these\ |both\ )?(?:two\ )?(?:provided|given)\b | \blet\ me\ know\b
-  | ^[^\w{(\[]*(?:final\s)?(?:caption|answer|response|description|differences?|changes?)\W{0,3}:(?!\d)
-""",
-    "a refusal": r"""
-    ^\W*(?:i(?:'m|\ am)\ )?(?:very\ |so\ )?sorry\b | \bi\ apologi[sz]e\b | \blanguage\ model\b
-  | \bi(?:'m|\ am)\ unable\b | \bi\ (?:can't|cannot)\ (?:view|access|assist|help|provide|process)\b
-  | \bplease\ (?:provide|upload)\b
-""",
-    "a phrase over and over": r"([^\s\d])\1{9,} | (?:^|\s)(\S+(?:\s\S+){0,9})(?:\s\2){4,}(?=\s|$)",
-    "a placeholder": r"\A\W*(?-i:nan|NaN|None|null|N/A|undefined)\W*\Z | \A(?=.*\S)[\W_]+\Z",
-    OTHER_SCRIPT: r"[\u0400-\u04ff\u0590-\u06ff\u0900-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]",
-}
-PATTERNS = {kind: re.compile(mark, re.VERBOSE | re.MULTILINE | re.IGNORECASE) for kind, mark in MARKS.items()}
 
 
 @dataclass(frozen=True)
@@ -344,25 +308,3 @@ def note_of_scripts(one: ProtocolPairs) -> list[str]:
     return [
         f"{one.name}: {share}, fewer than {LEAST_SHARE:.0%}: scores count words, and each of these is one word or a few"
     ]
-
-
-def notes_of_marks(captions: Iterable[str], what: str = "captions", without: Collection[str] = ()) -> list[str]:
-    """A note for each kind of mark: how many captions hold it, and one of them.
-
-    Args:
-        what: how notes name captions.
-        without: kinds that are no marks in these captions.
-    """
-    # runs of white space as one, so that no pattern takes long
-    times = Counter(re.sub(r"\s+", lambda run: "\n" if "\n" in run[0] else " ", caption) for caption in captions)
-    notes = []
-    for kind, pattern in PATTERNS.items():
-        if kind in without:
-            continue
-        marked = {caption: mark.start() for caption in times if (mark := pattern.search(caption))}
-        if marked:
-            count = sum(times[caption] for caption in marked)
-            caption, place = next(iter(marked.items()))
-            shown = caption[max(0, place - 20) :][:70]
-            notes.append(f"{count:,} of {times.total():,} {what} hold {kind}, such as {shown!r}; scored unchanged")
-    return notes

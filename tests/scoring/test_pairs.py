@@ -17,13 +17,13 @@ from m3diff.datasets.minichange import CHANGE_TYPES, LEVELS, references, sample_
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.scoring.marks import notes_of_marks
 from m3diff.scoring.pairs import (
     ALL,
     apply,
     group_pairs,
     load_pairs,
     load_specs,
-    notes_of_marks,
     protocols_of,
     published_of,
     published_rows,

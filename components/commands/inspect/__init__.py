@@ -21,11 +21,11 @@ from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests
 from m3diff.datasets import DATASETS, omnidiff
 from m3diff.datasets.files import Embedded, quoted, read_json, require_utf8
 from m3diff.datasets.pairs import files_called
-from m3diff.datasets.spec import Row
+from m3diff.datasets.spec import Row, read_with_notes
 from m3diff.records.errors import DataError, is_utf8
 from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, to_records
+from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, odd_captions_of, to_records
 
 FIRST = 5  # problems of one kind that are shown
 
@@ -215,7 +215,7 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     spec = DATASETS[entry.reader]
     try:
         own_splits = entry.model_copy(update={"train_on": ("train",)})
-        read = list(spec.read(entry.root, **entry.options))
+        read, option_notes = read_with_notes(spec, entry.root, entry.options)
         rows, _ = to_records(name, own_splits, map(_place, read))
     except DataError as error:
         return [f"  CANNOT BE READ {error}"], False, []
@@ -223,7 +223,8 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])
     size = {path: os.path.getsize(path) if os.path.isfile(path) else None for path in images if INSIDE not in path}
     missing, empty = ([path for path, found in size.items() if found == wanted] for wanted in (None, 0))
-    asked = list(doubts(read, entry.options, entry.reader == "pairs"))
+    odd = odd_captions_of(entry, read)
+    asked = list(doubts(read, entry.options, entry.reader == "pairs", odd))
     unknown = [row for row in rows if row["split"] and row["split"] not in SPLITS]
     same = [row for row in read if row.before and row.before == row.after and row.change_types != [NO_CHANGE]]
     problems = {
@@ -237,7 +238,9 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     }
     nearest = min(spec.published, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
     of_images = f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty"
-    lines = [*_counts(spec.part(name) or nearest, rows), of_images]
+    lines = [*_counts(spec.part(name) or nearest, rows), of_images, *(f"  {note}" for note in option_notes)]
+    in_question = "\n".join(doubt.question for doubt in asked)
+    lines += [f"  {captions}; {captions.remedy}" for captions in odd if str(captions) not in in_question]
     if entry.options.get("pairs_only"):
         every = list(spec.read(entry.root, **{**entry.options, "pairs_only": False}))
         lines.append(f"  passed over by pairs_only: {len(every) - len(read):,} rows")

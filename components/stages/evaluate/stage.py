@@ -15,18 +15,11 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import atomic, write_atomic
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import load_grammars, parse_predictions
+from m3diff.scoring.marks import OTHER_SCRIPT, notes_of_marks
 from m3diff.scoring.metrics import Metric, MetricScores, choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import (
-    OTHER_SCRIPT,
-    ProtocolPairs,
-    load_pairs,
-    load_specs,
-    note_of_scripts,
-    notes_of_marks,
-    select,
-)
+from m3diff.scoring.pairs import ProtocolPairs, load_pairs, load_specs, note_of_scripts, select
 from m3diff.scoring.run import EvaluateReport, compute_metrics, headline, metrics_of_all, summarise
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate

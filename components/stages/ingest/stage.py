@@ -24,12 +24,13 @@ import yaml
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside, require_utf8
-from m3diff.datasets.spec import Row, unpacked
+from m3diff.datasets.spec import Row, read_with_notes, unpacked
 from m3diff.images.check import check_images
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
+from m3diff.stages.ingest.captions import OddCaptions, find_odd_captions, unconfirmed
 from m3diff.stages.ingest.params import DatasetEntry
 
 MAX_DECODED_PIXELS = 100_000_000  # a larger image is hashed and not decoded here; validate decides with its own limit
@@ -37,8 +38,28 @@ MAX_DECODED_PIXELS = 100_000_000  # a larger image is hashed and not decoded her
 SAY_NOTHING = {
     *("nan", "none", "null", "nil", "n/a", "n.a", "na", "nat", "undefined", "missing", "empty", "blank", "unknown"),
     *("unlabeled", "tbd", "todo", "fixme", "test", "caption", "true", "false", "no caption", "no captions"),
-    *("no description", "not available", "not applicable", "no answer", "not annotated"),
+    *("no description", "not available", "not applicable", "no answer", "not annotated", "string", "placeholder"),
 }
+FIRST_OF_PLACEHOLDERS = ("lorem ipsum", "todo", "fixme", "tbd", "xxx")
+LAST_OF_PLACEHOLDERS = (
+    *("placeholder", "caption", "captions", "text", "texts", "description", "descriptions", "string", "only", "here"),
+    *("added", "annotated", "written", "done", "determined", "filled", "filled in", "pending", "missing", "soon"),
+)
+NOT_WRITTEN_YET = re.compile(  # texts that keep a caption's place, in small letters
+    r"""(?:this\ is\ )?(?:just\ )?(?:an?\ |the\ )?(?:
+        placeholder(?:\ (?:captions?|texts?|descriptions?|only)|\ for\ (?:an?\ |the\ |your\ )?(?:[\w-]+\ ){0,3}
+            (?:captions?|texts?|descriptions?))?
+        | (?:example|sample|dummy|default|test)\ (?:caption|description|text|string)
+        | caption\ placeholder )
+    | lorem\ ipsum\b.*
+    | (?:insert|enter|put|type|add|write)\ (?:an?\ |your\ |the\ )?(?:\w+\ ){0,2}(?:captions?|descriptions?)(?:\ here)?
+    | your\ (?:\w+\ )?(?:caption|text|description)(?:\ (?:goes\ )?here)?
+    | (?:the\ )?(?:caption|text|description)s?\ (?:
+        goes\ here | here | to\ be\ (?:added|written|filled(?:\ in)?) | pending | missing | coming\ soon )
+    | (?:todo|fixme|tbd|xxx)\b\s?[:-].{0,80} | to\ be\ (?:added|annotated|done|determined|filled(?:\ in)?)
+    | coming\ soon""",
+    re.VERBOSE | re.DOTALL,
+)
 LIST = re.compile(  # a list, tuple, set or object as a programming language prints it
     r"""\s*(
         [A-Za-z_][\w.]*\(.*[,"'].*\) | \(\s*[bur]*["'].*\)     # array(["..."]), WrappedArray(..., ...), ("...",)
@@ -109,8 +130,11 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
         DataError: an annotation file cannot be used, there is no pair, or the meaning of captions is in doubt.
     """
     require_utf8(entry.root)
-    read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
-    _refuse_doubts(name, entry, read)
+    read, option_notes = read_with_notes(DATASETS[entry.reader], entry.root, entry.options)
+    odd = odd_captions_of(entry, read)
+    _refuse_doubts(name, entry, read, odd)
+    for note in [*option_notes, *(f"{captions}; {captions.remedy}" for captions in odd)]:
+        print(f"ingest {name}: {note}")
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     records, annotation_rows = to_records(name, entry, unpacked(read, folder / "images"))
@@ -157,11 +181,19 @@ class Doubt(NamedTuple):
     sure: bool = False
 
 
-def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterator[Doubt]:
+def odd_captions_of(entry: DatasetEntry, rows: Sequence[Row]) -> list[OddCaptions]:
+    """Captions that no person wrote; a dataset with a grammar has drawn its own and repeats them."""
+    return [] if DATASETS[entry.reader].grammar else find_odd_captions(rows)
+
+
+def doubts(
+    rows: Sequence[Row], options: Mapping[str, Any], own: bool, odd: Sequence[OddCaptions] = ()
+) -> Iterator[Doubt]:
     """Yield the questions that the entry's options leave open.
 
     Args:
         own: the dataset is a collection of the user's own (reader `pairs`), whose texts nobody has looked at.
+        odd: its captions that no person seems to have written.
     """
     told = [(row, row.references) for row in rows if isinstance(row.references, list)]
     texts = [(row, text) for row, references in told for text in references if isinstance(text, str)]
@@ -186,6 +218,19 @@ def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterat
         if options.get("separator") is None:
             yield from _separators(texts)
         yield from _nothing(texts, options.get("no_caption"))
+    if own:
+        yield from _unconfirmed(odd, options.get("confirmed") or ())
+
+
+def _unconfirmed(odd: Sequence[OddCaptions], confirmed: Sequence[str]) -> Iterator[Doubt]:
+    """Captions that no person wrote in a test split, all kinds in one question."""
+    if tested := unconfirmed(odd, confirmed):
+        listed = "\n".join(f"{captions}; {captions.remedy}" for captions in tested)
+        kinds = [*confirmed, *(captions.kind for captions in tested)]
+        yield Doubt(
+            f"{listed}\nReferences of a test split score every model; mend them. Or are they meant so?",
+            [{"confirmed": kinds}],
+        )
 
 
 def _literals(texts: Sequence[tuple[Row, str]]) -> Iterator[Doubt]:
@@ -204,7 +249,13 @@ def _literals(texts: Sequence[tuple[Row, str]]) -> Iterator[Doubt]:
 def says_nothing(text: str) -> bool:
     """True if a text has no letter or digit, is a single number, or a word that programs and people write for none."""
     bare = text.strip("\"'`()[]{}<>.!*# \t\r\n").casefold()
-    return bare in SAY_NOTHING or not re.search(r"[^\W\d_]", bare)
+    return bare in SAY_NOTHING or not re.search(r"[^\W\d_]", bare) or _keeps_a_place(bare)
+
+
+def _keeps_a_place(bare: str) -> bool:
+    """True if a text stands where a caption is to be written. Its last or first word decides for most, in less time."""
+    is_candidate = bare.endswith(LAST_OF_PLACEHOLDERS) or bare.startswith(FIRST_OF_PLACEHOLDERS)
+    return is_candidate and NOT_WRITTEN_YET.fullmatch(bare) is not None
 
 
 def _place(found: Sequence[tuple[Row, Any]]) -> str:
@@ -258,6 +309,9 @@ def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
     if any(question.text not in known for _, question in found):
         asked = _counted(" ".join(PLACEHOLDER.sub(" ", question.text).split()) for _, question in found)
         alone = {each.column: each.text for _, each in found if each.text in known and "{" not in each.column}
+        rows_with = Counter((each.column, each.text) for _, each in found)
+        # a filter that takes every row leaves the other questions, and is refused
+        alone = {column: text for column, text in alone.items() if rows_with[column, text] < len(rows)}
         yield Doubt(
             f"{_place(found)}: captions answer questions, which are not kept: {asked}. Do all of them ask what "
             "changed?",
@@ -291,10 +345,10 @@ def as_yaml(value: Any) -> str:
     return yaml.dump(json.loads(json.dumps(value)), Dumper=_OneLine, **form).strip()
 
 
-def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row]) -> None:
+def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row], odd: Sequence[OddCaptions]) -> None:
     found = [
         doubt.question + "".join(f"\n    options: {as_yaml(answer)}" for answer in doubt.answers)
-        for doubt in doubts(rows, entry.options, entry.reader == "pairs")
+        for doubt in doubts(rows, entry.options, entry.reader == "pairs", odd)
     ]
     if found:
         told = "\n  ".join(found)
