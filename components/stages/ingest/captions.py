@@ -31,9 +31,11 @@ REMEDIES = {  # kind -> what it is, and what mends it
     "repeats": ("are one text", "let each caption say what changed in its pair"),
 }
 
-# Text on a large share of the pairs with a change: at least so many pairs, this share of them, and so many times the
-# mean of a text, since a small vocabulary repeats all its captions. Above the last share no mean is asked for
-MIN_REPEATS = 8
+# Text on a large share of the pairs with a change, of which there are at least MIN_PAIRS: on this share of them, and on
+# so many times the mean of a text, since a small vocabulary repeats all its captions. Above the last share no mean is
+# asked for
+MIN_PAIRS = 16
+MIN_REPEATS = 6
 MIN_SHARE = 0.2
 TIMES_THE_MEAN = 3
 SHARE_OF_ONE = 0.5
@@ -108,7 +110,7 @@ def _repeats(rows: Sequence[Row]) -> Iterator[OddCaptions]:
     """The text that a large share of the pairs with a change has; a sentence that nothing changed may repeat."""
     changed = [row for row in rows if NO_CHANGE not in row.change_types]
     pairs_by_text = Counter(text for row in changed for text in _distinct(row.references))
-    for text, pairs in pairs_by_text.most_common(10):
+    for text, pairs in pairs_by_text.most_common(10) if len(changed) >= MIN_PAIRS else ():
         if pairs < MIN_REPEATS or pairs < MIN_SHARE * len(changed):
             return
         mean = pairs_by_text.total() / len(pairs_by_text)

@@ -109,10 +109,10 @@ def test_captions_are_counted_by_kind_and_the_first_of_test_is_shown():
 VARIED = [f"the lamp {number} is gone" for number in range(12)]
 REPEATS = {
     "half of the pairs": (["there is a difference"] * 12 + VARIED, 12),
-    "every pair": (["something changed"] * 12, 12),
+    "every pair": (["something changed"] * 16, 16),
     "two fifths": (["the scene differs"] * 8 + VARIED, 8),
     "a few of many": (["the lamp is gone"] * 8 + VARIED * 4, 0),
-    "a small set": (["the lamp is gone"] * 6, 0),
+    "a small set": (["the lamp is gone"] * 15, 0),
     "no change": (["there is no difference"] * 12 + VARIED, 0),
     "nothing has changed": (["the two scenes seem identical"] * 30 + VARIED, 0),
     "a small vocabulary": ([f"the {thing} is gone" for thing in ("lamp", "car", "tree", "box")] * 10, 0),
