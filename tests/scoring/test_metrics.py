@@ -320,7 +320,7 @@ def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
     changes = ["change_type_accuracy", "change_place_accuracy", "change_exact_accuracy", "no_change_recall"]
     changes += ["multi_change_place_f1", "multi_change_exact_f1", "reversal"]
     assert gate_metrics() == [*captions, *changes, "judge"]
-    assert gate_metrics(["METEOR", "CIDEr"]) == ["CIDEr", "METEOR"]
+    assert gate_metrics(["METEOR", "CIDEr"]) == ["CIDEr", "CIDEr-char", "METEOR"]
     assert list(choose_metrics(["BLEU", "CIDEr"])) == ["CIDEr", "BLEU"]
     with pytest.raises(AssertionError, match=r"unknown metrics \['BLUE'\]; known: CIDEr, METEOR"):
         choose_metrics(["BLUE"])
