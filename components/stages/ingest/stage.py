@@ -219,7 +219,9 @@ def doubts(
             yield from _separators(texts)
         yield from _nothing(texts, options.get("no_caption"))
     if own:
-        yield from _unconfirmed(odd, options.get("confirmed") or ())
+        # a list or an object written as text has its own question above
+        others = [captions for captions in odd if not (lists and captions.kind == "literals")]
+        yield from _unconfirmed(others, options.get("confirmed") or ())
 
 
 def _unconfirmed(odd: Sequence[OddCaptions], confirmed: Sequence[str]) -> Iterator[Doubt]:
@@ -311,9 +313,9 @@ def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
     if any(question.text not in known for _, question in found):
         asked = _counted(" ".join(PLACEHOLDER.sub(" ", question.text).split()) for _, question in found)
         alone = {each.column: each.text for _, each in found if each.text in known and "{" not in each.column}
-        rows_with = Counter((each.column, each.text) for _, each in found)
-        # a filter that takes every row leaves the other questions, and is refused
-        alone = {column: text for column, text in alone.items() if rows_with[column, text] < len(rows)}
+        texts_of = {column: {each.text for _, each in found if each.column == column} for column in alone}
+        # a filter that takes every row leaves the questions of other columns, and is refused
+        alone = {column: text for column, text in alone.items() if len(texts_of[column]) > 1}
         yield Doubt(
             f"{_place(found)}: captions answer questions, which are not kept: {asked}. Do all of them ask what "
             "changed?",
