@@ -158,14 +158,14 @@ def test_the_first_frame_is_taken_as_rgb(tmp_path: Path) -> None:
     assert load_image(tmp_path / "moving.gif").getpixel((1, 1)) == (255, 0, 0)
 
 
-@pytest.mark.parametrize("fault", ["missing", "empty", "text", "truncated", "a folder"])
+@pytest.mark.parametrize("fault", ["missing", "empty", "noise", "truncated", "a folder"])
 def test_an_unreadable_file_is_named(fault: str, file: Path) -> None:
     data = file.read_bytes()
     file.unlink()
     if fault == "a folder":
         file.mkdir()
     elif fault != "missing":
-        file.write_bytes({"empty": b"", "text": b"no image", "truncated": data[: len(data) // 2]}[fault])
+        file.write_bytes({"empty": b"", "noise": bytes(range(256)), "truncated": data[: len(data) // 2]}[fault])
     with pytest.raises(ImageError, match=r"a\.png: cannot be read as an image \(.*restore it or save it anew"):
         load_image(file)
 
@@ -381,7 +381,7 @@ def test_broken_files_are_told_apart(tmp_path):
     noise = encoded("PNG")
     cases = {
         "empty.png": (b"", "is empty (0 bytes)"),
-        "text.png": (b"<html>404</html>", "does not decode: is of no known image format"),
+        "text.png": (b"<html>404</html>", "is a web page, not an image; fetch it again"),
         "half.jpg": (encoded("JPEG")[:700], "does not decode: image file is truncated"),
         "half.gif": (encoded("GIF")[:900], "does not decode"),
         "flipped.png": (noise[:200] + bytes([noise[200] ^ 1]) + noise[201:], "does not decode: broken data stream"),

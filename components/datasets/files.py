@@ -21,20 +21,13 @@ from typing import Any, NoReturn, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from m3diff.records.contents import CONTENTS
 from m3diff.records.errors import DataError, is_utf8, shell_word
 from m3diff.records.schemas import SPLITS
 
 T = TypeVar("T")
 
 KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number", float: "a number"}
-
-CONTENTS = {  # what a file is that begins so, and what mends it
-    b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it: `git -C {folder} lfs pull`",
-    b"PK\3\4": "is an archive or a spreadsheet by its content; unpack it, or save it as CSV (UTF-8)",
-    b"\xd0\xcf\x11\xe0": "is a spreadsheet by its content; save it as CSV (UTF-8)",
-    b"PAR1": "is Parquet by its content; save it as text, or call it so where it is read: `mv {name} {name}.parquet`",
-    b"\x1f\x8b": "is compressed by gzip; unpack it: `mv {name} {name}.gz && gunzip {name}.gz`",
-}
 
 ADDRESS = re.compile(r"(?!file:)([a-z][a-z0-9+.-]+://|data:)", re.IGNORECASE)
 # What paths of Windows and of other forms begin with, or what no path holds

@@ -21,16 +21,20 @@ from typing import Any
 
 import PIL
 import polars as pl
+import simplejpeg
 from PIL import Image
 
-from m3diff.images.open import ImageError, open_image, to_rgb, too_large
+from m3diff.images.open import ImageError, decode_strictly, open_image, to_rgb, too_large
 from m3diff.records.files import write_atomic
 from m3diff.records.machine import usable_cpus
 from m3diff.records.progress import progress
 
 OK = "ok"
 # Verdicts are cached under this name: another decoder judges anew
-DECODER = f"Pillow {PIL.__version__}, listed formats, RGB by its bands, thumbnail 8x8 Hamming"
+DECODER = (
+    f"Pillow {PIL.__version__}, simplejpeg {simplejpeg.__version__} strict, listed formats, sRGB by profile, "
+    "RGB by its bands, range by percentile, thumbnail 8x8 Hamming"
+)
 
 Schema = dict[str, type[pl.DataType]]
 STAT: Schema = {
@@ -181,7 +185,7 @@ def check_image(path: str, max_pixels: int, known: frozenset[bytes] = frozenset(
             shape = {"format": image.format, "width": image.width, "height": image.height}
             if fault := too_large(image, max_pixels):
                 return found | shape | {"verdict": fault}
-            thumb = to_rgb(image).convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
+            thumb = to_rgb(decode_strictly(image, data)).convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except ImageError as error:
         return found | shape | {"verdict": str(error)}
     except Exception as error:  # Pillow raises some ten kinds for broken files, SyntaxError and struct.error among them

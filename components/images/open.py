@@ -9,6 +9,9 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
+from m3diff.images.colour import to_srgb
+from m3diff.images.jpeg import decode_jpeg
+from m3diff.records.contents import describe_no_image
 from m3diff.records.errors import DataError, command_to_read_again
 
 if TYPE_CHECKING:
@@ -33,7 +36,19 @@ NO_IMAGE = (
     "a PNG of 8 bits"
 )
 
-FEW_BITS = "is nearly black once decoded: no value is above {:,} of {:,}; save it with 8 bits, all images by one scale"
+# A picture of 16 bits with this share of its values in their lowest 16th is nearly black in 8 bits: it has at most 16
+# levels there. Saturated pixels and pixels without data do not count: they say nothing about the scale.
+DARK_SHARE = 0.999
+MAX_WHITE_SHARE = 0.75  # more white than this is paper, not missing data
+NO_DATA = 32767  # as writers of signed 16 bits mark it; unsigned ones take the highest value
+GDAL_NODATA = 42113  # tag of a TIFF
+
+FEW_BITS = (
+    "is nearly black once decoded: {share} of its values are at most {most:,} of {white:,}{rest}; save it with 8 bits, "
+    "all images by one scale: divide by the value that is to be white, such as {most:,}, and cut off what is above"
+)
+
+DAMAGED = "is a damaged JPEG, parts of which decode as grey or wrong colours ({}); restore it or fetch it again"
 
 
 class ImageError(DataError):
@@ -62,7 +77,7 @@ def load_image(
         with open_image(data) as image:
             if not sha256 and (fault := too_large(image, max_pixels)):
                 raise ImageError(fault)
-            return to_rgb(image)
+            return to_rgb(decode_strictly(image, data))
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from error
     except Exception as error:  # Pillow raises some ten kinds for broken files, KeyError and struct.error among them
@@ -75,7 +90,7 @@ def open_image(data: bytes) -> Image.Image:
 
     Raises:
         UnidentifiedImageError: none of FORMATS; or HEIC, and the plugin is not there: names it.
-        ImageError: it has no pixels.
+        ImageError: it has no pixels; or it is known to be something else than an image, such as a web page.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -90,10 +105,34 @@ def open_image(data: bytes) -> Image.Image:
         Image.init()  # which names the formats of this Pillow
         image = Image.open(io.BytesIO(data), formats=[kind for kind in FORMATS if kind in Image.OPEN])
     except UnidentifiedImageError:  # its message holds a memory address
+        if description := describe_no_image(data):
+            raise ImageError(description) from None
         raise UnidentifiedImageError(NO_IMAGE) from None
     if not all(image.size):
         raise ImageError(f"has {image.width}x{image.height} pixels, so it shows nothing")
     return image
+
+
+def decode_strictly(image: Image.Image, data: bytes) -> Image.Image:
+    """The open image of these bytes; the pixels of a JPEG are there, and sound.
+
+    Raises:
+        ImageError: the decoder warns that a JPEG's scan is damaged.
+    """
+    from PIL import Image
+    from PIL.JpegImagePlugin import JpegImageFile
+
+    if not isinstance(image, JpegImageFile):
+        return image
+    pixels, damage = decode_jpeg(data, image.mode)
+    if damage:
+        raise ImageError(DAMAGED.format(damage))
+    if pixels is None or pixels.shape[:2] != (image.height, image.width):
+        return image
+    sound = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels)
+    sound.info = image.info  # orientation and colour profile
+    sound.format = image.format
+    return sound
 
 
 def too_large(image: Image.Image, max_pixels: float) -> str | None:
@@ -134,29 +173,72 @@ def to_rgb(image: Image.Image) -> Image.Image:
         raise ImageError(f"holds {kind}, whose black and white are not known; save it with 8 or 16 bits")
     if image.mode in ("RGB", "RGBA") and bits[0] == 16 and raw and not deep:
         raise ImageError("holds bands of 16 bits one after another, which Pillow misreads; save it with 8 bits")
+    profile = image.info.get("icc_profile")
     if image.mode.startswith("I;16"):
-        image = _grey(image, 4095 if bits == (12,) else 65535)
+        image = _grey(image, 4095 if bits == (12,) else 65535, str(tags.get(GDAL_NODATA, "")))
+        image.info["icc_profile"] = profile
+    image = to_srgb(image)
     if image.has_transparency_data or image.mode == "La":
         image = _on_white(image, may_measure)
     image = image if image.mode == "RGB" else image.convert("RGB")  # already a copy: `exif_transpose` makes one
-    if deep and (most := int(np.asarray(image).max(initial=0))) < 16:
-        raise ImageError(FEW_BITS.format(256 * most + 255, 65535))
+    image.info.pop("icc_profile", None)  # a copy that is saved must not be converted once more
+    if deep:
+        _refuse_dark_colours(image)
     return image
 
 
-def _grey(image: Image.Image, white: int) -> Image.Image:
+def _grey(image: Image.Image, white: int, nodata: str) -> Image.Image:
     """Grey of more than 8 bits in 8.
 
+    Args:
+        white: the highest value, which becomes 255.
+        nodata: the value that the file declares for pixels without data; empty if it declares none.
+
     Raises:
-        ImageError: black once decoded, though in the range of its own values it is not.
+        ImageError: nearly black once decoded, though in the range of its own values it is not.
     """
     from PIL import Image
 
     values = np.asarray(image).astype(np.uint32)
-    most = int(values.max(initial=0))
-    if 16 * most <= white and 255 * values.std() > BLANK * most:
-        raise ImageError(FEW_BITS.format(most, white))
+    counted = values[~_is_no_data(values, white, nodata)]
+    dark = counted[counted <= white // 16]
+    most = int(dark.max(initial=0))
+    if dark.size >= DARK_SHARE * counted.size and 255 * dark.std() > BLANK * most:
+        raise ImageError(_few_bits(dark.size, values.size, most, white))
     return Image.fromarray(((255 * values + white // 2) // white).astype(np.uint8))
+
+
+def _is_no_data(values: np.ndarray, white: int, nodata: str) -> np.ndarray:
+    """True for values that say nothing about a picture's scale: saturated, or without data."""
+    marks = [NO_DATA, white - 1, white]
+    if nodata.strip(" \0").isdecimal():
+        marks.append(int(nodata.strip(" \0")))
+    is_mark = np.isin(values, marks)
+    return is_mark if is_mark.mean() <= MAX_WHITE_SHARE else np.zeros_like(is_mark)
+
+
+def _refuse_dark_colours(image: Image.Image) -> None:
+    """Colours of 16 bits, of which Pillow keeps the high byte.
+
+    Raises:
+        ImageError: nearly black once decoded.
+    """
+    levels = np.asarray(image)
+    most = 15
+    dark = levels[levels <= most]
+    if dark.size < (1 - MAX_WHITE_SHARE) * levels.size:
+        return
+    counted = levels.size - np.count_nonzero(levels == 255)
+    # black and white alone, as in a mask, lose nothing; colours whose range is too small have several dark levels
+    varies = 255 * dark.std() > BLANK * max(1, int(dark.max(initial=0)))
+    if dark.size >= DARK_SHARE * levels.size or (dark.size >= DARK_SHARE * counted and varies):
+        raise ImageError(_few_bits(dark.size, levels.size, 256 * int(dark.max(initial=0)) + 255, 65535))
+
+
+def _few_bits(dark: int, total: int, most: int, white: int) -> str:
+    share = "all" if dark == total else f"{np.floor(1000 * dark / total) / 10:.1f} %"
+    rest = "" if dark == total else " (the rest is saturated, or marks pixels without data)"
+    return FEW_BITS.format(share=share, most=most, white=white, rest=rest)
 
 
 def _on_white(image: Image.Image, may_measure: bool) -> Image.Image:

@@ -61,7 +61,14 @@ from m3diff.stages.ingest.params import DatasetEntry
 
 WEIGHTS = ("[!.]*.safetensors", "[!.]*.safetensors.index.json")
 # Of every folder: what its processor is made of; modules with the names of their files in it
-CALLED = {"m3diff.images.open": "images", "m3diff.records.errors": "errors", "m3diff.commands.export.called": "called"}
+CALLED = {
+    "m3diff.images.open": "images",
+    "m3diff.images.colour": "colour",
+    "m3diff.images.jpeg": "jpeg",
+    "m3diff.records.contents": "contents",
+    "m3diff.records.errors": "errors",
+    "m3diff.commands.export.called": "called",
+}
 
 PACKAGE = Path(__file__).parents[2]
 ONEVISION = {name: f"llava-hf/{name}" for name in (SMALL_BASE, LARGE_BASE)}

@@ -35,6 +35,8 @@ Thumbs = NDArray[np.int16]  # [pairs, 128]: the grey levels of the image before,
 
 ExpectedPairs = Mapping[str, Mapping[Any, int]]  # pairs by dataset and split, as the dataset's own files call it
 
+REMEDY = "; (?:fetch|restore|save|unpack) it "  # in a verdict on an image that names what mends it
+
 LEAK = "not_in_test"  # the one rule that a sound row can break; its rows do not count towards the share of bad rows
 
 
@@ -88,7 +90,7 @@ def rules(max_chars: int) -> list[Rule]:
 def _told(side: str) -> pl.Expr:
     """The verdict on an image, with the remedy that it does not name itself."""
     verdict = pl.col(f"{side}_image")
-    is_large, has_remedy = verdict.str.contains(" padded to a square, "), verdict.str.contains("; save it ")
+    is_large, has_remedy = verdict.str.contains(" padded to a square, "), verdict.str.contains(REMEDY)
     limit, restore = pl.lit(", or raise validate.max_image_pixels"), pl.lit("; restore the file")
     remedy = pl.when(is_large).then(limit).when(has_remedy).then(pl.lit("")).otherwise(restore)
     told = pl.format(f"{side}: {{}} {{}}{{}}", side, verdict, remedy)
