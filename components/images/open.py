@@ -228,7 +228,7 @@ def _refuse_dark_colours(image: Image.Image) -> None:
     dark = levels[levels <= most]
     if dark.size < (1 - MAX_WHITE_SHARE) * levels.size:
         return
-    counted = levels.size - np.count_nonzero(levels == 255)
+    counted = levels.size - np.count_nonzero(np.isin(levels, (NO_DATA >> 8, 255)))
     # black and white alone, as in a mask, lose nothing; colours whose range is too small have several dark levels
     varies = 255 * dark.std() > BLANK * max(1, int(dark.max(initial=0)))
     if dark.size >= DARK_SHARE * levels.size or (dark.size >= DARK_SHARE * counted and varies):

@@ -1,0 +1,331 @@
+"""Pictures that would lose their content: damaged, of too small a range, in other colours, or none at all."""
+
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from PIL import Image, ImageCms
+
+from m3diff.images import jpeg
+from m3diff.images.check import OK, check_image
+from m3diff.images.open import ImageError, load_image
+from m3diff.stages.validate.rules import REMEDY
+from tests.test_images import png
+
+RANDOM = np.random.default_rng(3)
+SIDE = 120
+EVEN_GROUND = np.kron(RANDOM.integers(0, 255, (SIDE // 8, SIDE // 8, 3)), np.ones((8, 8, 1))).astype(np.uint8)
+
+
+def verdict(data: bytes, folder: Path) -> str:
+    path = folder / "a.png"
+    path.write_bytes(data)
+    return check_image(str(path), 1_000_000)["verdict"]
+
+
+def encode(pixels: np.ndarray, kind: str = "PNG", mode: str | None = None, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image = Image.fromarray(pixels)
+    (image.convert(mode) if mode else image).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+# Damaged JPEGs
+
+WRITERS: dict[str, dict[str, object]] = {
+    "baseline": {"quality": 90},
+    "progressive": {"progressive": True},
+    "optimised": {"optimize": True},
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "grey": {"mode": "L"},
+    "CMYK": {"mode": "CMYK"},
+    "restart marks": {"restart_marker_rows": 1},
+    "RGB without a transform": {"keep_rgb": True},
+    "with a comment": {"comment": b"x" * 300},
+}
+TRAILERS = {
+    "nothing": b"",
+    "zero bytes": bytes(4096),
+    "Samsung": b"\0\0\1\x0a\x0e\0\0\0Image_UTC_Data1600000000000SEFHj\0\0\0SEFT",
+    "a motion photo": b"\0\0\0\x18ftypmp42" + bytes(range(256)),
+    "a second picture": encode(EVEN_GROUND, "JPEG"),
+    "a line end": b"\r\n",
+}
+
+
+def scan_start(data: bytes) -> int:
+    return data.rindex(b"\xff\xda") + 14
+
+
+def cut_scan(data: bytes) -> bytes:
+    start = scan_start(data)
+    return data[: start + 40] + data[start + 40 + (len(data) - start) * 7 // 10 :]
+
+
+def zero_scan(data: bytes) -> bytes:
+    middle = (scan_start(data) + len(data)) // 2
+    return data[:middle] + bytes(64) + data[middle + 64 :]
+
+
+@pytest.mark.parametrize("trailer", TRAILERS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_sound_jpeg_has_the_pixels_that_pillow_reads(writer: str, trailer: str, tmp_path: Path) -> None:
+    data = encode(EVEN_GROUND, "JPEG", **WRITERS[writer]) + TRAILERS[trailer]
+    assert verdict(data, tmp_path) == OK
+    plain = Image.open(io.BytesIO(data)).convert("RGB")
+    assert np.array_equal(np.asarray(load_image(io.BytesIO(data))), np.asarray(plain))
+
+
+@pytest.mark.parametrize("damage", [cut_scan, zero_scan])
+@pytest.mark.parametrize("writer", ["baseline", "4:4:4", "4:2:2", "grey", "CMYK", "restart marks", "optimised"])
+def test_a_damaged_jpeg_is_refused_with_its_name(writer: str, damage, tmp_path: Path) -> None:
+    data = damage(encode(EVEN_GROUND, "JPEG", **WRITERS[writer]))
+    assert "damaged JPEG" in verdict(data, tmp_path)
+    with pytest.raises(ImageError, match=r"a\.png: is a damaged JPEG"):
+        load_image(tmp_path / "a.png")
+
+
+def test_zero_bytes_that_decode_without_a_warning_are_damage(tmp_path: Path) -> None:
+    data = encode(EVEN_GROUND, "JPEG", quality=90)
+    silent = []
+    for start in range(scan_start(data), len(data) - 70, 10):
+        damaged = data[:start] + bytes(64) + data[start + 64 :]
+        try:
+            jpeg.simplejpeg.decode_jpeg(damaged)
+        except ValueError:
+            continue
+        silent.append(damaged)
+    assert silent
+    assert all("zero bytes in its scan" in verdict(damaged, tmp_path) for damaged in silent)
+
+
+@pytest.mark.parametrize("options", [{}, {"optimize": True}, {"progressive": True}, {"quality": 1}, {"mode": "L"}])
+@pytest.mark.parametrize("level", [0, 128, 255])
+def test_an_even_picture_is_no_damage(level: int, options: dict[str, object], tmp_path: Path) -> None:
+    assert verdict(encode(np.full((200, 300, 3), level, np.uint8), "JPEG", **options), tmp_path) == OK
+
+
+@pytest.mark.parametrize(("padding", "is_sound"), [(b"\0", True), (b"\0" * 4, True), (b"abcdefgh" * 9, False)])
+def test_a_few_equal_bytes_before_the_end_mark_are_padding(padding: bytes, is_sound: bool, tmp_path: Path) -> None:
+    data = encode(EVEN_GROUND, "JPEG")
+    assert (verdict(data[:-2] + padding + data[-2:], tmp_path) == OK) == is_sound
+
+
+def test_a_warning_about_the_header_hides_no_damage(tmp_path: Path) -> None:
+    data = encode(EVEN_GROUND, "JPEG")
+    version = data.index(b"JFIF\0") + 5
+    odd = data[:version] + b"\x07" + data[version + 1 :]
+    assert verdict(odd, tmp_path) == OK
+    assert "damaged JPEG" in verdict(cut_scan(odd), tmp_path)
+
+
+def test_a_copy_without_simplejpeg_reads_jpegs_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jpeg, "simplejpeg", None)
+    data = encode(EVEN_GROUND, "JPEG")
+    assert np.array_equal(np.asarray(load_image(io.BytesIO(data))), np.asarray(Image.open(io.BytesIO(data))))
+
+
+# Ranges of 16 bits
+
+GROUND = RANDOM.integers(300, 3000, (64, 64)).astype(np.uint16)
+NIGHT = (RANDOM.integers(0, 200, (64, 64)) + 60000 * np.exp(-((np.indices((64, 64)) - 30) ** 2) / 60).prod(0)).astype(
+    np.uint16
+)
+
+
+def marked(rows: slice, columns: slice, value: int, ground: np.ndarray = GROUND) -> np.ndarray:
+    levels = ground.copy()
+    levels[rows, columns] = value
+    return levels
+
+
+WHOLE = slice(None)
+FIRST = slice(0, 1)
+DARK = {
+    "one saturated pixel": marked(FIRST, FIRST, 65535),
+    "a saturated column": marked(WHOLE, FIRST, 65535),
+    "a third without data": marked(slice(0, 21), WHOLE, 65535),
+    "no data is 0": marked(slice(0, 8), WHOLE, 0, marked(FIRST, FIRST, 65535)),
+    "no data is 32,767": marked(slice(0, 9), WHOLE, 32767),
+    "two hot pixels of other values": marked(FIRST, slice(0, 2), 40000),
+    "8 bits in 16 and a saturated pixel": marked(FIRST, FIRST, 65535, GROUND // 12),
+    "12 bits in 16 and a saturated border": marked(WHOLE, slice(60, 64), 65535, (GROUND * 1.3).astype(np.uint16)),
+}
+IN_RANGE = {
+    "a night with a lamp": NIGHT,
+    "black and white alone": marked(slice(0, 21), WHOLE, 65535, GROUND * 0),
+    "a white page": marked(slice(0, 60), WHOLE, 65535),
+    "an even dark picture": GROUND * 0 + 2000,
+    "the whole range": GROUND * 20,
+    "14 bits": GROUND * 5,
+}
+
+
+def as_colours(levels: np.ndarray) -> bytes:
+    return png(16, 2, [row.repeat(3).astype(">u2").tobytes() for row in levels])
+
+
+@pytest.mark.parametrize("encoding", ["PNG", "TIFF", "colour"])
+@pytest.mark.parametrize("case", DARK)
+def test_a_picture_that_turns_nearly_black_is_refused_with_range_and_scale(case, encoding, tmp_path):
+    data = as_colours(DARK[case]) if encoding == "colour" else encode(DARK[case], encoding)
+    refusal = verdict(data, tmp_path)
+    assert "nearly black once decoded" in refusal
+    assert "of 65,535" in refusal
+    assert "by one scale" in refusal
+
+
+@pytest.mark.parametrize("encoding", ["PNG", "TIFF", "colour"])
+@pytest.mark.parametrize("case", IN_RANGE)
+def test_a_picture_that_keeps_its_content_passes(case: str, encoding: str, tmp_path: Path) -> None:
+    if case == "an even dark picture" and encoding == "colour":
+        pytest.skip("colours of no more than 16 levels are refused, even ones too, since Pillow keeps no low byte")
+    data = as_colours(IN_RANGE[case]) if encoding == "colour" else encode(IN_RANGE[case], encoding)
+    assert verdict(data, tmp_path) == OK
+
+
+# Colour profiles
+
+SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+P3 = {
+    b"rXYZ": (0.51512, 0.24120, -0.00105),
+    b"gXYZ": (0.29198, 0.69225, 0.04189),
+    b"bXYZ": (0.15710, 0.06657, 0.78407),
+}
+
+
+def wide_profile() -> bytes:
+    """The sRGB profile with the colorants of Display P3, as iPhones write."""
+    data = bytearray(SRGB)
+    for number in range(int.from_bytes(data[128:132], "big")):
+        entry = 132 + 12 * number
+        name = bytes(data[entry : entry + 4])
+        start = int.from_bytes(data[entry + 4 : entry + 8], "big") + 8
+        for axis, value in enumerate(P3.get(name, ())):
+            data[start + 4 * axis : start + 4 * axis + 4] = round(value * 65536).to_bytes(4, "big", signed=True)
+    return bytes(data)
+
+
+WIDE = wide_profile()
+SOFT = np.asarray(Image.fromarray(RANDOM.integers(70, 180, (6, 6, 3)).astype(np.uint8)).resize((48, 48)))
+
+
+def in_wide_colours(image: Image.Image) -> Image.Image:
+    to_wide = ImageCms.buildTransform(io.BytesIO(SRGB), io.BytesIO(WIDE), "RGB", "RGB")
+    return to_wide.apply(image)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG", "WEBP", "AVIF", "palette", "alpha"])
+def test_colours_of_a_wide_profile_are_those_of_srgb(kind: str) -> None:
+    wide = in_wide_colours(Image.fromarray(SOFT))
+    buffer = io.BytesIO()
+    if kind == "palette":
+        wide = wide.quantize(256)
+    if kind == "alpha":
+        wide.putalpha(255)
+    options = {"quality": 100, "subsampling": 0} if kind == "JPEG" else {"quality": 100, "lossless": kind == "WEBP"}
+    wide.save(buffer, kind if kind.isupper() else "PNG", icc_profile=WIDE, **options)
+    image = load_image(io.BytesIO(buffer.getvalue()))
+    limit = {"palette": 20, "JPEG": 6, "AVIF": 8}.get(kind, 2)
+    assert np.abs(np.asarray(image).astype(int) - SOFT).max() <= limit
+    assert "icc_profile" not in image.info
+
+
+def linear_grey() -> bytes:
+    """A profile of grey whose levels are amounts of light."""
+    tags = {
+        b"wtpt": b"XYZ " + bytes(4) + struct.pack(">3i", 63190, 65536, 54061),
+        b"kTRC": b"curv" + bytes(8),
+    }
+    table = struct.pack(">I", len(tags))
+    contents = b""
+    for name, content in tags.items():
+        table += name + struct.pack(">II", 132 + 12 * len(tags) + len(contents), len(content))
+        contents += content
+    size = 128 + len(table) + len(contents)
+    light = struct.pack(">3i", 63190, 65536, 54061)
+    head = struct.pack(">I4sI", size, b"lcms", 0x02100000) + b"mntrGRAYXYZ " + bytes(12) + b"acsp" + bytes(28)
+    return head + light + bytes(128 - len(head) - len(light)) + table + contents
+
+
+@pytest.mark.parametrize("kind", ["PNG", "16 bits"])
+def test_grey_of_a_linear_profile_becomes_brighter(kind: str) -> None:
+    levels = np.full((4, 4), 55, np.uint8) if kind == "PNG" else np.full((4, 4), 55 * 257, np.uint16)
+    data = encode(levels, "PNG", icc_profile=linear_grey())
+    assert load_image(io.BytesIO(data)).getpixel((0, 0)) == (128, 128, 128)
+
+
+PROFILES = {
+    "none": None,
+    "sRGB": SRGB,
+    "broken": b"no profile" * 20,
+    "cut off": WIDE[:200],
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
+def test_pixels_stay_where_the_profile_is_srgb_or_cannot_be_used(kind: str, profile: str) -> None:
+    options = {"icc_profile": PROFILES[profile]} if PROFILES[profile] else {}
+    data = encode(EVEN_GROUND, kind, **options)
+    plain = Image.open(io.BytesIO(encode(EVEN_GROUND, kind))).convert("RGB")
+    assert np.array_equal(np.asarray(load_image(io.BytesIO(data))), np.asarray(plain))
+
+
+def test_a_profile_of_another_colour_space_is_ignored() -> None:
+    grey = encode(EVEN_GROUND[..., 0], "PNG", icc_profile=WIDE)
+    assert np.array_equal(np.asarray(load_image(io.BytesIO(grey)))[..., 0], EVEN_GROUND[..., 0])
+
+
+def test_a_turned_photograph_is_converted_and_upright() -> None:
+    exif = Image.Exif()
+    exif[274] = 6
+    buffer = io.BytesIO()
+    in_wide_colours(Image.fromarray(SOFT)).save(buffer, "PNG", icc_profile=WIDE, exif=exif)
+    turned = np.rot90(SOFT, -1).astype(int)
+    assert np.abs(np.asarray(load_image(io.BytesIO(buffer.getvalue()))) - turned).max() <= 2
+
+
+# Files that are no picture
+
+NO_PICTURES = {
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+    "DVC": (b"outs:\n- md5: 0123\n  size: 3\n", "dvc pull"),
+    "git-annex": (b"/annex/objects/SHA256E-s1--0.png\n", "git annex get"),
+    "a web page": (b"<html><head><title>Sign in</title></head></html>", "web page"),
+    "a web page with a type": (b"\xef\xbb\xbf \n<!DOCTYPE HTML><html></html>", "web page"),
+    "a web page after a comment": (b"<!-- saved -->\n<html></html>", "web page"),
+    "JSON": (b'{"error": "not found"}', "is JSON"),
+    "a list in JSON": (b"[1, 2]", "is JSON"),
+    "an answer of S3": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "AccessDenied"),
+    "text": (b"404: Not Found", "'404: Not Found'"),
+    "a link as text": (b"../images/1.png", "is text"),
+    "UTF-16": ("Not found".encode("utf-16"), "is text"),
+    "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg"></svg>', "SVG"),
+    "SVG with a head": (b'<?xml version="1.0"?>\n<svg></svg>', "SVG"),
+    "PDF": (b"%PDF-1.7\n%\xe2\xe3", "PDF"),
+    "zip": (b"PK\3\4" + bytes(30), "zip"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(30), "gzip"),
+    "a video": (b"\0\0\0\x20ftypisom" + bytes(30), "video"),
+    "Matroska": (b"\x1aE\xdf\xa3" + bytes(30), "video"),
+    "NumPy": (b"\x93NUMPY\1\0" + bytes(30), "NumPy"),
+    "zero bytes": (bytes(5000), "zero bytes"),
+    "Photoshop": (b"8BPS\0\1" + bytes(30), "Photoshop"),
+}
+
+
+@pytest.mark.parametrize("content", NO_PICTURES)
+def test_a_file_that_is_no_picture_is_called_what_it_is(content: str, tmp_path: Path) -> None:
+    data, name = NO_PICTURES[content]
+    refusal = verdict(data, tmp_path)
+    assert name in refusal
+    assert pl.Series([refusal]).str.contains(REMEDY).to_list() == [True]
+    with pytest.raises(ImageError) as refused:
+        load_image(tmp_path / "a.png")
+    assert str(refused.value).startswith(f"{tmp_path / 'a.png'}: ")
+    assert name in str(refused.value)
