@@ -17,10 +17,11 @@ except ImportError:  # a copy of this file in the folder of an exported model, w
 
 COLOURS = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # by the mode in which Pillow opens the file
 
-# Warnings of libjpeg that pixels are lost. It has others, about headers, which change no pixel.
+# Warnings of libjpeg that pixels are lost. Others are about headers and change no pixel, or about the end of the file:
+# Pillow itself refuses a file that is cut off, and passes some whose end mark alone is missing.
 DAMAGE = re.compile(
     r"Corrupt JPEG data: (?:bad (?:Huffman|arithmetic) code|premature end of data segment"
-    r"|found marker \w+ instead of RST\d+|\d+ extraneous bytes before marker \w+)|Premature end of JPEG file"
+    r"|found marker \w+ instead of RST\d+|\d+ extraneous bytes before marker \w+)"
 )
 EXTRANEOUS = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 MAX_PADDING = 16  # bytes that some writers leave between the scan and the end mark

@@ -326,7 +326,8 @@ def check_images(asked: Asked, max_mpx: float) -> Asked:
             with open_image(data) as image:
                 large = too_large(image, max_mpx * 1e6)
         except Exception as error:  # a decoder stumbles over hostile bytes in any way
-            why = "is of no known image format" if str(error) == NO_IMAGE else _short(error)
+            # the answer names its own remedy: the file's, such as to fetch it again, is left out
+            why = "is of no known image format" if str(error) == NO_IMAGE else _short(error).partition("; ")[0]
             limit = f"an image ({', '.join(FORMATS)})"
             raise unprocessable("not_an_image", f"{len(data)} bytes, {why}", limit, AS_FILE, side) from error
         if large:

@@ -121,7 +121,7 @@ IMAGE, OTHER = chat(BEFORE, AFTER)["messages"][0]["content"]
 URL, TEXT, USER = IMAGE["image_url"]["url"], {"type": "text", "text": "What?"}, {"role": "user", "content": [IMAGE] * 2}
 WHERE = "messages.0.content: before: "
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no image": (form(b"GIF or not", AFTER), "not_an_image", "before: 10 bytes, is of no known image format"),
+    "no image": (form(b"GIF or not", AFTER), "not_an_image", "before: 10 bytes, is text, not an image"),
     "nothing": (form(BEFORE, b""), "not_an_image", "after: 0 bytes"),
     "PostScript": (form(EPS, AFTER), "not_an_image", "is of no known image format"),
     "a bomb": (form(bomb(9000, 9000), AFTER), "too_many_pixels", "9000x9000 pixels, 81,000,000 padded to a square; at"),
