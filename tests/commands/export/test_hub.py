@@ -311,7 +311,7 @@ def test_the_folder_is_the_checkpoints_weights_the_familys_code_and_a_card_of_it
     assert all(files[name] == checkpoint[name] for name in weights)
     assert not [path for path in case.folder.iterdir() if str(REPOSITORY) in path.read_bytes().decode("latin-1")]
     config, code = read_json(case.folder / "config.json"), {path.stem for path in case.folder.glob("*.py")}
-    own = {"images", "errors", "called", "processing", f"processing_{case.family}"}
+    own = {"images", "colour", "jpeg", "contents", "errors", "called", "processing", f"processing_{case.family}"}
     if case.has_module:
         own |= {"settings", "layers", "llava", f"{case.family}_model"}
         assert config["auto_map"]["AutoConfig"] == f"{case.family}_model.{SHARED[case.family].title}Config"
