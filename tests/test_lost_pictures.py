@@ -329,3 +329,12 @@ def test_a_file_that_is_no_picture_is_called_what_it_is(content: str, tmp_path: 
         load_image(tmp_path / "a.png")
     assert str(refused.value).startswith(f"{tmp_path / 'a.png'}: ")
     assert name in str(refused.value)
+
+
+def test_what_is_transparent_is_white_under_a_profile_too() -> None:
+    wide = in_wide_colours(Image.fromarray(SOFT))
+    wide.putalpha(Image.linear_gradient("L").resize(wide.size).point(lambda level: 255 * (level > 60)))
+    buffer = io.BytesIO()
+    wide.save(buffer, "PNG", icc_profile=WIDE)
+    image = load_image(io.BytesIO(buffer.getvalue()))
+    assert image.getpixel((0, 0)) == (255, 255, 255)
