@@ -89,8 +89,8 @@ bench-train: install ## training speed -> benchmarks/results/train.json, a line 
 bench-gpu: install ## the first hour on a GPU, in slices of BUDGET seconds that go on where the last one ended -> benchmarks/results/gpu.jsonl
 	@python benchmarks/gpu.py --budget $(or $(BUDGET),480)
 
-bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.json
-	@python benchmarks/data.py
+bench-data: install  ## speed of ingest, validate and convert -> benchmarks/results/data.json; AGAINST=FOLDER: and of another checkout, by turns
+	@python benchmarks/data.py $(if $(AGAINST),--against $(AGAINST))
 
 experiment: install ## variants x seeds -> a table in benchmarks/results: NAME=ablation, compare, seeds, targets, rehearse or another file of benchmarks/experiments; N=3 for the number of seeds
 	@python -m benchmarks.experiments $(NAME) $(if $(N),--seeds $(N))

@@ -1,5 +1,6 @@
 """The benchmarks run and compare the same work: the same rows, trainable tensors and losses on every side."""
 
+import argparse
 import json
 import os
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save
 
+from benchmarks import data as data_benchmark
 from benchmarks import digests
 from tests.tiny import one_thread  # noqa: F401  # pytest finds it by its name
 
@@ -44,6 +46,14 @@ def test_every_variant_trains_the_same_references_to_the_same_loss(bench):
 def data(found: dict[str, Any]) -> None:
     assert found["rows"] > 900
     assert len(found["warm_runs_s"]) == 1
+    assert found["pictures"]["pairs"] == 24
+    assert found["pictures"]["ingest_s"] > 0
+
+
+def data_against(found: dict[str, Any]) -> None:
+    assert found["ratios"].keys() == {"ingest_s", "pictures_validate_s", "cold_s", "warm_s"}
+    for seconds in found["seconds"].values():
+        assert {len(durations) for durations in seconds.values()} == {2}
 
 
 def train(found: dict[str, Any]) -> None:
@@ -64,7 +74,8 @@ def gpu_rows(found: dict[str, Any]) -> None:
 TRAIN = "train --pairs 2 --repeats 1 --device cpu --threads 1"
 GPU_ROWS = '--rows "packed, flex, selective" "packed, sdpa, none" "unpacked, selective"'
 IN_SMALL: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
-    "data --sizes 1000 --runs 1": (20, data),
+    "data --sizes 1000 --runs 1 --pairs 24": (30, data),
+    "data --against . --turns 2 --sizes 1000 --runs 1 --pairs 24": (90, data_against),
     f"{TRAIN} --steps 4 --round-s 0.01": (25, train),
     f"{TRAIN} --precision bf16 {GPU_ROWS}": (60, gpu_rows),
 }
@@ -109,6 +120,96 @@ def test_a_slice_goes_on_where_the_last_one_ended_and_a_row_that_fails_or_hangs_
     assert codes == [*{"writes": 0, "fails": 1, "hangs": 9, "long": 9, "torn": 0}.items()]
     assert lines[0]["figures"] == lines[4]["figures"] == [7]
     assert "ZeroDivisionError" in lines[1]["printed"]
+
+
+def mixture_records(folder: Path) -> list[dict[str, Any]]:
+    """Every row of a mixture's datasets, with the folder of its images as `root`."""
+    manifests = [*folder.glob("*/pairs.json"), *folder.glob("*/annotations.json")]
+    return [row | {"root": file.parent} for file in manifests for row in json.loads(file.read_text("utf-8"))]
+
+
+def thumbnail(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("L").resize((8, 8), Image.Resampling.HAMMING)).astype(int)
+
+
+def test_the_images_of_a_pair_of_the_mixture_differ_in_every_cell_of_their_thumbnails(tmp_path):
+    parts = data_benchmark.write_mixture(tmp_path / "mixture", 3000)
+    rows = mixture_records(tmp_path / "mixture")
+    assert len(rows) == sum(sum(part.pairs) for part in parts.values())
+    for row in rows:
+        before = thumbnail(row["root"] / row["before"])
+        after = thumbnail(row["root"] / row["after"])
+        assert (after - before).min() > 20, row["before"]
+    contents = {(row["root"] / row[side]).read_bytes() for row in rows for side in ("before", "after")}
+    assert len(contents) <= 2 * data_benchmark.SMALL_IMAGES
+
+
+def test_inputs_that_an_interrupted_call_left_are_written_anew_and_complete_ones_are_kept(tmp_path):
+    unfinished = tmp_path / "pictures.unfinished"
+    unfinished.mkdir()
+    (unfinished / "pairs.json").write_text("[")
+    data_benchmark.write_pictures(tmp_path / "pictures", 4)
+    assert not unfinished.exists()
+    manifest = tmp_path / "pictures" / "pairs.json"
+    assert len(json.loads(manifest.read_text("utf-8"))) == 4
+    written_at = manifest.stat().st_mtime_ns
+    data_benchmark.write_pictures(tmp_path / "pictures", 4)
+    assert manifest.stat().st_mtime_ns == written_at
+
+
+def test_pictures_are_distinct_repeatable_and_half_of_them_jpeg(tmp_path):
+    for name in ("first", "second"):
+        data_benchmark.write_pictures(tmp_path / name, 12)
+    first, second = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        for root in (tmp_path / "first", tmp_path / "second")
+    )
+    assert first == second
+    assert len(set(first.values())) == 25
+    endings = [path.suffix for path in first]
+    assert endings.count(".jpg") == 12
+    assert endings.count(".png") == 12
+    assert Image.open(tmp_path / "first/0/0_before.jpg").size == (512, 512)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "other_seconds", "ratio", "low", "high"),
+    [
+        pytest.param([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], 2, 2, 2, id="twice as long in every turn"),
+        pytest.param([1.0, 3.0], [1.0, 3.0], 1, 1, 1, id="turns differ but the checkouts do not"),
+        pytest.param([1.1, 1.0], [1.0, 1.1], 1, 0.297890, 3.356943, id="two turns that disagree say little"),
+    ],
+)
+def test_the_ratio_of_turns_is_paired(seconds, other_seconds, ratio, low, high):
+    result = data_benchmark.ratio_of_turns(seconds, other_seconds)
+    assert (result.ratio, result.low, result.high) == pytest.approx((ratio, low, high), rel=1e-5)
+
+
+def test_two_checkouts_take_turns_and_alternate_in_going_first(tmp_path, monkeypatch, capsys):
+    measured = []
+
+    def measure_turn(checkout, pictures, mixture, warm_runs):
+        measured.append(checkout.name)
+        slower = 1.2 if checkout.name == "this" else 1.0
+        return dict.fromkeys(data_benchmark.DURATIONS, slower)
+
+    monkeypatch.setattr(data_benchmark, "measure_turn", measure_turn)
+    monkeypatch.setattr(data_benchmark, "ingest_mixture", lambda checkout, params: None)
+    checkouts = [data_benchmark.Checkout(name, REPOSITORY, sys.executable) for name in ("this", "other")]
+    options = argparse.Namespace(sizes=[1000], pairs=2, turns=3, runs=1)
+    figures = data_benchmark.compare(tmp_path, checkouts, options)
+    assert measured == ["this", "other"] + ["this", "other"] + ["other", "this"] + ["this", "other"]
+    assert figures["ratios"]["ingest_s"] == pytest.approx({"ratio": 1.2, "low": 1.2, "high": 1.2, "limit": 1.15})
+    assert figures["ratios"]["pictures_validate_s"]["limit"] is None
+    assert capsys.readouterr().out.count("exceeded") == 3
+
+
+def test_a_process_that_imports_another_checkout_is_refused(tmp_path):
+    (tmp_path / "components").mkdir()
+    (tmp_path / "params.yaml").write_text("")
+    elsewhere = data_benchmark.Checkout("other", tmp_path, sys.executable)
+    with pytest.raises(RuntimeError, match="make install"):
+        data_benchmark.run_stages(elsewhere, tmp_path / "params.yaml", [])
 
 
 def test_tensors_are_compared_without_their_order_and_notes():

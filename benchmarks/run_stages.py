@@ -1,0 +1,73 @@
+"""Run commands of a checkout's command line in this process, once cold and then warm; print their seconds as JSON.
+
+    FOLDER/.venv/bin/python -P run_stages.py '{"params": ..., "commands": [["validate"]], "outputs": [], "warm_runs": 0,
+                                               "started": SECONDS}'
+
+benchmarks/data.py starts it in a checkout's folder with that checkout's interpreter. `-P` keeps the folder of this file
+off the import path, so that `m3diff` is the checkout's own. Nothing else of a checkout is imported here.
+"""
+
+import hashlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def run_commands_in_turn(order: dict[str, Any]) -> dict[str, Any]:
+    """Run the commands in turn, `warm_runs` times more than once.
+
+    Args:
+        order: `params`: the parameter file; `commands`: argument lists; `outputs`: folders whose contents are digested
+            after each run; `started`: when the caller started this process, in seconds since the epoch.
+
+    Returns: `cold_s`; of each warm run its seconds (`warm_s`) and those of its first command (`first_command_s`);
+    `digests` of the outputs of every run; `own_peak_mb`; `package`: the folder of m3diff.
+    """
+    import m3diff
+    from m3diff.__main__ import main as m3diff_main
+
+    first_command_ends = []
+
+    def run_commands() -> None:
+        for position, command in enumerate(order["commands"]):
+            exit_code = m3diff_main(["--params", order["params"], *command])
+            assert exit_code == 0, f"m3diff {' '.join(command)}: exit code {exit_code}"
+            if position == 0:
+                first_command_ends.append(time.time())
+
+    run_commands()
+    cold_s = time.time() - order["started"]
+    digests = [digest_folders(order["outputs"])]
+    warm_s = []
+    first_command_s = []
+    for _ in range(order["warm_runs"]):
+        start = time.time()
+        run_commands()
+        warm_s.append(time.time() - start)
+        first_command_s.append(first_command_ends[-1] - start)
+        digests.append(digest_folders(order["outputs"]))
+    return {
+        "cold_s": cold_s,
+        "warm_s": warm_s,
+        "first_command_s": first_command_s,
+        "digests": digests,
+        "own_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+        "package": str(Path(m3diff.__file__).resolve().parent),
+    }
+
+
+def digest_folders(folders: Sequence[str]) -> str:
+    """The sha256 of the names and bytes of all files below these folders."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_commands_in_turn(json.loads(sys.argv[1]))))
