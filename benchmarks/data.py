@@ -483,6 +483,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.against and args.turns < 2:
         parser.error("--turns: an interval needs at least two")
+    if args.against and not (args.against / ".venv/bin/python").exists():
+        parser.error(f"--against: {args.against} has no .venv; run `make install` there")
     this = Checkout("this", ROOT, sys.executable)
     facts = machine()
     print(f"{facts['device']}; load before the start {facts['load_before']:.1f}")
