@@ -78,7 +78,7 @@ def run_validate(folder: Path, entries: Any = None, cache: Path | None = None, *
     """Check `folder/records`, or what `entries` names of it, into `folder/clean`, any share of bad rows allowed."""
     fields: dict[str, Any] = {"max_quarantined_share": 1.0, "max_leaked_share": 1.0, "allow_lost_test_pairs": True}
     fields |= {"max_caption_chars": 2000, "max_image_pixels": 1_000_000, "allow_test_leakage": False}
-    cfg = Validate.model_validate(fields | {"near_duplicate_max_diff": 2} | changes)
+    cfg = Validate.model_validate(fields | {"near_duplicate_max_diff": 2, "compare_px": 100} | changes)
     entries = ingested(folder) if entries is None else entries
     return validate(cfg, entries, cache or image_cache(folder), folder / "records", folder / "clean")
 

@@ -415,7 +415,7 @@ def test_a_check_has_digest_format_size_and_thumbnail_of_the_file(tmp_path):
     check = check_image(str(tmp_path / "a.jpg"), 1600)
     thumb = check.pop("thumb")
     told = {"path": str(tmp_path / "a.jpg"), "digest": hashlib.sha256(data).digest()}
-    shape = {"format": "JPEG", "width": 40, "height": 24}
+    shape = {"format": "JPEG", "width": 40, "height": 24, "bits": 8, "color": "grey"}
     assert check == told | shape | {"verdict": "ok"}
     assert thumb == Image.open(tmp_path / "a.jpg").convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     assert thumb[0] > 200 > 50 > thumb[63]

@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL
 import polars as pl
 import simplejpeg
@@ -33,8 +34,19 @@ OK = "ok"
 # Verdicts are cached under this name: another decoder judges anew
 DECODER = (
     f"Pillow {PIL.__version__}, simplejpeg {simplejpeg.__version__} strict, listed formats, sRGB by profile, "
-    "RGB by its bands, range by percentile, thumbnail 8x8 Hamming"
+    "RGB by its bands, range by percentile, thumbnail 8x8 Hamming, shape"
 )
+
+GREY = "grey"
+COLOR = "color"
+COLORLESS = "colorless"
+GREY_MODES = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N")
+ORIENTATION = 0x0112  # tag of EXIF
+SAMPLED = 64  # pixels of a side, at most, that are looked at for a colour
+COLOR_LEVELS = 16  # between the channels of a pixel that has a colour: JPEG leaves less in grey
+
+# Fewer files are read in this process: starting workers would take longer
+WORTH_WORKERS = 32
 
 Schema = dict[str, type[pl.DataType]]
 STAT: Schema = {
@@ -49,8 +61,10 @@ CHECK: Schema = {
     "digest": pl.Binary,  # sha256 of the bytes; null where they could not be read
     "verdict": pl.String,  # OK or what is wrong
     "format": pl.String,
-    "width": pl.Int64,
+    "width": pl.Int64,  # upright, as EXIF says
     "height": pl.Int64,
+    "bits": pl.Int64,  # of a channel, in the file
+    "color": pl.String,  # GREY, COLOR, or COLORLESS: stored in colour, with none in it
     "thumb": pl.Binary,  # 8x8 grey levels, row by row
 }
 
@@ -112,6 +126,9 @@ def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str
 
 
 def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:
+    if len(batches) == 1 and len(batches[0]) <= WORTH_WORKERS:
+        yield _check_here(batches[0], known, max_pixels)
+        return
     with ProcessPoolExecutor(usable_cpus(), multiprocessing.get_context(_start_method())) as pool:
         yield from pool.map(check_batch, batches, repeat(known), repeat(max_pixels))
 
@@ -123,6 +140,15 @@ def _start_method() -> str:
     except OSError:  # TMPDIR is on a file system without sockets, or one that refuses the socket's chmod
         return "spawn"
     return "forkserver"
+
+
+def _check_here(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[dict[str, Any]]:
+    pillows_limit = Image.MAX_IMAGE_PIXELS
+    try:
+        with warnings.catch_warnings():
+            return check_batch(paths, known, max_pixels)
+    finally:
+        Image.MAX_IMAGE_PIXELS = pillows_limit
 
 
 def _over_cluster(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:
@@ -185,10 +211,33 @@ def check_image(path: str, max_pixels: int, known: frozenset[bytes] = frozenset(
             shape = {"format": image.format, "width": image.width, "height": image.height}
             if fault := too_large(image, max_pixels):
                 return found | shape | {"verdict": fault}
-            thumb = to_rgb(decode_strictly(image, data)).convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
+            shape["bits"] = _bits(image)
+            rgb = to_rgb(decode_strictly(image, data))
+            shape |= {"color": GREY if image.mode in GREY_MODES else _color_in(rgb), **_upright(image)}
+            thumb = rgb.convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except ImageError as error:
         return found | shape | {"verdict": str(error)}
     except Exception as error:  # Pillow raises some ten kinds for broken files, SyntaxError and struct.error among them
         told = (str(error) or type(error).__name__).replace("\n", " ")
         return found | {"verdict": f"does not decode: {told}"[:200]}
     return found | shape | {"verdict": OK, "thumb": thumb}
+
+
+def _bits(image: Image.Image) -> int:
+    """Bits of a channel, by the header: decoding drops where they are noted."""
+    if image.mode == "1":
+        return 1
+    return 16 if image.mode.startswith("I;16") or ";16" in str(getattr(image, "tile", "")) else 8
+
+
+def _upright(image: Image.Image) -> dict[str, int]:
+    """Width and height as EXIF says, of a decoded image: a PNG is decoded before its EXIF data can be read."""
+    is_turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    width, height = reversed(image.size) if is_turned else image.size
+    return {"width": width, "height": height}
+
+
+def _color_in(rgb: Image.Image) -> str:
+    sample = rgb.resize((min(rgb.width, SAMPLED), min(rgb.height, SAMPLED)), Image.Resampling.NEAREST)
+    channels = np.asarray(sample, dtype=np.int16)
+    return COLOR if np.ptp(channels, axis=2).max() > COLOR_LEVELS else COLORLESS

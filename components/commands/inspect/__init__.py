@@ -2,20 +2,25 @@
 
 The layout is known by the annotation files that are there, or given by `--reader`; how a table of one's own is read,
 `guess.py` proposes. Then the dataset's own reader reads the folder, and what it finds is counted: pairs and references
-by split next to the published counts, rows that cannot be read, missing images. Images are looked for and not
-opened; that is for ingest and validate. Each mistake that is known has a line with its remedy.
+by split next to the published counts, rows that cannot be read, missing images. Images are opened as ingest opens them,
+and the records are judged as validate judges them, in a folder that is removed again: a folder without a problem here
+passes both stages with the entry that is printed. Each mistake that is known has a line with its remedy.
 """
 
 import inspect
 import os
 import re
+import tempfile
 from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 from urllib.parse import unquote
+
+import polars as pl
 
 from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests
 from m3diff.datasets import DATASETS, omnidiff
@@ -25,7 +30,15 @@ from m3diff.datasets.spec import Row, read_with_notes
 from m3diff.records.errors import DataError, is_utf8
 from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, odd_captions_of, to_records
+from m3diff.stages.ingest.stage import Doubt, as_yaml, doubts, ingest, odd_captions_of, to_records
+from m3diff.stages.validate.params import Validate
+from m3diff.stages.validate.rules import LEAK
+from m3diff.stages.validate.stage import judge, refusals_of
+
+COMPARED = 20  # pairs of each answer to a question whose files are compared
+
+# Rules of validate that a row breaks by what is in another split
+BETWEEN_SPLITS = (LEAK, "id_unique", "scene_in_one_split")
 
 FIRST = 5  # problems of one kind that are shown
 
@@ -62,11 +75,37 @@ REMEDIES = {  # the remedy of the faults that hold these words and name none the
 FAR = re.compile(r"/|~|\$|\\\\|[A-Za-z]:\\|[A-Za-z][A-Za-z0-9+.-]*:/|\.\.[/\\]")
 
 
-def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = None) -> tuple[list[str], bool]:
+@dataclass(frozen=True)
+class Judge:
+    """How the run would judge a dataset: `validate`'s limits, and the cache in which ingest finds the images again."""
+
+    limits: Validate
+    image_cache: Path | None = None  # None: nothing is kept
+
+
+# The limits of profiles/embedded.yaml, for callers that have no parameters
+DEFAULT_JUDGE = Judge(
+    Validate(
+        max_quarantined_share=0.01,
+        max_leaked_share=0.05,
+        allow_lost_test_pairs=False,
+        max_caption_chars=2000,
+        max_image_pixels=100_000_000,
+        allow_test_leakage=False,
+        near_duplicate_max_diff=2,
+        compare_px=100,
+    )
+)
+
+
+def check(
+    root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = None, judge_by: Judge = DEFAULT_JUDGE
+) -> tuple[list[str], bool]:
     """Look at one dataset's folder. A dataset of `entries` (`ingest.datasets`) with this root is read as it says there.
 
     Args:
         reader: what the folder is, where that is not to be found out.
+        judge_by: what validate would refuse.
 
     Returns:
         Lines to show, and whether the folder can be used as it is.
@@ -94,6 +133,10 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     if not all(there.values()):
         return [*lines, "  fetch the missing files again; nothing was read"], False
     found, sound, asked = ([], True, guessed) if guessed else _read(name, entry)
+    if sound and not [doubt for doubt in asked if not doubt.sure]:
+        told, passes = _judged(name, _settled(entry, asked), judge_by)
+        found += told
+        sound = passes
     open_ones = [doubt for doubt in asked if doubt.answers and (known or not doubt.sure)]
     lines += [*found, *(f"  ASK {line}" for doubt in open_ones for line in doubt.question.split("\n"))]
     if known:
@@ -101,6 +144,7 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
         return lines, sound and not open_ones
     answered = [doubt if doubt in open_ones else doubt._replace(answers=doubt.answers[:1]) for doubt in asked]
     possible = Guess({**entry.options}, [], [doubt for doubt in answered if doubt.answers]).entries()
+    possible = [chosen for chosen in possible if not _pairs_copies(entry, chosen)] or possible
     lines.append(f"{'one of these is ' if len(possible) > 1 else ''}the entry for ingest.datasets in params.yaml:")
     for chosen in possible:
         own = {"reader": entry.reader, "root": str(entry.root)} | ({"options": chosen} if chosen else {})
@@ -108,6 +152,58 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     if open_ones:
         lines.append("put the one that is right into params.yaml or into a profile, and check again")
     return lines, sound and not open_ones
+
+
+def _pairs_copies(entry: DatasetEntry, options: dict[str, Any]) -> bool:
+    """True if in each of the first pairs, read by these options, one image is a copy of the other."""
+    try:
+        rows = list(islice(DATASETS[entry.reader].read(entry.root, **options), COMPARED))
+    except DataError:
+        return False
+    sides = [(row.before, row.after) for row in rows if isinstance(row.before, str) and isinstance(row.after, str)]
+    paths = [(entry.root / before, entry.root / after) for before, after in sides if before != after]
+    there = [(before, after) for before, after in paths if before.is_file() and after.is_file()]
+    return bool(there) and all(before.read_bytes() == after.read_bytes() for before, after in there)
+
+
+def _settled(entry: DatasetEntry, asked: list[Doubt]) -> DatasetEntry:
+    """The entry with the first answer to each doubt, as `check` prints it."""
+    options = dict(entry.options)
+    for doubt in asked:
+        options |= doubt.answers[0] if doubt.answers else {}
+    return entry.model_copy(update={"options": options})
+
+
+def _judged(name: str, entry: DatasetEntry, judge_by: Judge) -> tuple[list[str], bool]:
+    """What ingest and validate say of the dataset when it is the only one, and whether they accept it."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = judge_by.image_cache or Path(folder) / "image_cache.parquet"
+        records = Path(folder) / "records"
+        try:
+            ingest(name, entry, cache, records)
+            judged = judge(judge_by.limits, {name: entry}, cache, records)
+        except DataError as error:
+            return [f"  CANNOT BE USED {error}"], False
+        between_splits = _single_row_between_splits(judged.bad)
+        accepted = replace(judged, bad=judged.bad.join(between_splits, on="row", how="anti", maintain_order="left"))
+        faults = refusals_of(judge_by.limits, {name: entry}, accepted)
+    lines = []
+    for finding in judged.findings:
+        lines += _shown(finding.sentence, finding.first, finding.count)
+    lines += [f"  1 pair is left out; of a larger part validate stops: {reason}" for reason in between_splits["reason"]]
+    lines += [f"  NOT ACCEPTED {fault}" for fault in faults]
+    return lines, not faults
+
+
+def _single_row_between_splits(bad: pl.DataFrame) -> pl.DataFrame:
+    """The row that is also in another split, if it is the only one: of a handful of pairs it is more than any share."""
+    rows = bad.filter(pl.col("rules").list.set_difference(list(BETWEEN_SPLITS)).list.len() == 0)
+    return rows if rows.height == 1 else rows.clear()
+
+
+def _shown(sentence: str, first: list[str], count: int) -> list[str]:
+    more = [f"    and {count - len(first):,} more"] if count > len(first) else []
+    return [f"  {sentence}", *(f"    {place}" for place in first), *more]
 
 
 def recognise(

@@ -78,6 +78,7 @@ def rules(max_chars: int) -> list[Rule]:
         Rule("references_given", "references", col("references") == 0, none, BETWEEN, {"min_value": 1}),
         Rule("reference_length", "longest_reference", length > max_chars, long, BETWEEN, {"max_value": max_chars}),
         Rule("no_markup", "markup_references", markup > 0, marked, IN_SET, {"value_set": [0]}),
+        Rule("shows_a_change", "unshown", col("unshown").is_not_null(), col("unshown"), NULL, {}),
         *(
             Rule(
                 f"{side}_decodes", f"{side}_image", col(f"{side}_image") != OK, _told(side), IN_SET, {"value_set": [OK]}
@@ -101,7 +102,7 @@ def _alone(reason: str) -> pl.Expr:
     return pl.when(pl.col("fault").is_null()).then(pl.lit(reason))
 
 
-def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame) -> pl.DataFrame:
+def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame, likeness: pl.DataFrame) -> pl.DataFrame:
     """`row`, the record's plain columns, and the facts that the rules read."""
     texts = records["references"].to_frame("text").with_row_index("row").explode("text", empty_as_null=True)
     text = pl.col("text")
@@ -116,7 +117,8 @@ def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame) -> p
         found = found.join(verdicts, on=side, how="left")
     rank = pl.col("split").replace_strict(RANK, default=-1, return_dtype=pl.Int64)
     scene_splits = pl.col("split").n_unique().over("scene")
-    sorted_rows = found.join(twins, on="row", how="left").sort("row")
+    unshown = likeness.select("row", "unshown")
+    sorted_rows = found.join(twins, on="row", how="left").join(unshown, on="row", how="left").sort("row")
     return sorted_rows.with_columns(
         pl.col("before_image", "after_image").fill_null("is not given"),
         rank=rank,

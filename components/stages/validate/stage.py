@@ -8,9 +8,9 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -24,8 +24,9 @@ from m3diff.records.errors import DataError, command_to_read_again
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.validate.pairs import Finding, findings, likeness_of
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import LEAK, Check, bad_rows, facts, find_twins, rules, run_suite, sound_pairs
+from m3diff.stages.validate.rules import LEAK, Check, Rule, bad_rows, facts, find_twins, rules, run_suite, sound_pairs
 
 QUARANTINE_SCHEMA = pa.schema(
     [*RECORD_SCHEMA, pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
@@ -61,7 +62,21 @@ class ValidateReport(StageReport):
     images: int
     bad_images: int
     mislabelled_images: int  # the content is sound, of another format than the file's name says
+    findings: list[Finding]  # counted and shown, not refused
     datasets: dict[str, ValidateCounts]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """All rows with what is wrong with them, before anything is written."""
+
+    table: pl.DataFrame  # RAW_SCHEMA
+    images: pl.DataFrame  # as `check_images` makes it
+    facts: pl.DataFrame
+    rules: list[Rule]
+    bad: pl.DataFrame  # as `bad_rows` makes it
+    overlaps: dict[str, int]
+    findings: list[Finding]
 
 
 def validate(
@@ -80,29 +95,70 @@ def validate(
             outputs are written before, so that the page and the quarantine can be read.
     """
     out.mkdir(parents=True, exist_ok=True)
+    judged = judge(cfg, entries, image_cache, records)
+    table = judged.table
+    bad = judged.bad
+    counted = judged.facts.with_columns(counts=counting(judged.facts, bad, cfg.allow_lost_test_pairs))
+    shutil.rmtree(out / "docs", ignore_errors=True)
+    with ThreadPoolExecutor(1) as meanwhile:  # polars leaves the interpreter to great-expectations
+        parts = meanwhile.submit(_split_and_write, table, bad, out)
+        checks, miscounts = run_suite(counted, judged.rules, expected_pairs(entries))
+    clean, quarantine, respaced = parts.result()
+    broken = {check.rule for check in checks if not check.met} & {rule.name for rule in judged.rules}
+    assert broken == set(bad["rules"].explode().drop_nulls()), (broken, bad["rules"])  # two engines, one judgement
+    report = _report(judged, clean, quarantine, respaced)
+    assert report.rows_in == table.height == report.rows_out + report.quarantined, report
+    report.write(out / "report.json")
+    write_page(report, checks, quarantine, out / "docs")
+    for finding in report.findings:
+        print(f"validate: {finding.dataset}: {finding.sentence}; first {finding.first[0]}")
+    if faults := refusals(cfg, report, clean, quarantine, miscounts):
+        where = f"all rows with reasons: {out / 'quarantine.parquet'}; as a page: {out / 'docs/index.html'}"
+        raise DataError("\n  ".join(["the data is refused:", *faults, where]))
+    return report
+
+
+def judge(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path) -> Judgement:
+    """Judge every row of `records/<name>/records.parquet`; nothing is written but the cache.
+
+    Raises:
+        DataError: records cannot be read, or an image changed since ingest.
+    """
     files = [records / name / "records.parquet" for name in entries]
     table = pl.concat([pl.DataFrame(load_table(file, RAW_SCHEMA, "ingest", EMPTY)) for file in files])
     images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
     _refuse_changed(table, images, entries)
-    twins = {link: find_twins(sound_pairs(table, images), *link, cfg.near_duplicate_max_diff) for link in LINKS}
-    overlaps = {f"{split} in {other}": twins[split, other].height for split, other in LINKS}
+    pairs = sound_pairs(table, images)
+    pair_cache = image_cache.with_name(f"pairs_of_{image_cache.name}")
+    likeness = likeness_of(pairs, table, cfg.compare_px, pair_cache, "validate")
+    twins = {link: find_twins(pairs, *link, cfg.near_duplicate_max_diff) for link in LINKS}
     leaks = twins["train", "test"].clear() if cfg.allow_test_leakage else twins["train", "test"]
-    found, all_rules = facts(table, images, leaks), rules(cfg.max_caption_chars)
-    bad = bad_rows(found, all_rules)
-    found = found.with_columns(counts=counting(found, bad, cfg.allow_lost_test_pairs))
-    shutil.rmtree(out / "docs", ignore_errors=True)
-    with ThreadPoolExecutor(1) as meanwhile:  # polars leaves the interpreter to great-expectations
-        parts = meanwhile.submit(_split_and_write, table, bad, out)
-        checks, miscounts = run_suite(found, all_rules, expected_pairs(entries))
-    clean, quarantine, respaced = parts.result()
-    broken = {check.rule for check in checks if not check.met} & {rule.name for rule in all_rules}
-    assert broken == set(bad["rules"].explode().drop_nulls()), (broken, bad["rules"])  # two engines, one judgement
-    report = _report(clean, quarantine, images, references_respaced=respaced, overlaps=overlaps)
-    assert report.rows_in == table.height == report.rows_out + report.quarantined, report
-    report.write(out / "report.json")
-    write_page(report, checks, quarantine, out / "docs")
-    _refuse(cfg, report, clean, quarantine, miscounts, out)
-    return report
+    row_facts = facts(table, images, leaks, likeness)
+    all_rules = rules(cfg.max_caption_chars)
+    bad = bad_rows(row_facts, all_rules)
+    return Judgement(
+        table=table,
+        images=images,
+        facts=row_facts,
+        rules=all_rules,
+        bad=bad,
+        overlaps={f"{split} in {other}": twins[split, other].height for split, other in LINKS},
+        findings=findings(pairs, likeness, bad, table, images),
+    )
+
+
+def refusals_of(cfg: Validate, entries: Mapping[str, DatasetEntry], judged: Judgement) -> list[str]:
+    """The reasons for which `validate` refuses these rows. It writes nothing and asks no second engine."""
+    clean, quarantine, respaced = _split(judged.table, judged.bad)
+    counts = counting(judged.facts, judged.bad, cfg.allow_lost_test_pairs)
+    counted = judged.facts.filter(counts == 1)
+    miscounts = []
+    for dataset, splits in expected_pairs(entries).items():
+        for split, expected in splits.items():
+            rows = counted.filter(dataset=dataset, own_split=split).height
+            if rows != expected:
+                miscounts.append(f"{dataset} {split}: {rows} pairs, but {expected} are expected")
+    return refusals(cfg, _report(judged, clean, quarantine, respaced), clean, quarantine, miscounts)
 
 
 def counting(found: pl.DataFrame, bad: pl.DataFrame, lost_may_be_lost: bool) -> pl.Series:
@@ -157,6 +213,13 @@ def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, i
 
 
 def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+    clean, quarantine, respaced = _split(table, bad)
+    for name, frame, schema in (("records", clean, RECORD_SCHEMA), ("quarantine", quarantine, QUARANTINE_SCHEMA)):
+        pq.write_table(frame.select(schema.names).to_arrow().cast(schema), out / f"{name}.parquet", compression="zstd")
+    return clean, quarantine, respaced
+
+
+def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int]:
     rows = table.with_row_index("row")
     clean = rows.join(bad, on="row", how="anti").sort("row")
     references = clean.select("row", "references").explode("references", empty_as_null=False)
@@ -166,12 +229,11 @@ def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple
     respaced = spaced.select((pl.col("new") != pl.col("references")).sum()).item()
     clean = clean.with_columns(grouped["references"])
     quarantine = rows.join(bad, on="row", how="inner").sort("row")
-    for name, frame, schema in (("records", clean, RECORD_SCHEMA), ("quarantine", quarantine, QUARANTINE_SCHEMA)):
-        pq.write_table(frame.select(schema.names).to_arrow().cast(schema), out / f"{name}.parquet", compression="zstd")
     return clean, quarantine, respaced
 
 
-def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame, **counted: Any) -> ValidateReport:
+def _report(judged: Judgement, clean: pl.DataFrame, quarantine: pl.DataFrame, respaced: int) -> ValidateReport:
+    images = judged.images
     names = pl.concat([clean["dataset"], quarantine["dataset"]]).unique().sort()
     suffix = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
     datasets = {}
@@ -193,7 +255,9 @@ def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame,
         rows_out=clean.height,
         quarantined=quarantine.height,
         leaks=quarantine.filter(pl.col("rules") == [LEAK]).height,
-        **counted,
+        references_respaced=respaced,
+        overlaps=judged.overlaps,
+        findings=judged.findings,
         images=images.height,
         bad_images=images.filter(pl.col("verdict") != OK).height,
         mislabelled_images=images.filter(pl.col("verdict") == OK, suffix.ne_missing(pl.col("format"))).height,
@@ -228,14 +292,10 @@ def lost_test_pairs(clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
     return [f"{row['id'] or row['source']}: {row['reason']}" for row in lost.iter_rows(named=True)]
 
 
-def _refuse(
-    cfg: Validate,
-    report: ValidateReport,
-    clean: pl.DataFrame,
-    quarantine: pl.DataFrame,
-    miscounts: list[str],
-    out: Path,
-) -> None:
+def refusals(
+    cfg: Validate, report: ValidateReport, clean: pl.DataFrame, quarantine: pl.DataFrame, miscounts: list[str]
+) -> list[str]:
+    """The reasons for which the data is refused, a sentence with the first rows for each; none: it is accepted."""
     faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
     faults += too_many(cfg, clean, quarantine)
     lost = {name: counts.lost_test_pairs for name, counts in report.datasets.items() if counts.lost_test_pairs}
@@ -244,9 +304,7 @@ def _refuse(
         f"them, or set validate.allow_lost_test_pairs to true:\n{_first(pairs)}"
         for name, pairs in ({} if cfg.allow_lost_test_pairs else lost).items()
     ]
-    if faults:
-        where = f"all rows with reasons: {out / 'quarantine.parquet'}; as a page: {out / 'docs/index.html'}"
-        raise DataError("\n  ".join(["the data is refused:", *faults, where]))
+    return faults
 
 
 def too_many(cfg: Validate, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:

@@ -265,7 +265,9 @@ def test_every_count_of_the_report(raw, quick):
     datasets = pl.read_parquet(raw.parent / "clean/records.parquet")["dataset"].to_list()
     assert datasets == ["other"] * 4 + ["mini"] * 9, "in the order of their entries; others are passed over"
     report = run_validate(raw.parent, {"mini": entries["mini"]}, near_duplicate_max_diff=None)
-    assert report.model_dump() == {
+    (finding,) = report.findings
+    assert (finding.dataset, finding.kind, finding.count) == ("mini", "before_in_train_and_test", 1)
+    assert report.model_dump(exclude={"findings"}) == {
         **{"stage": "validate", "rows_in": 12, "rows_out": 9, "quarantined": 3, "leaks": 1, "references_respaced": 2},
         **{"images": 18, "bad_images": 1, "mislabelled_images": 1},
         "overlaps": {"train in test": 1, "val in test": 0, "train in val": 0},
@@ -298,7 +300,7 @@ def test_a_row_that_breaks_every_rule_names_all_of_them_and_both_engines_agree(t
         {**sound, "id": "markup", "split": "val", "captions": ["ok", "a &amp; b", "<b>"]},
         {**sound, "id": "images", "split": "val", "before": "gone.png", "after": "/b.png"},
         {**sound, "id": "s1", "split": "val", "scene": "one", "after": "a.png"},
-        {**sound, "id": "s2", "split": "test", "scene": "one", "before": "b.png"},
+        {**sound, "id": "s2", "split": "test", "scene": "one", "before": "b.png", "after": "a.png"},
         {**sound, "id": None, "split": None, "before": None},
     ]
     write_json(tmp_path / "raw/pairs.json", rows)
@@ -308,12 +310,12 @@ def test_a_row_that_breaks_every_rule_names_all_of_them_and_both_engines_agree(t
     assert {row["id"]: row["rules"] for row in frame.iter_rows(named=True)} == {
         "mini/kept": ["readable", "id_unique", "not_in_test"],
         "mini/leak": ["not_in_test"],
-        "mini/dev": ["split_known"],
+        "mini/dev": ["split_known", "shows_a_change"],
         "mini/none": ["references_given"],
         "mini/long": ["reference_length"],
         "mini/markup": ["no_markup"],
         "mini/images": ["readable", "before_decodes", "after_decodes"],
-        "mini/s1": ["scene_in_one_split"],
+        "mini/s1": ["scene_in_one_split", "shows_a_change"],
         None: ["readable", "id_given", "split_given", "before_decodes"],
     }
     reasons = dict(frame.select("id", "reason").iter_rows())
@@ -361,11 +363,11 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
 
 def test_the_section_s_limits_are_kept():
     fields = {"max_quarantined_share": 0, "max_caption_chars": 1, "max_image_pixels": 1, "allow_test_leakage": False}
-    fields |= {"near_duplicate_max_diff": 255, "allow_lost_test_pairs": False, "max_leaked_share": 1}
+    fields |= {"near_duplicate_max_diff": 255, "allow_lost_test_pairs": False, "max_leaked_share": 1, "compare_px": 8}
     Validate.model_validate(fields)
     wrong = {"max_caption_chars": 0, "max_image_pixels": 0, "near_duplicate_max_diff": 256}
-    wrong |= {"max_quarantined_share": 1.1, "max_leaked_share": 1.1}
-    with pytest.raises(ValueError, match="5 validation errors"):
+    wrong |= {"max_quarantined_share": 1.1, "max_leaked_share": 1.1, "compare_px": 7}
+    with pytest.raises(ValueError, match="6 validation errors"):
         Validate.model_validate(fields | wrong)
 
 
@@ -389,6 +391,8 @@ def write_own(root: Path, pairs: dict[str, tuple[Image.Image, Image.Image, str]]
         for image, path in zip((before, after), paths, strict=True):
             image.save(root / path, **save)
         rows.append({"id": name, "before": paths[0], "after": paths[1], "captions": ["it moved"], "split": split})
+        if name == "none":
+            rows[-1]["captions"] = ["nothing moved"]
     write_json(root / "pairs.json", rows)
     run_ingest(root, "pairs", root.name, manifest="pairs.json")
     return root

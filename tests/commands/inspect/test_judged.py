@@ -1,0 +1,142 @@
+"""`m3diff data check` opens the images and judges as ingest and validate do: what it calls sound passes both."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import yaml
+from PIL import Image
+
+from m3diff.__main__ import DATA_REFUSED, main
+from m3diff.commands.inspect import Judge, check
+from m3diff.records.errors import DataError
+from m3diff.settings.load import load_params
+from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.ingest.stage import ingest
+from m3diff.stages.validate.stage import validate
+from tests.layouts import WRITERS, judge_by_polars_alone
+from tests.stages.validate.test_pairs import box, moved, scene, write_pairs
+from tests.toy import REPOSITORY
+
+Spoil = Callable[[Path], Any]
+
+
+def replace(number: int, data: bytes) -> Spoil:
+    return lambda root: (root / f"{number}_2.png").write_bytes(data)
+
+
+def copy(source: str, target: str) -> Spoil:
+    return lambda root: shutil.copy(root / source, root / target)
+
+
+def leak(root: Path) -> None:
+    """Two training pairs, 1 and 2, with the images of the test pairs 0 and 4."""
+    for train, test in ((1, 0), (2, 4)):
+        for side in ("", "_2"):
+            shutil.copy(root / f"{test}{side}.png", root / f"{train}{side}.png")
+
+
+def caption(text: str) -> Spoil:
+    def write(root: Path) -> None:
+        table = root / "pairs.csv"
+        table.write_text(table.read_text().replace("it moved", text, 1))
+
+    return write
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
+SPOILED: dict[str, Spoil] = {
+    "a pointer of Git LFS": replace(3, POINTER),
+    "a web page": replace(3, b"<!DOCTYPE html><html><title>Sign in</title></html>"),
+    "JSON": replace(3, b'{"error": "not found"}'),
+    "a PNG cut short": lambda root: replace(3, (root / "3_2.png").read_bytes()[:300])(root),
+    "no pixel decodes": replace(3, b"\x89PNG\r\n\x1a\n" + bytes(50)),
+    "a copy of the image before": copy("3.png", "3_2.png"),
+    "a copy in a test pair": copy("4.png", "4_2.png"),
+    "saved anew": lambda root: Image.open(root / "3.png").save(root / "3_2.png", "JPEG", quality=70),
+    "too many pixels": lambda root: Image.new("1", (11_000, 10)).save(root / "3_2.png"),
+    "32-bit floats": lambda root: Image.new("F", (160, 120)).save(root / "3_2.png", "TIFF"),
+    "test pairs that train": leak,
+    "markup": caption("<b>it moved</b>"),
+    "a caption of 3,000 letters": caption("a" * 3000),
+    "an image missing": lambda root: (root / "3_2.png").unlink(),
+    "an image of zero bytes": replace(3, b""),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_folder_that_validate_refuses_is_not_called_sound(tmp_path, case):
+    root = write_pairs(tmp_path / "own", moved)
+    assert check(root, {})[1]
+    SPOILED[case](root)
+    lines, sound = check(root, {})
+    assert not sound, lines
+    assert any("pairs.csv, line " in line or "images" in line for line in lines)
+
+
+def split_once(root: Path) -> None:
+    """The first image before stands in train and in test."""
+    shutil.copy(root / "0.png", root / "1.png")
+
+
+SOUND: dict[str, Callable[[Path], Any]] = {
+    "pairs": lambda root: write_pairs(root, moved),
+    "no change": lambda root: write_pairs(root, lambda number, image: image, "nothing has changed"),
+    "a change below a pixel": lambda root: write_pairs(root, lambda number, image: box(80, 60, 1, 1, 15)(image)),
+    "other sizes": lambda root: write_pairs(root, lambda number, image: moved(number, image).resize((80, 60))),
+    "one image before in two splits": lambda root: split_once(write_pairs(root, moved)),
+    **{reader: write for reader, write in WRITERS.items() if reader not in ("birds_to_words", "iedit")},
+}
+"""The two that are left out have a single pair in two splits, which is shown: more than any share of a handful."""
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_a_folder_that_is_called_sound_passes_both_stages_with_the_printed_entry(tmp_path, monkeypatch, case):
+    judge_by_polars_alone(monkeypatch)
+    limits = load_params(REPOSITORY / "params.yaml").validate_
+    root = tmp_path / "raw"
+    SOUND[case](root)
+    lines, sound = check(root, {}, judge_by=Judge(limits, tmp_path / "cache.parquet"))
+    assert sound, lines
+    ((name, printed),) = yaml.safe_load(lines[-1]).items()
+    entry = DatasetEntry.model_validate(printed)
+    monkeypatch.setattr("m3diff.images.check._over_cores", None)  # ingest finds every image in the cache
+    if case not in ("emu_edit", "magicbrush", "syned"):  # their images are unpacked to another folder
+        ingest(name, entry, tmp_path / "cache.parquet", tmp_path / "records")
+        validate(limits, {name: entry}, tmp_path / "cache.parquet", tmp_path / "records", tmp_path / "clean")
+
+
+def test_images_embedded_in_parquet_are_opened(tmp_path):
+    rows = []
+    for number in range(4):
+        sides = {"before": tmp_path / "a.png", "after": tmp_path / "b.png"}
+        scene(number).save(sides["before"])
+        moved(number, scene(number)).save(sides["after"])
+        images = {side: {"bytes": path.read_bytes(), "path": f"{side}{number}.png"} for side, path in sides.items()}
+        rows.append({**images, "captions": "it moved", "split": "test" if number == 3 else "train"})
+    root = tmp_path / "own"
+    root.mkdir()
+    pl.DataFrame(rows).write_parquet(root / "pairs.parquet")
+    assert check(root, {})[1]
+    rows[1]["after"]["bytes"] = POINTER
+    pl.DataFrame(rows).write_parquet(root / "pairs.parquet")
+    assert not check(root, {})[1]
+
+
+def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeypatch):
+    root = write_pairs(tmp_path / "own", moved)
+    monkeypatch.setattr("m3diff.commands.inspect.DEFAULT_JUDGE", None)
+    params = tmp_path / "params.yaml"
+    profile = {"extends": str(REPOSITORY / "profiles/embedded"), "compute": {"scratch": str(tmp_path / "runs")}}
+    params.write_text(yaml.safe_dump(profile))
+    shutil.copy(root / "0.png", root / "1.png")
+    assert main(["--params", str(params), "data", "check", str(root)]) == 0
+    assert "1 images are in train and in test" in capsys.readouterr().out
+    assert (tmp_path / "runs/image_cache.parquet").is_file()
+    (root / "5.png").write_bytes(POINTER)
+    assert main(["--params", str(params), "data", "check", str(root)]) == DATA_REFUSED
+    with pytest.raises(DataError):
+        check(tmp_path / "none", {})
