@@ -8,11 +8,12 @@ passes both stages with the entry that is printed. Each mistake that is known ha
 """
 
 import inspect
+import io
 import os
 import re
 import tempfile
 from collections.abc import Container, Iterator, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice, repeat
 from pathlib import Path
@@ -179,11 +180,13 @@ def _judged(name: str, entry: DatasetEntry, judge_by: Judge) -> tuple[list[str],
     with tempfile.TemporaryDirectory() as folder:
         cache = judge_by.image_cache or Path(folder) / "image_cache.parquet"
         records = Path(folder) / "records"
+        unpacked = f"{records / name / 'images'}/"  # where no user finds them
         try:
-            ingest(name, entry, cache, records)
+            with redirect_stdout(io.StringIO()):  # which says what is passed over, as this module does
+                ingest(name, entry, cache, records)
             judged = judge(judge_by.limits, {name: entry}, cache, records)
         except DataError as error:
-            return [f"  CANNOT BE USED {error}"], False
+            return [f"  CANNOT BE USED {error}".replace(unpacked, "embedded image ")], False
         between_splits = _single_row_between_splits(judged.bad)
         accepted = replace(judged, bad=judged.bad.join(between_splits, on="row", how="anti", maintain_order="left"))
         faults = refusals_of(judge_by.limits, {name: entry}, accepted)
@@ -192,7 +195,7 @@ def _judged(name: str, entry: DatasetEntry, judge_by: Judge) -> tuple[list[str],
         lines += _shown(finding.sentence, finding.first, finding.count)
     lines += [f"  1 pair is left out; of a larger part validate stops: {reason}" for reason in between_splits["reason"]]
     lines += [f"  NOT ACCEPTED {fault}" for fault in faults]
-    return lines, not faults
+    return [line.replace(unpacked, "embedded image ") for line in lines], not faults
 
 
 def _single_row_between_splits(bad: pl.DataFrame) -> pl.DataFrame:

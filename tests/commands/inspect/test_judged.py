@@ -117,13 +117,14 @@ def test_images_embedded_in_parquet_are_opened(tmp_path):
         moved(number, scene(number)).save(sides["after"])
         images = {side: {"bytes": path.read_bytes(), "path": f"{side}{number}.png"} for side, path in sides.items()}
         rows.append({**images, "captions": "it moved", "split": "test" if number == 3 else "train"})
-    root = tmp_path / "own"
-    root.mkdir()
-    pl.DataFrame(rows).write_parquet(root / "pairs.parquet")
-    assert check(root, {})[1]
-    rows[1]["after"]["bytes"] = POINTER
-    pl.DataFrame(rows).write_parquet(root / "pairs.parquet")
-    assert not check(root, {})[1]
+    for folder in ("sound", "spoiled"):
+        (tmp_path / folder).mkdir()
+        pl.DataFrame(rows).write_parquet(tmp_path / folder / "pairs.parquet")
+        rows[1]["after"]["bytes"] = POINTER
+    assert check(tmp_path / "sound", {})[1]
+    lines, sound = check(tmp_path / "spoiled", {})
+    assert not sound
+    assert "pairs.parquet, row 1: after: embedded image " in "\n".join(lines)
 
 
 def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeypatch):
