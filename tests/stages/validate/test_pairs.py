@@ -117,12 +117,13 @@ CHANGES: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+@pytest.mark.parametrize("suffixes", ["png png", "png jpg", "jpg jpg", "png webp"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_small_change_is_never_taken_for_noise(tmp_path, change, suffix):
-    before = saved(scene(1), tmp_path / f"before.{suffix}", **({"quality": 80} if suffix != "png" else {}))
+def test_a_small_change_is_never_taken_for_noise(tmp_path, change, suffixes):
+    first, second = suffixes.split()
+    before = saved(scene(1), tmp_path / f"before.{first}", **({"quality": 80} if first != "png" else {}))
     after = saved(
-        CHANGES[change](scene(1)), tmp_path / f"after.{suffix}", **({"quality": 60} if suffix != "png" else {})
+        CHANGES[change](scene(1)), tmp_path / f"after.{second}", **({"quality": 60} if second != "png" else {})
     )
     assert compare_images(before, after, 100) in (FAINT, CHANGED)
 
