@@ -415,12 +415,42 @@ def test_a_check_has_digest_format_size_and_thumbnail_of_the_file(tmp_path):
     check = check_image(str(tmp_path / "a.jpg"), 1600)
     thumb = check.pop("thumb")
     told = {"path": str(tmp_path / "a.jpg"), "digest": hashlib.sha256(data).digest()}
-    shape = {"format": "JPEG", "width": 40, "height": 24, "bits": 8, "color": "grey"}
-    assert check == told | shape | {"verdict": "ok"}
+    shape = {"format": "JPEG", "width": 40, "height": 24}
+    assert check == told | shape | {"verdict": "ok", "bits": 8, "color": "grey"}
     assert thumb == Image.open(tmp_path / "a.jpg").convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     assert thumb[0] > 200 > 50 > thumb[63]
     too_large = "has 40x24 pixels, 1,600 padded to a square, more than 1,599; save it smaller"
     assert check_image(str(tmp_path / "a.jpg"), 1599) == told | shape | {"verdict": too_large}
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix", "bits", "color"),
+    [
+        ("RGB", "png", 8, "color"),
+        ("RGBA", "png", 8, "color"),
+        ("P", "png", 8, "color"),
+        ("L", "png", 8, "grey"),
+        ("1", "png", 1, "grey"),
+        ("I;16", "png", 16, "grey"),
+        ("grey as RGB", "jpg", 8, "colorless"),
+    ],
+)
+def test_a_check_says_bits_and_colour_and_the_upright_size(tmp_path, mode, suffix, bits, color):
+    picture = noise_image(1, (12, 8))
+    if mode == "grey as RGB":
+        picture = picture.convert("L").convert("RGB")
+    elif mode == "I;16":
+        picture = Image.fromarray(np.linspace(0, 65535, 96).astype(np.uint16).reshape(8, 12))
+    else:
+        picture = picture.convert(mode)
+    exif = Image.Exif()
+    exif[274] = 6  # turn by 270 degrees
+    picture.save(tmp_path / f"a.{suffix}", exif=exif)
+    check = check_image(str(tmp_path / f"a.{suffix}"), 1600)
+    assert check["verdict"] == "ok"
+    assert (check["width"], check["height"]) == (8, 12)
+    assert check["bits"] == bits
+    assert check["color"] == color
 
 
 @pytest.fixture

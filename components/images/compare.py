@@ -216,7 +216,7 @@ def _differences(first: Image.Image, second: Image.Image) -> Differences:
         strip = [np.asarray(image.crop(box).convert("YCbCr"), dtype=np.int16) for image in (first, second)]
         difference = strip[0] - strip[1]
         largest = max(largest, float(np.abs(difference).max(initial=0)))
-        touched += np.count_nonzero(difference.any(axis=2))
+        touched += int(np.count_nonzero(difference.any(axis=2)))
         strips.append(_halved_twice(difference))
     blocks = np.concatenate(strips)
     means = [float(np.abs(blocks).max())]
