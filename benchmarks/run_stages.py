@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+UNIT_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # bytes: macOS counts single ones
+
 
 def run_commands_in_turn(order: dict[str, Any]) -> dict[str, Any]:
     """Run the commands in turn, `warm_runs` times more than once.
@@ -55,7 +57,7 @@ def run_commands_in_turn(order: dict[str, Any]) -> dict[str, Any]:
         "warm_s": warm_s,
         "first_command_s": first_command_s,
         "digests": digests,
-        "own_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+        "own_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT_OF_MAXRSS / 1e6,
         "package": str(Path(m3diff.__file__).resolve().parent),
     }
 

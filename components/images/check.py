@@ -7,15 +7,12 @@ output.
 
 import hashlib
 import io
-import multiprocessing
 import os
 import stat
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, repeat
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,8 @@ import simplejpeg
 from PIL import Image
 
 from m3diff.images.open import ImageError, decode_strictly, open_image, to_rgb, too_large
+from m3diff.images.workers import worker_pool
 from m3diff.records.files import write_atomic
-from m3diff.records.machine import usable_cpus
 from m3diff.records.progress import progress
 
 OK = "ok"
@@ -129,17 +126,8 @@ def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: i
     if len(batches) == 1 and len(batches[0]) <= WORTH_WORKERS:
         yield _check_here(batches[0], known, max_pixels)
         return
-    with ProcessPoolExecutor(usable_cpus(), multiprocessing.get_context(_start_method())) as pool:
+    with worker_pool() as pool:
         yield from pool.map(check_batch, batches, repeat(known), repeat(max_pixels))
-
-
-def _start_method() -> str:
-    """How workers start: fork would copy polars' threads half-way, and spawn imports everything in each worker."""
-    try:
-        forkserver.ensure_running()
-    except OSError:  # TMPDIR is on a file system without sockets, or one that refuses the socket's chmod
-        return "spawn"
-    return "forkserver"
 
 
 def _check_here(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[dict[str, Any]]:

@@ -11,10 +11,7 @@ Comparisons are cached by the contents of both images beside the image cache. Th
 """
 
 import io
-import multiprocessing
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, JpegImagePlugin
 
 from m3diff.images.open import open_image, to_rgb
+from m3diff.images.workers import worker_pool
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 
@@ -135,8 +133,7 @@ def _compare_all(pairs: pl.DataFrame, compare_px: int, stage: str) -> list[str]:
         if len(tasks) < WORTH_WORKERS:
             yield from map(_compare_task, tasks)
             return
-        context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
-        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
+        with worker_pool() as pool:
             yield from pool.map(_compare_task, tasks, chunksize=8)
 
     return list(progress(comparisons(), f"{stage} pairs", total=len(tasks), unit="pair"))

@@ -49,7 +49,7 @@ class Finding(BaseModel):
     """Something of a dataset that is counted and not refused."""
 
     dataset: str
-    kind: str  # hidden_changes, placeholders, sides_differ or before_in_train_and_test
+    kind: str  # hidden_changes, placeholders, sides_differ or before_in_several_splits
     count: int
     sentence: str  # what was found, with its numbers and a remedy
     first: list[str]  # places of the first rows
@@ -107,7 +107,7 @@ def findings(
         *_hidden_changes(placed.join(likeness, on="row")),
         *_placeholders(shown, images),
         *_sides_that_differ(shown, images),
-        *_before_in_train_and_test(placed.join(bad, on="row", how="anti", maintain_order="left")),
+        *_before_in_several_splits(placed.join(bad, on="row", how="anti", maintain_order="left")),
     ]
     order = {name: number for number, name in enumerate(table["dataset"].unique(maintain_order=True))}
     return sorted(listed, key=lambda finding: order[finding.dataset])
@@ -188,22 +188,24 @@ def _sides_that_differ(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Fi
         )
 
 
-def _before_in_train_and_test(pairs: pl.DataFrame) -> Iterator[Finding]:
+def _before_in_several_splits(pairs: pl.DataFrame) -> Iterator[Finding]:
     by_image = pairs.group_by("dataset", "before_sha256", maintain_order=True).agg(
-        train=(pl.col("split") == "train").sum(), test=(pl.col("split") == "test").sum()
+        splits=pl.col("split").n_unique(),
+        train=(pl.col("split") == "train").sum(),
+        test=(pl.col("split") == "test").sum(),
     )
-    repeated = by_image.filter(pl.col("train") > 0, pl.col("test") > 0)
+    repeated = by_image.filter(pl.col("splits") > 1)
     for (dataset,), befores in repeated.group_by("dataset", maintain_order=True):
-        rows = pairs.filter(pl.col("split").is_in(["train", "test"])).join(
-            befores, on=["dataset", "before_sha256"], how="semi", maintain_order="left"
-        )
+        rows = pairs.join(befores, on=["dataset", "before_sha256"], how="semi", maintain_order="left")
+        tested = befores.filter(pl.col("train") > 0, pl.col("test") > 0)
         yield Finding(
             dataset=str(dataset),
-            kind="before_in_train_and_test",
+            kind="before_in_several_splits",
             count=befores.height,
             sentence=(
-                f"{befores.height:,} images are in train and in test, before {befores['train'].sum():,} and "
-                f"{befores['test'].sum():,} pairs; give such pairs one `scene`, so that they share a split"
+                f"{befores.height:,} images are before pairs of several splits, {tested.height:,} of them of "
+                f"{tested['train'].sum():,} train and {tested['test'].sum():,} test pairs; give such pairs one "
+                "`scene`, so that they share a split"
             ),
             first=rows["source"].head(FIRST).to_list(),
         )

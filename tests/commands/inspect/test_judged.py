@@ -78,7 +78,7 @@ def test_a_folder_that_validate_refuses_is_not_called_sound(tmp_path, case):
 
 
 def split_once(root: Path) -> None:
-    """The first image before stands in train and in test."""
+    """The first image is before a training pair and a test pair."""
     shutil.copy(root / "0.png", root / "1.png")
 
 
@@ -135,7 +135,7 @@ def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeyp
     params.write_text(yaml.safe_dump(profile))
     shutil.copy(root / "0.png", root / "1.png")
     assert main(["--params", str(params), "data", "check", str(root)]) == 0
-    assert "1 images are in train and in test" in capsys.readouterr().out
+    assert "1 images are before pairs of several splits" in capsys.readouterr().out
     assert (tmp_path / "runs/image_cache.parquet").is_file()
     (root / "5.png").write_bytes(POINTER)
     assert main(["--params", str(params), "data", "check", str(root)]) == DATA_REFUSED

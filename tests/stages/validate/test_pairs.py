@@ -269,7 +269,7 @@ def test_one_before_image_in_train_and_test_is_counted(tmp_path, quick):
     root = write_pairs(tmp_path / "own", moved)
     for number in (1, 2, 5):
         (root / f"{number}.png").write_bytes((root / "0.png").read_bytes())
-    assert judged(root)[0] == [("before_in_train_and_test", 1)]
+    assert judged(root)[0] == [("before_in_several_splits", 1)]
 
 
 def test_comparisons_are_cached_by_content_and_a_broken_cache_changes_nothing(tmp_path, quick, monkeypatch):

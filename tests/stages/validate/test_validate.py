@@ -266,7 +266,7 @@ def test_every_count_of_the_report(raw, quick):
     assert datasets == ["other"] * 4 + ["mini"] * 9, "in the order of their entries; others are passed over"
     report = run_validate(raw.parent, {"mini": entries["mini"]}, near_duplicate_max_diff=None)
     (finding,) = report.findings
-    assert (finding.dataset, finding.kind, finding.count) == ("mini", "before_in_train_and_test", 1)
+    assert (finding.dataset, finding.kind, finding.count) == ("mini", "before_in_several_splits", 1)
     assert report.model_dump(exclude={"findings"}) == {
         **{"stage": "validate", "rows_in": 12, "rows_out": 9, "quarantined": 3, "leaks": 1, "references_respaced": 2},
         **{"images": 18, "bad_images": 1, "mislabelled_images": 1},
