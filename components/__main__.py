@@ -315,10 +315,10 @@ def data(params: Params, args: argparse.Namespace) -> int:
         return 0
     if args.root is None:
         raise ParamsError("data check: name a dataset's folder: m3diff data check FOLDER")
-    from m3diff.commands.inspect import Judge, check
+    from m3diff.commands.inspect import StageLimits, check
 
-    judge_by = Judge(limits=params.validate_, image_cache=params.compute.image_cache)
-    lines, sound = check(args.root, params.ingest.datasets, args.reader, judge_by)
+    stage_limits = StageLimits(limits=params.validate_, image_cache=params.compute.image_cache)
+    lines, sound = check(args.root, params.ingest.datasets, args.reader, stage_limits)
     print("\n".join(lines))
     return 0 if sound else DATA_REFUSED
 

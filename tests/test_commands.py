@@ -22,6 +22,7 @@ import yaml
 from m3diff import __main__ as command_line
 from m3diff.__main__ import COMMANDS, main
 from m3diff.commands import usage
+from m3diff.commands.inspect import StageLimits
 from m3diff.commands.rescore import rescore
 from m3diff.commands.zero_shot import PROMPT, Request
 from m3diff.records.errors import DataError
@@ -52,7 +53,12 @@ LOCAL, FAR = "http://127.0.0.1:8000/v1", "https://a.example/v1"
 PREDICTED = {"predictions": DATA / "06_predictions"}
 TRAINED = {"cfg": PARAMS.train, "model": PARAMS.models["m3diff"], "compute": PARAMS.compute}
 MINE = {"reader": "minichange", "settings": PARAMS.synthesize["minichange"]}
-CHECKED = {"root": Path("somewhere"), "entries": ENTRIES, "reader": "pairs"}
+CHECKED = {
+    "root": Path("somewhere"),
+    "entries": ENTRIES,
+    "reader": "pairs",
+    "stage_limits": StageLimits(PARAMS.validate_, CACHE),
+}
 FAR_AWAY = "--limit 9 --out out --prompt P --max-tokens 5 --key-variable K --allow-unlicensed"
 ANSWERED = Request(LOCAL, "m", PROMPT, "OPENAI_API_KEY", None, PARAMS.predict.limit)
 FROM_FAR = Request(FAR, "m", "P", "K", 5, 9, allow_unlicensed=True)

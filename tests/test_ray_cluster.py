@@ -34,7 +34,7 @@ def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_netw
     monkeypatch.setattr(
         ray, "init", lambda **given: asked.update(given, dashboard=services.start_api_server(False, False, "", "gcs"))
     )
-    monkeypatch.setattr(ray_cluster.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(ray_cluster, "usable_cpus", lambda: cores)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray_cluster.start_ray(compute(cpus_per_worker=3))
     assert (asked["address"], asked["num_cpus"], asked["_node_ip_address"]) == ("local", want, "127.0.0.1")

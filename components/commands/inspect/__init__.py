@@ -78,7 +78,7 @@ FAR = re.compile(r"/|~|\$|\\\\|[A-Za-z]:\\|[A-Za-z][A-Za-z0-9+.-]*:/|\.\.[/\\]")
 
 
 @dataclass(frozen=True)
-class Judge:
+class StageLimits:
     """How the run would judge a dataset: `validate`'s limits, and the cache in which ingest finds the images again."""
 
     limits: Validate
@@ -86,7 +86,7 @@ class Judge:
 
 
 # The limits of profiles/embedded.yaml, for callers that have no parameters
-DEFAULT_JUDGE = Judge(
+EMBEDDED_LIMITS = StageLimits(
     Validate(
         max_quarantined_share=0.01,
         max_leaked_share=0.05,
@@ -101,13 +101,16 @@ DEFAULT_JUDGE = Judge(
 
 
 def check(
-    root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = None, judge_by: Judge = DEFAULT_JUDGE
+    root: Path,
+    entries: Mapping[str, DatasetEntry],
+    reader: str | None = None,
+    stage_limits: StageLimits = EMBEDDED_LIMITS,
 ) -> tuple[list[str], bool]:
     """Look at one dataset's folder. A dataset of `entries` (`ingest.datasets`) with this root is read as it says there.
 
     Args:
         reader: what the folder is, where that is not to be found out.
-        judge_by: what validate would refuse.
+        stage_limits: what validate would refuse.
 
     Returns:
         Lines to show, and whether the folder can be used as it is.
@@ -136,7 +139,7 @@ def check(
         return [*lines, "  fetch the missing files again; nothing was read"], False
     found, sound, asked = ([], True, guessed) if guessed else _read(name, entry)
     if sound and not [doubt for doubt in asked if not doubt.sure]:
-        told, passes = _judged(name, _settled(entry, asked), judge_by)
+        told, passes = _judged(name, _settled(entry, asked), stage_limits)
         found += told
         sound = passes
     open_ones = [doubt for doubt in asked if doubt.answers and (known or not doubt.sure)]
@@ -176,21 +179,21 @@ def _settled(entry: DatasetEntry, asked: list[Doubt]) -> DatasetEntry:
     return entry.model_copy(update={"options": options})
 
 
-def _judged(name: str, entry: DatasetEntry, judge_by: Judge) -> tuple[list[str], bool]:
+def _judged(name: str, entry: DatasetEntry, stage_limits: StageLimits) -> tuple[list[str], bool]:
     """What ingest and validate say of the dataset when it is the only one, and whether they accept it."""
     with tempfile.TemporaryDirectory() as folder:
-        cache = judge_by.image_cache or Path(folder) / "image_cache.parquet"
+        cache = stage_limits.image_cache or Path(folder) / "image_cache.parquet"
         records = Path(folder) / "records"
         unpacked = f"{records / name / 'images'}/"  # where no user finds them
         try:
             with redirect_stdout(io.StringIO()):  # which says what is passed over, as this module does
                 ingest(name, entry, cache, records)
-            judged = judge(judge_by.limits, {name: entry}, cache, records)
+            judged = judge(stage_limits.limits, {name: entry}, cache, records)
         except DataError as error:
             return [f"  CANNOT BE USED {error}".replace(unpacked, "embedded image ")], False
         between_splits = _single_row_between_splits(judged.bad, judged.table.height)
         accepted = replace(judged, bad=judged.bad.join(between_splits, on="row", how="anti", maintain_order="left"))
-        faults = refusals_of(judge_by.limits, {name: entry}, accepted)
+        faults = refusals_of(stage_limits.limits, {name: entry}, accepted)
     lines = []
     for finding in judged.findings:
         lines += _shown(finding.sentence, finding.first, finding.count)

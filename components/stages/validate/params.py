@@ -13,4 +13,4 @@ class Validate(Section):
     max_image_pixels: int = Field(ge=1)  # of the square that it is padded to; a larger image is taken for a bomb
     allow_test_leakage: bool  # train on pairs that are in a test set; the report counts them all the same
     near_duplicate_max_diff: int | None = Field(ge=0, le=255)  # grey levels; null compares contents only
-    compare_px: int = Field(ge=8)  # side of the square that the model sees: a change that is gone there is told
+    compare_px: int = Field(default=384, ge=8)  # side of the square that the model sees: hidden changes are counted

@@ -62,7 +62,7 @@ class ValidateReport(StageReport):
     images: int
     bad_images: int
     mislabelled_images: int  # the content is sound, of another format than the file's name says
-    findings: list[Finding]  # counted and shown, not refused
+    findings: list[Finding] = []  # counted and shown, not refused; reports of earlier versions have none
     datasets: dict[str, ValidateCounts]
 
 

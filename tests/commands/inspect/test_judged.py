@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 
 from m3diff.__main__ import DATA_REFUSED, main
-from m3diff.commands.inspect import Judge, check
+from m3diff.commands.inspect import StageLimits, check
 from m3diff.records.errors import DataError
 from m3diff.settings.load import load_params
 from m3diff.stages.ingest.params import DatasetEntry
@@ -99,7 +99,7 @@ def test_a_folder_that_is_called_sound_passes_both_stages_with_the_printed_entry
     limits = load_params(REPOSITORY / "params.yaml").validate_
     root = tmp_path / "raw"
     SOUND[case](root)
-    lines, sound = check(root, {}, judge_by=Judge(limits, tmp_path / "cache.parquet"))
+    lines, sound = check(root, {}, stage_limits=StageLimits(limits, tmp_path / "cache.parquet"))
     assert sound, lines
     ((name, printed),) = yaml.safe_load(lines[-1]).items()
     entry = DatasetEntry.model_validate(printed)
@@ -129,7 +129,7 @@ def test_images_embedded_in_parquet_are_opened(tmp_path):
 
 def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeypatch):
     root = write_pairs(tmp_path / "own", moved)
-    monkeypatch.setattr("m3diff.commands.inspect.DEFAULT_JUDGE", None)
+    monkeypatch.setattr("m3diff.commands.inspect.EMBEDDED_LIMITS", None)
     params = tmp_path / "params.yaml"
     profile = {"extends": str(REPOSITORY / "profiles/embedded"), "compute": {"scratch": str(tmp_path / "runs")}}
     params.write_text(yaml.safe_dump(profile))
