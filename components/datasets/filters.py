@@ -41,6 +41,8 @@ NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3
 NAMES_OF_NO_CHANGE = {
     *(NO_CHANGE, "no change", "no changes", "nochange", "unchanged", "not changed", "without change"),
     *("without a change", "no difference", "no differences", "nothing", "nothing changed", "nothing has changed"),
+    *("no changed", "no diff", "no diffs", "same", "the same", "identical", "unmodified", "not modified", "unaltered"),
+    *("no modification", "no modifications", "no edit", "no edits"),
 }
 
 # How train, val and test are called elsewhere. A name of `splits` that only says so needs no row

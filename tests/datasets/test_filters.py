@@ -179,7 +179,8 @@ def test_a_value_of_a_list_that_no_row_has_is_named(tmp_path):
 @pytest.mark.parametrize(
     "name",
     ["None", "none", "NONE", "unchanged", "Unchanged", "no change", "No Change", "no_change", "no-change", "nochange"]
-    + ["no changes", " no change. ", "not changed", "nothing changed", "no difference"],
+    + ["no changes", " no change. ", "not changed", "nothing changed", "no difference"]
+    + ["no_diff", "same", "identical", "unmodified", "no changed", "No modification", "no-edit"],
 )
 @pytest.mark.parametrize("read", [pairs.read, omnidiff.read], ids=["pairs", "omnidiff"])
 def test_names_of_no_change_are_one_change_type(tmp_path, read, name):
