@@ -25,12 +25,14 @@ WEAK_WORDS = {"label", "value", "instruction", "prompt", "edit", "annotation", "
 EDIT_WORDS = {  # words in the names of columns that say what changes or changed
     *("change", "changes", "diff", "diffs", "difference", "differences", "modification", "modifications"),
     *("edit", "edits", "editing", "modify", "transformation", "transformations", "operation", "operations"),
+    *("delta", "deltas", "mod", "mods", "manipulation", "alteration", "alterations", "adjustment", "adjustments"),
 }
 # Those that may also name a kind of change: object added, color
 NAMES_OF_LABELS = EDIT_WORDS - {"edit", "edits", "editing", "modify"}
 # Words that say what changes, or what a model is asked
 CHANGE_WORDS = EDIT_WORDS | {
     *("instruction", "instructions", "request", "requests", "command", "commands", "prompt", "prompts"),
+    *("instr", "instruct", "directive", "directives"),
 }
 # Words in the names of columns that hold what a caption answers; the first two say it, the others may
 CERTAIN_QUESTION_WORDS = {"question", "query"}
@@ -140,9 +142,11 @@ def _is_question(name: str, column: Sequence[Any]) -> bool:
     """True if a column holds questions, by its name or by its texts."""
     words = {*words_in(name)}
     texts = [value for value in column if isinstance(value, str) and value.strip()]
-    if words & CERTAIN_QUESTION_WORDS:
+    # A query of image retrieval is an edit: it differs by row and asks nothing
+    is_edit = "query" in words and len({*texts}) > 1
+    if words & CERTAIN_QUESTION_WORDS and not is_edit:
         return True
-    if not words & QUESTION_WORDS or not texts:
+    if not words & (QUESTION_WORDS | CERTAIN_QUESTION_WORDS) or not texts:
         return False
     questions = sum(text.rstrip().endswith(("?", "？")) or asks_what_changed(text) for text in texts)
     return 2 * questions >= len(texts)
@@ -155,9 +159,9 @@ def _holds_labels(name: str, column: Sequence[Any]) -> bool:
     return are_repeated and {*words_in(name)}.isdisjoint(CHANGE_WORDS - NAMES_OF_LABELS)
 
 
-def _describes_one_side(name: str) -> bool:
-    words = {*words_in(name)}
-    return bool(words & ORDER_WORDS - {"edit"}) and bool(words & DESCRIPTION_WORDS)
+def _describes_no_change(name: str) -> bool:
+    """True if a column describes one of the two images by its name: source_caption, image_description."""
+    return _describes_one_image(name) and bool({*words_in(name)} & DESCRIPTION_WORDS)
 
 
 def _describes_one_image(name: str) -> bool:
@@ -184,12 +188,16 @@ def _caption_columns(values: Mapping[str, list[Any]]) -> list[list[str]]:
     strong = [name for name in statements if {*words_in(name)} & CAPTION_WORDS]
     if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
         return [[_inner("captions", values["captions"])]]
-    changes = [name for name in statements if _is_named_as_change(name) and is_text(values[name])]
+    changes = [
+        name
+        for name in statements
+        if (_is_named_as_change(name) or "query" in words_in(name)) and is_text(values[name])
+    ]
     if not any(map(_describes_one_image, strong)):
         changes = [name for name in changes if not _holds_labels(name, values[name])]
     texts = [name for name in statements if is_text(values[name])]
     pool = [*strong, *(name for name in changes if name not in strong)] if strong else texts
-    if strong and all(map(_describes_one_side, strong)):  # another column may say the change, whatever its name
+    if strong and all(map(_describes_no_change, strong)):  # another column may say the change, whatever its name
         pool += [name for name in texts if name not in pool]
     pool = pool or [name for name in named if is_text(values[name]) or {*words_in(name)} & WEAK_WORDS]
     if len(pool) < 2:

@@ -55,6 +55,10 @@ CORPORA = {
     "a change caption": {"change_caption": CHANGES, "source_caption": SOURCES},
     "one prompt in all rows": {"edit_prompt": ["remove the lamp"] * ROWS, "target_caption": TARGETS},
     "a change under a name of its own": {"target_caption": TARGETS, "what_happened": CHANGES},
+    "an image's caption and a change under a name of its own": {"image_caption": TARGETS, "what_happened": CHANGES},
+    "a delta": {"caption": TARGETS, "delta": CHANGES},
+    "a bare caption and a short word for an instruction": {"output": TARGETS, "instr": EDITS},
+    "an edit that is called a query": {"query": EDITS, "answer": TARGETS},
     "differences": {"diff": CHANGES, "original_caption": SOURCES},
 }
 DATA = {"edit_type"}
@@ -101,6 +105,12 @@ CLEAR = {
     "a caption and the object": ({"caption": CHANGES, "edit_object": LABELS}, "caption", ["edit_object"]),
     "the documented name": ({"captions": CHANGES, "source_caption": SOURCES}, "captions", ["source_caption"]),
     "the task's question": ({"instruction": ASKED, "output": CHANGES}, "output", []),
+    "the task's question as a query": ({"query": ASKED, "answer": CHANGES}, "answer", []),
+    "several questions as queries": (
+        {"query": ["What changed?", "What has changed?"] * (ROWS // 2), "answer": CHANGES},
+        "answer",
+        [],
+    ),
     "the task's question as a prompt": ({"prompt": ASKED, "caption": CHANGES}, "caption", []),
     "an edit and its object": ({"edit": EDITS, "object": ["car"] * ROWS}, "edit", []),
     "a system prompt": ({"instruction": ASKED, "output": CHANGES, "system": SOURCES}, "output", ["system"]),
