@@ -56,16 +56,35 @@ PATTERNS = {kind: re.compile(mark, re.VERBOSE | re.MULTILINE | re.IGNORECASE) fo
 HIGH = "[\x80-\xbfŒœŠšŸŽžƒˆ˜–—‘’‚“”„†‡•…‰‹›€™]"
 # Of these, signs that may also stand after a letter at the end of a word: «MAÇÃ»
 CLOSING = "[»”’›—–]"
+# Bytes of UTF-8 that no person writes after a capital letter, as a trade mark, a quotation mark or a Š
+AFTER_CAPITAL = "[\x80-\x9f¡¢£¤¥¦§¨¬\xad¯°±´µ¶·¸¹¼½¾¿ƒˆ˜†•‰€]"
+# Signs between two letters, where a code page shows an umlaut: Geb‰ude, gr÷er
+IN_A_WORD = "[÷‰ˆ¸▀„†‡¤¦¨¬¯¶±¼½¾]"
 DATA_MARKS = {  # kind -> what no person writes in a caption
-    "refusals": MARKS["a refusal"],
+    "refusals": MARKS["a refusal"]
+    + r"""
+  | \A\W*my\ apologies\b | ^\W*unfortunately,?\ (?:i|no\ images?)\b
+  | \bi\ (?:can't|cannot|can\ not|could\ not|couldn't)\ see\ (?:any|the|both|either|your)\ (?:\w+\ )?images?\b
+  | \b(?:haven't|have\ not|didn't|did\ not)\ (?:uploaded?|attach(?:ed)?|provided?|shared?)\ (?:\w+\ ){0,2}images?\b
+  | ^\W*(?:unable|failed)\ to\ (?:process|generate|load|caption|describe|analy[sz]e)\b
+  | \brate\ limit\ (?:exceeded|reached)\b | ^\W*error(?:\ code)?\s?:\s?(?:\w+\ ){0,2}(?:\d{3}|error|exceeded|failed)\b
+  | ^\W*(?:the\ )?request\ timed\ out\b | ^\W*internal\ server\ error\b
+  | ^\W*(?:죄송|非常抱歉|我无法|我不能)
+""",
     "roles": r"""
     ^\W*(?:user|assistant|human|system|gpt|chatbot|bot|question|instruction|thought)\s?:\s*\S
   | (?-i:\b(?:USER|ASSISTANT|HUMAN|SYSTEM)\s?:) | \A\s*assistant\s*\n | \#{2,}\s?\w[\w ]{0,20}:
   | ^\W*(?:what|which|how|where)\b[^?]{0,200}\b(?:chang|differ|image|picture|photo)[^?]{0,200}\?(?=\s*\S)
   | ^\W*(?:please\ )?describe\ (?:the|what|all|any|how)\b.{0,80}\b(?:image|picture|photo|between|changed)
-  | \bhelpful\ assistant\b
+  | \A\W*what(?:'s|\ (?:has|have|was|is|are))?\ (?:the\ )?(?:changed?|different|differences?|changes?)\b
+    [^?]{0,80}\?\W*\Z
+  | ^\W*q\s?:.*\ba\s?: | \bhelpful\ assistant\b
 """,
-    "chat": MARKS["words of a chat model to its user"].replace("|differences?|changes?", "|output"),
+    "chat": MARKS["words of a chat model to its user"].replace("|differences?|changes?", "|output")
+    + r"""
+  | ^\W*(?:sure|certainly|absolutely|of\ course)\s?[—–]\s?here\b | ^\W*the\ (?:caption|answer|description)\ is\s?:
+  | ^\W*based\ on\ (?:the\ )?(?:two\ )?images?\ (?:you\ )?(?:provided|given)\b | ^\W*(?:当然|好的)[！!，,。]
+""",
     "tokens": r"""
     <[|/]?[A-Za-z][\w.:|-]{0,40}(?:[ =][^<>]{0,100})?\|?/?> | <｜[^<>]{1,40}｜> | <0x[0-9A-F]{2}> | <</?SYS>>
   | (?-i:\[/?(?:INST|PAD|UNK|CLS|SEP|MASK|BOS|EOS|IMG|TOOL_CALLS|IMAGE)\]) | \b(?:startseq|endseq|endoftext)\b
@@ -79,10 +98,14 @@ DATA_MARKS = {  # kind -> what no person writes in a caption
     "encoding": rf"""
     \ufffd | [\x80-\x84\x86-\x9f] | ï¿½ | ï»¿ | 锟斤拷 | 烫烫烫
   | (?-i:[ÃÂ](?!{CLOSING}(?:\W|$)){HIGH}) | (?-i:ã[©¨¤¼¶±\xad])
-  | (?-i:â(?:€|{HIGH}{HIGH})) | (?-i:ð[Ÿ\x9f]{HIGH}{HIGH}) | (?-i:[ÐÑ]{HIGH}\s?){{3}} | (?-i:[ã-é]{HIGH}{HIGH}){{2}}
+  | (?-i:â(?:€|{HIGH}{HIGH})) | (?-i:ð[Ÿ\x9f]{HIGH}{HIGH}) | (?-i:[ÐÑ]{HIGH}\s?){{3}} | (?-i:[à-ï]{HIGH}{HIGH}){{2}}
+  | (?-i:[Ä-ÖØ-Þ]{AFTER_CAPITAL}) | (?-i:[Ä-ÖØ-Þ][™®©‚›‡](?=[a-zà-ÿ])) | (?!(.)\1{{3}})[À-ÖØ-öø-ÿ]{{4}}
+  | (?!(.)\2{{5}})[¡-ÿ]{{6}} | [├┬]\S | (?-i:[A-Za-z][ГД][^\x00-\x7f]) | [a-z]{IN_A_WORD}[a-z]
   | √[©®°§¶†∂º±ß¥´] | ‚Ä[ôúùìî] | (?-i:[РС][^\x00-\x7fа-яА-Я]){{3}}
 """,
-    "escapes": r"""[\x00-\x08\x0e-\x1f\x7f\u200b\ufeff] | \\(?:[nrt"']|u[0-9a-f]{4}|x[0-9a-f]{2})""",
+    "escapes": r"""[\x00-\x08\x0e-\x1f\x7f\u200b\ufeff] | \\(?:[nrt"']|u[0-9a-f]{4}|x[0-9a-f]{2})
+  | (?-i:=[C-F][0-9A-F]=[89AB][0-9A-F]) | %[c-f][0-9a-f]%[89ab][0-9a-f] | \w%20\w
+""",
 }
 DATA_PATTERNS = {kind: re.compile(mark, re.VERBOSE | re.MULTILINE | re.IGNORECASE) for kind, mark in DATA_MARKS.items()}
 # Kinds that white space and apostrophes may show; their patterns take no long time
@@ -93,11 +116,15 @@ SUSPECT = (
     r"(?i)sorry|apolog|language model|an ai\b|unable|not able|have access|the ability|i can[’']t|i cannot|i can not"
     r"|i couldn[’']t|i could not|i won[’']t|no images? (?:was|were|has|have)|see (?:any|an|the|both) image"
     r"|please (?:provide|upload)|lo siento|désol|es tut mir|mi dispiace|desculpe|извините|抱歉|对不起|申し訳"
+    r"|my apologies|unfortunately|see (?:any|the|both|either|your) |upload|attach|provide|share|(?:unable|failed) to"
+    r"|rate limit|error|timed out|죄송|我无法|我不能|当然|好的|images? (?:you )?(?:provided|given)|[—–]\s?here|%20"
+    r"|=[C-F][0-9A-F]=|%[C-F][0-9A-F]%"
     r"|:|##|\?|describe|helpful assistant|assistant\s*\n|(?:certainly|absolutely|of course|sure|sure thing)\s?[!,.]"
     r"|(?:ok|okay|great)[!,.]|based on|let me know|hope (?:this|that)|happy to|[<\[{&\\▁⁇ĠĊ]|startseq|endseq|endoftext"
     r"|tensor\(|```|\*\*"
 ).replace(" ", r"\s+") + (
-    rf"|[\x{{80}}-\x{{84}}\x{{86}}-\x{{9f}}\x{{fffd}}]|ï¿½|ï»¿|锟斤拷|烫烫烫|[ÃÂãâðÐÑ]{HIGH}|[ã-é]{HIGH}{HIGH}|â€|√|‚Ä"
+    rf"|[\x{{80}}-\x{{84}}\x{{86}}-\x{{9f}}\x{{fffd}}]|ï¿½|ï»¿|锟斤拷|烫烫烫|[Â-ÖØ-ßãâð]{HIGH}|[à-ï]{HIGH}{HIGH}|â€|√|‚Ä"
+    rf"|[¡-ÿ]{{4}}|[├┬]|[a-z][гд]|[a-z]{IN_A_WORD}"
     r"|[РС][^\x00-\x7fа-яА-Я]|[\x00-\x08\x0e-\x1f\x7f\x{200b}\x{feff}]"
 )
 

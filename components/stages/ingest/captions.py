@@ -109,16 +109,39 @@ def _counted(kind: str, captions: Sequence[tuple[Row, str]], total: int) -> OddC
 def _repeats(rows: Sequence[Row]) -> Iterator[OddCaptions]:
     """The text that a large share of the pairs with a change has; a sentence that nothing changed may repeat."""
     changed = [row for row in rows if NO_CHANGE not in row.change_types]
-    pairs_by_text = Counter(text for row in changed for text in _distinct(row.references))
+    pairs_by_spelling = Counter(text for row in changed for text in _distinct(row.references))
+    pairs_by_text = _by_one_spelling(pairs_by_spelling)
     for text, pairs in pairs_by_text.most_common(10) if len(changed) >= MIN_PAIRS else ():
         if pairs < MIN_REPEATS or pairs < MIN_SHARE * len(changed):
             return
         mean = pairs_by_text.total() / len(pairs_by_text)
         is_one = pairs >= SHARE_OF_ONE * len(changed) or pairs >= TIMES_THE_MEAN * mean
         if is_one and isinstance(text, str) and text.strip() and not SAYS_NO_CHANGE.search(text):
-            having = [(row, text) for row in changed if text in row.references]
+            plain = _plain(text)
+            spellings = {spelt for spelt in pairs_by_spelling if _plain(spelt) == plain}
+            having = [(row, text) for row in changed if not spellings.isdisjoint(_distinct(row.references))]
             yield _counted("repeats", having, len(changed))
             return
+
+
+def _by_one_spelling(pairs_by_text: Counter[str]) -> Counter[str]:
+    """The counts of texts, repeated ones that differ only in capitals, white space and signs at their ends as one.
+
+    A text that stands on one pair is not compared, which saves most of the time.
+    """
+    spellings: dict[str, list[str]] = {}
+    for text, pairs in pairs_by_text.items():
+        if pairs > 1:
+            spellings.setdefault(_plain(text), []).append(text)
+    merged = pairs_by_text.copy()
+    for first, *others in spellings.values():
+        for text in others:
+            merged[first] += merged.pop(text)
+    return merged
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).strip(" .!\"'")
 
 
 def _distinct(references: Sequence[Any]) -> set[str]:

@@ -39,10 +39,12 @@ SAY_NOTHING = {
     *("nan", "none", "null", "nil", "n/a", "n.a", "na", "nat", "undefined", "missing", "empty", "blank", "unknown"),
     *("unlabeled", "tbd", "todo", "fixme", "test", "caption", "true", "false", "no caption", "no captions"),
     *("no description", "not available", "not applicable", "no answer", "not annotated", "string", "placeholder"),
+    *("dummy", "asdf", "qwerty", "%s"),
 }
 FIRST_OF_PLACEHOLDERS = ("lorem ipsum", "todo", "fixme", "tbd", "xxx")
 LAST_OF_PLACEHOLDERS = (
     *("placeholder", "caption", "captions", "text", "texts", "description", "descriptions", "string", "only", "here"),
+    *("available", "unavailable", "provided", "given", "found"),
     *("added", "annotated", "written", "done", "determined", "filled", "filled in", "pending", "missing", "soon"),
 )
 NOT_WRITTEN_YET = re.compile(  # texts that keep a caption's place, in small letters
@@ -57,7 +59,11 @@ NOT_WRITTEN_YET = re.compile(  # texts that keep a caption's place, in small let
     | (?:the\ )?(?:caption|text|description)s?\ (?:
         goes\ here | here | to\ be\ (?:added|written|filled(?:\ in)?) | pending | missing | coming\ soon )
     | (?:todo|fixme|tbd|xxx)\b\s?[:-].{0,80} | to\ be\ (?:added|annotated|done|determined|filled(?:\ in)?)
-    | coming\ soon""",
+    | coming\ soon | (?:insert|enter|your)\ text(?:\ here)? | x{2,}
+    | (?:no|missing)\ (?:captions?|descriptions?|texts?|annotations?)
+        (?:\ (?:is\ |are\ )?(?:available|provided|given|found))?
+    | (?:captions?|descriptions?|texts?)\ (?:is\ |are\ )?
+        (?:unavailable|not\ (?:yet\ )?(?:available|provided|given|found))""",
     re.VERBOSE | re.DOTALL,
 )
 LIST = re.compile(  # a list, tuple, set or object as a programming language prints it
@@ -204,7 +210,8 @@ def doubts(
             "rows; write the captions as JSON: `json.dumps(captions)`",
             [],
         )
-    yield from _literals(texts)
+    literals = list(_literals(texts))
+    yield from literals
     words = [(row, texts) for row, texts in told if len(texts) > 3 and all(WORD.fullmatch(str(text)) for text in texts)]
     if 2 * len(words) > len(told):
         yield Doubt(
@@ -219,8 +226,9 @@ def doubts(
             yield from _separators(texts)
         yield from _nothing(texts, options.get("no_caption"))
     if own:
-        # a list or an object written as text has its own question above
-        others = [captions for captions in odd if not (lists and captions.kind == "literals")]
+        # what is written as text, with its quotes and escapes, has its own question above
+        answered = {"literals", "escapes"} if lists or literals else set[str]()
+        others = [captions for captions in odd if captions.kind not in answered]
         yield from _unconfirmed(others, options.get("confirmed") or ())
 
 
@@ -252,7 +260,7 @@ def _literals(texts: Sequence[tuple[Row, str]]) -> Iterator[Doubt]:
 
 def says_nothing(text: str) -> bool:
     """True if a text has no letter or digit, is a single number, or a word that programs and people write for none."""
-    bare = text.strip("\"'`()[]{}<>.!*# \t\r\n").casefold()
+    bare = text.strip("\"'`()[]{}<>.!*#$ \t\r\n").casefold()
     return bare in SAY_NOTHING or not re.search(r"[^\W\d_]", bare) or _keeps_a_place(bare)
 
 

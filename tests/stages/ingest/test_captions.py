@@ -20,17 +20,23 @@ ODD = {
         "As an AI, I cannot compare images.", "I apologize, but no image was shown", "I am unable to view images",
         "Sorry, I can't tell what changed.", "I cannot assist with this request.", "No images were provided.",
         "I do not have access to the images.", "Please provide both images.", "Lo siento, no puedo", "抱歉，我无法",
+        "Unfortunately, I can't see any images here.", "It looks like you haven't uploaded the images yet.",
+        "My apologies, I cannot determine the change.", "Unable to process image.", "Error: rate limit exceeded",
+        "Request timed out.", "Internal server error", "죄송하지만 도와드릴 수 없습니다.", "Error code: 429",
     ],
     "roles": [
         "USER: what changed? ASSISTANT: a car left", "Assistant: the lamp is gone", "assistant\nthe lamp is gone",
         "### Response: the lamp is gone", "What changed between the images? the lamp is gone", "Human: the lamp left",
         "Describe the difference between the two images. The lamp is gone", "You are a helpful assistant.",
+        "What changed?", "What is the difference between the two images?", "Q: what changed? A: the lamp is gone",
     ],
     "chat": [
         "Sure! Here is the caption: a tree appeared.", "Certainly! The lamp is gone.", "Caption: the lamp is gone",
         "Here's a description of the changes: the lamp left", "Answer: the lamp is gone", "Okay, here it is",
         "the lamp is gone. Let me know if you need more", "Based on the provided images, the lamp is gone",
         "Here are the differences: the lamp", "Of course! The lamp is gone.", "the lamp left. I hope this helps!",
+        "Sure — here is the change: a car left", "The caption is: a car left", "当然！灯不见了",
+        "Based on the images provided, a car left",
     ],
     "tokens": [
         "<|im_start|>the lamp is gone", "the lamp is gone</s>", "[INST] the lamp [/INST]", "<image>\nthe lamp is gone",
@@ -46,9 +52,13 @@ ODD = {
         "Ã–sterreich is gone", "voilÃ\xa0 the lamp", "20Â°C on the sign", "\u00f0\u0178\u02dc\u20ac left",
         "caf√© is gone",
         "Ð»Ð°Ð¼Ð¿Ð° left", "РџСЂРёРІРµС‚", "锟斤拷 left", "the ï¿½ left", "å\x8f°ç\x81¯ left",
+        "auto zmizelo, pÅ™ibyl keÅ™", "zniknÄ™Å‚a lampa", "Ï„Î¿ Î±Ï…Ï„Î¿ÎºÎ¯Î½Î·Ï„Î¿", "à¤ªà¥‡à¤¡à¤¼",
+        "à¸•à¹‰à¸™à¹„à¸¡à¹‰",
+        "ë‚˜ë¬´ê°€", "das GebГ¤ude", "das Geb├ñude", "das Geb‰ude", "gr÷er", "ìàøèíà óåõàëà", "Ê÷²»¼ûÁË",
     ],
     "escapes": [
         "a tree\\nappeared", "a caf\\u00e9 left", "a\\tb", "caf\\xe9", "the \\\"lamp\\\" left", "\x1b[31mthe lamp",
+        "caf=C3=A9 is gone", "caf%C3%A9 is gone", "the%20lamp",
     ],
 }  # fmt: skip
 ORDINARY = [
@@ -64,11 +74,21 @@ ORDINARY = [
     "the caption is missing from the poster", "add text", "write a caption under the photo of the man", "100 % & more",
     "the 2 < 3 sign became 3 > 2", "surely the lamp moved", "the lamp (\"big one\") left", "C++ & C#", "ok sign is on",
     "چراغ می\u200cرود", "Ã is the letter on the sign", "the man’s hat is gone",
+    "jäääär on läinud, töööö", "NESCAFÉ® sign is gone", "NEJVÝŠ POLOŽENÝ", "POKÉ™ card",
+    "l’été à Noël, « ça » a été ôté",
+    "the car—left", "the car…left", "2×½ became 3÷4", "ÖPNV-Schild fehlt", "MÜLL ist weg: 5 m²",
+    "the error sign is gone",
+    "an error page: 404 became a form", "unfortunately parked car left", "is the car gone?", "where was the red car?",
+    "the rate limit sign", "a discount of 20% is 30% now", "x=C3 became x=C4", "знак «СРОЧНО» убран", "NO CAPTION sign",
+    "the text is not found on the wall any more", "a dummy was added", "the XXX sign left",
 ]  # fmt: skip
 PLACEHOLDERS = [
     "Placeholder for visual caption.", "placeholder", "[insert caption here]", "<caption>", "{caption}", "TODO",
     "TODO: write this", "lorem ipsum dolor sit amet", "string", "Your caption here", "caption goes here",
     "sample caption", "This is a placeholder", "To be added", "description missing",
+    "No caption available", "no caption provided", "caption unavailable", "description not available",
+    "insert text here",
+    "${caption}", "%s", "xxx", "dummy", "asdf",
 ]  # fmt: skip
 
 
@@ -110,6 +130,7 @@ VARIED = [f"the lamp {number} is gone" for number in range(12)]
 REPEATS = {
     "half of the pairs": (["there is a difference"] * 12 + VARIED, 12),
     "every pair": (["something changed"] * 16, 16),
+    "one text in several spellings": (["Something changed."] * 6 + ["something  changed"] * 6 + VARIED, 12),
     "two fifths": (["the scene differs"] * 8 + VARIED, 8),
     "a few of many": (["the lamp is gone"] * 8 + VARIED * 4, 0),
     "a small set": (["the lamp is gone"] * 15, 0),

@@ -1,5 +1,6 @@
 """Captions that are literals of Python in themselves: refused with their row, and sentences that only look like one."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_a_column_of_literals_is_refused_by_check_and_by_ingest(tmp_path, form):
     with pytest.raises(DataError) as refused:
         run_ingest(tmp_path, "pairs", "own", **OPTIONS)
     assert "data.json, record 0" in str(refused.value)
+
+
+def test_the_escapes_of_a_literal_have_no_question_of_their_own(tmp_path):
+    write(tmp_path, [repr(f"the café {number} is gone".encode()) for number in range(4)])
+    rows = [row | {"split": "test"} for row in json.loads((tmp_path / "data.json").read_text())]
+    write_json(tmp_path / "data.json", rows)
+    lines, is_sound = check(tmp_path, {})
+    assert not is_sound
+    assert not any("confirmed" in line for line in lines)
 
 
 def test_one_literal_among_captions_is_named_with_its_row(tmp_path):
