@@ -64,7 +64,7 @@ def test_a_pair_that_cannot_be_read_is_said_and_the_others_are_captioned(checkpo
     assert caption(checkpoint, images / "t.csv") == DATA_REFUSED
     said = capsys.readouterr()
     assert [line.split("\t")[0] for line in said.out.splitlines()] == ["00001", "00004"]
-    assert "bad.png: cannot be read as an image" in said.err
+    assert "bad.png: is text, not an image" in said.err
     assert "thin.png: has 1x30000 pixels, 900,000,000 padded to a square, more than 100,000,000" in said.err
     assert caption(checkpoint, images / "t.csv", "--json") == DATA_REFUSED
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
