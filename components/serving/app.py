@@ -242,8 +242,12 @@ CHAT_OPTIONS: Mapping[str, HarmlessValues] = {
     # Of vLLM, SGLang and llama.cpp
     **dict.fromkeys(
         (
+            "allowed_token_ids",
+            "bad_words",
             "continue_final_message",
+            "custom_logit_processor",
             "documents",
+            "ebnf",
             "echo",
             "grammar",
             "guided_choice",
@@ -251,8 +255,14 @@ CHAT_OPTIONS: Mapping[str, HarmlessValues] = {
             "guided_json",
             "guided_regex",
             "json_schema",
+            "logits_processors",
+            "lora_path",
+            "n_probs",
             "regex",
+            "return_token_ids",
+            "stop_regex",
             "stop_token_ids",
+            "structural_tag",
             "structured_outputs",
         ),
         HarmlessValues(EMPTY, _is_empty),
