@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -46,6 +46,7 @@ WINDOW = 32 * CONCURRENT  # questions that wait for a thread or are asked: each 
 # States of a reply: the question is at fault, or its form; and: later
 NOT_TAKEN, PUT_OFF = (400, 413, 422), (408, 409, 425, 429)
 NOT_IMPLEMENTED = 501
+KEEP_METHOD = (307, 308)  # redirects that send a question on as it is
 ATTEMPTS = 2  # of a question that gets no answer in time: a server that hangs would hang at each of six attempts, too
 CONNECT_S = 10  # for a connection, which a server that is there takes at once however slowly it answers
 IDENTIFY_S = 10  # for the list of models, which needs no computation
@@ -178,6 +179,10 @@ class AnswerSource(BaseModel):
     cached_until: str | None
 
 
+class RedirectError(ParamsError):
+    """The URL leads to another server, or in a way that loses the question."""
+
+
 class OtherServerError(ParamsError):
     """Stored answers are those of another server, or of one that was not recorded.
 
@@ -220,7 +225,7 @@ class Answers:
         data = path.read_bytes() if path.is_file() else b""
         self.torn = bool(data) and not data.endswith(b"\n")
         for line in data.split(b"\n"):
-            with suppress(ValueError, TypeError, KeyError):
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
                 self._read(json.loads(line))
 
     def _read(self, entry: Any) -> None:
@@ -401,7 +406,12 @@ class Endpoint:
                 new = {key: question for key, question in distinct.items() if key not in stored}
                 if new:
                     has_answered = any(answer.server == server for answer in stored.values())
-                    self.chosen |= self._ask(client, server, new, told, has_answered)
+                    try:
+                        self.chosen |= self._ask(client, server, new, told, has_answered)
+                    except (ConnectionError, ParamsError):
+                        self._answers_after_change(client, server, new, distinct)
+                        raise
+                    self.chosen |= self._answers_after_change(client, server, new, distinct)
         self.chosen |= stored
         self.sources = sources_of([self.chosen[key] for key in keys], [key in stored for key in keys])
         if stored:
@@ -465,6 +475,34 @@ class Endpoint:
             count = len({*keys, *self.chosen})
             raise OtherServerError(self.answers.path, Counter(others.values()), asked, count, self.option)
 
+    def _answers_after_change(
+        self, client: Any, server: ServerIdentity, asked: Mapping[str, Question], keys: Iterable[str]
+    ) -> dict[str, StoredAnswer]:
+        """The answers to the questions just asked, without their server if another model answers there by now; nothing
+        if the same one does, or if the server does not say.
+
+        Raises:
+            OtherServerError: another model answers, and `reuse` is not true.
+        """
+        if server.id is None:
+            return {}
+        try:
+            present = self._identify(client.with_options(max_retries=0))
+        except ConnectionError:
+            return {}
+        if present.id is None or present == server:
+            return {}
+        unsure: dict[str, StoredAnswer] = {}
+        for key, question in asked.items():
+            for stored in self.answers.of(key):
+                if stored.server == server:
+                    unsure[key] = self.answers.keep(key, self._facts(question), stored.answer)
+                    self.answers.forget(key, server)
+        if self.reuse is not True:
+            now = f"{present}, which was {server} when the questions began, model {self.model!r}"
+            self._refuse(dict.fromkeys(unsure), keys, now)
+        return unsure
+
     def _client(self) -> Any:
         import openai
 
@@ -500,8 +538,9 @@ class Endpoint:
         except (openai.APIStatusError, openai.APITimeoutError):
             return ServerIdentity(normalised_url(self.url))
         except openai.OpenAIError as error:
+            self._refuse_redirect(error)
             raise ConnectionError(
-                f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}; asked for its list of models"
+                f"{self.url}, model {self.model!r}: {describe_error(error)}; asked for its list of models"
             ) from error
         return identity_in_list(self.url, self.model, reply.text)
 
@@ -635,8 +674,14 @@ class Endpoint:
                 return error
             later = error.status_code >= 500 or error.status_code in PUT_OFF
             raise (ConnectionError if later else ParamsError)(self._told(error, question)) from error
-        except (openai.OpenAIError, json.JSONDecodeError) as error:  # not reached, or the reply was cut on its way
+        except (openai.OpenAIError, json.JSONDecodeError) as error:
+            self._refuse_redirect(error)
+            # not reached, or the reply was cut on its way
             raise ConnectionError(self._told(error, question)) from error
+
+    def _refuse_redirect(self, error: Exception) -> None:
+        if isinstance(error.__cause__, RedirectError):
+            raise RedirectError(f"{self.url}: {error.__cause__}") from error
 
     def _request(self, question: Question) -> dict[str, Any]:
         parts = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in question.images]
@@ -649,7 +694,14 @@ class Endpoint:
 
     def _told(self, error: Exception, question: Question) -> str:
         about = ", ".join(map(str, question.images)) or repr(question.text[:60])
-        return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}; asked about {about}"
+        return f"{self.url}, model {self.model!r}: {describe_error(error)}; asked about {about}"
+
+
+def describe_error(error: Exception) -> str:
+    """An error in words, with its cause where openai says "Connection error." alone."""
+    cause = error.__cause__
+    because = f" ({type(cause).__name__}: {cause})" if cause is not None and str(cause) not in str(error) else ""
+    return f"{type(error).__name__}: {error}{because}"
 
 
 def sources_of(answers: Iterable[StoredAnswer], cached: Iterable[bool]) -> list[AnswerSource]:
@@ -697,6 +749,12 @@ def http_client(trust_env: bool) -> Any:
     import httpx2
     import openai
 
+    def refuse_redirect(response: Any) -> None:
+        target = refused_redirect(response.request.method, str(response.request.url), response)
+        if target is not None:
+            why = f"redirects to {target}; write the URL that answers itself, up to and with /v1"
+            raise openai.OpenAIError(why) from RedirectError(why)  # which openai passes on and does not repeat
+
     class BodyInTime(httpx2.SyncByteStream):
         def __init__(self, stream: Any, deadline: float) -> None:
             self.stream = stream
@@ -730,7 +788,26 @@ def http_client(trust_env: bool) -> Any:
                 raise openai.APITimeoutError(request=request) from error
             return response
 
-    return ClientInTime(trust_env=trust_env)
+    return ClientInTime(trust_env=trust_env, event_hooks={"response": [refuse_redirect]})
+
+
+def refused_redirect(method: str, url: str, response: Any) -> str | None:
+    """Where a reply leads that no question may follow; None for any other reply.
+
+    Answers belong to the server of the URL that the user wrote, so the origin stays the same. A question that is
+    redirected with 301 to 303 would go on as GET, without its text.
+    """
+    if not response.has_redirect_location:
+        return None
+    target = urljoin(url, response.headers["location"])
+    try:
+        is_same_origin = normalised_url(urljoin(url, "/")) == normalised_url(urljoin(target, "/"))
+        shown = normalised_url(target)
+    except ValueError:  # a port or a host that is none
+        is_same_origin = False
+        shown = repr(target[:100])
+    keeps_method = method == "GET" or response.status_code in KEEP_METHOD
+    return None if is_same_origin and keeps_method else shown
 
 
 def in_unicode(text: str) -> str:

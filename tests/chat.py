@@ -37,6 +37,7 @@ class Server:
     url: str = ""
     replies: dict[str, list[Any]] = field(default_factory=dict)
     models: Any = 501
+    redirects: dict[str, tuple[int, str]] = field(default_factory=dict)  # by method: status and URL up to /v1
     listed: int = 0  # how often the models were asked for
     closing: threading.Event = field(default_factory=threading.Event)
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -85,7 +86,9 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known.listed += 1
-            if isinstance(known.models, Fault):
+            if "GET" in known.redirects:
+                self.redirect(*known.redirects["GET"])
+            elif isinstance(known.models, Fault):
                 self.fail(known.models)
             else:
                 status, body = (known.models, {}) if isinstance(known.models, int) else (200, known.models)
@@ -115,7 +118,13 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
                 known.keys.add(self.headers["Authorization"])
                 known.now += 1
                 known.at_once = max(known.at_once, known.now)
-                reply = known.reply(text_of(body))
+                redirected = "POST" in known.redirects and "/again/" not in self.path
+                reply = None if redirected else known.reply(text_of(body))
+            if redirected:
+                with lock:
+                    known.now -= 1
+                self.redirect(*known.redirects["POST"])
+                return
             time.sleep(next((s for word, s in known.delays.items() if word in text_of(body)), known.delay))
             if isinstance(reply, Fault):
                 with lock:
@@ -126,6 +135,12 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
             with lock:
                 known.now -= 1
             self.send(status, sent)
+
+        def redirect(self, status: int, url: str) -> None:
+            self.send_response(status)
+            self.send_header("Location", url + self.path.removeprefix("/v1"))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def send(self, status: int, sent: bytes) -> None:
             self.send_response(status)
