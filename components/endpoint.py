@@ -749,12 +749,6 @@ def http_client(trust_env: bool) -> Any:
     import httpx2
     import openai
 
-    def refuse_redirect(response: Any) -> None:
-        target = refused_redirect(response.request.method, str(response.request.url), response)
-        if target is not None:
-            why = f"redirects to {target}; write the URL that answers itself, up to and with /v1"
-            raise openai.OpenAIError(why) from RedirectError(why)  # which openai passes on and does not repeat
-
     class BodyInTime(httpx2.SyncByteStream):
         def __init__(self, stream: Any, deadline: float) -> None:
             self.stream = stream
@@ -789,6 +783,16 @@ def http_client(trust_env: bool) -> Any:
             return response
 
     return ClientInTime(trust_env=trust_env, event_hooks={"response": [refuse_redirect]})
+
+
+def refuse_redirect(response: Any) -> None:
+    """Raise openai.OpenAIError, which openai passes on and does not repeat, for a redirect that may not be followed."""
+    import openai
+
+    target = refused_redirect(response.request.method, str(response.request.url), response)
+    if target is not None:
+        why = f"redirects to {target}; write the URL that answers itself, up to and with /v1"
+        raise openai.OpenAIError(why) from RedirectError(why)
 
 
 def refused_redirect(method: str, url: str, response: Any) -> str | None:

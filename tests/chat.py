@@ -79,11 +79,48 @@ def as_body(reply: Any) -> tuple[int, bytes]:
     return 200, json.dumps(answer).encode()
 
 
+class Replies(BaseHTTPRequestHandler):
+    known: Server
+
+    def fail(self, fault: Fault) -> None:
+        if fault is Fault.RESET:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            return
+        if fault is not Fault.HANG:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+        end = time.monotonic() + FAULT_S  # a client without a limit of its own fails then, and not never
+        while time.monotonic() < end and not self.known.closing.wait(0.05):
+            if fault is Fault.TRICKLE:
+                with suppress(OSError):
+                    self.wfile.write(b" ")
+        self.close_connection = True
+
+    def redirect(self, status: int, url: str) -> None:
+        self.send_response(status)
+        self.send_header("Location", url + self.path.removeprefix("/v1"))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def send(self, status: int, sent: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Retry-After", self.known.retry_after)
+        self.send_header("Content-Length", str(len(sent)))
+        self.end_headers()
+        self.wfile.write(sent)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 @contextmanager
 def chat_server(default: Any = "yes") -> Iterator[Server]:
     known, lock = Server(default), threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Replies):
         def do_GET(self) -> None:
             known.listed += 1
             if "GET" in known.redirects:
@@ -93,22 +130,6 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
             else:
                 status, body = (known.models, {}) if isinstance(known.models, int) else (200, known.models)
                 self.send(status, body if isinstance(body, bytes) else json.dumps(body).encode())
-
-        def fail(self, fault: Fault) -> None:
-            if fault is Fault.RESET:
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.close_connection = True
-                return
-            if fault is not Fault.HANG:
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.end_headers()
-            end = time.monotonic() + FAULT_S  # a client without a limit of its own fails then, and not never
-            while time.monotonic() < end and not known.closing.wait(0.05):
-                if fault is Fault.TRICKLE:
-                    with suppress(OSError):
-                        self.wfile.write(b" ")
-            self.close_connection = True
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -136,23 +157,7 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
                 known.now -= 1
             self.send(status, sent)
 
-        def redirect(self, status: int, url: str) -> None:
-            self.send_response(status)
-            self.send_header("Location", url + self.path.removeprefix("/v1"))
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def send(self, status: int, sent: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Retry-After", known.retry_after)
-            self.send_header("Content-Length", str(len(sent)))
-            self.end_headers()
-            self.wfile.write(sent)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
+    Handler.known = known
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     known.url = f"http://127.0.0.1:{http.server_port}/v1"

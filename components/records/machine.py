@@ -175,6 +175,6 @@ def _words(file: Path) -> list[str]:
 def _lines(file: Path) -> list[str]:
     """The lines of a file of the kernel; none of a file that is missing, unreadable or damaged."""
     try:
-        return file.read_text(encoding="ascii", errors="replace").splitlines()
+        return file.read_bytes().decode("utf-8", "surrogateescape").split("\n")  # groups have names of any bytes
     except OSError:
         return []
