@@ -160,11 +160,20 @@ def read(
         checks.finish()
 
     def pairs_of_rows() -> Iterator[Row]:
+        captions = 0
+        dropped = 0
         for row in merged(found_rows(), across_splits=True):
             told = row.references
             if nothing and not row.fault and isinstance(told, list):
                 told = [each for each in told if not (isinstance(each, str) and each.strip().casefold() in nothing)]
+                captions += len(row.references)
+                dropped += len(row.references) - len(told)
             yield row._replace(references=told, without_caption=bool(row.references) and not told)
+        if captions and not dropped:
+            # a note and no refusal: texts that stand for no caption are listed for later files, too
+            checks.notes.append(
+                f"no_caption: none of {captions:,} captions is {' or '.join(map(repr, no_caption or ()))}"
+            )
 
     return NotedRows(pairs_of_rows(), checks.notes)
 

@@ -176,6 +176,13 @@ def test_a_value_of_a_list_that_no_row_has_is_named(tmp_path):
     assert any("'unsure'" in note and "'yes' (5)" in note for note in notes)
 
 
+@pytest.mark.parametrize(("caption", "count"), [("n/a", 1), ("it fell 3", 0)])
+def test_texts_for_no_caption_that_are_nowhere_are_named(tmp_path, caption, count):
+    root = write_table(tmp_path, flag=is_odd("yes", "no"))
+    _, notes = read_with_notes(DATASETS["pairs"], root, {"no_caption": [caption]})
+    assert sum("no_caption" in note and "10 captions" in note for note in notes) == count
+
+
 @pytest.mark.parametrize(
     "name",
     ["None", "none", "NONE", "unchanged", "Unchanged", "no change", "No Change", "no_change", "no-change", "nochange"]
