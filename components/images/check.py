@@ -22,7 +22,7 @@ import polars as pl
 import simplejpeg
 from PIL import Image
 
-from m3diff.images.open import ImageError, decode_strictly, open_image, to_rgb, too_large
+from m3diff.images.open import ImageError, decode_to_rgb, open_image, too_large
 from m3diff.images.workers import worker_pool
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
@@ -200,7 +200,7 @@ def check_image(path: str, max_pixels: int, known: frozenset[bytes] = frozenset(
             if fault := too_large(image, max_pixels):
                 return found | shape | {"verdict": fault}
             shape["bits"] = _bits(image)
-            rgb = to_rgb(decode_strictly(image, data))
+            rgb = decode_to_rgb(image, data)
             shape |= {"color": GREY if image.mode in GREY_MODES else _color_in(rgb), **_upright(image)}
             thumb = rgb.convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except ImageError as error:
@@ -227,5 +227,8 @@ def _upright(image: Image.Image) -> dict[str, int]:
 
 def _color_in(rgb: Image.Image) -> str:
     sample = rgb.resize((min(rgb.width, SAMPLED), min(rgb.height, SAMPLED)), Image.Resampling.NEAREST)
-    channels = np.asarray(sample, dtype=np.int16)
-    return COLOR if np.ptp(channels, axis=2).max() > COLOR_LEVELS else COLORLESS
+    red, green, blue = (np.asarray(channel) for channel in sample.split())
+    # of pairs of arrays: a maximum over an axis of three takes ten times as long
+    highest = np.maximum(np.maximum(red, green), blue)
+    lowest = np.minimum(np.minimum(red, green), blue)
+    return COLOR if int((highest - lowest).max()) > COLOR_LEVELS else COLORLESS

@@ -77,7 +77,7 @@ def load_image(
         with open_image(data) as image:
             if not sha256 and (fault := too_large(image, max_pixels)):
                 raise ImageError(fault)
-            return to_rgb(decode_strictly(image, data))
+            return decode_to_rgb(image, data)
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from error
     except Exception as error:  # Pillow raises some ten kinds for broken files, KeyError and struct.error among them
@@ -130,9 +130,19 @@ def decode_strictly(image: Image.Image, data: bytes) -> Image.Image:
     if pixels is None or pixels.shape[:2] != (image.height, image.width):
         return image
     sound = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels)
-    sound.info = image.info  # orientation and colour profile
+    sound.info = dict(image.info)  # orientation and colour profile
     sound.format = image.format
     return sound
+
+
+def decode_to_rgb(image: Image.Image, data: bytes) -> Image.Image:
+    """The open image of these bytes, decoded strictly, as `to_rgb` makes it.
+
+    Raises:
+        ImageError: as `decode_strictly` and `to_rgb`.
+    """
+    decoded = decode_strictly(image, data)
+    return to_rgb(decoded, may_overwrite=decoded is not image)
 
 
 def too_large(image: Image.Image, max_pixels: float) -> str | None:
@@ -150,11 +160,14 @@ def too_large(image: Image.Image, max_pixels: float) -> str | None:
     return padded if pixels > max_pixels else None
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image, may_overwrite: bool = False) -> Image.Image:
     """The first frame in RGB of 8 bits, turned as its EXIF says. 16 bits are scaled, what is transparent is white.
 
     A band of a TIFF or JPEG 2000 that its writer took for transparency, though it holds measured values (near
     infrared, a second polarisation), is left out.
+
+    Args:
+        may_overwrite: the image is used for nothing else, so it need not be copied.
 
     Raises:
         ImageError: its numbers have no known scale; or it is blank once decoded though the file is not.
@@ -167,7 +180,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
     deep = image.mode[0] != "I" and (";16" in raw or COLOR_MAP in tags)
     # where colours premultiplied by alpha are declared, Pillow divides them, so their alpha must be right
     may_measure = image.format in ("TIFF", "JPEG2000") and tags.get(EXTRA_SAMPLES, (0,))[0] != 1
-    image = ImageOps.exif_transpose(image)
+    if may_overwrite:
+        ImageOps.exif_transpose(image, in_place=True)
+    else:
+        image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
         raise ImageError(f"holds {kind}, whose black and white are not known; save it with 8 or 16 bits")
@@ -180,7 +196,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     image = to_srgb(image)
     if image.has_transparency_data or image.mode == "La":
         image = _on_white(image, may_measure)
-    image = image if image.mode == "RGB" else image.convert("RGB")  # already a copy: `exif_transpose` makes one
+    image = image if image.mode == "RGB" else image.convert("RGB")  # a copy, or may be overwritten
     image.info.pop("icc_profile", None)  # a copy that is saved must not be converted once more
     if deep:
         _refuse_dark_colours(image)
