@@ -150,6 +150,17 @@ def test_a_change_is_faint_only_at_the_resolution_of_the_model(tmp_path, compare
         *("there are no differences", "I don't see any difference.", "Nothing changed!", "The images are identical"),
         *("the scene remains the same", "everything stayed the same", "no visible changes", "same scene"),
         *("The image has not changed", "it didn't change", "There isn\u2019t any change, no difference", "unchanged"),
+        *("There isn't any difference.", "I cannot see any differences", "both pictures match", "both are same"),
+        *(
+            "no objects have moved",
+            "Nothing is missing",
+            "not a single thing has changed",
+            "there is barely any change",
+        ),
+        *("the images are indistinguishable", "the changes are negligible", "nothing was added or removed"),
+        *("no objects were added, removed or moved", "the two images are the same, with no objects added"),
+        *("The scene is the same: a cube and a sphere", "it now looks the same as before", "no new houses appeared"),
+        *("there are two cars in both images, nothing has changed", "the trees remain and the road has not changed"),
     ],
 )
 def test_sentences_that_deny_a_change_are_known(caption):
@@ -167,6 +178,14 @@ def test_sentences_that_deny_a_change_are_known(caption):
         *("there is no longer a car", "no one is on the street now", "the man without a hat left", "it changed"),
         *("identical except for the red car", "the only difference is a missing chair", "the sign now says no entry"),
         *("the door is not open any more", "change the cat into a dog", "es hat sich nichts ge\u00e4ndert", ""),
+        *("the scene is not the same", "the images are not identical", "they do not look alike", "nothing is the same"),
+        *("the image is no longer the same", "the two boxes are now identical", "no trees are the same"),
+        *("two identical houses were built", "one of two identical chairs is missing", "unchanged houses, new trees"),
+        *("the road is not changed, and a pool was added", "the building is unchanged and a new road was built"),
+        *("There are no differences in the left half. In the right half a bus appears.", "same scene, now with snow"),
+        *("the lamp is not in the same place", "the bus is gone and the remaining cars are the same"),
+        *("make the car red, keep everything unchanged", 'a banner that reads "nothing changed" has appeared'),
+        *("there is one more person in the same scene", "the man has moved; the background is the same"),
     ],
 )
 def test_sentences_that_tell_a_change_are_not_taken_for_denials(caption):
