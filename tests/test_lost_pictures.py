@@ -103,6 +103,19 @@ def test_zero_bytes_that_decode_without_a_warning_are_damage(tmp_path: Path) -> 
     assert all("zero bytes in its scan" in verdict(damaged, tmp_path) for damaged in silent)
 
 
+@pytest.mark.parametrize("writer", ["baseline", "4:4:4", "4:2:2", "grey", "restart marks", "optimised", "progressive"])
+def test_zero_bytes_in_place_of_the_end_are_damage(writer: str, tmp_path: Path) -> None:
+    data = encode(EVEN_GROUND, "JPEG", **WRITERS[writer])
+    middle = (scan_start(data) + len(data)) // 2 if writer != "progressive" else len(data) // 2
+    verdict_of_cut = verdict(data[:middle] + bytes(len(data) - middle), tmp_path)
+    assert verdict_of_cut != OK
+
+
+def test_zero_bytes_after_a_whole_picture_whose_end_mark_is_missing_are_no_damage(tmp_path: Path) -> None:
+    data = encode(EVEN_GROUND, "JPEG", quality=90)
+    assert verdict(data[:-2] + bytes(600), tmp_path) == OK
+
+
 @pytest.mark.parametrize("options", [{}, {"optimize": True}, {"progressive": True}, {"quality": 1}, {"mode": "L"}])
 @pytest.mark.parametrize("level", [0, 128, 255])
 def test_an_even_picture_is_no_damage(level: int, options: dict[str, object], tmp_path: Path) -> None:
@@ -151,6 +164,8 @@ DARK = {
     "a third without data": marked(slice(0, 21), WHOLE, 65535),
     "no data is 0": marked(slice(0, 8), WHOLE, 0, marked(FIRST, FIRST, 65535)),
     "no data is 32,767": marked(slice(0, 9), WHOLE, 32767),
+    "no data is -9,999": marked(slice(0, 9), WHOLE, 65536 - 9999),
+    "a bright column below saturation": marked(WHOLE, FIRST, 52000),
     "two hot pixels of other values": marked(FIRST, slice(0, 2), 40000),
     "8 bits in 16 and a saturated pixel": marked(FIRST, FIRST, 65535, GROUND // 12),
     "12 bits in 16 and a saturated border": marked(WHOLE, slice(60, 64), 65535, (GROUND * 1.3).astype(np.uint16)),
@@ -315,6 +330,12 @@ NO_PICTURES = {
     "Matroska": (b"\x1aE\xdf\xa3" + bytes(30), "video"),
     "NumPy": (b"\x93NUMPY\1\0" + bytes(30), "NumPy"),
     "zero bytes": (bytes(5000), "zero bytes"),
+    "Git LFS after a byte order mark": (b"\xef\xbb\xbfversion https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "a PNG of other line ends": (b"\x89PNG\n\x1a\n" + bytes(30), "as text"),
+    "a PNG decoded as UTF-8": (b"\x89PNG\r\n\x1a\n".decode("utf-8", "replace").encode() + bytes(30), "as text"),
+    "a JPEG decoded as UTF-8": (b"\xff\xd8\xff\xe0\0\x10".decode("utf-8", "replace").encode(), "as text"),
+    "a JPEG decoded as Latin 1": (b"\xff\xd8\xff\xe0\0\x10".decode("latin-1").encode(), "as text"),
+    "a Mac's side file": (b"\0\5\x16\7\0\2\0\0Mac OS X        ", "`._`"),
     "Photoshop": (b"8BPS\0\1" + bytes(30), "Photoshop"),
 }
 

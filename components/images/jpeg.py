@@ -64,8 +64,15 @@ def decode_jpeg(data: bytes, mode: str) -> tuple[np.ndarray | None, str | None]:
         first_warning = _warning_without_metadata(data, mode)
     damage = DAMAGE.search(first_warning)
     if damage is None or _is_padding(first_warning, data):
-        return None, None
+        return None, "zero bytes in place of its end" if _ends_in_zeros_too_soon(data, mode) else None
     return None, damage[0]
+
+
+def _ends_in_zeros_too_soon(data: bytes, mode: str) -> bool:
+    """True if a file without an end mark is zero bytes from within its scan on, as a broken download."""
+    if data.find(END_OF_IMAGE, _tables_and_scan(data)[1]) >= 0 or not data.endswith(bytes(ZEROED)):
+        return False
+    return DAMAGE.search(_warning_without_metadata(data.rstrip(b"\0") + END_OF_IMAGE, mode)) is not None
 
 
 def _warning_without_metadata(data: bytes, mode: str) -> str:

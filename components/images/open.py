@@ -40,7 +40,8 @@ NO_IMAGE = (
 # levels there. Saturated pixels and pixels without data do not count: they say nothing about the scale.
 DARK_SHARE = 0.999
 MAX_WHITE_SHARE = 0.75  # more white than this is paper, not missing data
-NO_DATA = 32767  # as writers of signed 16 bits mark it; unsigned ones take the highest value
+NO_DATA = (32767, 65536 - 9999)  # as writers of signed 16 bits mark it; unsigned ones take the highest value
+MARK_SHARE = 0.02  # a single bright value of at most so many pixels is a mark, such as a column of a sensor
 GDAL_NODATA = 42113  # tag of a TIFF
 
 FEW_BITS = (
@@ -216,7 +217,7 @@ def _grey(image: Image.Image, white: int, nodata: str) -> Image.Image:
     from PIL import Image
 
     values = np.asarray(image).astype(np.uint32)
-    counted = values[~_is_no_data(values, white, nodata)]
+    counted = _without_mark(values[~_is_no_data(values, white, nodata)], white // 16)
     dark = counted[counted <= white // 16]
     most = int(dark.max(initial=0))
     if dark.size >= DARK_SHARE * counted.size and 255 * dark.std() > BLANK * most:
@@ -226,11 +227,19 @@ def _grey(image: Image.Image, white: int, nodata: str) -> Image.Image:
 
 def _is_no_data(values: np.ndarray, white: int, nodata: str) -> np.ndarray:
     """True for values that say nothing about a picture's scale: saturated, or without data."""
-    marks = [NO_DATA, white - 1, white]
+    marks = [*NO_DATA, white - 1, white]
     if nodata.strip(" \0").isdecimal():
         marks.append(int(nodata.strip(" \0")))
     is_mark = np.isin(values, marks)
     return is_mark if is_mark.mean() <= MAX_WHITE_SHARE else np.zeros_like(is_mark)
+
+
+def _without_mark(values: np.ndarray, most: int) -> np.ndarray:
+    """The values without those above `most`, if these are few and all the same."""
+    bright = values[values > most]
+    if bright.size <= MARK_SHARE * values.size and bright.size and bright.min() == bright.max():
+        return values[values <= most]
+    return values
 
 
 def _refuse_dark_colours(image: Image.Image) -> None:
@@ -244,7 +253,8 @@ def _refuse_dark_colours(image: Image.Image) -> None:
     dark = levels[levels <= most]
     if dark.size < (1 - MAX_WHITE_SHARE) * levels.size:
         return
-    counted = levels.size - np.count_nonzero(np.isin(levels, (NO_DATA >> 8, 255)))
+    high_bytes = [value >> 8 for value in NO_DATA]
+    counted = _without_mark(levels[~np.isin(levels, [*high_bytes, 255])], most).size
     # black and white alone, as in a mask, lose nothing; colours whose range is too small have several dark levels
     varies = 255 * dark.std() > BLANK * max(1, int(dark.max(initial=0)))
     if dark.size >= DARK_SHARE * levels.size or (dark.size >= DARK_SHARE * counted and varies):

@@ -17,6 +17,7 @@ POINTER = "is a pointer of {}, not the image; fetch it by `{}` in the folder of 
 ARCHIVE = "is {}, not an image; unpack it and give the image inside"
 OTHER_PICTURE = "is {}, which is not read; save it as a PNG of 8 bits"
 AGAIN = "; fetch it again, signed in if its source asks for that"
+TEXT_MODE = "is an image whose bytes were changed by a transfer as text; fetch it again as binary"
 VIDEO = "is a video, not an image; save it as images, one a frame"
 
 # As CONTENTS, for a file that should be an image
@@ -46,6 +47,13 @@ IMAGE_CONTENTS = {
     b"\x93NUMPY": OTHER_PICTURE.format("an array of NumPy"),
     b"\x89HDF\r\n": OTHER_PICTURE.format("HDF5"),
     b"SIMPLE  =": OTHER_PICTURE.format("FITS"),
+    b"\x89PNG\n": TEXT_MODE,
+    b"\x89PNG\r\r": TEXT_MODE,
+    b"\xef\xbf\xbdPNG": TEXT_MODE,
+    b"\xc2\x89PNG": TEXT_MODE,
+    b"\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd": TEXT_MODE,  # a JPEG
+    b"\xc3\xbf\xc3\x98\xc3\xbf": TEXT_MODE,
+    b"\0\5\x16\7": "is a Mac's side file of an image, not the image; fetch it again under its name without `._`",
     b"PAR1": "is a Parquet table, not an image; fetch it again, or read its images by `manifest`",
     b"\x1aE\xdf\xa3": VIDEO,
     b"\0\0\1\xba": VIDEO,
@@ -59,7 +67,7 @@ SHOWN = 40  # characters of a text
 
 def describe_no_image(data: bytes) -> str | None:
     """What a file is that is not an image, with the remedy; None if its content is not known either."""
-    head = data[:HEAD]
+    head = data[:HEAD].removeprefix(codecs.BOM_UTF8)
     for start, description in IMAGE_CONTENTS.items():
         if head.startswith(start):
             return description

@@ -52,7 +52,8 @@ EXCEPT = re.compile(
 
 # Words of a change
 EVENT = re.compile(
-    r"\b(?:now(?! looks?| seems?| no\b)|new|more|another|additional|extra|gone|missing|(?:dis)?appear(?:s|ed)?\b(?! to be| the same)|vanished"
+    r"\b(?:now(?! looks?| seems?| no\b)|new|more|another|additional|extra|gone|missing"
+    r"|(?:dis)?appear(?:s|ed)?\b(?! to be| the same)|vanished"
     r"|added|removed|(?:re)?built|constructed|demolished|destroyed|replaced|moved|shifted|turned|rotated|planted|widened"
     r"|extended|expanded|converted|became|becomes?|mirrored|flipped|darker|brighter)\b"
 )
