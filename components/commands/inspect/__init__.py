@@ -338,7 +338,7 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
         "splits that are none of train, val, test": [f"{row['source']}: split {row['split']!r}" for row in unknown],
         "missing images": missing,
         "images without a byte": empty,
-        "pairs of one image": [f"{row.source}: both images are {row.before}; name both" for row in same],
+        "pairs of one image": [f"{row.source}: both images are {_place(row).before}; name both" for row in same],
         "captions to look at": [doubt.question for doubt in asked if not doubt.answers],
         "pairs that changeflag calls unchanged, in other sentences than LEVIR-CC's": [*_flagged(entry, read)],
     }

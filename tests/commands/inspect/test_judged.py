@@ -127,6 +127,19 @@ def test_images_embedded_in_parquet_are_opened(tmp_path):
     assert "pairs.parquet, row 1: after: embedded image " in "\n".join(lines)
 
 
+def test_equal_images_embedded_in_parquet_are_called_by_their_table(tmp_path):
+    scene(1).save(tmp_path / "a.png")
+    image = {"bytes": (tmp_path / "a.png").read_bytes(), "path": "a.png"}
+    (tmp_path / "own").mkdir()
+    table = pl.DataFrame([{"before": image, "after": image, "captions": "it moved", "split": "train"}])
+    table.write_parquet(tmp_path / "own" / "pairs.parquet")
+    lines, sound = check(tmp_path / "own", {})
+    told = "\n".join(lines)
+    assert not sound
+    assert "pairs.parquet, row 0: both images are" in told
+    assert "Embedded(" not in told
+
+
 def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeypatch):
     root = write_pairs(tmp_path / "own", moved)
     monkeypatch.setattr("m3diff.commands.inspect.EMBEDDED_LIMITS", None)
