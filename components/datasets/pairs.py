@@ -137,7 +137,6 @@ def read(
     called = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
     named = {field: (name,) if isinstance(name, str) else tuple(name or ()) for field, name in called.items()}
     tops = (f"{root.absolute()}/", f"{root.resolve()}/")
-    nothing = {text.strip().casefold() for text in no_caption or ()}
     checks = _OptionChecks(root, dict(columns or {}), splits or {}, where or {}, no_change or {}, separator, confirmed)
 
     def found_rows() -> Iterator[Row]:
@@ -159,23 +158,27 @@ def read(
                 yield row._replace(fault=fault or row.fault)
         checks.finish()
 
-    def pairs_of_rows() -> Iterator[Row]:
-        captions = 0
-        dropped = 0
-        for row in merged(found_rows(), across_splits=True):
-            told = row.references
-            if nothing and not row.fault and isinstance(told, list):
-                told = [each for each in told if not (isinstance(each, str) and each.strip().casefold() in nothing)]
-                captions += len(row.references)
-                dropped += len(row.references) - len(told)
-            yield row._replace(references=told, without_caption=bool(row.references) and not told)
-        if captions and not dropped:
-            # a note and no refusal: texts that stand for no caption are listed for later files, too
-            checks.notes.append(
-                f"no_caption: none of {captions:,} captions is {' or '.join(map(repr, no_caption or ()))}"
-            )
+    pairs = merged(found_rows(), across_splits=True)
+    return NotedRows(_without_no_caption(pairs, no_caption or (), checks.notes), checks.notes)
 
-    return NotedRows(pairs_of_rows(), checks.notes)
+
+def _without_no_caption(rows: Iterable[Row], no_caption: Sequence[str], notes: list[str]) -> Iterator[Row]:
+    """The rows without the texts that stand for no caption; a note if there is no such text."""
+    wanted = {text.strip().casefold() for text in no_caption}
+    captions = 0
+    dropped = 0
+    for row in rows:
+        kept = row.references
+        if wanted and not row.fault and isinstance(row.references, list):
+            kept = [
+                text for text in row.references if not (isinstance(text, str) and text.strip().casefold() in wanted)
+            ]
+            captions += len(row.references)
+            dropped += len(row.references) - len(kept)
+        yield row._replace(references=kept, without_caption=bool(row.references) and not kept)
+    if captions and not dropped:
+        # a note and no refusal: an entry may list such texts for files that come later
+        notes.append(f"no_caption: none of {captions:,} captions is {' or '.join(map(repr, no_caption))}")
 
 
 class _OptionChecks:
