@@ -25,6 +25,8 @@ PLAIN_CELLS = 48
 PLAIN_LEVELS = 8
 UNIFORM_CELLS = 60
 UNIFORM_LEVELS = 2
+# A picture that is not plain, such as a logo, may be one if it is on the same side of this share of all pairs
+FREQUENT_SHARE = 0.1
 # It is on one side of so many pairs, and looks unlike the other side: the mean of the cells' differences in levels
 PLACEHOLDER_PAIRS = 3
 UNLIKE_LEVELS = 16
@@ -128,14 +130,18 @@ def _hidden_changes(pairs: pl.DataFrame) -> Iterator[Finding]:
 
 
 def _placeholders(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding]:
-    """One plain picture beside several others that it has nothing in common with.
+    """One plain or very frequent picture beside several others that it has nothing in common with.
 
     A background with several edits, a still of a fixed camera and a template look like their other side.
     """
     shared = ["row", "dataset", "source"]
-    before = pairs.select(*shared, path="before", thumb="thumb", other="content_after", other_thumb="thumb_after")
-    after = pairs.select(*shared, path="after", thumb="thumb_after", other="content", other_thumb="thumb")
-    sides = pl.concat([before, after])
+    before = pairs.select(
+        *shared, path="before", thumb="thumb", own="content", other="content_after", other_thumb="thumb_after"
+    )
+    after = pairs.select(
+        *shared, path="after", thumb="thumb_after", own="content_after", other="content", other_thumb="thumb"
+    )
+    sides = pl.concat([before.with_columns(side=pl.lit("before")), after.with_columns(side=pl.lit("after"))])
     thumbs = sides["thumb"].unique(maintain_order=True)
     levels = _levels(thumbs)
     from_median = np.abs(levels - np.median(levels, axis=1, keepdims=True))
@@ -143,6 +149,7 @@ def _placeholders(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding
     is_plain = ((from_median <= PLAIN_LEVELS).sum(axis=1) >= PLAIN_CELLS) & ~in_color
     is_plain |= (from_median <= UNIFORM_LEVELS).sum(axis=1) >= UNIFORM_CELLS
     plain = thumbs.filter(pl.Series(is_plain, dtype=pl.Boolean))
+    plain = pl.concat([plain, _frequent_thumbs(sides)]).unique(maintain_order=True)
     sides = sides.filter(pl.col("thumb").is_in(plain.implode()))
     unlike = np.abs(_levels(sides["thumb"]) - _levels(sides["other_thumb"])).mean(axis=1) > UNLIKE_LEVELS
     sides = sides.filter(pl.Series(unlike, dtype=pl.Boolean))
@@ -154,11 +161,21 @@ def _placeholders(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding
                 kind="placeholders",
                 count=count,
                 sentence=(
-                    f"{count:,} pairs have one plain picture on a side, such as {uses['path'][0]}: perhaps a "
+                    f"{count:,} pairs have one picture on a side, such as {uses['path'][0]}: perhaps a "
                     "placeholder for an image that was not there; fetch the images again or leave these rows out"
                 ),
                 first=uses["source"].unique(maintain_order=True).head(FIRST).to_list(),
             )
+
+
+def _frequent_thumbs(sides: pl.DataFrame) -> pl.Series:
+    """Thumbnails of the pictures that are on one side of a large share of a dataset's pairs, and never on the other."""
+    uses = sides.group_by("dataset", "own", maintain_order=True).agg(
+        count=pl.len(), sides=pl.col("side").n_unique(), thumb=pl.col("thumb").first()
+    )
+    pairs = sides.group_by("dataset", maintain_order=True).agg(pairs=pl.len() / 2)
+    is_frequent = (pl.col("sides") == 1) & (pl.col("count") >= FREQUENT_SHARE * pl.col("pairs"))
+    return uses.join(pairs, on="dataset", maintain_order="left").filter(is_frequent)["thumb"]
 
 
 def _sides_that_differ(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding]:

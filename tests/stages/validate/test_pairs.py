@@ -256,6 +256,12 @@ def test_sound_pairs_have_no_finding(tmp_path, quick):
     assert judged(write_pairs(tmp_path / "own", moved)) == ([], [])
 
 
+def logo() -> Image.Image:
+    """A picture that is neither plain nor like a scene."""
+    levels = np.random.default_rng(7).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return Image.fromarray(levels).resize((160, 120), Image.Resampling.NEAREST)
+
+
 def placeholder(color: object) -> Callable[[int, Image.Image], Image.Image]:
     def edit(number: int, image: Image.Image) -> Image.Image:
         picture = Image.new("RGB", (160, 120), color)
@@ -274,6 +280,7 @@ FINDINGS: dict[str, tuple[Callable[[int, Image.Image], Image.Image], list[tuple[
     "larger": (lambda n, i: moved(n, i).resize((320, 240)) if n < 3 else moved(n, i), [("sides_differ", 3)]),
     "grey": (lambda n, i: moved(n, i).convert("L") if n < 3 else moved(n, i), [("sides_differ", 3)]),
     "another band of transparency": (lambda n, i: moved(n, i).convert("RGBA"), []),
+    "one picture in colour": (lambda n, i: logo() if n < 3 else moved(n, i), [("placeholders", 3)]),
     "a speck": (lambda n, i: box(80, 60, 1, 1, 15)(i) if n < 3 else moved(n, i), [("hidden_changes", 3)]),
 }
 
