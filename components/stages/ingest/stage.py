@@ -59,7 +59,7 @@ NOT_WRITTEN_YET = re.compile(  # texts that keep a caption's place, in small let
     | (?:the\ )?(?:caption|text|description)s?\ (?:
         goes\ here | here | to\ be\ (?:added|written|filled(?:\ in)?) | pending | missing | coming\ soon )
     | (?:todo|fixme|tbd|xxx)\b\s?[:-].{0,80} | to\ be\ (?:added|annotated|done|determined|filled(?:\ in)?)
-    | coming\ soon | (?:insert|enter|your)\ text(?:\ here)? | x{2,}
+    | coming\ soon | (?:insert|enter|your)\ text(?:\ here)? | x{2,12}
     | (?:no|missing)\ (?:captions?|descriptions?|texts?|annotations?)
         (?:\ (?:is\ |are\ )?(?:available|provided|given|found))?
     | (?:captions?|descriptions?|texts?)\ (?:is\ |are\ )?

@@ -25,8 +25,10 @@ PLAIN_CELLS = 48
 PLAIN_LEVELS = 8
 UNIFORM_CELLS = 60
 UNIFORM_LEVELS = 2
-# A picture that is not plain, such as a logo, may be one if it is on the same side of this share of all pairs
+# A picture that is not plain, such as a logo, may be one if it is on the same side of this share of all pairs, and of
+# so many pairs at least: one scene may have several edits
 FREQUENT_SHARE = 0.1
+FREQUENT_PAIRS = 5
 # It is on one side of so many pairs, and looks unlike the other side: the mean of the cells' differences in levels
 PLACEHOLDER_PAIRS = 3
 UNLIKE_LEVELS = 16
@@ -174,7 +176,8 @@ def _frequent_thumbs(sides: pl.DataFrame) -> pl.Series:
         count=pl.len(), sides=pl.col("side").n_unique(), thumb=pl.col("thumb").first()
     )
     pairs = sides.group_by("dataset", maintain_order=True).agg(pairs=pl.len() / 2)
-    is_frequent = (pl.col("sides") == 1) & (pl.col("count") >= FREQUENT_SHARE * pl.col("pairs"))
+    least = pl.max_horizontal(pl.lit(FREQUENT_PAIRS), FREQUENT_SHARE * pl.col("pairs"))
+    is_frequent = (pl.col("sides") == 1) & (pl.col("count") >= least)
     return uses.join(pairs, on="dataset", maintain_order="left").filter(is_frequent)["thumb"]
 
 

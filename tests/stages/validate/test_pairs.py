@@ -280,7 +280,7 @@ FINDINGS: dict[str, tuple[Callable[[int, Image.Image], Image.Image], list[tuple[
     "larger": (lambda n, i: moved(n, i).resize((320, 240)) if n < 3 else moved(n, i), [("sides_differ", 3)]),
     "grey": (lambda n, i: moved(n, i).convert("L") if n < 3 else moved(n, i), [("sides_differ", 3)]),
     "another band of transparency": (lambda n, i: moved(n, i).convert("RGBA"), []),
-    "one picture in colour": (lambda n, i: logo() if n < 3 else moved(n, i), [("placeholders", 3)]),
+    "one picture in colour": (lambda n, i: logo() if n < 5 else moved(n, i), [("placeholders", 5)]),
     "a speck": (lambda n, i: box(80, 60, 1, 1, 15)(i) if n < 3 else moved(n, i), [("hidden_changes", 3)]),
 }
 
