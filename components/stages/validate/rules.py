@@ -37,6 +37,8 @@ ExpectedPairs = Mapping[str, Mapping[Any, int]]  # pairs by dataset and split, a
 
 REMEDY = "; (?:fetch|restore|save|unpack) it "  # in a verdict on an image that names what mends it
 
+LOOKS_THE_SAME = "looks the same"  # how a leaked pair is like its twin, if their images are not the same files
+
 LEAK = "not_in_test"  # the one rule that a sound row can break; its rows do not count towards the share of bad rows
 
 
@@ -190,7 +192,7 @@ def _same_look(ours: pl.DataFrame, theirs: pl.DataFrame, max_diff: int) -> pl.Da
         at += found.tolist()
         twin += (b[close][first] % others.height).tolist()
     twins = some[at].select(*look, twin=others["id"].gather(twin))
-    return ours.join(twins, on=look).select("row", "twin", how=pl.lit("looks the same")).sort("row")
+    return ours.join(twins, on=look).select("row", "twin", how=pl.lit(LOOKS_THE_SAME)).sort("row")
 
 
 def _thumbs(pairs: pl.DataFrame) -> Thumbs:

@@ -154,3 +154,27 @@ def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeyp
     assert main(["--params", str(params), "data", "check", str(root)]) == DATA_REFUSED
     with pytest.raises(DataError):
         check(tmp_path / "none", {})
+
+
+@pytest.mark.parametrize("folder", ["no", "007", "1e3", "null", "2024-01-05"])
+def test_the_printed_entry_keeps_the_name_of_its_folder(tmp_path, folder):
+    lines, sound = check(write_pairs(tmp_path / folder, moved), {})
+    assert sound
+    (name,) = yaml.safe_load(lines[-1])
+    assert name == folder
+
+
+def test_a_few_pairs_that_only_look_like_those_of_another_split_are_refused(tmp_path):
+    root = tmp_path / "own"
+    root.mkdir()
+    rows = ["before,after,captions,split"]
+    for number, split in enumerate(("train", "val", "test")):
+        picture = Image.new("L", (400, 400), 40 + number)
+        picture.save(root / f"{number}.png")
+        picture.paste(255, (100, 100, 105, 105))
+        picture.save(root / f"{number}_2.png")
+        rows.append(f"{number}.png,{number}_2.png,a dot has appeared,{split}")
+    (root / "pairs.csv").write_text("\n".join(rows))
+    lines, sound = check(root, {})
+    assert not sound
+    assert any("pairs.csv, line 2" in line and "looks the same" in line for line in lines)
