@@ -25,8 +25,8 @@ PLAIN_CELLS = 48
 PLAIN_LEVELS = 8
 UNIFORM_CELLS = 60
 UNIFORM_LEVELS = 2
-# A picture that is not plain, such as a logo, may be one if it is on the same side of this share of all pairs, and of
-# so many pairs at least: one scene may have several edits
+# A picture that is not plain, such as a logo, may be one if it is after this share of all pairs, and after so many
+# pairs at least
 FREQUENT_SHARE = 0.1
 FREQUENT_PAIRS = 5
 # It is on one side of so many pairs, and looks unlike the other side: the mean of the cells' differences in levels
@@ -171,13 +171,16 @@ def _placeholders(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding
 
 
 def _frequent_thumbs(sides: pl.DataFrame) -> pl.Series:
-    """Thumbnails of the pictures that are on one side of a large share of a dataset's pairs, and never on the other."""
+    """Thumbnails of the pictures that are after a large share of a dataset's pairs, and before none.
+
+    One image before many others is a scene with several edits.
+    """
     uses = sides.group_by("dataset", "own", maintain_order=True).agg(
-        count=pl.len(), sides=pl.col("side").n_unique(), thumb=pl.col("thumb").first()
+        count=pl.len(), is_after=(pl.col("side") == "after").all(), thumb=pl.col("thumb").first()
     )
     pairs = sides.group_by("dataset", maintain_order=True).agg(pairs=pl.len() / 2)
     least = pl.max_horizontal(pl.lit(FREQUENT_PAIRS), FREQUENT_SHARE * pl.col("pairs"))
-    is_frequent = (pl.col("sides") == 1) & (pl.col("count") >= least)
+    is_frequent = pl.col("is_after") & (pl.col("count") >= least)
     return uses.join(pairs, on="dataset", maintain_order="left").filter(is_frequent)["thumb"]
 
 
