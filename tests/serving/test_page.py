@@ -101,7 +101,7 @@ def test_two_images_are_captioned_slid_over_outlined_swapped_asked_about_and_a_r
     page.get_by_role("button", name="Say what changed").click()
     alert = page.get_by_role("alert")
     expect(alert).to_contain_text("This cannot be captioned")
-    expect(alert).to_contain_text("after: 8 bytes, is text, not an image. Allowed: an image")
+    expect(alert).to_contain_text("after: 8 bytes, is text, not an image (it begins 'no image'). Allowed: an image")
     page.set_input_files("#after", images / "after.png")
     expect(alert).to_be_hidden()
     page.get_by_label("Question").fill("<image>")
