@@ -184,7 +184,7 @@ class RedirectError(ParamsError):
 
 
 class OtherServerError(ParamsError):
-    """Stored answers are those of another server, or of one that was not recorded.
+    """Stored answers came from another server, or from one that was not recorded.
 
     Attributes:
         path: the file of the answers.
@@ -450,7 +450,7 @@ class Endpoint:
         self._refuse(others, keys, f"{normalised_url(self.url)}, model {self.model!r}")
 
     def _choose(self, keys: Iterable[str], server: ServerIdentity) -> dict[str, StoredAnswer]:
-        """The stored answers that `reuse` allows to give as those of the server.
+        """Choose the stored answers that may be given as the server's, by `reuse`.
 
         Raises:
             OtherServerError: there are others, here or among the answers that this object gave before: a server that
@@ -619,7 +619,7 @@ class Endpoint:
     def _answer_in_time(
         self, client: Any, question: Question, watch: "SilenceWatch"
     ) -> "Answer | openai.APIStatusError | None":
-        """The answer, or the rejection; None if there is none in time, at the second attempt either."""
+        """The answer, or the rejection; None if neither attempt ends in time."""
         import openai
 
         for _ in range(ATTEMPTS):

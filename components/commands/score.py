@@ -142,16 +142,17 @@ def compute(
     parsed = parse_predictions({task.dataset: references.grammar}, one.pairs) if references.grammar else {}
     scores = compute_metrics(metrics, [one], parsed, spice_dir, LIMIT_S)[one.name]
     metrics = metrics_of_all(metrics, [one])
-    said = [pair.prediction for pair in captioned]
+    predictions = [pair.prediction for pair in captioned]
     texts = [reference for pair in captioned for reference in pair.references]
     # letters of these scripts are what the references ask for
     usual = [OTHER_SCRIPT] if one.counts_characters else []
     notes = [*notes, *note_of_scripts(one)]
-    notes += notes_of_marks(said, without=usual) + notes_of_marks(texts, "references", without=usual)
+    notes += notes_of_marks(predictions, without=usual) + notes_of_marks(texts, "references", without=usual)
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError(f"--spice-dir {spice_dir}: SPICE gave no score: {scores.absent['SPICE']}")
-    by, hidden = task.protocol.headline, ("CIDEr_shuffled", "CIDEr_shuffled-char")
-    published = sorted(task.published, key=lambda row: -(row.scores.get(by) or 0.0))
+    headline = task.protocol.headline
+    hidden = ("CIDEr_shuffled", "CIDEr_shuffled-char")
+    published = sorted(task.published, key=lambda row: -(row.scores.get(headline) or 0.0))
     if one.counts_characters:
         published = []  # published scores count words
     groups = [group for group, ids in one.groups.items() if ids and group != ALL]
@@ -161,7 +162,7 @@ def compute(
         source=task.protocol.source,
         tokenizer=task.protocol.tokenizer,
         counts_characters=one.counts_characters,
-        headline=f"{by}{BY_CHARACTERS}" if one.counts_characters else by,
+        headline=f"{headline}{BY_CHARACTERS}" if one.counts_characters else headline,
         pairs=len(one.pairs),
         published_pairs=task.protocol.n,
         references=sum(len(pair.references) for pair in one.pairs),

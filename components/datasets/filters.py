@@ -252,7 +252,7 @@ class RowFilter:
 
 
 class SplitNames:
-    """The project's names of splits by those of the table: first of the same spelling, then of the same meaning."""
+    """Translate the table's names of splits: first by the same spelling, then by the same meaning."""
 
     def __init__(self, splits: Mapping[Any, str]) -> None:
         self.splits = splits

@@ -90,7 +90,7 @@ Columns = Mapping[
     ]
     | None,
 ]
-# By column, the value that a row must have, or several of which it must have one; compared by meaning
+# By column, the value or the list of values that a row may have; compared by meaning
 Values = Mapping[str, Any]
 # What an entry confirms: options that match nothing, or every row, and kinds of odd captions in a test split
 Confirmable = Literal[
@@ -163,7 +163,7 @@ def read(
 
 
 def _without_no_caption(rows: Iterable[Row], no_caption: Sequence[str], notes: list[str]) -> Iterator[Row]:
-    """The rows without the texts that stand for no caption; a note if there is no such text."""
+    """Drop the texts that stand for no caption; add a note if no caption is such a text."""
     wanted = {text.strip().casefold() for text in no_caption}
     captions = 0
     dropped = 0

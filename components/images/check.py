@@ -212,7 +212,7 @@ def check_image(path: str, max_pixels: int, known: frozenset[bytes] = frozenset(
 
 
 def _bits(image: Image.Image) -> int:
-    """Bits of a channel, by the header: decoding drops where they are noted."""
+    """Bits of a channel, read from the header before decoding drops them."""
     if image.mode == "1":
         return 1
     return 16 if image.mode.startswith("I;16") or ";16" in str(getattr(image, "tile", "")) else 8

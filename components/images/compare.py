@@ -40,7 +40,7 @@ RULE = f"Pillow {PIL.__version__}, re-encoding repeated, rest by windows, spread
 FAINT_LEVELS = 8
 # Share of the pixels that noise touches at least: a speck is local
 SPREAD = 0.05
-# JPEG below quality 30 is a visible change of its own, and half the size is no small factor
+# JPEG below quality 30 and an image of half the size are visible changes
 COARSEST_JPEG_STEP = 28
 SMALLEST_FACTOR = 0.55
 # Mean difference of 8x8 pixels that no re-encoding made in the measurements: 35 at most, by GIF
@@ -297,7 +297,7 @@ def _decoded(data: bytes) -> Image.Image:
 
 
 def _largest_difference(first: Image.Image, second: Image.Image, compare_px: int) -> int:
-    """Largest difference of a channel when the longest side has `compare_px` pixels, or those of the smaller image."""
+    """The largest difference in a channel once both images are scaled to `compare_px`, or to the smaller one."""
     longest = min(compare_px, max(first.size), max(second.size))
     factor = longest / max(first.size)
     size = (max(1, round(first.width * factor)), max(1, round(first.height * factor)))

@@ -243,7 +243,7 @@ def _without_mark(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def _refuse_dark_colours(image: Image.Image) -> None:
-    """Colours of 16 bits, of which Pillow keeps the high byte.
+    """Refuse 16-bit colours that are nearly black: Pillow keeps the high byte alone.
 
     Raises:
         ImageError: nearly black once decoded.

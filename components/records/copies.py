@@ -1,4 +1,4 @@
-"""Copies of files by their content alone: mode and owner are those of any new file.
+"""Copy files by content alone: mode and owner are set as for any new file.
 
 `shutil.copytree` and `shutil.copy` also call chmod, which exFAT, SMB and FAT refuse. What they copy out of DVC's cache
 stays read-only.

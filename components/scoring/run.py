@@ -107,7 +107,7 @@ def without_words(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:
 
 
 def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
-    """The tokens of each protocol's pairs, by its name: PTB's, or those of white space alone, and in scripts without
+    """The tokens of each protocol's pairs, by its name: from PTB or from white space alone, and in scripts without
     spaces characters; each distinct text is tokenised once."""
     found = {}
     for tokenizer, counts_characters in dict.fromkeys(map(tokens_of, protocols)):

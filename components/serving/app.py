@@ -198,7 +198,7 @@ class UserMessage(BaseModel):
 
 
 class HarmlessValues(NamedTuple):
-    """The values of an option of OpenAI's clients that change nothing of a caption."""
+    """The values of a request option that leave the caption as it is, and their description for a refusal."""
 
     described: str
     include: Callable[[Any], bool]
@@ -228,17 +228,18 @@ def _is_null(value: Any) -> bool:
     return value is None
 
 
-EMPTY, NOTHING = "null, false, 0 or empty", HarmlessValues("null or left out", _is_null)
+EMPTY = HarmlessValues("null, false, 0 or empty", _is_empty)
+NULL = HarmlessValues("null or left out", _is_null)
 # Options that ask for another form or meaning than a caption in plain text: a client that got a caption nevertheless
-# would parse it as JSON, miss the probabilities, or take words after a mark of its own for the answer
+# would parse it as JSON, miss the probabilities, or read past its own stop mark
 CHAT_OPTIONS: Mapping[str, HarmlessValues] = {
     "response_format": HarmlessValues('null or {"type": "text"}', _is_text_format),
     "tool_choice": HarmlessValues('null, "none" or "auto"', _leaves_tools_to_model),
     "function_call": HarmlessValues('null, "none" or "auto"', _leaves_tools_to_model),
     "modalities": HarmlessValues('null or ["text"]', _is_text_alone),
     "stop": HarmlessValues("null or empty", _is_without_marks),
-    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs"), NOTHING),
-    **dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "tools", "functions"), HarmlessValues(EMPTY, _is_empty)),
+    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs"), NULL),
+    **dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "tools", "functions"), EMPTY),
     # Of vLLM, SGLang and llama.cpp
     **dict.fromkeys(
         (
@@ -265,7 +266,7 @@ CHAT_OPTIONS: Mapping[str, HarmlessValues] = {
             "structural_tag",
             "structured_outputs",
         ),
-        HarmlessValues(EMPTY, _is_empty),
+        EMPTY,
     ),
 }
 

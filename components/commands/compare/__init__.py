@@ -114,7 +114,7 @@ def shared_protocols(paths: Sequence[Path], scores: Sequence[Scores]) -> list[st
 
 
 def refuse_other_tokens(paths: Sequence[Path], tables: Sequence[pa.Table], protocols: Sequence[str]) -> None:
-    """Refuse two files of which one counts words and the other characters of the same protocol.
+    """Refuse two files if one counts the words of a protocol and the other its characters.
 
     Raises:
         DataError: names both files, the protocol and the remedy.

@@ -139,9 +139,8 @@ def check(
         return [*lines, "  fetch the missing files again; nothing was read"], False
     found, sound, asked = ([], True, guessed) if guessed else _read(name, entry)
     if sound and not [doubt for doubt in asked if not doubt.sure]:
-        told, passes = _judged(name, _settled(entry, asked), stage_limits)
-        found += told
-        sound = passes
+        judgement_lines, sound = _judged(name, _settled(entry, asked), stage_limits)
+        found += judgement_lines
     open_ones = [doubt for doubt in asked if doubt.answers and (known or not doubt.sure)]
     lines += [*found, *(f"  ASK {line}" for doubt in open_ones for line in doubt.question.split("\n"))]
     if known:
@@ -167,8 +166,8 @@ def _pairs_copies(entry: DatasetEntry, options: dict[str, Any]) -> bool:
         return False
     sides = [(row.before, row.after) for row in rows if isinstance(row.before, str) and isinstance(row.after, str)]
     paths = [(entry.root / before, entry.root / after) for before, after in sides if before != after]
-    there = [(before, after) for before, after in paths if before.is_file() and after.is_file()]
-    return bool(there) and all(before.read_bytes() == after.read_bytes() for before, after in there)
+    files = [(before, after) for before, after in paths if before.is_file() and after.is_file()]
+    return bool(files) and all(before.read_bytes() == after.read_bytes() for before, after in files)
 
 
 def _settled(entry: DatasetEntry, asked: list[Doubt]) -> DatasetEntry:

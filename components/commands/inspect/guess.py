@@ -17,6 +17,7 @@ from m3diff.commands.inspect.order import choose, words_in
 from m3diff.commands.inspect.text_columns import find_text_columns
 from m3diff.datasets import pairs
 from m3diff.datasets.files import DELIMITERS, SEP_LINE, Embedded, column_names, parse_json, read_text, read_values
+from m3diff.datasets.filters import SPLIT_ALIASES
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.stage import Doubt
@@ -33,11 +34,6 @@ READ_AS_THEY_ARE = ("id", "scene", "change_types")  # columns that the reader ta
 # Tables that are taken before others where their columns have the documented names
 DOCUMENTED = ("pairs.csv", "annotations.json")
 SIDES = ("before", "after")
-ALIASES = {
-    "train": ("train", "training", "restval"),
-    "val": ("val", "valid", "validation", "dev", "development", "eval"),
-    "test": ("test", "testing"),
-}
 
 
 class Guess(NamedTuple):
@@ -114,7 +110,7 @@ def manifests(root: Path) -> list[Path]:
 def split_called(name: str) -> str | None:
     """train, val or test, as a name has it: `Train`, `validation`, `my_dev`; None where it says none, or several."""
     words = re.findall(r"[a-z]+", name.lower())
-    found = {split for split, aliases in ALIASES.items() for alias in aliases if alias in words}
+    found = {split for split, aliases in SPLIT_ALIASES.items() for alias in aliases if alias in words}
     return found.pop() if len(found) == 1 else None
 
 
@@ -133,11 +129,11 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     values = _by_column(rows)
     columns, doubts, unread = _columns(root, path, values)
     # What a question leaves open is not shown as if it were settled
-    asked = {name for doubt in doubts for answer in doubt.answers for name in answer.get("columns", {})}
-    settled = {field: name for field, name in columns.items() if field not in asked}
+    open_fields = {name for doubt in doubts for answer in doubt.answers for name in answer.get("columns", {})}
+    settled = {field: name for field, name in columns.items() if field not in open_fields}
     shown = {field: name if isinstance(name, str) else " and ".join(name) for field, name in settled.items()}
     named = ", ".join(f"{field} is {name}" for field, name in shown.items() if field != name)
-    if named or asked:
+    if named or open_fields:
         read_as = f", read as: {named}" if named else ""
         notes.append(f"{path.name}: has the columns {', '.join(rows[0])}{read_as}")
     if unread:
@@ -170,7 +166,7 @@ def _manifest(root: Path, path: Path) -> str | dict[str, str]:
 
 
 def _rest(path: Path) -> list[str]:
-    splits = {*chain(*ALIASES.values())}
+    splits = {*chain(*SPLIT_ALIASES.values())}
     return [word for word in re.findall(r"[^\W\d_]+|\d+|[^\w\s.-]", path.name.lower()) if word not in splits]
 
 

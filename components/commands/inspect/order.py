@@ -44,7 +44,7 @@ def _contrast(before: str, after: str, needs_bare_names: bool = False) -> Contra
 
 CONTRASTS = (
     _contrast(_GENERAL_BEFORE, _GENERAL_AFTER),
-    # The words below have a sense only beside those of their own contrast. `current` is later than `previous` and
+    # The words below have a sense only beside a word of the same contrast. `current` is later than `previous` and
     # earlier than `next`; `last` may be the one before the current one; who repairs begins with the damaged one, who
     # inspects ends with it; a `reference` of a target is before it, a reference beside an output is neither
     _contrast("before first initial init original orig old older oldest previous prev prior earlier past", _PRESENT),
@@ -68,7 +68,7 @@ LATER_ORDINALS = {"third", "fourth", "fifth", "sixth", "seventh", "eighth", "nin
 NOUNS = ("images", "image", "imgs", "img", "photo", "picture", "pic", "frame", "path", "filename", "file", "name")
 # after_1 and after_2, or edit_1 and edit_2, belong to different pairs; input_1 and input_2 are two images of one pair
 _SIDES_OF_A_PAIR = (_GENERAL.before | _GENERAL.after) - {"input", "source", "src"}
-# Pictures that belong to an image and are none of the two
+# Pictures that describe an image: neither the one before nor the one after
 AUXILIARY = {"mask", "depth", "thumb", "thumbnail", "overlay", "heatmap", "diff", "seg", "segmentation", "crop", "flow"}
 
 SMALL_NUMBERS = ((0, 1), (1, 2))

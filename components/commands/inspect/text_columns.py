@@ -37,10 +37,10 @@ CHANGE_WORDS = EDIT_WORDS | {
 # Words in the names of columns that hold what a caption answers; the first two say it, the others may
 CERTAIN_QUESTION_WORDS = {"question", "query"}
 QUESTION_WORDS = CERTAIN_QUESTION_WORDS | {"instruction", "prompt", "input", "user", "human"}
-DATA_WORDS = {  # last words in the names of columns that tell something of a caption and are none
+DATA_WORDS = {  # last words in the names of columns that describe a caption without being one
     *("id", "ids", "key", "type", "types", "count", "number", "length", "score", "language", "model", "source", "date"),
 }
-# Last words in the names of columns that tell something of an edit and are none
+# Last words in the names of columns that describe an edit without saying what it changes
 EDIT_DATA_WORDS = {
     *("object", "objects", "region", "area", "category", "class", "task", "turn", "index", "step", "level", "flag"),
     *("split", "subset", "status"),
@@ -182,7 +182,7 @@ def _likelihood(name: str, column: Sequence[Any]) -> int:
 
 
 def _caption_columns(values: Mapping[str, list[Any]]) -> list[list[str]]:
-    """The columns that could hold the captions, alone or several together; one such list where that is clear."""
+    """The columns that could hold the captions, alone or several together; a single list if that is clear."""
     named = [name for name, column in values.items() if _may_hold_captions(name, column)]
     statements = [name for name in named if not _is_question(name, values[name])]
     strong = [name for name in statements if {*words_in(name)} & CAPTION_WORDS]
@@ -222,7 +222,7 @@ def _may_hold_captions(name: str, column: Sequence[Any]) -> bool:
 
 
 def _inner(name: str, column: Sequence[Any]) -> str:
-    """The texts of sentences in objects of their own; a conversation stays as it is."""
+    """The path to the texts if each sentence is an object; the column itself for anything else."""
     value = next(iter(column), None)
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return name
@@ -231,7 +231,7 @@ def _inner(name: str, column: Sequence[Any]) -> str:
 
 
 def _may_be_text(column: Sequence[Any]) -> bool:
-    """True if a column may hold captions: texts or lists, of which not all are numbers; an empty one may."""
+    """True if a column may hold captions: a text that is no number, a list of more than numbers, or nothing."""
     values = [value for value in column if value != ""]
     usable = (isinstance(v, list) and not all(isinstance(e, int | float) for e in v) for v in values)
     return not values or any(usable) or any(isinstance(v, str) and not NUMBER.fullmatch(v) for v in values)

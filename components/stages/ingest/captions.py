@@ -31,9 +31,9 @@ REMEDIES = {  # kind -> what it is, and what mends it
     "repeats": ("are one text", "let each caption say what changed in its pair"),
 }
 
-# Text on a large share of the pairs with a change, of which there are at least MIN_PAIRS: on this share of them, and on
-# so many times the mean of a text, since a small vocabulary repeats all its captions. Above the last share no mean is
-# asked for
+# A repeated text: of MIN_PAIRS or more pairs with a change, at least MIN_REPEATS and MIN_SHARE have it, and
+# TIMES_THE_MEAN as many as an average text has, since a small vocabulary repeats all its captions. From SHARE_OF_ONE on
+# the average does not matter
 MIN_PAIRS = 16
 MIN_REPEATS = 6
 MIN_SHARE = 0.2
@@ -107,7 +107,7 @@ def _counted(kind: str, captions: Sequence[tuple[Row, str]], total: int) -> OddC
 
 
 def _repeats(rows: Sequence[Row]) -> Iterator[OddCaptions]:
-    """The text that a large share of the pairs with a change has; a sentence that nothing changed may repeat."""
+    """Find a text that many pairs with a change share. A sentence which says that nothing changed may repeat."""
     changed = [row for row in rows if NO_CHANGE not in row.change_types]
     pairs_by_spelling = Counter(text for row in changed for text in _distinct(row.references))
     pairs_by_text = _by_one_spelling(pairs_by_spelling)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from m3diff.images.check import COLOR, GREY
 from m3diff.images.compare import EQUAL, FAINT, NOISE, compare_pairs
-from m3diff.stages.validate.captions import tell_a_change
+from m3diff.stages.validate.no_change import tell_a_change
 
 # Levels by which thumbnails may differ for the images to be compared: JPEG of quality 30 changes them by 4
 ALIKE_LEVELS = 6
@@ -201,12 +201,12 @@ def _sides_that_differ(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Fi
     flagged = shaped.with_columns(**differs).filter(pl.any_horizontal(*differs))
     for (dataset,), rows in flagged.group_by("dataset", maintain_order=True):
         numbers = {name: int(rows[name].sum()) for name in differs}
-        told = ", ".join(f"{number:,} in {name}" for name, number in numbers.items() if number)
+        counts = ", ".join(f"{number:,} in {name}" for name, number in numbers.items() if number)
         yield Finding(
             dataset=str(dataset),
             kind="sides_differ",
             count=rows.height,
-            sentence=f"the sides of {rows.height:,} pairs differ: {told}; a model takes that for the change",
+            sentence=f"the sides of {rows.height:,} pairs differ: {counts}; a model takes that for the change",
             first=rows["source"].head(FIRST).to_list(),
         )
 

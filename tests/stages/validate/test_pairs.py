@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from m3diff.images.compare import CHANGED, EQUAL, FAINT, NOISE, compare_images
-from m3diff.stages.validate.captions import says_nothing_changed, tell_a_change
+from m3diff.stages.validate.no_change import says_nothing_changed, tell_a_change
 from tests.layouts import judge_by_polars_alone, run_ingest, run_validate
 
 Edit = Callable[[Image.Image], Image.Image]

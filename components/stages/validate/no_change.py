@@ -59,7 +59,7 @@ EVENT = re.compile(
 )
 NEGATED = re.compile(r"\b(?:no|not|n't|never|nothing|none|neither|nor|without|zero)\b")
 
-# Where a sentence within a caption begins: after a mark, or with a subject of its own after "and"
+# The start of a clause within a caption: after a punctuation mark, or a new subject after "and"
 SUBJECT = (
     r"(?:a|an|the|some|both|one|two|three|four|five|several|many|new|more|another|there|in|on|at|now|its|his|her|their"
     r"|he|she|it|\d+)"
