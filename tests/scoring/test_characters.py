@@ -112,6 +112,7 @@ def scored(folder: Path, pairs: list[tuple[str, Any]]) -> ScoreReport:
     return score(folder / "predictions.json", references=folder / "references.json")
 
 
+@pytest.mark.slow(13)  # METEOR's Java program
 def test_characters_score_as_words_do_to_the_last_digit(tmp_path):
     chinese = scored(tmp_path / "zh", CHINESE)
     english = scored(tmp_path / "en", ENGLISH)
@@ -137,6 +138,7 @@ def test_the_report_says_how_captions_are_counted_and_calls_no_letter_a_mark(tmp
     assert not any("letters of another script" in note for note in report.notes)
 
 
+@pytest.mark.slow(13)  # METEOR's Java program
 @pytest.mark.parametrize(
     ("chinese", "english", "by_characters"), [(1, 0, True), (1, 9, True), (1, 10, False), (0, 10, False)]
 )
@@ -149,6 +151,7 @@ def test_a_set_counts_characters_from_a_tenth_of_its_references_on_and_says_so(
     assert any("no spaces between words" in note for note in report.notes) is (chinese > 0)
 
 
+@pytest.mark.slow(12)  # METEOR's Java program
 def test_a_model_that_answers_in_chinese_to_english_references_is_scored_by_words(tmp_path):
     report = scored(tmp_path / "s", [("树不见了", "the tree is gone"), ("灯不见了", "the lamp is gone")])
     assert report.scores["CIDEr"] == 0
@@ -191,6 +194,7 @@ def test_evaluate_writes_scores_of_characters_to_every_file(tmp_path, monkeypatc
     assert "tokens by characters" in page
 
 
+@pytest.mark.slow(13)  # METEOR's Java program
 def test_evaluate_of_english_has_the_names_and_columns_that_it_had(tmp_path, monkeypatch):
     write_run(tmp_path, monkeypatch, is_chinese=False)
     assert "-char" not in (tmp_path / "out" / "metrics.json").read_text()
@@ -217,6 +221,7 @@ def test_compare_shows_scores_of_characters_and_refuses_files_of_other_tokens(tm
         assert "toy/test" in str(refusal.value)
 
 
+@pytest.mark.slow(26)  # METEOR's Java program
 def test_a_chinese_and_an_english_dataset_in_a_run_each_have_their_own_scores():
     protocol = Protocol("test", n=None)
     english = [bench.pair(said, [meant], [], f"en{n}") for n, (said, meant) in enumerate(ENGLISH)]
