@@ -1,14 +1,13 @@
-"""Digests of what the code of a checkout makes, to show that a rewrite changes no output.
+"""Compare all outputs of the code in two commits, to show that a change does not affect any output.
 
-    python benchmarks/digests.py             this checkout's digests
-    python benchmarks/digests.py COMMIT      COMMIT's next to this checkout's, made on this machine in one go
+    python benchmarks/digests.py             print the digests of this checkout
+    python benchmarks/digests.py COMMIT      compare them with the digests of COMMIT, computed in the same call
 
-The exit code is 1 where a digest differs. COMMIT is checked out below runs/ and runs its own copy of this script, so
-module paths and parameter names may change between the two. Everything is made by the command line, with one thread a
-process. Digests are of contents: the bytes of data files, each tensor of weights, the pixels of images, the values of
-JSON without places and versions. Pages, model cards and code files are left out, since their words may change. Training
-is repeatable to the bit on one machine only: compare digests, do not store them.
-"""
+The exit code is 1 if a digest differs. COMMIT is checked out in runs/, and its digests are computed by its copy of this
+script, so module paths and parameter names may differ between the two commits. All outputs are produced by the command
+line, in processes with one thread. A digest covers the bytes of data files, each weight tensor, the pixels of images,
+and JSON values without paths and versions. Pages, model cards and code files are left out, because their wording may
+change. Training is bit-for-bit reproducible only on the same machine, so compare digests but do not store them."""
 
 import argparse
 import csv
@@ -28,7 +27,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-# Runs commands of the command line in one process, until one fails
+# Runs several `m3diff` commands in one process and stops at the first failure
 COMMANDS = """
 import json, sys
 from m3diff.__main__ import main
@@ -36,9 +35,10 @@ sys.exit(next(filter(None, map(main, json.loads(sys.argv[1]))), 0))
 """
 
 ROOT = Path(__file__).resolve().parents[1]
-WORK, THERE = ROOT / "runs" / "digests", ROOT / "runs" / "digests_there"
+WORK = ROOT / "runs" / "digests"
+OTHER_CHECKOUT = ROOT / "runs" / "digests_there"
 
-# The embedded run with a few drawn scenes, synthetic data of each kind that needs no network, and few steps
+# The embedded run with few drawn scenes, few steps, and every kind of synthetic data that does not need the network
 PARAMS = """
 extends: profiles/embedded
 paths: {base: bases/blip2, records: data/records, clean: data/clean, mixture: data/mixture}
@@ -97,10 +97,11 @@ RUNS = {
       {extends: small, train: {model: blip2idc, base: bases/blip2},
        compute: {activation_checkpointing: selective}}""",
 }
-"""Small trainings of all families that between them take the branches which need no GPU: Ray with ZeRO, an alignment,
-packed captions and single ones, both exports, both schedules, each kind of activation checkpointing, bf16."""
+"""Small training runs of all model families. Together they cover the code that does not need a GPU: Ray with ZeRO, an
+alignment phase, packed and single captions, both exports, both schedules, each kind of activation checkpointing, and
+bf16."""
 
-OWN: list[dict[str, Any]] = [  # rows of a dataset of one's own, so that validate has something to quarantine
+OWN_ROWS: list[dict[str, Any]] = [  # rows of a user's dataset; `validate` puts some of them into quarantine
     {"captions": ["the lamp is out", "It is dark!"], "split": "train"},
     {"captions": ["a lamp"], "split": "train", "after": "none.png"},
     {"captions": [], "split": "train"},
@@ -123,109 +124,117 @@ REFERENCES = {
 
 BYTES = (".parquet", ".jsonl", ".npz", ".jinja", ".txt", ".model", ".out")
 IMAGES = (".png", ".jpg", ".webp")
-# Keys of JSON, or columns of CSV, whose values are times, places, modules, or hashes of files that are here anyway
+# JSON keys and CSV columns that are ignored: times, paths, module names, and hashes of files that already have a digest
 SKIPPED = {"auto_map", "auto_mapping", "base", "base_model_name_or_path", "base_sha256", "files", "path", "seconds"}
 
 
 def main() -> int:
+    """Print the digests of this checkout or compare them with those of another commit. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("commit", nargs="?", help="compare with this commit")
     parser.add_argument("--json", action="store_true", help="print the digest of every file as JSON")
     args = parser.parse_args()
-    there = digests_of(args.commit) if args.commit else None
-    here = digests()
+    other_digests = digests_of(args.commit) if args.commit else None
+    own_digests = digests()
     if args.json:
-        print(json.dumps(here, indent=1))
-    elif there is None:
-        print("\n".join(f"{digest:.16}  {folder}" for folder, digest in by_folder(here).items()))
-    return 0 if there is None else compare(there, here)
+        print(json.dumps(own_digests, indent=1))
+    elif other_digests is None:
+        print("\n".join(f"{digest:.16}  {folder}" for folder, digest in by_folder(own_digests).items()))
+    return 0 if other_digests is None else compare(other_digests, own_digests)
 
 
-def compare(there: dict[str, str], here: dict[str, str]) -> int:
-    """Print a line for each folder, and below one that differs its files that do; 0 where nothing differs."""
-    names = dict.fromkeys([*there, *here])
-    different = [name for name in names if there.get(name) != here.get(name)]
-    folders = by_folder(there), by_folder(here)
+def compare(other_digests: dict[str, str], own_digests: dict[str, str]) -> int:
+    """Print a line for each folder, followed by its files that differ. Return 1 if any file differs, otherwise 0."""
+    names = dict.fromkeys([*other_digests, *own_digests])
+    different = [name for name in names if other_digests.get(name) != own_digests.get(name)]
+    other_folders = by_folder(other_digests)
+    own_folders = by_folder(own_digests)
     print(f"{'there':16}  {'here':16}  equal  name")
     for folder in dict.fromkeys(map(folder_of, names)):
         files = [name for name in different if folder_of(name) == folder]
-        found = [digests.get(folder, "absent") for digests in folders]
-        print(f"{found[0]:16.16}  {found[1]:16.16}  {'NO' if files else 'yes':5}  {folder}")
+        other_digest = other_folders.get(folder, "absent")
+        own_digest = own_folders.get(folder, "absent")
+        print(f"{other_digest:16.16}  {own_digest:16.16}  {'NO' if files else 'yes':5}  {folder}")
         print("".join(f"{'':43}{name}\n" for name in files), end="")
     print(f"{len(names) - len(different)} of {len(names)} files equal")
     return 1 if different else 0
 
 
 def by_folder(files: dict[str, str]) -> dict[str, str]:
-    """A digest for all files of each folder."""
+    """Return a combined digest of all files in each folder."""
     folders: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for file in files.items():
-        folders[folder_of(file[0])].append(file)
-    return {folder: sha256(json.dumps(sorted(named)).encode()) for folder, named in folders.items()}
+    for name, digest in files.items():
+        folders[folder_of(name)].append((name, digest))
+    return {folder: sha256(json.dumps(sorted(entries)).encode()) for folder, entries in folders.items()}
 
 
 def folder_of(name: str) -> str:
-    """The name of a line of the table, such as `m3diff/model`."""
+    """Return the folder under which the table shows a file, such as `m3diff/model`."""
     parts = name.split("/")[:-1]
     return "/".join(parts[:2])
 
 
 def digests_of(commit: str) -> dict[str, str]:
-    """The digests that a commit's own script makes of the commit's code."""
+    """Check out a commit and return its digests, computed by the commit's copy of this script."""
     git = ("git", "-C", str(ROOT), "worktree")
-    remove = [*git, "remove", "--force", str(THERE)]
-    if THERE.exists():
+    remove = [*git, "remove", "--force", str(OTHER_CHECKOUT)]
+    if OTHER_CHECKOUT.exists():
         subprocess.run(remove, check=True)
-    subprocess.run([*git, "add", "--quiet", "--detach", str(THERE), commit], check=True)
+    subprocess.run([*git, "add", "--quiet", "--detach", str(OTHER_CHECKOUT), commit], check=True)
     try:
-        script = [sys.executable, str(THERE / "benchmarks" / "digests.py"), "--json"]
-        return json.loads(subprocess.run(script, cwd=THERE, stdout=subprocess.PIPE, check=True).stdout)
+        script = [sys.executable, str(OTHER_CHECKOUT / "benchmarks" / "digests.py"), "--json"]
+        return json.loads(subprocess.run(script, cwd=OTHER_CHECKOUT, stdout=subprocess.PIPE, check=True).stdout)
     finally:
         subprocess.run(remove, check=True)
 
 
 def digests() -> dict[str, str]:
-    """Name -> digest: of the recorded embedded run, then of small runs that are made now."""
+    """Run the small training runs and return the digest of each output file by name.
+
+    The outputs of the embedded run are included with the digests that dvc.lock records for them.
+    """
     shutil.rmtree(WORK, ignore_errors=True)
     shutil.copytree(ROOT / "profiles", WORK / "profiles")
     shutil.copytree(ROOT / "data" / "00_base", WORK / "data" / "00_base")
     (WORK / "small.yaml").write_text(PARAMS)
-    found = Path(python("-c", "import m3diff; print(m3diff.__file__)").split()[-1])
-    assert found.is_relative_to(ROOT), f"{found} would run for {ROOT}"
+    package = Path(python("-c", "import m3diff; print(m3diff.__file__)").split()[-1])
+    assert package.is_relative_to(ROOT), f"{package} would run for {ROOT}"
     make_data()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(make_run, RUNS))
     score()
-    places = ("raw", "data", "bases", *RUNS, "scores", "llava")
-    return dict(recorded()) | {name: digest for place in places for name, digest in contents(WORK / place)}
+    files = dict(recorded_outputs())
+    for folder in ("raw", "data", "bases", *RUNS, "scores", "llava"):
+        files |= dict(contents(WORK / folder))
+    return files
 
 
-def recorded() -> Iterator[tuple[str, str]]:
-    """Every output of the embedded run as dvc.lock has it."""
+def recorded_outputs() -> Iterator[tuple[str, str]]:
+    """Yield the name and digest of every output of the embedded run, as recorded in dvc.lock."""
     for stage, entries in yaml.safe_load((ROOT / "dvc.lock").read_text())["stages"].items():
         for entry in entries["outs"]:
             yield f"dvc.lock {stage}/{entry['path'].removeprefix('data/').replace('/', ' ')}", entry["md5"]
 
 
 def python(*arguments: str) -> str:
-    """The output of Python with the code of this checkout, whichever checkout its environment was made for."""
+    """Run Python with this checkout's code, even in the environment of another checkout. Return its output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], cwd=WORK, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(arguments)}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout
+    process = subprocess.run([sys.executable, *arguments], cwd=WORK, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, f"{' '.join(arguments)}: {process.stdout[-2000:]}{process.stderr[-4000:]}"
+    return process.stdout
 
 
 def m3diff(run: str, *commands: tuple[str, ...]) -> str:
-    """The output of commands of the command line, one after the other in one process, with the parameters of a run."""
+    """Run `m3diff` commands in one process with the parameters of a run. Return their output."""
     argv = [["--params", f"{run}.yaml", *command] for command in commands]
     return python("-c", COMMANDS, json.dumps(argv))
 
 
 def make_data() -> None:
-    """Raw data, records, clean records and mixture, which all trainings share, and the base that one of them needs."""
+    """Create the data that all training runs share, from raw data to the mixture, and pretrain a base for one run."""
     params = yaml.safe_load(PARAMS)
     m3diff("small", *(("synthesize", name) for name in params["synthesize"]))
-    write_own()
+    write_own_rows()
     with ThreadPoolExecutor(2) as pool:
         base = pool.submit(m3diff, "small", ("pretrain",))
         augment = [("augment", name) for name in params["augment"]]
@@ -233,33 +242,33 @@ def make_data() -> None:
         base.result()
 
 
-def write_own() -> None:
-    """A dataset of the rows OWN, each pair with images of one colour."""
+def write_own_rows() -> None:
+    """Write a dataset with the rows in OWN_ROWS. Each of its images has a single colour."""
     root = WORK / "raw" / "own"
     root.mkdir()
-    for number in range(len(OWN)):
+    for number in range(len(OWN_ROWS)):
         for side, blue in (("before", 0), ("after", 200)):
             Image.new("RGB", (40, 30 + number), (40 * number, 9, blue)).save(root / f"{side}{number}.png")
-    rows = [{"before": f"before{n}.png", "after": f"after{n}.png"} | row for n, row in enumerate(OWN)]
+    rows = [{"before": f"before{n}.png", "after": f"after{n}.png"} | row for n, row in enumerate(OWN_ROWS)]
     (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_run(run: str) -> None:
-    """Train, predict, evaluate, export in each form, and caption a pair."""
+    """Run the stages train, predict and evaluate for a training run, export its model in every format, and caption."""
     names = {name: f"{run}/{name}" for name in ("model", "predictions", "report")}
-    own = yaml.safe_load(RUNS[run]) | {"paths": names}
-    own["compute"] |= {"scratch": f"scratch/{run}"}
-    (WORK / f"{run}.yaml").write_text(yaml.safe_dump(own))
-    forms = {"merged": (), "adapters": ("--adapters",), "hub": ("--hub",)}
-    exports = [("export", f"{run}/{name}", *how) for name, how in forms.items()]
+    params = yaml.safe_load(RUNS[run]) | {"paths": names}
+    params["compute"] |= {"scratch": f"scratch/{run}"}
+    (WORK / f"{run}.yaml").write_text(yaml.safe_dump(params))
+    export_options = {"merged": (), "adapters": ("--adapters",), "hub": ("--hub",)}
+    exports = [("export", f"{run}/{name}", *options) for name, options in export_options.items()]
     m3diff(run, ("train",), ("predict",), ("evaluate",), *exports)
-    pair = (str(min((WORK / "raw" / "minichange" / side).glob("*.png"))) for side in ("images", "sc_images"))
+    pair = [str(min((WORK / "raw" / "minichange" / side).glob("*.png"))) for side in ("images", "sc_images")]
     model = ("--model", f"{run}/merged", "--overlay", f"{run}/overlay.png")
     (WORK / run / "caption.out").write_text(m3diff(run, ("caption", *pair, *model)))
 
 
 def score() -> None:
-    """Captions against references, and a run's by the protocol of a benchmark; every metric that runs here."""
+    """Score captions against references, and score the predictions of a run with a benchmark's protocol."""
     folder = WORK / "scores"
     folder.mkdir()
     texts = [{"image_id": name, "id": 0, "caption": text} for name in REFERENCES for text in REFERENCES[name]]
@@ -268,59 +277,66 @@ def score() -> None:
     grid = {row["image_id"]: row["caption"] for row in predicted if row["image_id"].startswith("minichange/")}
     for name, content in {"references": coco, "captions": CAPTIONS, "grid": grid}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    asked = {
+    score_arguments = {
         "of captions": ("scores/captions.json", "--references", "scores/references.json"),
         "of grid": ("scores/grid.json", "--benchmark", "minichange", "--data", "data/records/minichange"),
     }
-    for name, arguments in asked.items():
+    for name, arguments in score_arguments.items():
         (folder / f"{name}.json").write_text(m3diff("small", ("score", *arguments, "--json")))
 
 
 def contents(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and digest of each file below a folder; of images that lie side by side, of all of them."""
+    """Yield the name and digest of each file in a folder and its subfolders. Images in a folder share one digest."""
     images: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         if file.suffix in IMAGES:
-            images[file.parent].append(
-                (file.name, sha256(np.asarray(Image.open(file, formats=("PNG", "JPEG", "WEBP"))).tobytes()))
-            )
+            pixels = np.asarray(Image.open(file, formats=("PNG", "JPEG", "WEBP")))
+            images[file.parent].append((file.name, sha256(pixels.tobytes())))
         elif (content := content_of(file)) is not None:
             yield str(file.relative_to(WORK)), sha256(content)
-    for parent, pixels in images.items():
-        yield f"{parent.relative_to(WORK)}/{len(pixels)} images", sha256(json.dumps(pixels).encode())
+    for parent, digests_by_name in images.items():
+        name = f"{parent.relative_to(WORK)}/{len(digests_by_name)} images"
+        yield name, sha256(json.dumps(digests_by_name).encode())
 
 
 def content_of(file: Path) -> bytes | None:
-    """The digested content of a file; None for a page, a card, code or parameters."""
+    """Return the part of a file that its digest covers.
+
+    The result is None for pages, model cards, code and parameters, which do not have a digest.
+    """
     if file.suffix in BYTES:
         return file.read_bytes()
     if file.suffix == ".csv":
         rows = csv.DictReader(file.read_text().splitlines())
-        return json.dumps([without(row) for row in rows]).encode()
+        return json.dumps([without_skipped(row) for row in rows]).encode()
     if file.suffix == ".json" and file.name != "recipe.json":
-        return json.dumps(without(json.loads(file.read_text())), sort_keys=True).encode()
+        return json.dumps(without_skipped(json.loads(file.read_text())), sort_keys=True).encode()
     if file.suffix == ".safetensors":
         return json.dumps(tensors(file.read_bytes()), sort_keys=True).encode()
     return None
 
 
 def tensors(content: bytes) -> dict[str, Any]:
-    """Name -> type, shape and digest of each tensor of a safetensors file."""
+    """Return the type, shape and digest of each tensor in a safetensors file, by name."""
     start = 8 + int.from_bytes(content[:8], "little")
-    found = json.loads(content[8:start])
-    found.pop("__metadata__", None)
-    places = {name: tuple(start + at for at in tensor["data_offsets"]) for name, tensor in found.items()}
-    return {name: (found[name]["dtype"], found[name]["shape"], sha256(content[a:b])) for name, (a, b) in places.items()}
+    header = json.loads(content[8:start])
+    header.pop("__metadata__", None)
+    described = {}
+    for name, tensor in header.items():
+        begin, end = tensor["data_offsets"]
+        described[name] = (tensor["dtype"], tensor["shape"], sha256(content[start + begin : start + end]))
+    return described
 
 
-def without(tree: Any) -> Any:
-    """A JSON value without SKIPPED."""
+def without_skipped(tree: Any) -> Any:
+    """Return a JSON value without the keys in SKIPPED, at any depth."""
     if isinstance(tree, dict):
-        return {key: without(value) for key, value in tree.items() if key not in SKIPPED}
-    return [without(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: without_skipped(value) for key, value in tree.items() if key not in SKIPPED}
+    return [without_skipped(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def sha256(content: bytes) -> str:
+    """Return the SHA-256 of the content as a hexadecimal string."""
     return hashlib.sha256(content).hexdigest()
 
 

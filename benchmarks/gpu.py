@@ -1,10 +1,11 @@
-"""The first hour on a GPU, `make bench-gpu BUDGET=480` -> benchmarks/results/gpu.jsonl.
+"""Run the GPU benchmarks in slices, an hour in total: `make bench-gpu BUDGET=480` -> benchmarks/results/gpu.jsonl.
 
-A ladder of rows in order: tests/gpu by name; what the levers bring at 7B shapes, and what only a GPU can decide: the
-order of SDPA's kernels, how the allocator grows. Each row is a process of its own with a limit of its own, and a line
-of JSON as soon as it ends. A slice of BUDGET seconds goes on behind the last line. What the slice's end cuts off is
-begun again by the next, unless it had the whole slice. Remove a line, and its row is taken again. `--device cpu`
-climbs in small.
+A row is one measurement: a test in tests/gpu, the speedup of an optimization at 7B shapes, or a setting that matters
+only on a GPU (the priority of SDPA's kernels, the growth of the memory allocator). Each row runs in a separate process
+with a time limit, and its result is written as a line of JSON when the process ends. A slice takes BUDGET seconds and
+continues with the rows that are missing from the file. If the end of a slice interrupts a row, the row starts again in
+the next slice, unless it already had a whole slice. To measure a row again, remove its line from the file.
+`--device cpu` runs the rows at a small scale.
 """
 
 import argparse
@@ -23,18 +24,24 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from m3diff.models.device import environment  # noqa: E402
+from m3diff.models.device import process_environment  # noqa: E402
 
-RESULTS = HERE / "results" / "gpu.jsonl"
-TAIL = 2000  # characters of what a row printed last
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.jsonl"
+TAIL = 2000  # number of characters stored from the end of a row's output
 
 
 @dataclass(frozen=True)
 class Row:
-    """A process of the series: its command behind the interpreter, {out} the file for its figures; its seconds."""
+    """A measurement that runs in a separate process.
+
+    Attributes:
+        command: arguments of the Python interpreter. `{out}` is replaced by the path of the result file.
+        limit_s: seconds after which the process is killed.
+        environment: additional environment variables.
+    """
 
     name: str
     command: str
@@ -43,65 +50,75 @@ class Row:
 
 
 def ladder(device: str) -> list[Row]:
-    """The rows, the cheapest answers first."""
+    """Return all rows, starting with those that take the least time."""
     small = f" --device {device} --shapes {'7b' if device == 'cuda' else 'tiny'}"
     threads = "" if device == "cuda" else " --threads 1 --pairs 2"
-    tests = (HERE.parent / "tests" / "gpu" / "test_gpu.py").read_text()
+    tests = (ROOT / "tests" / "gpu" / "test_gpu.py").read_text()
     names = [f"::{name}" for name in re.findall(r"^def (test_\w+)", tests, re.M)] if device == "cuda" else [""]
     rows = [Row(f"tests/gpu {name}", f"-m pytest -q -m gpu tests/gpu/test_gpu.py{name}", 100) for name in names]
 
-    def lever(name: str, **there: str) -> Row:
-        told = ", ".join([name, *(f"{variable}={value}" for variable, value in there.items())])
+    def lever(name: str, **variables: str) -> Row:
+        title = ", ".join([name, *(f"{variable}={value}" for variable, value in variables.items())])
         command = f"benchmarks/train.py{small}{threads} --repeats 1 --rows {shlex.quote(name)} --out {{out}}"
-        return Row(f"train: {told}", command, 240, there)
+        return Row(name=f"train: {title}", command=command, limit_s=240, environment=variables)
 
-    rows += [lever(f"packed, flex, {how}") for how in ("none", "selective")]
-    rows += [lever("packed, flex, none", PYTORCH_ALLOC_CONF="expandable_segments:False")]
-    for first in ("0", "1"):
-        rows += [lever(name, TORCH_CUDNN_SDPA_DEPRIORITIZED=first) for name in ("packed, sdpa, none", "unpacked")]
-    rows += [lever("unpacked, full")]
+    rows.append(lever("packed, flex, none"))
+    rows.append(lever("packed, flex, selective"))
+    rows.append(lever("packed, flex, none", PYTORCH_ALLOC_CONF="expandable_segments:False"))
+    for is_deprioritized in ("0", "1"):
+        rows.append(lever("packed, sdpa, none", TORCH_CUDNN_SDPA_DEPRIORITIZED=is_deprioritized))
+        rows.append(lever("unpacked", TORCH_CUDNN_SDPA_DEPRIORITIZED=is_deprioritized))
+    rows.append(lever("unpacked, full"))
     return rows
 
 
 def climb(rows: list[Row], results: Path, budget_s: float, device: str) -> int:
-    """Take the rows that `results` lacks until the budget is used up; how many are left."""
-    ends = time.monotonic() + budget_s
+    """Run the rows that are missing from `results` until the time budget is used up. Return the number of rows left."""
+    end = time.monotonic() + budget_s
     results.parent.mkdir(parents=True, exist_ok=True)
-    known = done(results)
-    todo = [row for row in rows if row.name not in known]
+    finished = finished_rows(results)
+    todo = [row for row in rows if row.name not in finished]
     for number, row in enumerate(todo):
-        left = ends - time.monotonic()
-        whole = number == 0  # a row that no slice has time for would be begun for ever
-        found = None if left < 1 else taken(row, min(row.limit_s, left), device)
-        if found is None or (found["rc"] == signal.SIGKILL and left < row.limit_s and not whole):
+        remaining_s = end - time.monotonic()
+        # The first row of a slice is recorded even if it is cut off. Otherwise, a row that takes longer than a slice
+        # would be started again in every slice
+        had_whole_slice = number == 0
+        result = None if remaining_s < 1 else run_row(row, min(row.limit_s, remaining_s), device)
+        is_cut_off = result is not None and result["rc"] == signal.SIGKILL and remaining_s < row.limit_s
+        if result is None or (is_cut_off and not had_whole_slice):
             print(f"{len(todo) - number} of {len(rows)} rows are left: run again for the next slice", flush=True)
             return len(todo) - number
         with results.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        print(f"{row.name}: exit {found['rc']} after {found['seconds']} s", flush=True)
+            file.write(json.dumps(result) + "\n")
+        print(f"{row.name}: exit {result['rc']} after {result['seconds']} s", flush=True)
     print(f"-> {results}")
     return 0
 
 
-def done(results: Path) -> set[str]:
-    """The names of the rows that stand there; a line that a kill has torn is cut off."""
+def finished_rows(results: Path) -> set[str]:
+    """Return the names of the rows in `results`. If the last line of the file is incomplete, remove it."""
     lines = results.read_text().splitlines(keepends=True) if results.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    if len(whole) < len(lines):
-        results.write_text("".join(whole))
-    return {json.loads(line)["name"] for line in whole}
+    complete_lines = [line for line in lines if line.endswith("\n")]
+    if len(complete_lines) < len(lines):
+        results.write_text("".join(complete_lines))
+    return {json.loads(line)["name"] for line in complete_lines}
 
 
-def taken(row: Row, limit_s: float, device: str) -> dict[str, Any]:
-    """The result of a row: exit status (9 where its time was up), seconds, the figures that it wrote, what it printed
-    last. Nothing that it started outlives it."""
-    there = os.environ | environment(device == "cuda") | {"PYTHONPATH": str(HERE.parent)} | row.environment
+def run_row(row: Row, limit_s: float, device: str) -> dict[str, Any]:
+    """Run a row in a new process group, and kill the group if the row exceeds the time limit.
+
+    Returns:
+        A dictionary with the keys `name`, `rc` (the exit status, or 9 if the time limit was exceeded), `seconds`,
+        `figures` and `rows` (the content of the two result files), `printed` (the end of the output) and `environment`
+        (the row's additional variables).
+    """
+    variables = os.environ | process_environment(device == "cuda") | {"PYTHONPATH": str(ROOT)} | row.environment
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "printed").open("w+") as printed:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-Wignore", *(part.format(out=out) for part in shlex.split(row.command))]
         started = time.monotonic()
         process = subprocess.Popen(
-            command, env=there, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent
+            command, env=variables, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT
         )
         try:
             process.wait(limit_s)
@@ -125,10 +142,11 @@ def taken(row: Row, limit_s: float, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the selected rows that are not in the results yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=480, help="seconds of this slice")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", default="", help="those whose name has this regular expression; all by default")
+    parser.add_argument("--rows", default="", help="regular expression of the rows to run; all by default")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows = [row for row in ladder(args.device) if re.search(args.rows, row.name)]

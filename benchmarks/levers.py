@@ -1,11 +1,15 @@
-"""The gain of each lever: one model, trained in turn in every way of ABLATION on the same captions.
+"""Measure the speedup of each optimization by training one model on the same captions with every variant in ABLATION.
 
-Every variant must give the same loss. Repetitions go round all variants in turn, so that a busy machine is busy for
-all; medians count. Micro-batches are made before the step, as the loader's threads make them. The optimizer's time is
-spread over the pairs of a training step (42 at 7B).
+All variants must have the same loss. Each repetition goes through all variants, so that load on the machine affects
+all variants equally, and medians are reported. Micro-batches are built before the timed step, since the loader's
+threads build them in the background in real training. The optimizer's time is divided among the pairs of a real
+training step (42 at 7B), and the pairs of the measured step get their share.
 
-The tiny data are 64 pairs of MiniChange's training mixture, question and five references each (minichange.json); at 7B
-the tokens are random, in the published mixture's numbers. Pixels are noise in both: no step's cost depends on them.
+The tiny dataset has 64 pairs from MiniChange's training mixture (minichange.json). Each pair has a question and five
+references. At 7B, the tokens are random, with the token counts of the published mixture. The pixels of all images are
+noise, because the cost of a step does not depend on them.
+
+A packed sequence contains all references of a pair after a single prompt. Each reference is a branch of the sequence.
 """
 
 import json
@@ -25,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from m3diff.models.device import Device
-from m3diff.models.fused import KERNELS, make_fused
+from m3diff.models.fused import make_fused, register_kernels
 from m3diff.models.m3diff import FAMILY as M3DIFF
 from m3diff.models.m3diff import LARGE_BASE, M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
@@ -37,21 +41,26 @@ from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import peak_flops
 from m3diff.stages.train.packing import pack
 
-SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
+SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative tolerance
 PAD = 0
-TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter: bf16 weight; fp32 master, two moments and gradient
-HERE = Path(__file__).parent
-BASE = HERE.parent / "data" / "00_base"
+TRAINED_BYTES = 18  # bytes per trained parameter: a bf16 weight, and an fp32 master copy, two moments and a gradient
+FROZEN_BYTES = 2  # bytes per frozen parameter: a bf16 weight
+BENCHMARKS = Path(__file__).parent
+BASE = BENCHMARKS.parent / "data" / "00_base"
 
-Branches = list[tuple[list[int], list[int]]]  # (prompt, reference) token ids of one pair's references
+Branches = list[tuple[list[int], list[int]]]  # for each reference of a pair: token IDs of the prompt and the reference
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to take a step.
+    """A combination of optimizations with which a training step is computed.
 
     Attributes:
-        stock: padded rectangles and labels to transformers' own loss, so logits on every position.
+        packed: whether all references of a pair share one sequence.
+        stock: whether to use transformers' own loss on padded batches, with logits at every position.
+        mdp: whether the model has the MDP module.
+        fused: whether to use the fused adapters and layers.
+        attention: the attention kernel for packed sequences.
     """
 
     name: str
@@ -75,27 +84,33 @@ ABLATION = (
     Variant("packed, all else stock", packed=True, **STOCK),
     Variant("packed", packed=True),
 )
-"""Lever by lever: end to end without padding and logits where supervised; fused adapters and layers, of which the last
-works on supervised tokens alone."""
+"""Variants that differ in one optimization at a time. The optimizations are: concatenated sequences without padding,
+logits only at supervised tokens, fused adapters and layers (the last layer runs only on supervised tokens), packing."""
 
-GPU_ROWS = (  # choices on a GPU: the attention kernel and what backward recomputes
-    *(Variant(f"unpacked, {kept}", activation_checkpointing=kept) for kept in CHECKPOINTING[1:]),
-    *(
-        Variant(f"packed, {attention}, {kept}", packed=True, attention=attention, activation_checkpointing=kept)
-        for attention in ("sdpa", "flex")
-        for kept in CHECKPOINTING
-    ),
+
+def _packed_on_gpu(attention: str, checkpointing: str) -> Variant:
+    name = f"packed, {attention}, {checkpointing}"
+    return Variant(name, packed=True, attention=attention, activation_checkpointing=checkpointing)
+
+
+# Variants for a GPU. They differ in the attention kernel and in the activations that the backward pass recomputes
+GPU_ROWS = (
+    Variant("unpacked, selective", activation_checkpointing="selective"),
+    Variant("unpacked, full", activation_checkpointing="full"),
+    *(_packed_on_gpu("sdpa", checkpointing) for checkpointing in CHECKPOINTING),
+    *(_packed_on_gpu("flex", checkpointing) for checkpointing in CHECKPOINTING),
 )
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model's shapes and the data of one measured step.
+    """The shapes of a model and the data of one measured step.
 
     Attributes:
-        groups: tokens of each pair, branch by branch.
-        micro: sequences at a time, halved until they fit; by variant's recomputation and packing.
-        step_pairs: pairs between two optimizer steps in training; its time is spread over them.
+        groups: the branches of each pair.
+        micro: number of sequences per micro-batch, which is halved until the micro-batch fits in memory. The key is
+            `packed` for packed variants, otherwise the variant's kind of activation checkpointing.
+        step_pairs: number of pairs per optimizer step in real training, among which the optimizer's time is divided.
     """
 
     name: str
@@ -107,46 +122,50 @@ class Size:
 
     @property
     def settings(self) -> M3DiffSettings:
-        """Parts that train with their rates: the paper's, alpha twice the rank."""
+        """Training settings with the paper's learning rates and a LoRA alpha of twice the rank."""
         rates = Rates(vision=2e-6, projector=1e-5, module=1e-5, llm=1e-5)
         return M3DiffSettings("m3diff", self.config.module_config(), Lora(self.lora_rank, 2 * self.lora_rank), rates)
 
     @property
     def captions(self) -> int:
+        """Number of captions in the measured step."""
         return sum(len(group) for group in self.groups)
 
-    def owned(self, variant: Variant) -> list[list[tuple[int, Branches]]]:
-        """The micro-batches: (number of the pair, its branches) of each sequence."""
-        owned = [(number, group) for number, group in enumerate(self.groups)]
+    def sequences_by_micro_batch(self, variant: Variant) -> list[list[tuple[int, Branches]]]:
+        """Divide the captions into micro-batches, which are lists of sequences.
+
+        A sequence is a tuple (index of the pair, branches).
+        """
+        sequences = list(enumerate(self.groups))
         if not variant.packed:
-            owned = [(number, [branch]) for number, group in owned for branch in group]
+            sequences = [(number, [branch]) for number, group in sequences for branch in group]
         size = self.micro["packed" if variant.packed else variant.activation_checkpointing]
-        return [owned[at : at + size] for at in range(0, len(owned), size)]
+        return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
     def micro_batches(self, variant: Variant) -> Iterator[tuple[MicroBatch, list[int]]]:
-        """Micro-batches of training, each with its sequences' numbers of tokens."""
-        for part in self.owned(variant):
-            packed = pack([group for _, group in part])
-            images = torch.from_numpy(np.concatenate([self.images[number] for number, _ in part]))
+        """Yield the micro-batches in the form for training, each with the lengths of its sequences in tokens."""
+        for sequences in self.sequences_by_micro_batch(variant):
+            packed = pack([group for _, group in sequences])
+            images = torch.from_numpy(np.concatenate([self.images[number] for number, _ in sequences]))
             lengths = torch.bincount(packed.sequences).tolist()
             yield MicroBatch(packed, images, torch.ones(len(packed.labels))), lengths
 
     @cached_property
     def images(self) -> np.ndarray:
-        """Noise: prepared images of each pair, uint8 [pairs, 2, side, side, 3]."""
+        """Prepared images of all pairs, filled with noise. The array is uint8 [pairs, 2, side, side, 3]."""
         side = self.config.vision_config.image_size
         return np.random.default_rng(0).integers(0, 256, (len(self.groups), 2, side, side, 3), dtype=np.uint8)
 
 
 def tiny(pairs: int = 16) -> Size:
-    """The embedded base's shapes, the embedded run's batch and adapters, MiniChange's references."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    config = M3DiffConfig.on_base(str(BASE), None)
-    last = config.vision_config.num_hidden_layers  # the only vision feature layer, as in the embedded run
-    config.mdp = {"vision_feature_layers": [last], "layers": 2, "heads": 4}
+    """Return the size of the embedded run: the shapes of its base and adapters, and pairs from MiniChange."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
+    config = M3DiffConfig.from_folder(str(BASE), None)
+    last_layer = config.vision_config.num_hidden_layers  # the only vision feature layer, as in the embedded run
+    config.mdp = {"vision_feature_layers": [last_layer], "layers": 2, "heads": 4}
     image = "<image>" * ((config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1)
     groups = []
-    for pair in json.loads((HERE / "minichange.json").read_text())[:pairs]:
+    for pair in json.loads((BENCHMARKS / "minichange.json").read_text())[:pairs]:
         content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": pair["question"]}]
         chat = [{"role": "user", "content": content}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -154,13 +173,17 @@ def tiny(pairs: int = 16) -> Size:
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair["references"]]
         groups.append([(ids, [*reference, end]) for reference in references])
-    return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 16}, 16)
+    micro = {"none": 40, "selective": 40, "full": 40, "packed": 16}
+    return Size(name="tiny", config=config, lora_rank=32, groups=groups, micro=micro, step_pairs=16)
 
 
 def seven_b(layers: int = 28, pairs: int = 6) -> Size:
-    """The published 7B shapes, with so many of the LLM's layers: 1,460 visual and 29 prompt tokens, 6.17 captions a
-    pair of 15 tokens each on average."""
-    config, rng = M3DiffConfig.published(LARGE_BASE, {}), np.random.default_rng(0)
+    """Return the size of the published 7B model with the given number of LLM layers, and pairs of random tokens.
+
+    A pair has 1,460 visual tokens, 29 prompt tokens and an average of 6.17 captions with 15 tokens each.
+    """
+    config = M3DiffConfig.published(LARGE_BASE, {})
+    rng = np.random.default_rng(0)
     config.text_config.num_hidden_layers = layers
     config.text_config.layer_types = config.text_config.layer_types[:layers]
     side = config.vision_config.image_size // config.vision_config.patch_size
@@ -170,30 +193,32 @@ def seven_b(layers: int = 28, pairs: int = 6) -> Size:
         prompt = [*words[:14], *[config.image_token_id] * (2 * (side**2 + 1)), *words[14:], 198]
         lengths = rng.permutation([9, 12, 14, 16, 18, 21, 15][: 7 if number % 6 == 5 else 6])
         groups.append([(prompt, rng.integers(0, 150_000, length).tolist()) for length in lengths])
-    return Size("7B", config, 128, groups, {"none": 3, "selective": 6, "full": 6, "packed": 3}, 42)
+    micro = {"none": 3, "selective": 6, "full": 6, "packed": 3}
+    return Size(name="7B", config=config, lora_rank=128, groups=groups, micro=micro, step_pairs=42)
 
 
 class MasterAdamW:
-    """AdamW on fp32 copies of what trains, written back after each step; on fp32 weights themselves."""
+    """AdamW with fp32 master copies of the trained weights. Weights that are already in fp32 are not copied."""
 
     def __init__(self, model: torch.nn.Module, settings: Any) -> None:
         groups = trainable_groups(model, M3DIFF, settings)
         self.weights = [p for group in groups for p in group.parameters]
-        own = {id(p): p if p.dtype == torch.float32 else p.detach().float() for p in self.weights}
-        self.masters = [own[id(p)] for p in self.weights]
-        slots = [{"params": [own[id(p)] for p in group.parameters], "lr": group.lr} for group in groups]
+        masters = {id(p): p if p.dtype == torch.float32 else p.detach().float() for p in self.weights}
+        self.masters = [masters[id(p)] for p in self.weights]
+        slots = [{"params": [masters[id(p)] for p in group.parameters], "lr": group.lr} for group in groups]
         self.optimizer = torch.optim.AdamW(slots, weight_decay=0.0, fused=True)
 
     def clear(self) -> None:
-        """Drop every gradient."""
+        """Delete all gradients."""
         for tensor in (*self.weights, *self.masters):
             tensor.grad = None
 
     def step(self) -> None:
-        """Add the gradients to the fp32 copies, clip, and write the new weights back."""
+        """Move the gradients to the fp32 copies, clip them, take a step, and write the new weights back."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             if master is not weight and weight.grad is not None:
-                master.grad, weight.grad = weight.grad.float(), None
+                master.grad = weight.grad.float()
+                weight.grad = None
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -205,7 +230,7 @@ class MasterAdamW:
 
 @dataclass
 class Bench:
-    """The one model that every variant trains, and what it trains on."""
+    """The model and data that all variants share."""
 
     size: Size
     gpu: bool
@@ -216,11 +241,11 @@ class Bench:
         torch.manual_seed(0)
         with self.device.torch:
             self.model = M3DiffForConditionalGeneration._from_config(
-                self.size.config, dtype=self.device.dtype, attn_implementation=KERNELS
+                self.size.config, dtype=self.device.dtype, attn_implementation=register_kernels()
             )
             self.adapted = prepare(self.model, M3DIFF, self.size.settings).train()
             self.optimizer = MasterAdamW(self.adapted, self.size.settings)
-        self.started = [weight.detach().cpu().clone() for weight in self.optimizer.weights]
+        self.initial_weights = [weight.detach().cpu().clone() for weight in self.optimizer.weights]
         self.mdp = self.model.model.mdp
         side = self.size.config.vision_config.image_size
         self.to_pixels = M3DiffImageProcessor(size={"height": side, "width": side}).to_pixels
@@ -229,26 +254,29 @@ class Bench:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """The weights of the start, so that losses can be compared."""
+        """Restore the initial weights, so that the losses of all variants can be compared."""
         optimizer = self.optimizer
-        for weight, master, start in zip(optimizer.weights, optimizer.masters, self.started, strict=True):
-            weight.copy_(start)
-            master.copy_(start)
+        for weight, master, initial in zip(optimizer.weights, optimizer.masters, self.initial_weights, strict=True):
+            weight.copy_(initial)
+            master.copy_(initial)
 
-    def take(self, variant: Variant) -> None:
-        """Make the model compute as the variant does."""
+    def use_variant(self, variant: Variant) -> None:
+        """Configure the model for the variant and build its micro-batches."""
         self.device = Device(self.gpu, self.precision, variant.attention)  # type: ignore[arg-type]
         self.model.model.mdp = self.mdp if variant.mdp else None
-        self.model.set_attn_implementation("sdpa" if variant.stock else KERNELS)
+        self.model.set_attn_implementation("sdpa" if variant.stock else register_kernels())
         make_fused(self.model, variant.activation_checkpointing, stock=not variant.fused)
         self.batches = [complete(batch, self.device, PAD) for batch, _ in self.size.micro_batches(variant)]
 
     def run(self, variant: Variant) -> float:
-        """Forward and backward over every caption, as `take` prepared; the mean loss per supervised token."""
+        """Run the forward and backward passes over all captions and return the mean loss per supervised token.
+
+        `use_variant` must be called first.
+        """
         total = torch.zeros((), device=self.device.torch)
-        for owned, batch in zip(self.size.owned(variant), self.batches, strict=True):
+        for sequences, batch in zip(self.size.sequences_by_micro_batch(variant), self.batches, strict=True):
             if variant.stock:
-                loss = self.stock_loss(owned, batch)
+                loss = self.stock_loss(sequences, batch)
             else:
                 loss = token_loss(self.adapted, batch, self.processor, self.device)
             (loss / self.tokens).backward()
@@ -256,15 +284,15 @@ class Bench:
         return float(total) / self.tokens
 
     def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """Inputs of the model as M3Diff's processor makes them."""
+        """Return the model's image inputs, as M3Diff's processor would."""
         return {"pixel_values": self.to_pixels(prepared), "batch_num_images": torch.full((len(prepared) // 2,), 2)}
 
-    def stock_loss(self, owned: list[tuple[int, Branches]], batch: MicroBatch) -> Tensor:
-        """Loss of one caption a row, padded on the right, labels that transformers' own loss shifts."""
-        pairs = [branch for _, branches in owned for branch in branches]
-        ids = [torch.tensor([*prompt, *reference]) for prompt, reference in pairs]
-        labels = [torch.tensor([-100] * len(prompt) + list(reference)) for prompt, reference in pairs]
-        mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+    def stock_loss(self, sequences: list[tuple[int, Branches]], batch: MicroBatch) -> Tensor:
+        """Return the summed loss of transformers' own loss function, with one right-padded caption per row."""
+        captions = [branch for _, branches in sequences for branch in branches]
+        ids = [torch.tensor([*prompt, *reference]) for prompt, reference in captions]
+        labels = [torch.tensor([-100] * len(prompt) + list(reference)) for prompt, reference in captions]
+        mask = pad_sequence([torch.ones_like(tokens) for tokens in ids], batch_first=True)
         mean = self.adapted(
             input_ids=self.device.move(pad_sequence(ids, batch_first=True, padding_value=PAD)),
             attention_mask=self.device.move(mask),
@@ -276,8 +304,8 @@ class Bench:
 
 
 @dataclass
-class Measured:
-    """Seconds of each repetition of a variant, and its peak memory on a GPU."""
+class Measurement:
+    """The measurements of a variant: loss, seconds of each repetition, and on a GPU the peak memory in GB."""
 
     variant: Variant
     loss: float
@@ -286,6 +314,11 @@ class Measured:
     peak_gb: float | None = None
 
     def figures(self, size: Size, peak_tflops: float | None) -> dict[str, Any]:
+        """Return speeds, loss, spread, peak memory and micro-batch size, and the MFU if the device's peak is known.
+
+        Args:
+            peak_tflops: peak TFLOPS of the device, or None if they are not known.
+        """
         optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
         seconds = statistics.median(self.run_s) + optimizer
         batches = list(size.micro_batches(self.variant))
@@ -299,14 +332,18 @@ class Measured:
         return figures | {"micro_batch": max(len(sequences) for _, sequences in batches)}
 
 
-def warmed_up(bench: Bench, variant: Variant) -> Measured | str:
-    """Run the variant once, with micro-batches halved until they fit; or that none fits."""
+def warm_up(bench: Bench, variant: Variant) -> Measurement | str:
+    """Run the variant once without timing it. Halve its micro-batches until they fit in memory.
+
+    Returns:
+        A measurement that does not have durations yet. If not even one sequence fits in memory, the reason as text.
+    """
     key = "packed" if variant.packed else variant.activation_checkpointing
     while True:
         try:
-            bench.take(variant)
+            bench.use_variant(variant)
             loss = bench.run(variant)
-            return Measured(variant, loss)
+            return Measurement(variant, loss)
         except torch.OutOfMemoryError:
             if bench.size.micro[key] == 1:
                 return "does not fit"
@@ -316,25 +353,40 @@ def warmed_up(bench: Bench, variant: Variant) -> Measured | str:
         torch.cuda.empty_cache()
 
 
-def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[list[Measured], dict[str, str]]:
-    """Every variant in turn, `repeats` times round; the variants that could not run, with the reason."""
+def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[list[Measurement], dict[str, str]]:
+    """Measure the variants in turn, `repeats` times each.
+
+    Returns:
+        The measurements, and a dictionary from the name of each variant that could not run to the reason.
+    """
     bench.reset()
-    started = {variant.name: warmed_up(bench, variant) for variant in variants}
-    failed = {name: got for name, got in started.items() if isinstance(got, str)}
-    measured = [got for got in started.values() if isinstance(got, Measured)]
-    for repetition in range(-1, repeats):  # the first round makes the optimizer's state and is not counted
-        for one in measured if repetition >= 0 else measured[:1]:
-            bench.take(one.variant)
-            times = timed_step(bench, one)
-            if repetition >= 0:
-                one.run_s.append(times[0])
-                one.optimizer_s.append(times[1])
-    return measured, failed
+    measurements = []
+    failures = {}
+    for variant in variants:
+        outcome = warm_up(bench, variant)
+        if isinstance(outcome, Measurement):
+            measurements.append(outcome)
+        else:
+            failures[variant.name] = outcome
+    for measurement in measurements[:1]:  # this step is not counted, since it creates the optimizer's state
+        bench.use_variant(measurement.variant)
+        timed_step(bench, measurement)
+    for _ in range(repeats):
+        for measurement in measurements:
+            bench.use_variant(measurement.variant)
+            run_s, optimizer_s = timed_step(bench, measurement)
+            measurement.run_s.append(run_s)
+            measurement.optimizer_s.append(optimizer_s)
+    return measurements, failures
 
 
-def measure_alone(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Measured], dict[str, str]]:
-    """The same of one variant by itself, whose kernels a GPU compiles: graphs of others would count against the
-    compiler's limit. A compiler that fails is a reason not to have run, and costs no other variant."""
+def measure_alone(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Measurement], dict[str, str]]:
+    """Measure a single variant on a GPU, where its kernels are compiled. The result has the same form as for `measure`.
+
+    If the variant fails, for example in the compiler, the error is returned as the reason why it could not run. Other
+    variants are not affected.
+    """
+    # Otherwise, the compiled graphs of other variants would count towards the compiler's limit
     torch.compiler.reset()
     try:
         return measure(bench, (variant,), repeats)
@@ -345,25 +397,35 @@ def measure_alone(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Me
         bench.model.zero_grad(set_to_none=True)
 
 
-def check_losses(measured: list[Measured], precision: str) -> None:
-    """Every variant's loss is the first one's."""
-    for one in measured:
-        first = measured[0]
-        off = abs(one.loss / first.loss - 1)  # without MDP too: a new module is zero-initialised, or nearly
-        assert off < (SAME_LOSS[precision] if one.variant.mdp else 0.05), (
-            f"{one.variant.name}: loss {one.loss}, of {first.variant.name} {first.loss}"
+def check_losses(measured: list[Measurement], precision: str) -> None:
+    """Check that every variant has the same loss as the first one.
+
+    Raises:
+        AssertionError: a loss differs by more than the tolerance.
+    """
+    for measurement in measured:
+        reference = measured[0]
+        deviation = abs(measurement.loss / reference.loss - 1)
+        # A new MDP module is initialised to zero or almost zero, so a model without the module has about the same loss
+        tolerance = SAME_LOSS[precision] if measurement.variant.mdp else 0.05
+        assert deviation < tolerance, (
+            f"{measurement.variant.name}: loss {measurement.loss}, of {reference.variant.name} {reference.loss}"
         )
 
 
-def timed_step(bench: Bench, one: Measured) -> tuple[float, float]:
+def timed_step(bench: Bench, measurement: Measurement) -> tuple[float, float]:
+    """Take a training step and return the seconds of the forward and backward passes and of the optimizer.
+
+    On a GPU, the peak memory of the step is stored in the measurement.
+    """
     if bench.gpu:
         torch.cuda.reset_peak_memory_stats()
     stamps = [_now(bench.gpu)]
-    bench.run(one.variant)
+    bench.run(measurement.variant)
     stamps.append(_now(bench.gpu))
     bench.optimizer.step()
     stamps.append(_now(bench.gpu))
-    one.peak_gb = torch.cuda.max_memory_allocated() / 1e9 if bench.gpu else None
+    measurement.peak_gb = torch.cuda.max_memory_allocated() / 1e9 if bench.gpu else None
     return stamps[1] - stamps[0], stamps[2] - stamps[1]
 
 
@@ -374,7 +436,7 @@ def _now(gpu: bool) -> float:
 
 
 def static_gb(size: Size) -> float:
-    """Weights, gradients and optimizer, of the model with its adapters."""
+    """Return the memory in GB that the weights, gradients and optimizer state of the model with adapters need."""
     with torch.device("meta"):
         model = M3DiffForConditionalGeneration(size.config)
         prepare(model, M3DIFF, size.settings)
@@ -383,7 +445,11 @@ def static_gb(size: Size) -> float:
 
 
 def planned_gb(size: Size, variant: Variant, precision: str) -> float | None:
-    """The plan's GB of weights, gradients, optimizer and a micro-batch's activations; None where it has none."""
+    """Return the memory in GB that `m3diff plan` predicts for a training step with the variant.
+
+    This includes weights, gradients, optimizer state and the activations of a micro-batch. The result is None if
+    `m3diff plan` does not cover the variant.
+    """
     if precision != "bf16" or variant.stock or not variant.fused:
         return None
     micro = max(len(lengths) for _, lengths in size.micro_batches(variant))
@@ -391,7 +457,7 @@ def planned_gb(size: Size, variant: Variant, precision: str) -> float | None:
 
 
 def model_flops(size: Size, variant: Variant) -> float:
-    """FLOPs of a forward and backward pass over every caption, without recomputation."""
+    """Return the FLOPs of the forward and backward passes over all captions, without recomputation."""
     batches = list(size.micro_batches(variant))
     lengths = [length for _, sequences in batches for length in sequences]
     supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
@@ -400,34 +466,32 @@ def model_flops(size: Size, variant: Variant) -> float:
 
 
 def planned_activations_gb(size: Size, variant: Variant, precision: str) -> float:
-    """GB that the plan counts for backward of one packed pair, the size's first."""
+    """Return the memory in GB that `m3diff plan` predicts for the activations of the first pair's sequence."""
     from m3diff.commands.plan.memory import count_activations
 
-    batch, lengths = next(
-        iter(Size("one", size.config, size.lora_rank, size.groups[:1], size.micro, 1).micro_batches(variant))
-    )
+    pair = Size("one", size.config, size.lora_rank, size.groups[:1], size.micro, 1)
+    batch, lengths = next(pair.micro_batches(variant))
     model = meta_model(size.config, M3DIFF, size.settings, precision)
-    held = count_activations(
-        model, M3DIFF, variant.activation_checkpointing, lengths[0], len(batch.packed.labels) // len(lengths)
-    )
-    return sum(held.values()) / 1e9
+    supervised = len(batch.packed.labels) // len(lengths)
+    activations = count_activations(model, M3DIFF, variant.activation_checkpointing, lengths[0], supervised)
+    return sum(activations.values()) / 1e9
 
 
 def chosen_variants(rows: Sequence[str] | None, gpu: bool, precision: str) -> tuple[Variant, ...]:
-    """The rows of these names, in their order; all that the device chooses between without names.
+    """Return the variants with the names in `rows`, in this order. If `rows` is None, return all for the device.
 
     Raises:
-        ValueError: a name is no row's.
+        ValueError: there is no variant with one of the names.
     """
-    every = {variant.name: variant for variant in ABLATION + GPU_ROWS}
+    variants = {variant.name: variant for variant in ABLATION + GPU_ROWS}
     if rows is None:
         return ABLATION + (GPU_ROWS if gpu or precision == "bf16" else ())
-    if unknown := [name for name in rows if name not in every]:
-        raise ValueError(f"no row is called {unknown[0]!r}; rows: {'; '.join(every)}")
-    return tuple(every[name] for name in rows)
+    if unknown := [name for name in rows if name not in variants]:
+        raise ValueError(f"no row is called {unknown[0]!r}; rows: {'; '.join(variants)}")
+    return tuple(variants[name] for name in rows)
 
 
-def measured_levers(
+def measure_levers(
     shapes: str,
     gpu: bool,
     precision: str,
@@ -435,28 +499,45 @@ def measured_levers(
     repeats: int | None,
     chip: str,
     variants: tuple[Variant, ...],
-    tell: Callable[[dict[str, Any]], None],
+    report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The figures of the levers as the result's keys; `tell` is given each row once it is measured.
+    """Measure the variants and return the results.
 
-    A GPU is nobody else's, so that its rows are measured one after another; on a CPU in turn.
+    On a GPU, which is not shared with other programs, each variant is measured completely before the next. On a CPU,
+    the variants take turns.
+
+    Args:
+        shapes: `tiny` or `7b`.
+        pairs: number of pairs per step at tiny shapes.
+        repeats: repetitions of each variant. If None, 2 on a GPU and 5 on a CPU.
+        chip: torch's name for the device.
+        report: function that is called with each row as soon as it is measured.
     """
     size = tiny(pairs) if shapes == "tiny" else seven_b()
     layers = size.config.text_config.num_hidden_layers
     bench = Bench(size, gpu, precision)
     flops = peak_flops(chip, precision)
-    measured, rows, failed = list[Measured](), list[dict[str, Any]](), dict[str, str]()
-    for turn in [(variant,) for variant in variants] if gpu else [variants]:
-        run = (bench, *turn) if gpu else (bench, turn)
-        found, missing = (measure_alone if gpu else measure)(*run, repeats or (2 if gpu else 5))  # type: ignore[operator]
-        more = [
-            one.figures(size, flops / 1e12 if flops else None)
-            | {"planned_gb": planned_gb(size, one.variant, precision)}
-            for one in found
-        ]
-        for row in (*more, *({"name": name, "not_run": reason} for name, reason in missing.items())):
-            tell(row | {"llm_layers": layers})
-        measured, rows, failed = measured + found, rows + more, failed | missing
-    check_losses(measured, precision)
+    peak_tflops = flops / 1e12 if flops else None
+    measurements: list[Measurement] = []
+    rows: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
+
+    def record(turn_measurements: list[Measurement], turn_failures: dict[str, str]) -> None:
+        for measurement in turn_measurements:
+            planned = planned_gb(size, measurement.variant, precision)
+            row = measurement.figures(size, peak_tflops) | {"planned_gb": planned}
+            rows.append(row)
+            report(row | {"llm_layers": layers})
+        for name, reason in turn_failures.items():
+            report({"name": name, "not_run": reason, "llm_layers": layers})
+        measurements.extend(turn_measurements)
+        failures.update(turn_failures)
+
+    if gpu:
+        for variant in variants:
+            record(*measure_alone(bench, variant, repeats or 2))
+    else:
+        record(*measure(bench, variants, repeats or 5))
+    check_losses(measurements, precision)
     counts = {"pairs": len(size.groups), "captions": size.captions, "llm_layers": layers}
-    return {"ablation": rows, "not_run": failed} | counts
+    return {"ablation": rows, "not_run": failures} | counts

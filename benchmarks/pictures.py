@@ -1,10 +1,10 @@
-"""Pairs of pictures for benchmarks/data.py: textures with the spectrum of photographs, objects and camera noise.
+"""Generate pairs of photo-like pictures for benchmarks/data.py, with natural textures, objects and camera noise.
 
-They compress about as photographs do, so decoders and hashes have as much to do: at 512 x 512 pixels about 60 kB as
-JPEG of quality 90 and 490 kB as PNG. The pairs are of three kinds in turn, as in real benchmarks: an *edit* (the same
-pixels but for one object), two shots of a *fixed camera* (other noise and light, and one object), and two *different*
-pictures. The first two look alike in a thumbnail, so a rule that takes such pairs for candidates has to decode them.
-"""
+The pictures compress about as well as photographs, so decoding and hashing them is as expensive as for photographs. At
+512 x 512 pixels, a picture takes about 60 kB as JPEG (quality 90) and 490 kB as PNG. Pairs alternate between three
+kinds that occur in real benchmarks: an *edit* (identical pixels except for one object), two shots by a *fixed camera*
+(different noise and light, and one new object), and two *different* pictures. In the first two kinds, the two pictures
+look alike in a thumbnail, so a rule that compares look-alike pairs must decode them."""
 
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ Levels = NDArray[np.float32]  # [height, width, 3], grey levels from 0 to 255
 
 
 def write_picture_pair(number: int, before: Path, after: Path) -> None:
-    """Write the two pictures of a pair. Equal numbers give equal pixels; the paths' endings choose the format."""
+    """Write the two pictures of a pair. `number` determines the pixels, and the suffixes determine the file formats."""
     rng = np.random.default_rng([SEED, number])
     kind = KINDS[number % len(KINDS)]
     scene = _draw_scene(rng)
@@ -39,7 +39,10 @@ def write_picture_pair(number: int, before: Path, after: Path) -> None:
 
 @cache
 def _textures() -> list[Levels]:
-    """Noise whose amplitude falls with the frequency, as in photographs; the colours vary less than the light."""
+    """Return noise textures like those of photographs.
+
+    The amplitude decreases with the frequency, and it is lower in colour than in brightness.
+    """
     rng = np.random.default_rng(SEED)
     frequencies = np.hypot(np.fft.fftfreq(TEXTURE_PX)[:, None], np.fft.rfftfreq(TEXTURE_PX)[None, :])
     frequencies[0, 0] = np.inf  # the mean is set below
@@ -78,7 +81,7 @@ def _draw_scene(rng: np.random.Generator) -> Image.Image:
 
 
 def _draw_object(scene: Image.Image, rng: np.random.Generator) -> None:
-    """Draw one object of 40 to 160 pixels in place. It is filled with one of the textures, so that it has detail."""
+    """Draw an object of 40 to 160 pixels onto the scene. It is filled with a texture, so that it has detail."""
     size = rng.integers(40, 160, 2)
     corner = rng.integers(0, PX - size)
     box = [int(value) for value in (*corner, *(corner + size))]
@@ -99,4 +102,4 @@ def _save(levels: Levels, path: Path) -> None:
     if path.suffix == ".jpg":
         _as_image(levels).save(path, quality=JPEG_QUALITY)
     else:
-        _as_image(levels).save(path, compress_level=3)  # 6 takes three times as long and saves little
+        _as_image(levels).save(path, compress_level=3)  # level 6 takes three times as long and saves little space

@@ -1,18 +1,17 @@
-"""The files that somebody reads who follows a run from raw files to a registered model, and their lines.
+"""Count the files and lines that a person must read to follow a run from raw files to a registered model.
 
     python benchmarks/reading.py
 
-Clones the commit that is checked out, draws a few scenes, and runs every stage from ingest to register there by DVC
-and the command line, training in Ray's workers. A hook in each Python process (`sitecustomize`, by PYTHONPATH, so in
-the workers too) notes when a function of the project is called first. A file counts
+This script clones the current commit, draws a few scenes, and runs every stage from ingest to register in the clone
+with DVC and the command line. Training runs in Ray's workers. A hook in each Python process (`sitecustomize` on
+PYTHONPATH, so it also runs in the workers) records the first call of each function in the project. A file counts
 
-- as run, where one of its functions runs; the body of a module or a class is no function;
-- as read, where a name that it defines occurs in a function that runs, its annotations and decorators included.
+- as run, if one of its functions is called. The body of a module or class does not count as a function.
+- as read, if a called function uses a name that the file defines. Annotations and decorators count as uses.
 
-Names are resolved through the imports of the file, functions' own included, to the file that defines them. A function
-that is called while its module is imported runs, and so does a page's template, which Jinja compiles. Lines are all
-lines of a file. The order is that of the first call; a file that is only read follows the first that names it.
-"""
+The imports of a file and of the function show which file defines a name. Functions called during the import of their
+module count as run, and so do page templates, which Jinja compiles. All lines of a file are counted. Files are listed
+in the order of their first call. A file that is only read is listed after the first file that uses it."""
 
 import ast
 import os
@@ -28,7 +27,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "runs" / "reading"
-CLONE, HOOK, CALLS = WORK / "clone", WORK / "hook", WORK / "calls"
+CLONE = WORK / "clone"
+HOOK = WORK / "hook"
+CALLS = WORK / "calls"
 FOLDERS = ("components", "flows")
 
 TRACER = """
@@ -55,33 +56,35 @@ sys.settrace(trace)
 """
 
 
-class File(NamedTuple):
-    """A file on the way, its number of lines, and whether a function of it runs."""
+class CountedFile(NamedTuple):
+    """A file to read, its number of lines, and whether one of its functions was called (otherwise it is only read)."""
 
     path: Path
     lines: int
-    runs: bool
+    is_run: bool
 
 
 def main() -> None:
+    """Run the stages in a clone, then print the files to read with their line counts and the totals."""
     prepare()
     for stage in (("dvc", "repro", "-q"), ("m3diff", "register")):
         run("-m", *stage, traced=True)
     files = reading_order(calls())
     for file in files:
-        print(f"{file.lines:5}  {'run ' if file.runs else 'read'}  {file.path.relative_to(CLONE)}")
+        print(f"{file.lines:5}  {'run ' if file.is_run else 'read'}  {file.path.relative_to(CLONE)}")
     print(total(files, "all that runs or is read"))
     print(total([file for file in files if "stages" in file.path.parts], "the stages' own"))
 
 
-def total(files: list[File], name: str) -> str:
-    ran = sum(file.runs for file in files)
+def total(files: list[CountedFile], title: str) -> str:
+    """Return a line of text with the total number of lines and files."""
+    run_count = sum(file.is_run for file in files)
     lines = sum(file.lines for file in files)
-    return f"{lines:5}  lines of {len(files)} files, {name}: {ran} run, {len(files) - ran} only read"
+    return f"{lines:5}  lines of {len(files)} files, {title}: {run_count} run, {len(files) - run_count} only read"
 
 
 def prepare() -> None:
-    """A clone with small parameters, its raw data drawn."""
+    """Clone the repository, set small parameters, and draw the raw data."""
     shutil.rmtree(WORK, ignore_errors=True)
     for folder in (HOOK, CALLS):
         folder.mkdir(parents=True)
@@ -97,7 +100,7 @@ def prepare() -> None:
 
 
 def run(*arguments: str, traced: bool = False) -> None:
-    """Python in the clone, on the clone's code."""
+    """Run Python in the clone with the clone's code. If `traced` is set, record the functions that are called."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     environment["PYTHONPATH"] = str(CLONE)
     if traced:
@@ -108,80 +111,91 @@ def run(*arguments: str, traced: bool = False) -> None:
 
 
 def calls() -> list[tuple[Path, int]]:
-    """File and first line of each function that ran, in the order of their first calls."""
+    """Return the file and first line of each function that was called, in the order of the first calls."""
     rows = [row.split("\t") for file in CALLS.iterdir() for row in file.read_text().splitlines()]
     rows.sort(key=lambda row: float(row[0]))
     return list(dict.fromkeys((Path(path), int(line)) for _, path, line in rows))
 
 
-def reading_order(functions: list[tuple[Path, int]]) -> list[File]:
-    ran = {path for path, _ in functions}
+def reading_order(functions: list[tuple[Path, int]]) -> list[CountedFile]:
+    """Return the files to read, in the order in which they are first called or used."""
+    run_files = {path for path, _ in functions}
     order: dict[Path, None] = {}
     for path, line in functions:
         order[path] = None
-        order |= dict.fromkeys(named(path, line))
-    return [File(path, len(path.read_text(encoding="utf-8").splitlines()), path in ran) for path in order]
+        order |= dict.fromkeys(files_named_by(path, line))
+    return [CountedFile(path, len(path.read_text(encoding="utf-8").splitlines()), path in run_files) for path in order]
 
 
-def named(path: Path, line: int) -> Iterator[Path]:
-    """The other files that define what the function which begins at this line names."""
-    nodes = (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    for node in nodes:
-        if min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) != line:
+def files_named_by(path: Path, line: int) -> Iterator[Path]:
+    """Yield the other files that define names used by the function at this line."""
+    for function in ast.walk(tree(path)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        own = imports(path) | dict(imported(path, node))
-        for each in ast.walk(node):
-            if isinstance(each, ast.Name) and each.id in own:
-                place = definition(*own[each.id])
-            elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in own:
-                place = definition(*own[each.value.id], each.attr)
+        if min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) != line:
+            continue
+        names = imports(path) | dict(imported(path, function))
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and node.id in names:
+                file = definition(*names[node.id])
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+                file = definition(*names[node.value.id], node.attr)
             else:
                 continue
-            if place not in (None, path):
-                yield place
+            if file not in (None, path):
+                yield file
 
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8") if path.suffix == ".py" else "")  # Jinja runs templates
+    """Return the syntax tree of a Python file, or an empty tree for other files, such as Jinja templates."""
+    return ast.parse(path.read_text(encoding="utf-8") if path.suffix == ".py" else "")
 
 
 @cache
 def imports(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return a dictionary from each name that a file imports to the parts of the name's dotted path."""
     return dict(imported(path, tree(path)))
 
 
 def imported(path: Path, node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each name that is imported below a node, and the dotted path behind it."""
+    """Yield each name that is imported inside a syntax node, with the parts of the name's dotted path."""
     package = path.relative_to(CLONE).parent.parts
-    for each in ast.walk(node):
-        if isinstance(each, ast.ImportFrom):
-            above = package[: len(package) - each.level + 1] if each.level else ()
-            module = (*above, *(each.module.split(".") if each.module else ()))
-            yield from ((alias.asname or alias.name, (*module, alias.name)) for alias in each.names)
-        elif isinstance(each, ast.Import):
-            yield from ((alias.asname, tuple(alias.name.split("."))) for alias in each.names if alias.asname)
+    for statement in ast.walk(node):
+        if isinstance(statement, ast.ImportFrom):
+            parents = package[: len(package) - statement.level + 1] if statement.level else ()
+            module = parents + (tuple(statement.module.split(".")) if statement.module else ())
+            for alias in statement.names:
+                yield alias.asname or alias.name, (*module, alias.name)
+        elif isinstance(statement, ast.Import):
+            for alias in statement.names:
+                if alias.asname:
+                    yield alias.asname, tuple(alias.name.split("."))
 
 
 def definition(*dotted: str) -> Path | None:
-    """The file that defines what a dotted path names; None where it is not the project's."""
-    at = CLONE
-    for part, *rest in (dotted[number:] for number in range(len(dotted))):
-        if (at / part).is_dir():
-            at = (at / part).resolve()
-        elif (at / f"{part}.py").is_file():
-            return origin(at / f"{part}.py", rest[0] if rest else "")
+    """Return the file that defines the object at a dotted path, or None if the path is not part of the project."""
+    folder = CLONE
+    for index, part in enumerate(dotted):
+        if (folder / part).is_dir():
+            folder = (folder / part).resolve()
+        elif (folder / f"{part}.py").is_file():
+            name = dotted[index + 1] if index + 1 < len(dotted) else ""
+            return origin(folder / f"{part}.py", name)
         else:
-            return origin(at / "__init__.py", part)
-    return origin(at / "__init__.py", "")
+            return origin(folder / "__init__.py", part)
+    return origin(folder / "__init__.py", "")
 
 
 def origin(file: Path, name: str) -> Path | None:
-    """The file from which this one has a name, be it itself."""
+    """Return the file that defines a name that is available in `file`, or None if `file` does not exist.
+
+    This is another file of the project if `file` imports the name from there, otherwise `file`.
+    """
     if not file.is_file():
         return None
-    further = imports(file).get(name)
-    return (definition(*further) if further else None) or file
+    dotted = imports(file).get(name)
+    return (definition(*dotted) if dotted else None) or file
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Run commands of a checkout's command line in this process, once cold and then warm; print their seconds as JSON.
+"""Run `m3diff` commands of a checkout in this process, first cold and then warm, and print the durations as JSON.
 
     FOLDER/.venv/bin/python -P run_stages.py '{"params": ..., "commands": [["validate"]], "outputs": [], "warm_runs": 0,
                                                "started": SECONDS}'
 
-benchmarks/data.py starts it in a checkout's folder with that checkout's interpreter. `-P` keeps the folder of this file
-off the import path, so that `m3diff` is the checkout's own. Nothing else of a checkout is imported here.
+benchmarks/data.py starts this script in the folder of a checkout with the checkout's interpreter. `-P` keeps this
+script's folder off the import path, so that `m3diff` is the package of that checkout.
 """
 
 import hashlib
@@ -16,18 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-UNIT_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # bytes: macOS counts single ones
+UNIT_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes: macOS reports bytes, Linux KiB
 
 
 def run_commands_in_turn(order: dict[str, Any]) -> dict[str, Any]:
-    """Run the commands in turn, `warm_runs` times more than once.
+    """Run all commands once cold and then `warm_runs` times warm, in the given order.
 
     Args:
-        order: `params`: the parameter file; `commands`: argument lists; `outputs`: folders whose contents are digested
-            after each run; `started`: when the caller started this process, in seconds since the epoch.
+        order: a dictionary with the keys `params` (the parameter file), `commands` (argument lists), `outputs` (folders
+            whose contents are hashed after each run), `warm_runs`, and `started` (when the caller started this process,
+            in seconds since the epoch).
 
-    Returns: `cold_s`; of each warm run its seconds (`warm_s`) and those of its first command (`first_command_s`);
-    `digests` of the outputs of every run; `own_peak_mb`; `package`: the folder of m3diff.
+    Returns:
+        A dictionary with the keys `cold_s` (seconds from the start of the process to the end of the cold run), `warm_s`
+        (seconds of each warm run), `first_command_s` (seconds of the first command in each warm run), `digests` (a
+        digest of the outputs for each run), `own_peak_mb` (peak memory of this process) and `package` (the folder of
+        m3diff).
     """
     import m3diff
     from m3diff.__main__ import main as m3diff_main
@@ -63,7 +67,7 @@ def run_commands_in_turn(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest_folders(folders: Sequence[str]) -> str:
-    """The sha256 of the names and bytes of all files below these folders."""
+    """Return the SHA-256 of the names and contents of all files in these folders, including subfolders."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):

@@ -1,11 +1,13 @@
-"""The project's training against the stock way: each side in a process of its own, round after round by turns.
+"""Compare the project's training speed with a stock implementation (the peer).
 
-One side computes while the others wait, so a busy machine is busy for all. Each side first takes the steps whose losses
-are compared, which warms it up as well.
+The compared implementations are called sides. Each side runs in a separate process, and the sides take turns. While a
+side computes, all other sides wait, so that load on the machine affects all sides equally. Each side first takes the
+steps whose losses are compared. These steps also warm up the process.
 
-The stock way is transformers' Trainer with peft's adapters: its LLaVA-OneVision with the MDP module between encoder and
-projector, SDPA, no checkpointing, one caption a sequence, padded on the right, labels for transformers' own loss. Rows,
-their order, the global batch, the trainable tensors, rates, clipping and the loss's normalisation are the project's.
+The peer is transformers' Trainer with peft's adapters on LLaVA-OneVision, with the MDP module between encoder and
+projector. It uses SDPA without checkpointing, one right-padded caption per sequence, and transformers' own loss. The
+data, their order, the global batch, the trained tensors, the learning rates, gradient clipping and the normalisation of
+the loss are the same as in the project.
 """
 
 import json
@@ -48,18 +50,27 @@ from m3diff.models.tuning import prepare, trainable_groups
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.stages.train.batches import Loader, Samples, Schedule, read_training_samples
-from m3diff.stages.train.job import Job, Runtime, only_worker
+from m3diff.stages.train.job import Job, WorkerContext, single_worker_group
 from m3diff.stages.train.loop import Training
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-SAME_LOSS = 2e-4  # relative
-REFERENCES = 5
+BENCHMARKS = Path(__file__).parent
+ROOT = BENCHMARKS.parent
+SAME_LOSS = 2e-4  # relative tolerance
+REFERENCES = 5  # number of references per pair
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a comparison. `unpacked` captions and `packed` pairs at a time; the peer takes as many as the former."""
+    """The sizes of a comparison.
+
+    Attributes:
+        pairs: number of pairs per training step.
+        unpacked: number of captions per micro-batch if each sequence has one caption, as for the peer.
+        packed: number of pairs per micro-batch if each sequence has all captions of a pair.
+        compared_steps: number of steps whose losses are compared.
+        rounds: number of timed rounds for each side.
+        round_s: minimum duration of a round in seconds.
+    """
 
     pairs: int = 16
     unpacked: int = 80
@@ -70,72 +81,91 @@ class Sizes:
 
 
 def write_mixture(folder: Path, pairs: int, side: int) -> Path:
-    """The first pairs of MiniChange's training mixture (minichange.json), with images of noise, as `convert` writes."""
+    """Write the first pairs of minichange.json as a mixture in the format of `convert`, and return the folder.
+
+    minichange.json contains part of MiniChange's training mixture. The images are noise.
+
+    Args:
+        side: side length of the images in pixels.
+    """
     rng = np.random.default_rng(0)
     rows = []
-    for number, pair in enumerate(json.loads((HERE / "minichange.json").read_text())[:pairs]):
+    for number, pair in enumerate(json.loads((BENCHMARKS / "minichange.json").read_text())[:pairs]):
         images: dict[str, Any] = {}
-        for when in ("before", "after"):
-            file = folder / "images" / f"{number}_{when}.png"
+        for image_name in ("before", "after"):
+            file = folder / "images" / f"{number}_{image_name}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
-            images |= {when: str(file), f"{when}_sha256": sha256(file.read_bytes()).digest()}
+            images |= {image_name: str(file), f"{image_name}_sha256": sha256(file.read_bytes()).digest()}
         name = f"minichange/{number}"
         ids = {"pair": name, "dataset": "minichange", "split": "train", "question": pair["question"]}
-        for place, reference in enumerate(pair["references"][:REFERENCES]):
-            rows.append({"id": f"{name}#{place}", "reference": reference} | ids | images)
+        for index, reference in enumerate(pair["references"][:REFERENCES]):
+            rows.append({"id": f"{name}#{index}", "reference": reference} | ids | images)
     for split, content in (("train", rows), ("val", [])):
         (folder / split).mkdir()
         pq.write_table(pa.Table.from_pylist(content, schema=SAMPLE_SCHEMA), folder / split / "part.parquet")
     return folder
 
 
-def embedded_job(folder: Path, captions: int | None, batch: tuple[int, int], threads: int) -> Job:
-    """The embedded run's training of `batch` (global, micro) sequences of up to `captions` references, in one process,
-    at constant rates."""
+def embedded_job(folder: Path, captions: int | None, global_batch: int, micro_batch: int, threads: int) -> Job:
+    """Return the embedded run's training job for the mixture in `folder`, with one process and constant learning rates.
+
+    Args:
+        captions: maximum number of references per sequence. If None, a sequence has all references of a pair.
+        global_batch: number of sequences per step.
+        micro_batch: number of sequences per micro-batch.
+    """
     params = load_params(ROOT / "params.yaml")
     cfg = params.train.model_copy(
         update={
             "base": ROOT / params.train.base,
             "max_captions_per_sequence": captions,
-            "global_batch": batch[0],
+            "global_batch": global_batch,
             "warmup_share": 0.0,
-            "epochs": 100_000,  # the end of the cosine is far away
+            "epochs": 100_000,  # so many that the cosine schedule is nearly constant
         }
     )
-    one_process = {"workers": 0, "cpus_per_worker": threads, "gpu": False, "zero_stage": 0, "micro_batch": batch[1]}
-    compute = params.compute.model_copy(update=one_process | {"val_pairs": 0, "caption_val_pairs": 0})
+    one_process = {"workers": 0, "cpus_per_worker": threads, "gpu": False, "zero_stage": 0}
+    batches = {"micro_batch": micro_batch, "val_pairs": 0, "caption_val_pairs": 0}
+    compute = params.compute.model_copy(update=one_process | batches)
     run_dir = folder / f"run_{captions or 'all'}"
     model = params.models[params.train.model]
     assert isinstance(model, M3DiffSettings)
-    model = replace(model, delays=Delays())  # the stock Trainer has none
+    model = replace(model, delays=Delays())  # the stock Trainer does not support delays
     return Job(cfg, model, compute, folder, run_dir / "out", run_dir, "")
 
 
 def own_step(job: Job) -> Callable[[], float]:
-    """A function that takes the loop's next step and gives its loss; `torch.distributed` must be up."""
-    run = Training(job, Runtime())
+    """Start the project's training loop, and return a function that takes one step and returns the step's loss.
+
+    `torch.distributed` must be initialised.
+    """
+    run = Training(job, WorkerContext())
     stream = run.loader.stream(run.schedule, 0, 0)
-    taken = 0
+    steps_done = 0
 
     def step() -> float:
-        nonlocal taken
-        run.step(taken, next(stream))
-        taken += 1
-        return run.curve.last("loss")
+        nonlocal steps_done
+        run.train_step(steps_done, next(stream))
+        steps_done += 1
+        return run.curve.last_value("loss")
 
     return step
 
 
 def serve_own(pipe: Connection, job: Job) -> None:
-    """Take as many steps as the pipe asks for, and answer with seconds and losses, until it asks for none."""
+    """Train with the project's training loop in response to requests from the pipe.
+
+    A request is a number of steps. After these steps, their total seconds and their losses are sent to the pipe. A
+    request for 0 steps ends the function.
+    """
     logging.disable_progress_bar()
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    with only_worker(job.compute.gpu):
+    with single_worker_group(job.compute.gpu):
         step = own_step(job)
-        while asked := pipe.recv():
+        while step_count := pipe.recv():
             started = time.perf_counter()
-            losses = [step() for _ in range(asked)]
+            losses = [step() for _ in range(step_count)]
             if job.compute.gpu:
                 torch.cuda.synchronize()
             pipe.send((time.perf_counter() - started, losses))
@@ -145,7 +175,7 @@ MAX_STEPS = 100_000
 
 
 class StockModel(LlavaOnevisionModel):
-    """transformers' LLaVA-OneVision; only the MDP module is put before its projector."""
+    """transformers' LLaVA-OneVision model with the MDP module before the projector."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -153,19 +183,23 @@ class StockModel(LlavaOnevisionModel):
         self.mdp = DifferentialPerception(mdp, config.vision_config.hidden_size) if isinstance(mdp, MDPConfig) else None
 
     def get_image_features(self, pixel_values: Tensor, image_sizes: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Visual tokens of pairs of images, pixel_values [2 B, 3, H, W]."""
+        """Return the visual tokens of B pairs of images. `pixel_values` has the shape [2 B, 3, H, W]."""
         states = self.vision_tower(pixel_values, output_hidden_states=True).hidden_states
-        last = states[self.config.vision_feature_layer]
+        visual = states[self.config.vision_feature_layer]
         if self.mdp is not None:
             levels = [states[layer] for layer in self.mdp.cfg.vision_feature_layers]
-            pair = self.mdp([f[0::2] for f in levels], [f[1::2] for f in levels], last[0::2], last[1::2])
-            last = torch.stack(pair, dim=1).flatten(0, 1)
-        features = self.multi_modal_projector(last)
+            before_levels = [level[0::2] for level in levels]
+            after_levels = [level[1::2] for level in levels]
+            pair = self.mdp(before_levels, after_levels, visual[0::2], visual[1::2])
+            visual = torch.stack(pair, dim=1).flatten(0, 1)
+        features = self.multi_modal_projector(visual)
         tokens, _ = self.pack_image_features(features.split(1), image_sizes, image_newline=self.image_newline)
         return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=tokens)
 
 
 class StockForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
+    """transformers' LLaVA-OneVision class with `StockModel` as its model."""
+
     def __init__(self, config: Any) -> None:
         super(LlavaOnevisionForConditionalGeneration, self).__init__(config)
         self.model = StockModel(config)
@@ -173,11 +207,14 @@ class StockForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
         self.post_init()
 
 
-class Rows(torch.utils.data.Dataset):
-    """The captions in the order in which the project's unpacked training takes them."""
+class StockDataset(torch.utils.data.Dataset):
+    """The captions of the mixture, in the order of the project's training with one caption per sequence."""
 
     def __init__(self, samples: Samples, schedule: Schedule, loader: Loader, processor: Any) -> None:
-        self.schedule, self.loader, self.samples, self.processor = schedule, loader, samples, processor
+        self.schedule = schedule
+        self.loader = loader
+        self.samples = samples
+        self.processor = processor
         self.order = lru_cache(maxsize=4)(self._order)
 
     def _order(self, step: int) -> list[int]:
@@ -187,8 +224,8 @@ class Rows(torch.utils.data.Dataset):
         return MAX_STEPS * self.schedule.global_batch
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        step, place = divmod(number, self.schedule.global_batch)
-        row = self.order(step)[place]
+        step, index = divmod(number, self.schedule.global_batch)
+        row = self.order(step)[index]
         prompt = self.processor.encode_prompt(self.samples.value("question", row))
         reference = self.processor.encode_reference(self.samples.value("reference", row))
         images = np.stack([self.loader.prepared(*file) for file in self.samples.images(row)])
@@ -199,14 +236,15 @@ class Rows(torch.utils.data.Dataset):
         }
 
 
-def normalised(images: np.ndarray, how: Any) -> Tensor:
-    """uint8 [2, side, side, 3] to normalised [2, 3, side, side]."""
-    mean, std = torch.tensor(how.image_mean)[:, None, None], torch.tensor(how.image_std)[:, None, None]
+def normalised(images: np.ndarray, image_processor: Any) -> Tensor:
+    """Convert uint8 images [2, side, side, 3] to normalised floats [2, 3, side, side]."""
+    mean = torch.tensor(image_processor.image_mean)[:, None, None]
+    std = torch.tensor(image_processor.image_std)[:, None, None]
     return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
 
 
 def padded(rows: list[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
-    """Rows to a padded batch."""
+    """Combine rows of a `StockDataset` into a right-padded batch."""
     input_ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     pixels = torch.cat([row["pixel_values"] for row in rows])
@@ -221,7 +259,7 @@ def padded(rows: list[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
 
 
 class PeerTrainer(Trainer):
-    """transformers' Trainer, whose losses are kept: `losses` holds one per optimizer step."""
+    """transformers' Trainer that also stores the loss of each optimizer step in `losses`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -229,21 +267,26 @@ class PeerTrainer(Trainer):
         self.loss_of_step: Any = 0.0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the forward and backward passes on a micro-batch, and add the loss to the loss of the step."""
         loss = super().training_step(*args, **kwargs)
-        self.loss_of_step = self.loss_of_step + loss  # each is divided by the tokens of the whole step
+        self.loss_of_step = self.loss_of_step + loss  # each loss is already divided by the tokens of the step
         return loss
 
 
 class Rounds(TrainerCallback):
-    """Stops between steps until so many more are asked for; tells their seconds and losses."""
+    """Callback that makes the Trainer wait for requests from the pipe. See `serve_own` for the requests."""
 
     def __init__(self, pipe: Connection, gpu: bool) -> None:
-        self.pipe, self.gpu, self.trainer = pipe, gpu, None
+        self.pipe = pipe
+        self.gpu = gpu
+        self.trainer = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the first request."""
         self._next(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Store the loss of the step. After the last requested step, send the results and wait for the next request."""
         trainer: Any = self.trainer
         trainer.losses.append(float(trainer.loss_of_step))
         trainer.loss_of_step = 0.0
@@ -261,22 +304,27 @@ class Rounds(TrainerCallback):
 
 
 def stock_model(job: Job) -> tuple[Any, Any]:
-    """The stock model with adapters, its weights those that the project's training starts from; and its processor."""
-    family, gpu = FAMILIES[job.model.family], job.compute.gpu
+    """Return the stock model with adapters, and the processor. The initial weights are the same as in the project."""
+    family = FAMILIES[job.model.family]
+    gpu = job.compute.gpu
     dtype = torch.bfloat16 if job.cfg.precision == "bf16" else torch.float32
     torch.manual_seed(job.cfg.seed)
-    ours = family.load_base(job.cfg.base, job.model, dtype, "sdpa")
+    own_model = family.load_base(job.cfg.base, job.model, dtype, "sdpa")
     state = torch.get_rng_state()
-    model = StockForConditionalGeneration._from_config(ours.config, dtype=dtype, attn_implementation="sdpa")
-    model.load_state_dict(ours.state_dict())
-    torch.set_rng_state(state)  # the adapters start from the same numbers
+    model = StockForConditionalGeneration._from_config(own_model.config, dtype=dtype, attn_implementation="sdpa")
+    model.load_state_dict(own_model.state_dict())
+    torch.set_rng_state(state)  # so that the adapters get the same initial weights
     adapted = prepare(model, family, job.model).train()
     return adapted.to("cuda" if gpu else "cpu"), family.load_processor(job.cfg.base)
 
 
 def trainer_for(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
-    """The Trainer of an unpacked job: `global_batch` captions a step, `micro_batch` at a time."""
-    cfg, compute = job.cfg, job.compute
+    """Return the Trainer for a job with one caption per sequence.
+
+    The Trainer uses the global batch and micro-batch sizes of the job, which are numbers of captions.
+    """
+    cfg = job.cfg
+    compute = job.compute
     model, processor = stock_model(job)
     groups = trainable_groups(model, FAMILIES[job.model.family], job.model)
     slots = [{"params": group.parameters, "lr": group.lr} for group in groups]
@@ -304,7 +352,7 @@ def trainer_for(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
     return PeerTrainer(
         model=model,
         args=arguments,
-        train_dataset=Rows(samples, schedule, loader, processor),
+        train_dataset=StockDataset(samples, schedule, loader, processor),
         data_collator=partial(padded, pad_id=processor.pad_id),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
         callbacks=callbacks,
@@ -312,7 +360,7 @@ def trainer_for(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
 
 
 def serve_peer(pipe: Connection, job: Job) -> None:
-    """Take as many steps as the pipe asks for, and answer with seconds and losses, until it asks for none."""
+    """Train with the stock Trainer in response to requests from the pipe. See `serve_own` for the requests."""
     torch.set_num_threads(job.compute.cpus_per_worker)
     rounds = Rounds(pipe, job.compute.gpu)
     logging.disable_progress_bar()
@@ -324,7 +372,14 @@ def serve_peer(pipe: Connection, job: Job) -> None:
 
 @dataclass
 class Side:
-    """A process that trains. `seconds` of each round, of `steps` steps each."""
+    """A compared implementation: a training process that takes steps on request, and its measurements.
+
+    Attributes:
+        serve: the function that the process runs. The function's first argument is the process's end of the pipe.
+        losses: losses of the compared steps.
+        seconds: duration of each round in seconds.
+        steps: number of steps per round.
+    """
 
     name: str
     serve: Callable[..., None]
@@ -334,17 +389,18 @@ class Side:
     steps: int = 0
 
     def start(self) -> None:
-        context = multiprocessing.get_context("fork")  # what the command has imported is not imported again
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=self.serve, args=(theirs,), daemon=True)
+        """Start the process."""
+        context = multiprocessing.get_context("fork")  # a forked process does not repeat the imports
+        self.pipe, process_end = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(process_end,), daemon=True)
         self.process.start()
-        theirs.close()
+        process_end.close()
 
-    def ask(self, steps: int) -> Any:
-        """The answer to so many steps.
+    def take_steps(self, steps: int) -> Any:
+        """Make the process take steps. Return the total seconds and the loss of each step.
 
         Raises:
-            RuntimeError: the process has died; it has told why.
+            RuntimeError: the process ended. It has printed its traceback to stderr.
         """
         self.pipe.send(steps)
         try:
@@ -353,20 +409,28 @@ class Side:
             raise RuntimeError(f"{self.name}: its process ended; see its traceback above") from error
 
     def warm_up(self, sizes: Sizes) -> None:
-        """The steps whose losses are compared, then as many as show how many make a round."""
-        self.losses = self.ask(sizes.compared_steps)[1]
-        seconds = min(self.ask(1)[0] for _ in range(2))
+        """Take the steps whose losses are compared, then time two steps to choose the number of steps per round."""
+        self.losses = self.take_steps(sizes.compared_steps)[1]
+        seconds = min(self.take_steps(1)[0] for _ in range(2))
         self.steps = math.ceil(sizes.round_s / seconds)
 
     def take_round(self) -> None:
-        self.seconds.append(self.ask(self.steps)[0])
+        """Take the steps of one timed round and add the duration to `seconds`."""
+        self.seconds.append(self.take_steps(self.steps)[0])
 
     def end(self) -> None:
+        """Stop the process and wait until it has ended."""
         self.pipe.send(0)
         self.process.join()
 
     def figures(self, captions: int) -> dict[str, Any]:
-        """Speed over the rounds: of the median round, the spread from slowest to quickest as a share of it."""
+        """Return the speed in the median round, the speed in each round, the spread between rounds, and the losses.
+
+        The spread is the difference between the longest and the shortest round, relative to the median.
+
+        Args:
+            captions: number of captions per step.
+        """
         median = statistics.median(self.seconds)
         rates = [captions * self.steps / seconds for seconds in self.seconds]
         return {
@@ -380,12 +444,13 @@ class Side:
 
 
 def embedded_sides(folder: Path, sizes: Sizes, threads: int) -> list[Side]:
-    """Peer, unpacked and packed, on the embedded shapes."""
+    """Return the three sides at embedded shapes: the peer, the project with unpacked, and with packed sequences."""
     write_mixture(folder, sizes.pairs, side=72)
     captions = sizes.pairs * REFERENCES
-    micro, micro_packed = min(sizes.unpacked, captions), min(sizes.packed, sizes.pairs)
-    unpacked = embedded_job(folder, 1, (captions, micro), threads)
-    packed = embedded_job(folder, None, (sizes.pairs, micro_packed), threads)
+    micro = min(sizes.unpacked, captions)
+    micro_packed = min(sizes.packed, sizes.pairs)
+    unpacked = embedded_job(folder, 1, captions, micro, threads)
+    packed = embedded_job(folder, None, sizes.pairs, micro_packed, threads)
     return [
         Side("peer", partial(serve_peer, job=unpacked), micro),
         Side("unpacked", partial(serve_own, job=unpacked), micro),
@@ -394,18 +459,22 @@ def embedded_sides(folder: Path, sizes: Sizes, threads: int) -> list[Side]:
 
 
 def assert_same_losses(sides: list[Side]) -> None:
-    """Every step of every side has the loss of the first side's."""
-    first = sides[0]
+    """Check that all sides have the same loss in every compared step.
+
+    Raises:
+        AssertionError: a loss differs from the first side's loss by more than the tolerance.
+    """
+    reference = sides[0]
     for side in sides[1:]:
-        for step, (loss, expected) in enumerate(zip(side.losses, first.losses, strict=True), start=1):
+        for step, (loss, expected) in enumerate(zip(side.losses, reference.losses, strict=True), start=1):
             assert abs(loss / expected - 1) < SAME_LOSS, (
-                f"step {step}: the loss of {side.name} is {loss}, of {first.name} {expected}; losses of all steps: "
-                f"{side.losses} and {first.losses}"
+                f"step {step}: the loss of {side.name} is {loss}, of {reference.name} {expected}; losses of all steps: "
+                f"{side.losses} and {reference.losses}"
             )
 
 
 def compare(sides: list[Side], sizes: Sizes) -> dict[str, Any]:
-    """Figures of each side by its name. The losses of the first steps must be the same."""
+    """Check that the first losses of all sides are equal, then time the sides in turn. Return their results by name."""
     for side in sides:
         side.start()
     try:
@@ -423,6 +492,7 @@ def compare(sides: list[Side], sizes: Sizes) -> dict[str, Any]:
 
 
 def print_comparison(figures: dict[str, Any]) -> None:
+    """Print a table with one line per side."""
     print(f"{'':<16} {'captions/s':>10} {'x peer':>7} {'spread':>7} {'micro':>6}  losses of the first steps")
     for name, row in figures.items():
         ratio = row["captions_per_s"] / figures["peer"]["captions_per_s"]

@@ -1,36 +1,27 @@
-"""The flows. Importing this package guards the server that Prefect starts for a flow where it knows of none, from pages
-of other sites, and lets a flow run outlive the worker that started it."""
+"""Prefect flows that run the pipeline, and a function that finds their processes.
 
-import os
-from pathlib import Path
+Importing this package does not change the process; call `flows.runtime.prepare` for that.
+"""
 
 import psutil
 
-GUARD = "m3diff.serving.same_origin:Guarded"  # a protocol of uvicorn, for a server that asks for no token
+# Protocol class for uvicorn, used by servers that require no token. It refuses requests from pages of other sites
+GUARD = "m3diff.serving.same_origin:Guarded"
 
-# The environment variable that Prefect's worker gives a flow's process, and this one to what it starts
+# Environment variable that Prefect's worker sets for the process of a flow. Child processes inherit it
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-
-WORKER_LOG = Path("services/worker.log")
-
-os.environ.setdefault("UVICORN_HTTP", GUARD)
-
-if FLOW_RUN in os.environ and WORKER_LOG.is_file():  # the pipe to the worker breaks when that is killed
-    with WORKER_LOG.open("a") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
 
 
 def processes_by(variable: str) -> dict[str, list[psutil.Process]]:
-    """The processes of this machine that were started with an environment variable, by its value, the oldest first."""
-    found: dict[str, list[psutil.Process]] = {}
+    """Return the processes on this machine that have an environment variable, grouped by its value, oldest first."""
+    processes: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         try:
             value = process.environ().get(variable)
-        except (psutil.Error, OSError):  # another user's, or gone
+        except (psutil.Error, OSError):  # the process belongs to another user, or has ended
             continue
         if value and process.status() != psutil.STATUS_ZOMBIE:
-            found.setdefault(value, []).append(process)
-    for processes in found.values():
-        processes.sort(key=psutil.Process.create_time)
-    return found
+            processes.setdefault(value, []).append(process)
+    for same_value in processes.values():
+        same_value.sort(key=psutil.Process.create_time)
+    return processes

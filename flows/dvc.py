@@ -1,11 +1,11 @@
-"""DVC from outside: the stages in order, what is out of date, one stage reproduced in a process group of its own, and
-the outputs of a run kept and taken up again: data and checkpoint in the remote, `dvc.lock` and scores on its branch.
+"""Use DVC from the flows: list stages and their status, run one stage at a time, and reuse outputs of earlier runs.
 
-DVC decides whether a stage runs; this module starts it, passes on what it prints, and leaves no process behind.
+DVC decides whether a stage has to run. This module starts DVC, forwards its output, and leaves no process behind. After
+a run, the data and checkpoint are in the remote, and `dvc.lock` and the scores are on the branch of the run.
 
-Flow runs never commit to main, so main's `dvc.lock` stays behind them, and a later run takes up that of the branch
-`runs/latest`, the newest whole run. Its entries record what each stage read and wrote, by hash; DVC compares them with
-what is there, so that a wrong one makes a stage run and never keeps it from running.
+Flow runs never commit to main, so the `dvc.lock` on main becomes outdated. A later run therefore reuses the `dvc.lock`
+of the newest complete run, which is on the branch `runs/latest`. DVC compares its hashes with the files, so a wrong
+entry can only cause a stage to run again. It cannot cause a stage to be skipped.
 """
 
 import ctypes
@@ -19,199 +19,283 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import networkx  # with DVC
+import networkx  # a dependency of DVC
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
 from dvc.stage import PipelineStage
 from dvc_data.hashfile.hash_info import HashInfo
 from dvc_data.hashfile.transfer import transfer
 
-from m3diff.provenance.dvc import LOCK, Lock, listing, object_file, read_lock, whole
+from m3diff.provenance.dvc import DVC_LOCK, Lock, fault_of_object, listing, object_file, read_lock
 from m3diff.provenance.git import git, has_branch
-from m3diff.records.errors import DataError, redacted
+from m3diff.records.errors import CodedError, DataError, Fault, redact
 from m3diff.records.files import write_atomic
 from m3diff.settings.section import ParamsError
 
 Outcome = Literal["Ran", "Restored", "Skipped"]
 
-# DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock a failed attempt
-# discards the finished stage.
+# DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock, the result of the
+# stage would be lost if another process holds the lock at that moment
 DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]
-LATEST = "runs/latest"  # the branch of the newest run that went through every stage and had no parameters of its own
+LATEST = "runs/latest"  # branch of the newest run without overrides that completed every stage
 NO_REMOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"
 
-CODE = ("components", "code")  # the folders of code and of its digests: a change in them alone is no news of data
-GRACE_S = 20  # from the signal that asks to the one that ends
+CODE_FOLDERS = ("components", "code")  # code and its digests
+GRACE_S = 20  # time between SIGTERM and SIGKILL, in seconds
 PROGRESS_EVERY_S = 5.0
 
-ANSI, PROGRESS_BAR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]"), re.compile(r"\d+%\|")
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PROGRESS_BAR = re.compile(r"\d+%\|")
 EXIT_CODE = re.compile(r"exited with (-?\d+)")
-WORDS: dict[str, Outcome] = {
+
+# Messages that DVC prints about a stage, and the outcome that each message means
+OUTCOME_MESSAGES: dict[str, Outcome] = {
     "Running stage '{}':": "Ran",
     "Stage '{}' is cached - skipping run": "Restored",
     "Stage '{}' didn't change, skipping": "Skipped",
 }
 
 
-class DvcError(RuntimeError):
-    """DVC or the stage under it failed. `code` is the stage's exit code (`components/__main__.py` lists them)."""
+class DvcError(CodedError, RuntimeError):
+    """A DVC command or a stage failed. The fields are `command`, `exit_code` and `output`, with secrets removed."""
 
-    def __init__(self, what: str, code: int, said: Iterable[str]) -> None:
-        super().__init__(redacted(f"{what} exited with {code}\n" + "\n".join(said)))
-        self.code = code
+    @classmethod
+    def of_command(cls, command: str, exit_code: int, output: Iterable[str]) -> "DvcError":
+        """Return the error for a failed command.
+
+        Args:
+            command: the command, or the stage.
+            exit_code: the exit code of the stage (listed in `components/command_line/exit_codes.py`), or of DVC.
+            output: the last lines of output.
+        """
+        lines = redact("\n".join(output))
+        return cls("flows.command_failed", command=redact(command), exit_code=exit_code, output=lines)
+
+
+class RemoteError(CodedError, ConnectionError):
+    """A DVC remote rejected files, or still lacks files after a push. Trying again later may help."""
 
 
 @contextmanager
-def repository(outside: str = "") -> Iterator[Repo]:
-    """DVC in this process: a process of its own takes a second to start, and a flow asks a dozen times.
+def repository(command: str = "") -> Iterator[Repo]:
+    """Open the DVC repository in this process.
+
+    Starting the command `dvc` instead would take a second each time, and a flow uses DVC a dozen times.
 
     Args:
-        outside: the command that a remote or another source is asked by. Each of their libraries has exceptions of its
-            own, and all of them are a DvcError then.
+        command: the equivalent command line, which is required if DVC accesses a remote or another source. Exceptions
+            that the libraries for remotes raise are then turned into a DvcError with this command.
 
     Raises:
-        DvcError: DVC refused, with what the error and those behind it say.
+        DvcError: DVC failed. The output contains the messages of the exception and its causes.
     """
     try:
-        with Repo(_wait_for_lock=True) as opened:
-            yield opened
+        with Repo(_wait_for_lock=True) as repo:
+            yield repo
     except Exception as error:
-        if not outside and not isinstance(error, DvcException):
+        if not command and not isinstance(error, DvcException):
             raise
-        causes: list[BaseException] = [error]
-        while (cause := causes[-1].__cause__) is not None:
-            causes.append(cause)
-        raise DvcError(outside or "dvc", 255, [*map(str, causes), *broken_lock()]) from error
+        messages: list[str] = []
+        cause: BaseException | None = error
+        while cause is not None:
+            messages.append(str(cause))
+            cause = cause.__cause__
+        raise DvcError.of_command(command or "dvc", 255, messages + explain_broken_lock()) from error
 
 
-def of_pipeline(repo: Repo) -> list[PipelineStage]:
-    """The stages of `dvc.yaml` in its order, one for each dataset where it has a loop (`ingest@minichange`).
+def active_stages(repo: Repo) -> list[PipelineStage]:
+    """Return the stages of `dvc.yaml` in order. A loop over datasets gives one stage per dataset.
 
-    Frozen ones are left out: DVC never runs them.
+    Frozen stages are left out, because DVC never runs them.
     """
     return [stage for stage in repo.index.stages if isinstance(stage, PipelineStage) and not stage.frozen]
 
 
 def stages() -> dict[str, set[str]]:
-    """The stages that DVC may run, in the order of `dvc.yaml`, each with all those that it follows from."""
+    """Return the names of the stages that DVC may run, in order, and for each stage all stages that it depends on."""
+    predecessors: dict[str, set[str]] = {}
     with repository() as repo:
-        ours, graph = of_pipeline(repo), repo.index.graph
-        names = {stage: stage.addressing for stage in ours}
-        return {
-            name: {names[before] for before in networkx.descendants(graph, stage) if before in names}
-            for stage, name in names.items()
-        }
+        graph = repo.index.graph  # an edge leads from a stage to a stage whose output it reads
+        names = {stage: stage.addressing for stage in active_stages(repo)}
+        for stage, name in names.items():
+            descendants = networkx.descendants(graph, stage)
+            predecessors[name] = {names[predecessor] for predecessor in descendants if predecessor in names}
+    return predecessors
 
 
 def status() -> dict[str, Any]:
-    """Return DVC's entries for each stage that is out of date. Frozen stages are not looked at.
+    """Return DVC's status entries of the stages that are out of date, by stage name. Frozen stages are left out.
 
-    Data that `.dvc` files track need not be there: the hash in that file is compared.
+    Data tracked by a `.dvc` file do not have to be checked out, because the hash in the `.dvc` file is compared.
     """
-    found: dict[str, Any] = {}
+    outdated: dict[str, Any] = {}
     with repository() as repo, repo.lock:
-        ours = of_pipeline(repo)
-        tracked = {
-            out.fs_path: out.hash_info for stage in repo.index.stages if stage.is_data_source for out in stage.outs
-        }
-        for stage in ours:
+        tracked_hashes: dict[str, HashInfo] = {}
+        for stage in repo.index.stages:
+            if stage.is_data_source:
+                tracked_hashes |= {out.fs_path: out.hash_info for out in stage.outs}
+        for stage in active_stages(repo):
             for entry in stage.status(check_updates=True).get(stage.addressing, []):
-                said = entry.get("changed deps", {}) if isinstance(entry, dict) else {}
-                for dep in [dep for dep in stage.deps if said.get(str(dep)) == "deleted" and dep.fs_path in tracked]:
-                    said[str(dep)] = "modified"
-                    if dep.hash_info == tracked[dep.fs_path]:
-                        del said[str(dep)]
+                if isinstance(entry, dict):
+                    compare_absent_data(stage, entry, tracked_hashes)
                 if not isinstance(entry, dict) or any(entry.values()):
-                    found.setdefault(stage.addressing, []).append(entry)
-    return found
+                    outdated.setdefault(stage.addressing, []).append(entry)
+    return outdated
 
 
-def news(status: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
-    """Changes of data and parameters, by DVC's status: stage, kind, path, and how. Changed code alone is no news,
-    nor is the graph."""
-    for stage, said in status.items():
-        for entry in [entry for entry in said if isinstance(entry, dict)]:
-            for kind, items in entry.items():
-                yield from ((stage, kind, path, how) for path, how in items.items() if Path(path).parts[0] not in CODE)
+def compare_absent_data(stage: PipelineStage, entry: dict[str, Any], tracked_hashes: Mapping[str, HashInfo]) -> None:
+    """Correct DVC's entry for data that are tracked but not checked out, which DVC reports as deleted.
+
+    The state becomes `modified` if the hash in the `.dvc` file differs from the hash that the stage read. Otherwise the
+    data are unchanged, and the state is removed.
+    """
+    changed_deps = entry.get("changed deps", {})
+    for dep in stage.deps:
+        if changed_deps.get(str(dep)) != "deleted" or dep.fs_path not in tracked_hashes:
+            continue
+        if dep.hash_info == tracked_hashes[dep.fs_path]:
+            del changed_deps[str(dep)]
+        else:
+            changed_deps[str(dep)] = "modified"
 
 
-def locked(commit: str = "") -> dict[str, Any] | None:
-    """The stages by name of the `dvc.lock` that is here, or of a commit; None where it is not there, and empty or cut
-    short: DVC writes it in place, and a kill leaves a part."""
+class StageChange(NamedTuple):
+    """A change in DVC's status.
+
+    Attributes:
+        kind: the kind of change, such as `changed deps`.
+        path: the path of the file or folder; `params.yaml` for parameters.
+        detail: what changed, such as `modified`, or the names of the parameters.
+    """
+
+    stage: str
+    kind: str
+    path: str
+    detail: Any
+
+
+def data_and_parameter_changes(status: Mapping[str, Any]) -> Iterator[StageChange]:
+    """Yield the changes to data and parameters in DVC's status. Changes to code and commands are left out."""
+    for stage, entries in status.items():
+        for entry in entries:
+            if not isinstance(entry, dict):  # a text such as "changed command"
+                continue
+            for kind, details in entry.items():
+                for path, detail in details.items():
+                    if Path(path).parts[0] not in CODE_FOLDERS:
+                        yield StageChange(stage=stage, kind=kind, path=path, detail=detail)
+
+
+def locked_stages(commit: str = "") -> dict[str, Any] | None:
+    """Return the stages listed in `dvc.lock`, by name.
+
+    Args:
+        commit: the commit whose `dvc.lock` is read. By default, the file in the current directory is read.
+
+    Returns:
+        the stages, or None if the file does not exist, is empty or is truncated. DVC writes it in place, so a killed
+        process may leave only part of it.
+    """
     with suppress(DataError):
         return (read_lock(commit) if commit else Lock()).stages
     return None
 
 
 def link_data() -> None:
-    """Bring what `dvc.lock` and the `.dvc` files name into place, as far as the cache has it."""
+    """Check out the data listed in `dvc.lock` and the `.dvc` files. Data that are not in the cache are skipped."""
     with repository() as repo:
         repo.checkout(allow_missing=True)
 
 
 def cache_folder() -> Path:
+    """Return the folder of DVC's cache."""
     with repository() as repo:
         return Path(repo.cache.local_cache_dir)
 
 
-def kept() -> dict[str, dict[str, str]]:
-    """Return the outputs of this commit that DVC keeps and the cache holds: hashes by path, by the remote that they
-    belong in. Outputs in git, outputs marked `push: false` and outputs without a remote are left out."""
-    found: dict[str, dict[str, str]] = {}
+def outputs_by_remote() -> dict[str, dict[str, str]]:
+    """Return the outputs that should be in each remote.
+
+    Outputs that are missing from the cache, stored in git, marked `push: false` or without a remote are left out.
+
+    Returns:
+        for each remote by name, the hash of each output by path.
+    """
+    outputs: dict[str, dict[str, str]] = {}
     with repository() as repo:
-        cache, default = Path(repo.cache.local_cache_dir), repo.config["core"].get("remote")
-        for out in [out for out in repo.index.outs if out.use_cache and out.can_push and out.hash_info]:
-            remote, hash_ = out.remote or default, out.hash_info.value
+        cache = Path(repo.cache.local_cache_dir)
+        default_remote = repo.config["core"].get("remote")
+        for out in repo.index.outs:
+            if not (out.use_cache and out.can_push and out.hash_info):
+                continue
+            remote = out.remote or default_remote
+            hash_ = out.hash_info.value
             if remote and out.hash_info.name == "md5" and object_file(cache, hash_).is_file():
-                found.setdefault(remote, {})[os.path.relpath(out.fs_path, repo.root_dir)] = hash_
-    return found
+                outputs.setdefault(remote, {})[os.path.relpath(out.fs_path, repo.root_dir)] = hash_
+    return outputs
 
 
-def not_in_remote(files: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the files, hashes by path, whose content a remote does not have.
+def missing_in_remote(files: Mapping[str, str], remote: str) -> dict[str, str]:
+    """Return the files that are missing from a remote.
 
-    Raises:
-        DvcError: the remote does not answer.
-    """
-    with repository(outside=f"dvc status --cloud --remote {name}") as repo:
-        there = set(repo.cloud.get_remote_odb(name, "status").oids_exist(sorted(set(files.values()))))
-    return {path: hash_ for path, hash_ in files.items() if hash_ not in there}
+    Args:
+        files: the hash of each file by path.
+        remote: the name of the remote.
 
-
-def send(hashes: Iterable[str], name: str) -> None:
-    """Send files and folders' lists from the cache to a remote, whatever DVC remembers of what is there: the command
-    `dvc push` sends nothing of a folder whose list the remote has, and no file that it once saw in it.
+    Returns:
+        the hash of each missing file by path.
 
     Raises:
-        DvcError: the remote refused.
+        DvcError: the remote does not respond.
     """
-    what = f"dvc push --remote {name}"
-    with repository(outside=what) as repo:
-        remote = repo.cloud.get_remote_odb(name, "push")
-        failed = transfer(repo.cache.local, remote, {HashInfo("md5", hash_) for hash_ in hashes}).failed
+    with repository(command=f"dvc status --cloud --remote {remote}") as repo:
+        existing = set(repo.cloud.get_remote_odb(remote, "status").oids_exist(sorted(set(files.values()))))
+    return {path: hash_ for path, hash_ in files.items() if hash_ not in existing}
+
+
+def send(hashes: Iterable[str], remote: str) -> None:
+    """Send files and the file lists of folders from the cache to a remote.
+
+    `dvc push` is not used, because it may skip files that are missing from the remote. It keeps an index of the files
+    that it has seen there, and it skips all files of a folder if the folder's list is in the remote.
+
+    Raises:
+        DvcError: the remote rejected files.
+    """
+    command = f"dvc push --remote {remote}"
+    with repository(command=command) as repo:
+        objects = {HashInfo("md5", hash_) for hash_ in hashes}
+        failed = transfer(repo.cache.local, repo.cloud.get_remote_odb(remote, "push"), objects).failed
     if failed:
-        raise DvcError(what, 255, [f"{len(failed)} files were refused"])
+        raise DvcError.of_command(command, 255, [f"{len(failed)} files were refused"])
 
 
 def repro(stage: str, log: Callable[[str], None]) -> Outcome:
-    """Bring one stage up to date and say what DVC did.
+    """Bring one stage up to date and return what DVC did.
+
+    Args:
+        stage: the name of the stage.
+        log: called with each line of output.
 
     Raises:
-        DataError: the cache holds damaged bytes of what the stage reads, which DVC does not see.
-        DvcError: the stage failed; its processes are gone, and `dvc.lock` is as before.
+        DataError: an input of the stage is damaged in the cache. DVC does not check this itself.
+        DvcError: the stage failed. Its processes have ended, and `dvc.lock` is unchanged.
     """
-    Path(".dvc/tmp/rwlock").unlink(missing_ok=True)  # no other DVC works here, and a killed one may have left a part
-    if damage := damaged(stage):
-        raise DataError(f"stage {stage} was not begun: {'; '.join(damage)}")
-    said: deque[str] = deque(maxlen=12)
+    # No other DVC process uses this worktree, but a killed process may have left a truncated file
+    Path(".dvc/tmp/rwlock").unlink(missing_ok=True)
+    damage = damaged_inputs(stage)
+    if damage:
+        raise DataError("flows.damaged_inputs", stage=stage, faults=damage)
+    last_lines: deque[str] = deque(maxlen=12)
     outcome: Outcome | None = None
-    done, before = False, LOCK.read_bytes() if LOCK.is_file() else None
+    is_done = False
+    before = DVC_LOCK.read_bytes() if DVC_LOCK.is_file() else None
     process = subprocess.Popen(
         [*DVC, "repro", "--single-item", stage],
         env=environment(),
-        errors="replace",  # text, with universal newlines: a progress bar's \r ends a line too
+        errors="replace",  # also selects text mode with universal newlines, so the \r of a progress bar ends a line
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -219,89 +303,117 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
     )
     try:
         assert process.stdout is not None
-        for line in readable(process.stdout):
+        for line in readable_lines(process.stdout):
             log(line)
-            said.append(line)
-            outcome = next((word for words, word in WORDS.items() if words.format(stage) in line), outcome)
+            last_lines.append(line)
+            for message, outcome_of_message in OUTCOME_MESSAGES.items():
+                if message.format(stage) in line:
+                    outcome = outcome_of_message
         if process.wait():
-            codes = [process.returncode, *(int(found[1]) for line in said if (found := EXIT_CODE.search(line)))]
-            raise DvcError(f"stage {stage}", codes[-1], [*said, *broken_lock()])  # DVC has one for any failure
-        done = True
+            # DVC exits with the same code for any failure, but prints the exit code of the stage
+            stage_codes = [int(match[1]) for match in map(EXIT_CODE.search, last_lines) if match]
+            exit_code = stage_codes[-1] if stage_codes else process.returncode
+            raise DvcError.of_command(f"stage {stage}", exit_code, [*last_lines, *explain_broken_lock()])
+        is_done = True
     finally:
         try:
             end_group(process)
         finally:
-            if not done and LOCK.is_file() and LOCK.read_bytes() != before:  # killed as it wrote: perhaps a part
-                write_atomic(LOCK, before) if before is not None else LOCK.unlink()
-    assert outcome is not None, f"none of {list(WORDS)} in what DVC said: {list(said)}"
+            # DVC may have been killed while it was writing the file
+            if not is_done and DVC_LOCK.is_file() and DVC_LOCK.read_bytes() != before:
+                if before is None:
+                    DVC_LOCK.unlink()
+                else:
+                    write_atomic(DVC_LOCK, before)
+    assert outcome is not None, f"none of {list(OUTCOME_MESSAGES)} in what DVC said: {list(last_lines)}"
     return outcome
 
 
-def damaged(name: str) -> list[str]:
-    """Describe each input of a stage whose content in the cache is damaged. DVC's links lead there,
-    and DVC does not check it."""
+def damaged_inputs(stage_name: str) -> list[Fault]:
+    """Return a fault for each input of a stage that is damaged in the cache. The stage reads it through DVC's links."""
     with repository() as repo:
-        read = [dep.fs_path for stage in of_pipeline(repo) if stage.addressing == name for dep in stage.deps]
-        outs = {
-            os.path.relpath(out.fs_path): out.hash_info.value
-            for out in repo.index.outs
-            if out.use_cache and out.hash_info
-            if any(Path(out.fs_path).is_relative_to(dep) or Path(dep).is_relative_to(out.fs_path) for dep in read)
-        }
-    return faults_in_cache(files_of(outs))
+        inputs: list[Path] = []
+        for stage in active_stages(repo):
+            if stage.addressing == stage_name:
+                inputs += [Path(dep.fs_path) for dep in stage.deps]
+        hashes: dict[str, str] = {}
+        for out in repo.index.outs:
+            path = Path(out.fs_path)
+            is_input = any(path.is_relative_to(dep) or dep.is_relative_to(path) for dep in inputs)
+            if is_input and out.use_cache and out.hash_info:
+                hashes[os.path.relpath(out.fs_path)] = out.hash_info.value
+    return faults_in_cache(with_files_of_folders(hashes))
 
 
-def files_of(outputs: Mapping[str, str]) -> dict[str, str]:
-    """These outputs, and the files of those that are folders: hashes by path."""
+def with_files_of_folders(outputs: Mapping[str, str]) -> dict[str, str]:
+    """Return the outputs and all files in output folders, as hashes by path.
+
+    Args:
+        outputs: the hashes of the outputs, by path.
+    """
     cache = cache_folder()
-    within = {f"{path}/{name}": own for path, hash_ in outputs.items() for name, own in listing(cache, hash_).items()}
-    return {**outputs, **within}
+    files = dict(outputs)
+    for path, hash_ in outputs.items():
+        files |= {f"{path}/{name}": file_hash for name, file_hash in listing(cache, hash_).items()}
+    return files
 
 
-def faults_in_cache(hashes: Mapping[str, str]) -> list[str]:
-    """Describe each of these files and folders' lists, hashes by path, that is damaged in the cache."""
+def faults_in_cache(hashes: Mapping[str, str]) -> list[Fault]:
+    """Return a fault for each file or folder list that is damaged in the cache.
+
+    Args:
+        hashes: the hashes of the files and folders, by path.
+    """
     cache = cache_folder()
-    files = {path: object_file(cache, hash_) for path, hash_ in hashes.items()}
-    return [f"{path}: {note}" for path, file in files.items() if file.is_file() and (note := whole(file, hashes[path]))]
+    faults: list[Fault] = []
+    for path, hash_ in hashes.items():
+        file = object_file(cache, hash_)
+        damage = fault_of_object(file, hash_) if file.is_file() else None
+        if damage is not None:
+            faults.append(damage.at(path=path))
+    return faults
 
 
-def broken_lock() -> list[str]:
-    """Explain how to restore a `dvc.lock` that is not one, since DVC says too little; nothing where it is whole."""
-    if not LOCK.is_file() or locked() is not None:
+def explain_broken_lock() -> list[str]:
+    """Return a line that explains how to restore a broken `dvc.lock`, because DVC's error does not.
+
+    Return an empty list if the file is valid or does not exist.
+    """
+    if not DVC_LOCK.is_file() or locked_stages() is not None:
         return []
-    return [
-        f"{LOCK} is not DVC's lock file (empty, cut short, or with the marks of a merge conflict); restore it: "
-        "`git log --oneline -- dvc.lock` lists its commits, `git checkout COMMIT -- dvc.lock` takes it from one"
-    ]
+    return [str(Fault("flows.broken_lock", path=DVC_LOCK))]
 
 
 def environment() -> dict[str, str]:
-    """This environment's tools first on the path, and a shell that passes signals on."""
+    """Return the environment for DVC, with this Python's tools first in PATH and a shell that passes signals on."""
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return os.environ | {"PATH": tools, "SHELL": "/bin/bash", "PYTHONUNBUFFERED": "1"}
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end DVC when the flow's process dies; the stage asks the same of DVC (`components/__main__.py`)."""
+    """Make Linux kill DVC when the flow's process dies.
+
+    In the same way, `components/__main__.py` makes Linux kill a stage when DVC dies.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def readable(lines: Iterable[str]) -> Iterator[str]:
-    """Lines without colours and blank ones; of a progress bar one state every few seconds."""
-    shown = -PROGRESS_EVERY_S
+def readable_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines with colours and secrets removed. Blank lines and most updates of a progress bar are skipped."""
+    shown_at = -PROGRESS_EVERY_S
     for line in lines:
         text = ANSI.sub("", line).rstrip()
         if PROGRESS_BAR.search(text):
-            if time.monotonic() - shown < PROGRESS_EVERY_S:
+            if time.monotonic() - shown_at < PROGRESS_EVERY_S:
                 continue
-            shown = time.monotonic()
+            shown_at = time.monotonic()
         if text:
-            yield redacted(text)
+            yield redact(text)
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End what is left of the group: ask, wait, then kill. After a success nothing is left."""
+    """End the remaining processes of a process group: SIGTERM, a grace period, then SIGKILL."""
     deadline = time.monotonic() + GRACE_S
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -313,86 +425,112 @@ def end_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
-# What a run keeps, and a later one takes up
+# Outputs of a run, which later runs reuse
 
 
-def check_remote() -> None:
-    """Ask each remote for the outputs that are no folders: they are few.
+def check_remotes() -> None:
+    """Check that each remote responds, by looking up the few outputs that are not folders.
 
     Raises:
-        ParamsError: one does not answer.
+        ParamsError: a remote does not respond.
     """
-    for name, stored in kept().items():
+    for remote, outputs in outputs_by_remote().items():
+        files = {path: md5 for path, md5 in outputs.items() if not md5.endswith(".dir")}
+        if not files:
+            continue
         try:
-            if files := {path: md5 for path, md5 in stored.items() if not md5.endswith(".dir")}:
-                not_in_remote(files, name)
+            missing_in_remote(files, remote)
         except DvcError as error:
-            raise ParamsError(f"the DVC remote {name!r} does not answer, so nothing could be kept: {error}") from error
+            raise ParamsError("flows.remote_not_answering", remote=remote, fault=error.fault) from error
 
 
 def push() -> tuple[str, str]:
-    """Send what the remotes miss, then look for each of these files there; (Ran or Skipped, a sentence).
+    """Send the files that the remotes lack, then check that all of them arrived.
 
-    Every remote is asked for every file, in every run: what it was seen to have may be gone, and a push that was cut
-    off leaves a folder's list without some of its files.
+    Every run looks up every file, because a remote may have lost files, and an interrupted push may leave a folder's
+    list in the remote without some of its files.
+
+    Returns:
+        `Ran` or `Skipped`, and a message.
 
     Raises:
-        DataError: a file in the cache is damaged; nothing was sent.
-        ConnectionError: something is missing there; what arrived is not sent again.
+        DataError: a file in the cache is damaged. Nothing is sent to its remote.
+        RemoteError: a remote failed, or still lacks files after the push. The next push sends only the missing files.
     """
-    remotes, sent = kept(), list[str]()
-    for name, stored in sorted(remotes.items()):
+    outputs = outputs_by_remote()
+    changed_remotes: list[str] = []
+    for remote in sorted(outputs):
         try:
-            missing = not_in_remote(files_of(stored), name)
-            if bad := faults_in_cache(missing):  # DVC would send damaged bytes under the right name
-                raise DataError("; ".join(bad))
+            missing = missing_in_remote(with_files_of_folders(outputs[remote]), remote)
+            faults = faults_in_cache(missing)
+            if faults:  # DVC would send the damaged content under the expected hash
+                raise DataError("flows.damaged_outputs", faults=faults)
             if missing:
-                send(missing.values(), name)
-                sent.append(name)
-            left = not_in_remote(missing, name)
+                send(missing.values(), remote)
+                changed_remotes.append(remote)
+            still_missing = missing_in_remote(missing, remote)
         except DvcError as error:
-            raise ConnectionError(f"remote {name!r}: {error}") from error
-        if left:
-            raise ConnectionError(f"remote {name!r} is missing {len(left)} file(s) after the push: {sorted(left)[:5]}")
-    if not remotes:
+            raise RemoteError("flows.push_failed", remote=remote, fault=error.fault) from error
+        if still_missing:
+            examples = sorted(still_missing)[:5]
+            raise RemoteError("flows.missing_in_remote", remote=remote, count=len(still_missing), names=examples)
+    if not outputs:
         return "Skipped", NO_REMOTE
-    return ("Ran", f"sent to {', '.join(sent)}") if sent else ("Skipped", f"{', '.join(remotes)} had all of it")
+    if changed_remotes:
+        return "Ran", f"sent to {', '.join(changed_remotes)}"
+    return "Skipped", f"{', '.join(outputs)} had all of it"
 
 
 def commit(message: str, links: Sequence[str]) -> None:
-    """Commit `dvc.lock`, the one before where it is not whole, and what stages write beside DVC to the current branch.
+    """Commit `dvc.lock` and all files that stages write outside DVC's cache to the current branch.
+
+    A broken `dvc.lock` is replaced by the one in HEAD.
 
     Args:
-        links: folders of the checkout, which are no part of it.
+        message: the commit message.
+        links: links into the checkout, which are not committed.
     """
-    ours = locked()
-    if ours is None or set(locked("HEAD") or {}) - set(ours):  # DVC itself drops no stage
-        LOCK.unlink(missing_ok=True)
-        if git("ls-tree", "HEAD", "--", str(LOCK)):
-            git("checkout", "--quiet", "HEAD", "--", str(LOCK))
+    current_stages = locked_stages()
+    # A lock file that has lost a stage is broken too, because DVC never removes a stage
+    if current_stages is None or set(locked_stages("HEAD") or {}) - set(current_stages):
+        DVC_LOCK.unlink(missing_ok=True)
+        if git("ls-tree", "HEAD", "--", str(DVC_LOCK)):
+            git("checkout", "--quiet", "HEAD", "--", str(DVC_LOCK))
     git("add", "--all", "--", ".")
-    if links:  # where an older commit's .gitignore misses one
+    if links:  # .gitignore may not cover all of them
         git("rm", "--cached", "--quiet", "--ignore-unmatch", "--", *links)
     git("commit", "--quiet", "--allow-empty", "--message", message)
 
 
-def take_up() -> dict[str, Any]:
-    """Link the data in and take the `dvc.lock` of the latest run, with the metrics beside it, where it leaves fewer
-    stages to do than the branch's own; what is left to do then, DVC's status by stage."""
+def reuse_latest_run() -> dict[str, Any]:
+    """Check out the data. Use the `dvc.lock` of `runs/latest` if fewer stages have to run with it.
+
+    The metrics that the latest run committed with its `dvc.lock` are reused too.
+
+    Returns:
+        DVC's status by stage.
+    """
     link_data()
-    own = status()
-    latest = (locked(LATEST) if own and has_branch(LATEST) else None) or {}
-    if not latest or latest == locked():
-        return own
-    ours = stages()  # without frozen ones, whose outputs are the commit's
-    written = [out["path"] for name in ours for out in latest.get(name, {}).get("outs", [])]
-    files = git("ls-files", f"--with-tree={LATEST}", "--", *written).splitlines()  # here or there
-    git("restore", f"--source={LATEST}", "--staged", "--worktree", "--", str(LOCK), *files)
+    own_status = status()
+    latest_stages = locked_stages(LATEST) if own_status and has_branch(LATEST) else None
+    if not latest_stages or latest_stages == locked_stages():
+        return own_status
+    # Outputs of frozen stages belong to the commit, so they are not taken from the latest run
+    predecessors = stages()
+    outputs: list[str] = []
+    for stage in predecessors:
+        outputs += [out["path"] for out in latest_stages.get(stage, {}).get("outs", [])]
+    files_in_git = git("ls-files", f"--with-tree={LATEST}", "--", *outputs).splitlines()  # in this or the latest commit
+    git("restore", f"--source={LATEST}", "--staged", "--worktree", "--", str(DVC_LOCK), *files_in_git)
     link_data()
-    theirs = status()
-    left = [sum(not {name, *before}.isdisjoint(found) for name, before in ours.items()) for found in (theirs, own)]
-    if left[0] < left[1]:
-        return theirs
+    latest_status = status()
+    if count_stages_to_run(latest_status, predecessors) < count_stages_to_run(own_status, predecessors):
+        return latest_status
     git("reset", "--hard", "--quiet")
     link_data()
-    return own
+    return own_status
+
+
+def count_stages_to_run(status: Mapping[str, Any], predecessors: Mapping[str, set[str]]) -> int:
+    """Count the stages that are out of date or depend on a stage that is out of date."""
+    return sum(not status.keys().isdisjoint({stage, *before}) for stage, before in predecessors.items())

@@ -1,52 +1,64 @@
-"""The flows `full` and `retrain`: `prefect deployment run m3diff/full`, `m3diff/retrain` or its schedule.
+"""Define the flows `full` and `retrain`, which run the whole pipeline.
 
-A run is a worktree, preflight, every stage, push, register, the gate, and a page. There is a task for each stage of
-DVC, and for what acts outside the repository. The name of a task's final state says what happened: Ran, Restored (from
-DVC's run cache), Skipped, Rejected.
+`prefect deployment run m3diff/full` or `m3diff/retrain` starts a flow. Retrain also runs on its schedule.
+
+A run creates a worktree, checks the machine, runs all stages, pushes the outputs, registers the checkpoint, lets the
+gate judge it (decide whether it replaces the current model), and writes a page. Each DVC stage is a task, and so is
+each action outside the repository. The final state of a successful task is named Ran, Restored (from DVC's run cache),
+Skipped or Rejected.
 """
 
 import os
+import textwrap
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger, task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run
-from prefect.states import Completed, State
+from prefect.states import Completed, Failed, State
 
-from flows import dvc, report
-from flows.report import Done
+from flows import dvc, notices, report
+from flows.dvc import DvcError
+from flows.notices import REFUSED
+from flows.prepared_flow import flow
+from flows.report import RunRecord
+from flows.runtime import prepare
 from flows.workspace import FLOWS, NothingNewError, lock, workspace
-from m3diff.commands.preflight import preflight
+from m3diff.commands.preflight import preflight, preflight_data
 from m3diff.commands.rescore import rescore
-from m3diff.provenance.dvc import LOCK, Lock, require_own_code
+from m3diff.provenance.dvc import DVC_LOCK, Lock, require_own_code
 from m3diff.provenance.git import git
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.promote import Promotion, promote
 from m3diff.registry.versions import CHALLENGER, find_alias
 from m3diff.settings.load import load_params
+from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration, register
 
-# The environment variable by which a version and the record of decisions know their flow run
+# Environment variable with the id of the flow run, for register and the record of decisions
 FLOW_RUN = "M3DIFF_FLOW_RUN"
 
 PARAMS = Path("params.yaml")
-MOST_REASONS = 8  # in a commit message
+MAX_REASONS = 8  # maximum number of reasons in a commit message
 NO_REASON = "neither the data nor the parameters changed since the last registration"
 
-TRANSIENT = (75, -9, 137)  # try again later; ended by the kernel (out of memory) or by a person
+# Exit codes of failures that may be temporary: EX_TEMPFAIL, and SIGKILL, sent by the kernel (out of memory) or a user
+TRANSIENT_CODES = (75, -9, 137)
 
-TOLD: dict[str, Any] = {"on_failure": [report.failed], "on_crashed": [report.failed]}
+HOOKS: dict[str, Any] = {"on_failure": [notices.notify_failure], "on_crashed": [notices.notify_failure]}
 
 
-@flow(name="m3diff", persist_result=False, **TOLD)
+@flow(name="m3diff", persist_result=False, **HOOKS)
 def full(
     ref: str | None = None,
     overrides: list[str] | None = None,
@@ -54,20 +66,21 @@ def full(
     warm_start: bool = False,
     replay: float = 0.25,
 ) -> State:
-    """Every stage through DVC, then register and promote.
+    """Run every stage with DVC, then register the checkpoint and let the gate judge it.
 
     Args:
-        ref: the commit, branch or tag to run; without one HEAD, which must then be all that decides a run.
-        overrides: parameters of this run alone, such as `train.epochs=6`.
-        reason: why; kept with the run.
-        warm_start: begin with the champion instead of the base, where data changed since it was trained.
-        replay: with `warm_start`, the share of the pairs of unchanged datasets that trains again.
+        ref: the commit, branch or tag to run. By default, HEAD is run, and all files that determine a run must be
+            committed.
+        overrides: parameters for this run only, such as `train.epochs=6`.
+        reason: the reason for the run, which is stored with it.
+        warm_start: whether to start training from the champion (the model in use) instead of the base. The run is
+            skipped if no dataset has changed since the champion was trained.
+        replay: with `warm_start`, the share of pairs of unchanged datasets to train on again, from 0 to 1.
     """
-    require_own_code()
     return run_pipeline(ref, overrides or [], reason, replay=replay if warm_start else None)
 
 
-@flow(name="m3diff", persist_result=False, **TOLD)
+@flow(name="m3diff", persist_result=False, **HOOKS)
 def retrain(
     ref: str = "HEAD",
     overrides: list[str] | None = None,
@@ -75,16 +88,22 @@ def retrain(
     warm_start: bool = False,
     replay: float = 0.25,
 ) -> State:
-    """Look for changes of data and parameters. Without any the run ends, else it is the whole pipeline.
+    """Run the whole pipeline if data or parameters have changed since the last registration.
 
     Args:
-        ref: what to run; what is not committed is left out. With HEAD go the data that `m3diff/watch` found since.
-        reason: why it was asked for; by itself no reason to train.
+        ref: the commit, branch or tag to run. Uncommitted changes are not included. For HEAD, the run also uses data
+            that `m3diff/watch` has found since.
+        reason: the reason for the call, which is stored with the run. A reason alone does not cause training.
         overrides, warm_start, replay: see `full`.
     """
-    require_own_code()
-    replayed = replay if warm_start else None
-    return run_pipeline(ref, overrides or [], reason, if_changed=True, data=ref == "HEAD", replay=replayed)
+    return run_pipeline(
+        ref,
+        overrides or [],
+        reason,
+        if_changed=True,
+        data=ref == "HEAD",
+        replay=replay if warm_start else None,
+    )
 
 
 def run_pipeline(
@@ -95,122 +114,150 @@ def run_pipeline(
     data: bool = False,
     replay: float | None = None,
 ) -> State:
-    """Every stage in DVC's order, then push, register and promote; the first failure ends the run.
+    """Run every stage in DVC's order, then push, register and promote. The first failure ends the run.
 
     Args:
-        ref, overrides, data, replay: what to run; see `workspace`.
-        reason: why it was asked for; kept with the run.
-        if_changed: end where neither data nor parameters changed since the last registration.
+        ref, overrides, data, replay: see `workspace`. If they are invalid, the run is refused.
+        reason: the reason for the run, which is stored with it. May be empty.
+        if_changed: whether to skip the run if neither data nor parameters have changed since the last registration.
     """
+    prepare()
     name = flow_run.get_id() or str(uuid.uuid4())
-    os.environ[FLOW_RUN] = name  # for what this process starts
-    try:
-        with workspace(name, ref, overrides, data, replay) as work:
-            for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data):
-                get_run_logger().info(text)
-            state = in_workspace(Done(work, [reason] if reason else []), if_changed)
-    except NothingNewError as error:
-        return Completed(name="Skipped", message=str(error))
-    finally:
-        del os.environ[FLOW_RUN]
-    if state.name == "Skipped":  # it made nothing, so nothing points to its branch
+    os.environ[FLOW_RUN] = name  # for the processes that this one starts
+    with ExitStack() as stack:
+        stack.callback(os.environ.pop, FLOW_RUN)
+        try:
+            require_own_code()
+            work = stack.enter_context(workspace(name, ref, overrides, data, replay))
+        except NothingNewError as error:
+            return Completed(name="Skipped", message=str(error))
+        except (ParamsError, DataError) as error:
+            return refused(error)
+        for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data_notes):
+            get_run_logger().info(text)
+        state = run_in_workspace(RunRecord(work, reasons=[reason] if reason else []), if_changed)
+    if state.name == "Skipped":  # the run produced nothing, so nothing refers to its branch
         git("branch", "--quiet", "-D", work.branch)
     return state
 
 
-def in_workspace(done: Done, if_changed: bool) -> State:
-    """The run in its worktree, unless there is no reason for it. Of runs of the same content on this machine one works;
-    one that had to wait finds everything current where the other ended well, and does the work itself where it failed
-    or died."""
-    work, log = done.work, get_run_logger().info
-    waits = partial(log, "another flow run does the same work; this one waits for it")
-    with lock(work.checkout / FLOWS / f"tree-{work.tree}.lock", tell=waits):
+def refused(error: ParamsError | DataError) -> State:
+    """Return the failed state of a run that could not start, with the text of the error as its message.
+
+    The error is not raised, because Prefect would print a traceback before the message, even to a user who only forgot
+    to commit a file.
+    """
+    get_run_logger().error(str(error))
+    # `prefect deployment run --watch` prints the state's name and not its message
+    cause = textwrap.shorten(error.fault.summary, width=80, placeholder=" ...")
+    return Failed(name=f"{REFUSED}: {cause}", message=str(error), data=error)
+
+
+def run_in_workspace(record: RunRecord, if_changed: bool) -> State:
+    """Run the pipeline in its worktree. With `if_changed`, skip it if there is no reason to run it.
+
+    If several runs on this machine have the same content, one run does the work and the others wait. If that run
+    succeeds, the others find everything up to date. If it fails or is killed, the next run does the work.
+    """
+    work = record.work
+    log = get_run_logger().info
+    on_wait = partial(log, "another flow run does the same work; this one waits for it")
+    with lock(work.checkout / FLOWS / f"tree-{work.tree}.lock", on_wait=on_wait):
         try:
-            status = look_before()
+            status = prepare_run()
             if if_changed:
-                found = look_for_changes(status, load_params(PARAMS))
-                if not found:
+                reasons = reasons_to_train(status, load_params(PARAMS))
+                if not reasons:
                     return Completed(name="Skipped", message=NO_REASON)
-                done.reasons += found
-            for text in done.reasons:
-                log(f"because {text}")
-            work_through(done, status)
+                record.reasons += reasons
+            for reason in record.reasons:
+                log(f"because {reason}")
+            run_tasks(record, status)
         except BaseException as error:
-            done.error = f"{type(error).__name__}: {error}"
-            report.publish(done, message_of(done))
+            record.error = f"{type(error).__name__}: {error}"
+            report.publish(record, commit_message(record))
             raise
-        report.publish(done, message_of(done))
-        report.decided(done, get_run_logger().warning)
-    return Completed(name=done.state, message=", ".join(f"{name} {how.lower()}" for name, how in done.outcomes.items()))
+        report.publish(record, commit_message(record))
+        notices.notify_decision(record, get_run_logger().warning)
+    message = ", ".join(f"{name} {outcome.lower()}" for name, outcome in record.outcomes.items())
+    return Completed(name=record.state, message=message)
 
 
-def work_through(done: Done, status: dict[str, Any]) -> None:
-    """The stages, then what acts outside the repository. A stage is current where neither DVC says otherwise nor one
-    that it follows from had to be asked for, which may have made its files and recorded them before its command was
-    killed."""
-    asked: set[str] = set()
-    for stage, before in dvc.stages().items():
-        current = stage not in status and not asked & before
-        take(done, stage, reproduce, stage, current)
-        if not current:
-            asked.add(stage)
-    take(done, "push", push_data)
-    dvc.commit(message_of(done), done.work.links)
-    if not done.work.overrides:  # nor did it begin with the champion
+def run_tasks(record: RunRecord, status: dict[str, Any]) -> None:
+    """Run the stages, then push, register and promote.
+
+    Args:
+        record: the record of the run, which is updated.
+        status: DVC's status by stage at the start of the run.
+    """
+    outdated_stages: set[str] = set()
+    for stage, predecessors in dvc.stages().items():
+        # A stage that depends on an outdated stage is never current, even if DVC skips the outdated stage: a killed
+        # attempt may have written that stage's files after the status was read
+        is_current = stage not in status and not outdated_stages & predecessors
+        run_task(record, stage, reproduce, stage, is_current)
+        if not is_current:
+            outdated_stages.add(stage)
+    run_task(record, "push", push_data)
+    dvc.commit(commit_message(record), record.work.links)
+    if not record.work.overrides:  # later runs must not reuse outputs of a run with overrides or of a warm start
         git("update-ref", f"refs/heads/{dvc.LATEST}", "HEAD")
-    done.registration = take(done, "register", register_model)
-    done.decision = take(done, "promote", promote_model, done.registration.version)
+    record.registration = run_task(record, "register", register_model)
+    record.decision = run_task(record, "promote", promote_model, record.registration.version)
 
 
-def take(done: Done, name: str, task: Callable[..., Any], *arguments: Any) -> Any:
-    """Run one task, note how it ended and how long it took, and give its result; raises what failed it."""
+def run_task(record: RunRecord, name: str, task: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a task and record its outcome and duration. Return its result, or raise the error that made it fail."""
     started = time.monotonic()
     try:
         state: State[Any] = task(*arguments, return_state=True)
         result = state.result()
     except BaseException:
-        done.outcomes[name] = "Failed"
+        record.outcomes[name] = "Failed"
         raise
     finally:
-        done.seconds[name] = time.monotonic() - started
-    done.outcomes[name] = state.name or ""
+        record.seconds[name] = time.monotonic() - started
+    record.outcomes[name] = state.name or ""
     get_run_logger().info(state.message or state.name)
     return result
 
 
-def message_of(done: Done) -> str:
-    """The commit message of a run: what each task did, and as trailers what people look for in the commits of a run."""
-    work = done.work
-    how_many = ", ".join(f"{n} {how.lower()}" for how, n in Counter(done.outcomes.values()).items())
-    what = [f"{name} {how.lower()}" for name, how in done.outcomes.items()]
+def commit_message(record: RunRecord) -> str:
+    """Return the commit message of a run: the outcome of each task, and trailers by which the commit can be found."""
+    work = record.work
+    counts = ", ".join(f"{count} {outcome.lower()}" for outcome, count in Counter(record.outcomes.values()).items())
+    outcomes = [f"{name} {outcome.lower()}" for name, outcome in record.outcomes.items()]
     trailers = [f"Flow-Run: {work.flow_run}", f"From: {work.commit}"]
     trailers += [f"Overrides: {text}" for text in work.overrides]
-    trailers += [f"Reason: {text}" for text in done.reasons[:MOST_REASONS]]
-    return "\n".join([f"Run {work.flow_run[:8]}: {how_many}", "", *what, "", *trailers])
+    trailers += [f"Reason: {text}" for text in record.reasons[:MAX_REASONS]]
+    return "\n".join([f"Run {work.flow_run[:8]}: {counts}", "", *outcomes, "", *trailers])
 
 
-# When `retrain` trains
+# Reasons to train again
 
 
-def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:
-    """Why to train again: changed data and parameters, and what was never registered. Changed code alone is no reason,
-    nor is section `compute`.
+def reasons_to_train(status: dict[str, Any], params: Params) -> list[str]:
+    """Return the reasons to train again: changed data or parameters, or a checkpoint that has not been registered.
+
+    Changes of code or of the section `compute` are not a reason.
 
     Args:
-        status: DVC's, by stage.
+        status: DVC's status by stage.
+        params: the parameters of the run.
     """
-    found = [
-        f"{stage}: {kind}: {path} {', '.join(how) if isinstance(how, dict) else how}"
-        for stage, kind, path, how in dvc.news(status)
-        if stage != "code"
-    ]
-    return [*found, *unregistered(params)]
+    reasons: list[str] = []
+    for change in dvc.data_and_parameter_changes(status):
+        if change.stage != "code":
+            detail = ", ".join(change.detail) if isinstance(change.detail, dict) else change.detail
+            reasons.append(f"{change.stage}: {change.kind}: {change.path} {detail}")
+    reasons += reasons_of_registry(params)
+    return reasons
 
 
-def unregistered(params: Params) -> Iterator[str]:
-    """Why the newest registered version is not what `dvc.lock` holds."""
+def reasons_of_registry(params: Params) -> Iterator[str]:
+    """Check whether the newest registered version is the checkpoint in `dvc.lock`. If not, yield a reason to train."""
     name = params.register_.model_name
-    checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs") if LOCK.is_file() else None
+    checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs") if DVC_LOCK.is_file() else None
     if checkpoint is None:
         yield "nothing was trained yet"
         return
@@ -219,53 +266,69 @@ def unregistered(params: Params) -> Iterator[str]:
     if version is None:
         yield f"no version of {name} is registered yet"
     elif version.tags.get("dvc.checkpoint") != checkpoint:
-        yield f"{name} version {version.version} is another checkpoint than the one in {LOCK}"
+        yield f"{name} version {version.version} is another checkpoint than the one in {DVC_LOCK}"
 
 
 # The tasks
 
 
-def worth_retrying(task: Any, run: TaskRun, state: State) -> bool:
+def is_transient(task: Any, run: TaskRun, state: State) -> bool:
+    """Return whether a task failed for a reason that may be temporary, so that Prefect should retry it."""
     error = state.result(raise_on_failure=False)
-    return isinstance(error, ConnectionError) or getattr(error, "code", None) in TRANSIENT
+    return isinstance(error, ConnectionError) or (
+        isinstance(error, DvcError) and error.fields["exit_code"] in TRANSIENT_CODES
+    )
 
 
-FOR_STAGES: dict[str, Any] = {"retries": 1, "retry_delay_seconds": 10, "retry_condition_fn": worth_retrying}
-FOR_SERVERS: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [5, 20, 60], "retry_condition_fn": worth_retrying}
+RETRIES_OF_STAGES: dict[str, Any] = {
+    "retries": 1,
+    "retry_delay_seconds": 10,
+    "retry_condition_fn": is_transient,
+}
+RETRIES_OF_SERVERS: dict[str, Any] = {
+    "retries": 3,
+    "retry_delay_seconds": [5, 20, 60],
+    "retry_condition_fn": is_transient,
+}
 
 
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
-def look_before() -> dict[str, Any]:
-    """See that the run can end well on this machine, link the data in, and return what is out of date."""
-    preflight(load_params(PARAMS))
-    dvc.check_remote()
-    return dvc.take_up()
+def prepare_run() -> dict[str, Any]:
+    """Check that the run can succeed on this machine, check out the data, and return DVC's status by stage."""
+    params = load_params(PARAMS)
+    preflight(params)
+    dvc.check_remotes()
+    status = dvc.reuse_latest_run()
+    preflight_data(params)  # requires the data
+    return status
 
 
-@task(name="stage", task_run_name="{stage}", cache_policy=NO_CACHE, **FOR_STAGES)
+@task(name="stage", task_run_name="{stage}", cache_policy=NO_CACHE, **RETRIES_OF_STAGES)
 def reproduce(stage: str, current: bool = False) -> State:
-    """Bring one stage up to date through DVC, which is not asked where the stage is known to be current."""
+    """Bring one stage up to date. DVC is not called if the stage is known to be up to date."""
     outcome = "Skipped" if current else dvc.repro(stage, get_run_logger().info)
     return Completed(name=outcome, message=f"{stage}: {outcome.lower()}", data=outcome)
 
 
-@task(name="push", task_run_name="push", cache_policy=NO_CACHE, **FOR_SERVERS | {"retry_condition_fn": None})
+# Retry after any error, because every error of a remote may be temporary
+@task(name="push", task_run_name="push", cache_policy=NO_CACHE, **RETRIES_OF_SERVERS | {"retry_condition_fn": None})
 def push_data() -> State:
-    """Send what the run made to the DVC remote, and see that it is there. Nothing points to what is not."""
+    """Send the outputs of the run to the DVC remotes and check that they arrived, before anything refers to them."""
     outcome, message = dvc.push()
     return Completed(name=outcome, message=message, data=outcome)
 
 
-@task(name="register", task_run_name="register", cache_policy=NO_CACHE, **FOR_SERVERS)
+@task(name="register", task_run_name="register", cache_policy=NO_CACHE, **RETRIES_OF_SERVERS)
 def register_model() -> State[Registration]:
-    """Log the training to MLflow and register its checkpoint."""
-    done = register(load_params(PARAMS))
-    return Completed(name="Skipped" if done.outcome == "unchanged" else "Ran", message=str(done), data=done)
+    """Log the training run to MLflow and register its checkpoint."""
+    registration = register(load_params(PARAMS))
+    outcome = "Skipped" if registration.outcome == "unchanged" else "Ran"
+    return Completed(name=outcome, message=str(registration), data=registration)
 
 
-@task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, **FOR_SERVERS)
+@task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, **RETRIES_OF_SERVERS)
 def promote_model(version: int) -> State[Promotion]:
-    """Let the gate decide on the version that this flow registered. To be rejected is no failure."""
-    done = promote(load_params(PARAMS), rescore, version)
-    outcome = {"unchanged": "Skipped", "refused": "Rejected"}.get(done.outcome, "Ran")
-    return Completed(name=outcome, message=str(done), data=done)
+    """Let the gate judge the version that this flow registered. A rejection is not a failure."""
+    promotion = promote(load_params(PARAMS), rescore, version)
+    outcome = {"unchanged": "Skipped", "refused": "Rejected"}.get(promotion.outcome, "Ran")
+    return Completed(name=outcome, message=str(promotion), data=promotion)

@@ -1,8 +1,11 @@
-"""Data that change by themselves: `prefect deployment run m3diff/watch`, or its schedule.
+"""Define the flow `watch`, which checks for changed data.
 
-A look asks the imported sources, through DVC, and the drop folders, which people put files into. What changed is
-committed, the `.dvc` files alone, to the branch `runs/data`, from where `m3diff/retrain` takes it up; main is never
-touched, nor the person's data. Each content starts retrain once, so that a bad dataset fails once.
+`prefect deployment run m3diff/watch` starts it. It also runs on its schedule.
+
+Each check updates the imported sources with DVC and reads the drop folders, where users put new files. The `.dvc` files
+of changed data are committed to the branch `runs/data`, where `m3diff/retrain` finds them. The branch main and the data
+in the checkout are not changed. Retrain is started only once for the same data, so that a bad dataset causes only one
+failed run.
 """
 
 import hashlib
@@ -11,121 +14,152 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from prefect import flow, get_run_logger
+from prefect import get_run_logger
 from prefect.deployments import run_deployment
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
 
-from flows import dvc, report
-from flows.pipeline import retrain
+from flows import dvc, notices
+from flows.pipeline import refused, retrain
+from flows.prepared_flow import flow
+from flows.runtime import prepare
 from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
 from m3diff.provenance.dvc import require_own_code
 from m3diff.provenance.git import git
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault
 from m3diff.records.files import write_atomic
 from m3diff.settings.section import ParamsError
 
 STATE = FLOWS / "watch.json"
+NO_COMMIT = "0" * 40  # tells git that a ref must not exist yet
 NOTHING = "no source changed"
-DATA_CHANGED = "Data: "  # a commit of runs/data, then the reason
+DATA_CHANGED = "Data: "  # prefix of the commit messages on runs/data, followed by the reason
 DROP = "M3DIFF_DROP"
-SETTLED_S = 60.0  # without a change; a file that is half copied waits for the next look
+SETTLED_S = 60.0  # a drop folder must be unchanged for this long, because somebody may still be copying files into it
 
 
-@flow(name="m3diff", persist_result=False, on_failure=[report.failed], on_crashed=[report.failed])
+@flow(name="m3diff", persist_result=False, on_failure=[notices.notify_failure], on_crashed=[notices.notify_failure])
 def watch() -> State:
-    """Look once. New data: start retrain. A source that cannot be asked fails the look, after the others had theirs."""
-    require_own_code()
+    """Check all sources once, and start retrain if there are new data.
+
+    If a source cannot be updated, the flow fails after the other sources have been updated. If a setting is invalid,
+    nothing is checked.
+    """
+    prepare()
     log = get_run_logger()
-    report.tell(log.warning)
-    kept = read_json(STATE) or {}
-    failures = look(kept, log.info)
-    found, reason = tip(), ""
-    if found and found != kept.get("started"):
-        reason = git("log", "-1", "--format=%s", found).removeprefix(DATA_CHANGED)
+    notices.send_notice(log.warning)
+    watch_state = read_json(STATE) or {}
+    try:
+        require_own_code()
+        failures = look_at_sources(watch_state, log.info)
+    except ParamsError as error:
+        return refused(error)
+    data_commit = find_data_commit()
+    reason = ""
+    if data_commit and data_commit != watch_state.get("started"):
+        reason = git("log", "-1", "--format=%s", data_commit).removeprefix(DATA_CHANGED)
         log.info(f"retrain, because {reason}")
-        start(reason, found)
-        write_atomic(STATE, json.dumps(kept | {"started": found}))
+        start_retrain(reason, data_commit)
+        write_atomic(STATE, json.dumps(watch_state | {"started": data_commit}))
     if failures:
-        raise DataError("; ".join(failures))
+        names = [str(fault.fields["path"]) for fault in failures]
+        raise DataError("flows.sources_not_updated", count=len(failures), names=names, faults=failures)
     return Completed(message=f"retrain, because {reason}") if reason else Completed(name="Skipped", message=NOTHING)
 
 
-def look(kept: dict[str, Any], log: Callable[[str], None]) -> list[str]:
-    """Ask every source that may have changed, and commit what did; what could not be asked, in words.
+def look_at_sources(watch_state: dict[str, Any], log: Callable[[str], None]) -> list[Fault]:
+    """Update every source that may have changed and commit the changes. Return a fault for each failure.
 
     Args:
-        kept: `folders`, the fingerprint of each drop folder when it was last taken up, by its `.dvc` file, and `data`,
-            the commit of runs/data after that; written anew.
+        watch_state: the state of the previous check. `folders` contains the fingerprint of each drop folder when it was
+            last updated, by `.dvc` file. `data` is the commit of runs/data after that check. Both are updated in this
+            mapping and in the state file.
+        log: called with each message.
     """
-    known = kept.get("folders", {}) if kept.get("data") == tip() else {}
-    sources = dict.fromkeys(imports(), "")
+    is_data_branch_known = watch_state.get("data") == find_data_commit()
+    known_fingerprints = watch_state.get("folders", {}) if is_data_branch_known else {}
+    sources = dict.fromkeys(imported_files(), "")
     for folder in drop_folders():
-        found = content(Path(folder))
-        if not found:
+        fingerprint = fingerprint_of(Path(folder))
+        if not fingerprint:
             log(f"{folder} is not there, or is being written to; the next look takes it up")
-        elif found != known.get(f"{folder}.dvc"):
-            sources[f"{folder}.dvc"] = found
+        elif fingerprint != known_fingerprints.get(f"{folder}.dvc"):
+            sources[f"{folder}.dvc"] = fingerprint
     if not sources:
         return []
     with workspace(flow_run.get_id() or str(uuid.uuid4()), "HEAD", [], data=True) as work:
-        failures, done = ask(work, sources, log)
+        failures, updated = update_sources(work, sources, log)
     git("branch", "--quiet", "-D", work.branch)
-    kept |= {"folders": known | done, "data": tip()}
-    write_atomic(STATE, json.dumps(kept))
+    watch_state |= {"folders": known_fingerprints | updated, "data": find_data_commit()}
+    write_atomic(STATE, json.dumps(watch_state))
     return failures
 
 
-def ask(work: Workspace, sources: Mapping[str, str], log: Callable[[str], None]) -> tuple[list[str], dict[str, str]]:
-    """Ask the sources one by one in the worktree and commit what changed.
+def update_sources(
+    work: Workspace, sources: Mapping[str, str], log: Callable[[str], None]
+) -> tuple[list[Fault], dict[str, str]]:
+    """Update the sources one by one in the worktree and commit the changed `.dvc` files to runs/data.
 
     Args:
-        sources: `.dvc` files, with the fingerprint of a drop folder; empty for an imported source.
+        work: the workspace, whose worktree is the current directory.
+        sources: the fingerprint of a drop folder, or an empty string for an imported source, by `.dvc` file.
+        log: called with each message.
 
     Returns:
-        what failed, in words; those that were taken up.
+        a fault for each failure, and the entries of `sources` that were updated.
     """
-    failures, done = list[str](), dict[str, str]()
+    failures: list[Fault] = []
+    updated: dict[str, str] = {}
     for file, fingerprint in sources.items():
         folder = file.removesuffix(".dvc")
         try:
-            with dvc.repository(outside=f"dvc update {file}") as repo:
+            with dvc.repository(command=f"dvc update {file}") as repo:
                 if fingerprint:
                     shutil.copytree(work.checkout / folder, folder)
                     repo.add([folder])
                 else:
                     repo.update([file])
         except dvc.DvcError as error:
-            failures.append(f"{file}: {error}")
+            failures.append(Fault("flows.source_not_updated", path=file, fault=error.fault))
             continue
-        if fingerprint and content(work.checkout / folder) != fingerprint:
+        if fingerprint and fingerprint_of(work.checkout / folder) != fingerprint:
             log(f"{folder} was written to meanwhile; the next look takes it up")
         else:
-            done[file] = fingerprint
-    changed = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in done]
-    if changed:  # the commit that the look began with, and these files
-        before = tip()
-        git("add", "--", *changed)
-        reason = ", ".join(f"{file.removesuffix('.dvc')} changed" for file in changed)
-        made = git("commit-tree", git("write-tree"), "-p", work.commit, "-m", f"{DATA_CHANGED}{reason}")
-        git("update-ref", f"refs/heads/{DATA}", made, before or "0" * 40)
-    return failures, done
+            updated[file] = fingerprint
+    changed_files = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in updated]
+    if changed_files:
+        commit_data(work, changed_files)
+    return failures, updated
 
 
-def tip() -> str:
+def commit_data(work: Workspace, changed_files: Sequence[str]) -> None:
+    """Commit these `.dvc` files on top of the commit that the check started from, and point runs/data to the result."""
+    previous_commit = find_data_commit()
+    git("add", "--", *changed_files)
+    reason = ", ".join(f"{file.removesuffix('.dvc')} changed" for file in changed_files)
+    commit = git("commit-tree", git("write-tree"), "-p", work.commit, "-m", f"{DATA_CHANGED}{reason}")
+    git("update-ref", f"refs/heads/{DATA}", commit, previous_commit or NO_COMMIT)
+
+
+def find_data_commit() -> str:
+    """Return the commit of the branch runs/data, or an empty string if the branch does not exist."""
     return git("for-each-ref", "--format=%(objectname)", f"refs/heads/{DATA}")
 
 
-def start(reason: str, commit: str) -> None:
-    """Start retrain: where a server runs it by its own deployment, one at a time, else here.
+def start_retrain(reason: str, commit: str) -> None:
+    """Start retrain through its deployment, which allows one run at a time.
+
+    If `watch` itself was not started by a deployment, retrain runs in this process.
 
     Args:
-        commit: what it is started for, so that a look that was killed does not start it twice.
+        reason: the reason for the run.
+        commit: the commit of runs/data. If a check is killed and repeated, retrain is not started twice for the same
+            commit.
     """
     if not deployment.get_id():
         retrain(reason=reason, return_state=True)
@@ -138,42 +172,47 @@ def start(reason: str, commit: str) -> None:
 # The sources
 
 
-def content(folder: Path) -> str:
-    """A fingerprint of the names, sizes and times of a folder's files, which are not read; empty where one changed of
-    late, or the folder is not there."""
-    digest, newest = hashlib.sha256(), 0
+def fingerprint_of(folder: Path) -> str:
+    """Return a digest of the names, sizes and modification times of a folder's files, without reading the files.
+
+    Return an empty string if the folder does not exist, or if anything in it changed within the last minute.
+    """
+    digest = hashlib.sha256()
+    newest_ns = 0
     try:
         for path in [folder, *sorted(folder.rglob("*"))]:
-            found = path.lstat()
-            newest = max(newest, found.st_ctime_ns)  # unlike the time of writing it cannot be set
+            status = path.lstat()
+            newest_ns = max(newest_ns, status.st_ctime_ns)  # unlike mtime, it cannot be set by users
             if not path.is_dir():
-                facts = f"{path.relative_to(folder).as_posix()}\0{found.st_size} {found.st_mtime_ns} {found.st_ino}\n"
-                digest.update(facts.encode())
-    except FileNotFoundError:  # it went away meanwhile
+                name = path.relative_to(folder).as_posix()
+                digest.update(f"{name}\0{status.st_size} {status.st_mtime_ns} {status.st_ino}\n".encode())
+    except FileNotFoundError:  # a file was removed in the meantime
         return ""
-    return digest.hexdigest() if abs(time.time() - newest / 1e9) > SETTLED_S else ""  # also where a clock was set back
+    # Use the absolute value, because file times may be in the future if the clock was set back
+    is_settled = abs(time.time() - newest_ns / 1e9) > SETTLED_S
+    return digest.hexdigest() if is_settled else ""
 
 
 def dvc_files() -> list[str]:
+    """Return the `.dvc` files of the last commit."""
     return [path for path in git("ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0") if path.endswith(".dvc")]
 
 
-def imports() -> list[str]:
-    """The `.dvc` files of the last commit that name a source: those of `dvc import` and `dvc import-url`."""
+def imported_files() -> list[str]:
+    """Return the `.dvc` files of the last commit that `dvc import` or `dvc import-url` created."""
     return [file for file in dvc_files() if "deps" in (yaml.safe_load(git("show", f"HEAD:{file}")) or {})]
 
 
 def drop_folders() -> list[str]:
-    """The folders that M3DIFF_DROP names, relative to the checkout.
+    """Return the folders listed in M3DIFF_DROP, relative to the checkout.
 
     Raises:
-        ParamsError: one is tracked by no `.dvc` file of the last commit.
+        ParamsError: one of the folders is not tracked by a `.dvc` file in the last commit.
     """
     parts = os.environ.get(DROP, "").replace(os.pathsep, ",").split(",")
     folders = [Path(part.strip()).as_posix() for part in parts if part.strip()]
-    if unknown := [folder for folder in folders if f"{folder}.dvc" not in dvc_files()]:
-        raise ParamsError(
-            f"{DROP}: {unknown[0]} is tracked by no .dvc file of the last commit; "
-            f"`dvc add {unknown[0]}`, commit {unknown[0]}.dvc, and give it relative to {Path.cwd()}"
-        )
+    tracked_files = dvc_files() if folders else []
+    for folder in folders:
+        if f"{folder}.dvc" not in tracked_files:
+            raise ParamsError("flows.drop_folder_not_tracked", key=DROP, folder=folder, checkout=Path.cwd())
     return folders

@@ -1,11 +1,13 @@
-"""Prefect's worker for processes, which also looks after the runs of this machine: `python -m flows.worker worker start
---pool m3diff ...` takes the options of `prefect worker start`.
+"""Start a Prefect worker that restarts the flow runs that crashed on this machine.
 
-Events tell of what happened, and one that is lost with a killed server is never told again. So each time that the
-worker reports to the server it compares what the server calls at work with the processes that are here, and starts
-crashed runs again.
+`python -m flows.worker worker start --pool m3diff ...` accepts the options of `prefect worker start`.
+
+Prefect detects crashes by events, and an event that is lost because the server was killed is never sent again.
+Therefore, whenever this worker reports to the server, it compares the runs that the server considers running with the
+processes on this machine, and restarts crashed runs.
 """
 
+import abc
 import warnings
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -23,25 +25,37 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.filters import EventFilter
 from prefect.exceptions import PrefectException
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, State
+from prefect.utilities.dispatch import register_type
 from prefect.workers.process import ProcessWorker
 
-from flows import FLOW_RUN, processes_by, report
+from flows import FLOW_RUN, notices, processes_by
+from flows.runtime import prepare
 
-# At most: from the moment that a worker took a run to its process; from one heartbeat of that to the next
-BEGINS_S, SILENCE_S = 60, 90
-OURS = FlowFilter(name=FlowFilterName(any_=["m3diff"]))
-# What is started again after a crash, unless that is older, or the third in a row: then it is the run's own fault
-AGAIN, AGAIN_DAYS, MOST_CRASHES = ("full", "retrain"), 1, 3
+MAX_START_S = 60  # maximum time from when a worker takes a run until the run's process starts, in seconds
+MAX_SILENCE_S = 90  # maximum time between two heartbeats of a run, in seconds
+FLOW_FILTER = FlowFilter(name=FlowFilterName(any_=["m3diff"]))
 
-CRASHED, PENDING, CANCELLING = StateType.CRASHED, StateType.PENDING, StateType.CANCELLING
+# Deployments whose runs are restarted after a recent crash. A run that crashes three times in a row fails instead,
+# because the cause is probably the run itself
+RESTARTED = ("full", "retrain")
+RESTART_DAYS = 1
+MAX_CRASHES = 3
 
-warnings.filterwarnings("ignore", "Type 'Worker' ")  # it takes the place of its base, as it shall
+CRASHED = StateType.CRASHED
+PENDING = StateType.PENDING
+CANCELLING = StateType.CANCELLING
 
 
-class Worker(ProcessWorker):
-    """A worker that neither a run that it holds already nor a server that is gone ends."""
+# Prefect 3.8 registers each worker class when the class is defined. The base class abc.ABC prevents this, so that only
+# `main` registers the worker
+class Worker(ProcessWorker, abc.ABC):
+    """A worker that keeps running while the server is down, and restarts crashed runs.
+
+    Prefect's own worker exits if the server does not respond, or if it gets a run that is already in progress.
+    """
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
+        """Submit the runs that are due. Submit nothing while the server does not respond."""
         try:
             return await super().get_and_submit_flow_runs()
         except httpx.HTTPError as error:
@@ -49,14 +63,15 @@ class Worker(ProcessWorker):
             return []
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-        """The runs that are due. A run whose process is still here waits until that is gone."""
-        found = await super()._get_scheduled_flow_runs()
-        here = await self.held(entry.flow_run for entry in found)
-        for id_ in here:
+        """Return the runs that are due. A run is left out while a process of an earlier attempt is still running."""
+        responses = await super()._get_scheduled_flow_runs()
+        busy_ids = await self.ids_in_progress(response.flow_run for response in responses)
+        for id_ in busy_ids:
             self._logger.info(f"flow run {id_} waits until what is left of it here is gone")
-        return [entry for entry in found if entry.flow_run.id not in here]
+        return [response for response in responses if response.flow_run.id not in busy_ids]
 
     async def sync_with_backend(self) -> None:
+        """Report to the server and restart crashed runs. After the first report, server errors are only logged."""
         try:
             await super().sync_with_backend()
             await self.look_after_runs()
@@ -65,74 +80,107 @@ class Worker(ProcessWorker):
                 raise
             self._logger.warning(f"the server was not reported to: {type(error).__name__}: {error}")
 
-    async def held(self, runs: Iterable[FlowRun]) -> set[UUID]:
-        """Return the runs that this worker has in hand or that a process here works for."""
+    async def ids_in_progress(self, runs: Iterable[FlowRun]) -> set[UUID]:
+        """Return the ids of the runs that this worker has taken or that have a process on this machine."""
         ids = {str(run.id): run.id for run in runs}
-        found = await anyio.to_thread.run_sync(processes_by, FLOW_RUN) if ids else {}
-        return {ids[id_] for id_ in found if id_ in ids} | ({*ids.values()} & {*self.limiter.statistics().borrowers})
+        if not ids:
+            return set()
+        processes = await anyio.to_thread.run_sync(processes_by, FLOW_RUN)
+        ids_with_process = {ids[id_] for id_ in processes if id_ in ids}
+        taken_ids = set(ids.values()) & self._taken_ids()
+        return ids_with_process | taken_ids
+
+    def _taken_ids(self) -> set[Any]:
+        return set(self.limiter.statistics().borrowers)
 
     async def look_after_runs(self) -> None:
-        """Say of runs whose process is gone that they crashed, and start the crashed ones again."""
-        before = set(self.limiter.statistics().borrowers)
-        found = await self.client.read_deployments(flow_filter=OURS)
-        names: dict[UUID | None, str] = {deployment.id: deployment.name for deployment in found}
+        """Set runs whose process is gone to Crashed, and restart crashed runs."""
+        # Read this before the runs, so that a run that ends in the meantime does not count as lost
+        taken_ids = self._taken_ids()
+        deployments = await self.client.read_deployments(flow_filter=FLOW_FILTER)
+        names: dict[UUID | None, str] = {deployment.id: deployment.name for deployment in deployments}
         states = {"type": {"any_": [PENDING, StateType.RUNNING, CANCELLING, CRASHED]}}
-        wanted = FlowRunFilter.model_validate({"state": states})
-        newest = FlowRunSort.EXPECTED_START_TIME_DESC
-        runs = await self.client.read_flow_runs(flow_filter=OURS, flow_run_filter=wanted, sort=newest)
-        runs = [run for run in runs if run.deployment_id in names and run.id not in before]
-        here = await self.held(runs)
-        for run in [run for run in runs if run.id not in here and await self.is_lost(run)]:
+        runs = await self.client.read_flow_runs(
+            flow_filter=FLOW_FILTER,
+            flow_run_filter=FlowRunFilter.model_validate({"state": states}),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        )
+        runs = [run for run in runs if run.deployment_id in names and run.id not in taken_ids]
+        busy_ids = await self.ids_in_progress(runs)
+        lost_runs = [run for run in runs if run.id not in busy_ids and await self.is_lost(run)]
+        for run in lost_runs:
             assert run.state is not None
-            what = names[run.deployment_id]
-            await self.tell(run, what, run.state)
-            state = await self.next_state(run, what)
-            if state and (await self.client.set_flow_run_state(run.id, state)).status.value == "ACCEPT":
+            deployment_name = names[run.deployment_id]
+            await self.notify(run, deployment_name, run.state)
+            state = await self.next_state(run, deployment_name)
+            if state is None:
+                continue
+            response = await self.client.set_flow_run_state(run.id, state)
+            if response.status.value == "ACCEPT":
                 self._logger.warning(f"{run.name} is {state.name} now: {state.message}")
-                await self.tell(run, what, state)
+                await self.notify(run, deployment_name, state)
 
     async def is_lost(self, run: FlowRun) -> bool:
-        """Return whether a run that no process here works for has none anywhere, and its own worker does not begin
-        it. Another worker may have the same name, on another machine or in another container."""
+        """Return whether a run has no process on any machine and no worker is about to start it.
+
+        Call this only for a run without a process on this machine. Heartbeats are checked because a worker on another
+        machine or in another container may have the same name.
+        """
         assert run.state is not None
-        whose, age = run.labels.get("prefect.worker.name"), datetime.now(UTC) - run.state.timestamp
+        worker_name = run.labels.get("prefect.worker.name")
+        age = datetime.now(UTC) - run.state.timestamp
         if run.state_type == CRASHED:
-            return age < timedelta(days=AGAIN_DAYS) and (whose == self.name or not await self.is_heard(run))
+            is_recent = age < timedelta(days=RESTART_DAYS)
+            return is_recent and (worker_name == self.name or not await self.sends_heartbeats(run))
         if run.state_type == PENDING:
-            return whose in (None, self.name) and age > timedelta(seconds=BEGINS_S)
-        return age > timedelta(seconds=SILENCE_S) and not await self.is_heard(run)
+            return worker_name in (None, self.name) and age > timedelta(seconds=MAX_START_S)
+        return age > timedelta(seconds=MAX_SILENCE_S) and not await self.sends_heartbeats(run)
 
-    async def is_heard(self, run: FlowRun) -> bool:
-        """Return whether a process on any machine still sends heartbeats for this run."""
-        asked = {
-            "event": {"name": ["prefect.flow-run.heartbeat"]},
-            "resource": {"id": [f"prefect.flow-run.{run.id}"]},
-            "occurred": {"since": datetime.now(UTC) - timedelta(seconds=SILENCE_S)},
-        }
-        return bool((await self.client.read_events(EventFilter.model_validate(asked), limit=1)).events)
+    async def sends_heartbeats(self, run: FlowRun) -> bool:
+        """Return whether a process on any machine is still sending heartbeats for a run."""
+        event_filter = EventFilter.model_validate(
+            {
+                "event": {"name": ["prefect.flow-run.heartbeat"]},
+                "resource": {"id": [f"prefect.flow-run.{run.id}"]},
+                "occurred": {"since": datetime.now(UTC) - timedelta(seconds=MAX_SILENCE_S)},
+            }
+        )
+        page = await self.client.read_events(event_filter, limit=1)
+        return bool(page.events)
 
-    async def next_state(self, run: FlowRun, what: str) -> State[Any] | None:
-        """The state of a lost run from now on; None where it stays as it is."""
+    async def next_state(self, run: FlowRun, deployment_name: str) -> State[Any] | None:
+        """Return the state that a lost run should get, or None if its state should not change."""
         if run.state_type == CANCELLING:
             return Cancelled(message="its worker was killed while it was being cancelled")
         if run.state_type != CRASHED:
             return Crashed(message=f"its worker was killed while it was {(run.state_name or '').lower()}")
-        if what not in AGAIN:
+        if deployment_name not in RESTARTED:
             return None
-        ended = [state for state in await self.client.read_flow_run_states(run.id) if state.is_final()]
-        crashes = [*takewhile(lambda state: state.is_crashed(), reversed(ended))]
-        if len(crashes) >= MOST_CRASHES:
+        states = await self.client.read_flow_run_states(run.id)
+        final_states = [state for state in states if state.is_final()]
+        crashes = list(takewhile(lambda state: state.is_crashed(), reversed(final_states)))
+        if len(crashes) >= MAX_CRASHES:
             return Failed(
                 message=f"crashed {len(crashes)} times in a row, the last time: {crashes[0].message}; look at "
                 "services/worker.log and at the memory of this machine, then run it again"
             )
         return AwaitingRetry(message="it crashed, and goes on where it was")
 
-    async def tell(self, run: FlowRun, what: str, state: State[Any]) -> None:
-        """Tell of a crash or a failure; a notice is sent once, whoever tells and however often."""
+    async def notify(self, run: FlowRun, deployment_name: str, state: State[Any]) -> None:
+        """Send a notice if the state is a crash or failure. It is sent once, even if other processes try to send it."""
         if state.is_crashed() or state.is_failed():
-            await anyio.to_thread.run_sync(report.tell_of_end, what, run, state, self._logger.warning)
+            await anyio.to_thread.run_sync(notices.notify_end, deployment_name, run, state, self._logger.warning)
+
+
+def main() -> None:
+    """Run Prefect's command line with this worker in place of Prefect's process worker."""
+    prepare()
+    with warnings.catch_warnings():
+        # Prefect warns that Worker replaces its base class, which is intentional
+        warnings.filterwarnings("ignore", "Type 'Worker' ")
+        register_type(Worker)
+    app()
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -1,9 +1,9 @@
-"""A flow run's own place: a git worktree at one commit, on the branch `runs/<flow run>`.
+"""Create the workspace of a flow run: a git worktree at one commit, on the branch `runs/<flow run>`.
 
-Nobody's edit reaches it, and it touches nobody's files. Where data are needed they come by link, from the cache of the
-checkout that the flow was started in. Scratch and the local MLflow store are the checkout's, so that a training goes on
-from the checkpoints of a killed run. `runs/flows/` holds the worktrees, each with a lock file that its flow's process
-holds.
+Edits in the checkout do not affect the run, and the run does not change files in the checkout. Data are linked from the
+DVC cache of the checkout in which the flow was started. The scratch folder and the local MLflow store are shared with
+the checkout, so that training can resume from the checkpoints of a killed run. The worktrees are in `runs/flows/`, each
+next to a lock file that is held by the process of its flow.
 """
 
 import json
@@ -20,6 +20,7 @@ from dvc.utils.serialize import modify_yaml
 from flows import dvc
 from m3diff.provenance.dvc import write_settings
 from m3diff.provenance.git import AS_COMMITTED, GitError, find_commit, git, has_branch, require_own_repository
+from m3diff.records.errors import shell_word
 from m3diff.records.files import lock_exclusively
 from m3diff.registry import tracking
 from m3diff.registry.versions import CHAMPION, find_alias
@@ -28,37 +29,50 @@ from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
 FLOWS = Path("runs/flows")
-# What decides a run. `dvc.lock` does not: it says what ran.
+# The files that determine a run. `dvc.lock` is not one of them, because it only records what ran
 WATCHED = ("params.yaml", "dvc.yaml", "profiles", "components", "flows", ":(glob)**/*.dvc")
 
 LINKS = "reflink,hardlink,symlink"
-KEPT_DAYS = 7  # the worktree of a run that failed
-# The branch of the `.dvc` files that `m3diff/watch` changed: one commit, on top of the one that it began with
+KEPT_DAYS = 7  # number of days for which the worktree of a failed run is kept
+MAX_NAMED_FILES = 5  # maximum number of uncommitted files that a message lists
+
+# Branch with the `.dvc` files that `m3diff/watch` changed: one commit on top of the commit that the watch started from
 DATA = "runs/data"
 
-
-# Where the champion's checkpoint lies as a base. `data/00_champion.dvc` tracks it, on the run's branch.
+# The champion's checkpoint, if training starts from it. `data/00_champion.dvc` tracks it on the run's branch
 BASE = Path("data/00_champion")
 
 
 class NothingNewError(Exception):
-    """The champion has seen all data as they are."""
+    """No dataset has changed since the champion was trained."""
 
 
 class Workspace(NamedTuple):
-    """The place of a flow run. It starts from `commit`; `tree` names its content: equal trees are equal work."""
+    """The workspace of a flow run.
+
+    Attributes:
+        flow_run: the id of the flow run.
+        root: the folder of the worktree.
+        checkout: the folder in which the flow was started.
+        commit: the commit that the run starts from.
+        tree: git's hash of the content. Runs with the same tree do the same work.
+        overrides: the parameters that were changed for this run, and a note if training starts from the champion.
+        links: paths in the worktree that are links into the checkout.
+        data_notes: messages about the `.dvc` files on the branch runs/data, and about training from the champion.
+    """
 
     flow_run: str
     root: Path
     checkout: Path
     commit: str
     tree: str
-    overrides: tuple[str, ...]  # and how it begins, where not with the base
-    links: tuple[str, ...]  # folders of the checkout
-    data: tuple[str, ...] = ()  # what was done with the branch runs/data, in words
+    overrides: tuple[str, ...]
+    links: tuple[str, ...]
+    data_notes: tuple[str, ...] = ()
 
     @property
     def branch(self) -> str:
+        """The name of the run's branch."""
         return f"runs/{self.flow_run}"
 
 
@@ -66,229 +80,299 @@ class Workspace(NamedTuple):
 def workspace(
     flow_run: str, ref: str | None, overrides: Sequence[str], data: bool = False, replay: float | None = None
 ) -> Iterator[Workspace]:
-    """Within, the current directory is a worktree of the flow run's own. It is removed after a success and kept for a
-    week after a failure.
+    """Create a worktree for a flow run and make it the current directory within the context.
+
+    The worktree is removed if the run succeeds and kept for a week if it fails.
 
     Args:
-        ref: commit, branch or tag; None for HEAD, which must then be all that decides a run.
-        overrides: parameters as `train.epochs=6`, committed to the run's branch.
-        data: take up the data that `m3diff/watch` found, where nobody changed them by hand since.
-        replay: begin with the champion, and train this share of the pairs of unchanged datasets again; None: begin with
-            the base.
+        flow_run: the id of the flow run.
+        ref: the commit, branch or tag to run. If None, HEAD is run, and all files that determine a run must be
+            committed.
+        overrides: parameters such as `train.epochs=6`, which are committed to the run's branch.
+        data: whether to use the `.dvc` files that `m3diff/watch` updated. Files that were changed by hand since are not
+            replaced.
+        replay: if training starts from the champion, the share of pairs of unchanged datasets that is trained on again.
+            None if training starts from the base.
 
     Raises:
-        NothingNewError: see `from_champion`.
-        ParamsError: files that decide the run are not committed, an override or the parameters under it are wrong.
-        GitError: there is no such commit, or git cannot make the worktree.
+        NothingNewError: training should start from the champion, but no dataset has changed since it was trained.
+        ParamsError: files that determine the run are not committed, or the ref, an override or a parameter is invalid.
+        GitError: git cannot create the worktree.
     """
     require_own_repository()
-    checkout, branch = Path.cwd(), f"runs/{flow_run}"
-    root, file = checkout / FLOWS / flow_run, FLOWS / f"{flow_run}.lock"
+    checkout = Path.cwd()
+    branch = f"runs/{flow_run}"
+    root = checkout / FLOWS / flow_run
+    lock_file = FLOWS / f"{flow_run}.lock"
     FLOWS.mkdir(parents=True, exist_ok=True)
     sweep(checkout / FLOWS)
-    with lock(file):
-        again = has_branch(branch)
-        commit = git("rev-parse", branch) if again else starting_commit(ref)
-        remove(root)  # what a killed attempt left
+    with lock(lock_file):
+        is_retry = has_branch(branch)
+        commit = git("rev-parse", branch) if is_retry else starting_commit(ref)
+        remove_worktree(root)  # left by a killed attempt
         git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
-        own = (*overrides, *([f"begin with the champion, replay {replay}"] if replay is not None else []))
-        work = Workspace(flow_run, root, checkout, commit, "", own, ())
+        run_overrides = list(overrides)
+        if replay is not None:
+            run_overrides.append(f"begin with the champion, replay {replay}")
+        work = Workspace(
+            flow_run=flow_run,
+            root=root,
+            checkout=checkout,
+            commit=commit,
+            tree="",
+            overrides=tuple(run_overrides),
+            links=(),
+        )
         try:
             with chdir(root):
-                work = prepare(work, overrides, again, data, replay)
+                work = prepare(work, overrides, is_retry, data, replay)
         except BaseException:
-            remove(root)
+            remove_worktree(root)
             raise
         with chdir(root):
             yield work
-        remove(root)
-    file.unlink(missing_ok=True)
+        remove_worktree(root)
+    lock_file.unlink(missing_ok=True)
 
 
-def prepare(work: Workspace, overrides: Sequence[str], again: bool, data: bool, replay: float | None) -> Workspace:
-    """Commit what this run changes and make its branch, last: a worktree without one is made anew. A flow run that is
-    tried `again` goes on from its branch."""
-    said: tuple[str, ...] = ()
-    if again:
+def prepare(work: Workspace, overrides: Sequence[str], is_retry: bool, data: bool, replay: float | None) -> Workspace:
+    """Commit the changes of this run and create its branch. Return the workspace with tree, links and notes.
+
+    The branch is created last. If this attempt is killed earlier, the next attempt starts over. If the branch exists,
+    this attempt is a retry and continues from the branch.
+    """
+    data_notes: list[str] = []
+    if is_retry:
         git("switch", "--quiet", work.branch)
     else:
-        said = take_up_data() if data else ()
+        if data:
+            data_notes += commit_watched_data()
         commit_parameters(overrides)
-    links = share(work.checkout, load_params(Path("params.yaml")))
-    if replay is not None and not again:
-        overrides, sentence = from_champion(replay)
-        commit_parameters(overrides)
+    links = share_with_checkout(work.checkout, load_params(Path("params.yaml")))
+    if replay is not None and not is_retry:
+        champion_overrides, note = begin_with_champion(replay)
+        commit_parameters(champion_overrides)
         load_params(Path("params.yaml"))
-        said = (*said, sentence)
+        data_notes.append(note)
     if replay is not None:
-        bring_base()
-    if not again:
+        fetch_base()
+    if not is_retry:
         git("switch", "--quiet", "--create", work.branch)
-    return work._replace(tree=git("rev-parse", "HEAD^{tree}"), links=links, data=said)
+    return work._replace(tree=git("rev-parse", "HEAD^{tree}"), links=links, data_notes=tuple(data_notes))
 
 
 def commit_parameters(overrides: Sequence[str]) -> None:
+    """Write overrides to `params.yaml` and commit them. Do nothing if there are none."""
     if overrides:
         override(Path("params.yaml"), overrides)
         git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
 
 
 def starting_commit(ref: str | None) -> str:
+    """Return the commit of a ref, or HEAD if `ref` is None.
+
+    Raises:
+        ParamsError: there is no such ref, or `ref` is None and files that determine a run are not committed.
+    """
     if ref is not None:
         try:
             return git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
         except GitError as error:
-            raise ParamsError(f"ref: {ref!r} is no commit, branch or tag of {Path.cwd()}") from error
+            raise ParamsError("flows.no_such_ref", key="ref", value=ref, checkout=Path.cwd()) from error
     entries = git("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *WATCHED).split("\0")
-    changed = [entry[3:] for entry in entries if entry]
-    if changed:
-        raise ParamsError(
-            f"not committed: {', '.join(changed[:5])}{' and more' if changed[5:] else ''}; what runs must be a commit. "
-            "Commit it, on a branch of its own (ref=BRANCH) if need be, or run the last commit without it (ref=HEAD)"
-        )
+    changed_paths = [entry[3:] for entry in entries if entry]
+    if changed_paths:
+        raise uncommitted_error(changed_paths)
     return git("rev-parse", "HEAD")
 
 
-def take_up_data() -> tuple[str, ...]:
-    """Commit the `.dvc` files of the branch runs/data here, each where it is as it was when `watch` changed it; what
-    was done with each, in words."""
+def uncommitted_error(paths: Sequence[str]) -> ParamsError:
+    """Return the error for uncommitted files, with the command that commits them."""
+    named_paths = list(paths[:MAX_NAMED_FILES])
+    if len(paths) > MAX_NAMED_FILES:
+        command = "git add --all && git commit"
+        return ParamsError("flows.not_committed_many", names=named_paths, count=len(paths), command=command)
+    words = " ".join(shell_word(path) for path in named_paths)
+    return ParamsError("flows.not_committed", names=named_paths, command=f"git add {words} && git commit")
+
+
+def commit_watched_data() -> list[str]:
+    """Commit the `.dvc` files that `watch` changed on the branch runs/data.
+
+    A file that was changed by hand since the watch is not replaced, because that change is newer.
+
+    Returns:
+        a message about each file that differs from the branch.
+    """
     if not has_branch(DATA):
-        return ()
-    found, new, by_hand = (
-        git("diff", "--no-renames", "--name-only", "-z", *pair, "--", "*.dvc").split("\0")[:-1]
-        for pair in ((f"{DATA}^", DATA), ("HEAD", DATA), (f"{DATA}^", "HEAD"))
-    )
-    said = {path: f"{path}: as on {DATA}, {git('rev-parse', '--short', DATA)}" for path in found if path in new}
-    taken = [path for path in said if path not in by_hand]
-    if taken:
-        git(*AS_COMMITTED, "checkout", "--quiet", DATA, "--", *taken)
-        git("commit", "--quiet", "--message", f"Data of {DATA}: {', '.join(taken)}")
-    older = f"as committed by hand; what {DATA} has of it is older and left out"
-    return tuple(words if path in taken else f"{path}: {older}" for path, words in said.items())
+        return []
+    start = f"{DATA}^"  # the commit that the watch started from
+    watched_files = changed_dvc_files(start, DATA)
+    different_files = changed_dvc_files("HEAD", DATA)
+    files_changed_by_hand = changed_dvc_files(start, "HEAD")
+    data_commit = git("rev-parse", "--short", DATA)
+    notes: list[str] = []
+    files_to_commit: list[str] = []
+    for file in watched_files:
+        if file not in different_files:
+            continue
+        if file in files_changed_by_hand:
+            notes.append(f"{file}: as committed by hand; what {DATA} has of it is older and left out")
+        else:
+            notes.append(f"{file}: as on {DATA}, {data_commit}")
+            files_to_commit.append(file)
+    if files_to_commit:
+        git(*AS_COMMITTED, "checkout", "--quiet", DATA, "--", *files_to_commit)
+        git("commit", "--quiet", "--message", f"Data of {DATA}: {', '.join(files_to_commit)}")
+    return notes
+
+
+def changed_dvc_files(before: str, after: str) -> list[str]:
+    """Return the `.dvc` files that differ between two commits."""
+    return git("diff", "--no-renames", "--name-only", "-z", before, after, "--", "*.dvc").split("\0")[:-1]
 
 
 def override(file: Path, overrides: Sequence[str]) -> None:
-    """Write parameters, given as `train.epochs=6`, into a parameter file whose comments stay. A section that is not
-    there is made, for the check of the parameters to refuse.
+    """Write overrides such as `train.epochs=6` to a parameter file and keep its comments.
+
+    A missing section is created. If its name is misspelled, the later check of the parameters suggests the right name.
 
     Raises:
-        ParamsError: no `=`, a value that is not YAML, or a parameter of what is no section.
+        ParamsError: an override has no `=`, its value is not YAML, or its path contains a value that is not a section.
     """
     with modify_yaml(file) as values:
         for text in overrides:
-            path, equals, value = text.partition("=")
-            *sections, last = path.split(".")
+            path, equals_sign, value = text.partition("=")
+            *sections, key = path.split(".")
+            if not equals_sign:
+                raise ParamsError("flows.override_without_value", value=text)
             try:
-                if not equals:
-                    raise TypeError("expected section.parameter=value")
                 section = values
                 for name in sections:
                     section = section.setdefault(name, {})
-                section[last] = yaml.safe_load(value)
+                section[key] = yaml.safe_load(value)
             except (yaml.YAMLError, TypeError, AttributeError) as error:
-                raise ParamsError(f"override {text!r}: {error}") from error
+                raise ParamsError("flows.wrong_override", value=text, cause=str(error)) from error
 
 
-def share(checkout: Path, params: Params) -> tuple[str, ...]:
-    """Let this worktree use the checkout's DVC cache, by links, its scratch folder and its local MLflow store; the
-    folders that now lead there."""
+def share_with_checkout(checkout: Path, params: Params) -> tuple[str, ...]:
+    """Configure this worktree to use the checkout's DVC cache, scratch folder and local MLflow store.
+
+    Returns:
+        the paths in the worktree that are now links into the checkout.
+    """
     with chdir(checkout):
         cache = {"dir": str(dvc.cache_folder()), "type": LINKS}
-    memory = Path(".dvc/tmp/memory").absolute()  # what DVC remembers of files, which would stay on the machine for ever
+    # Keep DVC's database of file hashes in the worktree, because it would never be deleted elsewhere
+    memory = Path(".dvc/tmp/memory").absolute()
     write_settings(Path(), checkout, cache=cache, core={"site_cache_dir": str(memory), "autostage": "false"})
-    shared = {params.compute.scratch: checkout / params.compute.scratch}  # and the folder that has to be there
+    # The paths to link, each with the folder in the checkout that must exist for the link
+    shared_paths = {params.compute.scratch: checkout / params.compute.scratch}
     if params.register_.tracking_uri.startswith(tracking.SQLITE):
         database = Path(params.register_.tracking_uri.removeprefix(tracking.SQLITE))
-        of_commit = database.parent.exists() and not database.parent.is_symlink()  # as `.` is
-        shared[database if of_commit else database.parent] = checkout / database.parent
-    for path in [path for path in shared if not path.is_absolute()]:
+        # A folder that is part of the commit, such as `.`, cannot be a link, so the file itself is linked
+        is_folder_of_commit = database.parent.exists() and not database.parent.is_symlink()
+        shared_paths[database if is_folder_of_commit else database.parent] = checkout / database.parent
+    relative_paths = [path for path in shared_paths if not path.is_absolute()]
+    for path in relative_paths:
         target = checkout / path
-        shared[path].mkdir(parents=True, exist_ok=True)
+        shared_paths[path].mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink() and path.readlink() == target:  # outside the worktree: an earlier run's
-            continue
-        path.symlink_to(target)
-    return tuple(str(path) for path in shared if not path.is_absolute())
+        # A path outside the worktree may already be a link that an earlier run created
+        if not (path.is_symlink() and path.readlink() == target):
+            path.symlink_to(target)
+    return tuple(str(path) for path in relative_paths)
 
 
-def remove(root: Path) -> None:
-    """Take a worktree away; what its links lead to stays."""
+def remove_worktree(root: Path) -> None:
+    """Remove a worktree, but not the targets of its links."""
     shutil.rmtree(root, ignore_errors=True)
     git("worktree", "prune")
 
 
 def sweep(folder: Path) -> None:
-    """Remove the worktrees of runs that ended more than KEPT_DAYS ago; what else lies here is a person's."""
-    for file in [path for path in folder.glob("*.lock") if (path.with_suffix("") / ".git").is_file()]:
-        root = file.with_suffix("")
-        if root.is_symlink() or time.time() - root.stat().st_mtime < KEPT_DAYS * 86400:
+    """Remove the worktrees of runs that ended more than KEPT_DAYS ago. Nothing else in the folder is touched."""
+    for lock_file in sorted(folder.glob("*.lock")):
+        root = lock_file.with_suffix("")
+        is_worktree = (root / ".git").is_file() and not root.is_symlink()
+        if not is_worktree or time.time() - root.stat().st_mtime < KEPT_DAYS * 86400:
             continue
-        with suppress(BlockingIOError), lock(file, wait=False):
-            remove(root)
-            file.unlink()
+        # Skip the run if its lock is held, because the run is then still in progress
+        with suppress(BlockingIOError), lock(lock_file, wait=False):
+            remove_worktree(root)
+            lock_file.unlink()
 
 
-# A training that goes on from the champion
+# Training that starts from the champion
 
 
-def from_champion(replay: float) -> tuple[tuple[str, ...], str]:
-    """Write `data/00_champion.dvc` into the worktree that is the current directory. Returns the overrides of a training
-    that goes on from the champion, and a sentence on it.
+def begin_with_champion(replay: float) -> tuple[tuple[str, ...], str]:
+    """Prepare training from the champion: write `data/00_champion.dvc` into the current directory, which is a worktree.
 
-    Datasets that changed since the champion train whole; of the others a share of the pairs trains again, so that what
-    was learnt is not lost. Without a champion training begins with the base.
+    Datasets that have changed since the champion was trained are used in full. Of the other datasets, a share of the
+    pairs is trained on again, so that the model does not forget them. If there is no champion, nothing is written, and
+    training starts from the base.
 
     Args:
-        replay: the share of the pairs of unchanged datasets that trains again; 1 all, 0 none.
+        replay: the share of the pairs of unchanged datasets to train on again, from 0 to 1.
+
+    Returns:
+        the overrides for the run, and a message that describes them.
 
     Raises:
-        NothingNewError: no dataset changed since the champion.
-        ParamsError: `replay` is no share.
-        DataError: the champion's commit is not known here.
-        TrackingUnavailableError: MLflow does not answer.
+        NothingNewError: no dataset has changed since the champion was trained.
+        ParamsError: `replay` is not between 0 and 1.
+        DataError: the commit of the champion is neither in this clone nor in its remotes.
+        TrackingUnavailableError: MLflow does not respond.
     """
     if not 0 <= replay <= 1:
-        raise ParamsError(f"replay: expected a share from 0 to 1, found {replay}")
+        raise ParamsError("flows.replay_out_of_range", key="replay", value=replay)
     params = load_params(Path("params.yaml"))
     with tracking.connected(params.register_.tracking_uri) as client:
         champion = find_alias(client, params.register_.model_name, CHAMPION)
     if champion is None:
         return (), "there is no champion to begin with yet, so training begins with the base"
     changed = changed_datasets(find_commit(champion.tags.get("git.commit", "unknown")), params.ingest.datasets)
-    what = f"{champion.name} version {champion.version}"
+    champion_name = f"{champion.name} version {champion.version}"
     if not changed:
-        raise NothingNewError(f"no dataset changed since {what}, the champion, was trained")
-    file = Path(f"{BASE}.dvc")
+        raise NothingNewError(f"no dataset changed since {champion_name}, the champion, was trained")
+    dvc_file = Path(f"{BASE}.dvc")
     entry = {"md5": champion.tags["dvc.checkpoint"], "hash": "md5", "path": BASE.name}
-    file.write_text(yaml.safe_dump({"outs": [entry]}), encoding="utf-8")
-    git("add", "--", str(file))
-    others = [name for name in params.ingest.datasets if name not in changed]
-    sources = yaml.safe_dump(weighted(params, others, replay), default_flow_style=True, width=4096).strip()
-    said = f"begins with {what}; {', '.join(sorted(changed))} changed since and trains whole"
-    if others:
-        said += f"; of {', '.join(others)} a share of {replay} trains again"
-    return (f"train.base={BASE}", f"convert.sources={sources}"), said
+    dvc_file.write_text(yaml.safe_dump({"outs": [entry]}), encoding="utf-8")
+    git("add", "--", str(dvc_file))
+    unchanged = [name for name in params.ingest.datasets if name not in changed]
+    sources = yaml.safe_dump(scale_weights(params, unchanged, replay), default_flow_style=True, width=4096).strip()
+    note = f"begins with {champion_name}; {', '.join(sorted(changed))} changed since and trains whole"
+    if unchanged:
+        note += f"; of {', '.join(unchanged)} a share of {replay} trains again"
+    return (f"train.base={BASE}", f"convert.sources={sources}"), note
 
 
 def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
-    """The datasets whose raw data or parameters are others than at this commit. Nothing need be in place."""
-    before = dvc.LOCK.read_bytes() if dvc.LOCK.is_file() else None
-    dvc.LOCK.write_text(git("show", f"{commit}:{dvc.LOCK}") + "\n", encoding="utf-8")
+    """Return the datasets whose raw data or parameters differ from those at a commit.
+
+    The data need not be checked out.
+    """
+    # DVC compares with the dvc.lock on disk, so temporarily replace that file with the commit's dvc.lock
+    before = dvc.DVC_LOCK.read_bytes() if dvc.DVC_LOCK.is_file() else None
+    dvc.DVC_LOCK.write_text(git("show", f"{commit}:{dvc.DVC_LOCK}") + "\n", encoding="utf-8")
     try:
-        known, said = dvc.locked() or {}, dvc.status()
+        locked_stages = dvc.locked_stages() or {}
+        status = dvc.status()
     finally:
-        dvc.LOCK.unlink()
+        dvc.DVC_LOCK.unlink()
         if before is not None:
-            dvc.LOCK.write_bytes(before)
-    changed = {name for name in names if f"ingest@{name}" not in known}
-    for stage, kind, _, how in dvc.news(said):
-        if kind == "changed deps" and how != "deleted":  # what is not in place is no change
-            changed.add(stage.partition("@")[2])
-    return changed & {*names}
+            dvc.DVC_LOCK.write_bytes(before)
+    changed = {name for name in names if f"ingest@{name}" not in locked_stages}
+    for change in dvc.data_and_parameter_changes(status):
+        # Data that are not checked out are reported as deleted, which is not a change
+        if change.kind == "changed deps" and change.detail != "deleted":
+            changed.add(change.stage.partition("@")[2])
+    return changed & set(names)
 
 
-def weighted(params: Params, names: Collection[str], replay: float) -> Mapping[str, Any]:
-    """`convert.sources`, the weights of these datasets times `replay`."""
+def scale_weights(params: Params, names: Collection[str], replay: float) -> Mapping[str, Any]:
+    """Return the parameter `convert.sources` with the weights of these datasets multiplied by `replay`."""
     sources = {name: source.model_dump(exclude_defaults=True) for name, source in params.convert.sources.items()}
     for name in names:
         source = sources.setdefault(name, {})
@@ -296,27 +380,27 @@ def weighted(params: Params, names: Collection[str], replay: float) -> Mapping[s
     return sources
 
 
-def bring_base() -> None:
-    """Bring the champion's checkpoint into place: from the cache, else from the remote.
+def fetch_base() -> None:
+    """If training starts from the champion, check out the champion's checkpoint from the cache or the remote.
 
     Raises:
-        DvcError: neither has it.
+        DvcError: the checkpoint is neither in the cache nor in the remote.
     """
-    file = f"{BASE}.dvc"
-    if not Path(file).is_file():
+    dvc_file = f"{BASE}.dvc"
+    if not Path(dvc_file).is_file():
         return
     dvc.link_data()
     if BASE.is_dir():
         return
-    with dvc.repository(outside=f"dvc pull {file}") as repo:
-        repo.pull([file])
+    with dvc.repository(command=f"dvc pull {dvc_file}") as repo:
+        repo.pull([dvc_file])
 
 
 # Files of the flows
 
 
 def read_json(file: Path) -> Any:
-    """The content of a flow's own file; None without one, and where a loss of power left it empty or cut short."""
+    """Read a JSON file written by a flow. Return None if it does not exist, or if a power loss truncated it."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -324,21 +408,23 @@ def read_json(file: Path) -> Any:
 
 
 @contextmanager
-def lock(file: Path, wait: bool = True, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold a lock file; the kernel gives it back when the process ends, however it ends.
+def lock(file: Path, wait: bool = True, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold a lock file within the context. The kernel releases the lock when the process ends, even if it is killed.
 
     Args:
-        tell: called where another process holds it and this one waits.
+        file: the lock file.
+        wait: whether to wait if another process holds the lock.
+        on_wait: called before waiting for another process.
 
     Raises:
-        BlockingIOError: another process holds it, and `wait` is false.
+        BlockingIOError: another process holds the lock, and `wait` is false.
     """
-    with file.open("a+") as held:
+    with file.open("a+") as lock_file:
         try:
-            lock_exclusively(held, wait=False)
+            lock_exclusively(lock_file, wait=False)
         except BlockingIOError:
             if not wait:
                 raise
-            tell()
-            lock_exclusively(held)
+            on_wait()
+            lock_exclusively(lock_file)
         yield

@@ -1,4 +1,7 @@
-"""`make run`: the pipeline, its stages on the screen and all output in a log; then register, promote, a summary."""
+"""Implement `make run`: run the pipeline, register and promote the model, and print a summary.
+
+The full output is written to a log.
+"""
 
 import io
 import json
@@ -12,18 +15,19 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TextIO
 
-from flows.dvc import environment, readable
-from m3diff.records.errors import DataError
+from flows.dvc import environment, readable_lines
+from m3diff.records.errors import DataError, Fault, ParamsError
+from m3diff.runtime import prepare
 from m3diff.settings.load import load_params
-from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
 LOGS = Path("runs/logs")
 DVC = [sys.executable, "-m", "dvc", "repro"]
-SHOWN = re.compile(r"^(Running stage|Stage) '.*(:|skipping)|\bwarning: |^[a-z][\w@]*: .*(\d%\||\bETA )")
-LAST = 20  # lines of the log after a failure
+# Matches the output lines of DVC and the stages that are printed: names of stages, warnings and progress
+PRINTED_LINE = re.compile(r"^(Running stage|Stage) '.*(:|skipping)|\bwarning: |^[a-z][\w@]*: .*(\d%\||\bETA )")
+LINES_AFTER_FAILURE = 20
 
-NEXT = """
+NEXT_STEPS = """
 next
   compare runs and versions in a browser:     make up
   try the model on a page, over HTTP:         make serve
@@ -35,60 +39,72 @@ Commands are in .venv: bin/m3diff works as it is; after `. .venv/bin/activate` s
 
 
 def run(command: Sequence[str], log: Path, out: TextIO) -> int:
-    """Run DVC, keep all that is said in `log`, and print of it stages, warnings and how far one is; DVC's exit code."""
+    """Run DVC and return its exit code.
+
+    All output is written to `log`. Stages, warnings and progress are also printed to `out`.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    last, given = deque[str](maxlen=LAST), environment()
-    process = subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+    last_lines = deque[str](maxlen=LINES_AFTER_FAILURE)
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
+    )
     assert process.stdout is not None
     try:
         with log.open("w", encoding="utf-8") as file:
-            for text in readable(process.stdout):
+            for text in readable_lines(process.stdout):
                 line = f"{time.strftime('%H:%M:%S')} {text}"
                 print(line, file=file, flush=True)
-                last.append(line)
-                if SHOWN.search(text):
+                last_lines.append(line)
+                if PRINTED_LINE.search(text):
                     print(line, file=out, flush=True)
-    finally:  # a key that interrupts this asks DVC and the stage, too
+    finally:  # Ctrl-C also reaches DVC and the stage, which stop by themselves
         code = process.wait()
     if code:
-        print("", *last, "", f"make run: failed; all that was said: {log}", sep="\n", file=out)
+        fault = Fault("infra.pipeline_failed", exit_code=code, log=log)
+        print("", *last_lines, "", f"make run: {fault}", sep="\n", file=out)
     return code
 
 
 def headlines(report: Path) -> Iterator[str]:
-    """The scores that runs are compared by, with their intervals, of each dataset's first protocol."""
+    """Yield the lines of the summary that list the headline scores with their confidence intervals.
+
+    Each dataset is shown with its first protocol. A protocol is a set of test pairs with the rules for scoring them.
+    """
     protocols = json.loads((report / "metrics.json").read_text())["protocols"]
     for name, scores in json.loads((report / "headline.json").read_text()).items():
-        found = protocols[name]
-        published = found.get("published_pairs")
-        of = "" if published in (None, found["pairs"]) else f" of {published} that papers score"
-        yield f"scores on {name}, {found['pairs']} pairs{of}; times 100, with 95 % intervals over pairs"
+        protocol = protocols[name]
+        pairs = protocol["pairs"]
+        published_pairs = protocol.get("published_pairs")
+        share = "" if published_pairs in (None, pairs) else f" of {published_pairs} that papers score"
+        yield f"scores on {name}, {pairs} pairs{share}; times 100, with 95 % intervals over pairs"
         for score in scores:
-            interval = found["intervals"].get(score)
+            interval = protocol["intervals"].get(score)
             bounds = f"   {100 * interval['low']:.1f} to {100 * interval['high']:.1f}" if interval else ""
-            yield f"  {score:<22} {100 * found[score]:6.1f}{bounds}"
+            yield f"  {score:<22} {100 * protocol[score]:6.1f}{bounds}"
         yield ""
 
 
 def summary(params: Params, registration: object, decision: object) -> str:
-    """Scores, places, the gate's decision, training's warnings, and what to do next."""
+    """Return the summary of a run: scores, output paths, the promotion decision, training warnings and next steps."""
     paths = params.paths
-    trained = json.loads((paths.model / "report.json").read_text())
-    rows = [
-        ("report", (paths.report / "report.html").resolve()),
-        ("predictions", (paths.predictions / "predictions.json").resolve()),
-        ("model", f"{registration} in {params.register_.tracking_uri}"),
-        ("gate", decision),
-        *(("warning", f"training: {text}") for text in trained.get("warnings", [])),
+    training_report = json.loads((paths.model / "report.json").read_text())
+    lines = [
+        "",
+        *headlines(paths.report),
+        f"{'report':<12} {(paths.report / 'report.html').resolve()}",
+        f"{'predictions':<12} {(paths.predictions / 'predictions.json').resolve()}",
+        f"{'model':<12} {registration} in {params.register_.tracking_uri}",
+        f"{'gate':<12} {decision}",
     ]
-    return "\n".join(["", *headlines(paths.report), *(f"{name:<12} {value}" for name, value in rows), NEXT])
+    lines += [f"{'warning':<12} training: {warning}" for warning in training_report.get("warnings", [])]
+    return "\n".join([*lines, NEXT_STEPS])
 
 
 def finish(params: Params) -> str:
-    """Register and promote the trained model; the summary. What tools print to stderr is shown only where they fail."""
-    said = io.StringIO()
+    """Register and promote the trained model, and return the summary. Output to stderr is shown only on failure."""
+    errors = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(errors):
             from m3diff.commands.rescore import rescore
             from m3diff.registry.promote import promote
             from m3diff.stages.register.stage import register
@@ -96,12 +112,14 @@ def finish(params: Params) -> str:
             registration = register(params)
             decision = promote(params, rescore, registration.version)
     except BaseException:
-        print(said.getvalue(), end="", file=sys.stderr)
+        print(errors.getvalue(), end="", file=sys.stderr)
         raise
     return summary(params, registration, decision)
 
 
 def main() -> int:
+    """Run the pipeline and return the exit code."""
+    prepare()
     log = LOGS / f"run-{time.strftime('%Y%m%d-%H%M%S')}.log"
     print(f"the pipeline, stage by stage; all that its tools say: {log}\n", flush=True)
     try:

@@ -13,11 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 CUT_BODY = b'{"id": "1", "object": "chat.completion", "choi'
-FAULT_S = 20  # that a fault lasts
+FAULT_S = 20  # duration of a fault
 
 
 class Fault(Enum):
-    """A reply that does not come, or not as a reply."""
+    """A reply that does not arrive, or not in full."""
 
     HANG = "nothing"
     HEADERS_ONLY = "the headers, and nothing of the body"
@@ -27,34 +27,46 @@ class Fault(Enum):
 
 @dataclass
 class Server:
-    """What it answers to a question, by a word in it: a list of replies, the last one for ever.
+    """A chat server: what it replies, and what it was asked.
 
-    A reply is a text, a message (with `finish_reason` in it where it is not stop), None (no choice), a status, a status
-    with a body, the bytes of a body, or a Fault. `models` is the reply to `GET /v1/models`; 501: it has no such route.
+    A reply is a text, a message (with `finish_reason` if that is not "stop"), None (no choice), a status, a status with
+    a body, the bytes of a body, or a Fault.
+
+    Attributes:
+        default: the reply to a question for which `replies` has none.
+        replies: by a word in the question: a list of replies, of which the last is repeated.
+        models: the reply to `GET /v1/models`; 501: there is no such route.
+        redirects: by method: status and URL, up to /v1.
+        delay, delays: seconds before a reply; of single questions, by a word in them.
+        listed: number of requests for the list of models.
+        asked, times, keys: the requests, when they came, and the keys in them.
+        now, at_once: number of requests under way, and the most at a time.
+        closing: set when the server ends.
     """
 
     default: Any
     url: str = ""
     replies: dict[str, list[Any]] = field(default_factory=dict)
     models: Any = 501
-    redirects: dict[str, tuple[int, str]] = field(default_factory=dict)  # by method: status and URL up to /v1
-    listed: int = 0  # how often the models were asked for
+    redirects: dict[str, tuple[int, str]] = field(default_factory=dict)
+    listed: int = 0
     closing: threading.Event = field(default_factory=threading.Event)
     asked: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     retry_after: str = "0.01"
     delay: float = 0.0
-    delays: dict[str, float] = field(default_factory=dict)  # of single questions, by a word in them
-    at_once: int = 0  # most questions at a time
+    delays: dict[str, float] = field(default_factory=dict)
+    at_once: int = 0
     now: int = 0
 
     @property
     def texts(self) -> list[str]:
-        """What was asked, without images."""
+        """The texts of the requests, without images."""
         return [text_of(body) for body in self.asked]
 
     def reply(self, text: str) -> Any:
+        """Return the next reply to a question."""
         replies = next((replies for word, replies in self.replies.items() if word in text), [self.default])
         return replies.pop(0) if len(replies) > 1 else replies[0]
 
@@ -65,7 +77,7 @@ def text_of(body: dict[str, Any]) -> str:
 
 
 def as_body(reply: Any) -> tuple[int, bytes]:
-    """Status and body of a reply."""
+    """Return status and body of a reply."""
     if isinstance(reply, bytes):
         return 200, reply
     if isinstance(reply, int | tuple):
@@ -80,7 +92,7 @@ def as_body(reply: Any) -> tuple[int, bytes]:
 
 
 class Replies(BaseHTTPRequestHandler):
-    known: Server
+    chat: Server
 
     def fail(self, fault: Fault) -> None:
         if fault is Fault.RESET:
@@ -91,8 +103,8 @@ class Replies(BaseHTTPRequestHandler):
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
-        end = time.monotonic() + FAULT_S  # a client without a limit of its own fails then, and not never
-        while time.monotonic() < end and not self.known.closing.wait(0.05):
+        end = time.monotonic() + FAULT_S  # so that a client without a time limit fails at all
+        while time.monotonic() < end and not self.chat.closing.wait(0.05):
             if fault is Fault.TRICKLE:
                 with suppress(OSError):
                     self.wfile.write(b" ")
@@ -107,7 +119,7 @@ class Replies(BaseHTTPRequestHandler):
     def send(self, status: int, sent: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Retry-After", self.known.retry_after)
+        self.send_header("Retry-After", self.chat.retry_after)
         self.send_header("Content-Length", str(len(sent)))
         self.end_headers()
         self.wfile.write(sent)
@@ -118,52 +130,54 @@ class Replies(BaseHTTPRequestHandler):
 
 @contextmanager
 def chat_server(default: Any = "yes") -> Iterator[Server]:
-    known, lock = Server(default), threading.Lock()
+    """Yield a chat server at a free port."""
+    chat = Server(default)
+    lock = threading.Lock()
 
     class Handler(Replies):
         def do_GET(self) -> None:
-            known.listed += 1
-            if "GET" in known.redirects:
-                self.redirect(*known.redirects["GET"])
-            elif isinstance(known.models, Fault):
-                self.fail(known.models)
+            chat.listed += 1
+            if "GET" in chat.redirects:
+                self.redirect(*chat.redirects["GET"])
+            elif isinstance(chat.models, Fault):
+                self.fail(chat.models)
             else:
-                status, body = (known.models, {}) if isinstance(known.models, int) else (200, known.models)
+                status, body = (chat.models, {}) if isinstance(chat.models, int) else (200, chat.models)
                 self.send(status, body if isinstance(body, bytes) else json.dumps(body).encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
-                known.asked.append(body)
-                known.times.append(time.monotonic())
-                known.keys.add(self.headers["Authorization"])
-                known.now += 1
-                known.at_once = max(known.at_once, known.now)
-                redirected = "POST" in known.redirects and "/again/" not in self.path
-                reply = None if redirected else known.reply(text_of(body))
+                chat.asked.append(body)
+                chat.times.append(time.monotonic())
+                chat.keys.add(self.headers["Authorization"])
+                chat.now += 1
+                chat.at_once = max(chat.at_once, chat.now)
+                redirected = "POST" in chat.redirects
+                reply = None if redirected else chat.reply(text_of(body))
             if redirected:
                 with lock:
-                    known.now -= 1
-                self.redirect(*known.redirects["POST"])
+                    chat.now -= 1
+                self.redirect(*chat.redirects["POST"])
                 return
-            time.sleep(next((s for word, s in known.delays.items() if word in text_of(body)), known.delay))
+            time.sleep(next((s for word, s in chat.delays.items() if word in text_of(body)), chat.delay))
             if isinstance(reply, Fault):
                 with lock:
-                    known.now -= 1
+                    chat.now -= 1
                 self.fail(reply)
                 return
             status, sent = as_body(reply)
             with lock:
-                known.now -= 1
+                chat.now -= 1
             self.send(status, sent)
 
-    Handler.known = known
+    Handler.chat = chat
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
-    known.url = f"http://127.0.0.1:{http.server_port}/v1"
+    chat.url = f"http://127.0.0.1:{http.server_port}/v1"
     try:
-        yield known
+        yield chat
     finally:
-        known.closing.set()
+        chat.closing.set()
         http.shutdown()
         http.server_close()

@@ -1,20 +1,28 @@
-"""The order of the tests, and which of the long ones a run of all tests takes."""
+"""The order of the tests, the sample of long tests that `--all` runs, and shared fixtures."""
 
 import fcntl
 import gc
 import os
 import random
 import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from m3diff.runtime import prepare
+
+prepare()  # as each entry point does, before a test imports a tool
+
 FAULTS = Path(__file__).parent / "faults"
-LONG_S, SAMPLE_S = 45, 300
-"""Of the tests of LONG_S seconds and more, and of the slow ones of faults, `make test-all` takes SAMPLE_S seconds,
-`make test-long` each."""
+SERVICES = Path(__file__).parents[1] / "services"  # the stores that the users of this checkout work with
+LONG_S = 45
+SAMPLE_S = 300
+"""`make test-all` runs SAMPLE_S seconds of the tests that take LONG_S seconds or more and of the slow tests of faults.
+`make test-long` runs all of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-gc.disable()  # while everything is imported, which then stays: a quarter of the collection, and cheaper passes later
+# Imported modules stay, so collecting garbage during imports is wasted time, a quarter of that of pytest's collection.
+# `gc.freeze` then excludes these objects, which makes later passes cheaper
+gc.disable()
 
 
 def pytest_collection_finish() -> None:
@@ -35,22 +45,22 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how to run the same faults again."""
+    """Print how to inject the same faults again."""
     terminalreporter.write_line(f"faults were sampled with --faults-seed {config.option.faults_seed}")
 
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers of this test alone; the same again with the same `--faults-seed`."""
+    """Random numbers for this test, reproducible by `--faults-seed`."""
     seed = request.config.option.faults_seed
     print(f"--faults-seed {seed}")
     return random.Random(f"{seed} {request.node.name}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files with the longest tests first: a long test that begins last keeps all cores waiting.
+    """Put files with the longest tests first, because a long test that starts last keeps the other cores idle.
 
-    A mark `slow(200)` says how many seconds a test takes, `slow` alone that it is over ten; the rest keeps its order.
+    The mark `slow(200)` gives the seconds of a test; `slow` alone means more than ten. Other files keep their order.
     """
     if config.option.long:
         items[:] = [item for item in items if is_sampled(item)]
@@ -66,9 +76,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
-    """The tests that are left out this time."""
+    """Return the tests that this run leaves out."""
     seconds = {item.nodeid: seconds_of(item) for item in items if is_sampled(item)}
-    spent, left_out = 0.0, set()
+    spent = 0.0
+    left_out = set()
     for test in sorted(seconds, key=lambda test: random.Random(f"{seed} {test}").random()):  # a new one moves no other
         if spent + seconds[test] > SAMPLE_S:
             left_out.add(test)
@@ -78,9 +89,38 @@ def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
 
 
 def is_sampled(item: pytest.Item) -> bool:
-    """Return True if even `--all` takes this one on some days only."""
-    of_faults = item.get_closest_marker("fault") is not None or item.path.is_relative_to(FAULTS)
-    return seconds_of(item) >= LONG_S or (of_faults and seconds_of(item) > 0)
+    """Tell whether `--all` runs this test only on some days."""
+    is_fault_test = item.get_closest_marker("fault") is not None or item.path.is_relative_to(FAULTS)
+    return seconds_of(item) >= LONG_S or (is_fault_test and seconds_of(item) > 0)
+
+
+# Databases of this checkout that the running test has opened
+opened_stores: list[str] = []
+
+
+def refuse_own_stores(event: str, arguments: tuple[Any, ...]) -> None:
+    """Fail a test that opens a database in the checkout's `services/`, before it is opened. This is an audit hook.
+
+    Otherwise the runs of a test would appear in MLflow among the runs of the checkout's users.
+    """
+    if event != "sqlite3.connect" or isinstance(arguments[0], bytes):
+        return
+    database = str(arguments[0]).removeprefix("file:").partition("?")[0]
+    if database == ":memory:" or not Path(database).resolve().is_relative_to(SERVICES):
+        return
+    opened_stores.append(database)
+    pytest.fail(f"{database} is the store of this checkout; name another in register.tracking_uri")
+
+
+sys.addaudithook(refuse_own_stores)
+
+
+@pytest.fixture(autouse=True)
+def own_stores_stay_closed() -> Iterator[None]:
+    """Fail a test even if a library caught that failure or it happened in a thread."""
+    opened_stores.clear()
+    yield
+    assert opened_stores == [], "the test opened a store of this checkout"
 
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
@@ -88,19 +128,23 @@ MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
-    """`made_once(name, make)`: the folder that `make` fills, once for all workers; who writes to it takes a copy."""
+    """A function of a name and `make` that returns the folder that `make` filled, once for all workers.
+
+    A test that writes to the folder must copy it.
+    """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
 
     def get(name: str, make: Callable[[Path], object]) -> Path:
-        folder, made = shared / name, shared / f"{name}.made"
+        folder = shared / name
+        marker = shared / f"{name}.made"
         with (shared / f"{name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not made.exists():
+            if not marker.exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 make(folder)
-                made.touch()
+                marker.touch()
         return folder
 
     return get
@@ -108,7 +152,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 
 @pytest.fixture(scope="session")
 def built_once(made_once: MadeOnce) -> Path:
-    """The toy project with nothing run yet."""
+    """The toy project before any stage ran."""
     from tests import toy
 
     return made_once("built-toy", toy.build)
@@ -116,7 +160,7 @@ def built_once(made_once: MadeOnce) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_once(made_once: MadeOnce) -> Path:
-    """The toy project whose stages ran."""
+    """The toy project after all stages ran."""
     from tests import toy
 
     return made_once("trained-toy", lambda root: toy.run(toy.build(root), "dvc", "repro", "-q"))
@@ -124,7 +168,7 @@ def trained_once(made_once: MadeOnce) -> Path:
 
 @pytest.fixture(scope="session")
 def empty_store(made_once: MadeOnce) -> Path:
-    """A database of MLflow that has its tables, which take seconds to make, and nothing in them."""
+    """An empty database of MLflow. It already has its tables, which take seconds to make."""
 
     def make(folder: Path) -> None:
         from mlflow.tracking import MlflowClient
@@ -136,6 +180,6 @@ def empty_store(made_once: MadeOnce) -> Path:
 
 
 def seconds_of(item: pytest.Item) -> float:
-    """Seconds of a test by its mark `slow`; 0 without one."""
+    """Return the seconds of a test by its mark `slow`; 0 without the mark."""
     mark = item.get_closest_marker("slow")
     return (mark.args[0] if mark.args else 10) if mark else 0

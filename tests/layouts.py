@@ -18,8 +18,9 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import IngestReport, ingest
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import Check, Rule, bad_rows
+from m3diff.stages.validate.rules import Rule, bad_rows
 from m3diff.stages.validate.stage import ValidateReport, validate
+from m3diff.stages.validate.suite import ExpectationResult
 
 CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
 
@@ -44,7 +45,8 @@ def write_clevr(root: Path, splits: dict[str, list[Any]] | None = None) -> Path:
 def save_picture(path: Path, number: int, shade: int = 0, mode: str = "RGB") -> Path:
     """16x16 pixels, told apart by a block (place and colour follow the number) on a ground (follows the shade)."""
     image = Image.new("RGB", (16, 16), (shade, 40, 90))
-    left, top = 2 * (number % 7), 2 * (number // 7 % 7)
+    left = 2 * (number % 7)
+    top = 2 * (number // 7 % 7)
     image.paste((255, 255 - 10 * number % 256, 0), (left, top, left + 3, top + 3))
     path.parent.mkdir(parents=True, exist_ok=True)
     image.convert(mode).save(path)
@@ -86,9 +88,13 @@ def run_validate(folder: Path, entries: Any = None, cache: Path | None = None, *
 def judge_by_polars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validate without the second judgement of great-expectations, which other tests compare with the first."""
 
-    def run_suite(found: pl.DataFrame, rules: list[Rule], _: Any) -> tuple[list[Check], list[str]]:
-        broken = bad_rows(found, rules)["rules"].explode().drop_nulls().unique()
-        return [Check(dataset="all", rule=rule, expectation="", met=False, found=1) for rule in broken], []
+    def run_suite(row_facts: pl.DataFrame, rules: list[Rule], _: Any) -> tuple[list[ExpectationResult], list[str]]:
+        broken_rules = bad_rows(row_facts, rules)["rules"].explode().drop_nulls().unique()
+        results = [
+            ExpectationResult(dataset="all", rule=rule, expectation="", is_met=False, row_count=1)
+            for rule in broken_rules
+        ]
+        return results, []
 
     monkeypatch.setattr(stage, "run_suite", run_suite)
 
@@ -253,7 +259,8 @@ def write_syned(root: Path) -> Path:
     (root / "instructions_with_idx_train_split.txt").write_text("\n".join(train))
     (root / "instructions_with_idx_test_split.txt").write_text("\n".join(test))
     write_json(root / "splits.json", {"train": [2, 0], "validation": [10]})
-    two, five = ["a goat", "I'm just an AI, I cannot"], ["a fork", "a fork by it", "f", "g", "h"]
+    two = ["a goat", "I'm just an AI, I cannot"]
+    five = ["a fork", "a fork by it", "f", "g", "h"]
     variants = {"0 ": two, "2 ": five, "10 ": []}
     write_json(root / "gt_augmented_test_clean.json", variants)
     for place, part in enumerate(("validation", "test")):

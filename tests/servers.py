@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-PATIENCE_S, UNTIL_S = 60, 400
+PATIENCE_S = 60
+UNTIL_S = 400
 REPOSITORY = Path(__file__).parents[1]
 SECRET = "only-for-tests"
 
@@ -60,9 +61,11 @@ class Machine:
     """The project's folder as a person has it: `make up`, and a second shell."""
 
     def __init__(self, root: Path, **more: str) -> None:
-        self.prefect, self.mlflow = free_port(), free_port()
+        self.prefect = free_port()
+        self.mlflow = free_port()
         ours = {"M3DIFF_PREFECT_PORT": self.prefect, "M3DIFF_MLFLOW_PORT": self.mlflow}
-        self.root, self.environment = root, os.environ | {name: str(port) for name, port in ours.items()} | more
+        self.root = root
+        self.environment = os.environ | {name: str(port) for name, port in ours.items()} | more
         self.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{self.prefect}/api"
         self.environment["PREFECT_WORKER_QUERY_SECONDS"] = "1"  # by default 10
 
@@ -105,9 +108,9 @@ class Machine:
 
     def process(self, service: str) -> psutil.Process:
         """The process of a service; raises IndexError where it is not up."""
-        from infra.services import processes
+        from infra.processes import running_processes
 
-        return processes(self.root.resolve() / "services")[service][0]
+        return running_processes(self.root.resolve() / "services")[service][0]
 
 
 @contextlib.contextmanager
@@ -241,7 +244,8 @@ def postgres() -> Iterator[Postgres]:
     account = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.getuid() == 0 else {}
     user = "postgres" if account else getpass.getuser()
     with tempfile.TemporaryDirectory(prefix="m3diff-postgres-") as place:
-        folder, port = Path(place), free_port()
+        folder = Path(place)
+        port = free_port()
         password = folder / "password"
         password.write_text(SECRET)
         if account:
@@ -272,11 +276,13 @@ def accepts(server: Postgres) -> bool:
 @contextlib.contextmanager
 def ssh() -> Iterator[Ssh]:
     """An SSH server with keys of its own, which lets in the current user by one key and nobody by password."""
-    sshd, keygen = program("sshd", "openssh-server", "/usr/sbin"), program("ssh-keygen", "openssh-client")
+    sshd = program("sshd", "openssh-server", "/usr/sbin")
+    keygen = program("ssh-keygen", "openssh-client")
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where sshd separates its privileges
     with tempfile.TemporaryDirectory(prefix="m3diff-ssh-") as place:
-        folder, port = Path(place), free_port()
+        folder = Path(place)
+        port = free_port()
         for name in ("host", "client"):
             subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
         (folder / "remote").mkdir()
@@ -306,10 +312,8 @@ def s3(bucket: str = "m3diff") -> Iterator[S3]:
     import boto3
 
     port = free_port()
-    address, command = (
-        f"http://127.0.0.1:{port}",
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-    )
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
     with (
         tempfile.TemporaryDirectory(prefix="m3diff-s3-") as place,

@@ -14,8 +14,11 @@ FOLDER = Path(os.environ["SOCKET_GUARD"])
 OWN_NAMES = {None, "", "localhost", "0.0.0.0", "::", socket.gethostname(), socket.getfqdn()}
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
-connect, connect_ex, sendto = socket.socket.connect, socket.socket.connect_ex, socket.socket.sendto
-getaddrinfo, gethostbyname = socket.getaddrinfo, socket.gethostbyname
+connect = socket.socket.connect
+connect_ex = socket.socket.connect_ex
+sendto = socket.socket.sendto
+getaddrinfo = socket.getaddrinfo
+gethostbyname = socket.gethostbyname
 
 
 def write(file: str, line: str) -> None:
@@ -73,7 +76,9 @@ def guarded_gethostbyname(host: str) -> str:
     return gethostbyname(host)
 
 
-socket.socket.connect, socket.socket.connect_ex = guarded_connect, guarded_connect_ex
+socket.socket.connect = guarded_connect
+socket.socket.connect_ex = guarded_connect_ex
 socket.socket.sendto = guarded_sendto
-socket.getaddrinfo, socket.gethostbyname = guarded_getaddrinfo, guarded_gethostbyname
+socket.getaddrinfo = guarded_getaddrinfo
+socket.gethostbyname = guarded_gethostbyname
 write("loaded", " ".join(Path(f"/proc/{os.getpid()}/cmdline").read_text().split("\0")))

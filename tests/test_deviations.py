@@ -1,4 +1,4 @@
-"""docs/deviations.md is true: its parameters have its values, its files are there, its counts are the plan's."""
+"""docs/deviations.md is true: parameters have the values that it names, files exist, counts are those of the plan."""
 
 import re
 from dataclasses import fields
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from m3diff.commands.plan import published_workload
+from m3diff.commands.plan.published import published_workload
 from m3diff.models.settings import MDPConfig, VDMConfig
 from m3diff.settings.load import differences, load_params, resolve
 from m3diff.settings.tree import Params
@@ -28,7 +28,8 @@ def profile(name: str) -> Path:
     return REPOSITORY / "profiles" / f"{name}.yaml"
 
 
-def named(title: str) -> list[tuple[str, Any]]:
+def parameters_in(title: str) -> list[tuple[str, Any]]:
+    """Return each parameter that a section of the page names, with its value."""
     codes = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[\w.]+): ([^`]+)`", section(title))
     return [(path, yaml.safe_load(value)) for path, value in codes]
 
@@ -47,47 +48,49 @@ def value_of(params: Params, path: str) -> Any:
 @pytest.mark.parametrize("title", PROFILES)
 def test_every_parameter_that_the_page_names_has_its_value_in_the_profile(title: str) -> None:
     params = load_params(profile(PROFILES[title]))
-    found = [(path, value_of(params, path.replace("validate.", "validate_."))) for path, _ in named(title)]
-    assert found == named(title)
-    assert len(found) >= 2
+    expected = parameters_in(title)
+    assert [(path, value_of(params, path.replace("validate.", "validate_."))) for path, _ in expected] == expected
+    assert len(expected) >= 2
 
 
 @pytest.mark.parametrize(
     ("title", "model", "module"), [("The profile paper", "m3diff", MDPConfig), ("OneDiff", "onediff", VDMConfig)]
 )
 def test_every_field_of_the_module_is_in_the_table(title: str, model: str, module: type) -> None:
-    told = {path.removeprefix(f"models.{model}.module.") for path, _ in named(title)}
-    assert [field.name for field in fields(module) if field.name not in told] == []
+    names = {path.removeprefix(f"models.{model}.module.") for path, _ in parameters_in(title)}
+    assert [field.name for field in fields(module) if field.name not in names] == []
 
 
-def test_every_training_parameter_is_in_the_table_and_the_letter_changes_what_the_page_says() -> None:
-    told = {path.split(".")[1] for path, _ in named("The profile paper") if path.startswith("train.")}
-    paper, letter = (resolve(profile(name)) for name in ("paper", "paper-letter"))
-    assert set(paper["train"]) - told == {"model"}
-    changed = {line.split(":")[0] for line in differences(paper, letter)}
-    assert changed == {path for path, _ in named("By the letter")}
+def test_every_training_parameter_is_in_the_table() -> None:
+    names = {path.split(".")[1] for path, _ in parameters_in("The profile paper") if path.startswith("train.")}
+    assert set(resolve(profile("paper"))["train"]) - names == {"model"}
+
+
+def test_the_page_names_every_parameter_that_the_letter_changes() -> None:
+    changes = differences(resolve(profile("paper")), resolve(profile("paper-letter")))
+    changed_parameters = {line.split(":")[0] for line in changes}
+    assert changed_parameters == {path for path, _ in parameters_in("By the letter")}
 
 
 def test_all_seven_sources_train_on_the_splits_that_the_page_names() -> None:
-    ((_, splits),) = [(path, value) for path, value in named("The profile paper") if path.endswith("train_on")]
+    ((_, splits),) = [(path, value) for path, value in parameters_in("The profile paper") if path.endswith("train_on")]
     written = yaml.safe_load(profile("paper").read_text())["ingest"]["datasets"]
     assert [entry.get("train_on") for entry in written.values()] == [splits] * 7, "written out for each of them"
 
 
 def test_the_table_of_pairs_and_samples_is_what_the_plan_counts() -> None:
     params = load_params(profile("paper"))
-    load = published_workload(params.ingest.datasets, params.convert)
-    want = [
-        [use.dataset, use.split, f"{use.published:,}", f"{use.pairs:,}"]
-        + [f"{use.references:,}{'' if use.counted else ' (estimated)'}"]
-        for use in load.uses
-    ]
-    want.append(["sum", "", "145,377", f"{load.pairs:,}", f"{load.references:,}"])
+    workload = published_workload(params.ingest.datasets, params.convert)
+    expected = []
+    for share in workload.shares:
+        samples = f"{share.references:,}{'' if share.is_counted else ' (estimated)'}"
+        expected.append([share.dataset, share.split, f"{share.published_pairs:,}", f"{share.pairs:,}", samples])
+    expected.append(["sum", "", "145,377", f"{workload.pairs:,}", f"{workload.references:,}"])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section("Pairs and samples").splitlines()]
-    assert [row for row in rows if len(row) == 5][2:] == want
+    assert [row for row in rows if len(row) == 5][2:] == expected
 
 
-def test_every_file_that_the_page_names_is_there() -> None:
+def test_every_file_that_the_page_names_exists() -> None:
     text = PAGE.read_text(encoding="utf-8")
     files = set(re.findall(r"`((?:components|profiles|tests|docs)/[\w./-]+)`", text))
     assert [name for name in sorted(files) if not (REPOSITORY / name).is_file()] == []

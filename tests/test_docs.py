@@ -1,5 +1,7 @@
-"""docs/extending.md is true: its blocks are put where they say, in memory, and run; its dataset, metric and family go
-through every stage."""
+"""docs/extending.md is true: its code blocks run in the files that they name, and its examples go through every stage.
+
+The notebook of docs runs, too.
+"""
 
 import ast
 import importlib.util
@@ -20,7 +22,9 @@ from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from pydantic import TypeAdapter
 
+from m3diff import __main__ as command_line
 from m3diff.__main__ import main
+from m3diff.command_line.parser import make_parser
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec
 from m3diff.models import FAMILIES
@@ -28,10 +32,11 @@ from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import load_params
 from m3diff.stages.ingest.params import DatasetEntry
+from tests.errors import Message
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
-BLOCK = re.compile(r"```(?:python|yaml)\n# (?P<place>[^\s,]+)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(?:python|yaml)\n# (?P<file>[^\s,]+)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +46,21 @@ def page() -> str:
 
 @pytest.fixture(scope="module")
 def blocks(page) -> list[tuple[str, str]]:
-    found = [(match["place"], match["code"]) for match in BLOCK.finditer(page)]
-    assert len(found) == page.count("```") // 2, "every block names its file in its first line"
-    return found
+    """The file that each code block names in its first line, and the code."""
+    files = [(match["file"], match["code"]) for match in BLOCK.finditer(page)]
+    assert len(files) == page.count("```") // 2, "every block names its file in its first line"
+    return files
 
 
 @pytest.fixture
 def code(blocks, tmp_path, monkeypatch):
-    """The module that a block says, made from it in a temporary folder; gone after the test."""
+    """A function that loads the module of a block until the end of the test."""
 
-    def load(place: str) -> ModuleType:
-        text = next(text for file, text in blocks if file == place)
-        path = tmp_path / place
+    def load(file: str) -> ModuleType:
+        path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        name = place.removesuffix(".py").replace("components/", "m3diff/").replace("/", ".")
+        path.write_text(block_of(blocks, file))
+        name = file.removesuffix(".py").replace("components/", "m3diff/").replace("/", ".")
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -67,15 +72,22 @@ def code(blocks, tmp_path, monkeypatch):
     return load
 
 
-def line(blocks: list[tuple[str, str]], place: str) -> dict[str, str]:
-    text = next(text for file, text in blocks if file == place)
+def block_of(blocks: list[tuple[str, str]], file: str) -> str:
+    """Return the first code block for a file."""
+    return next(text for name, text in blocks if name == file)
+
+
+def line(blocks: list[tuple[str, str]], file: str) -> dict[str, str]:
+    """Return the single line that is added to a dictionary in a file."""
+    text = block_of(blocks, file)
     assert len(text.splitlines()) == 1
     return ast.literal_eval(f"{{{text}}}")
 
 
 def section(blocks: list[tuple[str, str]], key: str) -> dict[str, Any]:
-    found = [yaml.safe_load(text) for file, text in blocks if file == "params.yaml"]
-    return next(entry for entry in found if key in entry)
+    """Return the block for params.yaml that has a key."""
+    sections = [yaml.safe_load(text) for file, text in blocks if file == "params.yaml"]
+    return next(entry for entry in sections if key in entry)
 
 
 @pytest.fixture
@@ -122,13 +134,23 @@ def settings(code, blocks, monkeypatch) -> Any:
     return TypeAdapter(FAMILIES[name].settings).validate_python(section(blocks, "small_gpu")["small_gpu"])
 
 
-def test_every_file_that_the_page_names_is_there(page):
-    named = set(re.findall(r"`((?:components|tests|datasets|metrics|models)/[\w./]*\w[\w./]*)`", page))
-    places = [REPOSITORY, REPOSITORY / "components", REPOSITORY / "components" / "scoring"]
-    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
+def test_the_command_of_the_page_has_a_help_that_names_its_section(code, blocks):
+    code("components/command_line/vocabulary.py")
+    entry_text = block_of(blocks, "components/__main__.py")
+    entry = eval(f"{{{entry_text}}}", dict(vars(command_line)))["vocabulary"]
+    shown = make_parser("vocabulary", entry.summary, entry.load()).format_help()
+    assert entry.summary in shown
+    assert "parameters  vocabulary in params.yaml" in shown
+    assert shown.endswith("m3diff vocabulary\n")
 
 
-# Every stage in a row through the command line, nothing faked in between
+def test_every_file_that_the_page_names_exists(page):
+    names = set(re.findall(r"`((?:components|tests|datasets|metrics|models)/[\w./]*\w[\w./]*)`", page))
+    folders = [REPOSITORY, REPOSITORY / "components", REPOSITORY / "components" / "scoring"]
+    assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
+
+
+# All stages run in a row through the command line, without fakes in between
 
 
 STAGES = ("ingest", "validate", "convert", "train", "predict", "evaluate")
@@ -143,7 +165,7 @@ def metric(code, blocks, monkeypatch):
 
 @pytest.fixture
 def parameters(entry, kitchen, metric, settings, blocks, tmp_path) -> Path:
-    """A profile that differs from the embedded run by what comes from outside, and by being small."""
+    """A profile like the embedded run with the dataset, metric and family of the page, at a small scale."""
     model = section(blocks, "small_gpu")["small_gpu"]
     model["module"] |= {"vision_feature_layers": [1, 2], "heads": 2}
     folders = ("base", "records", "clean", "mixture", "model", "predictions", "report")
@@ -157,6 +179,8 @@ def parameters(entry, kitchen, metric, settings, blocks, tmp_path) -> Path:
         "train": {"model": "small_gpu", "base": str(tiny_base(tmp_path / "base")), "epochs": 2, "global_batch": 2},
         "predict": {"max_new_tokens": 4},
         "evaluate": {"metrics": ["CIDEr", "length"], "gallery": 2},
+        # a relative path would be the store of this checkout
+        "register": {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"},
         "promote": {"protocol": "kitchen/test", "guards": {}},
         "compute": {"scratch": str(tmp_path / "runs"), "workers": 0, "micro_batch": 1, "caption_val_pairs": 0},
     }
@@ -165,13 +189,23 @@ def parameters(entry, kitchen, metric, settings, blocks, tmp_path) -> Path:
     return path
 
 
+def test_the_metrics_of_the_page_are_accepted_beside_the_embedded_run_s_gate(metric, blocks, tmp_path):
+    path = tmp_path / "outside.yaml"
+    evaluate = section(blocks, "metrics")
+    path.write_text(yaml.safe_dump({"extends": str(REPOSITORY / "profiles" / "embedded"), "evaluate": evaluate}))
+    params = load_params(path)
+    assert params.evaluate.metrics[-1] == "length"
+    assert params.promote == load_params(REPOSITORY / "params.yaml").promote
+
+
 def test_a_dataset_a_metric_and_a_family_from_outside_go_through_every_stage(parameters):
     for stage in STAGES:
         assert main(["--params", str(parameters), stage]) == 0, stage
     paths = load_params(parameters).paths
     quarantine = pl.read_parquet(paths.clean / "quarantine.parquet")
     assert quarantine.height == 1
-    assert "id: expected a whole number" in quarantine["reason"][0]
+    message = Message("datasets.unexpected_value", key="id", expected="a whole number")
+    assert message.in_text(quarantine["reason"][0])
     trained = pl.read_parquet(paths.mixture / "train" / "*.parquet")
     assert sorted(trained["reference"]) == ["it left", "the cup is gone", "the cup is gone"]
     manifest = json.loads((paths.model / "checkpoint" / "manifest.json").read_text())
@@ -198,7 +232,7 @@ def outputs(cell: nbformat.NotebookNode) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project in small as `make run` leaves it."""
+    """A small project in the state in which `make run` leaves it."""
     root = tmp_path_factory.mktemp("project")
     (root / "params.yaml").touch()
     tiny_checkpoint(tiny_base(root / "base"), root / "data/05_model/checkpoint")
@@ -222,8 +256,9 @@ def test_every_cell_runs_and_gives_captions_an_overlay_and_scores(project):
     notebook = nbformat.read(NOTEBOOK, 4)
     kernel = AsyncKernelManager(transport="ipc", ip=str(project / "kernel"))  # sockets there; no port is opened
     NotebookClient(notebook, km=kernel, timeout=200, resources={"metadata": {"path": str(project / "docs")}}).execute()
-    said = {cell.id: outputs(cell) for cell in notebook.cells if cell.cell_type == "code"}
-    table, scores = (next(text for text in said.values() if word in text) for word in ("first reference", "CIDEr"))
+    texts = [outputs(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    table = next(text for text in texts if "first reference" in text)
+    scores = next(text for text in texts if "CIDEr" in text)
     captions = json.loads((project / "runs/notebook/predictions.json").read_text())
     assert len(captions) == 12
     assert not {"mini/00.png"} & captions.keys(), "a pair that trains"

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from m3diff.models.checkpoint import write_manifest
 from m3diff.records import copies, files
 from m3diff.records.copies import copy_folder, link_or_copy
-from m3diff.records.files import atomic, lock_exclusively, new_folder, write_atomic
+from m3diff.records.files import lock_exclusively, new_folder, open_atomically, write_atomic
 from m3diff.stages.train import state
 from tests.layouts import save_picture
 from tests.toy import REPOSITORY
@@ -136,7 +136,7 @@ def test_a_writer_that_fails_leaves_the_older_file_and_nothing_else(tmp_path):
     write_atomic(tmp_path / "file", "old")
 
     def write_half() -> None:
-        with atomic(tmp_path / "file") as file:
+        with open_atomically(tmp_path / "file") as file:
             file.write(b"half")
             raise ZeroDivisionError
 

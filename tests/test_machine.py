@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.records import machine
-from m3diff.records.machine import free_memory, usable_cpus, usable_memory
+from m3diff.records.machine import available_memory, free_memory, usable_cpus, usable_memory
 from tests.layouts import save_picture
 from tests.toy import REPOSITORY
 
@@ -194,10 +194,26 @@ def test_free_memory_is_what_the_machine_and_every_limit_leave(case, tmp_path, l
     assert free_memory(100 * GIB, root) == wanted
 
 
+MEMINFO = {
+    "as Linux writes it": ("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:    600 kB\n", 600 * 1024),
+    "without an estimate": ("MemTotal:  1000 kB\n", 256 * GIB),
+    "damaged": ("MemAvailable: much\n", 256 * GIB),
+    "cut short": ("MemAvailable:", 256 * GIB),
+}
+
+
+@pytest.mark.parametrize(("text", "wanted"), MEMINFO.values(), ids=MEMINFO.keys())
+def test_available_memory_is_what_the_kernel_estimates(text, wanted, tmp_path, large_machine):
+    root = write_machine(tmp_path, "0::/\n", ROOT_MOUNT, {})
+    (root / "proc/meminfo").write_text(text)
+    assert available_memory(root) == wanted
+
+
 def test_this_machines_own_files_are_read_without_a_fault():
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
     assert usable_memory() > 0
     assert 0 <= free_memory(GIB) <= GIB
+    assert available_memory() > 0
 
 
 def test_nothing_of_the_project_counts_cpus_or_memory_by_itself():

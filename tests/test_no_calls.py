@@ -1,4 +1,4 @@
-"""The default run makes no call off the machine: every Python process of it runs under a guard of sockets."""
+"""A run makes no call to another machine: each of its Python processes runs under a guard of sockets."""
 
 import os
 import shutil
@@ -10,36 +10,44 @@ from pathlib import Path
 import pytest
 import yaml
 
-from m3diff import PRIVACY
+from m3diff.runtime import PRIVACY
 from tests import toy
 from tests.toy import REPOSITORY
 
-SET_ELSEWHERE = {*PRIVACY, "CI", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"}
-"""What would keep a tool quiet without the project having done anything: the run has none of it."""
+# Variables that keep a tool quiet, which the processes under the guard do not inherit
+QUIETING_VARIABLES = {*PRIVACY, "CI", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"}
 
 
 class Guard:
-    """A folder to put on PYTHONPATH, and what the processes under it tried."""
+    """Runs processes under a guard of sockets, which refuses and records calls to other machines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
         shutil.copy(REPOSITORY / "tests" / "socket_guard.py", folder / "sitecustomize.py")
-        self.environment = {name: value for name, value in os.environ.items() if name not in SET_ELSEWHERE}
-        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.environment |= {"PYTHONPATH": os.pathsep.join(paths), "SOCKET_GUARD": str(folder)}
+        self.environment = {name: value for name, value in os.environ.items() if name not in QUIETING_VARIABLES}
+        self.environment["SOCKET_GUARD"] = str(folder)
+        # A folder of PYTHONPATH is where Python looks for sitecustomize.py
+        self.environment["PYTHONPATH"] = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
 
     def run(self, root: Path, *command: str, code: int = 0) -> str:
-        words = [sys.executable, *command]
-        done = subprocess.run(words, cwd=root, env=self.environment, capture_output=True, text=True)
+        """Run Python in a folder and return what it printed to stderr."""
+        arguments = [sys.executable, *command]
+        done = subprocess.run(arguments, cwd=root, env=self.environment, capture_output=True, text=True)
         assert done.returncode == code, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done.stderr
 
-    def lines(self, file: str) -> list[str]:
-        return (self.folder / file).read_text().splitlines() if (self.folder / file).exists() else []
+    def attempts(self) -> list[str]:
+        """Return the calls to other machines."""
+        return self._lines("attempts")
 
-    def watched(self, words: str) -> bool:
-        return any(words in line for line in self.lines("loaded"))
+    def has_watched(self, words: str) -> bool:
+        """Return whether a process whose command line has these words was under the guard."""
+        return any(words in command_line for command_line in self._lines("loaded"))
+
+    def _lines(self, file: str) -> list[str]:
+        path = self.folder / file
+        return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.fixture
@@ -57,9 +65,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_the_guard_sees_and_refuses_what_leaves_the_machine(call, guard, tmp_path):
+def test_the_guard_records_and_refuses_a_call_to_another_machine(call, guard, tmp_path):
     assert "socket guard: " in guard.run(tmp_path, "-c", f"import socket; {call}", code=1)
-    assert len(guard.lines("attempts")) == 1
+    assert len(guard.attempts()) == 1
 
 
 @pytest.mark.slow(60)
@@ -70,9 +78,9 @@ def test_the_pipeline_register_and_promote_call_nobody(guard, tmp_path):
     for command in ("dvc repro", "m3diff register", "m3diff promote"):
         guard.run(root, "-m", *command.split())
     time.sleep(3)  # DVC would ask for a newer version, and report, from a process that outlives it
-    assert guard.lines("attempts") == []
+    assert guard.attempts() == []
     for words in ("-m dvc repro", "toy.py train", "toy.py evaluate", "-m m3diff register", "-m m3diff promote"):
-        assert guard.watched(words), f"{words} was not under the guard"
+        assert guard.has_watched(words), f"{words} was not under the guard"
     assert (root / "services" / "mlflow" / "mlflow.db").exists()
 
 
@@ -91,19 +99,21 @@ def test_the_real_stages_up_to_the_checks_of_great_expectations_call_nobody(guar
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(profile))
     for stage in (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"]):
         guard.run(tmp_path, "-m", "m3diff", "--params", "small.yaml", *stage)
-        assert guard.watched(" ".join(stage))
-    assert guard.lines("attempts") == []
+        assert guard.has_watched(" ".join(stage))
+    assert guard.attempts() == []
 
 
 @pytest.mark.fault("30")
 def test_a_user_without_home_and_name_gets_both():
-    names = ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
+    variables = ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
     code = (
         "import pwd\n"
         "def nobody(uid): raise KeyError(uid)\n"
         "pwd.getpwuid = nobody\n"
-        "import m3diff, getpass, os, pathlib\n"
+        "import getpass, os, pathlib\n"
+        "from m3diff.runtime import prepare\n"
+        "prepare()\n"
         "print(getpass.getuser() == f'uid-{os.getuid()}', pathlib.Path.home().is_dir())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Checks before a run: each lack is told with have and need."""
+"""Checks before a run: each fault is named with what the machine has and what the run needs."""
 
 import os
 import re
@@ -18,24 +18,29 @@ from click.testing import CliRunner
 from mlflow.cli import cli
 from mlflow.tracking import MlflowClient
 
-from m3diff.commands import preflight as looks
-from m3diff.commands.preflight import GIB, NotReadyError, preflight, size_of
+from m3diff.commands import preflight as preflight_module
+from m3diff.commands.preflight import GIB, NotReadyError, preflight, preflight_data, size_of
+from m3diff.records.errors import Fault
 from m3diff.registry.decisions import Entry, append
+from m3diff.registry.moves import with_identities
 from m3diff.registry.promote import rollback
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.spice import JARS, NASHORN
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
+from m3diff.stages.ingest.params import HOW_TO_TEST, DatasetEntry
+from tests.errors import raises
+from tests.layouts import write_clevr
 from tests.toy import REPOSITORY, store
 
 
 @pytest.fixture
 def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
-    """The embedded run in a folder of its own, whose base is one GiB, on a machine that has all that it needs."""
+    """The embedded run in a new folder, with a base of one GiB, on a machine that has all that it needs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(looks, "size_of", lambda folder: GIB if folder == Path("data/00_base") else 0)
-    has(monkeypatch, disk=100, memory=100)
+    monkeypatch.setattr(preflight_module, "size_of", lambda folder: GIB if folder == Path("data/00_base") else 0)
+    set_free_gib(monkeypatch, disk=100, memory=100)
     return load_params(REPOSITORY / "params.yaml")
 
 
@@ -48,105 +53,151 @@ def java(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     return program
 
 
-def has(monkeypatch: pytest.MonkeyPatch, disk: float = 100, memory: float = 100) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=int(disk * GIB)))
+def set_free_gib(monkeypatch: pytest.MonkeyPatch, disk: float = 100, memory: float = 100) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(disk * GIB)))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(memory * GIB)))
 
 
-def ask(params: Params, **compute: Any) -> Params:
+def with_compute(params: Params, **compute: Any) -> Params:
     return params.model_copy(update={"compute": params.compute.model_copy(update=compute)})
 
 
 def commands(monkeypatch: pytest.MonkeyPatch, **answers: Callable[[], Any]) -> list[list[str]]:
-    """Programs that answer as given; any other is not installed."""
-    asked: list[list[str]] = []
+    """Let only Java and these programs be installed. Return the commands that are run, as a list that grows.
+
+    Args:
+        answers: what a program does, by its name with underscores.
+    """
+    run_commands: list[list[str]] = []
     run_program = subprocess.run
 
     def run(command: list[str], **options: Any) -> Any:
-        asked.append(command)
-        if Path(command[0]).name == "java" or command[0] == sys.executable:  # starts java
+        run_commands.append(command)
+        if Path(command[0]).name == "java" or command[0] == sys.executable:  # Python starts java
             return run_program(command, **options)
-        if command[0].replace("-", "_") not in answers:
+        program = command[0].replace("-", "_")
+        if program not in answers:
             raise FileNotFoundError(command[0])
-        return answers[command[0].replace("-", "_")]()
+        return answers[program]()
 
     monkeypatch.setattr(subprocess, "run", run)
-    return asked
+    return run_commands
 
 
-def faults(params: Params) -> str:
-    with pytest.raises(NotReadyError) as refused:
+def faults_of(params: Params) -> list[Any]:
+    """What preflight refuses: faults, or sentences of parts that have no codes."""
+    with raises(NotReadyError, "preflight.cannot_start") as refusal:
         preflight(params)
-    return str(refused.value)
+    faults: list[Any] = refusal.value.fields["faults"]
+    assert all(str(fault) in str(refusal.value) for fault in faults)
+    return faults
 
 
-def test_a_machine_that_has_everything_is_taken_by_the_disk_of_the_nearest_folder(params, monkeypatch, java, tmp_path):
-    places: list[Path] = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: places.append(place) or SimpleNamespace(free=100 * GIB))
+def test_a_machine_that_has_everything_is_accepted(params, monkeypatch, java):
+    run_commands = commands(monkeypatch)
+    preflight(params)
+    assert run_commands == [[str(java), "-version"]]
+
+
+def test_the_room_is_that_of_the_nearest_folder_that_exists(params, monkeypatch, tmp_path):
+    folders: list[Path] = []
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        folders.append(folder)
+        return SimpleNamespace(free=100 * GIB)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    (tmp_path / "data").mkdir()
+    commands(monkeypatch)
+    preflight(params)
+    assert folders == [tmp_path, tmp_path / "data"]
+
+
+def test_the_size_of_a_folder_is_that_of_all_its_files(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a").write_bytes(b"12345")
-    assert (size_of(tmp_path), size_of(tmp_path / "none")) == (5, 0)
-    asked = commands(monkeypatch)
-    preflight(params)
-    assert asked == [[str(java), "-version"]]
-    assert places == [tmp_path, tmp_path / "data"]
+    assert size_of(tmp_path) == 5
+
+
+def test_a_folder_that_does_not_exist_has_no_size(tmp_path):
+    assert size_of(tmp_path / "none") == 0
 
 
 @pytest.mark.fault("10")
-def test_every_lack_is_told_at_once(params, monkeypatch, java):
+def test_every_fault_is_named_at_once(params, monkeypatch, java):
     java.write_text("#!/bin/sh\nexit 1\n")
     commands(monkeypatch)
-    has(monkeypatch, disk=1.5, memory=7)
-    *told, of_java = faults(ask(params, workers=2)).splitlines()
-    assert told == [
-        "this run cannot start here:",
-        "  runs: 1.5 GiB free, 5.0 needed; make room or set compute.scratch",
-        "  data/05_model: 1.5 GiB free, 2.0 needed; make room or set compute.scratch",
-        "  memory: 7.0 GiB are free, about 8.0 needed by 2 worker(s); lower compute.workers or end other programs",
+    set_free_gib(monkeypatch, disk=1.5, memory=7)
+    *room, java_fault = faults_of(with_compute(params, workers=2))
+    assert room == [
+        Fault("preflight.disk_too_small", path=Path("runs"), free=1.5, needed=5.0),
+        Fault("preflight.disk_too_small", path=Path("data/05_model"), free=1.5, needed=2.0),
+        Fault("preflight.memory_too_small", free=7.0, needed=8.0, workers=2),
     ]
-    assert of_java.startswith("  evaluate.metrics: CIDEr, METEOR, ROUGE-L, BLEU, SPICE need Java; ")
-    assert f"{java}: does not start" in of_java
+    assert java_fault.code == "preflight.no_java"
+    assert java_fault.fields["key"] == "evaluate.metrics"
+    assert java_fault.fields["names"] == ["CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE"]
+    assert str(java) in str(java_fault.fields["cause"])
 
 
-def silent() -> Any:
+def time_out() -> Any:
     raise subprocess.TimeoutExpired("nvidia-smi", 60)
 
 
-def listed(count: int, code: int = 0) -> Callable[[], Any]:
+def list_gpus(count: int, code: int = 0) -> Callable[[], Any]:
     lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: x)\n" for n in range(count))
     return lambda: SimpleNamespace(returncode=code, stdout=lines)
 
 
 @pytest.mark.fault("11", "m3")
-@pytest.mark.parametrize(("answer", "found"), [(listed(1), 1), (silent, 0), (listed(2, 9), 0), (listed(2), 2)])
-def test_as_many_gpus_as_workers_and_a_driver_that_does_not_answer_has_none(params, monkeypatch, answer, found):
+@pytest.mark.parametrize(
+    ("answer", "gpus"),
+    [
+        pytest.param(list_gpus(1), 1, id="one GPU"),
+        pytest.param(time_out, 0, id="a driver that does not answer"),
+        pytest.param(list_gpus(2, code=9), 0, id="a driver that fails"),
+    ],
+)
+def test_fewer_gpus_than_workers_are_refused(params, monkeypatch, answer, gpus):
     commands(monkeypatch, nvidia_smi=answer)
-    has(monkeypatch, memory=2)  # a GPU run holds the base in memory once for each worker
-    asked = ask(params, gpu=True, workers=2)
-    if found == 2:
-        preflight(asked)
-    else:
-        assert f"compute.gpu: 2 GPU(s) asked for, {found} found by nvidia-smi -L" in faults(asked)
+    two_workers = with_compute(params, gpu=True, workers=2)
+    assert faults_of(two_workers) == [Fault("preflight.too_few_gpus", key="compute.gpu", value=gpus, needed=2)]
+
+
+@pytest.mark.fault("11", "m3")
+def test_as_many_gpus_as_workers_are_enough(params, monkeypatch):
+    commands(monkeypatch, nvidia_smi=list_gpus(2))
+    set_free_gib(monkeypatch, memory=2)  # a GPU run holds the base in memory once for each worker
+    preflight(with_compute(params, gpu=True, workers=2))
 
 
 @pytest.mark.fault("m7")
-def test_memory_and_gpus_of_a_cluster_are_not_those_of_this_machine(params, monkeypatch):
+def test_a_cluster_needs_no_memory_and_gpus_of_this_machine(params, monkeypatch):
     commands(monkeypatch)
-    has(monkeypatch, memory=0)
+    set_free_gib(monkeypatch, memory=0)
     with socket.create_server(("127.0.0.1", 0)) as head:
         monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{head.getsockname()[1]}")
-        preflight(ask(params, gpu=True, workers=8))
+        preflight(with_compute(params, gpu=True, workers=8))
+
+
+GONE_CLUSTERS = ["127.0.0.1:9", "ray://127.0.0.1:9", "[::1]:9", "head.invalid:6379", "a:99999"]
 
 
 @pytest.mark.fault("P10")
-@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "[::1]:9", "head.invalid:6379", "a:99999"])
-def test_a_cluster_that_is_gone_is_named_where_workers_would_go_there(params, monkeypatch, address):
+@pytest.mark.parametrize("address", GONE_CLUSTERS)
+def test_a_cluster_that_does_not_answer_is_named_if_workers_would_go_there(params, monkeypatch, address):
     commands(monkeypatch)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    said = faults(ask(params, workers=2))
-    assert f"RAY_ADDRESS={address}" in said
-    assert "unset RAY_ADDRESS" in said
-    preflight(ask(params, workers=0))
+    (fault,) = faults_of(with_compute(params, workers=2))
+    assert address in str(fault)
+
+
+@pytest.mark.fault("P10")
+@pytest.mark.parametrize("address", GONE_CLUSTERS)
+def test_a_cluster_that_does_not_answer_is_no_fault_without_workers(params, monkeypatch, address):
+    commands(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    preflight(with_compute(params, workers=0))
 
 
 def scored_by(params: Params, *metrics: str) -> Params:
@@ -158,34 +209,61 @@ def scored_by(params: Params, *metrics: str) -> Params:
 def test_each_metric_that_evaluate_refuses_without_java_is_refused_here(params, monkeypatch, java, metric):
     commands(monkeypatch)
     java.write_text("#!/bin/sh\necho 'java version \"1.7.0\"' >&2\n")
-    assert f"evaluate.metrics: {metric} need Java; {java}: version not" in faults(scored_by(params, metric))
+    (fault,) = faults_of(scored_by(params, metric))
+    assert fault.code == "preflight.no_java"
+    assert fault.fields["names"] == [metric]
+    assert str(java) in str(fault.fields["cause"])
+    assert "1.7.0" in str(fault.fields["cause"])
+
+
+@pytest.fixture
+def with_jars(params: Params, tmp_path: Path) -> Params:
+    """The run with a folder for the jars of SPICE, which does not exist yet."""
+    return with_compute(params, spice_dir=tmp_path / "jars")
 
 
 @pytest.mark.fault("18")
-def test_spice_is_tried_where_its_folder_is_named_and_evaluate_computes_it(params, monkeypatch, tmp_path, java):
+def test_spice_is_not_tried_if_evaluate_does_not_compute_it(with_jars, monkeypatch):
     commands(monkeypatch)
-    folder = tmp_path / "jars"
-    named = ask(params, spice_dir=folder)
-    preflight(scored_by(named, "CIDEr"))
-    asked = commands(monkeypatch)
+    preflight(scored_by(with_jars, "CIDEr"))
+
+
+@pytest.mark.fault("18")
+def test_java_is_not_started_if_no_metric_needs_it(params, monkeypatch):
+    run_commands = commands(monkeypatch)
     preflight(scored_by(params, "pixel_threshold"))
-    assert asked == [], "no metric of Java"
-    assert f"compute.spice_dir: no SPICE from {folder}: {folder}: has no {next(iter(JARS))} and no " in faults(named)
-    folder.mkdir()
+    assert run_commands == []
+
+
+@pytest.mark.fault("18")
+def test_a_folder_without_the_jars_of_spice_is_named(with_jars, monkeypatch):
+    commands(monkeypatch)
+    folder = with_jars.compute.spice_dir
+    (fault,) = faults_of(with_jars)
+    assert fault.code == "preflight.no_spice"
+    assert fault.fields["folder"] == folder
+    assert next(iter(JARS)) in str(fault.fields["cause"])
+
+
+@pytest.mark.fault("18")
+def test_a_spice_that_does_not_score_is_named_with_its_last_words(with_jars, monkeypatch, java):
+    commands(monkeypatch)
+    with_jars.compute.spice_dir.mkdir()
     for name in (*JARS, *NASHORN):
-        (folder / name).touch()
+        (with_jars.compute.spice_dir / name).touch()
     java.write_text(java.read_text() + 'case "$*" in *-jar*) echo no models >&2; exit 1;; esac\n')
-    assert "its last words: " in faults(named)
-    assert "no models" in faults(named)
+    (fault,) = faults_of(with_jars)
+    assert fault.code == "preflight.no_spice"
+    assert "no models" in str(fault.fields["cause"])
 
 
 @pytest.mark.fault("19")
 def test_a_server_of_mlflow_that_is_gone_is_named(params, monkeypatch):
     commands(monkeypatch)
     gone = params.register_.model_copy(update={"tracking_uri": "http://127.0.0.1:9"})
-    assert "register.tracking_uri: MLflow at http://127.0.0.1:9 does not answer" in faults(
-        params.model_copy(update={"register_": gone})
-    )
+    (fault,) = faults_of(params.model_copy(update={"register_": gone}))
+    assert fault.code == "preflight.no_mlflow"
+    assert "http://127.0.0.1:9" in str(fault.fields["cause"])
 
 
 @pytest.fixture
@@ -198,34 +276,108 @@ def mlflow_store(params, empty_store, tmp_path) -> Iterator[MlflowClient]:
     run = client.create_run(client.create_experiment("m3diff")).info.run_id
     client.create_registered_model("m3diff")
     client.create_model_version("m3diff", "file:///nowhere", run)
-    move = Entry(action="promote", model="m3diff", from_=None, to=1, outcome="first", why="it is the first")
-    append(Path("."), move)
+    move = Entry(
+        action="promote", model="m3diff", champion_before=None, target=1, outcome="first", reason="it is the first"
+    )
+    append(Path("."), with_identities(client, move))
     client.set_registered_model_alias("m3diff", "champion", "1")
     yield client
     mlflow.set_tracking_uri("")
 
 
 @pytest.mark.fault("T10")
-def test_an_experiment_that_was_deleted_is_said_with_the_command_that_restores_it(params, monkeypatch, mlflow_store):
+def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(params, monkeypatch, mlflow_store):
     preflight(params)
     mlflow_store.delete_experiment(mlflow_store.get_experiment_by_name("m3diff").experiment_id)
-    (said,) = faults(params).splitlines()[1:]
-    assert said.startswith("  register.experiment: 'm3diff' was deleted in MLflow")
-    address, command = re.search(r"MLFLOW_TRACKING_URI=(\S+) mlflow (experiments restore \S+ \d+)", said).groups()
+    (fault,) = faults_of(params)
+    remedy = re.search(r"MLFLOW_TRACKING_URI=(\S+) mlflow (experiments restore \S+ \d+)", str(fault))
+    assert remedy is not None
+    address, command = remedy.groups()
     done = CliRunner().invoke(cli, command.split(), env={"MLFLOW_TRACKING_URI": address})
     assert done.exit_code == 0, done.output
     preflight(params)
 
 
 @pytest.mark.fault("T10", "19")
-def test_a_champion_whose_alias_was_taken_away_is_said_with_the_remedy(params, mlflow_store, tmp_path):
+def test_a_champion_without_its_alias_is_named_with_the_remedy(params, mlflow_store):
     mlflow_store.delete_registered_model_alias("m3diff", "champion")
-    (said,) = faults(params).splitlines()[1:]
-    assert "the alias 'champion' is gone from model 'm3diff'" in said
-    assert "m3diff rollback --to 1 --why" in said
+    (fault,) = faults_of(params)
+    assert "m3diff rollback --to 1 --why" in str(fault)
     rollback(params, 1, "the alias was gone")
     preflight(params)
+
+
+@pytest.mark.fault("T10", "19")
+def test_a_registered_model_that_was_deleted_is_no_fault(params, mlflow_store):
+    mlflow_store.delete_registered_model_alias("m3diff", "champion")
     mlflow_store.delete_registered_model("m3diff")
-    preflight(params)  # the next registration is the first of another registry
+    preflight(params)  # a new version can be registered, and the gate refuses it once
+
+
+@pytest.mark.fault("T10", "19")
+def test_a_store_that_is_no_database_is_a_fault(params, mlflow_store, tmp_path):
     (tmp_path / "services" / "mlflow" / "mlflow.db").write_text("no database")
-    assert "register.tracking_uri: " in faults(params)
+    assert [fault.code for fault in faults_of(params)] == ["preflight.no_mlflow"]
+
+
+def with_base(params: Params, base: Path, **datasets: DatasetEntry) -> Params:
+    """The parameters with this base; the first of the datasets, if any, is the one by which the gate scores."""
+    changes: dict[str, Any] = {"train": params.train.model_copy(update={"base": base})}
+    if datasets:
+        protocol = f"{next(iter(datasets))}/test"
+        changes["ingest"] = params.ingest.model_copy(update={"datasets": datasets})
+        changes["promote"] = params.promote.model_copy(update={"protocol": protocol})
+    return params.model_copy(update=changes)
+
+
+@pytest.fixture
+def base_folder(tmp_path: Path) -> Path:
+    (tmp_path / "models/small").mkdir(parents=True)
+    (tmp_path / "models/small/config.json").write_text("{}")
+    return Path("models/small")
+
+
+def test_a_missing_base_is_named_with_the_command_that_fetches_it(params):
+    base = Path("models/llava")
+    command = "hf download OWNER/llava --local-dir models/llava"
+    fault = Fault("settings.no_base", key="train.base", path=base / "config.json", command=command)
+    with raises(NotReadyError, "preflight.cannot_train", faults=[fault]):
+        preflight_data(with_base(params, base))
+
+
+def own_pairs(folder: Path, *splits: str) -> DatasetEntry:
+    folder.mkdir(parents=True)
+    rows = "".join(f"{n}.png,{n}_2.png,it fell,{split}\n" for n, split in enumerate(splits))
+    (folder / "pairs.csv").write_text(f"before,after,captions,split\n{rows}")
+    return DatasetEntry(reader="pairs", root=folder)
+
+
+def test_a_gate_s_dataset_with_a_test_pair_is_accepted(params, base_folder, tmp_path):
+    preflight_data(with_base(params, base_folder, own=own_pairs(tmp_path / "own", "train", "test")))
+
+
+def test_a_gate_s_dataset_without_a_test_pair_is_refused(params, base_folder, tmp_path):
+    run = with_base(params, base_folder, own=own_pairs(tmp_path / "own", "train", "val"))
+    with raises(NotReadyError, "preflight.cannot_train") as refusal:
+        preflight_data(run)
+    (fault,) = refusal.value.fields["faults"]
+    assert fault.code == "preflight.no_test_pair"
+    assert fault.fields["key"] == "promote.protocol"
+    assert fault.fields["protocol"] == "own/test"
+    assert fault.fields["root"] == tmp_path / "own"
+    assert str(HOW_TO_TEST) in str(fault)
+
+
+def test_a_dataset_that_does_not_exist_is_left_to_the_stages(params, base_folder, tmp_path):
+    preflight_data(with_base(params, base_folder, own=DatasetEntry(reader="pairs", root=tmp_path / "none")))
+
+
+def test_a_dataset_that_cannot_be_read_is_left_to_the_stages(params, base_folder, tmp_path):
+    broken = own_pairs(tmp_path / "broken")
+    (tmp_path / "broken/pairs.csv").write_bytes(b"")
+    preflight_data(with_base(params, base_folder, own=broken))
+
+
+def test_the_test_pairs_of_a_published_layout_are_found(params, base_folder, tmp_path):
+    root = write_clevr(tmp_path / "clevr")
+    preflight_data(with_base(params, base_folder, clevr=DatasetEntry(reader="clevr_change", root=root)))

@@ -1,5 +1,6 @@
 """A stage's code by its meaning: its digest, and an edit while the stage runs, which is named and recorded nowhere."""
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from m3diff import __main__ as command_line
-from m3diff.__main__ import USAGE, main
+from m3diff.__main__ import COMMANDS, USAGE, main
 from m3diff.provenance import code
-from m3diff.provenance.dvc import unchanged, watched
-from m3diff.records import Lazy
+from m3diff.provenance.dvc import require_unchanged_inputs, watched_inputs
+from m3diff.records import LazyMapping
 from m3diff.settings.section import ParamsError
+from m3diff.stages.train import params as train_params
+from tests.errors import Message, raises
 
 FILES = {
     "a/__init__.py": "",
@@ -36,11 +38,14 @@ LIMIT = 3
 """Of a constant."""
 class C:
     """Docstring."""
+    width: int
+    """Of a field."""
     def f(self, x: int = 1) -> str:
         """Docstring."""
         return f"{x!r:>{LIMIT}} of" + "it"  # a comment
 '''
-SAME, OTHER = True, False
+SAME = True
+OTHER = False
 CHANGES = {
     "a comment": ("# a comment", "# another", SAME),
     "the docstring of a module": ('"""Docstring."""\nLIMIT', '"""Another."""\nLIMIT', SAME),
@@ -48,6 +53,8 @@ CHANGES = {
     "a line's form": ('return f"{x!r:>{LIMIT}} of" + "it"', 'return (\n  f"{x!r:>{LIMIT}} of" + "it")', SAME),
     "quotes": ('"it"', "'it'", SAME),
     "the docstring of a constant": ('"""Of a constant."""', '"""Of it."""', SAME),
+    "the description of a field": ('    """Of a field."""', '    """Another."""', SAME),
+    "no description of a field": ('    """Of a field."""\n', "", SAME),
     "a number": ("LIMIT = 3", "LIMIT = 4", OTHER),
     "a number's type": ("LIMIT = 3", "LIMIT = 3.0", OTHER),
     "a truth": ("x: int = 1", "x: int = True", OTHER),
@@ -71,7 +78,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_code_is_what_is_imported_anywhere_the_packages_on_the_way_and_the_modules_that_are_named(root: Path) -> None:
+def test_code_is_all_imports_their_packages_and_the_named_modules(root: Path) -> None:
     found = set(code.digests(root / "a/first.py"))
     assert found == {name for name in FILES if not name.startswith("a/named") and name != "a/alone.py"}
     named = set(code.digests(root / "a/first.py", ["a.named.one"]))
@@ -79,33 +86,47 @@ def test_code_is_what_is_imported_anywhere_the_packages_on_the_way_and_the_modul
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_meaning_changes_the_digest_and_no_other_does(change: str, tmp_path: Path) -> None:
+def test_only_a_change_of_meaning_changes_the_digest(change: str, tmp_path: Path) -> None:
     before, after, same = CHANGES[change]
     (tmp_path / "before.py").write_text(SOURCE)
     (tmp_path / "after.py").write_text(SOURCE.replace(before, after, 1))
     assert (code.digest(tmp_path / "before.py") == code.digest(tmp_path / "after.py")) == same
 
 
-def test_a_file_that_was_edited_broken_or_removed_is_named(root: Path) -> None:
+def test_the_description_of_a_setting_changes_no_digest(tmp_path: Path) -> None:
+    source = Path(train_params.__file__)
+    description = train_params.Train.field_descriptions()["epochs"]
+    (tmp_path / "after.py").write_text(source.read_text().replace(description, "Another description."))
+    assert "Another description." in (tmp_path / "after.py").read_text()
+    assert code.digest(tmp_path / "after.py") == code.digest(source)
+
+
+def test_an_edited_broken_or_removed_file_is_reported(root: Path) -> None:
     (root / "code").mkdir()
     (root / "code" / "stage.json").write_text(json.dumps(code.digests(root / "a/first.py")))
-    assert code.edited("stage") == []
+    assert code.edited_files("stage") == []
     (root / "a/first.py").write_text(FILES["a/first.py"] + "# a comment")
-    assert code.edited("stage") == []
+    assert code.edited_files("stage") == []
     (root / "a/fourth.py").write_text("name = 1")
     (root / "a/third/deep.py").write_text("import")
     (root / "a/b/second.py").unlink()
-    assert code.edited("stage") == ["a/b/second.py", "a/fourth.py", "a/third/deep.py"]
+    assert code.edited_files("stage") == ["a/b/second.py", "a/fourth.py", "a/third/deep.py"]
 
 
-def test_a_list_imports_what_is_asked_for_and_takes_an_object_from_outside() -> None:
-    found: Lazy[object] = Lazy("digest", {"one": "m3diff.provenance.code", "none": "m3diff.no_such_module"})
-    assert (list(found), len(found), "none" in found, found.get("two")) == (["one", "none"], 2, True, None)
+def test_a_lazy_mapping_imports_on_lookup_and_accepts_other_objects() -> None:
+    found: LazyMapping[object] = LazyMapping(
+        "digest", {"one": "m3diff.provenance.code", "none": "m3diff.no_such_module"}
+    )
+    assert list(found) == ["one", "none"]
+    assert len(found) == 2
+    assert "none" in found
+    assert found.get("two") is None
     assert found["one"] is code.digest
     with pytest.raises(ModuleNotFoundError):
         found["none"]
     found["two"] = 2
-    assert (found["two"], list(found)) == (2, ["one", "none", "two"])
+    assert found["two"] == 2
+    assert list(found) == ["one", "none", "two"]
     del found["two"]
     assert "two" not in found
 
@@ -142,78 +163,95 @@ def repro(*arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_parameter_edited_during_training_fails_the_stage_and_is_not_recorded(project: Path):
     assert repro("convert")[0] == 0
-    lock, original = Path("dvc.lock").read_bytes(), Path("toy.py").read_text()
+    lock = Path("dvc.lock").read_bytes()
+    original = Path("toy.py").read_text()
     Path("toy.py").write_text(original.replace("\ndef train(", EDIT, 1))  # in its midst, as a person in an editor does
     code, said = repro("-s", "train")
     assert code != 0
-    assert "train: edited while it ran: train.seed 7407 -> 9999." in said
-    assert "nothing is recorded" in said
+    changes = ["train.seed 7407 -> 9999"]
+    assert Message("dvc.edited_while_stage_ran", stage="train", changes=changes).in_text(said)
     assert Path("dvc.lock").read_bytes() == lock
 
     Path("toy.py").write_text(original)
     code, said = repro("-s", "train")  # with the edit let stand
-    assert (code, "Running stage 'train'" in said) == (0, True), "what ran with 7407 is not restored as 9999"
+    assert code == 0, "what ran with 7407 is not restored as 9999"
+    assert "Running stage 'train'" in said, "what ran with 7407 is not restored as 9999"
     recorded = yaml.safe_load(Path("dvc.lock").read_text())["stages"]["train"]
     assert recorded["params"]["params.yaml"]["train"]["seed"] == 9999
     word = Path("data/05_model/checkpoint/word.txt").read_text()
 
     Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seed: 9999", "seed: 7407"))
     code, said = repro("-s", "train")
-    assert (code, "Running stage 'train'" in said) == (0, True), "nor was 7407 recorded"
+    assert code == 0, "nor was 7407 recorded"
+    assert "Running stage 'train'" in said, "nor was 7407 recorded"
     assert Path("data/05_model/checkpoint/word.txt").read_text() != word
 
 
 @pytest.mark.fault("B1")
-def test_edited_code_is_named_with_both_hashes_and_a_stage_of_other_code_does_not_begin(project, monkeypatch):
-    before, text = code.digest(LOOP)[:12], LOOP.read_text()
+def test_edited_code_is_reported_with_both_hashes_and_stale_code_does_not_start(project, monkeypatch):
+    before = code.digest(LOOP)[:12]
+    text = LOOP.read_text()
     for new, after in (("# new", NEW), ("(", "broken"), (None, "absent")):
-        with pytest.raises(ParamsError) as said, unchanged():
+        with (
+            raises(ParamsError, "dvc.edited_while_stage_ran", stage="train") as refused,
+            require_unchanged_inputs(),
+        ):
             LOOP.unlink() if new is None else LOOP.write_text(new)
-        assert f"{LOOP} {before} -> {after}" in str(said.value)
+        assert f"{LOOP} {before} -> {after}" in refused.value.fields["changes"]
         LOOP.write_text(text)
     LOOP.write_text(f"{text}ADDED = 1\n")
-    with pytest.raises(ParamsError, match=rf"train.json is of other code \({LOOP}\); run `dvc repro"), unchanged():
+    with (
+        raises(ParamsError, "dvc.stale_digests", path=Path("code/train.json"), file=str(LOOP)),
+        require_unchanged_inputs(),
+    ):
         pytest.fail("it began")
     monkeypatch.setenv("DVC_STAGE", "convert")
-    with pytest.raises(ParamsError, match="profiles/questions.yaml "), unchanged():
+    with raises(ParamsError, "dvc.edited_while_stage_ran", stage="convert") as refused, require_unchanged_inputs():
         Path("profiles/questions.yaml").write_text("tasks: {}")
+    (change,) = refused.value.fields["changes"]
+    assert change.startswith("profiles/questions.yaml ")
 
 
-def test_an_edit_of_what_the_stage_does_not_watch_passes_and_the_stages_error_is_its_own(project, monkeypatch):
+def test_an_unrelated_edit_passes_and_an_error_of_the_stage_is_not_hidden(project, monkeypatch):
     edited = Path("params.yaml").read_text().replace("max_new_tokens: 64", "max_new_tokens: 65")
-    with unchanged():
+    with require_unchanged_inputs():
         Path("params.yaml").write_text(edited.replace("workers: 2", "workers: 1"))
         Path("components/stages/evaluate/stage.py").write_text("# new")
         Path("components/stages/train/__pycache__").mkdir(exist_ok=True)
         Path("components/stages/train/__pycache__/x.pyc").write_bytes(b"")
     assert "max_new_tokens: 65" in Path("params.yaml").read_text()
-    with pytest.raises(ZeroDivisionError), unchanged():
+    with pytest.raises(ZeroDivisionError), require_unchanged_inputs():
         assert Path("params.yaml").write_text("{}") / 0
     monkeypatch.delenv("DVC_STAGE")
-    with unchanged():
+    with require_unchanged_inputs():
         Path("dvc.yaml").unlink()  # a stage by hand is not watched
 
 
-def test_each_stage_watches_the_parameters_and_files_that_dvc_yaml_names_to_the_last_key(project: Path):
-    train, drawn = watched("train"), watched("synthesize@minichange")
-    assert (train["train.seed"], train["models.m3diff.family"]) == ("7407", '"m3diff"')
+def test_each_stage_watches_all_parameters_and_files_of_dvc_yaml(project: Path):
+    train = watched_inputs("train")
+    drawn = watched_inputs("synthesize@minichange")
+    assert train["train.seed"] == "7407"
+    assert train["models.m3diff.family"] == '"m3diff"'
     assert {str(LOOP), "components/provenance/code.py", "train.base", "models.m3diff.rates.llm"} <= train.keys()
     assert not any(name.startswith(("components/stages/evaluate", "compute", "predict")) for name in train)
     assert {"synthesize.minichange.scenes.train", "components/datasets/minichange/render.py"} <= drawn.keys()
     assert drawn["ingest.datasets.minichange.reader"] == '"minichange"'
-    assert "profiles/questions.yaml" in watched("convert")
-    assert not any(name.startswith("data") for name in watched("evaluate"))
+    assert "profiles/questions.yaml" in watched_inputs("convert")
+    assert not any(name.startswith("data") for name in watched_inputs("evaluate"))
 
 
-def test_parameters_that_are_edited_come_or_go_are_named_and_end_the_command(project, monkeypatch, capsys):
+def test_edited_added_or_removed_parameters_end_the_command(project, monkeypatch, capsys):
     values = yaml.safe_load(Path("params.yaml").read_text())
     del values["train"]["seed"]
     values["train"] |= {"epochs": 99, "new": "x"}
     text = yaml.safe_dump(values)
-    command = command_line.COMMANDS["train"]._replace(run=lambda *_: Path("params.yaml").write_text(text) and None)
-    monkeypatch.setitem(command_line.COMMANDS, "train", command)
+
+    def edit(*_: object) -> None:
+        Path("params.yaml").write_text(text)
+
+    monkeypatch.setattr("m3diff.command_line.train.COMMAND", dataclasses.replace(COMMANDS["train"].load(), run=edit))
     assert main(["train"]) == USAGE
     said = capsys.readouterr().err
-    assert "m3diff: train: edited while it ran: " in said
-    for change in ("train.seed 7407 -> absent", " -> 99;", 'train.new absent -> "x"'):
+    assert Message("dvc.edited_while_stage_ran", stage="train").in_text(said)
+    for change in ("train.seed 7407 -> absent", " -> 99", 'train.new absent -> "x"'):
         assert change in said

@@ -1,4 +1,4 @@
-"""The cluster that Ray is asked for."""
+"""The Ray that a stage starts or connects to, and its nodes' room for the workers."""
 
 import os
 import subprocess
@@ -12,7 +12,9 @@ import pytest
 import ray
 
 from m3diff import cluster as ray_cluster
+from m3diff.records.errors import Fault
 from m3diff.settings.compute import Compute
+from tests.errors import raises
 from tests.stages.train.toy import COMPUTE
 from tests.toy import REPOSITORY
 
@@ -23,69 +25,116 @@ def compute(**changes: Any) -> Compute:
     return Compute(**{**COMPUTE, "workers": 2, "scratch": Path("runs"), **changes})
 
 
-@pytest.mark.fault("P12", "S7")
-@pytest.mark.parametrize(("cores", "want"), [(16, 16), (2, 6)])
-def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_network(cores, want, monkeypatch):
+@pytest.fixture
+def init_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of `ray.init`, and under `dashboard` what starting Ray's dashboard gave meanwhile."""
     from ray._private import services
 
-    asked: dict[str, Any] = {}
-    before = services.start_api_server
-    monkeypatch.setattr(ray._raylet, "GcsClient", lambda **given: SimpleNamespace(internal_kv_put=lambda *row: row))
-    monkeypatch.setattr(
-        ray, "init", lambda **given: asked.update(given, dashboard=services.start_api_server(False, False, "", "gcs"))
-    )
-    monkeypatch.setattr(ray_cluster, "usable_cpus", lambda: cores)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    ray_cluster.start_ray(compute(cpus_per_worker=3))
-    assert (asked["address"], asked["num_cpus"], asked["_node_ip_address"]) == ("local", want, "127.0.0.1")
-    assert (asked["include_dashboard"], asked["dashboard"]) == (False, (None, None))
-    assert services.start_api_server is before
-    asked.clear()
+    arguments: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        arguments.update(options, dashboard=services.start_api_server(False, False, "", "gcs"))
+
+    gcs_client = SimpleNamespace(internal_kv_put=lambda *row: row)
+    monkeypatch.setattr(ray._raylet, "GcsClient", lambda **options: gcs_client)
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return arguments
+
+
+@pytest.mark.fault("P12", "S7")
+@pytest.mark.parametrize(("cores", "num_cpus"), [(16, 16), (2, 6)], ids=["enough cores", "too few"])
+def test_an_own_ray_has_the_cores_of_the_workers_and_no_network(cores, num_cpus, init_arguments, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "usable_cpus", lambda: cores)
+    ray_cluster.start_ray(compute(cpus_per_worker=3))
+    assert init_arguments["address"] == "local"
+    assert init_arguments["num_cpus"] == num_cpus
+    assert init_arguments["_node_ip_address"] == "127.0.0.1"
+
+
+@pytest.mark.fault("P12", "S7")
+def test_an_own_ray_starts_no_dashboard(init_arguments):
+    from ray._private import services
+
+    start_api_server = services.start_api_server
+    ray_cluster.start_ray(compute())
+    assert init_arguments["include_dashboard"] is False
+    assert init_arguments["dashboard"] == (None, None)
+    assert services.start_api_server is start_api_server
+
+
+@pytest.mark.fault("P12", "S7")
+def test_a_cluster_is_connected_to_as_it_is(init_arguments, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     ray_cluster.start_ray(compute())
-    assert asked["address"] == "ray://head:10001"
-    assert "num_cpus" not in asked
+    assert init_arguments["address"] == "ray://head:10001"
+    assert "num_cpus" not in init_arguments
 
 
-@pytest.mark.parametrize("address", ["", "head:6379"])
-@pytest.mark.parametrize("given", ["", "mine"])
-def test_a_cluster_of_the_run_s_own_has_its_own_token_and_a_team_s_the_one_that_is_set(address, given, monkeypatch):
-    """Ray writes one into the user's home where it is given none."""
+@pytest.fixture
+def tokens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The token that Ray finds in its environment each time it starts."""
+    values: list[str] = []
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
-    seen: list[str] = []
-    monkeypatch.setattr(ray, "init", lambda **given: seen.append(os.environ.get(TOKEN, "")))
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setenv(TOKEN, given)
-    if not given:
-        monkeypatch.delenv(TOKEN)
+    monkeypatch.setattr(ray, "init", lambda **options: values.append(os.environ.get(TOKEN, "")))
+    # set first, so that the token that a test leaves behind is removed after it
+    monkeypatch.setenv(TOKEN, "")
+    monkeypatch.delenv(TOKEN)
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    return values
+
+
+def test_an_own_ray_gets_one_new_token(tokens):
+    """Without a token, Ray writes one into the user's home. It reads the first one for good."""
     for _ in range(2):
         ray_cluster.start_ray(compute())
-    assert seen[0] == seen[1], "Ray has read the first one, for good"
-    assert (seen[0] == given) if given or address else (len(seen[0]) == 64)
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 64
+
+
+@pytest.mark.parametrize("address", ["", "head:6379"], ids=["own Ray", "cluster"])
+def test_a_token_that_is_set_stays(address, tokens, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv(TOKEN, "mine")
+    for _ in range(2):
+        ray_cluster.start_ray(compute())
+    assert tokens == ["mine", "mine"]
+
+
+def test_a_cluster_without_a_token_gets_none(tokens, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    for _ in range(2):
+        ray_cluster.start_ray(compute())
+    assert tokens == ["", ""]
 
 
 @pytest.mark.fault("P10")
-def test_a_head_is_given_a_moment_and_then_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "init", lambda **given: pytest.fail("Ray would ask for most of an hour"))
-    monkeypatch.setattr(ray_cluster, "ANSWER_S", 1)
+def test_a_head_that_does_not_answer_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray would ask for most of an hour"))
+    monkeypatch.setattr(ray_cluster, "HEAD_TIMEOUT_S", 1)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    with pytest.raises(ray_cluster.NoRoomError, match="RAY_ADDRESS=127.0.0.1:9"):
+    with raises(ray_cluster.NoRoomError, "cluster.address_not_answering", value="127.0.0.1:9"):
         ray_cluster.start_ray(compute())
 
 
 @pytest.mark.fault("P11")
 @pytest.mark.parametrize(
-    ("address", "remedy"), [("", "see .*/session_latest/logs$"), ("head:1", "RAY_ADDRESS=head:1; ")]
+    ("address", "code", "fields"),
+    [
+        ("", "cluster.ray_does_not_start", {"logs": ray_cluster.logs()}),
+        ("head:1", "cluster.ray_does_not_connect", {"value": "head:1"}),
+    ],
+    ids=["own Ray", "cluster"],
 )
-def test_a_ray_that_does_not_start_is_told_in_a_line_with_the_remedy(address, remedy, monkeypatch) -> None:
-    def init(**given: Any) -> None:
+def test_a_ray_that_does_not_start_is_an_error_of_one_line(address, code, fields, monkeypatch) -> None:
+    def init(**options: Any) -> None:
         raise RuntimeError("no GCS\nlog")
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ray_cluster.NoRoomError, match=f"Ray does not start: no GCS; {remedy}"):
+    with raises(ray_cluster.NoRoomError, code, cause="no GCS", **fields):
         ray_cluster.start_ray(compute())
 
 
@@ -102,36 +151,51 @@ def node(last: int, alive: bool = True, **resources: float) -> dict[str, Any]:
         ([node(2, CPU=8, GPU=1), node(3, CPU=8)], {"gpu": True}, 1),
     ],
 )
-def test_nodes_have_room_for_the_workers_that_each_of_them_can_hold_whole(nodes, changes, want, monkeypatch) -> None:
+def test_nodes_have_room_for_the_workers_that_each_can_hold(nodes, changes, want, monkeypatch) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     ray_cluster.wait_for_room(compute(workers=want, **changes), 0)
-    with pytest.raises(ray_cluster.NoRoomError, match=f"room for {want} of {want + 1} workers"):
+    with raises(ray_cluster.NoRoomError, "cluster.no_room", value=want, expected=want + 1):
         ray_cluster.wait_for_room(compute(workers=want + 1, **changes), 0)
 
 
-def test_a_node_that_joins_in_time_ends_the_wait_and_one_that_does_not_is_asked_for_in_words(monkeypatch, capsys):
-    nodes, clock = [node(1), node(2, CPU=1)], [0.0]
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The present time, which passes only in `time.sleep`. After 70 s a second node of one core joins."""
+    now = [0.0]
+    nodes = [node(1), node(2, CPU=1)]
 
     def sleep(seconds: float) -> None:
-        clock[0] += seconds
-        nodes.extend([node(3, CPU=1)] if clock[0] == 70 else [])
+        now[0] += seconds
+        if now[0] == 70:
+            nodes.append(node(3, CPU=1))
 
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(ray_cluster.time, "sleep", sleep)
-    with pytest.raises(ray_cluster.NoRoomError, match="room for 1 of 2 workers: a worker needs 1 CPU; 10.0.0.1 has 0"):
+    return now
+
+
+def test_a_node_that_does_not_join_in_time_is_asked_for(clock, capsys):
+    nodes = ["10.0.0.1 has 0 CPU", "10.0.0.2 has 1 CPU"]
+    fields = {"value": 1, "expected": 2, "need": ["1 CPU"], "nodes": nodes}
+    with raises(ray_cluster.NoRoomError, "cluster.no_room", **fields):
         ray_cluster.wait_for_room(compute(), 60)
     assert clock[0] == 60
-    assert capsys.readouterr().out.count("10.0.0.2 has 1 CPU; waiting 60 s for a node to join\n") == 1
-    ray_cluster.wait_for_room(compute(), 60)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(Fault("cluster.no_room", **fields).problem)
+    assert "60 s" in line
+
+
+def test_a_node_that_joins_in_time_ends_the_wait(clock):
+    ray_cluster.wait_for_room(compute(), 100)
     assert clock[0] == 70
 
 
 IN_BACKGROUND = """
 import os, subprocess, sys, time
-from m3diff.cluster import children_in_a_group_of_their_own
+from m3diff.cluster import separate_process_group
 before = os.getpgrp()
-with children_in_a_group_of_their_own():
+with separate_process_group():
     child = subprocess.Popen(["sleep", "60"])
     while len(sys.argv) > 1 and os.getppid() == int(sys.argv[1]):
         time.sleep(0.01)
@@ -139,6 +203,10 @@ with open("ended", "w") as file:
     file.write(f"{os.getpgrp() == before} {os.getpgid(child.pid) == before}")
 child.kill()
 """
+
+# Ways a shell starts the process. Each value says whether the process is back in its group afterwards, and whether its
+# child is in that group. The child of a leader, such as a command typed by hand, is; other children must not be, or a
+# signal to the group would reach them. None: the group is gone, so there is nothing to check.
 STARTS = {
     "nohup {} $$ > said 2>&1 &": None,
     "setsid {} $$ > said 2>&1 &": None,
@@ -147,13 +215,11 @@ STARTS = {
     "{} > said 2>&1; true": "True False",
     "exec {} > said 2>&1": "True True",
 }
-"""Ways a shell starts it, and whether it is back in its group, and the child in that: not where a signal to the group
-would reach the child, but for a leader, as what a shell starts by hand."""
 
 
 @pytest.mark.fault("W5")
-def test_what_ray_starts_has_a_group_of_its_own_and_outlives_the_script_that_left_it(tmp_path):
-    """No terminal, no session of its own: as by cron, CI, ssh or `docker exec`."""
+def test_what_ray_starts_is_outside_the_group_and_outlives_the_script(tmp_path):
+    """Without a terminal and a session of its own, as under cron, CI, ssh or `docker exec`."""
     (tmp_path / "serve.py").write_text(IN_BACKGROUND)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
     folders = [tmp_path / str(number) for number in range(len(STARTS))]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows import dvc, report
+from flows import dvc, notices
 from m3diff.provenance.git import GitError, git
-from m3diff.records.errors import redacted
+from m3diff.records.errors import redact
 from m3diff.registry.tracking import TrackingUnavailableError, check_alive
 
 pytestmark = pytest.mark.fault("T17")
@@ -26,11 +26,11 @@ PLAIN = ("ssh://git@host/x", "s3://bucket/me@x", "mail me@host", "http://host:50
         *((text, text) for text in PLAIN),
     ],
 )
-def test_an_address_keeps_its_host_and_loses_its_password_and_nothing_else_changes(monkeypatch, text, left):
+def test_a_redacted_address_loses_its_password_and_nothing_else(monkeypatch, text, left):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"{SECRET}-of-the-environment")
     for name, value in (("SHORT_TOKEN", "a"), ("SEVEN_TOKEN", "seven77"), ("EIGHT_TOKEN", "eight888")):
         monkeypatch.setenv(name, value)
-    assert redacted(text) == left
+    assert redact(text) == left
 
 
 def test_errors_lines_and_notices_name_none(tmp_path, monkeypatch):
@@ -41,10 +41,10 @@ def test_errors_lines_and_notices_name_none(tmp_path, monkeypatch):
     git("init", "--quiet")
     with pytest.raises(GitError) as refused:
         git("fetch", "--quiet", f"{address}/x.git")
-    told = [str(gone.value), str(refused.value), str(dvc.DvcError("dvc pull", 1, [f"{address} is gone"]))]
-    told += dvc.readable([f"{address}\n"])
-    monkeypatch.setenv(report.NOTIFY, "json://127.0.0.1:9")
-    monkeypatch.setattr(report, "send", lambda where, title, text: told.append(text) or True)
-    report.tell(pytest.fail, "key", "title", f"{address} is gone", tmp_path)
+    told = [str(gone.value), str(refused.value), str(dvc.DvcError.of_command("dvc pull", 1, [f"{address} is gone"]))]
+    told += dvc.readable_lines([f"{address}\n"])
+    monkeypatch.setenv(notices.NOTIFY, "json://127.0.0.1:9")
+    monkeypatch.setattr(notices, "send", lambda where, title, text: told.append(text) or True)
+    notices.send_notice(pytest.fail, "key", "title", f"{address} is gone", tmp_path)
     assert len(told) == 5
     assert all("127.0.0.1" in text and SECRET not in text for text in told), told

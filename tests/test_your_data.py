@@ -27,9 +27,13 @@ def write_pairs(root: Path) -> None:
     """Sixty pairs as the page shows them: a square that moves or stays, in rooms of which no two look alike."""
     rows = [["before", "after", "caption", "split"]]
     for number in range(60):
-        draw, room, name = random.Random(number), Image.new("RGB", (120, 90), "white"), f"{number:04}.png"
+        draw = random.Random(number)
+        room = Image.new("RGB", (120, 90), "white")
+        name = f"{number:04}.png"
         for _ in range(12):
-            x, y, color = draw.randrange(120), draw.randrange(90), tuple(draw.randrange(256) for _ in range(3))
+            x = draw.randrange(120)
+            y = draw.randrange(90)
+            color = tuple(draw.randrange(256) for _ in range(3))
             ImageDraw.Draw(room).rectangle((x - 25, y - 25, x + 25, y + 25), fill=color)
         for side, left in (("before", 20), ("after", 60 if number % 3 else 20)):
             image = room.copy()
@@ -59,7 +63,8 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         copy(REPOSITORY / name, tmp_path / name)
     (tmp_path / "m3diff").symlink_to("components")
-    run(tmp_path, "git init -q && git add -A && git commit -qm start && dvc init -q && dvc config core.analytics false")
+    run(tmp_path, "git init -q -b main && dvc init -q && dvc config core.analytics false")
+    run(tmp_path, "git add -A && git commit -qm start")
     write_pairs(tmp_path / "data" / "01_raw" / "my-pairs")
     return tmp_path
 
@@ -67,16 +72,17 @@ def project(tmp_path: Path) -> Path:
 def run(project: Path, commands: str) -> str:
     names = {f"GIT_{who}_{what}": "a@b.example" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(project)}
-    shell, environment = ["bash", "-euc", commands], os.environ | path | names
+    shell = ["bash", "-euc", commands]
+    environment = os.environ | path | names
     done = subprocess.run(shell, cwd=project, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow(170)
-def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_folder_to_share(project: Path) -> None:
-    assert [kind for kind, _ in BLOCKS] == ["bash", "yaml", "bash", "bash", "bash", "bash", "bash"]
-    (check, profile, read, look, train, caption, share) = (text for _, text in BLOCKS)
+def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_shared_folder(project: Path) -> None:
+    assert [kind for kind, _ in BLOCKS] == ["bash", "yaml", *["bash"] * 7]
+    (check, profile, read, look, train, caption, share, commit, back) = (text for _, text in BLOCKS)
 
     said = run(project, check)
     entry = re.search(r"^    (my-pairs: .*)$", said, re.MULTILINE)
@@ -103,3 +109,9 @@ def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_folder_to_
     run(project, share)
     shared = {file.name for file in (project / "shared/my-model").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "m3diff_model.py"} <= shared
+    run(project, commit)
+    assert run(project, "git status --porcelain --untracked-files=no") == ""
+    assert "my-pairs" in (project / "params.yaml").read_text()
+    run(project, back)
+    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
+    assert not (project / "profiles/mine.yaml").exists()

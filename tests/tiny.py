@@ -14,7 +14,7 @@ from transformers import LlavaOnevisionForConditionalGeneration
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import folder_sha256, save_checkpoint
-from m3diff.models.fused import KERNELS
+from m3diff.models.fused import register_kernels
 from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
 from m3diff.models.onediff import OneDiffSettings
@@ -26,7 +26,9 @@ MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}
 DIFFERENCE = {"kind": "difference", "vision_feature_layers": [1, 2], "init_gain": 1.0}
 BASE = Path(__file__).parent.parent / "data" / "00_base"
 RATES = {"vision": 1e-3, "projector": 3e-3, "module": 3e-3, "llm": 3e-3}
-WIDTH, SIDE, PATCH = 16, 24, 8
+WIDTH = 16
+SIDE = 24
+PATCH = 8
 
 
 def tiny_config(mdp: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
@@ -41,7 +43,7 @@ def tiny_config(mdp: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
 def tiny_model(mdp: dict | None = None, seed: int = 0) -> M3DiffForConditionalGeneration:
     """An M3Diff whose zero-initialised projections were given weights, so that no gradient is zero by construction."""
     torch.manual_seed(seed)
-    model = M3DiffForConditionalGeneration._from_config(tiny_config(mdp), attn_implementation=KERNELS)
+    model = M3DiffForConditionalGeneration._from_config(tiny_config(mdp), attn_implementation=register_kernels())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -71,7 +73,8 @@ def tiny_base(folder: Path, seed: int = 0, first_release: bool = False) -> Path:
     model = LlavaOnevisionForConditionalGeneration(base_config)
     scale_features(model)
     model.save_pretrained(folder)
-    images, patches = M3DiffImageProcessor(size={"height": SIDE, "width": SIDE}), (SIDE // PATCH) ** 2
+    images = M3DiffImageProcessor(size={"height": SIDE, "width": SIDE})
+    patches = (SIDE // PATCH) ** 2
     template = tokenizer.chat_template
     processor = M3DiffProcessor(images, tokenizer, num_image_tokens=patches, chat_template=template)
     processor.save_pretrained(folder)
@@ -98,8 +101,8 @@ SEPARATE = VDM | {"images": "separate", "norm": "size", "layers": 3}
 def onediff_settings(module: dict | None = VDM, rank: int = 2, **rates: float | None) -> OneDiffSettings:
     """The settings of a tiny OneDiff; `rates` changes the learning rate of a part."""
     without = {"module": None} if module is None else {}
-    made = None if module is None else VDMConfig(**module)
-    return OneDiffSettings("onediff", made, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
+    module_settings = None if module is None else VDMConfig(**module)
+    return OneDiffSettings("onediff", module_settings, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
 
 
 CASES = ("m3diff", "m3diff without a module", "m3diff difference", "onediff", "onediff on LLaVA-1.5")
@@ -144,10 +147,10 @@ def tiny_checkpoint(base: Path, folder: Path, settings: M3DiffSettings | None = 
 def pair_inputs(processor: Any, pairs: list, questions: list[str]) -> dict[str, torch.Tensor]:
     """Inputs of `generate` for pairs of images, with what LLaVA-OneVision's own class asks for besides."""
     prepared = [processor.prepare_image(image) for pair in pairs for image in pair]
-    made = {**processor.prompt_inputs(questions), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
-    if "batch_num_images" in made:
-        made["image_sizes"] = torch.full((2 * len(pairs), 2), processor.image_processor.side)
-    return made
+    inputs = {**processor.prompt_inputs(questions), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
+    if "batch_num_images" in inputs:
+        inputs["image_sizes"] = torch.full((2 * len(pairs), 2), processor.image_processor.side)
+    return inputs
 
 
 @torch.no_grad()
@@ -167,7 +170,8 @@ def noise_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
 def colour_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
     """Dots of one colour on black: unlike noise, a tiny model tells one such image from another."""
     rng = np.random.default_rng(seed)
-    colour, dots = rng.integers(0, 256, 3), rng.integers(0, 2, (size[1], size[0], 1))
+    colour = rng.integers(0, 256, 3)
+    dots = rng.integers(0, 2, (size[1], size[0], 1))
     return Image.fromarray((colour * dots).astype(np.uint8))
 
 

@@ -12,9 +12,13 @@ from m3diff.models.blip2idc import Augment, Blip2IDCSettings
 from m3diff.models.blip2idc_model import Blip2IDCConfig
 from m3diff.models.settings import Lora, Rates
 
-WIDTH, SIDE, PATCH, QUERIES = 16, 32, 8, 5
+WIDTH = 16
+SIDE = 32
+PATCH = 8
+QUERIES = 5
 RATES = {"vision": 3e-3, "projector": None, "module": 3e-3, "llm": 3e-3}
-CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 WORDS = ("Ġthe", "Ġred", "Ġball", "Ġmoved", "Ġis", "Ġgone", "the", "Ġa", "Ġblue", "Ġstar", "nothing", "Ġchanged")
 
 
@@ -28,13 +32,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
             if word[:end] not in names:
                 names.append(word[:end])
                 merges.append((word[: end - 1], word[end - 1]))
-    made = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.TemplateProcessing("</s> $A", "</s> $A $B", [("</s>", 2)])
-    made.add_special_tokens([AddedToken(name, special=True) for name in (*specials, "<image>")])
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing("</s> $A", "</s> $A $B", [("</s>", 2)])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in (*specials, "<image>")])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="</s>", eos_token="</s>", unk_token="</s>", pad_token="<pad>"
+        tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>", unk_token="</s>", pad_token="<pad>"
     )
 
 
@@ -43,15 +47,27 @@ SIZES = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_hidden_layers": 2}
 
 def opt_text(tokenizer: Any) -> dict[str, Any]:
     """As published: no field beside OPT's defaults that the published configuration leaves out, but for sizes."""
-    own = {"model_type": "opt", "eos_token_id": tokenizer.convert_tokens_to_ids("Ċ"), "word_embed_proj_dim": WIDTH}
+    llm_fields = {
+        "model_type": "opt",
+        "eos_token_id": tokenizer.convert_tokens_to_ids("Ċ"),
+        "word_embed_proj_dim": WIDTH,
+    }
     vocabulary = -(-len(tokenizer) // 32) * 32
-    return SIZES | own | {"ffn_dim": 2 * WIDTH, "max_position_embeddings": 128, "vocab_size": vocabulary}
+    return SIZES | llm_fields | {"ffn_dim": 2 * WIDTH, "max_position_embeddings": 128, "vocab_size": vocabulary}
 
 
 def qwen2_text(tokenizer: Any) -> dict[str, Any]:
-    own = {"model_type": "qwen2", "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1, "num_key_value_heads": 1}
+    llm_fields = {
+        "model_type": "qwen2",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "num_key_value_heads": 1,
+    }
     vocabulary = -(-len(tokenizer) // 32) * 32
-    return SIZES | own | {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 128, "vocab_size": vocabulary}
+    return (
+        SIZES | llm_fields | {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 128, "vocab_size": vocabulary}
+    )
 
 
 TEXTS = {"opt": opt_text, "qwen2": qwen2_text}
@@ -105,7 +121,8 @@ def tiny_blip2(folder: Path, llm: str = "opt", seed: int = 0) -> Path:
 
 def write_processor(folder: Path) -> None:
     """preprocessor_config.json, processor_config.json and the tokenizer's files."""
-    size, does = {"height": SIDE, "width": SIDE}, ("do_convert_rgb", "do_normalize", "do_rescale", "do_resize")
+    size = {"height": SIDE, "width": SIDE}
+    does = ("do_convert_rgb", "do_normalize", "do_rescale", "do_resize")
     preprocessor = {**dict.fromkeys(does, True), "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": size}
     preprocessor |= {"image_processor_type": "BlipImageProcessor", "processor_class": "Blip2Processor"}
     preprocessor |= {"resample": 3, "rescale_factor": 0.00392156862745098}
@@ -119,9 +136,13 @@ def write_processor(folder: Path) -> None:
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in bpe["merges"])]))
     specials = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "</s>"}
     (folder / "special_tokens_map.json").write_text(json.dumps(specials))
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    told |= {"processor_class": "Blip2Processor", "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer_config |= {
+        "processor_class": "Blip2Processor",
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     (folder / "processor_config.json").write_text(json.dumps(processor))
 

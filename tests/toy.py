@@ -183,7 +183,8 @@ def augment(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
 
 
 def ingest(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
-    root, out = Path(params["ingest"]["datasets"][name]["root"]), paths["records"] / name
+    root = Path(params["ingest"]["datasets"][name]["root"])
+    out = paths["records"] / name
     out.mkdir(parents=True)
     rows: list[dict[str, Any]] = []
     for number, split in enumerate(json.loads((root / "pairs.json").read_text())):
@@ -236,7 +237,8 @@ def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
 def train(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     from m3diff.records.files import sha256_of_folder
 
-    cfg, base = params["train"], Path(params["train"]["base"])
+    cfg = params["train"]
+    base = Path(params["train"]["base"])
     checkpoint = paths["model"] / "checkpoint"
     seen = [sha256_of_folder(folder) for folder in (paths["mixture"] / "train", paths["mixture"] / "val", base)]
     word = hashlib.sha256(json.dumps([cfg, params["models"][cfg["model"]], seen]).encode()).hexdigest()[:8]
@@ -290,6 +292,9 @@ def main(stage: str, *dataset: str) -> None:
     """Run one stage: its folder exists, its declared outputs are written, and a report where DVC expects one."""
     import yaml
 
+    from m3diff.runtime import prepare
+
+    prepare()
     if stage == "synthesize":  # the one that tests interrupt: to import it takes longer than a stage
         from m3diff.__main__ import die_with_parent
 
@@ -299,9 +304,9 @@ def main(stage: str, *dataset: str) -> None:
     for folder in paths.values():
         folder.mkdir(parents=True, exist_ok=True)
     print(f"toy {stage}", flush=True)
-    from m3diff.provenance.dvc import unchanged
+    from m3diff.provenance.dvc import require_unchanged_inputs
 
-    with unchanged():
+    with require_unchanged_inputs():
         told = globals()[stage](params, paths, *dataset) or {}
         if stage in WITH_REPORT:
             (paths[WITH_REPORT[stage]] / "report.json").write_text(json.dumps({"stage": stage} | told))

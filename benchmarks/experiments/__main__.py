@@ -1,15 +1,16 @@
-"""Variants x seeds -> runs -> a table: `make experiment NAME=ablation`.
+"""Train the variants of an experiment with several seeds and compare them: `make experiment NAME=ablation`.
 
-An experiment is a file of benchmarks/experiments. Each variant changes params.yaml and is trained from each seed, as an
-experiment of DVC in a folder of its own: `dvc exp show` lists them, and what ran before is restored. The table has the
-mean and standard deviation of each score over the seeds, and differences with their intervals over pairs. It is printed
-and written to benchmarks/results/NAME.json, with the same as Markdown.
+An experiment is a file in benchmarks/experiments with several variants. A variant is a set of changes to params.yaml.
+It is trained with each seed, as a DVC experiment in a separate folder. `dvc exp show` lists the DVC experiments, and
+stages that have already run are restored from DVC's cache. The table shows the mean and standard deviation of each
+score over the seeds, and differences between variants with confidence intervals over pairs. The table is printed and
+written to benchmarks/results as NAME.json and NAME.md.
 
-Next to its changes of params.yaml a variant may have two keys:
+In addition to changes to params.yaml, a variant may have two keys:
 
-    synthetic: [minichange_edits]  # datasets of profiles/made-data.yaml whose training pairs train, too
-    same_steps_as: M3Diff          # a variant above it, with which it is compared on as many optimizer steps:
-                                   # its train.epochs follow from how many pairs it has
+    synthetic: [minichange_edits]  # also train on the training pairs of these datasets in profiles/made-data.yaml
+    same_steps_as: M3Diff          # compare with this earlier variant after the same number of optimizer steps, by
+                                   # setting train.epochs according to the number of pairs
 """
 
 import argparse
@@ -34,55 +35,92 @@ from benchmarks.experiments.runs import (
     Budget,
     Targets,
     budget_of,
+    check_targets,
     dvc,
     epochs_for,
     over_seeds,
-    reached,
     read,
-    run,
+    run_experiment,
 )
+from m3diff.records.errors import Fault, ParamsError
 from m3diff.records.files import sha256_of_folder, write_atomic
+from m3diff.runtime import prepare
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
 from m3diff.scoring.bootstrap import statistics as sums_of
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import load_params, resolve
-from m3diff.settings.section import ParamsError, Section, closest, explain
+from m3diff.settings.section import Section, explain, suggest_name
 from m3diff.settings.tree import Params
 
-HERE, RESULTS = Path(__file__).parent, Path("benchmarks/results")
+FOLDER = Path(__file__).parent
+RESULTS = Path("benchmarks/results")
 SYNTHETIC_DATA = Path("profiles/made-data.yaml")
-SYNTHETIC, SAME_STEPS, EPOCHS = "synthetic", "same_steps_as", "train.epochs"
+SYNTHETIC = "synthetic"
+SAME_STEPS = "same_steps_as"
+EPOCHS = "train.epochs"
 
 
 class Experiment(Section):
-    """A file of benchmarks/experiments."""
+    """The settings in an experiment file."""
 
     title: str
-    note: str = ""  # below the title
-    protocols: tuple[str, ...]  # the parts of metrics.json that are compared
-    variants: dict[str, dict[str, Any]] = Field(min_length=1)  # what each changes of params.yaml
-    seeds: int = Field(default=1, ge=1)  # that of params.yaml and those that follow it
-    compare_with: tuple[str, ...] = ()  # variants with which every other is compared
-    needs: dict[Path, str] = {}  # folders that git does not hold, and the command that makes each
-    curves: bool = False  # of the training, among the results
-    equal_seconds: float | None = Field(default=None, ge=0)  # cost is measured; what is slower than the first of
-    # `compare_with` by this share is trained once more, on fewer epochs, for as long
-    targets: Targets | None = None  # on new scenes
+    """Title of the page."""
+
+    note: str = ""
+    """Text below the title."""
+
+    protocols: tuple[str, ...]
+    """Protocols whose scores are compared. A protocol is a set of test pairs with the rules for scoring them, such as
+    `minichange/total`."""
+
+    variants: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Maps the name of each variant to its changes to params.yaml."""
+
+    seeds: int = Field(default=1, ge=1)
+    """Number of seeds. The first seed is the one in params.yaml, and the other seeds are the next whole numbers."""
+
+    compare_with: tuple[str, ...] = ()
+    """Names of the reference variants, with which all other variants are compared."""
+
+    needs: dict[Path, str] = {}
+    """Folders that variants use and git does not track, each with the command that creates it."""
+
+    curves: bool = False
+    """Whether to include the learning curves in the results."""
+
+    equal_seconds: float | None = Field(default=None, ge=0)
+    """If set, the cost of each variant is measured. The value is the share by which a variant's training step may be
+    slower than that of the first variant in `compare_with`. A slower variant is trained a second time for fewer epochs,
+    so that it takes as much time as the first variant in `compare_with`."""
+
+    targets: Targets | None = None
+    """Targets for the first variant's scores on new scenes."""
 
 
-class Run(NamedTuple):
-    """A variant that was run with every seed."""
+class VariantRun(NamedTuple):
+    """A variant that has been run with every seed.
+
+    Attributes:
+        changes: changes to params.yaml.
+        experiments: name of the DVC experiment for each seed.
+        metrics: for each seed, the scores by protocol.
+        pairs: for each protocol, a table with the statistics of each pair, summed over the seeds.
+        budget: the amount of data and the number of steps.
+        same_steps_as: name of the variant that was trained for the same number of optimizer steps, or None.
+    """
 
     name: str
     changes: Mapping[str, Any]
-    experiments: list[str]  # of DVC, a seed each
-    metrics: list[Mapping[str, Any]]  # each seed's scores by protocol
-    pairs: dict[str, pa.Table]  # by protocol the statistics of each pair, summed over the seeds
+    experiments: list[str]
+    metrics: list[Mapping[str, Any]]
+    pairs: dict[str, pa.Table]
     budget: Budget
     same_steps_as: str | None = None
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run an experiment, write the results and print them as a page. Return the exit code."""
+    prepare()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name", help="a file of benchmarks/experiments without .yaml")
     parser.add_argument("--seeds", type=int, help="how many, in place of the file's")
@@ -92,17 +130,18 @@ def main(argv: list[str] | None = None) -> int:
         params = load_params(PARAMS)
         cfg = read_experiment(args.name, args.seeds)
         check_synthetic(cfg, params)
-        found = conduct(args.name, cfg, params)
+        results = conduct(args.name, cfg, params)
     except (ParamsError, OSError) as error:
         print(f"make experiment: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
-        print(f"make experiment: `{' '.join(error.cmd)}` ended with {error.returncode}", file=sys.stderr)
+        fault = Fault("experiments.command_failed", command=" ".join(error.cmd), exit_code=error.returncode)
+        print(f"make experiment: {fault}", file=sys.stderr)
         return error.returncode
     command = f"make experiment NAME={args.name}" + (f" N={args.seeds}" if args.seeds else "")
-    found = {"title": cfg.title, "note": cfg.note, "command": command} | found
-    write_atomic(out, json.dumps(found, indent=1) + "\n")
-    print(page.write(found, out))
+    results = {"title": cfg.title, "note": cfg.note, "command": command} | results
+    write_atomic(out, json.dumps(results, indent=1) + "\n")
+    print(page.write(results, out))
     return 0
 
 
@@ -110,56 +149,71 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_experiment(name: str, seeds: int | None = None) -> Experiment:
-    """The experiment of this name, with this number of seeds where one is given.
+    """Return the experiment with this name.
+
+    Args:
+        seeds: the number of seeds. If None, use the number in the file.
 
     Raises:
-        ParamsError: there is none, or its file is not valid.
+        ParamsError: no experiment has this name, or its file is invalid.
     """
-    path = HERE / f"{name}.yaml"
+    path = FOLDER / f"{name}.yaml"
     if not path.is_file():
-        raise ParamsError(f"NAME: {closest(name, [each.stem for each in HERE.glob('*.yaml')])}")
+        hint = suggest_name(name, [file.stem for file in FOLDER.glob("*.yaml")])
+        raise ParamsError("experiments.unknown_experiment", value=name, hint=hint)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         cfg = Experiment.model_validate(values | ({"seeds": seeds} if seeds else {}))
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        raise ParamsError(f"{path}: not a valid YAML mapping: {error}") from error
+        raise ParamsError("experiments.not_a_mapping", path=path, cause=str(error)) from error
     except ValidationError as error:
         faults = explain(error, values, Experiment)
-        raise ParamsError(f"{path}: {'; '.join(faults)}") from error
-    if faults := list(faults_of(cfg)):
-        raise ParamsError(f"{path}: {'; '.join(faults)}")
+        raise ParamsError("experiments.invalid_file", path=path, faults=faults) from error
+    if faults_of_fields := list(faults_of(cfg)):
+        raise ParamsError("experiments.invalid_file", path=path, faults=faults_of_fields)
     return cfg
 
 
-def faults_of(cfg: Experiment) -> Iterator[str]:
-    """Faults between fields."""
+def faults_of(cfg: Experiment) -> Iterator[Fault]:
+    """Yield the faults that validation of single fields cannot find, such as references to missing variants."""
     for name in cfg.compare_with:
         if name not in cfg.variants:
-            yield f"compare_with: {closest(name, cfg.variants)}"
+            hint = suggest_name(name, cfg.variants)
+            yield Fault("experiments.unknown_variant", key="compare_with", value=name, hint=hint)
     for number, (name, entry) in enumerate(cfg.variants.items()):
-        above, synthetic = list(cfg.variants)[:number], entry.get(SYNTHETIC, [])
-        known = resolve(SYNTHETIC_DATA)["augment"] if synthetic else ()
-        if not isinstance(synthetic, list) or not set(synthetic) <= set(known):
-            wanted = f"expected a list of datasets of {SYNTHETIC_DATA}: {', '.join(known)}"
-            yield f"variants.{name}.{SYNTHETIC}: {wanted}; found {synthetic!r}"
+        above = list(cfg.variants)[:number]
+        synthetic = entry.get(SYNTHETIC, [])
+        datasets = resolve(SYNTHETIC_DATA)["augment"] if synthetic else ()
+        if not isinstance(synthetic, list) or not set(synthetic) <= set(datasets):
+            key = f"variants.{name}.{SYNTHETIC}"
+            names = list(datasets)
+            yield Fault("experiments.not_made_data", key=key, value=synthetic, file=SYNTHETIC_DATA, names=names)
         if entry.get(SAME_STEPS, name) not in (*above, name) or entry.get(SAME_STEPS) == name:
-            yield f"variants.{name}.{SAME_STEPS}: {closest(entry[SAME_STEPS], above, 'expected a variant above it:')}"
+            key = f"variants.{name}.{SAME_STEPS}"
+            code = "experiments.not_a_variant_above" if above else "experiments.no_variant_above"
+            yield Fault(code, key=key, value=entry[SAME_STEPS], names=above)
 
 
 def check_synthetic(cfg: Experiment, params: Params) -> None:
-    """Raises ParamsError where params.yaml has a variant's synthetic dataset: the other variants would train on it."""
+    """Check that params.yaml does not contain the synthetic datasets of any variant.
+
+    Otherwise, variants without these datasets would also be trained on them.
+
+    Raises:
+        ParamsError: params.yaml already contains such a dataset.
+    """
     for name, entry in cfg.variants.items():
         for dataset in entry.get(SYNTHETIC, ()):
             if dataset in params.ingest.datasets or dataset in params.augment:
-                raise ParamsError(
-                    f"variants.{name}.{SYNTHETIC}: {PARAMS} has {dataset!r} already, so that variants without it would "
-                    "train on it, too; start from parameters without it: `m3diff profile embedded`"
-                )
+                key = f"variants.{name}.{SYNTHETIC}"
+                raise ParamsError("experiments.made_data_in_params", key=key, value=dataset, file=PARAMS)
 
 
 def changes_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A variant's changes of params.yaml, those for its synthetic datasets included. These are made of training pairs
-    alone, so that every variant is validated and tested on the same pairs."""
+    """Return a variant's changes to params.yaml. Each synthetic dataset is expanded into the entries that it needs.
+
+    Synthetic datasets are made only from training pairs, so all variants are validated and tested on the same pairs.
+    """
     changes = {key: value for key, value in entry.items() if key not in (SYNTHETIC, SAME_STEPS)}
     for name in entry.get(SYNTHETIC, ()):
         profile = resolve(SYNTHETIC_DATA)
@@ -172,12 +226,12 @@ def changes_of(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def left_out(cfg: Experiment) -> dict[str, str]:
-    """The variants that cannot run here, and why."""
+    """Return the names of the variants that cannot run on this machine, each with the reason."""
     absent: dict[str, str] = {}
     for name, entry in cfg.variants.items():
-        for folder, makes in cfg.needs.items():
+        for folder, command in cfg.needs.items():
             if str(folder) in entry.values() and not folder.is_dir():
-                absent[name] = f"left out: {name}: {folder} is not there; make it with `{makes}`"
+                absent[name] = f"left out: {name}: {folder} is not there; make it with `{command}`"
         if entry.get(SAME_STEPS) in absent:
             absent[name] = f"left out: {name}: {entry[SAME_STEPS]}, with which it is compared, is left out"
     return absent
@@ -187,85 +241,113 @@ def left_out(cfg: Experiment) -> dict[str, str]:
 
 
 def conduct(experiment: str, cfg: Experiment, params: Params) -> dict[str, Any]:
-    """Run every variant with every seed; the results.
+    """Run every variant of an experiment with every seed and return the results.
 
     Raises:
         CalledProcessError: a run failed.
-        ParamsError: it has not the protocols.
+        ParamsError: a run did not compute scores for one of the protocols.
     """
     absent = left_out(cfg)
     print("\n".join(absent.values()), end="\n" * bool(absent), flush=True)
-    runs: list[Run] = []
+    runs: list[VariantRun] = []
     for name, entry in cfg.variants.items():
         if name not in absent:
             runs.append(run_variant(experiment, name, entry, cfg, params, runs))
     bases = {str(folder): sha256_of_folder(folder) for folder in cfg.needs if folder.is_dir()}
-    found: dict[str, Any] = {"seeds": seeds_of(cfg, params), "compare_with": list(cfg.compare_with)}
-    found |= {"left_out": absent, "bases": bases}
+    seeds = seeds_of(cfg, params)
+    results: dict[str, Any] = {
+        "seeds": seeds,
+        "compare_with": list(cfg.compare_with),
+        "left_out": absent,
+        "bases": bases,
+    }
     if cfg.curves:
-        found["curves"] = {one.name: cost.learning_curve(one.experiments[0], params.paths) for one in runs}
+        results["curves"] = {run.name: cost.learning_curve(run.experiments[0], params.paths) for run in runs}
     if cfg.equal_seconds is not None:
-        found |= measured(experiment, cfg, params, runs)
+        results |= measure_costs(experiment, cfg, params, runs)
     if cfg.targets:
-        models = dict(zip(found["seeds"], runs[0].experiments, strict=True))
-        found["targets"] = reached(cfg.targets, models, params.paths)
-    found["budgets"] = {one.name: one.budget._asdict() for one in runs}
-    found["protocols"] = {protocol: table(runs, cfg.compare_with, protocol) for protocol in cfg.protocols}
-    return found
+        models = dict(zip(seeds, runs[0].experiments, strict=True))
+        results["targets"] = check_targets(cfg.targets, models, params.paths)
+    results["budgets"] = {run.name: run.budget._asdict() for run in runs}
+    results["protocols"] = {protocol: table(runs, cfg.compare_with, protocol) for protocol in cfg.protocols}
+    return results
 
 
 def seeds_of(cfg: Experiment, params: Params) -> list[int]:
+    """Return the seeds of the experiment, starting with the seed in params.yaml."""
     return list(range(params.train.seed, params.train.seed + cfg.seeds))
 
 
 def run_variant(
-    experiment: str, name: str, entry: Mapping[str, Any], cfg: Experiment, params: Params, before: Sequence[Run]
-) -> Run:
-    """Run a variant with every seed, or restore it.
+    experiment: str,
+    name: str,
+    entry: Mapping[str, Any],
+    cfg: Experiment,
+    params: Params,
+    earlier_runs: Sequence[VariantRun],
+) -> VariantRun:
+    """Run a variant with every seed. Stages that have already run are restored from DVC's cache.
 
     Args:
-        before: the variants that ran before it.
+        entry: the variant's entry in the experiment file.
+        earlier_runs: the variants that have already been run.
     """
     slug = re.sub("[^a-z0-9]+", "-", f"{experiment}-{name}".lower())
-    changes, other = changes_of(entry), entry.get(SAME_STEPS)
+    changes = changes_of(entry)
+    same_steps_as = entry.get(SAME_STEPS)
     folders = [folder for folder in cfg.needs if str(folder) in changes.values()]
-    if other:
-        steps = next(one.budget.steps for one in before if one.name == other)
+    if same_steps_as:
+        steps = next(earlier.budget.steps for earlier in earlier_runs if earlier.name == same_steps_as)
         print(f"{name}, its data: ", end="")
         changes[EPOCHS] = epochs_for(steps, f"{slug}-data", changes, folders, params.paths)
-    names = []
+    experiments = []
     for seed in seeds_of(cfg, params):
         print(f"{name}, seed {seed}: ", end="")
-        run(f"{slug}-{seed}", {"train.seed": seed} | changes, folders)
-        names.append(f"{slug}-{seed}")
-    metrics = [json.loads(read(one, params.paths.report / "metrics.json"))["protocols"] for one in names]
+        run_experiment(f"{slug}-{seed}", {"train.seed": seed} | changes, folders)
+        experiments.append(f"{slug}-{seed}")
+    metrics = []
+    tables = []
+    for seed_experiment in experiments:
+        metrics.append(json.loads(read(seed_experiment, params.paths.report / "metrics.json"))["protocols"])
+        tables.append(pq.read_table(pa.BufferReader(read(seed_experiment, params.paths.report / "scores.parquet"))))
     for protocol in cfg.protocols:
         if protocol not in metrics[0]:
-            raise ParamsError(f"protocols: {protocol} was not scored; metrics.json has {', '.join(metrics[0])}")
-    tables = [pq.read_table(pa.BufferReader(read(one, params.paths.report / "scores.parquet"))) for one in names]
-    pairs = {protocol: summed([rows_of(one, protocol) for one in tables]) for protocol in cfg.protocols}
-    return Run(name, changes, names, metrics, pairs, budget_of(names[0], params.paths), other)
+            names = list(metrics[0])
+            raise ParamsError("experiments.protocol_not_scored", key="protocols", value=protocol, names=names)
+    pairs = {protocol: summed([rows_of(scores, protocol) for scores in tables]) for protocol in cfg.protocols}
+    return VariantRun(
+        name=name,
+        changes=changes,
+        experiments=experiments,
+        metrics=metrics,
+        pairs=pairs,
+        budget=budget_of(experiments[0], params.paths),
+        same_steps_as=same_steps_as,
+    )
 
 
-def measured(experiment: str, cfg: Experiment, params: Params, runs: list[Run]) -> dict[str, Any]:
-    """Cost of each variant, and every metric with its interval. Variants that are slower than the first of
-    `compare_with` are run once more in as many seconds; these runs are added to `runs`."""
+def measure_costs(experiment: str, cfg: Experiment, params: Params, runs: list[VariantRun]) -> dict[str, Any]:
+    """Measure the cost of each variant. Return the costs, and every metric with its confidence interval.
+
+    Variants that are slower than the first variant in `compare_with` (see `equal_seconds`) are run a second time for
+    fewer epochs, so that they take as many seconds as that variant. The second runs are added to `runs`.
+    """
     dvc("repro", "convert")  # the measurements read this checkout's data
-    costs = {one.name: cost.measure(one.experiments[0], one.changes, cfg.protocols, params) for one in runs}
-    own = costs[cfg.compare_with[0]]["step_s"]
+    costs = {run.name: cost.measure(run.experiments[0], run.changes, cfg.protocols, params) for run in runs}
+    reference_s = costs[cfg.compare_with[0]]["step_s"]
+    longest_s = (1 + (cfg.equal_seconds or 0)) * reference_s
     epochs = {
-        name: round(params.train.epochs * own / of["step_s"], 3)
-        for name, of in costs.items()
-        if of["step_s"] > (1 + (cfg.equal_seconds or 0)) * own
+        name: round(params.train.epochs * reference_s / variant_cost["step_s"], 3)
+        for name, variant_cost in costs.items()
+        if variant_cost["step_s"] > longest_s
     }
-    for name, fewer in epochs.items():
-        runs.append(
-            run_variant(experiment, f"{name}, equal seconds", cfg.variants[name] | {EPOCHS: fewer}, cfg, params, runs)
-        )
+    for name, fewer_epochs in epochs.items():
+        entry = cfg.variants[name] | {EPOCHS: fewer_epochs}
+        runs.append(run_variant(experiment, f"{name}, equal seconds", entry, cfg, params, runs))
     return {
         "epochs": {"equal pairs": params.train.epochs, "equal seconds": epochs},
         "measured": costs,
-        "scores": {one.name: with_intervals(one.metrics[0], cfg.protocols) for one in runs},
+        "scores": {run.name: with_intervals(run.metrics[0], cfg.protocols) for run in runs},
     }
 
 
@@ -273,61 +355,91 @@ def measured(experiment: str, cfg: Experiment, params: Params, runs: list[Run]) 
 
 
 def summed(tables: Sequence[pa.Table]) -> pa.Table:
-    """The statistics of each pair added up over the seeds: sums over these pairs score all seeds together."""
-    first, *others = [one.sort_by("id") for one in tables]
-    columns: dict[str, Any] = {"protocol": first["protocol"], "id": first["id"]}
-    for column in {of.column: None for of in resampled_scores(METRICS).values()}:
-        parts = [part for one in (first, *others) if (part := sums_of(one, column)) is not None]
-        if len(parts) == len(tables):
+    """Return a table with the statistics of each pair, summed over the seeds.
+
+    Scores that combine all seeds are computed from this table.
+
+    Args:
+        tables: the statistics of each pair for each seed.
+    """
+    sorted_tables = [scores.sort_by("id") for scores in tables]
+    columns: dict[str, Any] = {"protocol": sorted_tables[0]["protocol"], "id": sorted_tables[0]["id"]}
+    for column in dict.fromkeys(statistic.column for statistic in resampled_scores(METRICS).values()):
+        parts = [sums_of(scores, column) for scores in sorted_tables]
+        if all(part is not None for part in parts):
             columns[column] = np.sum(parts, axis=0).tolist()
     return pa.table(columns)
 
 
-def table(runs: Sequence[Run], compare_with: Sequence[str], protocol: str) -> list[dict[str, Any]]:
-    """For each variant each score that every seed has: mean, deviation, values, and the differences to the variants
-    that it is compared with."""
-    found = []
-    for one in runs:
-        others = [other for other in runs if other is not one and other.name in (*compare_with, one.same_steps_as)]
-        seeds = [metrics[protocol] for metrics in one.metrics]
-        cells = {
-            score: over_seeds(values)
-            | {"differences": {other.name: differ(one, other, protocol, score) for other in others}}
-            for score in seeds[0]
-            if score not in ("pairs", "published_pairs") and (values := numbers([of.get(score) for of in seeds]))
-        }
-        told = {"row": one.name, "same_steps_as": one.same_steps_as, "changes": dict(one.changes)}
-        found.append(told | {"pairs": one.pairs[protocol].num_rows, "scores": cells})
-    return found
+def table(runs: Sequence[VariantRun], compare_with: Sequence[str], protocol: str) -> list[dict[str, Any]]:
+    """Return a row for each variant, with all scores that are available for every seed.
+
+    A score has a mean and standard deviation over the seeds, the value for each seed, and the differences from the
+    reference variants.
+    """
+    rows = []
+    for run in runs:
+        references = [
+            other_run
+            for other_run in runs
+            if other_run is not run and other_run.name in (*compare_with, run.same_steps_as)
+        ]
+        seed_scores = [metrics[protocol] for metrics in run.metrics]
+        cells = {}
+        for score in seed_scores[0]:
+            values = numbers([scores.get(score) for scores in seed_scores])
+            if score not in ("pairs", "published_pairs") and values:
+                differences = {reference.name: differ(run, reference, protocol, score) for reference in references}
+                cells[score] = over_seeds(values) | {"differences": differences}
+        rows.append(
+            {
+                "row": run.name,
+                "same_steps_as": run.same_steps_as,
+                "changes": dict(run.changes),
+                "pairs": run.pairs[protocol].num_rows,
+                "scores": cells,
+            }
+        )
+    return rows
 
 
 def numbers(values: Sequence[Any]) -> list[float]:
-    """The values where all are numbers, else none."""
+    """Return the values as floats if all of them are numbers, otherwise an empty list."""
     return [float(value) for value in values] if all(isinstance(value, int | float) for value in values) else []
 
 
-def differ(one: Run, other: Run, protocol: str, score: str) -> dict[str, float] | None:
-    """Gain of the variant in a score; None where no interval can be given, and of scores that are not
-    shown."""
-    of_sums = resampled_scores(METRICS).get(score)  # of the controls there are no sums over these pairs
-    if of_sums is None or score not in SCORES:
+def differ(run: VariantRun, reference: VariantRun, protocol: str, score: str) -> dict[str, float] | None:
+    """Return a variant's gain over a reference variant in a score, with the gain's confidence interval.
+
+    The result is None for scores that the page does not show and for scores that do not have an interval.
+    """
+    statistic = resampled_scores(METRICS).get(score)  # None for scores of the controls, which are not sums over pairs
+    if statistic is None or score not in SCORES:
         return None
-    found = compare(one.pairs[protocol], other.pairs[protocol], protocol, of_sums)
-    if found is None or (interval := found[2]) is None:
+    comparison = compare(run.pairs[protocol], reference.pairs[protocol], protocol, statistic)
+    if comparison is None:
         return None
-    return {"gain": found[0] - found[1], "low": interval.low, "high": interval.high}
+    run_score, reference_score, interval = comparison
+    if interval is None:
+        return None
+    return {"gain": run_score - reference_score, "low": interval.low, "high": interval.high}
 
 
 def with_intervals(metrics: Mapping[str, Any], protocols: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By protocol the metrics that were computed: `score`, `low` and `high` (None for too few pairs)."""
-    found: dict[str, dict[str, Any]] = {protocol: {} for protocol in protocols}
-    for protocol, shown in found.items():
+    """Return each protocol's metrics as dictionaries with the keys `score`, `low` and `high`.
+
+    `low` and `high` are the bounds of the confidence interval, or None if there are too few pairs for an interval.
+    """
+    by_protocol = {}
+    for protocol in protocols:
         scores = metrics[protocol]
+        cells = {}
         for name in page.METRICS:
             if scores.get(name) is not None:
                 bounds = scores["intervals"].get(name) or {"low": None, "high": None}
-                shown[name] = {"score": scores[name]} | bounds
-    return found
+                cells[name] = {"score": scores[name]} | bounds
+        by_protocol[protocol] = cells
+    return by_protocol
 
 
 if __name__ == "__main__":

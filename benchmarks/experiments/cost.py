@@ -1,4 +1,7 @@
-"""The cost of a trained variant on this machine: steps and captions, timed in processes of their own on one thread."""
+"""Measure the cost of a trained variant of an experiment.
+
+Training steps and captions are timed in fresh processes with one thread.
+"""
 
 import csv
 import io
@@ -10,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,77 +30,97 @@ from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.train.stage import train
 
-STEPS, CAPTIONS, BATCH = 60, 96, 48  # timed steps and captions; pairs that are captioned at once
+STEPS = 60  # number of timed training steps
+CAPTIONS = 96  # number of timed captions
+BATCH = 48  # number of pairs per batch
 
 
 def learning_curve(experiment: str, paths: Paths) -> list[dict[str, Any]]:
-    """Rows of curves.csv: every tenth step, the last, and those with a validation or a measurement of the module.
-    Training loss as a running mean with a weight of 0.03 for each step, val_loss, and the module's columns."""
+    """Return selected points of curves.csv: every tenth step, the last step, and steps with extra measurements.
+
+    Each point has the step and the exponential moving average of the training loss (with weight 0.03). The extra
+    measurements of a step are the validation loss and the columns about the module, the part of the model that compares
+    the two images.
+    """
     rows = list(csv.DictReader(io.StringIO(read(experiment, paths.model / "curves.csv").decode())))
-    found: list[dict[str, Any]] = []
-    mean = float(rows[0]["loss"])
+    points: list[dict[str, Any]] = []
+    mean_loss = float(rows[0]["loss"])
     for row in rows:
-        mean += 0.03 * (float(row["loss"]) - mean)
+        mean_loss += 0.03 * (float(row["loss"]) - mean_loss)
         extra = {key: float(value) for key, value in row.items() if value and key.startswith(("val_loss", "module_"))}
         step = int(row["step"])
         if step % 10 == 0 or row is rows[-1] or extra:
-            found.append({"step": step, "loss": round(mean, 4)} | extra)
-    return found
+            points.append({"step": step, "loss": round(mean_loss, 4)} | extra)
+    return points
 
 
 def measure(experiment: str, changes: Mapping[str, Any], protocols: Sequence[str], params: Params) -> dict[str, Any]:
-    """Trained parameters, FLOPs of a caption, captions/s, seconds a step, ROC area of "no change" by protocol."""
+    """Measure the cost of a variant.
+
+    Returns:
+        The number of trained parameters, GFLOP per caption, captions per second, seconds per training step, and for
+        each protocol the area under the ROC curve of "no change" (see `no_change_area`).
+    """
     datasets = {protocol: protocol.partition("/")[0] for protocol in protocols}
     report = json.loads(read(experiment, params.paths.model / "report.json"))
     with tempfile.TemporaryDirectory() as folder:
         copy(experiment, params.paths.model / "checkpoint", Path(folder) / "checkpoint")
-        told = json.loads(in_a_process(["captions", f"{folder}/checkpoint", *dict.fromkeys(datasets.values())]))
-        step_s = float(in_a_process(["step", json.dumps(dict(changes)), folder]))
+        arguments = ["captions", f"{folder}/checkpoint", *dict.fromkeys(datasets.values())]
+        captioning = json.loads(run_in_process(arguments))
+        step_s = float(run_in_process(["step", json.dumps(dict(changes)), folder]))
     return {
         "parameters": report["parameters_trainable"],
         "caption_gflop": caption_flops(changes, params) / 1e9,
-        "captions_per_s": told["captions_per_s"],
+        "captions_per_s": captioning["captions_per_s"],
         "step_s": step_s,
-        "no_change_auc": {protocol: told["no_change_auc"][dataset] for protocol, dataset in datasets.items()},
+        "no_change_auc": {protocol: captioning["no_change_auc"][name] for protocol, name in datasets.items()},
     }
 
 
-def in_a_process(arguments: Sequence[str]) -> str:
-    """The last line that this module prints in a process of its own, on one thread."""
+def run_in_process(arguments: Sequence[str]) -> str:
+    """Run this module in a fresh process with one thread. Return the process's last line of output."""
     command = [sys.executable, "-m", "benchmarks.experiments.cost", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip().splitlines()[-1]
 
 
-def changed(changes: Mapping[str, Any], params: Params) -> tuple[Any, Any]:
-    """The sections `train` and of the model, of a variant that changes model and base alone."""
+def changed_sections(changes: Mapping[str, Any], params: Params) -> tuple[Any, Any]:
+    """Return the section `train` and the model's section with a variant's changes.
+
+    Only changes of the model and of the base are applied.
+    """
     base = Path(changes.get("train.base", params.train.base))
     return params.train.model_copy(update={"base": base}), params.models[changes.get("train.model", params.train.model)]
 
 
 def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
-    """FLOPs of a pair's images and prompt, as `m3diff plan` counts them."""
+    """Return the FLOPs for a pair's images and prompt, as computed by `m3diff plan`."""
     from m3diff.commands.plan import Run, make_plan
 
-    datasets, mixture = params.ingest.datasets, params.paths.mixture
-    run = Run(*changed(changes, params), params.compute, datasets, params.convert, mixture)
-    return make_plan(run).caption_flops
+    train_section, settings = changed_sections(changes, params)
+    return make_plan(replace(Run.of(params), train=train_section, settings=settings)).caption_flops
 
 
-def main(asked: str, *arguments: str) -> str:
+def main(measurement: str, *arguments: str) -> str:
+    """Run a measurement and return the result as text.
+
+    Args:
+        measurement: `step` or `captions`.
+        arguments: changes (JSON) and a folder for `step`, or a checkpoint and dataset names for `captions`.
+    """
     torch.set_num_threads(1)
-    if asked == "step":
+    if measurement == "step":
         return f"{step_seconds(json.loads(arguments[0]), Path(arguments[1])):.4f}"
-    return json.dumps(of_captions(Path(arguments[0]), arguments[1:]))
+    return json.dumps(measure_captions(Path(arguments[0]), arguments[1:]))
 
 
 def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
-    """Seconds of a training step with these changes of params.yaml: of STEPS of them, without start and end."""
+    """Return the seconds per training step with these changes to params.yaml. Startup and the end are not counted."""
     params = load_params(PARAMS)
-    cfg, settings = changed(changes, params)
-    how = {"workers": 0, "val_pairs": 0, "caption_val_pairs": 0, "checkpoint_every_steps": 10**6, "scratch": folder}
-    compute = params.compute.model_copy(update=how)
+    cfg, settings = changed_sections(changes, params)
+    steps_only = {"workers": 0, "val_pairs": 0, "caption_val_pairs": 0, "checkpoint_every_steps": 10**6}
+    compute = params.compute.model_copy(update=steps_only | {"scratch": folder})
     pairs = len(pq.read_table(params.paths.mixture / "train", columns=["pair"])["pair"].unique())
     cfg = cfg.model_copy(update={"epochs": STEPS / -(-pairs // cfg.global_batch)})
     report = train(cfg, settings, compute, params.paths.mixture, folder / "out")
@@ -104,53 +128,73 @@ def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
     return seconds / report.steps
 
 
-def of_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any]:
-    """Captions a second, and of each of the datasets the area under the ROC curve of the probability that nothing
-    changed."""
+def measure_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any]:
+    """Return the captions per second and, for each dataset, the result of `no_change_area`."""
     params = load_params(PARAMS)
     captioner = load_captioner(checkpoint, params.predict.max_new_tokens)
     records = pq.read_table(params.paths.clean / "records.parquet").to_pylist()
-    test = [row for row in records if row["split"] == "test"]
+    test_rows = [row for row in records if row["split"] == "test"]
     started = time.monotonic()
-    images = [pixels(captioner, row) for row in test[:CAPTIONS]]
-    for at in range(0, CAPTIONS, BATCH):
-        captioner.answer([image for pair in images[at : at + BATCH] for image in pair], QUESTION)
-    speed = min(CAPTIONS, len(test)) / (time.monotonic() - started)
+    pairs = [prepared_images(captioner, row) for row in test_rows[:CAPTIONS]]
+    for start in range(0, CAPTIONS, BATCH):
+        captioner.answer([image for pair in pairs[start : start + BATCH] for image in pair], QUESTION)
+    speed = min(CAPTIONS, len(test_rows)) / (time.monotonic() - started)
     shares = no_change_shares(captioner, [row for row in records if row["split"] == "train"])
-    areas = {name: area(captioner, [row for row in test if row["dataset"] == name], shares) for name in datasets}
+    areas = {}
+    for name in datasets:
+        dataset_rows = [row for row in test_rows if row["dataset"] == name]
+        areas[name] = no_change_area(captioner, dataset_rows, shares)
     return {"captions_per_s": speed, "no_change_auc": areas}
 
 
-def pixels(captioner: Captioner, row: Mapping[str, Any]) -> list[np.ndarray]:
+def prepared_images(captioner: Captioner, row: Mapping[str, Any]) -> list[np.ndarray]:
+    """Return the before-image and the after-image of a record, prepared by the model's processor."""
     return [captioner.processor.prepare_image(load_image(Path(row[side]))) for side in ("before", "after")]
 
 
 def no_change_shares(captioner: Captioner, rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """By first token, the share of the training references that begin with it which say that nothing changed."""
-    counts: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+    """Return the share of unchanged pairs among the training references that begin with a token, by token.
+
+    Tokens that do not begin a reference of an unchanged pair are left out.
+    """
+    unchanged: Counter[int] = Counter()
+    changed: Counter[int] = Counter()
     for row in rows:
-        firsts = (captioner.processor.encode_reference(text)[0] for text in row["references"])
-        counts[row["change_types"] == [NO_CHANGE]].update(firsts)
-    return {token: n / (n + counts[False][token]) for token, n in counts[True].items()}
+        first_tokens = [captioner.processor.encode_reference(text)[0] for text in row["references"]]
+        counter = unchanged if row["change_types"] == [NO_CHANGE] else changed
+        counter.update(first_tokens)
+    return {token: count / (count + changed[token]) for token, count in unchanged.items()}
 
 
 @torch.inference_mode()
-def area(captioner: Captioner, rows: Sequence[Mapping[str, Any]], shares: Mapping[int, float]) -> float | None:
-    """ROC area of the probability that the caption begins as one that says that nothing changed; None where no pair is
-    without a change, all are, or no reference that trained says so."""
-    unchanged = [row["change_types"] == [NO_CHANGE] for row in rows]
-    if len(set(unchanged)) < 2 or not shares:
+def no_change_area(
+    captioner: Captioner, rows: Sequence[Mapping[str, Any]], shares: Mapping[int, float]
+) -> float | None:
+    """Return the area under the ROC curve for detecting unchanged pairs by the first token of the caption.
+
+    The score of a pair is the probability that the caption begins like a reference that says that nothing changed. The
+    result is None if all pairs are changed, if all pairs are unchanged, or if `shares` is empty.
+
+    Args:
+        rows: records of test pairs.
+        shares: the result of `no_change_shares`.
+    """
+    is_unchanged = [row["change_types"] == [NO_CHANGE] for row in rows]
+    if len(set(is_unchanged)) < 2 or not shares:
         return None
-    tokens, weights = list(shares), torch.tensor(list(shares.values()))
-    said: list[float] = []
-    for at in range(0, len(rows), BATCH):
-        chosen = rows[at : at + BATCH]
-        images = torch.from_numpy(np.stack([image for row in chosen for image in pixels(captioner, row)]))
-        inputs = captioner.processor.prompt_inputs([QUESTION] * len(chosen)) | captioner.processor.image_inputs(images)
+    tokens = list(shares)
+    weights = torch.tensor(list(shares.values()))
+    no_change: list[float] = []
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        images = torch.from_numpy(np.stack([image for row in batch for image in prepared_images(captioner, row)]))
+        inputs = captioner.processor.prompt_inputs([QUESTION] * len(batch)) | captioner.processor.image_inputs(images)
         logits = captioner.model(**inputs, use_cache=False).logits[:, -1]
-        said += (logits.softmax(-1)[:, tokens] @ weights).tolist()
-    of = {state: [1 - p for p, one in zip(said, unchanged, strict=True) if one is state] for state in (True, False)}
-    return roc_auc(of[False], of[True])
+        no_change += (logits.softmax(-1)[:, tokens] @ weights).tolist()
+    change_scores: dict[bool, list[float]] = {True: [], False: []}
+    for probability, unchanged in zip(no_change, is_unchanged, strict=True):
+        change_scores[unchanged].append(1 - probability)
+    return roc_auc(change_scores[False], change_scores[True])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An experiment's results as Markdown."""
+"""Format the results of an experiment as a Markdown page."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from m3diff.records.files import write_atomic
 
-SCORES = {  # the scores that are compared, with their headings; all are shown times 100
+SCORES = {  # maps the compared scores to their column headings; all scores are multiplied by 100
     "CIDEr": "CIDEr",
     "change_type_accuracy": "type correct, %",
     "change_exact_accuracy": "all correct, %",
@@ -29,40 +29,56 @@ Results = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write(found: Results, out: Path) -> str:
-    """Write the Markdown next to the results; the Markdown, and where both are."""
-    text = "\n".join(markdown(found)) + "\n"
+def write(results: Results, out: Path) -> str:
+    """Write the Markdown page next to the results. Return its text and a line with the paths of both files.
+
+    Args:
+        out: path of the results (JSON).
+    """
+    text = "\n".join(markdown(results)) + "\n"
     write_atomic(out.with_suffix(".md"), text)
     return f"{text}written to {out} and {out.with_suffix('.md')}"
 
 
-def markdown(found: Results) -> Iterator[str]:
-    """The page, line by line: of each kind of table that the results have, one for all or for each protocol."""
-    seeds = f"seed{'s' * (len(found['seeds']) > 1)} {', '.join(map(str, found['seeds']))}"
-    yield from (f"# {found['title']}", "", f"`{found['command']}`, {seeds}. {found['note']}".strip(), "")
-    if found.get("budgets"):
-        yield from budgets(found["budgets"])
-    if "measured" in found:
-        yield from costs(found)
-    for protocol in found["protocols"] if "scores" in found else ():
-        yield from intervals(found["scores"], protocol)
-    for protocol, rows in found["protocols"].items():
-        yield from means(protocol, rows, len(found["seeds"]))
-        for name in found["compare_with"]:
-            if name not in found["left_out"]:
-                others = {row["row"]: (row, name) for row in rows if row["row"] != name}
-                yield from differences(f"difference to *{name}*", rows, others)
-        pairs = {f"{row['row']}, to *{row['same_steps_as']}*": row for row in rows if row.get("same_steps_as")}
-        if pairs:
-            others = {label: (row, row["same_steps_as"]) for label, row in pairs.items()}
-            yield from differences("difference on as many steps", rows, others)
-    if "targets" in found:
-        yield from targets(found["targets"])
-    yield from (f"- {line}" for line in found["left_out"].values())
+def markdown(results: Results) -> Iterator[str]:
+    """Yield the lines of the page. Tables for which there are no results are left out."""
+    seeds = f"seed{'s' * (len(results['seeds']) > 1)} {', '.join(map(str, results['seeds']))}"
+    yield f"# {results['title']}"
+    yield ""
+    yield f"`{results['command']}`, {seeds}. {results['note']}".strip()
+    yield ""
+    if results.get("budgets"):
+        yield from budgets(results["budgets"])
+    if "measured" in results:
+        yield from costs(results)
+    for protocol in results["protocols"] if "scores" in results else ():
+        yield from intervals(results["scores"], protocol)
+    for protocol, rows in results["protocols"].items():
+        yield from protocol_tables(results, protocol, rows)
+    if "targets" in results:
+        yield from targets(results["targets"])
+    for line in results["left_out"].values():
+        yield f"- {line}"
+
+
+def protocol_tables(results: Results, protocol: str, rows: Rows) -> Iterator[str]:
+    """Yield the tables of a protocol: means, and differences from the reference variants and at equal steps."""
+    yield from means(protocol, rows, len(results["seeds"]))
+    for name in results["compare_with"]:
+        if name not in results["left_out"]:
+            compared_rows = {row["row"]: (row, name) for row in rows if row["row"] != name}
+            yield from differences(f"difference to *{name}*", rows, compared_rows)
+    same_steps_rows = {
+        f"{row['row']}, to *{row['same_steps_as']}*": (row, row["same_steps_as"])
+        for row in rows
+        if row.get("same_steps_as")
+    }
+    if same_steps_rows:
+        yield from differences("difference on as many steps", rows, same_steps_rows)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """A table in Markdown, with an empty line after it."""
+    """Yield the lines of a Markdown table, followed by an empty line."""
     columns = list(head)
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
@@ -71,52 +87,81 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def hundredfold(value: float | None, sign: str = "") -> str:
+    """Return a score times 100 with one decimal, or an empty string for None.
+
+    Args:
+        sign: "+" to add a plus sign to positive values.
+    """
     return "" if value is None else f"{100 * value:{sign}.1f}"
 
 
-def budgets(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Budget of each variant; that of the alignment if any has one."""
-    fields = [key for key in BUDGET if not key.startswith("alignment") or any(of[key] for of in found.values())]
+def budgets(variants: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Yield the table of budgets. It has columns about alignment only if a variant has an alignment phase."""
+    has_alignment = {key: any(budget[key] for budget in variants.values()) for key in BUDGET}
+    fields = [key for key in BUDGET if not key.startswith("alignment") or has_alignment[key]]
     formats = {key: ".3f" if key == "epochs" else "," for key in fields}
-    rows = [[name, *(format(of[key], how) for key, how in formats.items())] for name, of in found.items()]
+    rows = []
+    for name, budget in variants.items():
+        cells = [format(budget[key], number_format) for key, number_format in formats.items()]
+        rows.append([name, *cells])
     return table(["trained on", *(BUDGET[key] for key in fields)], rows)
 
 
-def costs(found: Results) -> Iterator[str]:
-    """Cost of each variant, and how surely it tells that nothing changed."""
-    epochs, rows = found["epochs"], []
+def costs(results: Results) -> Iterator[str]:
+    """Yield the table of costs, including the area under the ROC curve of "no change" for each protocol."""
+    epochs = results["epochs"]
+    protocols = list(results["protocols"])
     columns = ["parameters that train", "GFLOP a caption", "captions/s", "s a step", "epochs in equal seconds"]
-    for name, of in found["measured"].items():
-        cells = [f"{of['parameters']:,}", f"{of['caption_gflop']:.2f}", f"{of['captions_per_s']:.0f}"]
-        cells += [f"{of['step_s']:.3f}", f"{epochs['equal seconds'].get(name, epochs['equal pairs']):g}"]
-        rows.append([name, *cells, *(hundredfold(of["no_change_auc"][protocol]) for protocol in found["protocols"])])
-    return table(
-        ["variant", *columns, *(f"ROC area of no change, {protocol}" for protocol in found["protocols"])], rows
-    )
+    columns += [f"ROC area of no change, {protocol}" for protocol in protocols]
+    rows = []
+    for name, cost in results["measured"].items():
+        cells = [
+            name,
+            f"{cost['parameters']:,}",
+            f"{cost['caption_gflop']:.2f}",
+            f"{cost['captions_per_s']:.0f}",
+            f"{cost['step_s']:.3f}",
+            f"{epochs['equal seconds'].get(name, epochs['equal pairs']):g}",
+        ]
+        cells += [hundredfold(cost["no_change_auc"][protocol]) for protocol in protocols]
+        rows.append(cells)
+    return table(["variant", *columns], rows)
 
 
 def intervals(scores: Mapping[str, Mapping[str, Any]], protocol: str) -> Iterator[str]:
-    """The metrics of one protocol with their intervals."""
-    shown = [metric for metric in METRICS if any(metric in of[protocol] for of in scores.values())]
-    rows = [[name, *(bounded(of[protocol].get(metric), "score") for metric in shown)] for name, of in scores.items()]
-    return table([f"`{protocol}`, times 100 (95 % interval over pairs)", *shown], rows)
+    """Yield the table of a protocol's metrics with their confidence intervals."""
+    metrics = [metric for metric in METRICS if any(metric in by_protocol[protocol] for by_protocol in scores.values())]
+    rows = []
+    for name, by_protocol in scores.items():
+        cells = [bounded(by_protocol[protocol].get(metric), "score") for metric in metrics]
+        rows.append([name, *cells])
+    return table([f"`{protocol}`, times 100 (95 % interval over pairs)", *metrics], rows)
 
 
 def bounded(cell: Mapping[str, Any] | None, key: str, sign: str = "") -> str:
-    """A value with its interval, where it has one."""
+    """Return a value as text, followed by its interval if there is one. Return an empty string if `cell` is None.
+
+    Args:
+        key: the key of the value in `cell`.
+        sign: "+" to add a plus sign to positive values.
+    """
     if cell is None:
         return ""
-    low, high = hundredfold(cell["low"], sign), hundredfold(cell["high"], sign)
+    low = hundredfold(cell["low"], sign)
+    high = hundredfold(cell["high"], sign)
     return hundredfold(cell[key], sign) + (f" ({low} to {high})" if low else "")
 
 
 def shown(rows: Rows) -> dict[str, str]:
-    """The compared scores that any variant has, with their headings; one whose captions cannot be parsed has few."""
+    """Return the compared scores that at least one variant has, with their headings.
+
+    Some scores are missing if captions cannot be parsed.
+    """
     return {score: title for score, title in SCORES.items() if any(score in row["scores"] for row in rows)}
 
 
 def means(protocol: str, rows: Rows, seeds: int) -> Iterator[str]:
-    """The mean of each score over the seeds, and its deviation where there are several."""
+    """Yield the table of means over the seeds, with standard deviations if there are several seeds."""
     spread = ", mean ± standard deviation" if seeds > 1 else ""
     corner = f"`{protocol}`, {rows[0]['pairs']} pairs, {seeds} seed{'s' * (seeds > 1)}{spread}, times 100"
     lines = []
@@ -127,17 +172,21 @@ def means(protocol: str, rows: Rows, seeds: int) -> Iterator[str]:
     return table([corner, *shown(rows).values()], lines)
 
 
-def differences(corner: str, rows: Rows, of: Mapping[str, tuple[Mapping[str, Any], str]]) -> Iterator[str]:
-    """The differences of variants to another, by label: (the variant's row, the other's name)."""
+def differences(corner: str, rows: Rows, compared_rows: Mapping[str, tuple[Mapping[str, Any], str]]) -> Iterator[str]:
+    """Yield the table of differences between variants.
+
+    Args:
+        compared_rows: a mapping from the label of a row to a variant's row and the name of the reference variant.
+    """
     lines = []
-    for label, (row, other) in of.items():
-        cells = [row["scores"].get(score, {}).get("differences", {}).get(other) for score in shown(rows)]
+    for label, (row, reference) in compared_rows.items():
+        cells = [row["scores"].get(score, {}).get("differences", {}).get(reference) for score in shown(rows)]
         lines.append([label, *(bounded(cell, "gain", "+") for cell in cells)])
     return table([f"{corner} (95 % interval over pairs)", *shown(rows).values()], lines)
 
 
 def targets(rows: Rows) -> Iterator[str]:
-    """The mean of each score on new scenes next to its target."""
+    """Yield the table of scores on new scenes, each with its target."""
     lines = []
     for row in rows:
         bound = "at_least" if "at_least" in row else "at_most"

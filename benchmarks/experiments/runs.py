@@ -1,7 +1,7 @@
-"""Runs of an experiment: `dvc exp run` in a folder of its own, what its files say, and the scores of its models on new
-scenes, which nothing was tuned on, next to their targets.
+"""Run the variants of an experiment with `dvc exp run`, read their outputs, and score their models on new scenes.
 
-A stage that ran before with the same data, parameters and code is restored from DVC's cache.
+The new scenes were never used for tuning. Scores on these scenes are compared with targets. A stage that has already
+run with the same data, parameters and code is restored from DVC's cache.
 """
 
 import json
@@ -16,45 +16,51 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from m3diff.records.errors import ParamsError
 from m3diff.settings.load import load_params, resolve
-from m3diff.settings.section import ParamsError, Section
+from m3diff.settings.section import Section
 from m3diff.settings.tree import Paths
 from m3diff.stages.train.job import DatasetFilter
 
 PARAMS = Path("params.yaml")
 
 
-def run(name: str, changes: Mapping[str, Any], folders: Sequence[Path] = (), targets: Sequence[str] = ()) -> None:
-    """Run the pipeline with these changes of params.yaml; an experiment of this name is replaced.
+def run_experiment(
+    name: str, changes: Mapping[str, Any], folders: Sequence[Path] = (), targets: Sequence[str] = ()
+) -> None:
+    """Run the pipeline as a named DVC experiment, replacing an earlier experiment with the same name.
 
     Args:
-        changes: values by their keys, `{"train.seed": 3}`; a plus before a key adds it.
-        folders: those of this checkout that git ignores and the experiment reads.
-        targets: stages that are run, with what they need; none: all.
+        changes: changes to params.yaml, such as `{"train.seed": 3}`. A plus sign before a key adds the key.
+        folders: folders in this checkout that are ignored by git but needed by the experiment.
+        targets: stages to run, along with the stages they depend on. If empty, all stages run.
 
     Raises:
-        CalledProcessError: it failed.
+        CalledProcessError: the run failed.
     """
     settings = [setting(key, value) for key, value in changes.items()]
     print(f"dvc exp run --name {name} {' '.join([*settings, *targets])}", flush=True)
-    chosen = [part for each in settings for part in ("-S", each)]
-    copied = [part for folder in folders for part in ("--copy-paths", str(folder))]
+    options = []
+    for folder in folders:
+        options += ["--copy-paths", str(folder)]
+    for change in settings:
+        options += ["-S", change]
     remove(name)
-    dvc("exp", "run", "--temp", "--name", name, *copied, *chosen, *targets)
+    dvc("exp", "run", "--temp", "--name", name, *options, *targets)
 
 
 def remove(name: str) -> None:
-    """Forget the experiment where there is one; its stages stay in the run cache."""
+    """Remove the DVC experiment if it exists. The outputs of its stages are kept in DVC's run cache."""
     dvc("exp", "remove", "--quiet", name, check=False)
 
 
 def setting(key: str, value: Any) -> str:
-    """A change of params.yaml as `dvc exp run -S` takes it; a text is written as it is."""
+    """Return a change to params.yaml in the format of `dvc exp run -S`. Strings are not quoted."""
     return f"{key}={value if isinstance(value, str) else in_hydra(value)}"
 
 
 def in_hydra(value: Any) -> str:
-    """A value in the grammar of Hydra's overrides: JSON, but with unquoted keys."""
+    """Return a value in the syntax of Hydra's overrides, which is JSON with unquoted keys."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {in_hydra(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -63,12 +69,13 @@ def in_hydra(value: Any) -> str:
 
 
 def dvc(*arguments: str, check: bool = True) -> None:
+    """Run a DVC command. If `check` is False, hide the command's output and ignore failures."""
     out = None if check else subprocess.DEVNULL
     subprocess.run([sys.executable, "-m", "dvc", *arguments], check=check, stdout=out, stderr=out)
 
 
 def read(experiment: str, path: Path) -> bytes:
-    """A file of the experiment, whether git or DVC holds it."""
+    """Return the content of a file in the DVC experiment, from git or from DVC's cache."""
     from dvc.api import DVCFileSystem
 
     with DVCFileSystem(rev=experiment).open(path.as_posix(), "rb") as file:
@@ -76,7 +83,7 @@ def read(experiment: str, path: Path) -> bytes:
 
 
 def copy(experiment: str, path: Path, to: Path) -> None:
-    """Copy a folder of the experiment; it replaces what is at `to`."""
+    """Copy a folder from the DVC experiment to `to`, replacing an existing folder."""
     from dvc.api import DVCFileSystem
 
     shutil.rmtree(to, ignore_errors=True)
@@ -85,18 +92,28 @@ def copy(experiment: str, path: Path, to: Path) -> None:
 
 
 class Budget(NamedTuple):
-    """Amounts that a run trained on; 0 for the alignment where it has none."""
+    """The amount of data and the number of steps in a training run.
 
-    pairs: int  # of the fine-tuning, each once
+    A training run consists of fine-tuning and, for some variants, an alignment phase before it.
+
+    Attributes:
+        pairs: number of different pairs used for fine-tuning.
+        steps: number of optimizer steps in fine-tuning.
+        captions: number of captions used for training, including repetitions.
+        alignment_pairs: number of different pairs used for alignment, or 0 without alignment.
+        alignment_steps: number of optimizer steps in alignment, or 0 without alignment.
+    """
+
+    pairs: int
     epochs: float
-    steps: int  # of the optimizer, in the fine-tuning
-    captions: int  # trained on, repetitions counted
+    steps: int
+    captions: int
     alignment_pairs: int
     alignment_steps: int
 
 
 def budget_of(experiment: str, paths: Paths) -> Budget:
-    """From the parameters and reports of an experiment that was run."""
+    """Return the budget of a finished experiment, read from its parameters and reports."""
     params = yaml.safe_load(read(experiment, PARAMS))
     trained = json.loads(read(experiment, paths.model / "report.json"))
     mixed = json.loads(read(experiment, paths.mixture / "report.json"))["datasets"]
@@ -114,21 +131,30 @@ def budget_of(experiment: str, paths: Paths) -> Budget:
 
 
 def epochs_for(steps: int, name: str, changes: Mapping[str, Any], folders: Sequence[Path], paths: Paths) -> float:
-    """Epochs in which a run with these changes takes so many optimizer steps.
+    """Return the number of epochs after which a run with these changes has taken `steps` optimizer steps.
 
-    An experiment of this name makes its data and is removed; the run then finds them in DVC's run cache.
+    To count the steps per epoch, the data is prepared in a DVC experiment, which is removed afterwards. The later run
+    restores the data from DVC's run cache.
+
+    Args:
+        name: name of this DVC experiment.
+        folders: see `run_experiment`.
 
     Raises:
-        CalledProcessError: a stage up to convert failed.
+        CalledProcessError: `convert` or an earlier stage failed.
     """
-    run(name, changes, folders, ["convert"])
+    run_experiment(name, changes, folders, ["convert"])
     per_epoch = steps_per_epoch(name, paths)
     remove(name)
-    return round((steps - 0.5) / per_epoch, 6)  # the loop rounds up: half a step less is safe from rounding here
+    # The training loop rounds up, so subtracting half a step gives the same number of steps despite rounding errors
+    return round((steps - 0.5) / per_epoch, 6)
 
 
 def steps_per_epoch(experiment: str, paths: Paths) -> int:
-    """Steps of an epoch as the training loop counts them, on the experiment's mixture."""
+    """Return the number of optimizer steps per epoch on the mixture of a DVC experiment.
+
+    The steps are counted in the same way as in the training loop.
+    """
     from m3diff.stages.train.batches import Schedule, read_training_samples
 
     with tempfile.TemporaryDirectory() as name:
@@ -144,35 +170,45 @@ def steps_per_epoch(experiment: str, paths: Paths) -> int:
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, sample standard deviation (None for one seed) and each seed's value of a score."""
+    """Return the mean, the sample standard deviation (None for a single seed) and the list of one value per seed."""
     sd = statistics.stdev(values) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "sd": sd, "values": list(values)}
 
 
 class Targets(Section):
-    """Targets of scores by protocol, for the means over the seeds; `score_of` explains the names of scores."""
+    """Targets for scores on new scenes. The mean over the seeds is compared. See `score_of` for the names of scores."""
 
-    profile: Path  # of the scenes
+    profile: Path
+    """Parameter file with which the new scenes are drawn, captioned and scored."""
+
     at_least: dict[str, dict[str, float]] = {}
+    """Minimum mean by protocol and score."""
+
     at_most: dict[str, dict[str, float]] = {}
+    """Maximum mean by protocol and score."""
 
 
-def reached(cfg: Targets, models: Mapping[int, str], paths: Paths) -> list[dict[str, Any]]:
-    """For each target the mean, deviation and values over the seeds, and whether the mean reaches it.
+def check_targets(cfg: Targets, models: Mapping[int, str], paths: Paths) -> list[dict[str, Any]]:
+    """Score the models on new scenes and compare the means over the seeds with the targets.
 
     Args:
-        models: experiment of DVC by seed.
+        models: a mapping from each seed to the name of the DVC experiment that trained the model.
+
+    Returns:
+        A row for each target: the mean, standard deviation and values over the seeds, and whether the mean reaches the
+        target.
 
     Raises:
         CalledProcessError: a stage failed.
-        ParamsError: a score is absent.
+        ParamsError: a score does not exist or was not computed.
     """
-    draw(cfg.profile)
-    return list(compare(cfg, [caption(cfg.profile, seed, one, paths) for seed, one in models.items()]))
+    make_scenes(cfg.profile)
+    scores = [caption(cfg.profile, seed, experiment, paths) for seed, experiment in models.items()]
+    return list(compare(cfg, scores))
 
 
-def draw(profile: Path) -> None:
-    """Draw, read and check the scenes."""
+def make_scenes(profile: Path) -> None:
+    """Draw the new scenes and run the stages ingest, validate and convert on them."""
     for name in load_params(profile).synthesize:
         run_stage("new scenes", profile, "synthesize", name)
         run_stage("new scenes", profile, "ingest", name)
@@ -181,18 +217,21 @@ def draw(profile: Path) -> None:
 
 
 def caption(profile: Path, seed: int, experiment: str, paths: Paths) -> dict[str, Any]:
-    """The protocols of metrics.json of this seed's model on the new scenes."""
+    """Caption the new scenes with the model of one seed. Return the scores by protocol, as in metrics.json."""
     folder = load_params(profile).paths.mixture.parent / str(seed)
     copy(experiment, paths.model / "checkpoint", folder / "model" / "checkpoint")
     file = write_params(profile, folder, seed)
     for stage in ("predict", "evaluate"):
         run_stage(f"seed {seed}", file, stage)
-    found: dict[str, Any] = json.loads((folder / "report" / "metrics.json").read_text())["protocols"]
-    return found
+    scores_by_protocol: dict[str, Any] = json.loads((folder / "report" / "metrics.json").read_text())["protocols"]
+    return scores_by_protocol
 
 
 def write_params(profile: Path, folder: Path, seed: int) -> Path:
-    """The parameters that caption and score the model in this folder, all outputs in it."""
+    """Write a parameter file for captioning with the model in `folder`, and return its path.
+
+    All outputs go to `folder`.
+    """
     values = resolve(profile)
     values["train"]["seed"] = seed
     values["paths"] |= {name: str(folder / name) for name in ("model", "predictions", "report")}
@@ -202,35 +241,48 @@ def write_params(profile: Path, folder: Path, seed: int) -> Path:
     return folder / "params.yaml"
 
 
-def run_stage(whose: str, file: Path, *stage: str) -> None:
-    print(f"{whose}: {' '.join(stage)}", flush=True)
+def run_stage(title: str, file: Path, *stage: str) -> None:
+    """Print the name of a stage and run it with a parameter file."""
+    print(f"{title}: {' '.join(stage)}", flush=True)
     subprocess.run([sys.executable, "-m", "m3diff", "--params", str(file), *stage], check=True)
 
 
 def compare(cfg: Targets, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row a target; `runs` are the scores of each seed by protocol."""
-    for bound, wanted in (("at_least", cfg.at_least), ("at_most", cfg.at_most)):
-        for protocol, scores in wanted.items():
+    """Compare the mean scores over the seeds with the targets, and yield a row for each target.
+
+    Args:
+        runs: for each seed, the scores by protocol.
+    """
+    for bound, targets in (("at_least", cfg.at_least), ("at_most", cfg.at_most)):
+        for protocol, scores in targets.items():
             for score, target in scores.items():
-                found = over_seeds([score_of(run[protocol], score) for run in runs])
-                hit = found["mean"] >= target if bound == "at_least" else found["mean"] <= target
-                yield {"protocol": protocol, "score": score, bound: target, **found, "reached": hit}
+                summary = over_seeds([score_of(run[protocol], score) for run in runs])
+                is_reached = summary["mean"] >= target if bound == "at_least" else summary["mean"] <= target
+                yield {"protocol": protocol, "score": score, bound: target, **summary, "reached": is_reached}
 
 
 def score_of(scores: Mapping[str, Any], name: str) -> float:
-    """A score of a protocol by its name: plain, `by_type/*/<score>` (the worst type's), or a ratio of two.
+    """Return the score with this name.
+
+    Args:
+        scores: all scores of a protocol.
+        name: the name of a score, `by_type/*/<score>` for the lowest value of a score over the change types, or
+            `<score>/<score>` for the ratio of two scores.
 
     Raises:
-        ParamsError: there is none of this name, or it is absent.
+        ParamsError: no score has this name, or the score was not computed.
     """
     if name.startswith("by_type/*/"):
-        own = name.removeprefix("by_type/*/")
-        found = [of[own] for of in scores["by_type"].values() if of.get(own) is not None]
-        if not found:
-            raise ParamsError(f"{name}: no type of change has this score")
-        return float(min(found))
-    part, _, whole = name.partition("/")
-    for score in filter(None, (part, whole)):
+        type_score = name.removeprefix("by_type/*/")
+        values = [row[type_score] for row in scores["by_type"].values() if row.get(type_score) is not None]
+        if not values:
+            raise ParamsError("experiments.no_type_has_score", key=name)
+        return float(min(values))
+    numerator, _, denominator = name.partition("/")
+    for score in filter(None, (numerator, denominator)):
         if scores.get(score) is None:
-            raise ParamsError(f"{score}: {scores.get('absent', {}).get(score, 'no score of evaluate has this name')}")
-    return float(scores[part] / scores[whole] if whole else scores[part])
+            cause = scores.get("absent", {}).get(score)
+            if cause is None:
+                raise ParamsError("experiments.unknown_score", key=score)
+            raise ParamsError("experiments.absent_score", key=score, cause=cause)
+    return float(scores[numerator] / scores[denominator] if denominator else scores[numerator])

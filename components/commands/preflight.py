@@ -1,4 +1,4 @@
-"""Checks of a machine before hours are spent: room, memory, GPUs, Java, SPICE, MLflow."""
+"""Check a machine and its data before a long run: disk, memory, GPUs, Java, SPICE, MLflow and test pairs."""
 
 import os
 import shutil
@@ -11,118 +11,195 @@ import psutil
 from mlflow.exceptions import MlflowException
 
 from m3diff.cluster import NoRoomError, require_head
-from m3diff.records.errors import DataError
+from m3diff.datasets import DATASETS
+from m3diff.records.errors import DataError, Fault, cause_of
 from m3diff.records.machine import free_memory
 from m3diff.registry import tracking
-from m3diff.registry.decisions import decisions
-from m3diff.registry.promote import champion_lost
+from m3diff.registry.decisions import read_decisions
+from m3diff.registry.moves import find_lost_champion
 from m3diff.registry.versions import CHAMPION, alias_of
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import try_spice
+from m3diff.settings.rules import missing_inputs
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
+from m3diff.stages.ingest.params import HOW_TO_TEST
 
 GIB = 2**30
-LEAST_FREE = 1 * GIB  # what the small stages, logs and the report take
-TRAINED_COPIES = 4  # of the base's size on a CPU: weights, gradients and AdamW's two moments in fp32
+DISK_RESERVE = 1 * GIB  # disk space for the outputs of the small stages, logs and the report
+CHECKPOINTS_IN_FLIGHT = 4  # maximum number of checkpoints at the same time: a new checkpoint and three older ones
+TRAINING_COPIES = 4  # memory for CPU training, in base sizes: weights, gradients and AdamW's two moments
 NVIDIA_TIMEOUT_S = 60
 
 
 class NotReadyError(ParamsError):
-    """The machine or a server lacks what the run needs; every lack at once, each with its remedy."""
+    """The machine, the data or a server does not meet the requirements of the run. `faults` lists all problems."""
 
 
 def preflight(params: Params) -> None:
-    """See that this machine can run the pipeline.
+    """Check that this machine can run the pipeline.
 
     Raises:
-        NotReadyError: it cannot.
+        NotReadyError: at least one check failed.
     """
-    faults = [*disk(params), *memory(params), *gpus(params), *cluster(params), *java(params), *server(params)]
+    faults = [
+        *disk_faults(params),
+        *memory_faults(params),
+        *gpu_faults(params),
+        *cluster_faults(params),
+        *java_faults(params),
+        *mlflow_faults(params),
+    ]
     if faults:
-        raise NotReadyError("\n  ".join(["this run cannot start here:", *faults]))
+        raise NotReadyError("preflight.cannot_start", faults=faults)
 
 
-def disk(params: Params) -> Iterator[str]:
-    """Room where the run writes for checkpoints in flight, of which a new one and three older exist at once."""
-    base = size_of(params.train.base)
-    needs = {params.compute.scratch: LEAST_FREE + 4 * base, params.paths.model: LEAST_FREE + base}
-    for place, needed in needs.items():
-        there = next(folder for folder in (place.resolve(), *place.resolve().parents) if folder.exists())
-        free = shutil.disk_usage(there).free
+def preflight_data(params: Params) -> None:
+    """Check that a model can be trained and evaluated with the inputs of the run.
+
+    The files that DVC and git track must be checked out.
+
+    Raises:
+        NotReadyError: at least one check failed.
+    """
+    faults = [*base_faults(params), *faults_of_test_pairs(params)]
+    if faults:
+        raise NotReadyError("preflight.cannot_train", faults=faults)
+
+
+def disk_faults(params: Params) -> Iterator[Fault]:
+    """Yield a fault for each output folder whose disk does not have enough space for the checkpoints of the run."""
+    base_bytes = size_of(params.train.base)
+    needed_bytes = {
+        params.compute.scratch: DISK_RESERVE + CHECKPOINTS_IN_FLIGHT * base_bytes,
+        params.paths.model: DISK_RESERVE + base_bytes,
+    }
+    for folder, needed in needed_bytes.items():
+        path = folder.resolve()
+        existing_folder = next(candidate for candidate in (path, *path.parents) if candidate.exists())
+        free = shutil.disk_usage(existing_folder).free
         if free < needed:
-            yield f"{place}: {free / GIB:.1f} GiB free, {needed / GIB:.1f} needed; make room or set compute.scratch"
+            yield Fault("preflight.disk_too_small", path=folder, free=free / GIB, needed=needed / GIB)
 
 
-def memory(params: Params) -> Iterator[str]:
-    """The base in the machine's memory, for each worker; trained there where there is no GPU."""
+def memory_faults(params: Params) -> Iterator[Fault]:
+    """Yield a fault if there is not enough memory to load the base model in each worker.
+
+    Without a GPU, the check includes the memory for training.
+    """
     if os.environ.get("RAY_ADDRESS"):
-        return  # the workers are on other machines
-    copies = 1 if params.compute.gpu else TRAINED_COPIES
-    needed = size_of(params.train.base) * copies * max(params.compute.workers, 1)
+        return  # the workers run on other machines
+    copies = 1 if params.compute.gpu else TRAINING_COPIES
+    workers = max(params.compute.workers, 1)
+    needed = size_of(params.train.base) * copies * workers
     free = free_memory(psutil.virtual_memory().available)
     if free < needed:
-        yield (
-            f"memory: {free / GIB:.1f} GiB are free, about {needed / GIB:.1f} needed by {params.compute.workers} "
-            "worker(s); lower compute.workers or end other programs"
-        )
+        yield Fault("preflight.memory_too_small", free=free / GIB, needed=needed / GIB, workers=workers)
 
 
-def gpus(params: Params) -> Iterator[str]:
-    """A GPU for each worker, by the driver's own list."""
+def gpu_faults(params: Params) -> Iterator[Fault]:
+    """Yield a fault if there are fewer GPUs than workers."""
     if not params.compute.gpu or os.environ.get("RAY_ADDRESS"):
         return
-    asked, found = max(params.compute.workers, 1), 0
-    with suppress(OSError, subprocess.TimeoutExpired):  # no driver, or one that does not answer
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_TIMEOUT_S)
-        found = sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
-    if found < asked:
-        yield f"compute.gpu: {asked} GPU(s) asked for, {found} found by nvidia-smi -L; lower compute.workers"
+    needed_gpus = max(params.compute.workers, 1)
+    listed_gpus = count_listed_gpus()
+    if listed_gpus < needed_gpus:
+        yield Fault("preflight.too_few_gpus", key="compute.gpu", value=listed_gpus, needed=needed_gpus)
 
 
-def cluster(params: Params) -> Iterator[str]:
+def count_listed_gpus() -> int:
+    """Return the number of GPUs that the driver lists, or 0 if there is no driver or it does not respond."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_TIMEOUT_S)
+        if listing.returncode == 0:
+            return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    return 0
+
+
+def cluster_faults(params: Params) -> Iterator[Fault]:
+    """Yield a fault if the workers would run on a cluster that does not respond."""
     try:
         if params.compute.workers:
             require_head(0)
     except NoRoomError as error:
-        yield str(error)
+        yield error.fault
 
 
-def java(params: Params) -> Iterator[str]:
-    """A Java that starts, where a metric needs one, and a SPICE that scores where its jars are named."""
-    metrics, folder = choose_metrics(params.evaluate.metrics), params.compute.spice_dir
+def java_faults(params: Params) -> Iterator[Fault]:
+    """Yield a fault if a metric requires Java and Java does not start, or if SPICE does not work with its jars."""
+    metrics = choose_metrics(params.evaluate.metrics)
+    spice_dir = params.compute.spice_dir
     if not needs_java(metrics):
         return
     try:
         require_java()
-        if folder is not None and "SPICE" in metrics:
-            try_spice(folder, params.compute.scorer_timeout_s)
-    except JavaMissing as missing:
-        yield f"evaluate.metrics: {', '.join(name for name in metrics if metrics[name].java)} need Java; {missing}"
-    except ScorerFailed as failure:
-        yield f"compute.spice_dir: no SPICE from {folder}: {failure}; or write null, and SPICE is absent"
+        if spice_dir is not None and "SPICE" in metrics:
+            try_spice(spice_dir, params.compute.scorer_timeout_s)
+    except JavaMissing as error:
+        java_metrics = [name for name, metric in metrics.items() if metric.java]
+        yield Fault("preflight.no_java", key="evaluate.metrics", names=java_metrics, cause=error.fault)
+    except ScorerFailed as error:
+        yield Fault("preflight.no_spice", key="compute.spice_dir", folder=spice_dir, cause=error.fault)
 
 
-def server(params: Params) -> Iterator[str]:
-    """MLflow, and what somebody deleted there that register or the gate would miss hours later."""
+def mlflow_faults(params: Params) -> Iterator[Fault]:
+    """Yield a fault if MLflow does not respond, or if entries that `register` and the gate require were deleted."""
     cfg = params.register_
     try:
         store = tracking.resolve(cfg.tracking_uri)
         tracking.check_alive(store)
         if store.startswith(tracking.SQLITE) and not Path(store.removeprefix(tracking.SQLITE)).is_file():
-            return  # nothing was registered yet
+            return  # nothing has been registered yet
         with tracking.connected(cfg.tracking_uri) as client:
             try:
-                tracking.known_experiment(client, cfg.experiment)
-            except DataError as deleted:
-                yield str(deleted)
-            if alias_of(client, cfg.model_name, CHAMPION) is None:
-                yield from filter(None, [champion_lost(client, decisions(), cfg.model_name)])
+                tracking.find_experiment(client, cfg.experiment)
+            except DataError as error:
+                yield error.fault
+            # If the whole registered model was deleted, its alias cannot be restored. The next version can still be
+            # registered. The gate then rejects it and names the command that accepts it.
+            is_registered = tracking.find_registered_model(client, cfg.model_name) is not None
+            if is_registered and alias_of(client, cfg.model_name, CHAMPION) is None:
+                champion_fault = find_lost_champion(client, read_decisions(), cfg.model_name)
+                if champion_fault:
+                    yield champion_fault
     except (DataError, MlflowException, OSError) as error:
-        yield f"register.tracking_uri: {error}"
+        yield Fault("preflight.no_mlflow", key="register.tracking_uri", cause=cause_of(error))
+
+
+def base_faults(params: Params) -> Iterator[Fault]:
+    """Yield a fault for each missing file of the base model.
+
+    Without this check, DVC would report a missing file hours later and without a remedy.
+    """
+    yield from missing_inputs(params, "train")
+
+
+def faults_of_test_pairs(params: Params) -> Iterator[Fault]:
+    """Yield a fault if the gate's dataset has no test pairs, because the trained model could not be evaluated.
+
+    If the dataset does not exist yet or cannot be read, no fault is yielded, because the stages that create and read
+    the dataset report the problem.
+    """
+    protocol = params.promote.protocol
+    entry = params.ingest.datasets.get(protocol.partition("/")[0])
+    if entry is None or not entry.root.is_dir():
+        return
+    try:
+        rows = DATASETS[entry.reader].read(entry.root, **entry.options)
+        has_test_pair = any(row.split == "test" for row in rows)
+    except DataError:
+        return
+    if not has_test_pair:
+        yield Fault(
+            "preflight.no_test_pair",
+            key="promote.protocol",
+            protocol=protocol,
+            root=entry.root,
+            hint=HOW_TO_TEST,
+        )
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder; 0 where there is none."""
+    """Return the total size of all files below a folder in bytes, or 0 if the folder does not exist."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,11 +1,15 @@
-"""Score a registered model, or a folder, on the test set that is here: fetch its checkpoint, caption, score.
+"""Score a registered model or a model folder on the test set of this checkout.
 
-The gate scores a champion of another test set so (`rescore`), a person any model (`m3diff evaluate --model VERSION`).
-The run's own files stay as they are. Scores of a version are kept in its run, where the gate finds them.
+The checkpoint is downloaded, the test set is captioned and the captions are scored. The test set is the test split of
+the mixture, which convert wrote. The gate compares a new model with the champion, the version in use. If the champion
+was tested on a different test set, the gate scores it again (`rescore`). Users can score any model (`m3diff evaluate
+--model VERSION`). The files of the last run are not changed. The scores of a version are logged to its MLflow run,
+where the gate looks for them.
 """
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from m3diff.records.copies import copy_folder
-from m3diff.records.errors import DataError
+from m3diff.records.errors import CodedError, DataError, Fault
 from m3diff.records.files import new_folder
 from m3diff.registry import tracking
 from m3diff.registry.lineage import hash_test_set
@@ -22,98 +26,156 @@ from m3diff.registry.model_source import Source, find
 from m3diff.registry.promote import CannotScoreAgain
 from m3diff.registry.versions import SCORES, download_checkpoint, find_version, run_of, scored_again, tested_on
 from m3diff.scoring.metrics.java import ScorerFailed
-from m3diff.scoring.run import EvaluateReport, headline
+from m3diff.scoring.results import EvaluateReport, headline
 from m3diff.settings.tree import Params
 
 Headline = dict[str, dict[str, float]]
 
 
-def rescore(client: MlflowClient, params: Params, version: ModelVersion, on: str) -> pa.Table:
-    """Caption the test set that is here with a version's checkpoint, score it, and keep the scores in its run.
+def rescore(client: MlflowClient, params: Params, version: ModelVersion, test_set: str) -> pa.Table:
+    """Caption this checkout's test set with a version's checkpoint, score the captions and log the scores to its run.
+
+    Args:
+        test_set: digest of the test set that must be scored.
+
+    Returns:
+        The version's scores, as in scores.parquet.
 
     Raises:
-        CannotScoreAgain: another test set is here than `on`, or checkpoint or data cannot be used.
-        ConnectionError: a worker or MLflow died; try again.
+        CannotScoreAgain: the checkout has a different test set, or the checkpoint or the data cannot be used.
+        ConnectionError: a worker or MLflow failed. Try again.
     """
-    from m3diff.models.checkpoint import is_adapters  # torch, which takes seconds to import
+    from m3diff.models.checkpoint import is_adapters  # imports torch, which takes seconds
 
     paths = params.paths
     try:
-        if (here := hash_test_set(paths)) != on:
+        present_test_set = hash_test_set(paths)
+        if present_test_set != test_set:
             raise CannotScoreAgain(
-                f"the challenger's test set is {on:.12}, but {paths.clean} and {paths.predictions} hold "
-                f"{here:.12}; restore it with `git checkout` and `dvc checkout`"
+                "rescore.other_test_set",
+                value=present_test_set,
+                expected=test_set,
+                clean=paths.clean,
+                predictions=paths.predictions,
             )
-        said = f"champion {version.version} has no scores on this test set ({on:.12})"
-        print(f"promote: {said}; it is captioned and scored by the code of today", flush=True)
+        reason = f"champion {version.version} has no scores on this test set ({test_set:.12})"
+        print(f"promote: {reason}; it is captioned and scored by the code of today", flush=True)
         scratch = params.compute.scratch / "promote"
         scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=scratch) as place:
-            folder, made = download_checkpoint(version, Path(place)), Path(place) / "made"
-            limit = int(version.tags.get(tracking.TOKENS, params.predict.max_new_tokens))
-            score(params, Source(version.name, folder, limit, params.train.base if is_adapters(folder) else None), made)
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            checkpoint = download_checkpoint(version, Path(folder))
+            max_new_tokens = int(version.tags.get(tracking.TOKENS, params.predict.max_new_tokens))
+            base = params.train.base if is_adapters(checkpoint) else None
+            evaluated = Path(folder) / "made"
+            score(params, Source(version.name, checkpoint, max_new_tokens, base), evaluated)
             if tracking.find_run(client, version.run_id) is None:
-                lost = f"MLflow has lost the run of version {version.version}"
-                print(f"promote: {lost}; its scores are not kept", flush=True)
+                reason = f"MLflow has lost the run of version {version.version}"
+                print(f"promote: {reason}; its scores are not kept", flush=True)
             else:
-                keep(client, version, on, made)
-            return pq.read_table(made / "report" / SCORES)
+                keep_scores(client, version, test_set, evaluated)
+            return pq.read_table(evaluated / "report" / SCORES)
     except (ConnectionError, BlockingIOError):
         raise
     except (OSError, ValueError, MlflowException, ScorerFailed) as error:
-        raise CannotScoreAgain(str(error)) from error
+        if isinstance(error, CodedError):
+            raise CannotScoreAgain(error.fault) from error
+        raise CannotScoreAgain("rescore.scoring_failed", cause=str(error)) from error
 
 
 def score_model(params: Params, model: str, base: Path, out: Path | None = None) -> tuple[Path, Headline]:
-    """Caption the mixture's test split, score it, and write `predictions/` and `report/`.
+    """Caption the mixture's test split with a model, score the captions, and write `predictions/` and `report/`.
 
     Args:
-        model: a folder, else a version's number or alias.
-        base: where the base is, should the checkpoint be adapters alone.
-        out: a folder that does not exist; None: one in the scratch folder, made anew.
-    Returns: the folder, and the scores that runs are compared by, times 100.
+        model: path of a folder, or the number or alias of a version.
+        base: base model of a checkpoint that contains only adapters.
+        out: folder to create. None for a folder in the scratch folder, which is overwritten.
+
+    Returns:
+        The folder, and the scores that are used to compare runs, times 100.
 
     Raises:
-        DataError: there is no such model, no test set, or `out` exists.
-        TrackingUnavailableError: MLflow does not answer.
+        DataError: the model or the test set does not exist, or `out` already exists.
+        TrackingUnavailableError: MLflow does not respond.
     """
     cfg = params.register_
     if out is not None and out.exists():
-        raise DataError(f"{out}: exists; name a folder that does not")
+        raise DataError("rescore.out_exists", path=out)
     source = find(cfg.tracking_uri, cfg.model_name, model, base, params.predict.max_new_tokens)
-    place = out or params.compute.scratch / "evaluated" / source.name.replace("/", "-")
-    with new_folder(place) as made:
-        report = score(params, source, made)
+    evaluated = out or params.compute.scratch / "evaluated" / source.name.replace("/", "-")
+    with new_folder(evaluated) as folder:
+        report = score(params, source, folder)
     if not Path(model).is_dir():
-        on = hash_test_set(params.paths.model_copy(update={"predictions": place / "predictions"}))
+        test_set = hash_test_set(params.paths.model_copy(update={"predictions": evaluated / "predictions"}))
         with tracking.connected(cfg.tracking_uri) as client:
             version = find_version(client, cfg.model_name, source.name.rpartition("/")[2])
-            if tested_on(version) != on:
-                keep(client, version, on, place)
-    return place, headline(report)
+            if tested_on(version) != test_set:
+                keep_scores(client, version, test_set, evaluated)
+    return evaluated, headline(report)
 
 
-def score(params: Params, source: Source, made: Path) -> EvaluateReport:
-    """Write `predictions/` and `report/` of a model into a new folder."""
-    from m3diff.models.checkpoint import place_on_base, verify_loaded
+def score(params: Params, source: Source, out: Path) -> EvaluateReport:
+    """Caption the mixture's test split with a model and score it. Write `predictions/` and `report/` to `out`.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be used.
+    """
+    from m3diff.models.checkpoint import CheckpointError, place_on_base, verify_loaded
+    from m3diff.report.origin import Origin
     from m3diff.stages.evaluate.stage import evaluate
     from m3diff.stages.predict.stage import predict
 
-    held, paths = made.with_name(f"{made.name}.model"), params.paths
-    held.mkdir()
+    paths = params.paths
+    # predict expects a folder that contains a checkpoint, like the output of train
+    model = out.with_name(f"{out.name}.model")
+    checkpoint = model / "checkpoint"
+    model.mkdir()
     if source.base is None:
-        (held / "checkpoint").symlink_to(source.folder.resolve())
+        checkpoint.symlink_to(source.folder.resolve())
     else:
-        copy_folder(source.folder, held / "checkpoint")
-        place_on_base(held / "checkpoint", verify_loaded(held / "checkpoint"), source.base)
-    made.mkdir()
+        copy_folder(source.folder, checkpoint)
+        place_on_base(checkpoint, verify_loaded(checkpoint), source.base)
+    out.mkdir()
     cfg = params.predict.model_copy(update={"max_new_tokens": source.max_new_tokens})
-    predictions, report = made / "predictions", made / "report"
-    predict(cfg, params.compute, paths.mixture, held, predictions)
-    return evaluate(params.evaluate, params.compute, paths.records, paths.clean, predictions, report)
+    predictions = out / "predictions"
+    report = out / "report"
+    try:
+        predict(cfg, params.compute, paths.mixture, model, predictions)
+    except CheckpointError as error:
+        # name the source's folder in the message, because the link to it is temporary and unknown to the user
+        fault = error.fault
+        for link in (checkpoint.absolute(), checkpoint):
+            fault = with_another_path(fault, link, source.folder)
+        raise CheckpointError(fault) from error
+    origin = Origin(facts={"Model": source.name})
+    return evaluate(params.evaluate, params.compute, paths.records, paths.clean, predictions, report, origin)
 
 
-def keep(client: MlflowClient, version: ModelVersion, on: str, place: Path) -> None:
-    """Keep the scores on a test set in the version's run."""
+def with_another_path(fault: Fault, path: Path, replacement: Path) -> Fault:
+    """Replace `path` by `replacement` in all texts and paths of a fault, including those in lists and nested faults."""
+    fields = {name: replace_path(value, path, replacement) for name, value in fault.fields.items()}
+    return Fault(fault.code, **fields)
+
+
+def replace_path(value: Any, path: Path, replacement: Path) -> Any:
+    """Replace `path` by `replacement` in the value of a fault's field."""
+    match value:
+        case Fault():
+            return with_another_path(value, path, replacement)
+        case list() | tuple():
+            return [replace_path(item, path, replacement) for item in value]
+        case Path():
+            return Path(str(value).replace(str(path), str(replacement)))
+        case str():
+            return value.replace(str(path), str(replacement))
+        case _:
+            return value
+
+
+def keep_scores(client: MlflowClient, version: ModelVersion, test_set: str, evaluated: Path) -> None:
+    """Log the scores on a test set to the version's MLflow run.
+
+    Args:
+        evaluated: folder that contains `report/`.
+    """
     for name in (SCORES, "metrics.json"):
-        client.log_artifact(run_of(version), str(place / "report" / name), scored_again(on))
+        client.log_artifact(run_of(version), str(evaluated / "report" / name), scored_again(test_set))

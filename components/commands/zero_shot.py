@@ -1,11 +1,12 @@
-"""A model that was never trained here, on the test set that lies here: the papers' zero-shot rows of large models.
+"""Caption the test split with a model behind an OpenAI-compatible endpoint, and score the captions.
 
-An OpenAI-compatible endpoint gets both images of a pair in one message, before and then after, with the question that
-predict asks. Its captions are written as predict writes them and scored by the stage evaluate, with its page; there
-are no controls, saliency maps or training curves. Run: `m3diff zero-shot --url URL --model NAME`.
+Papers report such zero-shot scores for large models. Each pair is sent as one message with the image before, the image
+after, and the question that the stage predict asks. The captions are written in the format of predict and scored by the
+stage evaluate, which also writes its page. There are no controls, saliency maps or training curves. Run: `m3diff
+zero-shot --url URL --model NAME`.
 
-A refusal, an empty answer and one that was cut are scored as an empty caption, and told. Answers are kept by their
-content and their server in the scratch folder: a second run asks nothing, and one that was killed goes on.
+Refusals, empty answers and truncated answers are scored as empty captions and listed. Answers are stored in the scratch
+folder by question and server, so repeating a finished run sends nothing, and repeating a killed run continues it.
 """
 
 import hashlib
@@ -18,66 +19,93 @@ from pathlib import Path
 from typing import NamedTuple
 
 from m3diff.datasets.spec import check_licence
-from m3diff.endpoint import Answer, AnswerSource, Endpoint, Question, in_unicode, on_this_machine
+from m3diff.endpoint.answers import AnswerSource, EndpointAnswer
+from m3diff.endpoint.client import Endpoint
+from m3diff.endpoint.questions import EndpointQuestion, replace_surrogates
+from m3diff.endpoint.transport import EndpointError
+from m3diff.endpoint.url import on_this_machine
 from m3diff.images.open import ImageError, load_image
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault, redact
 from m3diff.records.files import StageReport, new_folder, write_atomic
+from m3diff.report.origin import Origin
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
-from m3diff.scoring.pairs import load_specs, published_rows, read_test_records, select, some
-from m3diff.scoring.run import EvaluateReport, headline
+from m3diff.scoring.pairs import list_ids, read_test_records
+from m3diff.scoring.protocols import load_specs, select_protocols
+from m3diff.scoring.published import published_rows
+from m3diff.scoring.results import EvaluateReport, headline
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
 from m3diff.stages.predict.stage import PairSample, read_test_pairs
 
-PROMPT = (  # the project's own: the paper whose zero-shot scores are published (arXiv 2503.11093 v2) prints none
+# Written for this project, because the paper with the zero-shot scores (arXiv 2503.11093 v2) does not print a prompt
+PROMPT = (
     "The two images come in order: the first was taken before, the second after. {question} "
     "Answer with one plain sentence of what changed, and nothing else."
 )
-# The published rows of models that were not trained on the benchmark (arXiv 2503.11093 v2, Table 3, marked so)
-PUBLISHED = ("GPT-4o", "LLaVA-OneVision-7B", "Qwen-2.5-VL-7B")
-WITHOUT = ("refused", "empty", "cut")  # answers that are scored as an empty caption
+# Methods whose published scores are marked as zero-shot (arXiv 2503.11093 v2, Table 3)
+ZERO_SHOT_METHODS = ("GPT-4o", "LLaVA-OneVision-7B", "Qwen-2.5-VL-7B")
+MAX_EXCERPT_CHARS = 200  # maximum number of characters of an answer in a message
+CAPTIONLESS_KINDS = ("refused", "empty", "cut")  # kinds of answers that are scored as an empty caption
 
 
 @dataclass(frozen=True)
-class Request:
-    url: str  # up to and with /v1
+class ZeroShotRequest:
+    """The model behind an endpoint and how to query it.
+
+    Attributes:
+        url: URL of the endpoint, ending with /v1.
+        prompt: text sent with the images. {question} is replaced by the question that the stage predict asks about the
+            pair.
+        key_variable: environment variable that holds the key, so that it is not stored in any file.
+        max_tokens: maximum length of an answer, in tokens; None uses the server's default.
+        limit: maximum number of test pairs; 0 uses all.
+        timeout_s: time limit for one question, in seconds.
+        reuse_answers: whether to use stored answers that may come from another server. None raises an error, and False
+            asks the questions again.
+    """
+
+    url: str
     model: str
-    prompt: str = PROMPT  # {question} stands for the pair's own, which predict asks
-    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
-    max_tokens: int | None = None  # of an answer; None: as the server has it
-    limit: int = 0  # pairs of the test split; 0: all
-    timeout_s: int = 120  # of one question
+    prompt: str = PROMPT
+    key_variable: str = "OPENAI_API_KEY"
+    max_tokens: int | None = None
+    limit: int = 0
+    timeout_s: int = 120
     allow_unlicensed: bool = False
-    # Stored answers that are not known to be of this server. None: refuse them; True: use them; False: ask anew
     reuse_answers: bool | None = None
 
-    def place(self, scratch: Path) -> Path:
-        """The default folder of the result, named by the model and by a hash of all that decides it."""
-        decides = [self.model, self.url, self.prompt, self.max_tokens, self.limit]
-        if self.reuse_answers:  # the result may be another server's, and must not replace this one's
-            decides.append("reuse_answers")
-        digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
+    def default_folder(self, scratch: Path) -> Path:
+        """Return the default output folder, named after the model and a hash of everything that affects the result."""
+        inputs = [self.model, self.url, self.prompt, self.max_tokens, self.limit]
+        if self.reuse_answers:  # another server's answers must not replace this server's result
+            inputs.append("reuse_answers")
+        digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:8]
         return scratch / "evaluated" / f"zero-shot-{re.sub(r'[^A-Za-z0-9_.]+', '-', self.model)[:80]}-{digest}"
 
 
 class ZeroShotReport(StageReport):
-    """Pairs of the test split in, captions out; `words` is the mean length of a caption, empty ones among them; there
-    are no pairs of the controls."""
+    """Report of the captions. `rows_in` counts test pairs, and `rows_out` counts captions. There are no controls.
+
+    Attributes:
+        words: mean number of words per caption, including empty captions.
+        without_caption: ids of the pairs that are scored as an empty caption, by kind of answer.
+        sources: servers that answered, with the number of cached answers and their dates.
+    """
 
     url: str
     model: str
     prompt: str
     words: float
-    without_caption: dict[str, list[str]]  # kind of answer -> ids of the pairs, scored as an empty caption
-    sources: list[AnswerSource]  # whose answers they are, how many are from the cache, and from when
+    without_caption: dict[str, list[str]]
+    sources: list[AnswerSource]
     control: int = 0
     reversed: int = 0
 
 
-class Result(NamedTuple):
-    """The captions' report, their scores, and the folder that holds `predictions/` and `report/`."""
+class ZeroShotResult(NamedTuple):
+    """The output folder with `predictions/` and `report/`, the report of the captions, and their scores."""
 
     folder: Path
     captioned: ZeroShotReport
@@ -85,70 +113,87 @@ class Result(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """For people: the pairs without a caption, and the scores beside those that papers print."""
-        told = [
-            f"{len(ids):,} of {self.captioned.rows_in:,} answers {kind}, scored as an empty caption: {some(ids)}"
+        """Lines for the user: the pairs without a caption, then the scores next to those published in papers."""
+        lines = [
+            f"{len(ids):,} of {self.captioned.rows_in:,} answers {kind}, scored as an empty caption: {list_ids(ids)}"
             for kind, ids in self.captioned.without_caption.items()
             if ids
         ]
-        for protocol, found in headline(self.scored).items():
-            scores = self.scored.protocols[protocol]
-            part = f" ({scores.pairs:,} of {scores.published_pairs:,} pairs)" if scores.is_partial else ""
-            told.append(f"{protocol}{part}, times 100: {listed(found)}")
-            told += [
-                f"  {row.method}, zero-shot, published in {row.source}: {listed(row.scores)}"
-                for row in published_rows(protocol.partition("/")[0])
-                if row.method in PUBLISHED
-            ]
-        return [*told, f"report: {self.folder / 'report' / 'report.html'}"]
+        for protocol, headline_scores in headline(self.scored).items():
+            protocol_scores = self.scored.protocols[protocol]
+            coverage = ""
+            if protocol_scores.is_partial:
+                coverage = f" ({protocol_scores.pairs:,} of {protocol_scores.published_pairs:,} pairs)"
+            lines.append(f"{protocol}{coverage}, times 100: {format_scores(headline_scores)}")
+            dataset = protocol.partition("/")[0]
+            for row in published_rows(dataset):
+                if row.method in ZERO_SHOT_METHODS:
+                    scores = format_scores(row.scores)
+                    lines.append(f"  {row.method}, zero-shot, published in {row.source}: {scores}")
+        lines.append(f"report: {self.folder / 'report' / 'report.html'}")
+        return lines
 
 
-def listed(scores: Mapping[str, float | None]) -> str:
+def format_scores(scores: Mapping[str, float | None]) -> str:
+    """Return names and scores as comma-separated text with one decimal. Missing scores are omitted."""
     return ", ".join(f"{name} {value:.1f}" for name, value in scores.items() if value is not None)
 
 
 def zero_shot(
-    request: Request, cfg: Evaluate, compute: Compute, mixture: Path, records: Path, clean: Path, out: Path | None
-) -> Result:
-    """Caption the mixture's test split by the endpoint, score it, and write `predictions/` and `report/`.
+    request: ZeroShotRequest,
+    cfg: Evaluate,
+    compute: Compute,
+    mixture: Path,
+    records: Path,
+    clean: Path,
+    out: Path | None,
+) -> ZeroShotResult:
+    """Caption the mixture's test split with the endpoint, score it, and write `predictions/` and `report/`.
 
     Args:
-        cfg: how evaluate scores; with a limit it may score fewer pairs than papers do, and says so.
-        out: a folder that does not exist; None: one in the scratch folder, made anew.
+        cfg: settings of the stage evaluate. If the request has a limit, the report states that fewer pairs are scored
+            than in papers.
+        out: output folder, which must not exist yet; None uses the default folder inside the scratch folder and
+            replaces it.
 
     Raises:
-        DataError: before anything is sent: there is no test set, a protocol lacks pairs, a licence does not allow to
-            hand images on, an image is not the one that ingest saw, or `out` exists. Afterwards: no answer is a
-            caption; these answers are forgotten.
-        ParamsError: the endpoint refuses the key, the model or the form of a question.
-        OtherServerError: stored answers are of another server, and the request does not say what to do with them.
-        ConnectionError: it cannot be reached, goes on failing, or gives no answer in time; what it answered is kept.
+        DataError: there is no test set, a published protocol lacks pairs, a licence does not allow images to be passed
+            on, an image has changed since ingest, or `out` exists. These errors are raised before anything is sent.
+            Also raised if none of the answers is a caption; these answers are not stored.
+        ParamsError: the endpoint rejects the key, the model or the form of a question.
+        OtherServerError: stored answers come from another server, and the request does not say what to do with them.
+        EndpointError: the endpoint cannot be reached, keeps failing, or does not answer in time. Answers received
+            before that are stored.
     """
     if out is not None and out.exists():
-        raise DataError(f"{out}: exists; name a folder that does not")
+        raise DataError("zero_shot.folder_exists", path=out)
     cfg = cfg.model_copy(update={"allow_fewer_pairs": cfg.allow_fewer_pairs or request.limit > 0})
     pairs = read_test_pairs(mixture)[: request.limit or None]
-    check(request, cfg, pairs, records, clean)
-    answers, sources = ask(request, pairs, compute.scratch)
-    place = out or request.place(compute.scratch)
-    with new_folder(place) as made:
-        captioned = write_predictions(request, pairs, answers, sources, made / "predictions")
-        scored = evaluate(cfg, compute, records, clean, made / "predictions", made / "report")
-    return Result(place, captioned, scored)
+    check_before_sending(request, cfg, pairs, records, clean)
+    answers, sources = ask_endpoint(request, pairs, compute.scratch)
+    folder = out or request.default_folder(compute.scratch)
+    with new_folder(folder) as unfinished:
+        predictions = unfinished / "predictions"
+        captioned = write_predictions(request, pairs, answers, sources, predictions)
+        origin = Origin(facts={"Model": f"{request.model} behind {redact(request.url)}", "Prompt": request.prompt})
+        scored = evaluate(cfg, compute, records, clean, predictions, unfinished / "report", origin)
+    return ZeroShotResult(folder=folder, captioned=captioned, scored=scored)
 
 
-def check(request: Request, cfg: Evaluate, pairs: Sequence[PairSample], records: Path, clean: Path) -> None:
-    """Refuse what can be refused before an image is sent and an answer is paid for.
+def check_before_sending(
+    request: ZeroShotRequest, cfg: Evaluate, pairs: Sequence[PairSample], records: Path, clean: Path
+) -> None:
+    """Check everything that can be checked before images are sent and answers are paid for.
 
-    Where images go to another machine, the conditions of their licences are printed.
+    If images are sent to another machine, the conditions of their licences are printed.
     """
     if needs_java(choose_metrics(cfg.metrics)):
         require_java()
-    rows = read_test_records(clean)
-    known = [rows[pair.id] for pair in pairs if pair.id in rows]
-    specs = load_specs(records, known)
+    test_records = read_test_records(clean)
+    pair_records = [test_records[pair.id] for pair in pairs if pair.id in test_records]
+    specs = load_specs(records, pair_records)
     if not cfg.allow_fewer_pairs:
-        check_complete(select(known, specs))
+        check_complete(select_protocols(pair_records, specs))
     if not on_this_machine(request.url):
         notices = [check_licence(spec, "redistribute", request.allow_unlicensed) for spec in specs.values()]
         for notice in dict.fromkeys(filter(None, notices)):
@@ -158,11 +203,16 @@ def check(request: Request, cfg: Evaluate, pairs: Sequence[PairSample], records:
             load_image(pair.before, pair.before_sha256)
             load_image(pair.after, pair.after_sha256)
         except ImageError as error:
-            raise DataError(f"{pair.id}: {error}") from error
+            raise DataError("zero_shot.unusable_image", pair=pair.id, cause=error.fault) from error
 
 
-def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> tuple[list[Answer], list[AnswerSource]]:
-    """The endpoint's answer to each pair, in order, and whose answers they are; says first where the images go."""
+def ask_endpoint(
+    request: ZeroShotRequest, pairs: Sequence[PairSample], scratch: Path
+) -> tuple[list[EndpointAnswer], list[AnswerSource]]:
+    """Return the answers for the pairs, in order, and the servers that gave them.
+
+    The destination of the images is printed before the first one is sent.
+    """
     print(
         f"zero-shot: {len(pairs):,} test pairs: both images and the question of each that is not answered yet go to "
         f"{request.url}, model {request.model!r}",
@@ -176,37 +226,46 @@ def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> tuple[l
         store=scratch / "zero_shot.jsonl",
         max_tokens=request.max_tokens,
         reuse=request.reuse_answers,
-        option="pass --reuse-answers to use them, or --no-reuse-answers to ask anew and keep both",
+        option=Fault("zero_shot.reuse_option"),
     )
     questions = [
-        Question(request.prompt.replace("{question}", pair.question), (Path(pair.before), Path(pair.after)))
+        EndpointQuestion(request.prompt.replace("{question}", pair.question), (Path(pair.before), Path(pair.after)))
         for pair in pairs
     ]
     try:
         answers = endpoint.ask(questions, "zero-shot")
-    except ConnectionError as error:
-        raise ConnectionError(f"{error}; what it answered is kept: run the command again") from error
-    if all(answer.kind in WITHOUT for answer in answers):
+    except EndpointError as error:
+        raise EndpointError("endpoint.interrupted", cause=error.fault) from error
+    if all(answer.kind in CAPTIONLESS_KINDS for answer in answers):
         endpoint.forget(questions)
-        kinds = Counter(answer.kind for answer in answers)
-        said = next((answer.text.strip() for answer in answers if answer.text.strip()), "")
+        counts = Counter(answer.kind for answer in answers)
+        example = next((answer.text.strip() for answer in answers if answer.text.strip()), "")
         raise DataError(
-            f"{request.url}, model {request.model!r}: no answer is a caption: "
-            f"{', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}, such as {said[:200]!r}. For cut ones "
-            "pass a larger --max-tokens; switch a reasoning parser or thinking off in the server; else pass another "
-            "--prompt or --model. Run the command again: it asks anew"
+            "zero_shot.no_caption",
+            url=request.url,
+            model=request.model,
+            answers=[f"{count:,} {kind}" for kind, count in counts.items()],
+            excerpt=example[:MAX_EXCERPT_CHARS],
         )
     return answers, endpoint.sources
 
 
 def write_predictions(
-    request: Request, pairs: Sequence[PairSample], answers: Sequence[Answer], sources: list[AnswerSource], out: Path
+    request: ZeroShotRequest,
+    pairs: Sequence[PairSample],
+    answers: Sequence[EndpointAnswer],
+    sources: list[AnswerSource],
+    out: Path,
 ) -> ZeroShotReport:
-    """predictions.json as predict writes it, and report.json."""
-    captions = {pair.id: caption_of(answer) for pair, answer in zip(pairs, answers, strict=True)}
-    rows = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
+    """Write predictions.json in the format of predict, and report.json."""
+    captions: dict[str, str] = {}
+    without_caption: dict[str, list[str]] = {kind: [] for kind in CAPTIONLESS_KINDS}
+    for pair, answer in zip(pairs, answers, strict=True):
+        captions[pair.id] = caption_of(answer)
+        if answer.kind in without_caption:
+            without_caption[answer.kind].append(pair.id)
+    rows = [{"image_id": pair_id, "caption": caption} for pair_id, caption in captions.items()]
     write_atomic(out / "predictions.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-    kinds = [(i, answer.kind) for i, answer in zip(captions, answers, strict=True)]
     return ZeroShotReport(
         stage="zero-shot",
         rows_in=len(pairs),
@@ -215,11 +274,11 @@ def write_predictions(
         model=request.model,
         prompt=request.prompt,
         words=round(sum(len(caption.split()) for caption in captions.values()) / len(captions), 2),
-        without_caption={kind: [i for i, found in kinds if found == kind] for kind in WITHOUT},
+        without_caption=without_caption,
         sources=sources,
     ).write(out / "report.json")
 
 
-def caption_of(answer: Answer) -> str:
-    """An answer on one line; nothing of one that is no caption."""
-    return " ".join(in_unicode(answer.text).split()) if answer.kind == "text" else ""
+def caption_of(answer: EndpointAnswer) -> str:
+    """Return an answer as a single line, or an empty caption if its kind is not "text"."""
+    return " ".join(replace_surrogates(answer.text).split()) if answer.kind == "text" else ""

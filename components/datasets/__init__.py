@@ -1,9 +1,13 @@
-"""Datasets: the only list. A new dataset is a file beside the others, with its SPEC, and a line here."""
+"""The supported datasets. To add a dataset, write a module with a `SPEC` in this folder and list it in `DATASETS`."""
 
-from m3diff.datasets.spec import DatasetSpec
-from m3diff.records import Lazy
+from typing import TYPE_CHECKING
 
-DATASETS: Lazy[DatasetSpec] = Lazy(  # by the name that `ingest.datasets.<name>.reader` gives
+from m3diff.records import LazyMapping
+
+if TYPE_CHECKING:
+    from m3diff.datasets.spec import DatasetSpec
+
+DATASETS: LazyMapping["DatasetSpec"] = LazyMapping(  # the keys are the values of `ingest.datasets.<name>.reader`
     "SPEC",
     {
         "birds_to_words": "m3diff.datasets.birds_to_words",

@@ -1,19 +1,19 @@
-"""Birds-to-Words: two photos of birds and paragraphs that tell them apart. The direction matters ("animal 1 ...").
+"""Birds-to-Words: two photos of birds, and paragraphs that compare them ("animal 1 ..."). The order of photos matters.
 
 Page: https://github.com/google-research-datasets/birds-to-words (Forbes et al., EMNLP 2019), CC BY-SA 4.0.
 
-    birds-to-words-v1.0.tsv    tab-separated with a header and double quotes; a row per paragraph, 11 columns:
-        img1ObservationURL img1ImgURL img1Species img1Selection, the same four of img2, split annN description
-    images/13985343.jpg        fetched by the user from iNaturalist; a few have been taken down
+    birds-to-words-v1.0.tsv    tab-separated with a header and double quotes; one row per paragraph, 11 columns:
+        img1ObservationURL img1ImgURL img1Species img1Selection, the same four for img2, split annN description
+    images/13985343.jpg        downloaded from iNaturalist by the user; a few photos are no longer available
 
     https://www.inaturalist.org/photos/13985343 <tab> ... <tab> train <tab> 1 <tab> Animal 1 has a yellow head ...
 
-The image id is the last part of the ObservationURL. A pair's paragraphs are its rows; 8 to 10 of them mean that the
-pair was sampled twice, and they are merged. 59 images (no pair) are shared between splits.
+The image id is the last part of the ObservationURL. Each row is one paragraph of a pair, and the rows of a pair are
+merged. A pair with 8 to 10 rows was sampled twice. The splits share 59 images, but no pairs.
 
-The white space protocol is of texts that are tokens already, in lower case ("animal1 has a white belly ."), as the
-files of cwj1412/image-difference-captioning hold them; it changes neither case nor punctuation, and its scores compare
-with no PTB ones.
+The protocol `whitespace` expects lowercase text that is already tokenized ("animal1 has a white belly ."), as in the
+files of cwj1412/image-difference-captioning. It does not change case or punctuation, so its scores cannot be compared
+with scores that use the PTB tokenizer.
 """
 
 from collections.abc import Iterator
@@ -28,16 +28,22 @@ COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")
 def read(
     root: Path, manifest: str = "birds-to-words-v1.0.tsv", images: str = "images", suffix: str = ".jpg"
 ) -> Iterator[spec.Row]:
-    """Yield a row per pair and split, at the place of its first paragraph; broken rows stand alone."""
+    """Yield one row per pair and split, at the position of its first paragraph. Broken rows are not merged."""
 
     def row(_: object, where: str, line: dict[str, str]) -> spec.Row:
-        split, ids = line["split"], [line[column].rstrip("/").rsplit("/", 1)[-1] for column in COLUMNS[:2]]
-        if not all(map(str.isdecimal, ids)):
-            return spec.broken(split, where, "image URL: expected https://www.inaturalist.org/photos/<number>")
-        name, (before, after) = "_".join(ids), (f"{images}/{photo}{suffix}" for photo in ids)
+        split = line["split"]
+        ids = []
+        for column in COLUMNS[:2]:
+            photo = line[column].rstrip("/").rsplit("/", 1)[-1]
+            if not photo.isdecimal():
+                expected = "https://www.inaturalist.org/photos/<number>"
+                return spec.broken_row(split, where, spec.unexpected(column, expected, line[column]))
+            ids.append(photo)
+        name = "_".join(ids)
+        (before, after) = (f"{images}/{photo}{suffix}" for photo in ids)
         return spec.Row(name, split, name, before, after, [line["description"]], [], where)
 
-    return spec.merged(spec.as_rows(None, read_values(root / manifest, COLUMNS), {}, row))
+    return spec.merge_rows(spec.make_rows(None, read_values(root / manifest, COLUMNS), {}, row))
 
 
 PUBLISHED = spec.Published(

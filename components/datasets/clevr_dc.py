@@ -1,14 +1,14 @@
-"""CLEVR-DC: synthetic scenes under a large change of viewpoint; one change to a pair, or none.
+"""CLEVR-DC: synthetic scenes whose two images have very different viewpoints, with at most one change per pair.
 
-Page: https://github.com/hsgkim/clevr-dc (Kim et al., ICCV 2021). The repository states no licence.
+Page: https://github.com/hsgkim/clevr-dc (Kim et al., ICCV 2021). The repository does not state a licence.
 
-    bef/123.png, aft/123.png    before and after; the numbers are not padded, so names must not be sorted as text
+    bef/123.png, aft/123.png    before and after; numbers are not zero-padded, so names must not be sorted as text
     captions.json               {"123": ["the small cyan cube has been added", ...], ...}
     split.json                  {"train": [0, 1, ...], "val": [...], "test": [...]}
 
-48,000 scenes are one pair each, a sixth of them without a change. There is no file of types and none of distractors;
-which block of 8,000 numbers holds which action is not documented, so change types are left unknown. Ids are padded
-("000123.png"), as in the evaluation of DIRL (tuyunbin/DIRL).
+Each of the 48,000 scenes is one pair, and a sixth of the pairs has no change. No file lists the change types or the
+pairs without a change. Each block of 8,000 numbers contains one kind of change, but it is not documented which, so the
+change types are left empty. Ids are zero-padded ("000123.png"), as in the evaluation of DIRL (tuyunbin/DIRL).
 """
 
 from collections.abc import Iterator
@@ -16,23 +16,28 @@ from pathlib import Path
 
 from m3diff.datasets import spec
 from m3diff.datasets.files import read_json
+from m3diff.records.errors import Fault
 
 
 def read(root: Path) -> Iterator[spec.Row]:
-    """Yield a row per scene of `split.json` in its order, then the captioned scenes that are in no split."""
+    """Yield one row per scene in the order of `split.json`, then the captioned scenes that are not in any split."""
     captions = read_json(root / "captions.json", dict)
-    seen: set[str] = set()
+    keys_in_splits: set[str] = set()
 
     def pair(split: str, scene: int) -> Iterator[spec.Row]:
-        key, name = str(scene), f"{scene:06d}.png"
-        seen.add(key)
-        fault = None if key in captions else f"captions: captions.json has no key {key!r}"
-        images = f"bef/{scene}.png", f"aft/{scene}.png"
+        key = str(scene)
+        name = f"{scene:06d}.png"
+        keys_in_splits.add(key)
+        fault = None
+        if key not in captions:
+            fault = Fault("datasets.no_captions_of_scene", key="captions", file="captions.json", value=key)
+        images = (f"bef/{scene}.png", f"aft/{scene}.png")
         yield spec.Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
 
-    yield from spec.by_scene(root / "split.json", pair)
-    rest, fault = sorted(captions.keys() - seen), "split: the scene is in no list of split.json"
-    yield from (spec.broken(None, f"captions.json, {key}", fault, key, key) for key in rest)
+    yield from spec.rows_by_scene(root / "split.json", pair)
+    for key in sorted(captions.keys() - keys_in_splits):
+        fault = Fault("datasets.scene_without_split", key="split", file="split.json")
+        yield spec.broken_row(None, f"captions.json, {key}", fault, key, key)
 
 
 PUBLISHED = spec.Published(
@@ -43,9 +48,9 @@ SPEC = spec.DatasetSpec(
     title="CLEVR-DC",
     page="https://github.com/hsgkim/clevr-dc",
     paper="Agnostic Change Captioning with Cycle Consistency (Kim et al., ICCV 2021)",
-    licence=spec.UNSTATED,
+    licence=spec.UNSTATED_LICENCE,
     read=read,
     files=("captions.json", "split.json"),
     published=(PUBLISHED,),
-    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.WITH_SPICE, source=DIRL),),
+    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.METRICS_WITH_SPICE, source=DIRL),),
 )

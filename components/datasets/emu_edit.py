@@ -1,17 +1,17 @@
-"""Emu Edit's test set with Emu Edit's own edits: a photo, its edit, and the instruction that asked for it.
+"""The test set of Emu Edit: a photo, the photo as edited by Emu Edit, and the instruction for the edit.
 
 Page: https://huggingface.co/datasets/facebook/emu_edit_test_set_generations (Sheynin et al., CVPR 2024), CC BY-NC 4.0.
 
-    data/validation-*.parquet, data/test-*.parquet    a row for each edit; `image` and `edited_image` hold the images
+    data/validation-*.parquet, data/test-*.parquet    one row per edit; `image` and `edited_image` contain the images
 
     {"instruction": "Add a goat outside the fence", "image": ..., "task": "add", "split": ..., "idx": 0, "hash": ...,
      "input_caption": ..., "output_caption": ..., "edited_image": ..., "model": ...}
 
-The split is the one of the file's name, 3,589 of validation and 2,022 of test: in the dataset without edits,
-emu_edit_test_set, the two words are swapped, and it is refused for want of the column `edited_image`. `idx` counts
-within a split, so a pair is called "validation-0". Nothing trains: it is a benchmark. Syned divides the validation
-split into one that trains and one that validates. No paper's scores of these pairs as they are here are known, so the
-protocol is the project's own.
+The split is taken from the file name: 3,589 pairs in validation and 2,022 in test. The dataset without edits,
+emu_edit_test_set, swaps the two split names; it is refused because it has no column `edited_image`. `idx` is only
+unique within a split, so pairs have names such as "validation-0". Because this is a benchmark, none of its pairs are
+used for training. (Syned divides the validation split into a training and a validation split.) No published scores for
+exactly these pairs are known, so this project defines the protocol: the pairs, references and metrics of a score.
 """
 
 from collections.abc import Iterator
@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import read_shards
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, as_rows
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, make_rows
 
 FILES = {"val": "data/validation-*.parquet", "test": "data/test-*.parquet"}
-BEFORE, AFTER = "image", "edited_image"
+BEFORE = "image"
+AFTER = "edited_image"
 FIELDS = {"idx": int, "instruction": str, BEFORE: object, AFTER: object}
 
 
 def read(root: Path) -> Iterator[Row]:
+    """Yield one row per edit, beginning with the validation split."""
     for split, pattern in FILES.items():
-        yield from as_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _row)
+        yield from make_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _row)
 
 
 def _row(split: str, where: str, edit: dict[str, Any]) -> Row:

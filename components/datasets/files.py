@@ -1,6 +1,7 @@
-"""Annotation files, read strictly: a file that cannot be trusted is a DataError naming file, place, rule and remedy.
+"""Read annotation files, and refuse invalid ones. A DataError says where the file is invalid, why, and how to fix it.
 
-Manifests in CSV, TSV, JSON, JSON Lines or Parquet are read row by row with their places; the suffix tells the format.
+Tables in CSV, TSV, JSON, JSON Lines or Parquet are read row by row. Each row comes with its location for messages, such
+as `pairs.csv, line 3`. The format is determined by the file's suffix.
 """
 
 import codecs
@@ -14,7 +15,6 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,115 +22,141 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m3diff.records.contents import CONTENTS
-from m3diff.records.errors import DataError, is_utf8, shell_word
+from m3diff.records.errors import DataError, Fault, ValueFault, is_utf8, shell_word
 from m3diff.records.schemas import SPLITS
 
 T = TypeVar("T")
 
-KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number", float: "a number"}
+NAMES_OF_TYPES = {dict: "an object", list: "a list", str: "text", int: "a whole number", float: "a number"}
 
 ADDRESS = re.compile(r"(?!file:)([a-z][a-z0-9+.-]+://|data:)", re.IGNORECASE)
-# What paths of Windows and of other forms begin with, or what no path holds
-ELSEWHERE = re.compile(r"\\\\|[a-z]:[/\\]|file:|.*\0", re.IGNORECASE | re.DOTALL)
+# The beginning of a Windows path or a file:// URL, or a null byte, which no path can contain
+FOREIGN_PATH = re.compile(r"\\\\|[a-z]:[/\\]|file:|.*\0", re.IGNORECASE | re.DOTALL)
 
 
-def fault_of_path(name: str, root: Path, opened: Iterable[Path] = (), option: str = "image_root") -> str | None:
-    """The fault of an image's path in a data row, with the remedy; None where it stays inside its root.
+def fault_of_path(
+    name: str, root: Path, further_roots: Iterable[Path] = (), option: str = "image_root"
+) -> Fault | None:
+    """Return a fault if an image path is a URL or points outside the root, otherwise None.
+
+    Symbolic links are not resolved; `is_inside` resolves them.
 
     Args:
-        opened: other folders that it may lead into. Links are not followed: see `is_inside`.
-        option: by which the user names such a folder.
+        further_roots: other folders that the path may point into.
+        option: the option that names such a folder, for the message.
     """
     if ADDRESS.match(name):
-        return f"is an address, and nothing is fetched; download the image into {root} and write its path"
+        return Fault("datasets.image_address", root=root)
     path = name.replace("\\", "/")
-    climbs = path.startswith("/") or ".." in path.split("/")
-    inside = (Path(os.path.abspath(root / path)).is_relative_to(os.path.abspath(each)) for each in opened)
-    if ELSEWHERE.match(name) or (climbs and not any(inside)):
-        return f"leads out of the dataset's root; copy the image into it, or name the image's folder by {option}"
+    may_leave_root = path.startswith("/") or ".." in path.split("/")
+    absolute_path = Path(os.path.abspath(root / path))
+    is_in_further_root = any(absolute_path.is_relative_to(os.path.abspath(folder)) for folder in further_roots)
+    if FOREIGN_PATH.match(name) or (may_leave_root and not is_in_further_root):
+        return Fault("datasets.image_outside_root", option=option)
     return None
 
 
 def require_utf8(root: Path) -> None:
-    """See that a dataset's folder has a name that tables and records can hold.
+    """Check that the path of a dataset's folder is valid UTF-8. Otherwise, it cannot be written to records.
 
     Raises:
-        DataError: the name is not UTF-8.
+        DataError: the path is not valid UTF-8.
     """
     if not is_utf8(str(root)):
-        raise DataError(
-            f"{os.fsencode(root)!r}: the folder's name is not UTF-8; rename it: `mv {quoted(root)} NEW_NAME`"
-        )
+        command = f"mv {shell_word(root)} NEW_NAME"
+        raise DataError("datasets.folder_name_not_utf8", value=os.fsencode(root), command=command)
 
 
 def is_inside(path: Path | str, *roots: Path) -> bool:
-    """True if a path leads into one of the folders once every link is followed."""
+    """Return True if a path points into one of the folders after symbolic links are resolved."""
     return any(Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def read_text(path: Path) -> str:
-    """The file's text, UTF-8 with or without a byte order mark.
+    """Return the text of a UTF-8 file, with or without a byte order mark.
 
     Raises:
-        DataError: missing, unreadable, empty or not UTF-8; it says what the file is instead.
+        DataError: the file is missing, unreadable, empty or not UTF-8. If the content is recognised, for example as an
+            archive, the error code says so.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; the dataset is incomplete, fetch it or correct the root") from error
+        raise DataError("datasets.missing_file", path=path) from error
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read: {error.strerror}; check its permissions: `chmod u+r {quoted(path)}`"
-        ) from error
+        raise DataError("datasets.unreadable_file", path=path, cause=error.strerror) from error
     if not data.removeprefix(codecs.BOM_UTF8).strip():
-        raise DataError(f"{path}: the file is empty; fetch it again")
-    if what := next((what for start, what in CONTENTS.items() if data.startswith(start)), None):
-        raise DataError(f"{path}: {what.format(name=quoted(path), folder=quoted(path.parent))}")
+        raise DataError("datasets.empty_file", path=path)
+    for signature, fault in CONTENTS.items():
+        if data.startswith(signature):
+            command = fault.fields.get("command", "").format(name=shell_word(path), folder=shell_word(path.parent))
+            raise DataError(fault.code, path=path, command=command)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        encoding, name, new = "UTF-16" if is_utf16 else "WINDOWS-1252", quoted(path), quoted(f"{path}.new")
+        encoding = "UTF-16" if is_utf16 else "WINDOWS-1252"
+        old_name = shell_word(path)
+        new_name = shell_word(f"{path}.new")
+        command = f"iconv -f {encoding} -t UTF-8 {old_name} > {new_name} && mv {new_name} {old_name}"
         raise DataError(
-            f"{path}: byte {error.start} is not UTF-8, probably {encoding}; "
-            f"convert it: `iconv -f {encoding} -t UTF-8 {name} > {new} && mv {new} {name}`"
+            "datasets.not_utf8", path=path, position=error.start, encoding=encoding, command=command
         ) from error
 
 
-def quoted(path: Path | str) -> str:
-    """A path as a word of a shell's command."""
-    return shell_word(path)
-
-
 def read_json(path: Path, kind: type[T]) -> T:
-    """The file's JSON value, which must be a `kind`. Repeated keys and NaN, which json lets pass, are refused."""
-    value = parse_json(read_text(path), str(path))
+    """Return the JSON value of a file.
+
+    Raises:
+        DataError: the file cannot be read, or its value does not have the type `kind`. Unlike `json`, this function
+            also refuses repeated keys and NaN.
+    """
+    value = parse_json(read_text(path), path)
     if not isinstance(value, kind):
-        raise DataError(f"{path}: expected {describe_kind(kind)} at the top, found {describe(value)}")
+        raise DataError("datasets.other_json", path=path, expected=describe_kind(kind), value=describe(value))
     return value
 
 
 def read_splits(path: Path, names: Sequence[str] = SPLITS) -> dict[str, list[Any]]:
-    """`{"train": [scene number, ...], "val": ..., "test": ...}`; every name must be there, an empty list is allowed."""
+    """Return the scenes of each split from a file such as `{"train": [scene number, ...], "val": [], "test": ...}`.
+
+    Raises:
+        DataError: the file cannot be read, or a split does not have a list. A list may be empty.
+    """
     splits = read_json(path, dict)
-    if missing := [split for split in names if not isinstance(splits.get(split), list)]:
-        raise DataError(f"{path}: no list {' or '.join(missing)}; expected {', '.join(names)} (one may be [])")
+    missing = [split for split in names if not isinstance(splits.get(split), list)]
+    if missing:
+        raise DataError("datasets.no_list_of_split", path=path, names=missing, expected=list(names))
     return {split: splits[split] for split in names}
 
 
-def parse_json(text: str, where: str) -> Any:
-    """The JSON value of a text; `where` (a file, or a file and line) begins the message of a fault."""
+def parse_json(text: str, path: Path | None = None) -> Any:
+    """Return the JSON value of a text.
+
+    Args:
+        path: the file that contains only this text; None if the text is one line of a file and the caller adds its
+            location.
+
+    Raises:
+        DataError: the text is not valid JSON, or contains repeated keys or NaN.
+    """
+    location: dict[str, Any] = {"key": "row"} if path is None else {"path": path}
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno} column {error.colno}"
-        raise DataError(f"{where}: {place}: not valid JSON: {error.msg}; correct it there or fetch it again") from error
+        if path is None:
+            fault = Fault("datasets.invalid_json_in_row", column=error.colno, cause=error.msg)
+        else:
+            fault = Fault("datasets.invalid_json", line=error.lineno, column=error.colno, cause=error.msg)
+        raise DataError(fault.at(**location)) from error
+    except ValueFault as error:
+        raise DataError(error.fault.at(**location)) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not usable JSON: {error}") from error
+        raise DataError("datasets.unusable_json", **location, cause=str(error)) from error
 
 
 def describe(value: Any) -> str:
-    """A value for a message: its kind, and the value itself cut to 60 characters."""
+    """Return a value's type, and the value shortened to 60 characters, for a message: "text 'abc'"."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     shown = repr(value)
@@ -138,216 +164,262 @@ def describe(value: Any) -> str:
 
 
 def describe_kind(kind: type) -> str:
-    return KINDS.get(kind, kind.__name__)
+    """Return the name of a Python type in messages about JSON, such as "a list"."""
+    return NAMES_OF_TYPES.get(kind, kind.__name__)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice; keep one")
+        raise ValueFault("datasets.repeated_json_key", value=next(key for key in keys if keys.count(key) > 1))
     return value
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value; use null or remove it")
+    raise ValueFault("datasets.no_json_value", value=name)
 
 
-# By the first bytes; of another format the file has no suffix
-SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
+# The suffix of an embedded image, by the image's first bytes. Images in other formats get no suffix
+SUFFIX_OF_SIGNATURE = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """An image, by the place of its bytes; equal to another of the same bytes."""
+    """The position of an image inside a Parquet file. Two objects are equal if their images have the same bytes."""
 
-    name: str  # the digest of the bytes, shortened, with a suffix
-    manifest: Path = field(compare=False)
+    name: str  # shortened digest of the bytes, with a suffix
+    manifest: Path = field(compare=False)  # the Parquet file
     group: int = field(compare=False)  # row group
-    row: int = field(compare=False)  # in its group
+    row: int = field(compare=False)  # position in the row group
     column: str = field(compare=False)
-    item: int | None = field(compare=False)  # in a list of images
+    item: int | None = field(compare=False)  # position in a list of images; None if the value is a single image
 
     def read(self) -> bytes:
-        value = _column(self.manifest, self.group, self.column)[self.row]
+        """Return the bytes of the image, read from the Parquet file."""
+        value = _read_column(self.manifest, self.group, self.column)[self.row]
         image = value if self.item is None else value[self.item]
         return image["bytes"] if isinstance(image, dict) else image
 
 
+# Cache two columns, because reading the pairs of a row group alternates between the columns with their two images
 @lru_cache(maxsize=2)
-def _column(manifest: Path, group: int, column: str) -> Any:
-    """A column of a row group: images of a pair, and the pairs of a group, are asked for one after another."""
+def _read_column(manifest: Path, group: int, column: str) -> Any:
+    """Return the values of a column in a row group."""
     return pq.ParquetFile(manifest).read_row_group(group, [column]).column(0).to_pylist()
 
 
-def _detached(value: Any, path: Path, group: int, row: int, column: str, item: int | None = None) -> Any:
-    """The place of an image in place of its bytes; its path where it has no bytes; other values as they are.
+def _detach_images(value: Any, path: Path, group: int, row: int, column: str, item: int | None = None) -> Any:
+    """Replace each image in a value from a Parquet file by an `Embedded`.
 
-    Bytes without a path are an image, too, if they begin as one.
+    An image object without bytes becomes its path. Plain bytes count as an image if they begin with an image signature.
     """
     if isinstance(value, list):
-        return [_detached(each, path, group, row, column, number) for number, each in enumerate(value)]
-    image = isinstance(value, dict) and value.keys() == {"bytes", "path"}
-    if image and value["bytes"] is None:
+        return [_detach_images(element, path, group, row, column, number) for number, element in enumerate(value)]
+    is_image_object = isinstance(value, dict) and value.keys() == {"bytes", "path"}
+    if is_image_object and value["bytes"] is None:
         return value["path"]
-    if not image and not isinstance(value, bytes):
+    if not is_image_object and not isinstance(value, bytes):
         return value
-    data = value["bytes"] if image else value
-    suffix = next((end for start, end in SUFFIXES.items() if data.startswith(start)), "")
-    if not image and not suffix:
+    data = value["bytes"] if is_image_object else value
+    suffix = next((suffix for signature, suffix in SUFFIX_OF_SIGNATURE.items() if data.startswith(signature)), "")
+    if not is_image_object and not suffix:
         return value
     return Embedded(hashlib.sha256(data).hexdigest()[:32] + suffix, path, group, row, column, item)
 
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# The line above the header by which Excel tells itself the delimiter
+MAX_SHOWN_COLUMNS = 20  # maximum number of table columns in a message
+# The line above the header in which Excel names the delimiter
 SEP_LINE = re.compile(r'"?sep=(.)"?[\r\n]', re.IGNORECASE)
-# Of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet
-SHARD = re.compile(r"-\d{5}-of-(\d{5})\b")
+# The part of a file name on the Hugging Face Hub with the number of files: data/train-00003-of-00032-<hash>.parquet
+SHARD_COUNT = re.compile(r"-\d{5}-of-(\d{5})\b")
 
 
 def read_values(
-    path: Path, required: Sequence[str], delimiter: str | None = None, rows: str = ""
+    path: Path,
+    required: Sequence[str],
+    delimiter: str | None = None,
+    rows: str = "",
+    columns: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """The place and the value of every row; a DataError stands for a row that cannot be read.
+    """Yield the location and value of every row. If a row cannot be read, its value is a DataError.
 
     Args:
-        required: columns that a header must have.
-        delimiter: of a CSV or TSV file, where it is another than the suffix tells.
-        rows: where in a JSON file the rows stand (a path, as of `pick`); they may be an object, too, whose keys are the
+        required: columns that the header must contain.
+        delimiter: delimiter of a CSV or TSV file; None if a line `sep=` or the suffix determines it.
+        rows: path to the rows in a JSON file, as in `pick`. The rows are a list, or an object whose keys become the
             column `key`.
+        columns: columns to read from a Parquet file; None reads all columns.
 
     Raises:
-        DataError: the file cannot be read, or a required column is missing from its header.
+        DataError: the file cannot be read, or its header lacks a required column.
     """
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
-        return _delimited(path, delimiter, required)
+        return _read_delimited(path, delimiter, required)
     if suffix == ".jsonl":
         return read_lines(path)
     if suffix == ".json":
-        return _json_rows(path, rows)
+        return _read_json_rows(path, rows)
     if suffix == ".parquet":
-        return _parquet(path, required)
-    raise DataError(f"{path}: unknown kind of manifest; use .csv, .tsv, .json, .jsonl or .parquet")
+        return _read_parquet(path, required, columns)
+    raise DataError("datasets.unknown_kind_of_table", path=path)
 
 
-def numbered(file: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """The place and the value of every record of a list."""
-    return ((f"{file}, record {number}", value) for number, value in enumerate(values))
+def enumerate_records(file: str, records: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the location and value of every record in a list."""
+    return ((f"{file}, record {number}", record) for number, record in enumerate(records))
 
 
-def _json_rows(path: Path, rows: str) -> Iterator[tuple[str, Any]]:
-    """The rows below `rows`: a list, or an object with a row per key, whose other values are `value` if they have no
-    names of their own."""
-    found = pick(parse_json(read_text(path), str(path)), rows)
-    if isinstance(found, list):
-        return numbered(path.name, found)
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: rows: expected a list or an object at {rows!r}, found {describe(found)}")
-    named = ((key, value if isinstance(value, dict) else {"value": value}) for key, value in found.items())
-    return ((f"{path.name}, {key}", {"key": key} | value) for key, value in named)
+def _read_json_rows(path: Path, rows: str) -> Iterator[tuple[str, Any]]:
+    """Yield the rows at the path `rows` of a JSON file: the items of a list, or one row per key of an object.
+
+    A row from an object has the column `key`. If its value is not an object, the row also has the column `value`.
+    """
+    value_at_path = pick(parse_json(read_text(path), path), rows)
+    if isinstance(value_at_path, list):
+        return enumerate_records(path.name, value_at_path)
+    if not isinstance(value_at_path, dict):
+        raise DataError("datasets.no_rows_at_path", path=path, rows=rows, value=describe(value_at_path))
+    return (
+        (f"{path.name}, {key}", {"key": key} | (value if isinstance(value, dict) else {"value": value}))
+        for key, value in value_at_path.items()
+    )
 
 
-def _delimited(path: Path, given: str | None, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Rows of a CSV or TSV file; the line is the one where the row ends."""
+def _read_delimited(path: Path, delimiter: str | None, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the location and value of each row in a CSV or TSV file. A location names the last line of the row."""
     csv.field_size_limit(2**31 - 1)
     text = read_text(path)
-    named = SEP_LINE.match(text)
-    delimiter = given or (named[1] if named else DELIMITERS[path.suffix.lower()])
+    sep_line = SEP_LINE.match(text)
+    if not delimiter:
+        delimiter = sep_line[1] if sep_line else DELIMITERS[path.suffix.lower()]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows = islice(reader, int(named is not None), None)
     try:
-        header: list[str] = next(filter(None, rows), [])
+        if sep_line:
+            next(reader, None)
+        header: list[str] = next(filter(None, reader), [])
         _check_header(path, header, required)
-        for fields in rows:
-            where = f"{path.name}, line {reader.line_num}"
+        for fields in reader:
+            location = f"{path.name}, line {reader.line_num}"
             if len(fields) == len(header):
-                yield where, dict(zip(header, fields, strict=True))
+                yield location, dict(zip(header, fields, strict=True))
             elif fields:
-                wrong = f"row: has {len(fields)} fields, the header {len(header)}; quote fields that hold {delimiter!r}"
-                yield where, DataError(wrong)
+                fault = Fault(
+                    "datasets.wrong_number_of_fields",
+                    key="row",
+                    value=len(fields),
+                    expected=len(header),
+                    delimiter=delimiter,
+                )
+                yield location, DataError(fault)
     except csv.Error as error:
-        raise DataError(f"{path}: line {reader.line_num}: not valid CSV: {error}; correct the quotes there") from error
+        raise DataError("datasets.invalid_csv", path=path, line=reader.line_num, cause=str(error)) from error
 
 
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
-    if missing := [column for column in required if column not in header and column.split(".")[0] not in header]:
-        raise DataError(f"{path}: no column {', '.join(missing)}; found {', '.join(header)[:200]}")
-    if twice := [column for column in set(header) if header.count(column) > 1]:
-        raise DataError(f"{path}: column {', '.join(sorted(twice))} occurs twice; rename one")
+    missing = [column for column in required if column not in header and column.split(".")[0] not in header]
+    if missing:
+        raise DataError("datasets.missing_columns", path=path, names=missing, columns=header[:MAX_SHOWN_COLUMNS])
+    repeated = sorted(column for column in set(header) if header.count(column) > 1)
+    if repeated:
+        raise DataError("datasets.repeated_columns", path=path, names=repeated)
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the value of each line. Lines end at a line feed only: a caption may hold other separators."""
+    """Yield the location and the JSON value of each line, or a DataError for a line that is not valid JSON."""
+    # Split only at line feeds, because captions may contain other characters at which splitlines() splits
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
+            location = f"{path.name}, line {number}"
             try:
-                yield f"{path.name}, line {number}", parse_json(line, "row")
+                yield location, parse_json(line)
             except DataError as error:
-                yield f"{path.name}, line {number}", error
+                yield location, error
 
 
 def read_shards(root: Path, pattern: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The place and the value of every row of a split of the Hugging Face hub, by these columns alone; each image as an
-    `Embedded`.
+    """Yield the location and value of every row of a split from the Hugging Face Hub. Images become `Embedded`.
+
+    Args:
+        pattern: pattern of the split's Parquet files, relative to the root.
+        columns: the columns to read.
 
     Raises:
-        DataError: a file is missing or cannot be read, or has not the columns.
+        DataError: a file is missing, cannot be read, or lacks a column.
     """
     paths = sorted(root.glob(pattern))
     if not paths:
-        raise DataError(f"{root / pattern}: no such file; the dataset is incomplete, fetch it or correct the root")
-    totals = {int(part[1]) for path in paths if (part := SHARD.search(path.name))}
-    if totals and totals != {len(paths)}:
-        raise DataError(f"{root / pattern}: has {len(paths)} of {max(totals)} files of one release; fetch it again")
+        raise DataError("datasets.missing_file", path=root / pattern)
+    matches = [SHARD_COUNT.search(path.name) for path in paths]
+    shard_counts = {int(match[1]) for match in matches if match}
+    if shard_counts and shard_counts != {len(paths)}:
+        raise DataError("datasets.missing_shards", path=root / pattern, value=len(paths), expected=max(shard_counts))
     for path in paths:
-        yield from _parquet(path, columns, columns)
+        yield from _read_parquet(path, columns, columns)
 
 
 def column_names(path: Path) -> list[str]:
-    """The columns of a Parquet file.
+    """Return the column names of a Parquet file.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         return list(pq.read_schema(path).names)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; correct `manifest` or the root") from error
+        raise DataError("datasets.missing_manifest", path=path) from error
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
+        raise DataError("datasets.unreadable_parquet", path=path, cause=str(error)) from error
 
 
-def _parquet(path: Path, required: Sequence[str], columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Rows by `columns`, or by all that there are, a row group at a time, each image as an `Embedded`."""
+def _read_parquet(
+    path: Path, required: Sequence[str], columns: Sequence[str] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the location and value of each row of a Parquet file. Images become `Embedded`.
+
+    The file is read one row group at a time.
+
+    Args:
+        columns: the columns to read; None reads all columns.
+    """
     _check_header(path, column_names(path), required)
-    place = 0
+    row_in_file = 0
     try:
         file = pq.ParquetFile(path)
         for group in range(file.num_row_groups):
-            for number, row in enumerate(file.read_row_group(group, columns and list(columns)).to_pylist()):
-                values = {column: _detached(value, path, group, number, column) for column, value in row.items()}
-                yield f"{path.name}, row {place}", values
-                place += 1
+            rows = file.read_row_group(group, columns and list(columns)).to_pylist()
+            for row_in_group, row in enumerate(rows):
+                values = {
+                    column: _detach_images(value, path, group, row_in_group, column) for column, value in row.items()
+                }
+                yield f"{path.name}, row {row_in_file}", values
+                row_in_file += 1
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
+        raise DataError("datasets.unreadable_parquet", path=path, cause=str(error)) from error
 
 
-def texts(value: Any) -> Any:
-    """Captions of a manifest: a list as it is; text that is a JSON list as that list; other text as one caption."""
+def parse_captions(value: Any) -> Any:
+    """Return the captions in a table cell: the items if the text is a JSON list, otherwise the text as one caption.
+
+    A value that is not a text is returned unchanged.
+    """
     if not isinstance(value, str):
         return value
     try:
-        listed = json.loads(value) if value.lstrip().startswith("[") else None
+        parsed = json.loads(value) if value.lstrip().startswith("[") else None
     except ValueError:
-        listed = None
-    return listed if isinstance(listed, list) else [value]
+        parsed = None
+    return parsed if isinstance(parsed, list) else [value]
 
 
 def pick(value: Any, path: str) -> Any:
-    """The value at a path, None where there is none: `meta.split`, `images.0`, `turns.-1.text`; `sentences.*.raw` is
-    the list of each one's. A column whose whole name is the path comes first; an empty path is the value itself."""
+    """Return the value at a path such as `meta.split`, `images.0` or `turns.-1.text`, or None if it does not exist.
+
+    `sentences.*.raw` returns a list with the `raw` of each sentence. If a column has the whole path as its name, the
+    value of this column is returned. An empty path returns the value itself.
+    """
     if not path or value is None:
         return value
     if isinstance(value, Mapping) and path in value:
@@ -358,35 +430,54 @@ def pick(value: Any, path: str) -> Any:
     if not isinstance(value, list):
         return None
     if head == "*":
-        return [pick(each, rest) for each in value]
-    place = int(head) if re.fullmatch(r"-?\d+", head) else len(value)
-    return pick(value[place], rest) if -len(value) <= place < len(value) else None
+        return [pick(element, rest) for element in value]
+    index = int(head) if re.fullmatch(r"-?\d+", head) else len(value)
+    return pick(value[index], rest) if -len(value) <= index < len(value) else None
+
+
+def fault_of_images(images: Any, column: str) -> Fault | None:
+    """Check that a value is a list of two images. Return None if it is, and otherwise a fault.
+
+    Args:
+        column: name of the column, for the message.
+    """
+    if isinstance(images, list) and len(images) == 2:
+        return None
+    count = len(images) if isinstance(images, list) else int(images is not None)
+    return Fault("datasets.not_two_images", key=column, count=count, value=describe(images))
 
 
 def columns_in(column: str) -> list[str]:
-    """The columns of a template such as `images/{split}/{name}.png`; a column without braces is itself."""
+    """Return the columns in a template such as `images/{split}/{name}.png`. A name without braces is one column."""
     fields = [field for _, field, _, _ in string.Formatter().parse(column) if field is not None]
     return fields if "{" in column else [column]
 
 
 def look_up(row: Mapping[str, Any], column: str) -> Any:
-    """A row's value of a column, a path or a template of them; None where one of these is missing.
+    """Return the value of a column, path or template in a row, or None if a value is missing.
 
     Raises:
-        DataError: a value has not the form that the template asks for, such as `{number:06}`.
+        DataError: a value does not fit the format in the template, such as `{number:06}`.
     """
     if "{" not in column or column in row:
         return pick(row, column)
     values = {field: pick(row, field) for field in columns_in(column)}
     if None in values.values():
         return None
-    parts = string.Formatter().parse(column)
-    return "".join(text + ("" if field is None else _formatted(values[field], form)) for text, field, form, _ in parts)
+    text = ""
+    for literal_text, path, format_spec, _ in string.Formatter().parse(column):
+        text += literal_text
+        if path is not None:
+            text += _format(values[path], format_spec)
+    return text
 
 
-def _formatted(value: Any, form: str | None) -> str:
-    whole = re.fullmatch(r"(\d+)(\.0+)?", str(value)) if form else None  # pandas writes 1.0 where a number is missing
+def _format(value: Any, format_spec: str | None) -> str:
+    # pandas writes integers as floats such as 1.0 if the column has missing values
+    whole_number = re.fullmatch(r"(\d+)(\.0+)?", str(value)) if format_spec else None
     try:
-        return format(int(whole[1]) if whole else value, form or "")
+        return format(int(whole_number[1]) if whole_number else value, format_spec or "")
     except (TypeError, ValueError) as error:
-        raise DataError(f"columns: {describe(value)} cannot be written as {{:{form}}}; correct the template") from error
+        raise DataError(
+            "datasets.value_does_not_fit_template", key="columns", value=describe(value), format=format_spec
+        ) from error

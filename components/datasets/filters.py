@@ -1,18 +1,19 @@
-"""Filters and marks of an entry's options, matched with the rows of a table by what the values mean, and counted.
+"""Compare the values of options with the cells of a table by meaning, and count the matches.
 
-YAML's `no` is False, pandas writes 0 as 0.0, and a spreadsheet writes FALSE: an option and a field match if they mean
-the same, however they are written. What an option asks for decides how a field is read:
+The same value may be written in several ways: YAML reads `no` as False, pandas writes 0 as 0.0, and spreadsheets write
+FALSE. For this reason, an option and a cell match if they mean the same. The type of the option's value determines how
+a cell is read:
 
     true, false   a truth value in any spelling: true, yes, y, on, t, 1 and false, no, n, off, f, 0
-    a number      a number in any spelling: 0, 0.0, "00"; in a column of truth values 0 is false and 1 is true
-    null          nothing: null, NaN, an empty field, and the words that programs write for it
-    text          the same text, without regard to case, white space and Unicode form; so "0" between quotes is not
-                  "0.0", and "no" is not "false", if the table holds text. Numbers and truth values of the table
-                  (JSON, Parquet) are read as above
-    a date        the same date, in ISO's form
+    a number      a number in any spelling: 0, 0.0, "00". In a column of truth values, 0 is false and 1 is true
+    null          a missing value: null, NaN, an empty field, and the words that programs write for it
+    text          the same text, ignoring case, white space and Unicode form. If the table contains text, a quoted "0"
+                  does not match "0.0", and "no" does not match "false". Numbers and truth values in the table (JSON,
+                  Parquet) are compared as described above
+    a date        the same date in ISO format
 
-An option that matches no row does not what its author meant, and one that matches every row does nothing. Both are
-refused, unless the entry's option `confirmed` names it.
+An option that matches no row or every row is probably a mistake. It is refused unless the entry's option `confirmed`
+lists it.
 """
 
 import math
@@ -26,9 +27,9 @@ from fractions import Fraction
 from typing import Any
 
 from m3diff.datasets.files import columns_in, pick
-from m3diff.records.errors import DataError
-from m3diff.records.schemas import NO_CHANGE
-from m3diff.settings.section import closest
+from m3diff.records.errors import DataError, Fault
+from m3diff.records.schemas import NO_CHANGE, Split
+from m3diff.settings.section import suggest_name
 
 WORDS_OF_TRUTH = {
     **dict.fromkeys(("true", "yes", "y", "on", "t"), True),
@@ -37,32 +38,105 @@ WORDS_OF_TRUTH = {
 WORDS_OF_NOTHING = {"", "none", "null", "nan", "nat", "<na>"}
 NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 
-# Change types that say that nothing changed, in small letters with single spaces; all of them are read as NO_CHANGE
+# Change types for an unchanged pair, in lowercase with single spaces. All of them are read as NO_CHANGE
 NAMES_OF_NO_CHANGE = {
-    *(NO_CHANGE, "no change", "no changes", "nochange", "unchanged", "not changed", "without change"),
-    *("without a change", "no difference", "no differences", "nothing", "nothing changed", "nothing has changed"),
-    *("no changed", "no diff", "no diffs", "same", "the same", "identical", "unmodified", "not modified", "unaltered"),
-    *("no modification", "no modifications", "no edit", "no edits"),
-}
+    NO_CHANGE, "no change", "no changes", "nochange", "unchanged", "not changed", "without change",
+    "without a change", "no difference", "no differences", "nothing", "nothing changed", "nothing has changed",
+    "no changed", "no diff", "no diffs", "same", "the same", "identical", "unmodified", "not modified", "unaltered",
+    "no modification", "no modifications", "no edit", "no edits",
+}  # fmt: skip
 
-# How train, val and test are called elsewhere. A name of `splits` that only says so needs no row
-SPLIT_ALIASES = {
-    "train": ("train", "training", "restval"),
-    "val": ("val", "valid", "validation", "dev", "development", "eval"),
-    "test": ("test", "testing"),
-}
+# Common names of the splits, in lowercase and without accents. The option `splits` may list these names even if the
+# table does not contain them, because an entry may list them for any table
+SPLIT_ALIASES: dict[Split, tuple[str, ...]] = {
+    "train": (
+        "train", "training", "trn", "trainset", "trainingset", "restval",
+        "trainingsdaten", "trainingsmenge", "lernmenge", "entrainement", "apprentissage", "entrenamiento",
+        "treino", "treinamento", "addestramento", "trening", "egitim", "обучение", "обучающая",
+        "训练", "训练集", "訓練", "訓練集", "学習", "훈련",
+    ),
+    "val": (
+        "val", "valid", "validation", "validate", "vld", "valset", "dev", "devel", "development",
+        "eval", "evaluation",
+        "validierung", "validierungsdaten", "validierungsmenge", "validacion", "validacao", "validazione",
+        "validatie", "walidacja", "dogrulama", "валидация", "проверка", "验证", "验证集", "驗證", "検証", "검증",
+    ),
+    "test": (
+        "test", "testing", "tests", "tst", "testset", "holdout",
+        "testdaten", "testmenge", "prueba", "pruebas", "teste", "testes", "тест", "тестовая",
+        "测试", "测试集", "測試", "テスト", "테스트",
+    ),
+}  # fmt: skip
+# Aliases of val that mean test if the table has another name for val
+AMBIGUOUS_ALIASES = ("eval", "evaluation")
+# Names that are only recognised in a split column. In a file name they may be a language
+SHORT_SPLIT_ALIASES: dict[Split, tuple[str, ...]] = {"train": ("tr",), "val": ("va",), "test": ("te", "ts")}
+# Words that are ignored next to the name of a split: train set, testing data
+SPLIT_NOUNS = {"set", "split", "subset", "data", "dataset", "part", "pairs", "images"}
+YEAR = re.compile(r"(?:19|20)\d\d")  # as in COCO's train2014
+WORD_OF_NAME = re.compile(r"[^\W\d_]+")
 
-SHOWN_VALUES = 6  # values of a column in a message
-KEPT_VALUES = 1_000  # distinct values of a column that are counted one by one
+MAX_SHOWN_VALUES = 6  # maximum number of a column's values in a message
+MAX_COUNTED_VALUES = 1_000  # maximum number of distinct values that are counted separately per column
 
 
 def plain_text(text: str) -> str:
-    """The text in small letters, in one Unicode form, without white space around it and with single spaces in it."""
+    """Return a text in lowercase and in Unicode form NFC, stripped and with single spaces."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
+def plain_name(text: str) -> str:
+    """Return the result of `plain_text` without accents."""
+    letters = unicodedata.normalize("NFKD", plain_text(text))
+    return unicodedata.normalize("NFC", "".join(letter for letter in letters if not unicodedata.combining(letter)))
+
+
+def split_in_name(name: str) -> Split | None:
+    """Return the split in a name such as `Train`, `validation` or `my_dev`, or None unless it names exactly one."""
+    words = WORD_OF_NAME.findall(plain_name(name))
+    splits = {split for split, aliases in SPLIT_ALIASES.items() if not {*aliases}.isdisjoint(words)}
+    return splits.pop() if len(splits) == 1 else None
+
+
+def split_of_cell(cell: Any) -> Split | None:
+    """Return the split that a table cell names (`Training`, `val2014`, `test set`, `tr`), or None if it names none."""
+    if not isinstance(cell, str):
+        return None
+    words = re.findall(r"[^\W\d_]+|\d+", plain_name(cell))
+    names = [word for word in words if word not in SPLIT_NOUNS and not YEAR.fullmatch(word)]
+    for split, aliases in SPLIT_ALIASES.items():
+        if len(names) == 1 and names[0] in (*aliases, *SHORT_SPLIT_ALIASES[split]):
+            return split
+    return None
+
+
+def is_short_split_name(cell: str) -> bool:
+    """Return True if a split name is so short that it may mean something else: `tr`."""
+    return any(plain_name(cell) in aliases for aliases in SHORT_SPLIT_ALIASES.values())
+
+
+def readings_of_splits(splits: Mapping[str, Split]) -> list[dict[str, Split]]:
+    """Return the possible meanings of split names, the most likely first. If no name is ambiguous, return only one.
+
+    `eval` means test if the table has another name for val, and val if it has another name for test. If it has other
+    names for both splits or for neither, `eval` is ambiguous.
+
+    Args:
+        splits: maps each name in the table to its split in `SPLIT_ALIASES`.
+    """
+    ambiguous = [name for name in splits if not {*AMBIGUOUS_ALIASES}.isdisjoint(WORD_OF_NAME.findall(plain_name(name)))]
+    certain_splits = {split for name, split in splits.items() if name not in ambiguous}
+    if not ambiguous:
+        return [dict(splits)]
+    possible: tuple[Split, ...] = ("val", "test")
+    missing = [split for split in possible if split not in certain_splits]
+    if len(missing) == 1:
+        return [{**splits, **dict.fromkeys(ambiguous, missing[0])}]
+    return [{**splits, **dict.fromkeys(ambiguous, split)} for split in possible]
+
+
 def means_the_same(option: Any, cell: Any) -> bool:
-    """True if a value of the options and a value of the table mean the same, as the module's head says."""
+    """Return True if an option's value and a table cell mean the same, by the rules in the module's docstring."""
     if option is None or (isinstance(option, float) and math.isnan(option)):
         return _is_nothing(cell)
     if isinstance(option, bool):
@@ -83,7 +157,7 @@ def _is_nothing(cell: Any) -> bool:
 
 
 def _truth_of(cell: Any) -> bool | None:
-    """The truth value that a cell of the table spells; None if it spells none."""
+    """Return the truth value in a cell, or None if the cell does not contain one."""
     if isinstance(cell, bool):
         return cell
     if isinstance(cell, str) and plain_text(cell) in WORDS_OF_TRUTH:
@@ -93,7 +167,7 @@ def _truth_of(cell: Any) -> bool | None:
 
 
 def _number_of(cell: Any) -> Fraction | None:
-    """The number that a cell of the table spells, exactly; None if it spells none."""
+    """Return the exact number in a cell, or None if the cell does not contain one."""
     if isinstance(cell, str):
         return Fraction(cell.strip()) if NUMBER.fullmatch(cell.strip()) else None
     if not isinstance(cell, int | float | Decimal) or not math.isfinite(cell):
@@ -117,8 +191,8 @@ def _is_text_of(option: str, cell: Any) -> bool:
     return plain_text(option) == plain_text(str(cell))
 
 
-def _described(cell: Any) -> str:
-    """A value for a message, as YAML has it."""
+def _describe(cell: Any) -> str:
+    """Return a value in YAML notation for a message."""
     if cell is None or isinstance(cell, bool):
         return {None: "null", True: "true", False: "false"}[cell]
     shown = repr(cell)
@@ -126,36 +200,39 @@ def _described(cell: Any) -> str:
 
 
 class ColumnValues:
-    """The values of a column, counted: at most `KEPT_VALUES` of them one by one."""
+    """Counts the values of a column. Only the first `MAX_COUNTED_VALUES` distinct values are counted separately."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.others = 0
+        self.uncounted = 0  # number of rows whose values are not counted separately
 
-    def add(self, shown: str) -> None:
-        if shown in self.counts or len(self.counts) < KEPT_VALUES:
-            self.counts[shown] += 1
+    def add(self, value: str) -> None:
+        """Count a value. It is given as text, in the form in which messages show it."""
+        if value in self.counts or len(self.counts) < MAX_COUNTED_VALUES:
+            self.counts[value] += 1
         else:
-            self.others += 1
+            self.uncounted += 1
 
     def __str__(self) -> str:
-        shown = [f"{value} ({count:,})" for value, count in self.counts.most_common(SHOWN_VALUES)]
-        rest = self.counts.total() + self.others - sum(count for _, count in self.counts.most_common(SHOWN_VALUES))
-        return ", ".join(shown) + (f" and others ({rest:,})" if rest else "")
+        commonest = self.counts.most_common(MAX_SHOWN_VALUES)
+        text = ", ".join(f"{value} ({count:,})" for value, count in commonest)
+        hidden = self.counts.total() + self.uncounted - sum(count for _, count in commonest)
+        return f"{text} and others ({hidden:,})" if hidden else text
 
 
 class ColumnNames:
-    """The columns that a table has, collected from its rows for as long as a wanted one was in none of them.
+    """Collects the columns of all rows, to find required columns that no row has.
 
     Args:
-        wanted: columns, or paths into nested values.
+        required: columns, or paths into nested values.
     """
 
-    def __init__(self, wanted: Iterable[str]) -> None:
-        self.missing = dict.fromkeys(wanted)
+    def __init__(self, required: Iterable[str]) -> None:
+        self.missing = dict.fromkeys(required)
         self.columns: dict[str, None] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """Record the columns of a row. This does nothing once all required columns have been found."""
         if not self.missing:
             return
         for column in [column for column in self.missing if _has_column(row, column)]:
@@ -165,14 +242,19 @@ class ColumnNames:
             for key in value if isinstance(value, Mapping) else ():
                 self.columns[f"{name}.{key}"] = None
 
-    def faults(self) -> Iterator[str]:
-        """A sentence for each wanted column that no row has, with the nearest of those that there are."""
+    def faults(self, option: str) -> Iterator[Fault]:
+        """Yield a fault for each required column that no row has. It suggests the most similar column name.
+
+        Args:
+            option: the option that names the columns.
+        """
         for column in self.missing:
-            yield f"no row has the column {column!r}; {closest(column, self.columns, of='the columns are')}"
+            hint = suggest_name(column, self.columns)
+            yield Fault("datasets.unknown_column", key=option, value=column, columns=list(self.columns), hint=hint)
 
 
 def _has_column(row: Mapping[str, Any], path: str) -> bool:
-    """True if the row has the column or the path, also with an empty value."""
+    """Return True if the row has the column or path, even if the value is empty."""
     if path in row or pick(row, path) is not None:
         return True
     head, _, rest = path.partition(".")
@@ -181,11 +263,11 @@ def _has_column(row: Mapping[str, Any], path: str) -> bool:
 
 
 class RowFilter:
-    """The rows that an option matches: in each of its columns, one of the wanted values.
+    """Finds and counts the rows that an option matches. A row must have one of the wanted values in every column.
 
     Args:
-        option: its name, for messages: `where` or `no_change`.
-        wanted: by column, or path into nested values, a value or a list of them.
+        option: name of the option for messages: `where` or `no_change`.
+        wanted: for each column or path into nested values, a value or a list of values.
     """
 
     def __init__(self, option: str, wanted: Mapping[str, Any]) -> None:
@@ -201,16 +283,16 @@ class RowFilter:
         self._verdicts: dict[tuple[str, type, Any], tuple[bool, str]] = {}
 
     def matches(self, row: Mapping[str, Any]) -> bool:
-        """True if the row matches; it is counted."""
+        """Count a row, and return True if it matches."""
         self.rows += 1
         self._columns.add(row)
         is_match = True
         for column in self.wanted:
             cell = pick(row, column)
-            # 1, 1.0 and True are equal as keys
+            # The key includes the type, because 1, 1.0 and True are equal
             key = (column, type(cell), str(cell) if isinstance(cell, list | dict) else cell)
             if key not in self._verdicts:
-                self._verdicts[key] = (self._judge(column, cell), _described(cell))
+                self._verdicts[key] = (self._judge(column, cell), _describe(cell))
             is_wanted, shown = self._verdicts[key]
             self._values[column].add(shown)
             is_match = is_match and is_wanted
@@ -224,56 +306,60 @@ class RowFilter:
 
     def __str__(self) -> str:
         columns = ", ".join(
-            f"{column}: {_described(values[0]) if len(values) == 1 else '[' + ', '.join(map(_described, values)) + ']'}"
+            f"{column}: {_describe(values[0]) if len(values) == 1 else '[' + ', '.join(map(_describe, values)) + ']'}"
             for column, values in self.wanted.items()
         )
         return f"{self.option}: {{{columns}}}"
 
     def notes(self) -> Iterator[str]:
-        """How many rows match, and which of several wanted values no row has."""
+        """Yield sentences about the number of matching rows and about wanted values that no row has."""
         if self.rows:
             yield f"{self} matches {self.matched:,} of {self.rows:,} rows"
         for column, values in self._unmatched.items():
             if self.matched and values:
-                missing = ", ".join(map(_described, values))
+                missing = ", ".join(map(_describe, values))
                 yield f"{self.option}: no row has {missing} in the column {column}, which holds {self._values[column]}"
 
-    def faults(self) -> Iterator[str]:
-        """Why the option cannot be meant so: a column is missing, or no row, or every row matches."""
+    def faults(self) -> Iterator[Fault]:
+        """Yield why the option is probably wrong: a column is missing, or the option matches no row or every row."""
         if not self.rows:
             return
-        misspelt = list(self._columns.faults())
-        yield from (f"{self.option}: {fault}" for fault in misspelt)
-        # one row alone cannot show that a filter tells rows apart
-        if not misspelt and (self.matched == 0 or self.matched == self.rows > 1):
-            rows = f"every one of {self.rows:,} rows" if self.matched else f"0 of {self.rows:,} rows"
-            held = "; ".join(f"the column {column} holds {values}" for column, values in self._values.items())
-            yield f"{self} matches {rows}; {held}"
+        column_faults = list(self._columns.faults(self.option))
+        yield from column_faults
+        # A table with a single row does not show whether the filter distinguishes rows
+        if not column_faults and (self.matched == 0 or self.matched == self.rows > 1):
+            yield Fault(
+                "datasets.filter_matches_all_rows" if self.matched else "datasets.filter_matches_no_row",
+                filter=str(self),
+                option=self.option,
+                rows=self.rows,
+                columns=[f"{column} ({values})" for column, values in self._values.items()],
+            )
 
 
 class SplitNames:
-    """Translate the table's names of splits: first by the same spelling, then by the same meaning."""
+    """Translates a table's split names by the option `splits`: first by exact spelling, then by meaning."""
 
-    def __init__(self, splits: Mapping[Any, str]) -> None:
+    def __init__(self, splits: Mapping[Any, Split]) -> None:
         self.splits = splits
         self._unmatched = dict.fromkeys(splits)
         self._values = ColumnValues()
         self._known: dict[tuple[type, Any], Any] = {}
 
     def add(self, cell: Any) -> None:
-        """Count a row's value, also of a row that is passed over."""
+        """Count the value that names the split of a row. Skipped rows are counted, too."""
         if not _is_nothing(cell) and not isinstance(cell, list | dict):
-            self._values.add(_described(cell))
+            self._values.add(_describe(cell))
             name = self._name_of(cell)
             if name in self._unmatched:
                 del self._unmatched[name]
 
     def translate(self, cell: Any, spelt: Any) -> Any:
-        """The project's name of the split, or `spelt` if the option does not name it.
+        """Return the project's name of the split, or `spelt` if the option does not contain the value.
 
         Args:
             cell: the row's value.
-            spelt: the value as a name: a number as text.
+            spelt: the same value as text.
         """
         if not self.splits or spelt is None or isinstance(cell, list | dict):
             return spelt
@@ -288,23 +374,24 @@ class SplitNames:
             self._known[key] = next(exact, next(alike, None))
         return self._known[key]
 
-    def faults(self) -> Iterator[str]:
-        """The names that no row has. One that is an ordinary other name of its split is not meant for every table."""
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault for each name in the option that no row has. Common names may be missing from the table."""
         if self._values.counts:
             for name in self._unmatched:
-                if plain_text(str(name)) not in SPLIT_ALIASES[self.splits[name]]:
-                    yield f"splits: {_described(name)} is no split of the table, which has {self._values}"
+                if plain_name(str(name)) not in SPLIT_ALIASES[self.splits[name]]:
+                    values = str(self._values)
+                    yield Fault("datasets.unknown_split", key="splits", value=_describe(name), values=values)
 
 
 class NoChangeNames:
-    """Change types with every name of no change read as `NO_CHANGE`; the other spellings are counted."""
+    """Replaces every change type that means "no change" with `NO_CHANGE`, and counts the spellings."""
 
     def __init__(self) -> None:
         self._spellings: Counter[str] = Counter()
         self._is_no_change: dict[str, bool] = {NO_CHANGE: True}
 
     def unify(self, types: Sequence[str]) -> list[str]:
-        """The change types of a pair, in order; several names of no change are one."""
+        """Return the change types of a pair in order. All types that mean "no change" are merged into `NO_CHANGE`."""
         unified = []
         for name in types:
             if name not in self._is_no_change:
@@ -320,37 +407,44 @@ class NoChangeNames:
         return unified
 
     def notes(self) -> Iterator[str]:
+        """Yield a sentence with the other spellings of `NO_CHANGE` and their counts, if there are any."""
         if self._spellings:
             counted = ", ".join(f"{name!r} ({count:,})" for name, count in self._spellings.most_common())
             yield f"change_types: {counted} is read as {NO_CHANGE!r}, a pair without a change"
 
 
 def columns_to_find(columns: Mapping[str, Any], required: Collection[str]) -> list[str]:
-    """The columns that the option `columns` names and without which no row has a fault: those of optional fields, and
-    each of several names of one field."""
-    wanted: dict[str, None] = {}
-    for field, names in columns.items():
-        listed = [names] if isinstance(names, str) else list(names or ())
-        if field not in required or len(listed) > 1:
-            wanted |= dict.fromkeys(column for name in listed for column in columns_in(name))
-    return list(wanted)
+    """Return the columns in the option `columns` that may be missing from single rows, but not from all rows.
 
-
-def refuse_faults(root: Any, faults: Mapping[str, Iterable[str]], confirmed: Collection[str]) -> None:
-    """Refuse options that match nothing, or everything.
+    These are the columns of optional fields, and the columns of fields for which several columns are listed.
 
     Args:
-        faults: sentences by the name that `confirmed` has for them.
+        required: fields whose only column is checked in every row.
+    """
+    columns_of_options: dict[str, None] = {}
+    for field, names in columns.items():
+        listed_names = [names] if isinstance(names, str) else list(names or ())
+        if field not in required or len(listed_names) > 1:
+            for name in listed_names:
+                columns_of_options |= dict.fromkeys(columns_in(name))
+    return list(columns_of_options)
+
+
+def refuse_faults(root: Any, faults: Mapping[str, Iterable[Fault]], confirmed: Collection[str]) -> None:
+    """Check that no option is probably a mistake, unless the entry confirms the option.
+
+    Args:
+        faults: the faults of each option, by the name with which `confirmed` confirms the option.
 
     Raises:
-        DataError: an option has a fault and is not confirmed; the text names option, counts, values and remedy.
+        DataError: an option has a fault and is not confirmed. The fields are the faults and the names to confirm.
     """
-    open_faults = {name: list(sentences) for name, sentences in faults.items() if name not in confirmed}
-    lines = [sentence for sentences in open_faults.values() for sentence in sentences]
-    if lines:
-        names = ", ".join([*confirmed, *(name for name, sentences in open_faults.items() if sentences)])
-        listed = "\n  ".join(lines)
-        raise DataError(
-            f"{root}: options do not match the table:\n  {listed}\n"
-            f"  correct them; if they are meant so, confirm it in the entry: options: {{confirmed: [{names}]}}"
-        )
+    options_to_confirm = list(confirmed)
+    unconfirmed_faults: list[Fault] = []
+    for option, faults_of_option in faults.items():
+        listed_faults = [] if option in confirmed else list(faults_of_option)
+        if listed_faults:
+            options_to_confirm.append(option)
+            unconfirmed_faults += listed_faults
+    if unconfirmed_faults:
+        raise DataError("datasets.options_do_not_match", path=root, faults=unconfirmed_faults, names=options_to_confirm)

@@ -1,16 +1,16 @@
-"""IEdit (Image Editing Request): a photo, its edit, and the request that leads from one to the other.
+"""IEdit (Image Editing Request): a photo, an edited version, and the request for the edit.
 
-Page: https://github.com/airsplay/VisualRelationships (Tan et al., ACL 2019). The repository states no licence.
+Page: https://github.com/airsplay/VisualRelationships (Tan et al., ACL 2019). The repository does not state a licence.
 
-    {train,valid,test}.json    a list of records; the middle file is called valid
-    images/                    all images, flat
+    {train,valid,test}.json    a list of records; the validation file is called valid
+    images/                    all images, without subfolders
 
     {"img0": "Reddit.com_5fdtr1_5fdtr1.jpg", "img1": "Reddit.com_5fdtr1_dajgq1u.jpg", "uid": "Reddit_1012",
      "sents": ["make color brighter", "Increase the brightness of the image", "add the effect"]}
 
-The key is `uid`, not the pair: 495 test records are 446 pairs. 55 valid pairs are also in test, one train pair too,
-which validate finds by their files. Images are jpg, png and a few gif (the first frame counts), and `img0` and `img1`
-differ in size.
+Records are identified by `uid`, because several records may show the same two images: the 495 test records have 446
+image pairs. 55 image pairs in valid and one in train are also in test; validate finds them by comparing files. Images
+are JPEG, PNG and a few GIF files, of which the first frame is used. `img0` and `img1` may differ in size.
 """
 
 from collections.abc import Iterator
@@ -18,20 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets import spec
-from m3diff.datasets.files import numbered, read_json
+from m3diff.datasets.files import enumerate_records, read_json
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
 
 
 def read(root: Path, images: str = "images") -> Iterator[spec.Row]:
+    """Yield one row per record of each split, in the order of the files."""
 
     def row(split: str, where: str, record: dict[str, Any]) -> spec.Row:
-        uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
+        uid = record["uid"]
+        pair = (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
         return spec.Row(uid, split, uid, *pair, record["sents"], [], where)
 
     for split, file in FILES.items():
-        yield from spec.as_rows(split, numbered(file, read_json(root / file, list)), FIELDS, row)
+        yield from spec.make_rows(split, enumerate_records(file, read_json(root / file, list)), FIELDS, row)
 
 
 PUBLISHED = spec.Published(
@@ -46,10 +48,10 @@ SPEC = spec.DatasetSpec(
     title="IEdit",
     page="https://github.com/airsplay/VisualRelationships",
     paper="Expressing Visual Relationships via Language (Tan et al., ACL 2019)",
-    licence=spec.UNSTATED,
+    licence=spec.UNSTATED_LICENCE,
     read=read,
     files=tuple(FILES.values()),
     task="edit",
     published=(PUBLISHED,),
-    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.WITH_SPICE, source=LANGEVAL),),
+    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.METRICS_WITH_SPICE, source=LANGEVAL),),
 )

@@ -1,34 +1,45 @@
-"""LEVIR-CC: a place seen by satellite at two times, five sentences to a pair; half of the pairs show no change.
+"""LEVIR-CC: satellite images of a place at two times, with five sentences per pair. Half of the pairs show no change.
 
-Page: https://github.com/Chen-Yang-Liu/LEVIR-CC-Dataset (Liu et al., TGRS 2022). The page states no licence.
+Page: https://github.com/Chen-Yang-Liu/LEVIR-CC-Dataset (Liu et al., TGRS 2022). The page does not state a licence.
 
-    LevirCCcaptions.json             one object with a list `images`, a record for each pair
+    LevirCCcaptions.json             an object with a list `images`, which has one record per pair
     images/val/A/val_000001.png      before, 256x256
-    images/val/B/val_000001.png      after: the same name (LEVIR-MCI adds a folder `label`, which is not read)
+    images/val/B/val_000001.png      after, with the same name (LEVIR-MCI adds a folder `label`, which is not read)
 
     {"filepath": "val", "filename": "val_000001.png", "imgid": 6815, "split": "val", "changeflag": 1, "sentids": [...],
      "sentences": [{"raw": " a road is built .", "tokens": ["a", "road", "is", "built"], "imgid": 6815, ...}, ...]}
 
-A reference is its tokens with a space between: `raw` holds spaces and a full stop that no evaluation counts. 5,039
-pairs have all the same five sentences, and no other pair has one of them: they say that a pair is without a change, and
-`changeflag`, which was not counted, is not read. What changed is not annotated: the others have the type `change`.
+A reference consists of the tokens of a sentence, joined by spaces. `raw` is not used, because it has extra spaces and a
+full stop that evaluations ignore. 5,039 pairs have the same five sentences, which no other pair has. A pair with one of
+these sentences has no change. `changeflag` is not read, because its values have not been counted. The kind of change is
+not annotated, so all other pairs have the type `change`.
 
-The authors score numbers of a vocabulary, separated by spaces, with words seen fewer than five times as one; CCExpert
-and other papers with language models score the text itself, in lower case without full stops, by the same scorers. The
-protocols here are these papers': words between spaces, no PTB tokenizer.
+The authors replace words by vocabulary numbers before scoring. Words that occur fewer than five times share a number.
+CCExpert and other papers with language models use the same scorers for the lowercase text without full stops. The
+protocols here follow these papers: words are split at spaces, without the PTB tokenizer.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from m3diff.datasets.files import describe, pick, read_json
-from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, broken, fault_in
+from m3diff.datasets.spec import (
+    UNSTATED_LICENCE,
+    DatasetSpec,
+    Protocol,
+    Published,
+    Row,
+    SplitCount,
+    broken_row,
+    find_fault,
+    unexpected,
+)
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 
 FIELDS = {"filename": str, "split": str, "sentences": list}
 CHANGE = "change"
-SAME = {  # the sentences of every pair without a change, and of no other
+SAME = {  # the sentences of the pairs without a change; no other pair has them
     "the scene is the same as before",
     "there is no difference",
     "the two scenes seem identical",
@@ -38,23 +49,29 @@ SAME = {  # the sentences of every pair without a change, and of no other
 
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:
+    """Yield one row per image pair, in the order of the file. Each reference is the joined tokens of a sentence."""
     file = "LevirCCcaptions.json"
     records = read_json(root / file, dict).get("images")
     if not isinstance(records, list):
-        raise DataError(f"{root / file}: expected a list `images`, found {describe(records)}; fetch it again")
+        raise DataError("datasets.no_list_of_images", path=root / file, key="images", value=describe(records))
     for number, record in enumerate(records):
         source = f"{file}, image {number}"
-        fault = fault_in(record, FIELDS)
-        tokens = [] if fault else pick(record, "sentences.*.tokens")
-        if not all(isinstance(each, list) and all(isinstance(token, str) for token in each) for each in tokens):
-            fault = "sentences: expected objects with a list `tokens` of text"
+        fault = find_fault(record, FIELDS)
+        tokens_of_sentences = [] if fault else pick(record, "sentences.*.tokens")
+        if not all(map(_are_tokens, tokens_of_sentences)):
+            fault = unexpected("sentences", "objects with a list `tokens` of text", record["sentences"])
         if fault:
-            yield broken(record.get("split") if isinstance(record, dict) else None, source, fault)
+            yield broken_row(record.get("split") if isinstance(record, dict) else None, source, fault)
             continue
-        name, split = record["filename"], record["split"]
-        pair = f"{images}/{split}/A/{name}", f"{images}/{split}/B/{name}"
-        texts = [*map(" ".join, tokens)]
+        name = record["filename"]
+        split = record["split"]
+        pair = (f"{images}/{split}/A/{name}", f"{images}/{split}/B/{name}")
+        texts = [" ".join(tokens) for tokens in tokens_of_sentences]
         yield Row(name, split, name, *pair, texts, [CHANGE if SAME.isdisjoint(texts) else NO_CHANGE], source)
+
+
+def _are_tokens(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(token, str) for token in value)
 
 
 PUBLISHED = Published(
@@ -66,7 +83,7 @@ SPEC = DatasetSpec(
     title="LEVIR-CC",
     page="https://github.com/Chen-Yang-Liu/LEVIR-CC-Dataset",
     paper="Remote Sensing Image Change Captioning With Dual-Branch Transformers (Liu et al., TGRS 2022)",
-    licence=UNSTATED,
+    licence=UNSTATED_LICENCE,
     read=read,
     files=("LevirCCcaptions.json",),
     published=(PUBLISHED,),

@@ -1,62 +1,79 @@
-"""MagicBrush: photos edited by people, instruction after instruction; a pair is one turn of such a session.
+"""MagicBrush: photos that people edited with a series of instructions. Each pair is one turn of an editing session.
 
-Page: https://github.com/OSU-NLP-Group/MagicBrush (Zhang et al., NeurIPS 2023), CC BY 4.0; two downloads into one root:
+Page: https://github.com/OSU-NLP-Group/MagicBrush (Zhang et al., NeurIPS 2023), CC BY 4.0. Two downloads share one root:
 
-    data/train-*.parquet, data/dev-*.parquet    osunlp/MagicBrush on the Hugging Face hub: a row for each turn, with the
+    data/train-*.parquet, data/dev-*.parquet    osunlp/MagicBrush on the Hugging Face Hub: one row per turn, with the
                                                 image before (`source_img`) and after (`target_img`)
-    test/edit_sessions.json                     the zip of the test split, unpacked (option `test`; null: left out)
+    test/edit_sessions.json                     the unpacked zip file of the test split (option `test`; null: left out)
     test/images/242679/242679-input.png         before the first turn
-    test/images/242679/242679-output1.png       after it, and before the second
+    test/images/242679/242679-output1.png       after the first turn, and before the second
 
     {"img_id": "242679", "turn_index": 1, "source_img": ..., "mask_img": ..., "instruction": "Put a cat on the seat.",
      "target_img": ...}
     {"242679": [{"input": "242679-input.png", "instruction": "Put a cat on the seat.", ...}, ...], ...}
 
-A turn begins with what the turn before it made, so pairs of one photo share images, and `img_id` is their scene: they
-must share a split. dev is the validation split. The authors ask that benchmark data never appear in what a model is
-trained on, so neither dev nor test may train. Masks and the descriptions in local_captions.json are not read. How many
-turns there are is given as "10K" and, elsewhere, as 10,308: no count is held against the files.
+Each turn starts from the result of the previous turn, so the pairs of a photo share images. `img_id` is their scene,
+and pairs of a scene must be in the same split. dev is the validation split. The authors ask that benchmark data never
+be used for training, so this project only trains on train. Masks and local_captions.json are not read. The
+number of turns is published both as "10K" and as 10,308, so the files are not compared with a published count.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import describe, read_json, read_shards
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, as_rows, broken, fault_in
+from m3diff.datasets.files import read_json, read_shards
+from m3diff.datasets.spec import (
+    DatasetSpec,
+    Licence,
+    Permission,
+    Protocol,
+    Row,
+    broken_row,
+    find_fault,
+    make_rows,
+    unexpected,
+)
 
 FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}
-BEFORE, AFTER = "source_img", "target_img"
+BEFORE = "source_img"
+AFTER = "target_img"
 FIELDS = {"img_id": str, "turn_index": int, "instruction": str, BEFORE: object, AFTER: object}
 SESSIONS = "edit_sessions.json"
 TURN_FIELDS = {"input": str, "instruction": str}
 
 
 def read(root: Path, test: str | None = "test") -> Iterator[Row]:
+    """Yield one row per turn: first the train split, then val, then test.
+
+    Args:
+        test: folder of the unpacked test files. If it is None, the test split is left out.
+    """
     for split, pattern in FILES.items():
-        yield from as_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _turn)
+        yield from make_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _turn)
     if test is not None:
         for img_id, turns in read_json(root / test / SESSIONS, dict).items():
             yield from _session(test, img_id, turns)
 
 
 def _turn(split: str, where: str, turn: dict[str, Any]) -> Row:
-    name, scene = f"{turn['img_id']}-{turn['turn_index']}", turn["img_id"]
+    name = f"{turn['img_id']}-{turn['turn_index']}"
+    scene = turn["img_id"]
     return Row(name, split, scene, turn[BEFORE], turn[AFTER], [turn["instruction"]], [], where)
 
 
 def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
     source = f"{test}/{SESSIONS}, {img_id}"
     if not isinstance(turns, list):
-        yield broken("test", source, f"turns: expected a list, found {describe(turns)}", img_id)
+        yield broken_row("test", source, unexpected("turns", "a list", turns), img_id)
         return
     for number, turn in enumerate(turns, 1):
         where = f"{source}, turn {number}"
-        if fault := fault_in(turn, TURN_FIELDS):
-            yield broken("test", where, fault, img_id)
+        if fault := find_fault(turn, TURN_FIELDS):
+            yield broken_row("test", where, fault, img_id)
         else:
             folder = f"{test}/images/{img_id}"
-            pair = f"{folder}/{turn['input']}", f"{folder}/{img_id}-output{number}.png"
+            pair = (f"{folder}/{turn['input']}", f"{folder}/{img_id}-output{number}.png")
             yield Row(f"{img_id}-{number}", "test", img_id, *pair, [turn["instruction"]], [], where)
 
 

@@ -1,8 +1,8 @@
-"""OmniDiff-Real and -Render: changes in real and rendered scenes, one human paragraph to a pair, twelve change types.
+"""OmniDiff-Real and -Render: changes in real and rendered scenes, with one paragraph per pair and twelve change types.
 
-Page: https://yuan-liu-omnidiff.github.io (Liu et al., ICCV 2025, arXiv 2503.11093). Licence unknown: its annotation
-files have not been seen, so nothing of their layout is assumed. The option `manifest` names the file (CSV, TSV, JSON,
-JSON Lines or Parquet) and `columns` what its columns are called; images are relative to the root. One entry per part:
+Page: https://yuan-liu-omnidiff.github.io (Liu et al., ICCV 2025, arXiv 2503.11093). The licence is unknown. The
+annotation files were not available, so no layout is assumed: the option `manifest` names the file (CSV, TSV, JSON, JSON
+Lines or Parquet) and `columns` its columns. Image paths are relative to the root. Write a separate entry for each part:
 
     omnidiff_real:
       reader: omnidiff
@@ -11,8 +11,8 @@ JSON Lines or Parquet) and `columns` what its columns are called; images are rel
 
     {"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ...", "types": ["addition"], "split": "train"}
 
-Whether pairs of one scene share a split is not promised: name a `scene` column and validate checks it. Change types
-are matched to the paper's without regard to case.
+It is not documented whether pairs of the same scene share a split. If you name a column for `scene`, validate checks
+this. Change types must be among the twelve types in the paper. Upper and lower case are not distinguished.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from m3diff.datasets import pairs, spec
+from m3diff.records.errors import Fault
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 
 NAMES = (*CHANGE_TYPES, NO_CHANGE)
@@ -29,19 +30,21 @@ def read(
     root: Path,
     manifest: pairs.Manifest = "annotations.json",
     columns: pairs.Columns | None = None,
-    split: pairs.Split | None = None,
+    split: pairs.OwnSplit | None = None,
     confirmed: Sequence[Literal["columns"]] = (),
-) -> spec.NotedRows:
-    """Read as `pairs` does, with the change types checked against the paper's twelve."""
+) -> spec.RowsWithNotes:
+    """Read a table as `pairs` does, and check that the change types are among the paper's twelve types."""
     reading = pairs.read(root, manifest, columns, split, confirmed=confirmed)
-    return spec.NotedRows(map(_with_known_types, reading), reading.notes)
+    return spec.RowsWithNotes(map(_with_known_types, reading), reading.notes)
 
 
 def _with_known_types(row: spec.Row) -> spec.Row:
     types = [name.strip().lower() for name in row.change_types]
     unknown = [name for name in types if name not in NAMES]
-    fault = f"change_types: {', '.join(unknown)} is none of {', '.join(NAMES)}" if unknown else row.fault
-    return row._replace(change_types=[] if unknown else types, fault=fault)
+    if not unknown:
+        return row._replace(change_types=types)
+    fault = Fault("datasets.unknown_change_types", key="change_types", names=unknown, expected=list(NAMES))
+    return row._replace(change_types=[], fault=fault)
 
 
 REAL = spec.Published(
@@ -63,7 +66,7 @@ SPEC = spec.DatasetSpec(
     title="OmniDiff",
     page="https://yuan-liu-omnidiff.github.io",
     paper="OmniDiff: A Comprehensive Benchmark for Fine-grained Image Difference Captioning (Liu et al., ICCV 2025)",
-    licence=spec.UNSTATED,
+    licence=spec.UNSTATED_LICENCE,
     read=read,
     files=("annotations.json",),
     task="detail",

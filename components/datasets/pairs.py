@@ -1,4 +1,6 @@
-"""A collection of one's own: a manifest with a row per pair, or several rows per pair with a caption each.
+"""Read your own pairs from a table. A pair is an image before and an image after a change, with captions of the change.
+
+The table has one row per pair, or several rows per pair with one caption each:
 
     pairs.csv          before,after,captions,split      (or .tsv, .json, .jsonl, .parquet: option `manifest`)
     a/1.png, b/1.png   images, relative to the root
@@ -6,41 +8,44 @@
     a/1.png,b/1.png,the lamp is out,train
     {"before": "a/1.png", "after": "b/1.png", "captions": ["the lamp is out", "it is dark"], "split": "train"}
 
-`captions` is a list, a JSON list in a text field, or one caption. Further columns are used where they exist: `id` (else
-the two paths name the pair), `scene` (pairs of one scene must share a split) and `change_types`, of which `none` alone
-marks a pair without a change. Other layouts are read by options, which `m3diff data check ROOT` suggests:
+`captions` is a list, a text with a JSON list, or a single caption. These columns are optional: `id` (the default is the
+two image paths), `scene` (pairs of the same scene must share a split) and `change_types`, where `none` alone marks a
+pair without a change. Options describe other layouts; `m3diff data check ROOT` suggests them:
 
-    manifest   a file, a pattern (`part-*.jsonl`), or one of these by split: {train: train.csv, val: dev.csv}
-    columns    what columns are called: {before: img_a}; {id: null}: there is none. Also a path into nested values
-               (`meta.split`, `images.0`, `sentences.*.raw`) or a template of these (`B/{name}.png`, `{number:06}.png`).
-               `images` names a list of both images. Of several names a row's first is taken, where files differ:
-               {captions: [instruction, prompt]}. Of a conversation (LLaVA, M4-Instruct, LLaMA-Factory, ms-swift)
-               the answer is the caption: {images: image, captions: conversations}, {images: images, captions: messages}
-    all_ask_what_changed  true: the questions of a conversation, or of the column `question`, all ask what changed. They
-               are not kept: without this option, questions that are not known to ask so are refused
-    no_caption texts that stand for no caption: [nan, n/a, "-"]; a pair without any other is passed over. []: such texts
-               are captions. Without this option they are refused
-    separator  between the captions of one text: "|". "": it separates nothing
-    split      of every pair, where the manifest has none
-    splits     the manifest's names of splits: {validation: val, dev: val}, {0: train, 1: test}
-    rows       where in a JSON file the rows stand: `data`. They may be an object: {"7": ["it fell"]} has the columns
-               `key` and `value`
-    where      rows to take: {label: "True", lang: [en, de]}; others are passed over
-    pairs_only true: rows that have not two images and one answer are passed over
-    no_change  rows without a change: {changeflag: 0}
-    delimiter  of a CSV file, where it is no comma
-    confirmed  what looks like a mistake and is meant so: [where, encoding]
+    manifest   a file, a pattern (`part-*.jsonl`), or one of these per split: {train: train.csv, val: dev.csv}
+    columns    the column names: {before: img_a}. {id: null} means that the table has no such column. A name may be a
+               path into nested values (`meta.split`, `images.0`, `sentences.*.raw`) or a template of these
+               (`B/{name}.png`, `{number:06}.png`). `images` names a list of both images. If several names are listed,
+               the first one that a row contains is read: {captions: [instruction, prompt]}. In a conversation (LLaVA,
+               M4-Instruct, LLaMA-Factory, ms-swift), the answer is the caption:
+               {images: image, captions: conversations}, {images: images, captions: messages}
+    all_ask_what_changed  true: all questions in the conversations or in the column `question` ask what changed, so they
+               are discarded. Without this option, questions that may ask something else are refused
+    no_caption texts that stand for a missing caption: [nan, n/a, "-"]. Pairs that have only such texts are skipped. []
+               means that such texts are captions. Without this option they are refused
+    separator  the separator between several captions in one text: "|". "" means that each text is one caption
+    split      the split of all pairs, if no column names it; or the shares by which splits are drawn at random:
+               {test: 0.15, val: 0.1, seed: 0}; see `drawn_split.py`
+    splits     the split names in the table: {validation: val, dev: val}, {0: train, 1: test}
+    rows       the path to the rows in a JSON file: `data`. The rows may be an object: {"7": ["it fell"]} has the
+               columns `key` and `value`
+    where      the rows to read: {label: "True", lang: [en, de]}. All other rows are skipped
+    pairs_only true: rows without exactly two images and one answer are skipped
+    no_change  the rows without a change: {changeflag: 0}
+    delimiter  the delimiter of a CSV file, if it is not a comma
+    confirmed  options and findings that look like mistakes but are intended: [where, encoding]
 
-`where`, `no_change` and `splits` compare values by what they mean in the table (`filters.py`): `no` matches "no",
-"FALSE", 0 and "0.0", `0` matches "0.0", and "no" between quotes is a text. An option that cannot be meant so is refused
-unless `confirmed` has its name: a `where` or `no_change` that matches no row, or every row; a name of `splits`, an
-optional column or a further name of `columns`, or a `separator`, that is nowhere in the table. Captions that no person
-seems to have written are counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes, repeats);
-in a test split each kind has to be confirmed. Change types such as "unchanged" or "No change" are read as `none`.
+`where`, `no_change` and `splits` compare values by meaning (`filters.py`): `no` matches "no", "FALSE", 0 and "0.0", and
+`0` matches "0.0", but a quoted "no" is a text. An option that is probably a mistake is refused unless it is listed in
+`confirmed`. For example, `where` or `no_change` may match no row or every row. Or the table may not contain the
+`separator`, a name in `splits`, or a name in `columns` that is optional or one of several. Captions that were probably
+not written by a person are counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes,
+repeats). Each kind that occurs in a test split must be confirmed. Change types such as "unchanged" or "No change" are
+read as `none`.
 
-A path is relative to the root; an absolute one, or a file:// address, that leads into it is read as such. Images may
-stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
-as files beside its records.
+Paths are relative to the root. An absolute path or a file:// URL must point into the root. A Parquet file may contain
+the images, in the format of the `datasets` library (`Image`, or a list of these); ingest writes them to files next to
+its records.
 """
 
 import math
@@ -53,7 +58,17 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from m3diff.datasets.files import Embedded, columns_in, describe, look_up, pick, read_values, texts
+from m3diff.datasets.drawn_split import SplitShares, as_shares, draw_splits
+from m3diff.datasets.files import (
+    Embedded,
+    columns_in,
+    describe,
+    fault_of_images,
+    look_up,
+    parse_captions,
+    pick,
+    read_values,
+)
 from m3diff.datasets.filters import (
     ColumnNames,
     NoChangeNames,
@@ -62,13 +77,24 @@ from m3diff.datasets.filters import (
     columns_to_find,
     refuse_faults,
 )
-from m3diff.datasets.spec import DatasetSpec, Licence, NotedRows, Permission, Protocol, Question, Row, merged
-from m3diff.records.errors import DataError
+from m3diff.datasets.spec import (
+    DatasetSpec,
+    Licence,
+    Permission,
+    Protocol,
+    Question,
+    Row,
+    RowsWithNotes,
+    merge_rows,
+    unexpected,
+)
+from m3diff.records.errors import DataError, Fault, ValueFault
 from m3diff.records.schemas import NO_CHANGE, Split
 
-REQUIRED, OPTIONAL = ("before", "after", "captions", "split"), ("id", "scene", "change_types")
-# In the fault of a row that has another number of images or of answers than a pair
-NO_PAIR = re.compile(r"two images, found (\d+)|one answer, found (\d+)")
+REQUIRED = ("before", "after", "captions", "split")
+OPTIONAL = ("id", "scene", "change_types")
+# Codes of the faults of rows that do not have exactly two images and one answer
+NO_PAIR = ("datasets.not_two_images", "datasets.not_one_answer")
 
 Manifest = Annotated[
     Annotated[str, Tag("[file]")] | Annotated[Mapping[Split, str], Tag("[files]")],
@@ -76,12 +102,23 @@ Manifest = Annotated[
 ]
 
 
-def _template(column: str) -> str:
-    columns_in(column)
+# The split of all pairs, or the shares by which the splits are drawn
+OwnSplit = Annotated[
+    Annotated[Split, Tag("[split]")] | Annotated[SplitShares, Tag("[shares]")],
+    Discriminator(lambda value: "[shares]" if isinstance(value, Mapping | SplitShares) else "[split]"),
+]
+
+
+def _check_template(column: str) -> str:
+    """Return the column name or template. Raise a ValueFault if its braces do not match."""
+    try:
+        columns_in(column)
+    except ValueError as error:
+        raise ValueFault("datasets.invalid_template", value=column, cause=str(error)) from error
     return column
 
 
-Column = Annotated[str, AfterValidator(_template)]
+Column = Annotated[str, AfterValidator(_check_template)]
 Columns = Mapping[
     Literal["before", "after", "images", "captions", "split", "id", "scene", "change_types", "question"],
     Annotated[
@@ -90,9 +127,9 @@ Columns = Mapping[
     ]
     | None,
 ]
-# By column, the value or the list of values that a row may have; compared by meaning
+# For each column, a value or a list of values that a row may have. Values are compared by meaning
 Values = Mapping[str, Any]
-# What an entry confirms: options that match nothing, or every row, and kinds of odd captions in a test split
+# Values of the option `confirmed`: options that match no row or every row, and kinds of odd captions in a test split
 Confirmable = Literal[
     "where",
     "no_change",
@@ -115,7 +152,7 @@ def read(
     root: Path,
     manifest: Manifest = "pairs.csv",
     columns: Columns | None = None,
-    split: Split | None = None,
+    split: OwnSplit | None = None,
     splits: Mapping[Any, Split] | None = None,
     rows: str = "",
     where: Values | None = None,
@@ -126,63 +163,137 @@ def read(
     no_caption: Sequence[str] | None = None,
     separator: str | None = None,
     confirmed: Sequence[Confirmable] = (),
-) -> NotedRows:
-    """Yield a row per pair, at the place of its first row; rows that contradict an earlier one of their id stand alone.
+) -> RowsWithNotes:
+    """Return one row per pair. Rows of the table with the same id are merged.
 
-    `all_ask_what_changed` changes nothing here: ingest and `data check` ask for it where a row has `questions`.
+    A row that contradicts an earlier row with the same id is returned with a fault. `all_ask_what_changed` has no
+    effect here; ingest and `data check` use it if a row has `questions`.
 
     Raises:
-        DataError: a file cannot be read, or options match nothing, or every row, and `confirmed` does not name them.
+        DataError: a file cannot be read. Or an option matches no row or every row and is not confirmed. Or splits
+            should be drawn, but the table names them, or no pairs are drawn for testing or training.
     """
-    called = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
-    named = {field: (name,) if isinstance(name, str) else tuple(name or ()) for field, name in called.items()}
-    tops = (f"{root.absolute()}/", f"{root.resolve()}/")
-    checks = _OptionChecks(root, dict(columns or {}), splits or {}, where or {}, no_change or {}, separator, confirmed)
+    named_columns = dict(columns or {})
+    columns_of_field = _columns_of_fields(named_columns)
+    shares = as_shares(split)
+    if shares is not None:
+        _refuse_named_splits(root, manifest, named_columns, splits)
+        columns_of_field["split"] = ()
+    split_of_all = split if isinstance(split, str) else None
+    root_names = (f"{root.absolute()}/", f"{root.resolve()}/")
+    checks = _OptionChecks(root, named_columns, splits or {}, where or {}, no_change or {}, separator, confirmed)
 
-    def found_rows() -> Iterator[Row]:
-        for path, place, own_split in _files(root, manifest, split):
-            needed = [*(["images"] if named.get("images") else ["before", "after"]), "captions"]
-            needed += [] if own_split else ["split"]
-            single = [(*named[field], field)[0] for field in needed if len(named[field]) < 2]
-            header = [each for column in single for each in columns_in(column)]
-            for at, value in read_values(path, header, delimiter, rows):
-                if not checks.takes(value, () if own_split else named["split"]):
+    def read_rows() -> Iterator[Row]:
+        for path, folder, file_split in _files(root, manifest, split_of_all):
+            required_fields = _required_fields(columns_of_field, with_split=not file_split and not shares)
+            header = _required_columns(required_fields, columns_of_field)
+            for location, value in read_values(path, header, delimiter, rows):
+                if shares:
+                    _refuse_split_column(path.parent / location, value, named_columns)
+                if not checks.takes(value, () if file_split else columns_of_field["split"]):
                     continue
-                found, fault = _fields(value, named, needed)
-                if pairs_only and fault and NO_PAIR.search(fault):
+                fields, fault = _fields(value, columns_of_field, required_fields)
+                if pairs_only and fault and fault.code in NO_PAIR:
                     continue
                 if checks.is_unchanged(value):
-                    found["change_types"] = [NO_CHANGE]
-                found |= {side: _relative(found[side], tops) for side in ("before", "after")}
-                row = _row(place + at, found, own_split, checks)
+                    fields["change_types"] = [NO_CHANGE]
+                for side in ("before", "after"):
+                    fields[side] = relative_to_root(fields[side], root_names)
+                row = _row(folder + location, fields, file_split, checks)
                 yield row._replace(fault=fault or row.fault)
         checks.finish()
 
-    pairs = merged(found_rows(), across_splits=True)
-    return NotedRows(_without_no_caption(pairs, no_caption or (), checks.notes), checks.notes)
+    pairs = merge_rows(read_rows(), across_splits=True)
+    pairs_with_captions = _drop_no_captions(pairs, no_caption or (), checks.notes)
+    if shares is None:
+        return RowsWithNotes(pairs_with_captions, checks.notes)
+    return RowsWithNotes(_draw_when_read(root, pairs_with_captions, shares, checks.notes), checks.notes)
 
 
-def _without_no_caption(rows: Iterable[Row], no_caption: Sequence[str], notes: list[str]) -> Iterator[Row]:
-    """Drop the texts that stand for no caption; add a note if no caption is such a text."""
-    wanted = {text.strip().casefold() for text in no_caption}
-    captions = 0
-    dropped = 0
+def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the columns of each field according to the option `columns`; an empty tuple if a field has no column."""
+    columns_of_field: dict[str, tuple[str, ...]] = {}
+    for field, names in ({field: field for field in REQUIRED + OPTIONAL} | dict(columns)).items():
+        columns_of_field[field] = (names,) if isinstance(names, str) else tuple(names or ())
+    return columns_of_field
+
+
+def _required_fields(columns_of_field: Mapping[str, tuple[str, ...]], with_split: bool) -> list[str]:
+    """Return the fields that every row must have."""
+    image_fields = ["images"] if columns_of_field.get("images") else ["before", "after"]
+    return [*image_fields, "captions", "split"] if with_split else [*image_fields, "captions"]
+
+
+def _required_columns(fields: Sequence[str], columns_of_field: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the columns that a table must have. If a field lists several columns, each of them is optional."""
+    required = []
+    for field in fields:
+        names = columns_of_field[field]
+        if len(names) < 2:
+            required += columns_in(names[0] if names else field)
+    return required
+
+
+def _refuse_named_splits(root: Path, manifest: Manifest, columns: Mapping[Any, Any], splits: Any) -> None:
+    """Check that no other option names splits, which would contradict an option `split` that draws them.
+
+    Raises:
+        DataError: another option names the splits.
+    """
+    fault = fault_of_drawn_split(manifest, columns, splits)
+    if fault is not None:
+        raise DataError(fault.at(path=root))
+
+
+def fault_of_drawn_split(manifest: Any, columns: Mapping[Any, Any], splits: Any) -> Fault | None:
+    """Return a fault if an option names splits although the splits are drawn, otherwise None."""
+    if isinstance(manifest, Mapping):
+        return Fault("datasets.draw_beside_manifest")
+    if columns.get("split"):
+        return Fault("datasets.draw_beside_columns", value=columns["split"])
+    if splits:
+        return Fault("datasets.draw_beside_splits")
+    return None
+
+
+def _refuse_split_column(location: Path, value: Any, columns: Mapping[Any, Any]) -> None:
+    """If splits are drawn, check that a row does not name one in the documented column `split`.
+
+    Raises:
+        DataError: the row has a value in `split`, and the option `columns` does not mention this column.
+    """
+    if isinstance(value, dict) and value.get("split") is not None and "split" not in columns:
+        raise DataError("datasets.draw_beside_column_split", path=location, value=describe(value["split"]))
+
+
+def _draw_when_read(root: Path, rows: Iterable[Row], shares: SplitShares, notes: list[str]) -> Iterator[Row]:
+    """Yield the rows with drawn splits. This is a generator, so the table is only read when the first row is needed."""
+    yield from draw_splits(root, list(rows), shares, notes)
+
+
+def _drop_no_captions(rows: Iterable[Row], no_caption: Sequence[str], notes: list[str]) -> Iterator[Row]:
+    """Yield the rows without texts that stand for a missing caption. If there are no such texts, add a note."""
+    dropped_texts = {text.strip().casefold() for text in no_caption}
+    caption_count = 0
+    dropped_count = 0
     for row in rows:
-        kept = row.references
-        if wanted and not row.fault and isinstance(row.references, list):
-            kept = [
-                text for text in row.references if not (isinstance(text, str) and text.strip().casefold() in wanted)
+        captions = row.references
+        if dropped_texts and not row.fault and isinstance(row.references, list):
+            captions = [
+                text
+                for text in row.references
+                if not (isinstance(text, str) and text.strip().casefold() in dropped_texts)
             ]
-            captions += len(row.references)
-            dropped += len(row.references) - len(kept)
-        yield row._replace(references=kept, without_caption=bool(row.references) and not kept)
-    if captions and not dropped:
-        # a note and no refusal: an entry may list such texts for files that come later
-        notes.append(f"no_caption: none of {captions:,} captions is {' or '.join(map(repr, no_caption))}")
+            caption_count += len(row.references)
+            dropped_count += len(row.references) - len(captions)
+        yield row._replace(references=captions, without_caption=bool(row.references) and not captions)
+    if caption_count and not dropped_count:
+        # This is a note and not an error, because an entry may list texts for files that will be added later
+        notes.append(f"no_caption: none of {caption_count:,} captions is {' or '.join(map(repr, no_caption))}")
 
 
 class _OptionChecks:
-    """The options that compare values with the table's, and what of them matches nothing, or every row."""
+    """Applies options such as `where` to each row, and checks after the last row whether the table has their values."""
 
     def __init__(
         self,
@@ -203,159 +314,202 @@ class _OptionChecks:
         self._where = RowFilter("where", where)
         self._no_change = RowFilter("no_change", no_change)
         self._columns = ColumnNames(columns_to_find(columns, REQUIRED + ("images",)))
-        self._texts = 0
-        self._separated = 0
+        self._text_count = 0
+        self._separated_count = 0
 
     def takes(self, value: Any, split_columns: Sequence[str]) -> bool:
-        """True if `where` takes the row; what cannot be read as a row is not passed over.
+        """Return True if `where` selects the row. An invalid row is also selected, so that its fault is reported.
 
         Args:
-            split_columns: that may name the row's split.
+            split_columns: columns that may name the row's split.
         """
         if not isinstance(value, dict):
             return True
         self._columns.add(value)
         for column in split_columns if self.splits.splits else ():
-            with suppress(DataError):  # a template that the row does not fit, which is a fault of the row
+            # If a row does not fit a template, the fault is reported when its fields are read
+            with suppress(DataError):
                 self.splits.add(look_up(value, column))
         return not self._where.wanted or self._where.matches(value)
 
     def is_unchanged(self, value: Any) -> bool:
-        """True if `no_change` marks the row."""
+        """Return True if `no_change` matches the row."""
         return isinstance(value, dict) and bool(self._no_change.wanted) and self._no_change.matches(value)
 
     def separate(self, captions: Any) -> Any:
-        """The captions of a list of texts, cut at the separator; anything else is returned unchanged."""
+        """Split each text in a list of captions at the separator. Return any other value unchanged."""
         if not self.separator or not isinstance(captions, list):
             return captions
         if not all(isinstance(text, str) for text in captions):
             return captions
-        self._texts += len(captions)
-        self._separated += sum(self.separator in text for text in captions)
-        cut = ([part.strip() for part in text.split(self.separator) if part.strip()] for text in captions)
-        return [part for parts in cut for part in parts or [""]]
+        self._text_count += len(captions)
+        self._separated_count += sum(self.separator in text for text in captions)
+        separated = []
+        for text in captions:
+            parts = [part.strip() for part in text.split(self.separator) if part.strip()]
+            separated += parts or [""]
+        return separated
 
     def finish(self) -> None:
-        """Complete the notes once every row is read.
+        """Check the options and complete the notes after the last row.
 
         Raises:
-            DataError: an option matches nothing, or every row, and the entry does not confirm it.
+            DataError: an option matches no row or every row, and the entry does not confirm it.
         """
-        unseen = f"separator: {self.separator!r} is in none of {self._texts:,} captions"
+        separator_fault = Fault(
+            "datasets.separator_in_no_caption", key="separator", value=self.separator, captions=self._text_count
+        )
         faults = {
-            "columns": [f"columns: {fault}" for fault in self._columns.faults()],
+            "columns": self._columns.faults("columns"),
             "where": self._where.faults(),
             "no_change": self._no_change.faults(),
             "splits": self.splits.faults(),
-            "separator": [unseen] if self._texts and not self._separated else [],
+            "separator": [separator_fault] if self._text_count and not self._separated_count else [],
         }
         refuse_faults(self.root, faults, self.confirmed)
         self.notes.extend([*self._where.notes(), *self._no_change.notes(), *self.change_types.notes()])
 
 
 def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
-    """The files of the manifest, what goes before their names in a message, and the split of their pairs if known."""
-    named: Iterable[tuple[Split | None, str]]
-    named = [(split, manifest)] if isinstance(manifest, str) else manifest.items()
-    for own_split, name in named:
+    """Yield the files that the option `manifest` names.
+
+    Yields:
+        The path of a file, the folder to show before the file's name in messages, and the split of all pairs in the
+        file. The split is None if each row names it.
+    """
+    file_of_split: Iterable[tuple[Split | None, str]]
+    file_of_split = [(split, manifest)] if isinstance(manifest, str) else manifest.items()
+    for file_split, name in file_of_split:
         for path in files_called(root, name):
             folder = path.relative_to(root).parent if path != root / name else Path()
-            yield path, "" if folder == Path() else f"{folder}/", own_split
+            yield path, "" if folder == Path() else f"{folder}/", file_split
 
 
 def files_called(root: Path, name: str) -> list[Path]:
-    """The file, or those that a pattern stands for.
+    """Return the file with this name, or the files that match it as a pattern.
 
     Raises:
-        DataError: no file has the pattern.
+        DataError: no file matches the pattern.
     """
     if (root / name).exists() or not any(letter in name for letter in "*?["):
         return [root / name]
-    if found := sorted(root.glob(name)):
-        return found
-    raise DataError(f"{root / name}: no file is called so; correct `manifest` or the root")
+    paths = sorted(root.glob(name))
+    if not paths:
+        raise DataError("datasets.pattern_without_file", path=root / name)
+    return paths
 
 
-def _relative(image: Any, tops: tuple[str, str]) -> Any:
-    """The image's path below one of the two names of the root, where it is absolute or a file:// address."""
-    path = image
-    if isinstance(image, str) and (uri := re.match("file:(//(localhost)?)?(?=/)", image, re.IGNORECASE)):
-        path = unquote(image[uri.end() :])
-    top = next((top for top in tops if isinstance(path, str) and path.startswith(top)), None)
-    return path.removeprefix(top) if top else image
+def relative_to_root(image: Any, root_names: tuple[str, str]) -> Any:
+    """Convert an absolute path or file:// URL of an image in the root to a path relative to the root.
+
+    Other values are returned unchanged.
+
+    Args:
+        root_names: absolute paths of the root with a trailing slash, without and with links resolved.
+    """
+    if not isinstance(image, str):
+        return image
+    file_address = re.match("file:(//(localhost)?)?(?=/)", image, re.IGNORECASE)
+    path = unquote(image[file_address.end() :]) if file_address else image
+    for root_name in root_names:
+        if path.startswith(root_name):
+            return path.removeprefix(root_name)
+    return image
 
 
-def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str]) -> tuple[dict[str, Any], str | None]:
-    found: dict[str, Any] = {**dict.fromkeys((*REQUIRED, *OPTIONAL, "question")), "questions": ()}
+def _fields(
+    value: Any, columns_of_field: Mapping[str, tuple[str, ...]], required_fields: list[str]
+) -> tuple[dict[str, Any], Fault | None]:
+    """Return the values of a row by field, and the fault that makes the row unusable, or None."""
+    fields: dict[str, Any] = {**dict.fromkeys((*REQUIRED, *OPTIONAL, "question")), "questions": ()}
     if isinstance(value, DataError):
-        return found, str(value)
+        return fields, value.fault
     if not isinstance(value, dict):
-        return found, f"row: expected an object, found {describe(value)}"
+        return fields, unexpected("row", "an object", value)
     try:
-        for field, columns in named.items():
-            values = [each for each in (look_up(value, column) for column in columns) if each is not None]
-            found[field] = next(iter(values), None)
-            if field == "captions" and values[1:]:  # of several columns, whose empty fields are none
-                several = [texts(each) for each in values if each != ""] or [""]
-                found[field] = [text for each in several for text in (each if isinstance(each, list) else [each])]
-        found["captions"], found["questions"] = _answer(found["captions"], "".join(named["captions"][:1]))
+        for field, columns in columns_of_field.items():
+            looked_up = [look_up(value, column) for column in columns]
+            values = [column_value for column_value in looked_up if column_value is not None]
+            fields[field] = next(iter(values), None)
+            if field == "captions" and len(values) > 1:
+                fields[field] = _join_captions(values)
+        fields["captions"], fields["questions"] = _answer(fields["captions"], "".join(columns_of_field["captions"][:1]))
     except DataError as error:
-        return found, str(error)
-    if isinstance(found["question"], str) and found["question"].strip():
-        found["questions"] = (*found["questions"], Question(named["question"][0], found["question"]))
-    if "images" in needed:
-        images = found["images"]
-        if not isinstance(images, list) or len(images) != 2:
-            count = len(images) if isinstance(images, list) else int(images is not None)
-            names = " or ".join(named["images"])
-            return found, f"{names}: expected a list of two images, found {count}: {describe(images)}"
-        found["before"], found["after"] = images
-    if missing := [" or ".join(named[field]) or field for field in needed if found[field] is None]:
-        return found, f"{', '.join(missing)}: is missing"
-    return found, None
+        return fields, error.fault
+    if isinstance(fields["question"], str) and fields["question"].strip():
+        question = Question(columns_of_field["question"][0], fields["question"])
+        fields["questions"] = (*fields["questions"], question)
+    if "images" in required_fields:
+        fault = fault_of_images(fields["images"], " or ".join(columns_of_field["images"]))
+        if fault:
+            return fields, fault
+        fields["before"], fields["after"] = fields["images"]
+    missing = [" or ".join(columns_of_field[field]) or field for field in required_fields if fields[field] is None]
+    if missing:
+        return fields, Fault("datasets.missing_value", key=", ".join(missing))
+    return fields, None
+
+
+def _join_captions(values: Sequence[Any]) -> list[Any]:
+    """Combine the captions of several columns. Empty cells are ignored. If all are empty, return one empty caption."""
+    captions: list[Any] = []
+    for value in values:
+        if value != "":
+            parsed = parse_captions(value)
+            captions += parsed if isinstance(parsed, list) else [parsed]
+    return captions if any(value != "" for value in values) else [""]
 
 
 def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
-    """The answer and the questions of a conversation; anything else is returned unchanged."""
+    """Return the answer and the questions of a conversation. Return any other value unchanged, without questions."""
     if not isinstance(captions, list) or not captions or not all(isinstance(turn, dict) for turn in captions):
         return captions, ()
     key = "value" if "value" in captions[0] else "content"
-    turns = [(turn.get("from", turn.get("role")), _text_of(turn.get(key))) for turn in captions]
-    answers = [text for who, text in turns if who in ("gpt", "assistant")]
+    answers = []
+    questions = []
+    for index, turn in enumerate(captions):
+        role = turn.get("from", turn.get("role"))
+        text = _text_of(turn.get(key))
+        if role in ("gpt", "assistant"):
+            answers.append(text)
+        elif role in ("human", "user") and text and isinstance(text, str):
+            questions.append(Question(f"{column}.{index}.{key}", text))
     if len(answers) != 1:
-        raise DataError(f"captions: expected a conversation with one answer, found {len(answers)}")
-    asked = [(place, text) for place, (who, text) in enumerate(turns) if who in ("human", "user")]
-    return answers[0], tuple(
-        Question(f"{column}.{place}.{key}", text) for place, text in asked if text and isinstance(text, str)
-    )
+        raise DataError("datasets.not_one_answer", key="captions", value=len(answers))
+    return answers[0], tuple(questions)
 
 
 def _text_of(content: Any) -> Any:
+    """Return the text of a turn in a conversation. If its content is a list of parts, join their texts."""
     if isinstance(content, list):
         return " ".join(str(pick(part, "text")) for part in content if pick(part, "text"))
     return content
 
 
-def _row(where: str, value: dict[str, Any], own_split: str | None, checks: _OptionChecks) -> Row:
-    before, after = value["before"], value["after"]
-    images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
-    name = _named(value["id"]) or ("|".join(images) if all(isinstance(image, str) for image in images) else None)
-    scene = _named(value["scene"]) or name
-    split = own_split or value["split"]
-    split = checks.splits.translate(split, _named(split))
-    captions = checks.separate(texts(value["captions"]))
-    types = texts(value["change_types"] or [])
+def _row(location: str, fields: dict[str, Any], file_split: str | None, checks: _OptionChecks) -> Row:
+    """Return the row of a pair, made from its fields and the options."""
+    before = fields["before"]
+    after = fields["after"]
+    name = _as_name(fields["id"])
+    if not name:
+        image_names = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
+        name = "|".join(image_names) if all(isinstance(image, str) for image in image_names) else None
+    scene = _as_name(fields["scene"]) or name
+    split = file_split or fields["split"]
+    split = checks.splits.translate(split, _as_name(split))
+    captions = checks.separate(parse_captions(fields["captions"]))
+    types = parse_captions(fields["change_types"] or [])
     fault = None
     if isinstance(types, list) and all(isinstance(name_of_type, str) for name_of_type in types):
         types = checks.change_types.unify(types)
     else:
+        fault = unexpected("change_types", "a list of names", types)
         types = []
-        fault = "change_types: expected a list of names"
-    return Row(name, split, scene, before, after, captions, types, where, fault, questions=value["questions"])
+    return Row(name, split, scene, before, after, captions, types, location, fault, questions=fields["questions"])
 
 
-def _named(value: Any) -> Any:
-    """A number as the text that it is as a name, 1.0 as 1; pandas makes whole numbers floats where one is missing."""
+def _as_name(value: Any) -> Any:
+    """Return an id, scene or split as text, or None for NaN. 1.0 becomes "1", as pandas writes integers as floats."""
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, float) and value.is_integer():
@@ -363,12 +517,12 @@ def _named(value: Any) -> Any:
     return str(value) if isinstance(value, int) else value
 
 
-OWN = Permission("yes", "a collection of one's own: whoever writes the manifest decides")
+PERMISSION = Permission("yes", "a collection of one's own: whoever writes the manifest decides")
 SPEC = DatasetSpec(
     title="own pairs",
     page=None,
     paper=None,
-    licence=Licence.of("the owner's", None, OWN),
+    licence=Licence.of("the owner's", None, PERMISSION),
     read=read,
     files=("pairs.csv",),
     protocols=(Protocol("test", n=None),),

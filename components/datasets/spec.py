@@ -1,41 +1,46 @@
-"""The schema of a dataset's file, the rows that its reader yields, and the check of its licence."""
+"""Describe the supported datasets (`DatasetSpec`) and the rows that their readers yield, and check their licences."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from m3diff.datasets.files import Embedded, describe, describe_kind, read_splits
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import SPLITS
 
 
 class Question(NamedTuple):
-    """A question that a pair's captions answer, and the column (or path) that holds it."""
+    """A question that a pair's captions answer, and the column or path that contains it."""
 
     column: str
     text: str
 
 
 class Row(NamedTuple):
-    """A pair as the reader found it, unchecked. Image paths are relative to the dataset's root."""
+    """A pair of images with captions, as read and not yet checked. Image paths are relative to the dataset's root."""
 
     name: Any
     split: Any
-    scene: Any  # pairs of one scene must share a split
+    scene: Any  # pairs of the same scene must be in the same split
     before: Any
     after: Any
     references: Any
     change_types: list[str]
-    source: str  # file and row or key, relative to the root
-    fault: str | None = None  # what the reader itself found wrong
-    raw_rows: int = 1  # rows of the annotation file that were merged into this one
-    questions: tuple[Question, ...] = ()  # that the references answer, where the annotations hold any
-    without_caption: bool = False  # the dataset's entry says that its texts stand for no caption: it is passed over
+    source: str  # file and row or key, with the file's path relative to the root
+    fault: Fault | None = None  # why the row is unusable; None if the reader found no fault
+    raw_rows: int = 1  # number of annotation rows that were merged into this row
+    questions: tuple[Question, ...] = ()  # questions in the annotations that the references answer
+    without_caption: bool = False  # true if all texts stand for a missing caption, so that the pair is skipped
 
 
-class NotedRows(Iterator[Row]):
-    """A dataset's rows, and notes on what its options did, which are complete once every row is read."""
+# Returns the fields of a `Row` that all rows of a pair must agree on. It runs for every row, so it is one call into C
+pair_fields = attrgetter("name", "split", "scene", "before", "after")
+
+
+class RowsWithNotes(Iterator[Row]):
+    """Iterates over the rows of a dataset. After the last row, `notes` describes the effect of the reader's options."""
 
     def __init__(self, rows: Iterable[Row], notes: list[str]) -> None:
         self._rows = iter(rows)
@@ -46,97 +51,130 @@ class NotedRows(Iterator[Row]):
 
 
 def read_with_notes(spec: "DatasetSpec", root: Path, options: Mapping[str, Any]) -> tuple[list[Row], list[str]]:
-    """Every row of a dataset, and a reader's notes on its options.
+    """Read a dataset. Return all of its rows, and the reader's notes on the effect of the options.
 
     Raises:
         DataError: a file cannot be read, or an option does not fit the dataset.
     """
     reading = spec.read(root, **options)
     rows = list(reading)
-    return rows, reading.notes if isinstance(reading, NotedRows) else []
+    return rows, reading.notes if isinstance(reading, RowsWithNotes) else []
 
 
-def broken(split: Any, source: str, fault: str | None, scene: Any = None, name: Any = None) -> Row:
-    """A row that cannot be read, where it stands, and why."""
+def broken_row(split: Any, source: str, fault: Fault | None, scene: Any = None, name: Any = None) -> Row:
+    """Return a row for a record that cannot be read. The row has a location and a fault, but no images or captions."""
     return Row(name, split, scene, None, None, [], [], source, fault)
 
 
-def as_rows(
+def make_rows(
     split: Any,
-    found: Iterable[tuple[str, Any]],
+    records: Iterable[tuple[str, Any]],
     fields: Mapping[str, type],
     make: Callable[[Any, str, dict[str, Any]], Row],
 ) -> Iterator[Row]:
-    """A row of `make(split, place, record)` for each record that has these fields, a broken one for the others."""
-    for where, record in found:
-        fault = fault_in(record, fields)
-        yield broken(split, where, fault) if fault else make(split, where, record)
-
-
-def merged(rows: Iterable[Row], shared: str = "", across_splits: bool = False) -> Iterator[Row]:
-    """Rows of one name and split as one, at the place of the first; before them, each alone, rows that have a fault or
-    contradict an earlier one of their name.
+    """Yield `make(split, location, record)` for each valid record, and a broken row for each invalid one.
 
     Args:
-        shared: what the sources of all rows begin with; it is said once.
-        across_splits: a name stands for one pair whatever the split.
+        records: the records with their locations.
+        fields: the required fields and their types.
     """
-    found: dict[tuple[str, Any], Row] = {}
+    for location, record in records:
+        fault = find_fault(record, fields)
+        yield broken_row(split, location, fault) if fault else make(split, location, record)
+
+
+def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool = False) -> Iterator[Row]:
+    """Merge the rows of each pair. Rows with the same name and split describe the same pair.
+
+    Rows with a fault are not merged, and neither are rows that contradict an earlier row of their pair. These rows are
+    yielded first, then the merged rows in the order of their first rows.
+
+    Args:
+        shared_source: prefix of all sources. A merged source contains it only once.
+        across_splits: whether rows with the same name describe the same pair even if their splits differ.
+    """
+    row_of_pair: dict[tuple[str, Any], Row] = {}
     for row in rows:
         if row.fault or not isinstance(row.references, list) or not isinstance(row.name, str):
             yield row
             continue
-        key = row.name, None if across_splits else row.split
-        same = found.setdefault(key, row)
-        if row[:5] != same[:5]:
-            first = same.source.split(" and ")[0]
-            yield row._replace(fault=f"id: {first} has the same id, but other images, split or scene")
-        elif row is not same:
-            found[key] = same._replace(
-                references=same.references + row.references,
-                source=f"{same.source} and {row.source.removeprefix(shared)}",
-                raw_rows=same.raw_rows + row.raw_rows,
-                questions=same.questions + row.questions,
+        pair = (row.name, None if across_splits else row.split)
+        merged = row_of_pair.setdefault(pair, row)
+        if pair_fields(row) != pair_fields(merged):
+            first_source = merged.source.split(" and ")[0]
+            yield row._replace(fault=Fault("datasets.repeated_id", key="id", source=first_source))
+        elif row is not merged:
+            row_of_pair[pair] = merged._replace(
+                references=merged.references + row.references,
+                source=f"{merged.source} and {row.source.removeprefix(shared_source)}",
+                raw_rows=merged.raw_rows + row.raw_rows,
+                questions=merged.questions + row.questions,
             )
-    yield from found.values()
+    yield from row_of_pair.values()
 
 
-def unpacked(rows: Iterable[Row], folder: Path) -> Iterator[Row]:
-    """The rows with each embedded image as the path of a file in `folder`, written where it is not there yet."""
+def unpack_images(rows: Iterable[Row], folder: Path) -> Iterator[Row]:
+    """Write embedded images to files in `folder`, and yield the rows with their paths. Existing files are kept."""
     for row in rows:
-        images = [folder / side.name if isinstance(side, Embedded) else side for side in (row.before, row.after)]
-        for image, path in zip((row.before, row.after), images, strict=True):
-            if isinstance(image, Embedded) and not path.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(image.read())
-        yield row._replace(before=images[0], after=images[1])
+        yield row._replace(before=_unpack_image(row.before, folder), after=_unpack_image(row.after, folder))
 
 
-def by_scene(path: Path, make: Callable[[str, int], Iterable[Row]], names: Sequence[str] = SPLITS) -> Iterator[Row]:
-    """The rows of `make(split, scene)` for each scene of a file of splits, a broken one where that is no number."""
+def _unpack_image(image: Any, folder: Path) -> Any:
+    if not isinstance(image, Embedded):
+        return image
+    path = folder / image.name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image.read())
+    return path
+
+
+def rows_by_scene(
+    path: Path, make: Callable[[str, int], Iterable[Row]], names: Sequence[str] = SPLITS
+) -> Iterator[Row]:
+    """Yield the rows of `make(split, scene)` for each scene in a file that lists the scenes of each split.
+
+    The order is that of the file. A scene that is not a number becomes a broken row.
+
+    Args:
+        names: names of the splits in the file.
+    """
     for split, scenes in read_splits(path, names).items():
         for position, scene in enumerate(scenes):
             if isinstance(scene, int) and not isinstance(scene, bool) and scene >= 0:
                 yield from make(split, scene)
             else:
-                fault = f"scene: expected a number from 0, found {describe(scene)}"
-                yield broken(split, f"{path.name}, {split}[{position}]", fault)
+                fault = unexpected("scene", "a number from 0", scene)
+                yield broken_row(split, f"{path.name}, {split}[{position}]", fault)
 
 
-def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:
-    """The first fault of an annotation record, or of the line that holds it; None where it has these fields with these
-    types."""
+def unexpected(key: str, expected: str, value: Any) -> Fault:
+    """Return a fault that says what was expected and which value was found.
+
+    Args:
+        key: field or column of the value.
+        expected: description of valid values, such as "a list of names".
+    """
+    return Fault("datasets.unexpected_value", key=key, expected=expected, value=describe(value))
+
+
+def find_fault(record: Any, fields: Mapping[str, type]) -> Fault | None:
+    """Check that an annotation record has all fields with the right types. Return the first fault, or None.
+
+    Args:
+        record: the record, or a DataError if its line could not be read.
+    """
     if isinstance(record, DataError):
-        return str(record)
+        return record.fault
     if not isinstance(record, dict):
-        return f"record: expected an object, found {describe(record)}"
+        return unexpected("record", "an object", record)
     for field, kind in fields.items():
         if record.get(field) is None:
-            return f"{field}: is missing"
+            return Fault("datasets.missing_value", key=field)
         if not isinstance(record[field], kind):
-            return f"{field}: expected {describe_kind(kind)}, found {describe(record[field])}"
+            return unexpected(field, describe_kind(kind), record[field])
         if record[field] == "":
-            return f"{field}: is empty"
+            return Fault("datasets.empty_value", key=field)
     return None
 
 
@@ -145,7 +183,7 @@ Use = Literal["train", "redistribute", "show"]
 
 @dataclass(frozen=True)
 class Permission:
-    """The answer of a licence to one use, with its reason; `conditions`: allowed as the reason says."""
+    """Whether a licence allows a use, and why. `conditions` means that `reason` names conditions for the use."""
 
     answer: Literal["yes", "conditions", "no", "unstated"]
     reason: str
@@ -153,7 +191,7 @@ class Permission:
 
 @dataclass(frozen=True)
 class Licence:
-    """The licence as the dataset's page states it, and what it allows."""
+    """The licence that the dataset's page states, and the uses that it allows."""
 
     name: str
     url: str | None
@@ -163,103 +201,114 @@ class Licence:
 
     @classmethod
     def of(cls, name: str, url: str | None, permission: Permission) -> "Licence":
-        """A licence that says the same of each use."""
+        """Return a licence with the same permission for every use."""
         return cls(name, url, train=permission, redistribute=permission, show=permission)
 
 
 @dataclass(frozen=True)
 class SplitCount:
-    """Pairs and references of one split, counted in the published annotation files."""
+    """The numbers of pairs and references in one split, counted in the published annotation files."""
 
     pairs: int
-    references: int | None = None  # empty ones among them; None: no count is published
-    empty: int = 0  # references without a word
-    repeated: int = 0  # others that their pair has already; of train and val, where they were counted
-    wordless: int = 0  # pairs of which every reference is empty
-    records: int | None = None  # of the annotation file, where several of them are one pair
-    image_pairs: int | None = None  # where several pairs have the same two images
+    references: int | None = None  # number of references, with empty ones; None if no count is published
+    empty: int = 0  # number of references without any word
+    repeated: int = 0  # number of references that repeat another one of their pair; only counted in train and val
+    wordless: int = 0  # number of pairs whose references are all empty
+    records: int | None = None  # number of records in the annotation file, if several records describe one pair
+    image_pairs: int | None = None  # number of distinct image pairs, if several pairs have the same images
 
 
 @dataclass(frozen=True)
 class Published:
-    """The counts of a dataset, or of one part of it where the parts are datasets of their own in `params.yaml`."""
+    """The published counts of a dataset, or of one of its parts if each part is a separate dataset in `params.yaml`."""
 
-    part: str  # as `params.yaml` calls it
-    title: str  # as papers print it
+    part: str  # name of the dataset in `params.yaml`
+    title: str  # name of the dataset in papers
     train: SplitCount
     val: SplitCount
     test: SplitCount
 
     def pairs(self) -> dict[str, int]:
+        """Return the number of pairs in each split."""
         return {"train": self.train.pairs, "val": self.val.pairs, "test": self.test.pairs}
 
 
-# Metrics of the benchmarks for which papers print SPICE too
-WITH_SPICE = ("BLEU", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+# Metrics for benchmarks on which papers also report SPICE
+METRICS_WITH_SPICE = ("BLEU", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """The pairs, references and metrics that papers score a dataset by. A dataset's first protocol is its headline."""
+    """The pairs, references and metrics with which papers score a dataset. The first protocol is the main one."""
 
     name: str
-    n: int | None  # pairs that papers score; None: no paper does
-    part: str | None = None  # of `published`; None: the dataset has one
-    ids: str = ".*"  # regular expression of the pairs' names, without the dataset's
-    change_types: tuple[str, ...] = ()  # pairs with one of them alone; none: whatever changed
-    references: Literal["all", "joined"] = "all"  # every one of a pair, empty ones too; or as one text, by ". "
-    max_words: int | None = None  # after which predictions and references are cut
+    n: int | None  # number of pairs that papers score; None if no paper scores them
+    part: str | None = None  # `part` of the counts in `DatasetSpec.published`; None if the dataset has only one part
+    ids: str = ".*"  # regular expression for the names of pairs, without the dataset's name
+    pairs: str = ""  # description of the pairs; empty if `ids` and `change_types` select all pairs
+    change_types: tuple[str, ...] = ()  # only pairs with at least one of these types are scored; if empty, all pairs
+    references: Literal["all", "joined"] = "all"  # all references separately, with empty ones, or joined by ". "
+    max_words: int | None = None  # number of words after which predictions and references are cut off
     tokenizer: Literal["ptb", "whitespace"] = "ptb"
     metrics: tuple[str, ...] = ("BLEU", "METEOR", "ROUGE-L", "CIDEr")
     headline: str = "CIDEr"
-    source: str | None = None  # where it is described or carried out; None: it is the project's own
+    source: str | None = None  # paper or program that defines the protocol; None if this project defines it
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """All that is known of one dataset; its layout on disk and an example row stand in its file's docstring."""
+    """A supported dataset. The docstring of its module shows the files on disk and an example row."""
 
-    title: str  # as papers print it
+    title: str  # name of the dataset in papers
     page: str | None
     paper: str | None
     licence: Licence
-    read: Callable[..., Iterator[Row]]  # root and the reader's own options -> one Row per pair
-    files: tuple[str, ...]  # annotation files or patterns of them in the root: `m3diff data check` knows the layout so
-    task: str = "difference"  # what its pairs are asked: a task of the file `convert.questions`
+    read: Callable[..., Iterator[Row]]  # takes the root and the reader's options; yields one Row per pair
+    files: tuple[str, ...]  # annotation files or patterns in the root, by which `m3diff data check` detects the layout
+    task: str = "difference"  # task in the file `convert.questions` whose questions are used
     published: tuple[Published, ...] = ()
-    references: int | None = None  # that the paper counts in all, where no split's are published
+    references: int | None = None  # number of references in the paper, if no numbers per split are published
     protocols: tuple[Protocol, ...] = ()
-    grammar: Callable[[Path], Mapping[str, Any]] | None = None  # root -> rules that read a caption back into changes
-    generate: Callable[[Any], None] | None = None  # settings with a `root` -> the dataset, written there
-    never_train: tuple[Literal["val"], ...] = ()  # splits beside test that its authors ask to keep out of training
-    singles: Callable[[Path], Iterator[Row]] | None = None  # root -> its images with captions of their own, as pairs
+    grammar: Callable[[Path], Mapping[str, Any]] | None = None  # takes the root; returns rules that parse captions
+    generate: Callable[[Any], None] | None = None  # writes the dataset to the folder `root` in its settings
+    never_train: tuple[Literal["val"], ...] = ()  # splits besides test that the authors ask not to train on
+    singles: Callable[[Path], Iterator[Row]] | None = None  # takes the root; yields captioned single images as pairs
 
     def part(self, name: str) -> Published | None:
-        """The published counts for a dataset called `name` in `params.yaml`; None where there are none for it."""
+        """Return the published counts for the dataset `name` in `params.yaml`, or None if there are none."""
         if len(self.published) == 1:
             return self.published[0]
         return next((part for part in self.published if part.part == name), None)
 
 
-# Of a dataset without a licence: all rights stay with its authors
-UNSTATED = Licence.of("none stated", None, Permission("unstated", "its repository or page states no licence"))
+# Without a licence, the authors of a dataset keep all rights
+UNSTATED_LICENCE = Licence.of("none stated", None, Permission("unstated", "its repository or page states no licence"))
 
 
 def check_licence(spec: DatasetSpec, use: Use, allow_unlicensed: bool = False) -> str | None:
-    """A notice on this use of the dataset; None where the licence allows it without a condition.
+    """Check whether the licence of a dataset allows a use.
 
-    Where the page states no licence, to train and to show pages on one's own machine is the user's decision: it is
-    told, not refused. To hand the data on is refused, and so is every use that a licence excludes, unless the user
-    asks for it with `allow_unlicensed`; then the notice remains.
+    A use that the licence forbids is refused. If the dataset's page does not state a licence, redistribution is also
+    refused. The other uses only return a notice, because users can decide for themselves whether to train on such a
+    dataset and show pages on their own machine. With `allow_unlicensed`, a notice is returned in place of the error.
+
+    Returns:
+        A notice for the user about conditions or a missing licence, or None if the use is allowed without conditions.
 
     Raises:
-        DataError: the use is refused; the text names dataset, licence, reason and remedy.
+        DataError: the use is refused. The fields are dataset, licence, use and reason.
     """
     permission: Permission = getattr(spec.licence, use)
     if permission.answer == "yes":
         return None
     notice = f"{spec.title} (licence: {spec.licence.name}): {use}: {permission.reason}"
-    refused = permission.answer == "no" or (permission.answer == "unstated" and use == "redistribute")
-    if refused and not allow_unlicensed:
-        raise DataError(f"{notice}; refused: ask the authors, leave the dataset out, or pass --allow-unlicensed")
+    is_refused = permission.answer == "no" or (permission.answer == "unstated" and use == "redistribute")
+    if is_refused and not allow_unlicensed:
+        raise DataError(
+            "datasets.licence_refuses_use",
+            dataset=spec.title,
+            licence=spec.licence.name,
+            use=use,
+            reason=permission.reason,
+        )
     return notice

@@ -1,7 +1,7 @@
-"""Spot-the-Diff: two frames of a surveillance camera, and every change that an annotator saw, a sentence to a change.
+"""Spot-the-Diff: two frames of a surveillance camera, with one sentence for each change that an annotator saw.
 
-Page: https://github.com/harsh19/spot-the-diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018). The repository states no
-licence. `root` is the repository's folder `data`, with the images unpacked into it:
+Page: https://github.com/harsh19/spot-the-diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018). The repository does not
+state a licence. `root` is the repository's folder `data`, with the images unpacked into it:
 
     annotations/{train,val,test}.json   a list of records
     resized_images/235.png              before, 224x224 (the original sizes are a separate download: option `images`)
@@ -9,12 +9,13 @@ licence. `root` is the repository's folder `data`, with the images unpacked into
 
     {"img_id": "235", "sentences": ["the dark grey suv is gone in the photo on the right", ...]}
 
-An `img_id` returns in several records of a split (train 958 surplus records): its references are the sentences of all
-of them, in order. 66 sentences are empty; they stay, because 7 test pairs have no other reference and count in every
-published score. The release holds 12,562 records of 11,329 pairs, not the 13,192 that papers print.
+An `img_id` may occur in several records of a split (958 additional records in train). The references of a pair are the
+sentences of all its records, in order. 66 sentences are empty. They are kept, because 7 test pairs have no other
+references and are included in all published scores. The release has 12,562 records of 11,329 pairs, not the 13,192
+stated in papers.
 
-Papers score one sentence to a pair against each of its sentences (single-change), or a paragraph against all of them
-joined and cut at 60 words (multi-change).
+Papers score captions in one of two ways. The protocol single-change compares one sentence per pair with each reference.
+The protocol multi-change compares a paragraph with all references of the pair, joined and cut off after 60 words.
 """
 
 from collections.abc import Iterator
@@ -22,23 +23,24 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets import spec
-from m3diff.datasets.files import numbered, read_json
+from m3diff.datasets.files import enumerate_records, read_json
 from m3diff.records.schemas import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}
 
 
 def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> Iterator[spec.Row]:
-    """Yield a row per `img_id` of a split, at the place of its first record; broken records stand alone."""
+    """Yield one row per `img_id` in a split, at the position of its first record. Broken records are not merged."""
 
     def row(split: str, where: str, record: dict[str, Any]) -> spec.Row:
-        name, image = f"{record['img_id']}.png", f"{images}/{record['img_id']}"
+        name = f"{record['img_id']}.png"
+        image = f"{images}/{record['img_id']}"
         return spec.Row(name, split, name, f"{image}{suffix}", f"{image}_2{suffix}", record["sentences"], [], where)
 
     for split in SPLITS:
         file = f"annotations/{split}.json"
-        records = numbered(file, read_json(root / file, list))
-        yield from spec.merged(spec.as_rows(split, records, FIELDS, row), f"{file}, record ")
+        records = enumerate_records(file, read_json(root / file, list))
+        yield from spec.merge_rows(spec.make_rows(split, records, FIELDS, row), f"{file}, record ")
 
 
 PUBLISHED = spec.Published(
@@ -49,12 +51,12 @@ PUBLISHED = spec.Published(
     spec.SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
 )
 CLIP4IDC = "sushizixin/CLIP4IDC: gt/spot_total_change_captions_reformat.json; OmniDiff (arXiv 2503.11093)"
-SCORED: dict[str, Any] = {"n": PUBLISHED.test.pairs, "metrics": spec.WITH_SPICE}
+SCORED: dict[str, Any] = {"n": PUBLISHED.test.pairs, "metrics": spec.METRICS_WITH_SPICE}
 SPEC = spec.DatasetSpec(
     title="Spot-the-Diff",
     page="https://github.com/harsh19/spot-the-diff",
     paper="Learning to Describe Differences Between Pairs of Similar Images (Jhamtani and others, EMNLP 2018)",
-    licence=spec.UNSTATED,
+    licence=spec.UNSTATED_LICENCE,
     read=read,
     files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
     published=(PUBLISHED,),

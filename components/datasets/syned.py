@@ -1,30 +1,32 @@
-"""Syned: Emu Edit's photos and instructions, divided for training, with paraphrases as further test references.
+"""Syned: the photos and instructions of Emu Edit, divided for training, with paraphrases as additional test references.
 
 Page: https://github.com/gautierevn/BLIP2IDC, folder code_release/Syned (Evennou et al., WACV 2025). Licence: MIT; the
-instructions and images are Emu Edit's, CC BY-NC 4.0. `root` holds that folder's files and Emu Edit's root:
+instructions and images are Emu Edit's, CC BY-NC 4.0. `root` contains the files of that folder and Emu Edit:
 
-    splits.json                              {"train": [296, ...], "validation": [...]}: `idx` of Emu's validation split
-    instructions_with_idx_train_split.txt    a line for each of Emu's validation pairs, which train and validate here
-    instructions_with_idx_test_split.txt     a line for each of Emu's test pairs
-    gt_augmented_test_clean.json             {"0 ": ["Place a goat near the fence", ...], ...}: a space ends each key
-    emu_edit/data/*.parquet                  Emu Edit, for the images; the edit is Emu's own
+    splits.json                              {"train": [296, ...], "validation": [...]}: `idx` in Emu's validation split
+    instructions_with_idx_train_split.txt    one line per validation pair of Emu Edit, for training and validation
+    instructions_with_idx_test_split.txt     one line per test pair of Emu Edit
+    gt_augmented_test_clean.json             {"0 ": ["Place a goat near the fence", ...], ...}: each key ends in a space
+    emu_edit/data/*.parquet                  the dataset Emu Edit with its own edits, for the images
 
     183 <INSTRUCT> Add a duck on the box of food.
 
-Lines are sorted as text (0, 180, 360, ...): a pair's number is the one that its line begins with. A test pair's
-references are its paraphrases, by a language model, and the instruction, as the authors score them. There are none to
-eight paraphrases, mostly four; those that are a refusal ("I'm just an AI ...") or end too early stay, since they count
-in every published score. Train and validation have the instruction alone. The edits that the authors made themselves,
-eight to a photo, are not in the repository; the images here are Emu Edit's own. The paper says 3,590 pairs train and
-validate, the files hold 3,589.
+Each line begins with the number of its pair; lines are sorted as text (0, 180, 360, ...). As in the authors' scores,
+the references of a test pair are the paraphrases written by a language model, and the instruction. A pair has up to
+eight paraphrases, usually four. They include refusals ("I'm just an AI ...") and truncated texts, which are kept
+because all published scores include them. Pairs in train and validation only have the instruction. The authors made
+eight edits per photo, but these are not in the repository, so the images of Emu Edit are used. The paper mentions 3,590
+pairs in train and validation; the files contain 3,589.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from m3diff.datasets import emu_edit, spec
-from m3diff.datasets.files import describe, read_json, read_text
+from m3diff.datasets.files import read_json, read_text
+from m3diff.records.errors import Fault
 
 PARTS = {"train": "train", "validation": "val"}
 MARK = "<INSTRUCT>"
@@ -33,52 +35,78 @@ EMU = "emu_edit"
 
 
 def read(root: Path) -> Iterator[spec.Row]:
-    """Yield a row per line of the two files of instructions, then the numbers of `splits.json` that have no line."""
-    splits, emu = dict[int, str](), root / EMU
+    """Yield one row per line of the two instruction files, then the numbers in `splits.json` that have no line."""
+    split_of_pair = dict[int, str]()
+    emu_root = root / EMU
 
-    def listed(word: str, idx: int) -> Iterable[spec.Row]:
-        splits[idx] = PARTS[word]
+    def note_split(part: str, idx: int) -> Iterable[spec.Row]:
+        split_of_pair[idx] = PARTS[part]
         return ()
 
-    yield from spec.by_scene(root / "splits.json", listed, tuple(PARTS))
-    images = {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
+    # This fills `split_of_pair`. It only yields rows, which are broken, for entries that are not numbers
+    yield from spec.rows_by_scene(root / "splits.json", note_split, tuple(PARTS))
+    images = {}
+    if emu_root.is_dir():
+        images = {row.name: (row.before, row.after) for row in emu_edit.read(emu_root)}
 
-    def pair(part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: str | None) -> spec.Row:
-        """By the name that Emu Edit has for it; an image that is not there by the place where it should be."""
-        name, place = f"{part}-{idx}", f"{EMU}/data/{part}-*.parquet, idx {idx}"
-        sides = images.get(name, (f"{place}, {emu_edit.BEFORE}", f"{place}, {emu_edit.AFTER}"))
+    def pair(part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: Fault | None) -> spec.Row:
+        """Return the row of a pair, with the name and images that the pair has in Emu Edit."""
+        name = f"{part}-{idx}"
+        # validate reports a missing image by its path, so this path shows where the image should be
+        location = f"{EMU}/data/{part}-*.parquet, idx {idx}"
+        sides = images.get(name, (f"{location}, {emu_edit.BEFORE}", f"{location}, {emu_edit.AFTER}"))
         return spec.Row(name, split, name, *sides, texts, [], source, fault)
 
-    file, seen = "instructions_with_idx_train_split.txt", set[int]()
-    for source, idx, text, fault in _lines(root, file):
-        if idx is None:
-            yield spec.broken(None, source, fault)
+    file = "instructions_with_idx_train_split.txt"
+    numbers_with_line = set[int]()
+    for line in _read_lines(root, file):
+        if line.idx is None:
+            yield spec.broken_row(None, line.source, line.fault)
             continue
-        seen.add(idx)
-        fault = None if idx in splits else "split: the number is in no list of splits.json"
-        yield pair("validation", idx, splits.get(idx), [text], source, fault)
-    for idx in sorted(splits.keys() - seen):
-        fault = f"instruction: {file} has no line for it"
-        yield pair("validation", idx, splits[idx], [], f"splits.json, {idx}", fault)
-    variants = read_json(root / VARIANTS, dict)
-    for source, idx, text, fault in _lines(root, "instructions_with_idx_test_split.txt"):
-        if idx is None:
-            yield spec.broken("test", source, fault)
+        numbers_with_line.add(line.idx)
+        fault = None
+        if line.idx not in split_of_pair:
+            fault = Fault("datasets.scene_without_split", key="split", file="splits.json")
+        yield pair("validation", line.idx, split_of_pair.get(line.idx), [line.text], line.source, fault)
+    for idx in sorted(split_of_pair.keys() - numbers_with_line):
+        fault = Fault("datasets.no_line_for_pair", key="instruction", file=file)
+        yield pair("validation", idx, split_of_pair[idx], [], f"splits.json, {idx}", fault)
+
+    paraphrases_by_key = read_json(root / VARIANTS, dict)
+    for line in _read_lines(root, "instructions_with_idx_test_split.txt"):
+        if line.idx is None:
+            yield spec.broken_row("test", line.source, line.fault)
             continue
-        found = variants.get(f"{idx} ")
-        if not isinstance(found, list):
-            found, fault = [], f"{VARIANTS} {f'{idx} '!r}: expected a list, found {describe(found)}"
-        yield pair("test", idx, "test", [] if fault else [*found, text], source, fault)
+        key = f"{line.idx} "
+        paraphrases = paraphrases_by_key.get(key)
+        if isinstance(paraphrases, list):
+            yield pair("test", line.idx, "test", [*paraphrases, line.text], line.source, None)
+        else:
+            fault = spec.unexpected(f"{VARIANTS} {key!r}", "a list", paraphrases)
+            yield pair("test", line.idx, "test", [], line.source, fault)
 
 
-def _lines(root: Path, file: str) -> Iterator[tuple[str, int | None, str, str | None]]:
-    """Place, number (None where there is none), instruction and fault of each line."""
+@dataclass(frozen=True)
+class _InstructionLine:
+    """A line of an instruction file. `idx` is the number of its pair, or None if the line has a fault."""
+
+    source: str
+    idx: int | None
+    text: str
+    fault: Fault | None
+
+
+def _read_lines(root: Path, file: str) -> Iterator[_InstructionLine]:
     for number, line in enumerate(read_text(root / file).split("\n"), 1):
         if line.strip():
             idx, mark, text = line.partition(MARK)
-            usable = mark and idx.strip().isdecimal()
-            fault = None if usable else f"line: expected '<number> {MARK} <text>', found {describe(line)}"
-            yield f"{file}, line {number}", int(idx) if usable else None, text.strip(), fault
+            is_usable = bool(mark) and idx.strip().isdecimal()
+            yield _InstructionLine(
+                source=f"{file}, line {number}",
+                idx=int(idx) if is_usable else None,
+                text=text.strip(),
+                fault=None if is_usable else spec.unexpected("line", f"'<number> {MARK} <text>'", line),
+            )
 
 
 PUBLISHED = spec.Published(

@@ -1,8 +1,8 @@
-"""All images of a table, each read and checked once over every core; cached, so that a later run reads what changed.
+"""Compute digests of image files and check the images. Each file is read once, and all cores are used.
 
-ingest takes each image's digest from here, validate its verdict: what ingest has read and decoded, validate finds in
-the cache. An entry is valid for one path, size, modification time, change time, inode and device. The cache changes no
-output.
+ingest uses the digests, and validate uses the verdicts, which say whether an image is valid. Digests and verdicts are
+cached, so validate does not read the files again. A cache entry is valid while the file's path, size, modification
+time, change time, inode and device stay the same. The cache does not change any output.
 """
 
 import hashlib
@@ -22,213 +22,269 @@ import polars as pl
 import simplejpeg
 from PIL import Image
 
-from m3diff.images.open import ImageError, decode_to_rgb, open_image, too_large
+from m3diff.images.open import ImageError, decode_to_rgb, open_image, size_fault
 from m3diff.images.workers import worker_pool
+from m3diff.records.errors import Fault
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
+from m3diff.runtime import prepare
 
 OK = "ok"
-# Verdicts are cached under this name: another decoder judges anew
+# Part of the cache's key, because verdicts from other versions of the decoders must not be used
 DECODER = (
     f"Pillow {PIL.__version__}, simplejpeg {simplejpeg.__version__} strict, listed formats, sRGB by profile, "
     "RGB by its bands, range by percentile, thumbnail 8x8 Hamming, shape"
 )
 
-GREY = "grey"
+GREY = "grey"  # stored in greyscale
 COLOR = "color"
-COLORLESS = "colorless"
+COLORLESS = "colorless"  # stored in colour, but all pixels are grey
 GREY_MODES = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N")
-ORIENTATION = 0x0112  # tag of EXIF
-SAMPLED = 64  # pixels of a side, at most, that are looked at for a colour
-COLOR_LEVELS = 16  # between the channels of a pixel that has a colour: JPEG leaves less in grey
+EXIF_ORIENTATION = 0x0112
+COLOR_SAMPLE_PX = 64  # side of the square sample of pixels that is checked for colours
+MAX_CAUSE_CHARS = 180  # maximum length of a message from Pillow in a verdict
+COLOR_LEVELS = 16  # minimum difference between channels in a coloured pixel; JPEG noise in grey pixels is smaller
 
-# Fewer files are read in this process: starting workers would take longer
-WORTH_WORKERS = 32
+# Up to this number, files are read in this process, because starting workers would take longer
+MIN_FILES_FOR_WORKERS = 32
 
 Schema = dict[str, type[pl.DataType]]
 STAT: Schema = {
     "path": pl.String,
     "size": pl.Int64,
     "mtime_ns": pl.Int64,
-    "ctime_ns": pl.Int64,  # only the kernel sets it: an editor that keeps size and mtime cannot hide its edit
+    "ctime_ns": pl.Int64,  # only the kernel sets it, so it reveals an edit that keeps size and mtime
     "inode": pl.UInt64,
     "device": pl.UInt64,
 }
 CHECK: Schema = {
-    "digest": pl.Binary,  # sha256 of the bytes; null where they could not be read
-    "verdict": pl.String,  # OK or what is wrong
+    "digest": pl.Binary,  # SHA-256 of the bytes; null if the file could not be read
+    "verdict": pl.String,  # OK, or a description of what is wrong
     "format": pl.String,
-    "width": pl.Int64,  # upright, as EXIF says
+    "width": pl.Int64,  # after EXIF rotation
     "height": pl.Int64,
-    "bits": pl.Int64,  # of a channel, in the file
-    "color": pl.String,  # GREY, COLOR, or COLORLESS: stored in colour, with none in it
+    "bits": pl.Int64,  # bits per channel in the file
+    "color": pl.String,  # GREY, COLOR or COLORLESS
     "thumb": pl.Binary,  # 8x8 grey levels, row by row
+    "code": pl.String,  # code of the fault that the verdict describes; null if the verdict is OK
 }
 
-CACHE: Schema = {**STAT, **CHECK, "decoder": pl.String}
-BATCH, IN_FLIGHT = 256, 64  # images in a task, and tasks of the cluster at a time
+# Only valid images are cached, so the cache does not need a column for the code of a fault
+CACHE: Schema = {**STAT, **{name: kind for name, kind in CHECK.items() if name != "code"}, "decoder": pl.String}
+BATCH = 256  # images per task
+TASKS_IN_FLIGHT = 64  # maximum number of tasks that are submitted to the cluster at once
 
 
 def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> pl.DataFrame:
-    """A row per distinct path: `path`, CHECK. `verdict` is OK or says what is wrong.
+    """Check image files, and return one row per distinct path with `path` and the columns of CHECK.
+
+    The column `verdict` is OK or describes what is wrong with the image.
 
     Args:
-        paths: of image files; nulls and repeats are passed over.
-        max_pixels: an image whose padded square has more is not decoded; its verdict says so.
-        cache: Parquet file, read and written anew; it may be missing or damaged.
-        stage: who asks, for the progress line.
+        paths: paths of image files. Nulls and duplicates are ignored.
+        max_pixels: maximum number of pixels of an image after padding to a square. A larger image is not decoded, and
+            its verdict says that it is too large.
+        cache: Parquet file that caches verdicts. The file is read and then replaced. It may be missing or damaged.
+        stage: name of the stage, for the progress line.
     """
     rows = [(path, *_stat(path)) for path in paths.drop_nulls().unique().sort()]
-    stats = pl.DataFrame(rows, schema=STAT | {"verdict": pl.String}, orient="row")
+    stats = pl.DataFrame(rows, schema=STAT | {"verdict": pl.String, "code": pl.String}, orient="row")
     absent = stats.filter(pl.col("verdict").is_not_null())
-    files = stats.filter(pl.col("verdict").is_null()).drop("verdict")
+    files = stats.filter(pl.col("verdict").is_null()).drop("verdict", "code")
     cached = _load(cache, max_pixels)
     unchanged = files.join(cached, on=list(STAT), how="inner")
-    read = _read(files.join(cached, on=list(STAT), how="anti"), cached, max_pixels, stage)
-    if read.height:
-        _store(cache, cached, read)
+    changed = files.join(cached, on=list(STAT), how="anti")
+    fresh = _check_files(changed, cached, max_pixels, stage)
+    if fresh.height:
+        _store(cache, cached, fresh)
     columns = ["path", *CHECK]
-    checked = pl.concat(
-        [unchanged.select(columns), read.select(columns), absent.select("path", "verdict")], how="diagonal"
-    )
+    parts = [unchanged.select(columns), fresh.select(columns), absent.select("path", "verdict", "code")]
+    checked = pl.concat(parts, how="diagonal")
     assert checked.height == stats.height, (checked.height, stats.height)
     return checked.sort("path")
 
 
 def _stat(path: str) -> tuple[int | str | None, ...]:
-    """The values of STAT but for the path, and a verdict where the file cannot be read."""
-    no_values = (None,) * (len(STAT) - 1)
+    """Return the file's values for the columns of STAT except the path, followed by a verdict and a code.
+
+    If the file is missing, inaccessible or not a regular file, the verdict and the code say so. Otherwise, both are
+    None.
+    """
     try:
         status = os.stat(path)
     except FileNotFoundError:
-        return *no_values, "is missing"
+        fault = Fault("images.missing")
     except OSError as error:
-        return *no_values, f"cannot be read: {error.strerror}"
-    if not stat.S_ISREG(status.st_mode):
-        return *no_values, "is no regular file"
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev, None
+        fault = Fault("images.unreadable_file", cause=error.strerror)
+    else:
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev, None, None
+        fault = Fault("images.no_regular_file")
+    no_values = (None,) * (len(STAT) - 1)
+    return *no_values, str(fault), fault.code
 
 
-def _read(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str) -> pl.DataFrame:
+def _check_files(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str) -> pl.DataFrame:
+    """Check the files and return them with the results.
+
+    A file whose content is cached under another path is hashed, but not decoded again.
+    """
     if files.is_empty():
         return cached.clear()
-    known = {row["digest"]: row for row in cached.select(*CHECK).iter_rows(named=True)}
+    known_checks = {row["digest"]: row for row in cached.select(*CHECK).iter_rows(named=True)}
     paths = files["path"].to_list()
     batches = [paths[start : start + BATCH] for start in range(0, len(paths), BATCH)]
-    spread = _over_cluster if "RAY_ADDRESS" in os.environ else _over_cores
-    read = chain.from_iterable(spread(batches, frozenset(known), max_pixels))
-    checks = progress(read, f"{stage} images", total=len(paths), unit="image")
-    rows = [check | known.get(check.get("digest"), {}) for check in checks]
+    check_batches = _check_on_cluster if "RAY_ADDRESS" in os.environ else _check_on_cores
+    checked_batches = check_batches(batches, frozenset(known_checks), max_pixels)
+    checks = progress(chain.from_iterable(checked_batches), f"{stage} images", total=len(paths), unit="image")
+    rows = [check | known_checks.get(check.get("digest"), {}) for check in checks]
     return files.join(pl.from_dicts(rows, schema={"path": pl.String, **CHECK}), on="path")
 
 
-def _over_cores(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:
-    if len(batches) == 1 and len(batches[0]) <= WORTH_WORKERS:
-        yield _check_here(batches[0], known, max_pixels)
+def _check_on_cores(
+    batches: list[list[str]], known_digests: frozenset[bytes], max_pixels: int
+) -> Iterator[list[dict[str, Any]]]:
+    if len(batches) == 1 and len(batches[0]) <= MIN_FILES_FOR_WORKERS:
+        yield _check_here(batches[0], known_digests, max_pixels)
         return
     with worker_pool() as pool:
-        yield from pool.map(check_batch, batches, repeat(known), repeat(max_pixels))
+        yield from pool.map(check_batch, batches, repeat(known_digests), repeat(max_pixels))
 
 
-def _check_here(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[dict[str, Any]]:
-    pillows_limit = Image.MAX_IMAGE_PIXELS
+def _check_here(paths: list[str], known_digests: frozenset[bytes], max_pixels: int) -> list[dict[str, Any]]:
+    """Check a batch in this process, and restore the settings that `check_batch` changes."""
+    pixel_limit = Image.MAX_IMAGE_PIXELS
     try:
         with warnings.catch_warnings():
-            return check_batch(paths, known, max_pixels)
+            return check_batch(paths, known_digests, max_pixels)
     finally:
-        Image.MAX_IMAGE_PIXELS = pillows_limit
+        Image.MAX_IMAGE_PIXELS = pixel_limit
 
 
-def _over_cluster(batches: list[list[str]], known: frozenset[bytes], max_pixels: int) -> Iterator[list[dict[str, Any]]]:
-    """Check on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
+def _check_on_cluster(
+    batches: list[list[str]], known_digests: frozenset[bytes], max_pixels: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Check images on the Ray cluster at RAY_ADDRESS. Every node must be able to read the images at the same paths."""
     import ray
 
     ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)
-    task, contents = ray.remote(check_batch), ray.put(known)
-    waiting: deque[ray.ObjectRef] = deque()
+    task = ray.remote(check_batch_on_node)
+    known_on_cluster = ray.put(known_digests)
+    pending: deque[ray.ObjectRef] = deque()
     for batch in batches:
-        waiting.append(task.remote(batch, contents, max_pixels))
-        if len(waiting) > IN_FLIGHT:
-            yield ray.get(waiting.popleft())
-    yield from ray.get(list(waiting))
+        pending.append(task.remote(batch, known_on_cluster, max_pixels))
+        if len(pending) > TASKS_IN_FLIGHT:
+            yield ray.get(pending.popleft())
+    yield from ray.get(list(pending))
 
 
 def _load(cache: Path, max_pixels: int) -> pl.DataFrame:
-    """Sound images of earlier runs, as this decoder judged them. Bad ones are not cached: a limit may change."""
+    """Load the cached checks of valid images. Invalid images are not cached, because a limit may change."""
     try:
-        known = pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
+        cached = pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
     except (pl.exceptions.PolarsError, OSError):
-        return pl.DataFrame(schema=STAT | CHECK)  # none, half written or of another version: it is only a cache
-    sound = (pl.col("decoder") == DECODER) & (pl.max_horizontal("width", "height").pow(2) <= max_pixels)
-    return known.filter(sound).drop("decoder")
+        # ignore a missing, truncated or outdated cache, because the images can be checked again
+        return pl.DataFrame(schema=STAT | CHECK)
+    is_usable = (pl.col("decoder") == DECODER) & (pl.max_horizontal("width", "height").pow(2) <= max_pixels)
+    return cached.filter(is_usable).drop("decoder").with_columns(code=pl.lit(None, dtype=pl.String))
 
 
-def _store(cache: Path, cached: pl.DataFrame, read: pl.DataFrame) -> None:
-    sound = read.filter(pl.col("verdict") == OK)
-    kept = pl.concat([sound, cached]).unique("path", keep="first", maintain_order=True)
+def _store(cache: Path, cached: pl.DataFrame, fresh: pl.DataFrame) -> None:
+    sound = fresh.filter(pl.col("verdict") == OK)
+    entries = pl.concat([sound, cached]).unique("path", keep="first", maintain_order=True)
     buffer = io.BytesIO()
-    kept.with_columns(decoder=pl.lit(DECODER)).write_parquet(buffer)
+    entries.drop("code").with_columns(decoder=pl.lit(DECODER)).write_parquet(buffer)
     write_atomic(cache, buffer.getvalue())
 
 
-def check_batch(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[dict[str, Any]]:
-    """Check images in a worker process, which needs no second decoding of the contents `known`."""
-    Image.MAX_IMAGE_PIXELS = None  # the limit is ours, checked before a pixel is decoded
+def check_batch_on_node(paths: list[str], known_digests: frozenset[bytes], max_pixels: int) -> list[dict[str, Any]]:
+    """Prepare a Ray worker process, which does not inherit any settings, and check images in it."""
+    prepare()
+    return check_batch(paths, known_digests, max_pixels)
+
+
+def check_batch(paths: list[str], known_digests: frozenset[bytes], max_pixels: int) -> list[dict[str, Any]]:
+    """Check images in a worker process. This changes Pillow's pixel limit and the warning filters of the process.
+
+    Args:
+        paths: paths of image files.
+        known_digests: digests of contents that do not have to be decoded.
+        max_pixels: maximum number of pixels after padding to a square.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # `check_image` applies its own limit before it decodes any pixels
     warnings.simplefilter("ignore")
-    return [check_image(path, max_pixels, known) for path in paths]
+    return [check_image(path, max_pixels, known_digests) for path in paths]
 
 
-def check_image(path: str, max_pixels: int, known: frozenset[bytes] = frozenset()) -> dict[str, Any]:
-    """Read, hash and, for content not yet known, decode every pixel; of a GIF the first frame. Never raises for a bad
-    file.
+def check_image(path: str, max_pixels: int, known_digests: frozenset[bytes] = frozenset()) -> dict[str, Any]:
+    """Read and hash an image file, and decode all pixels of its first frame. Never raise an error for an invalid file.
 
-    Returns: `path` and the fields of CHECK that could be found; for content in `known` its digest alone.
+    Args:
+        path: path of the file.
+        max_pixels: maximum number of pixels after padding to a square.
+        known_digests: digests of contents that do not have to be decoded.
+
+    Returns:
+        `path` and those fields of CHECK that could be determined. For content in `known_digests`, these are only `path`
+        and `digest`.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        return {"path": path, "verdict": f"cannot be read: {error.strerror}"}
-    found = {"path": path, "digest": hashlib.sha256(data).digest()}
-    if found["digest"] in known:
-        return found
+        return {"path": path} | _verdict_of(Fault("images.unreadable_file", cause=error.strerror))
+    content = {"path": path, "digest": hashlib.sha256(data).digest()}
+    if content["digest"] in known_digests:
+        return content
     if not data:
-        return found | {"verdict": "is empty (0 bytes)"}
+        return content | _verdict_of(Fault("images.empty"))
     shape: dict[str, Any] = {}
     try:
         with open_image(data) as image:
             shape = {"format": image.format, "width": image.width, "height": image.height}
-            if fault := too_large(image, max_pixels):
-                return found | shape | {"verdict": fault}
+            fault = size_fault(image, max_pixels)
+            if fault is not None:
+                return content | shape | _verdict_of(fault)
             shape["bits"] = _bits(image)
             rgb = decode_to_rgb(image, data)
-            shape |= {"color": GREY if image.mode in GREY_MODES else _color_in(rgb), **_upright(image)}
+            shape["color"] = GREY if image.mode in GREY_MODES else _color_of(rgb)
+            shape |= _upright_size(image)
             thumb = rgb.convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except ImageError as error:
-        return found | shape | {"verdict": str(error)}
-    except Exception as error:  # Pillow raises some ten kinds for broken files, SyntaxError and struct.error among them
-        told = (str(error) or type(error).__name__).replace("\n", " ")
-        return found | {"verdict": f"does not decode: {told}"[:200]}
-    return found | shape | {"verdict": OK, "thumb": thumb}
+        return content | shape | _verdict_of(error.fault)
+    except Exception as error:  # Pillow raises about ten types for broken files, including SyntaxError and struct.error
+        reason = (str(error) or type(error).__name__).replace("\n", " ")
+        return content | _verdict_of(Fault("images.undecodable", cause=reason[:MAX_CAUSE_CHARS]))
+    return content | shape | {"verdict": OK, "thumb": thumb}
+
+
+def _verdict_of(fault: Fault) -> dict[str, Any]:
+    return {"verdict": str(fault), "code": fault.code}
 
 
 def _bits(image: Image.Image) -> int:
-    """Bits of a channel, read from the header before decoding drops them."""
+    """Return the number of bits per channel in the file. Must be called before decoding, which discards this number."""
     if image.mode == "1":
         return 1
     return 16 if image.mode.startswith("I;16") or ";16" in str(getattr(image, "tile", "")) else 8
 
 
-def _upright(image: Image.Image) -> dict[str, int]:
-    """Width and height as EXIF says, of a decoded image: a PNG is decoded before its EXIF data can be read."""
-    is_turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
-    width, height = reversed(image.size) if is_turned else image.size
-    return {"width": width, "height": height}
+def _upright_size(image: Image.Image) -> dict[str, int]:
+    """Return the width and height after EXIF rotation.
+
+    The image must be decoded, because the EXIF data of a PNG may come after the pixels.
+    """
+    is_rotated = image.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+    if is_rotated:
+        return {"width": image.height, "height": image.width}
+    return {"width": image.width, "height": image.height}
 
 
-def _color_in(rgb: Image.Image) -> str:
-    sample = rgb.resize((min(rgb.width, SAMPLED), min(rgb.height, SAMPLED)), Image.Resampling.NEAREST)
+def _color_of(rgb: Image.Image) -> str:
+    """Return COLOR if any pixel in a sample is coloured, otherwise COLORLESS."""
+    sample_size = (min(rgb.width, COLOR_SAMPLE_PX), min(rgb.height, COLOR_SAMPLE_PX))
+    sample = rgb.resize(sample_size, Image.Resampling.NEAREST)
     red, green, blue = (np.asarray(channel) for channel in sample.split())
-    # of pairs of arrays: a maximum over an axis of three takes ten times as long
+    # computing two pairwise maximums is ten times as fast as a maximum over an axis of length 3
     highest = np.maximum(np.maximum(red, green), blue)
     lowest = np.minimum(np.minimum(red, green), blue)
     return COLOR if int((highest - lowest).max()) > COLOR_LEVELS else COLORLESS

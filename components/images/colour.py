@@ -1,4 +1,4 @@
-"""Colours by the profile that a file carries (ICC), converted to sRGB, which models and pages take colours for."""
+"""Convert colours from a file's ICC profile to sRGB, the colour space that models and web pages assume."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 if TYPE_CHECKING:
     from PIL import Image
 
-COLOUR_SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # of a profile, by the mode of what it describes
-COLOURS_OF = {"P": "RGB", "PA": "RGB", "RGBA": "RGB", "LA": "L"}  # the mode without palette and alpha
+COLOUR_SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # Pillow's mode -> colour space of a profile
+MODE_OF_COLOURS = {"P": "RGB", "PA": "RGB", "RGBA": "RGB", "LA": "L"}  # mode -> mode without palette and alpha
 
-# A profile that moves no colour by more levels than this is sRGB under one of its many names: its pixels stay as they
-# are. Writers round the colorants differently, which moves colours by 1 or 2 levels.
-SAME_COLOUR = 2
+# If a profile does not change any colour by more levels than this, it is treated as sRGB, and the pixels are kept.
+# Programs round the values in profiles differently, which changes colours by 1 or 2 levels
+SAME_COLOUR_LEVELS = 2
 
-STEPS = 6  # levels of each channel in the grid of colours by which a profile is compared with sRGB
+GRID_LEVELS = 6  # levels per channel in the grid of colours that is used to compare a profile with sRGB
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
-    """The image with its colours converted from its own profile to sRGB; alpha stays.
+    """Convert the colours of an image from its ICC profile to sRGB. Transparency is kept.
 
-    The same image if it has no profile, one that is sRGB, or one that cannot be used: broken, or of another colour
-    space than the pixels. Viewers ignore those, too.
+    The image is returned unchanged if it has no profile or its profile is sRGB. A profile that is broken or does not
+    match the colour space of the pixels is ignored, as in image viewers.
     """
     profile = image.info.get("icc_profile")
-    mode = COLOURS_OF.get(image.mode, image.mode)
+    mode = MODE_OF_COLOURS.get(image.mode, image.mode)
     if not isinstance(profile, bytes) or mode not in COLOUR_SPACES:
         return image
     transform = _transform(profile, mode)
@@ -46,31 +46,38 @@ def to_srgb(image: Image.Image) -> Image.Image:
 
 @lru_cache(maxsize=16)
 def _transform(profile: bytes, mode: str) -> Any:
-    """Pillow's transform of a profile's colours to sRGB; None if there is nothing to do, or no way to do it."""
+    """Return Pillow's transform from a profile to sRGB, or None if no transform is needed or possible.
+
+    No transform is needed if the profile is practically sRGB. It is not possible if the profile cannot be used.
+    """
     from PIL import ImageCms
 
     try:
-        own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        if own.profile.xcolor_space.strip() != COLOUR_SPACES[mode]:
+        file_profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if file_profile.profile.xcolor_space.strip() != COLOUR_SPACES[mode]:
             return None
         srgb = ImageCms.createProfile("sRGB")
-        transform = ImageCms.buildTransform(own, srgb, mode, "RGB")
+        transform = ImageCms.buildTransform(file_profile, srgb, mode, "RGB")
         if mode == "CMYK":
             return transform
-        probe = _probe(mode)
-        moved = np.asarray(transform.apply(probe), dtype=int) - np.asarray(probe.convert("RGB"), dtype=int)
+        colours = _test_colours(mode)
+        converted = np.asarray(transform.apply(colours), dtype=int)
+        difference = converted - np.asarray(colours.convert("RGB"), dtype=int)
     except (ImageCms.PyCMSError, OSError, TypeError, ValueError):
         return None
-    return transform if np.abs(moved).max() > SAME_COLOUR else None
+    return transform if np.abs(difference).max() > SAME_COLOUR_LEVELS else None
 
 
-def _probe(mode: str) -> Image.Image:
-    """Colours by which a profile is compared with sRGB: every level of grey, and a grid of RGB."""
+def _test_colours(mode: str) -> Image.Image:
+    """Return the colours that are used to compare a profile with sRGB.
+
+    For the mode "L", these are all grey levels. For other modes, a grid of RGB colours is added.
+    """
     from PIL import Image
 
     greys = np.arange(256, dtype=np.uint8)
     if mode == "L":
         return Image.fromarray(greys[None])
-    levels = np.linspace(0, 255, STEPS).astype(np.uint8)
+    levels = np.linspace(0, 255, GRID_LEVELS).astype(np.uint8)
     grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(-1, 3)
     return Image.fromarray(np.concatenate([greys[:, None].repeat(3, axis=1), grid])[None])

@@ -1,13 +1,15 @@
-"""Two images of a pair compared pixel by pixel: is there a change between them, and does it reach the model?
+"""Compare the two images of a pair, to find out whether there is a change and whether the model can see it.
 
-A re-encoding is recognised by repeating it: one image is saved as the other was (the other's JPEG tables, the WebP
-quality that gives its length, GIF's palette; resized to its size first), and what then differs is the rest that no
-re-encoding explains. Measured on photos, screenshots, rendered scenes and noise: for JPEG of quality 30 to 95, WebP 50
-to 90, GIF and sizes from 0.55 to 1 the rest is 0, while an object of 5x5 pixels that differs by 40 levels leaves 12
-levels in the mean of 8x8 pixels, and a thin line of 60 levels 6. A bound on the plain difference could not tell them
-apart: JPEG of quality 50 alone changes such a mean by up to 12.
+Re-encoding is recognized by repeating it: one image is resized to the size of the other image and saved like the other
+image: with the same JPEG tables, with the WebP quality that gives the same file size, or with a GIF palette. A
+difference that remains is a change. The remaining difference was measured for photos, screenshots, rendered scenes and
+noise. It is 0 for JPEG quality from 30 to 95, WebP quality from 50 to 90, GIF and scale factors from 0.55 to 1. For
+real changes, it is larger: in the mean of 8x8 pixels, 12 levels for an object of 5x5 pixels that differs by 40 levels,
+and 6 levels for a thin line that differs by 60 levels. A limit on the difference before repeating the encoding could
+not separate the two cases, because JPEG of quality 50 alone changes such a mean by up to 12 levels.
 
-Comparisons are cached by the contents of both images beside the image cache. The cache changes no output.
+Results are cached by the contents of both images, in a file next to the image cache. The cache does not change any
+output.
 """
 
 import io
@@ -27,24 +29,25 @@ from m3diff.images.workers import worker_pool
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 
-# What a comparison can say. EQUAL and NOISE: no change. FAINT: one that is gone at the model's resolution
-EQUAL = "equal"
-NOISE = "noise"
-FAINT = "faint"
+# Results of a comparison
+EQUAL = "equal"  # no change: all pixels are equal
+NOISE = "noise"  # no change: one image is a re-encoded copy of the other
+FAINT = "faint"  # a change that is invisible at the model's resolution
 CHANGED = "changed"
 
-# Comparisons are cached under this name: another rule compares anew
+# Part of the cache's key, because results of other comparison rules must not be used
 RULE = f"Pillow {PIL.__version__}, re-encoding repeated, rest by windows, spread"
 
-# Levels by which pixels may differ at the model's resolution before the change counts as visible there
+# A change is visible to the model if any pixel differs by more levels than this at the model's resolution
 FAINT_LEVELS = 8
-# Share of the pixels that noise touches at least: a speck is local
-SPREAD = 0.05
-# JPEG below quality 30 and an image of half the size are visible changes
+# Re-encoding changes at least this share of the pixels. A difference in fewer pixels is a real change, such as a speck
+MIN_NOISE_SHARE = 0.05
+# A JPEG with a larger first quantization step than this has a quality below 30. Such a low quality is a visible change,
+# and so is scaling to half the size
 COARSEST_JPEG_STEP = 28
 SMALLEST_FACTOR = 0.55
-# Mean difference of 8x8 pixels that no re-encoding made in the measurements: 35 at most, by GIF
-TOO_LARGE = 48
+# Re-encoding does not change a mean of 8x8 pixels by more than this. The largest measured change is 35, by GIF
+MAX_NOISE_MEAN = 48
 
 FILTERS = (
     Image.Resampling.LANCZOS,
@@ -54,83 +57,101 @@ FILTERS = (
     Image.Resampling.BOX,
 )
 
-# Fewer comparisons are made in this process: starting workers would take longer
-WORTH_WORKERS = 200
-SIDE = 4  # pixels of the smallest window
-ROWS_AT_ONCE = 1024  # of two images that are subtracted, so that a large one takes little memory
+# Below this number, pairs are compared in this process, because starting workers would take longer
+MIN_PAIRS_FOR_WORKERS = 200
+WINDOW_PX = 4  # side of the smallest window
+STRIP_ROWS = 1024  # number of pixel rows that are subtracted at once, which limits the memory for large images
 
 CACHE = {"low": pl.Binary, "high": pl.Binary, "px": pl.Int64, "rule": pl.String, "likeness": pl.String}
 
-Windows = NDArray[np.float32]  # [rows, columns, 3]: mean differences in Y, Cb and Cr
+WindowMeans = NDArray[np.float32]  # [rows, columns, 3]: mean differences in Y, Cb and Cr
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest differences, in levels, of a picture that only noise tells from another."""
+    """Maximum differences, in levels, between two images that differ only by noise.
+
+    Attributes:
+        pixel: maximum difference of a single pixel.
+        mean_4x4: maximum difference of the mean of a window of 4x4 pixels.
+        mean_8x8: maximum difference of the mean of a window of 8x8 pixels.
+        mean_16x16: maximum difference of the mean of a window of 16x16 pixels.
+        mean_larger: maximum difference of the mean of any larger window, up to the whole image. A change of light
+            exceeds this limit.
+    """
 
     pixel: float
     mean_4x4: float
     mean_8x8: float
     mean_16x16: float
-    mean_larger: float  # of every larger window, up to the whole picture: a change of light exceeds it
+    mean_larger: float
 
 
-# Rounding, and JPEG of quality 95 without subsampling; a change of light by 2 levels is more
+# Rounding and JPEG of quality 95 without subsampling stay within these bounds. A change of light by 2 levels exceeds
+# them
 PLAIN_NOISE = Bounds(pixel=12, mean_4x4=2, mean_8x8=1.25, mean_16x16=1, mean_larger=1)
-# Another encoder rounds some coefficients to the neighbouring step
+# Bounds after repeating an encoding. They are wider, because another encoder rounds some coefficients to the
+# neighbouring step
 REPEATED_NOISE = Bounds(pixel=24, mean_4x4=6, mean_8x8=2.5, mean_16x16=1.25, mean_larger=1)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image file with its decoded pixels."""
+    """A decoded image file.
+
+    Attributes:
+        rgb: the pixels.
+        header: the opened image, which is not decoded. It has the format, quantization tables and mode of the file.
+        file_bytes: size of the file, in bytes.
+    """
 
     rgb: Image.Image
-    header: Image.Image  # as opened: format, tables, mode
+    header: Image.Image
     file_bytes: int
 
     @classmethod
     def load(cls, path: str) -> "Picture":
+        """Read and decode a file."""
         data = Path(path).read_bytes()
-        header = open_image(data)
-        # the tables are read with the header, and decoding may drop them
-        return cls(rgb=to_rgb(header), header=open_image(data), file_bytes=len(data))
+        # open the image twice, because decoding may discard the tables in its header
+        return cls(rgb=to_rgb(open_image(data)), header=open_image(data), file_bytes=len(data))
 
 
 def compare_pairs(pairs: pl.DataFrame, compare_px: int, cache: Path, stage: str) -> pl.Series:
     """Compare the images of each pair.
 
     Args:
-        pairs: paths `before` and `after`, digests `before_sha256` and `after_sha256`; all images are sound.
-        compare_px: longest side, in pixels, of the square that the model sees.
-        cache: Parquet file, read and written anew; it may be missing or damaged.
-        stage: who asks, for the progress line.
+        pairs: table with the paths `before` and `after` and the digests `before_sha256` and `after_sha256`. All images
+            must be valid.
+        compare_px: side of the square image that the model sees, in pixels.
+        cache: Parquet file that caches results. The file is read and then replaced. It may be missing or damaged.
+        stage: name of the stage, for the progress line.
 
     Returns:
-        EQUAL, NOISE, FAINT or CHANGED for each pair.
+        EQUAL, NOISE, FAINT or CHANGED for each pair, in the order of the pairs.
     """
-    sides = ("before_sha256", "after_sha256")
-    keyed = pairs.with_columns(low=pl.min_horizontal(sides), high=pl.max_horizontal(sides))
+    digests = ("before_sha256", "after_sha256")
+    pairs = pairs.with_columns(low=pl.min_horizontal(digests), high=pl.max_horizontal(digests))
     cached = _load(cache)
-    usable = cached.filter(px=compare_px, rule=RULE)
-    distinct = keyed.filter(pl.col("low") != pl.col("high")).unique(["low", "high"], maintain_order=True)
-    waiting = distinct.join(usable, on=["low", "high"], how="anti")
-    if waiting.height:
-        likeness = pl.Series(_compare_all(waiting, compare_px, stage), dtype=pl.String)
-        fresh = waiting.select("low", "high", px=pl.lit(compare_px, pl.Int64), rule=pl.lit(RULE), likeness=likeness)
-        usable = pl.concat([usable, fresh])
+    known_pairs = cached.filter(px=compare_px, rule=RULE)
+    has_same_content = pl.col("low") == pl.col("high")
+    distinct = pairs.filter(~has_same_content).unique(["low", "high"], maintain_order=True)
+    unknown = distinct.join(known_pairs, on=["low", "high"], how="anti")
+    if unknown.height:
+        likeness = pl.Series(_compare_all(unknown, compare_px, stage), dtype=pl.String)
+        fresh = unknown.select("low", "high", px=pl.lit(compare_px, pl.Int64), rule=pl.lit(RULE), likeness=likeness)
+        known_pairs = pl.concat([known_pairs, fresh])
         _store(cache, pl.concat([cached, fresh]))
-    joined = keyed.join(usable, on=["low", "high"], how="left", maintain_order="left")
-    return joined.select(
-        pl.when(pl.col("low") == pl.col("high")).then(pl.lit(EQUAL)).otherwise(pl.col("likeness")).alias("likeness")
-    )["likeness"]
+    compared = pairs.join(known_pairs, on=["low", "high"], how="left", maintain_order="left")
+    likeness_of_pair = pl.when(has_same_content).then(pl.lit(EQUAL)).otherwise(pl.col("likeness"))
+    return compared.select(likeness=likeness_of_pair)["likeness"]
 
 
 def _compare_all(pairs: pl.DataFrame, compare_px: int, stage: str) -> list[str]:
     tasks = [(before, after, compare_px) for before, after in pairs.select("before", "after").iter_rows()]
 
     def comparisons() -> Iterator[str]:
-        if len(tasks) < WORTH_WORKERS:
+        if len(tasks) < MIN_PAIRS_FOR_WORKERS:
             yield from map(_compare_task, tasks)
             return
         with worker_pool() as pool:
@@ -148,7 +169,7 @@ def _load(cache: Path) -> pl.DataFrame:
     try:
         return pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
     except (pl.exceptions.PolarsError, OSError):
-        return pl.DataFrame(schema=CACHE)  # none, half written or of another version: it is only a cache
+        return pl.DataFrame(schema=CACHE)  # ignore a bad cache; images can be compared again
 
 
 def _store(cache: Path, comparisons: pl.DataFrame) -> None:
@@ -158,29 +179,35 @@ def _store(cache: Path, comparisons: pl.DataFrame) -> None:
 
 
 def compare_images(before: str, after: str, compare_px: int) -> str:
-    """EQUAL pixels, NOISE, FAINT or CHANGED, for two sound image files whose thumbnails are alike."""
+    """Return EQUAL, NOISE, FAINT or CHANGED for two valid image files with similar thumbnails.
+
+    Args:
+        before: path of the before image.
+        after: path of the after image.
+        compare_px: side of the square image that the model sees, in pixels.
+    """
     first = Picture.load(before)
     second = Picture.load(after)
-    if not _same_aspect(first.rgb.size, second.rgb.size):
+    if not _have_same_aspect(first.rgb.size, second.rgb.size):
         return CHANGED
     may_be_noise = True
     if first.rgb.size == second.rgb.size:
-        windows = _differences(first.rgb, second.rgb)
-        if windows.pixel == 0:
+        differences = _differences(first.rgb, second.rgb)
+        if differences.pixel == 0:
             return EQUAL
-        may_be_noise = max(windows.means[1:]) <= TOO_LARGE
-        is_spread = windows.touched >= SPREAD
-        if (is_spread and windows.within(PLAIN_NOISE)) or _largest_difference(
-            first.rgb, second.rgb, max(first.rgb.size)
-        ) <= 1:
+        is_spread = differences.changed_share >= MIN_NOISE_SHARE
+        if is_spread and differences.are_within(PLAIN_NOISE):
             return NOISE
-    if may_be_noise and (_is_saved_anew(first, second) or _is_saved_anew(second, first)):
+        if _largest_difference(first.rgb, second.rgb, max(first.rgb.size)) <= 1:
+            return NOISE
+        may_be_noise = max(differences.means[1:]) <= MAX_NOISE_MEAN
+    if may_be_noise and (_is_resaved(first, second) or _is_resaved(second, first)):
         return NOISE
     return FAINT if _largest_difference(first.rgb, second.rgb, compare_px) <= FAINT_LEVELS else CHANGED
 
 
-def _same_aspect(first: tuple[int, int], second: tuple[int, int]) -> bool:
-    """True if one size is the other times a factor, up to a pixel of rounding."""
+def _have_same_aspect(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Return whether two sizes have the same aspect ratio, apart from rounding by one pixel."""
     small, large = sorted((first, second))
     width = large[0] * small[1] / large[1]
     height = large[1] * small[0] / large[0]
@@ -189,13 +216,20 @@ def _same_aspect(first: tuple[int, int], second: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True)
 class Differences:
-    """Largest absolute difference of pixels, and of means over windows of 4x4, 8x8, 16x16, ... pixels."""
+    """Differences between two images of the same size, in levels.
+
+    Attributes:
+        pixel: maximum absolute difference of a pixel.
+        means: maximum absolute mean difference of windows of 4x4, 8x8, 16x16, ... pixels.
+        changed_share: share of pixels that differ.
+    """
 
     pixel: float
     means: list[float]
-    touched: float  # share of the pixels that differ
+    changed_share: float
 
-    def within(self, bounds: Bounds) -> bool:
+    def are_within(self, bounds: Bounds) -> bool:
+        """Return whether all differences are within the bounds."""
         limits = [bounds.mean_4x4, bounds.mean_8x8, bounds.mean_16x16]
         limits += [bounds.mean_larger] * (len(self.means) - len(limits))
         return self.pixel <= bounds.pixel and all(
@@ -204,17 +238,21 @@ class Differences:
 
 
 def _differences(first: Image.Image, second: Image.Image) -> Differences:
-    """Differences in luminance and both chromas. Windows overlap by half, so that an object lies within one."""
+    """Compute the differences in luminance and both chroma channels.
+
+    Neighbouring windows overlap by half, so that a small object is completely inside at least one window.
+    """
     largest = 0.0
-    touched = 0
-    strips: list[Windows] = []
-    for top in range(0, first.height, ROWS_AT_ONCE):
-        box = (0, top, first.width, min(top + ROWS_AT_ONCE, first.height))
-        strip = [np.asarray(image.crop(box).convert("YCbCr"), dtype=np.int16) for image in (first, second)]
-        difference = strip[0] - strip[1]
+    changed_pixels = 0
+    strips: list[WindowMeans] = []
+    for top in range(0, first.height, STRIP_ROWS):
+        box = (0, top, first.width, min(top + STRIP_ROWS, first.height))
+        first_strip = np.asarray(first.crop(box).convert("YCbCr"), dtype=np.int16)
+        second_strip = np.asarray(second.crop(box).convert("YCbCr"), dtype=np.int16)
+        difference = first_strip - second_strip
         largest = max(largest, float(np.abs(difference).max(initial=0)))
-        touched += int(np.count_nonzero(difference.any(axis=2)))
-        strips.append(_halved_twice(difference))
+        changed_pixels += int(np.count_nonzero(difference.any(axis=2)))
+        strips.append(_block_means(difference))
     blocks = np.concatenate(strips)
     means = [float(np.abs(blocks).max())]
     while min(blocks.shape[:2]) > 1:
@@ -224,38 +262,44 @@ def _differences(first: Image.Image, second: Image.Image) -> Differences:
         columns = blocks.shape[1] // 2 * 2
         blocks = blocks[:rows, :columns].reshape(rows // 2, 2, columns // 2, 2, 3).mean(axis=(1, 3))
     means.append(float(np.abs(blocks.mean(axis=(0, 1))).max()))
-    return Differences(pixel=largest, means=means, touched=touched / (first.width * first.height))
+    return Differences(pixel=largest, means=means, changed_share=changed_pixels / (first.width * first.height))
 
 
-def _halved_twice(difference: NDArray[np.int16]) -> Windows:
-    """Means over blocks of SIDE x SIDE pixels; the last row and column of blocks repeat the edge."""
+def _block_means(difference: NDArray[np.int16]) -> WindowMeans:
+    """Return the means over blocks of WINDOW_PX x WINDOW_PX pixels.
+
+    Incomplete blocks at the right and lower edges are filled by repeating the last pixels.
+    """
     height, width = difference.shape[:2]
-    padded = np.pad(difference, ((0, -height % SIDE), (0, -width % SIDE), (0, 0)), mode="edge")
-    shape = (padded.shape[0] // SIDE, SIDE, padded.shape[1] // SIDE, SIDE, 3)
+    padded = np.pad(difference, ((0, -height % WINDOW_PX), (0, -width % WINDOW_PX), (0, 0)), mode="edge")
+    shape = (padded.shape[0] // WINDOW_PX, WINDOW_PX, padded.shape[1] // WINDOW_PX, WINDOW_PX, 3)
     return padded.reshape(shape).mean(axis=(1, 3), dtype=np.float32)
 
 
-def _is_saved_anew(source: Picture, copy: Picture) -> bool:
-    """True if `copy` is `source` resized by a small factor and saved in the format of `copy`."""
-    resized = source.rgb.size != copy.rgb.size
+def _is_resaved(source: Picture, copy: Picture) -> bool:
+    """Return whether `copy` shows the same image as `source`, only re-encoded and possibly resized."""
+    is_resized = source.rgb.size != copy.rgb.size
     factor = min(copy.rgb.width, source.rgb.width) / max(copy.rgb.width, source.rgb.width)
-    if resized and factor < SMALLEST_FACTOR:
+    if is_resized and factor < SMALLEST_FACTOR:
         return False
-    for resampling in FILTERS if resized else FILTERS[:1]:
-        image = source.rgb.resize(copy.rgb.size, resampling) if resized else source.rgb
-        saved = _saved_like(image, copy)
-        if saved is None and not resized:
+    for resampling in FILTERS if is_resized else FILTERS[:1]:
+        image = source.rgb.resize(copy.rgb.size, resampling) if is_resized else source.rgb
+        resaved = _resave_like(image, copy)
+        if resaved is None and not is_resized:
             return False
-        if _differences(saved or image, copy.rgb).within(REPEATED_NOISE):
+        if _differences(resaved or image, copy.rgb).are_within(REPEATED_NOISE):
             return True
     return False
 
 
-def _saved_like(image: Image.Image, copy: Picture) -> Image.Image | None:
-    """The image after being saved as `copy` was; None for a format without loss and for one that is not repeated."""
+def _resave_like(image: Image.Image, copy: Picture) -> Image.Image | None:
+    """Save the image in the same way as the file `copy`, and return the decoded result.
+
+    Return None if the format of `copy` is lossless, is not supported here, or would change the image visibly.
+    """
     header = copy.header
     if header.mode == "L" and header.format == "JPEG":
-        return None  # colours that are gone are a change
+        return None  # losing all colours is a visible change
     if isinstance(header, JpegImagePlugin.JpegImageFile):
         tables = list(header.quantization.values())
         if tables[0][0] > COARSEST_JPEG_STEP or max(map(max, tables)) > 255:
@@ -271,18 +315,24 @@ def _saved_like(image: Image.Image, copy: Picture) -> Image.Image | None:
 
 
 def _webp_of_length(image: Image.Image, length: int) -> bytes:
-    """The image in WebP of the quality that gives `length` bytes, or nearly so: length grows with quality."""
+    """Encode the image as WebP with the quality for which the file size is closest to `length` bytes.
+
+    The quality is found by bisection.
+    """
     lowest = 30
     highest = 100
     best = b""
     while lowest <= highest:
         quality = (lowest + highest) // 2
         data = _encoded(image, "WEBP", quality=quality)
-        best = data if abs(len(data) - length) < abs(len(best) - length) or not best else best
+        if not best or abs(len(data) - length) < abs(len(best) - length):
+            best = data
         if len(data) == length:
             break
-        lowest = quality + 1 if len(data) < length else lowest
-        highest = quality - 1 if len(data) > length else highest
+        if len(data) < length:
+            lowest = quality + 1
+        else:
+            highest = quality - 1
     return best
 
 
@@ -297,12 +347,18 @@ def _decoded(data: bytes) -> Image.Image:
 
 
 def _largest_difference(first: Image.Image, second: Image.Image, compare_px: int) -> int:
-    """The largest difference in a channel once both images are scaled to `compare_px`, or to the smaller one."""
-    longest = min(compare_px, max(first.size), max(second.size))
-    factor = longest / max(first.size)
+    """Return the maximum difference in any channel after scaling both images to the same size.
+
+    The longer side of both images is then `compare_px` pixels, or as long as in the smaller image if that is less.
+    """
+    longest_side = min(compare_px, max(first.size), max(second.size))
+    factor = longest_side / max(first.size)
     size = (max(1, round(first.width * factor)), max(1, round(first.height * factor)))
-    small = [
-        np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC), dtype=np.int16)
-        for image in (first, second)
-    ]
-    return int(np.abs(small[0] - small[1]).max())
+    return int(np.abs(_levels_at(first, size) - _levels_at(second, size)).max())
+
+
+def _levels_at(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int16]:
+    """Return the levels of the image scaled to a size, [height, width, channel]."""
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    return np.asarray(image, dtype=np.int16)

@@ -1,7 +1,8 @@
-"""A saliency map over its image: outlines around what the model looked at, on one scale for every pair and model.
+"""Draw a saliency map on an image, as outlines around the regions that the model attended to.
 
-A map sums to 1 over its cells (`mean_map` of the model), so a cell's value times the number of cells says how many
-times its even share it has. Regions above 2, 3 and 4 shares are outlined, thin to thick, and the image stays as it is.
+The scale is the same for all models. The cells of a map sum to 1 (see `mean_map` of the model), so with even attention,
+each cell would have the value 1 / number of cells, the even share. Regions above 2, 3 and 4 even shares are outlined
+with increasingly thick lines. The image stays visible.
 """
 
 from collections.abc import Iterator
@@ -9,53 +10,71 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image, ImageDraw
 
-LEVELS = {2.0: (255, 205, 90), 3.0: (240, 90, 40), 4.0: (190, 20, 60)}  # shares, and the colour of their outline
+# Minimum multiple of an even share -> colour of the outline
+OUTLINE_COLOURS = {2.0: (255, 205, 90), 3.0: (240, 90, 40), 4.0: (190, 20, 60)}
 
-HALO = (20, 20, 20)
-Segment = tuple[tuple[float, float], tuple[float, float]]
+HALO_COLOUR = (20, 20, 20)  # dark rim that makes outlines visible on any image
+Segment = tuple[tuple[float, float], tuple[float, float]]  # two points (x, y)
 
 
-def outlined(image: Image.Image, grid: np.ndarray) -> Image.Image:
-    """The image with the outlines of its map.
+def draw_outlines(image: Image.Image, grid: np.ndarray) -> Image.Image:
+    """Return a copy of the image with the outlines of its saliency map.
 
     Args:
-        image: RGB.
-        grid: [rows, columns]. A square one lies over the square that the model pads the image to; any other over the
-            image itself, which the model stretches.
+        image: an RGB image.
+        grid: the saliency map, [rows, columns]. A square map covers the image after padding to a square. Any other map
+            covers the image itself, which the model stretches.
     """
-    drawn = image.copy()
-    pen = ImageDraw.Draw(drawn)
-    thin = max(1, round(min(image.size) / 150))
-    shares = grid * grid.size
-    for number, (share, colour) in enumerate(LEVELS.items()):
-        width = thin * (1 + number)
-        is_padded = grid.shape[0] == grid.shape[1]
-        segments = [fitted(segment, image.size, width, is_padded) for segment in borders(shares >= share)]
-        for ink, extra in ((HALO, 2), (colour, 0)):
-            for segment in segments:
-                pen.line(segment, fill=ink, width=width + extra)
-    return drawn
+    outlined = image.copy()
+    pen = ImageDraw.Draw(outlined)
+    thinnest = max(1, round(min(image.size) / 150))
+    is_padded = grid.shape[0] == grid.shape[1]
+    multiples = grid * grid.size
+    for number, (threshold, colour) in enumerate(OUTLINE_COLOURS.items()):
+        width = thinnest * (1 + number)
+        borders = region_borders(multiples >= threshold)
+        segments = [segment_in_pixels(segment, image.size, width, is_padded) for segment in borders]
+        for segment in segments:
+            pen.line(segment, fill=HALO_COLOUR, width=width + 2)
+        for segment in segments:
+            pen.line(segment, fill=colour, width=width)
+    return outlined
 
 
-def borders(inside: np.ndarray) -> Iterator[Segment]:
-    """The sides between cells inside and outside, as ((x, y), (x, y)) in shares of the grid."""
+def region_borders(inside: np.ndarray) -> Iterator[Segment]:
+    """Yield the edges between cells inside and outside a region, as fractions of the grid's width and height.
+
+    Args:
+        inside: boolean array [rows, columns] that is true for cells of the region.
+    """
     rows, columns = inside.shape
     framed = np.pad(inside, 1)
-    for row, column in np.argwhere(framed[1:, 1:] != framed[:-1, 1:]):  # between a row and the one above it
+    for row, column in np.argwhere(framed[1:, 1:] != framed[:-1, 1:]):  # edges between a cell and the cell above
         if column < columns:
             yield (column / columns, row / rows), ((column + 1) / columns, row / rows)
-    for row, column in np.argwhere(framed[1:, 1:] != framed[1:, :-1]):
+    for row, column in np.argwhere(framed[1:, 1:] != framed[1:, :-1]):  # edges between a cell and the cell to its left
         if row < rows:
             yield (column / columns, row / rows), (column / columns, (row + 1) / rows)
 
 
-def fitted(segment: Segment, size: tuple[int, int], width: int, is_padded: bool = True) -> Segment:
-    """A segment in pixels of the image, moved inwards where it would be cut by its edge."""
-    across, down = (max(size), max(size)) if is_padded else size
-    left, top, inset = (across - size[0]) // 2, (down - size[1]) // 2, (width + 1) / 2
+def segment_in_pixels(segment: Segment, size: tuple[int, int], width: int, is_padded: bool = True) -> Segment:
+    """Convert a segment to pixels of the image. Move it inwards if the image's border would cut off the drawn line.
 
-    def place(point: tuple[float, float]) -> tuple[float, float]:
-        x, y = point[0] * across - left, point[1] * down - top
-        return min(max(x, inset), size[0] - 1 - inset), min(max(y, inset), size[1] - 1 - inset)
+    Args:
+        segment: two points, as fractions of the grid's width and height.
+        size: width and height of the image, in pixels.
+        width: width of the line, in pixels.
+        is_padded: whether the grid covers the image after padding to a square. If false, it covers the image itself.
+    """
+    image_width, image_height = size
+    grid_width, grid_height = (max(size), max(size)) if is_padded else size
+    left_padding = (grid_width - image_width) // 2
+    top_padding = (grid_height - image_height) // 2
+    inset = (width + 1) / 2
 
-    return place(segment[0]), place(segment[1])
+    def in_pixels(point: tuple[float, float]) -> tuple[float, float]:
+        x = point[0] * grid_width - left_padding
+        y = point[1] * grid_height - top_padding
+        return min(max(x, inset), image_width - 1 - inset), min(max(y, inset), image_height - 1 - inset)
+
+    return in_pixels(segment[0]), in_pixels(segment[1])

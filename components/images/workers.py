@@ -1,4 +1,4 @@
-"""Worker processes for images, one for each CPU that this process may use."""
+"""Start worker processes for images, one per CPU that this process may use."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -8,14 +8,18 @@ from m3diff.records.machine import usable_cpus
 
 
 def worker_pool() -> ProcessPoolExecutor:
-    """A pool of workers that do not share this process's threads."""
+    """Return a pool of processes that do not inherit this process's threads."""
     return ProcessPoolExecutor(usable_cpus(), multiprocessing.get_context(_start_method()))
 
 
 def _start_method() -> str:
-    """How workers start: fork would copy polars' threads half-way, and spawn imports everything in each worker."""
+    """Return the start method for workers: forkserver if possible, otherwise spawn.
+
+    fork is not used, because it copies the locks of polars without the threads that release them, so workers would
+    hang. spawn is slower than forkserver, because every worker imports everything again.
+    """
     try:
         forkserver.ensure_running()
-    except OSError:  # TMPDIR is on a file system without sockets, or one that refuses the socket's chmod
+    except OSError:  # the file system of TMPDIR does not support sockets, or does not allow chmod on them
         return "spawn"
     return "forkserver"

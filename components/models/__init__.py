@@ -1,13 +1,14 @@
-"""Model families: the only list. A new family is a file beside `m3diff.py`, with its FAMILY, and a line here."""
+"""List the model families by name. To add a family, define FAMILY in a new file next to `m3diff.py` and add a line
+here."""
 
 from typing import TYPE_CHECKING
 
-from m3diff.records import Lazy
+from m3diff.records import LazyMapping
 
 if TYPE_CHECKING:
     from m3diff.models.family import Family
 
-FAMILIES: Lazy["Family"] = Lazy(
+FAMILIES: LazyMapping["Family"] = LazyMapping(
     "FAMILY",
     {
         "m3diff": "m3diff.models.m3diff",

@@ -1,16 +1,19 @@
-"""BLIP2IDC (arXiv 2412.15939) as a model family: its settings and rules. Light to import: torch and transformers
-come with the first call.
+"""The BLIP2IDC model family (arXiv 2412.15939): settings, checks and augmentation.
 
-BLIP-2 as it is: the two images, stacked into one picture, meet in the vision encoder's first layer, and low-rank
-adapters of queries, keys and values in all three parts are all that trains.
+The BLIP-2 architecture is unchanged. The two images are stacked into one picture, so the vision encoder compares them
+from its first layer on. Only low-rank adapters are trained. They are added to the layers that compute queries, keys and
+values in the vision encoder, the Q-Former and the LLM.
+
+This module does not import torch or transformers until a model is needed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from m3diff.models.family import Family
 from m3diff.models.settings import Fields, Settings
+from m3diff.records.errors import Fault
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,8 +26,8 @@ PARTS = {
 }
 
 CROSSING = r"crossattention\.attention"
-# As the authors' code names them: queries, keys and values of all parts, but for the queries of the Q-Former's
-# self-attention. In the vision encoder the three are one linear.
+# The same targets as in the authors' code: the queries, keys and values of all parts, except the queries of the
+# Q-Former's self-attention. The vision encoder computes all three with one linear layer.
 LORA_TARGETS = {
     "vision": r"vision_model\.encoder\.layers\.\d+\.self_attn\.qkv",
     "module": rf"qformer\.encoder\.layer\.\d+\.((attention\.attention|{CROSSING})\.(key|value)|{CROSSING}\.query)",
@@ -34,15 +37,17 @@ LORA_TARGETS = {
 
 @dataclass(frozen=True)
 class Augment(Fields):
-    """Changes to a pair while it trains: never of its meaning, so no crop, flip or change of colour (the paper,
-    section 5.1). The paper names blur and JPEG compression and gives no strength.
+    """Settings of the random augmentation of image pairs during training.
 
-    blur: share of the visits that are blurred. The authors' code blurs each one, at test too; here one in two, since
-        what is captioned later is not blurred.
-    sigma: least and most standard deviation of the Gaussian of 3 x 3 pixels, the code's.
-    jpeg: share of the visits that are compressed; the code has none.
-    quality: least and most quality of the JPEG file. Cameras and the web use 75 to 95; under 50 the blocks of 8 pixels
-        would hide small changes.
+    The augmentation must not change the meaning of a pair, so it does not crop, flip or recolour images (section 5.1
+    of the paper). The paper mentions blur and JPEG compression, but not their strength.
+
+    blur: probability of blurring a pair. The authors' code blurs every pair, even in tests. Here, half of the pairs are
+        blurred by default, because images are not blurred when they are captioned.
+    sigma: smallest and largest standard deviation of the 3 x 3 Gaussian filter, in pixels, as in the authors' code.
+    jpeg: probability of compressing a pair. The authors' code does not compress images.
+    quality: lowest and highest JPEG quality. Cameras and the web use 75 to 95. Below 50, the artefacts of the 8 x 8
+        pixel blocks would hide small changes.
     """
 
     blur: float = 0.5
@@ -50,26 +55,31 @@ class Augment(Fields):
     jpeg: float = 0.5
     quality: tuple[int, int] = (60, 95)
 
-    def rules(self) -> dict[str, bool]:
-        (thin, wide), (least, most) = self.sigma, self.quality
-        return {
-            f"blur must be from 0 to 1, found {self.blur}": 0 <= self.blur <= 1,
-            f"jpeg must be from 0 to 1, found {self.jpeg}": 0 <= self.jpeg <= 1,
-            f"sigma must be above 0, the least first, found {list(self.sigma)}": 0 < thin <= wide,
-            f"quality must be from 1 to 100, the least first, found {list(self.quality)}": 1 <= least <= most <= 100,
-        }
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault for each invalid probability and each invalid range of blur or JPEG quality."""
+        for field_name in ("blur", "jpeg"):
+            probability = getattr(self, field_name)
+            if not 0 <= probability <= 1:
+                yield Fault("models.not_a_probability", field=field_name, value=probability)
+        smallest_sigma, largest_sigma = self.sigma
+        if not 0 < smallest_sigma <= largest_sigma:
+            yield Fault("models.wrong_range_of_sigma", field="sigma", value=list(self.sigma))
+        lowest_quality, highest_quality = self.quality
+        if not 1 <= lowest_quality <= highest_quality <= 100:
+            yield Fault("models.wrong_range_of_quality", field="quality", value=list(self.quality))
 
 
 @dataclass(frozen=True)
 class Blip2IDCSettings(Settings):
     """Settings of BLIP2IDC.
 
-    lora: adapters of queries, keys and values. The paper: rank 8, alpha twice the rank.
-    rates: learning rates by part; `module` is BLIP-2's Q-Former. The paper: one rate for the adapters of vision
-        encoder, Q-Former and LLM, and a frozen projector.
-    module: null; BLIP-2 has no new one.
-    augment: how pairs are changed while they train; null: not at all.
-    align: null; there is one phase.
+    lora: adapters of the layers that compute queries, keys and values. The paper uses rank 8 and an alpha of twice the
+        rank.
+    rates: learning rate of each part; `module` is BLIP-2's Q-Former. The paper uses the same rate for the adapters of
+        the vision encoder, the Q-Former and the LLM, and freezes the projector.
+    module: always null, because BLIP2IDC does not add a module.
+    augment: random augmentation of image pairs during training; null disables it.
+    align: always null, because BLIP2IDC is trained in a single phase.
     """
 
     family: Literal["blip2idc"]
@@ -78,39 +88,42 @@ class Blip2IDCSettings(Settings):
     align: None = None
 
     def has_module(self) -> bool:
-        return True  # the base's own
+        """Return True, because the base's Q-Former counts as the part `module`."""
+        return True
 
 
 def classes() -> tuple[Any, Any]:
+    """Return the model class and the processor class."""
     from m3diff.models.blip2idc_model import Blip2IDCForConditionalGeneration, Blip2IDCProcessor
 
     return Blip2IDCForConditionalGeneration, Blip2IDCProcessor
 
 
-def faults(settings: Blip2IDCSettings, base: Mapping[str, Any] | None) -> list[str]:
-    """Why the base cannot be used; nothing where it is not known."""
+def faults(settings: Blip2IDCSettings, base: Mapping[str, Any] | None) -> list[Fault]:
+    """Return the reasons why the base cannot be used, or an empty list if the base is not known yet."""
     if base is None:
         return []
-    kind, text = base.get("model_type", "blip-2"), base.get("text_config", {}).get("model_type", "opt")
-    if kind != "blip-2":
-        return [f"family blip2idc needs a BLIP-2 in train.base, which is a {kind}; name one there"]
-    found = []
-    if text == "t5":
-        found.append("its base's LLM is a t5, an encoder with a decoder; take one with a decoder alone, as OPT")
+    model_type = base.get("model_type", "blip-2")
+    if model_type != "blip-2":
+        return [Fault("models.other_base", family=settings.family, value=model_type, names=["BLIP-2"])]
+    base_faults = []
+    llm_type = base.get("text_config", {}).get("model_type", "opt")
+    if llm_type == "t5":
+        base_faults.append(Fault("models.llm_with_encoder", field="text_config.model_type", value=llm_type))
     if base.get("image_token_index") is None:
-        found.append(
-            "its base has no image_token_index: a release from before BLIP-2's processor knew <image>; take a later one"
-        )
-    return found
+        base_faults.append(Fault("models.base_without_image_token", field="image_token_index"))
+    return base_faults
 
 
 def augment(settings: Blip2IDCSettings, pair: "np.ndarray", rng: "np.random.Generator") -> "np.ndarray":
+    """Return the augmented pair; see `Family.augment`."""
     from m3diff.models.blip2idc_model import augmented
 
     return pair if settings.augment is None else augmented(settings.augment, pair, rng)
 
 
-FAMILY = Family(  # its prompt is the token that BLIP-2 begins texts with, and no question
+# The prompt consists only of BLIP-2's start token, because the model does not read a question
+FAMILY = Family(
     settings=Blip2IDCSettings,
     parts=PARTS,
     lora_targets=LORA_TARGETS,
@@ -118,4 +131,5 @@ FAMILY = Family(  # its prompt is the token that BLIP-2 begins texts with, and n
     faults=faults,
     augment=augment,
     prompt_tokens=1.0,
+    model_types=("blip-2",),
 )

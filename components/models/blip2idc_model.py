@@ -1,18 +1,19 @@
-"""BLIP2IDC on transformers' BLIP-2, whose modules, weights and numbers it has: configuration, augmentation of pairs,
-processor and model.
+"""BLIP2IDC, built on transformers' BLIP-2 with the same modules, weights and outputs.
 
-One picture holds both images of a pair, before on top. The authors resize the image before to the size of the one
-after (bicubic), stack them, and stretch the stack to the square of BLIP-2. Here each image is stretched to half of the
-square by itself and then stacked, so that an image is prepared once, whatever it is paired with. Where both have one
-size this is the same picture but for the rows of the square that the bicubic filter mixes over the seam: two on each
-side where the images are made smaller, side / height where they are made larger. Where their sizes differ, the authors
-resize the one before twice, which blurs it a little.
+This file contains the configuration, the augmentation of image pairs, the processor and the model.
 
-The prompt is the places of the queries and the token that BLIP-2 begins texts with: the authors' code throws its
-question away, and so does this, whatever is asked. A text ends with the end token of the LLM's configuration: with OPT
-the line break (50118) that BLIP-2 was pre-trained to end with and its generation stops at, not OPT's </s>.
+Both images of a pair are stacked into one picture, with the image before on top. The authors resize the first image to
+the size of the second image (bicubic), stack the two images, and stretch the result to BLIP-2's square. Here, each
+image is first stretched to half of the square and then stacked, so that an image has to be prepared only once for all
+its pairs. If both images have the same size, the picture differs from the authors' only in the rows that the bicubic
+filter mixes across the seam: two on each side when the images are downscaled, side / height when they are upscaled. If
+the sizes differ, the authors resize the first image twice, which blurs it slightly.
 
-Shapes: B pairs, N patches of a picture and its class token, Q queries, T tokens, D the LLM's width.
+The prompt consists of one placeholder per query and BLIP-2's start token. Like the authors' code, this code ignores the
+question. Each text ends with the end token in the LLM's configuration. For OPT, this is the line break (50118) rather
+than </s>, because BLIP-2 was pre-trained to end texts with a line break and stops generating there.
+
+Shapes: B pairs, N tokens of a picture (its patches and the class token), Q queries, T tokens, D width of the LLM.
 """
 
 from __future__ import annotations
@@ -27,21 +28,25 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Blip2Config, Blip2ForConditionalGeneration, Blip2Processor
 
-from m3diff.models.layers import recorded, trims, with_visual_tokens
+from m3diff.models.layers import can_trim_last_layer, recorded, with_visual_tokens
 from m3diff.models.processing import NormalisedImages, PairProcessor
+from m3diff.records.errors import DataError, ValueFault
 
 if TYPE_CHECKING:
     from PIL import Image
 
-BLIP2, PUBLISHED = "Blip2ForConditionalGeneration", "Salesforce/blip2-opt-2.7b"
+BLIP2 = "Blip2ForConditionalGeneration"
+EXAMPLES = 5  # maximum number of weights that an error message lists
+PUBLISHED = "Salesforce/blip2-opt-2.7b"
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
 
 
 class Blip2IDCConfig(Blip2Config):
     """Configuration of BLIP2IDC.
 
-    Every dropout is 0, whatever the base says (0.1 in the Q-Former and OPT): packing captions behind one prefix is
-    exact only so. Written, it is BLIP-2's: transformers alone reads what was trained as a BLIP-2.
+    All dropout rates are set to 0, even if the base uses dropout (0.1 in the Q-Former and OPT). Shared-prefix packing,
+    which trains all captions of a pair in one sequence, is exact only without dropout. The configuration is saved as a
+    BLIP-2 configuration, so that transformers can load a trained model as BLIP-2 without this project.
     """
 
     if TYPE_CHECKING:
@@ -59,17 +64,18 @@ class Blip2IDCConfig(Blip2Config):
                     setattr(part, name, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields of config.json."""
         return super().to_dict() | {"architectures": [BLIP2]}
 
     @classmethod
-    def on_base(cls, folder: str, module: None) -> Blip2IDCConfig:
-        """The configuration of the BLIP-2 in `folder`."""
-        return cls.from_pretrained(folder)
+    def from_folder(cls, folder: str, module: None) -> Blip2IDCConfig:
+        """Read the configuration from the folder of a BLIP-2 model."""
+        return cls.from_pretrained(folder, trust_remote_code=False)
 
     @classmethod
     def published(cls, name: str, module: None) -> Blip2IDCConfig:
-        """The shapes of PUBLISHED, for plans: transformers' defaults but for OPT-2.7B."""
-        text = {
+        """Return the published base's configuration for planning: transformers' defaults with OPT-2.7B's shapes."""
+        text_config = {
             "model_type": "opt",
             "vocab_size": 50_304,
             "hidden_size": 2560,
@@ -78,25 +84,31 @@ class Blip2IDCConfig(Blip2Config):
             "num_attention_heads": 32,
             "word_embed_proj_dim": 2560,
         }
-        config = cls(text_config=text, image_token_index=50_265)  # type: ignore[call-arg]
+        config = cls(text_config=text_config, image_token_index=50_265)  # type: ignore[call-arg]
         config.name_or_path = PUBLISHED
         return config
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of a pair that the LLM sees."""
+        """Number of visual tokens per pair."""
         return self.num_query_tokens
 
 
 def augmented(augment: Any, pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A pair of prepared images, uint8 [2, rows, columns, 3], as it trains: blurred and compressed as a JPEG.
+    """Randomly blur and JPEG-compress a pair of prepared images.
 
-    Both work on the stacked picture, as the authors' blur does, so that both images of a pair are changed alike and no
-    difference is made between them. Which pairs, and how much, follows from the random numbers.
+    Both operations are applied to the stacked picture, like the authors' blur. They affect both images in the same way,
+    so they do not add a difference between them.
+
+    Args:
+        augment: the `Augment` settings.
+        pair: prepared images, uint8 [2, rows, columns, 3].
+        rng: generator that decides whether and how strongly the pair is blurred and compressed.
     """
     is_blurred, is_compressed = rng.random(2) < (augment.blur, augment.jpeg)
-    worst, best = augment.quality
-    sigma, quality = rng.uniform(*augment.sigma), int(rng.integers(worst, best, endpoint=True))
+    lowest_quality, highest_quality = augment.quality
+    sigma = rng.uniform(*augment.sigma)
+    quality = int(rng.integers(lowest_quality, highest_quality, endpoint=True))
     picture = pair.reshape(-1, *pair.shape[2:])
     if is_blurred:
         picture = blurred(picture, sigma)
@@ -106,16 +118,18 @@ def augmented(augment: Any, pair: np.ndarray, rng: np.random.Generator) -> np.nd
 
 
 def blurred(picture: np.ndarray, sigma: float) -> np.ndarray:
-    """uint8 [rows, columns, 3] through a Gaussian of 3 x 3 pixels, mirrored at the edges."""
-    beside = np.exp(-0.5 / sigma**2)
-    middle, beside = 1 / (1 + 2 * beside), beside / (1 + 2 * beside)
-    framed = np.pad(picture.astype(np.float64), [(1, 1), (1, 1), (0, 0)], mode="reflect")
-    rows = middle * framed[1:-1] + beside * (framed[:-2] + framed[2:])
-    return np.rint(middle * rows[:, 1:-1] + beside * (rows[:, :-2] + rows[:, 2:])).astype(np.uint8)
+    """Blur a picture, uint8 [rows, columns, 3], with a 3 x 3 Gaussian filter that mirrors the picture at the edges."""
+    ratio = np.exp(-0.5 / sigma**2)  # weight of a neighbour, divided by the weight of the pixel itself
+    pixel_weight = 1 / (1 + 2 * ratio)
+    neighbour_weight = ratio / (1 + 2 * ratio)
+    padded = np.pad(picture.astype(np.float64), [(1, 1), (1, 1), (0, 0)], mode="reflect")
+    rows = pixel_weight * padded[1:-1] + neighbour_weight * (padded[:-2] + padded[2:])
+    pixels = pixel_weight * rows[:, 1:-1] + neighbour_weight * (rows[:, :-2] + rows[:, 2:])
+    return np.rint(pixels).astype(np.uint8)
 
 
 def compressed(picture: np.ndarray, quality: int) -> np.ndarray:
-    """uint8 [rows, columns, 3] as a JPEG file of this quality gives it back."""
+    """Compress a picture, uint8 [rows, columns, 3], as a JPEG of the given quality and decode it again."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -124,22 +138,24 @@ def compressed(picture: np.ndarray, quality: int) -> np.ndarray:
 
 
 class Blip2IDCImageProcessor(NormalisedImages):
-    """Stretch, stack, normalise; read and written as BLIP-2's own.
+    """Stretches, stacks and normalises images. It is saved as BLIP-2's image processor.
 
     Args:
-        size: {"height": px, "width": px}, equal and even.
-        image_mean, image_std: per RGB channel, in [0, 1].
+        size: {"height": px, "width": px}. Both values must be equal and even.
+        image_mean: mean of each RGB channel, in [0, 1].
+        image_std: standard deviation of each RGB channel, in [0, 1].
     """
 
     def __init__(self, size: dict[str, int], image_mean: list[float], image_std: list[float], **kwargs: Any) -> None:
         super().__init__()
         self.side = size["height"]
         if size["width"] != self.side or self.side % 2:
-            raise ValueError(f"preprocessor_config.json: size must be a square of an even side, found {size}")
-        self.image_mean, self.image_std = image_mean, image_std
+            raise ValueFault("models.size_not_an_even_square", field="size", value=dict(size))
+        self.image_mean = image_mean
+        self.image_std = image_std
 
     def to_dict(self) -> dict[str, Any]:
-        """The file of BLIP-2's own processor, which would resize a stacked picture to the same square."""
+        """Return the fields of BLIP-2's image processor, which resizes a stacked picture to the same square."""
         return {
             "image_processor_type": "BlipImageProcessor",
             "do_convert_rgb": True,
@@ -154,84 +170,103 @@ class Blip2IDCImageProcessor(NormalisedImages):
         }
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """The image as half of the square: [side / 2, side, 3] uint8."""
+        """Stretch the image to half of the square and return it as uint8 [side / 2, side, 3]."""
         from PIL import Image
 
         return np.asarray(image.convert("RGB").resize((self.side, self.side // 2), Image.Resampling.BICUBIC))
 
 
 class Blip2IDCProcessor(PairProcessor):
-    """Pairs of images to model inputs, texts to tokens and back."""
+    """Converts image pairs into model inputs, texts into tokens, and tokens into texts."""
 
     def __init__(self, image_processor: Blip2IDCImageProcessor, tokenizer: Any, config: Blip2IDCConfig) -> None:
-        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
         self.queries = config.num_query_tokens
-        self.start_id = first_of(config.text_config.bos_token_id, tokenizer.bos_token_id)
-        self.end_id = first_of(config.text_config.eos_token_id, tokenizer.eos_token_id)
-        place: Any = config.image_token_index
-        self.prompt: tuple[int, ...] = (place,) * self.queries + (self.start_id,)
+        self.start_id = token_id(config.text_config.bos_token_id, tokenizer.bos_token_id)
+        self.end_id = token_id(config.text_config.eos_token_id, tokenizer.eos_token_id)
+        image_token: Any = config.image_token_index
+        self.prompt: tuple[int, ...] = (image_token,) * self.queries + (self.start_id,)
 
     @classmethod
     def of_folder(cls, folder: str, config: Blip2IDCConfig) -> Blip2IDCProcessor:
-        """Load from the folder of a BLIP-2, trained or not."""
-        return cls(Blip2IDCImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), config)
+        """Load the processor from the folder of a trained model or a BLIP-2 base."""
+        images = Blip2IDCImageProcessor.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return cls(images, tokenizer, config)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Written as BLIP-2's processor, which transformers loads by itself."""
+        """Save the processor as BLIP-2's processor, which transformers can load without this project."""
         Blip2Processor(self.image_processor, self.tokenizer, num_query_tokens=self.queries).save_pretrained(folder)
 
     def encode_prompt(self, question: str) -> tuple[int, ...]:
-        """The same for every question: the places of the queries and the start token."""
+        """Return the token ids of the prompt, which is the same for every question."""
         return self.prompt
 
     def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """`pixel_values` of B pairs of prepared images, uint8 [2 B, side / 2, side, 3], on the device where they are:
-        [B, 3, side, side], before on top."""
-        return {"pixel_values": self.image_processor.to_pixels(prepared.unflatten(0, (-1, 2)).flatten(1, 2))}
+        """Return the model input `pixel_values`, [B, 3, side, side], with the image before on top.
+
+        Args:
+            prepared: images from `prepare_image`, uint8 [2 B, side / 2, side, 3]. The result is on the same device.
+        """
+        pictures = prepared.unflatten(0, (-1, 2)).flatten(1, 2)
+        return {"pixel_values": self.image_processor.to_pixels(pictures)}
 
 
-def first_of(configured: int | list[int] | None, tokenizers: int) -> int:
-    """The token of the LLM's configuration, the first of several; else the tokenizer's."""
-    found = configured[0] if isinstance(configured, list) else configured
-    return tokenizers if found is None else found
+def token_id(configured: int | list[int] | None, default: int) -> int:
+    """Return the configured token id, or the first if there are several, or the default if there is none."""
+    token = configured[0] if isinstance(configured, list) else configured
+    return default if token is None else token
 
 
 class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
-    """BLIP-2: a picture of two images in, what changed out. The LLM is a decoder: OPT, Qwen2, Llama."""
+    """BLIP-2 that describes the change between two stacked images. Its LLM is a decoder: OPT, Qwen2 or Llama."""
 
     config_class = Blip2IDCConfig
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # a directory alone
+    def from_pretrained(  # type: ignore[override]  # accepts only a folder
         cls, folder: str | Path, *, config: Blip2IDCConfig | None = None, module: None = None, **kwargs: Any
     ) -> Any:
-        """Load a BLIP-2 directory, safetensors only. Raises ValueError where weights are missing or of another
-        shape."""
-        config = config or Blip2IDCConfig.on_base(str(folder), None)
+        """Load a BLIP-2 model from the safetensors files in a folder.
+
+        Raises:
+            DataError: weights are missing or have the wrong shape.
+        """
+        config = config or Blip2IDCConfig.from_folder(str(folder), None)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
-        loaded: Any = super().from_pretrained(str(folder), config=config, **kwargs)
+        kwargs.pop("trust_remote_code", None)  # this class never loads other code
+        loaded: Any = super().from_pretrained(str(folder), config=config, trust_remote_code=False, **kwargs)
         model, info = loaded
-        if lost := sorted(str(key) for key in [*info["missing_keys"], *info["mismatched_keys"]]):
-            raise ValueError(f"{folder}: weights missing or of another shape than its config.json says: {lost[:5]}")
+        missing = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
+        if missing:
+            raise DataError(
+                "models.weights_missing",
+                path=Path(folder),
+                value=len(missing),
+                expected="BLIP-2",
+                names=missing[:EXAMPLES],
+            )
         return model
 
     @staticmethod
     def blank_images(config: Blip2IDCConfig, device: Any) -> dict[str, Tensor]:
-        """Image inputs of one pair, as the processor makes them, without content; for counting on "meta"."""
+        """Return zeros in the shape of one pair's image inputs, used to count FLOPs on the "meta" device."""
         side = config.vision_config.image_size
         return {"pixel_values": torch.zeros(1, 3, side, side, device=device)}
 
     def visual_tokens(self, pixel_values: Tensor) -> Tensor:
-        """Visual tokens of each picture, [B, Q, D].
+        """Return the visual tokens of each picture, [B, Q, D].
 
-        As BLIP-2's own, but that the queries see every patch without a mask of ones: reading it would wait for a GPU.
+        The result is the same as BLIP-2's. BLIP-2's mask of ones over the patches is omitted, because reading it would
+        synchronise with the GPU.
         """
         patches = self.vision_model(pixel_values=pixel_values).last_hidden_state
         queries = self.query_tokens.expand(len(patches), -1, -1)
-        read = self.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
-        return self.language_projection(read.to(patches.dtype))
+        outputs = self.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
+        return self.language_projection(outputs.to(patches.dtype))
 
-    def forward(  # type: ignore[override]  # what this project asks of it
+    def forward(  # type: ignore[override]  # the arguments differ from BLIP-2's
         self,
         *,
         pixel_values: Tensor,
@@ -241,59 +276,71 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         tokens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """BLIP-2's logits, [B, T, vocabulary]; without `input_ids` the visual tokens alone.
+        """Return BLIP-2's output with logits, [B, T, vocabulary], or only the visual tokens if `input_ids` is None.
 
         Args:
-            pixel_values: [B, 3, side, side].
-            input_ids: [B, T], or [1, T] of B sequences end to end; each with Q places of its picture.
-            logits_to_keep: or a mask of the logits to keep, [1, T] bool: they are [tokens kept, vocabulary] then.
-            tokens: the ids of `input_ids` on the CPU: with them nothing waits for a GPU.
+            pixel_values: stacked and normalised pictures, [B, 3, side, side].
+            input_ids: token ids, [B, T], or [1, T] with B sequences laid end to end. Each sequence has Q image tokens.
+            logits_to_keep: number of last positions whose logits are computed, or a mask of positions, [1, T] bool.
+                With a mask, the logits are [kept positions, vocabulary].
+            tokens: copy of `input_ids` on the CPU, which avoids synchronising with the GPU.
         """
         visual = self.visual_tokens(pixel_values)
         if input_ids is None:
             return visual
         embeds = self.embeds(input_ids, visual, tokens)
-        asked = {"inputs_embeds": embeds, "attention_mask": attention_mask}
+        inputs = {"inputs_embeds": embeds, "attention_mask": attention_mask}
         if isinstance(logits_to_keep, int):
-            return self.language_model(**asked, logits_to_keep=logits_to_keep, **kwargs)
-        places = logits_to_keep.flatten().nonzero().flatten().to(pixel_values.device, non_blocking=True)
+            return self.language_model(**inputs, logits_to_keep=logits_to_keep, **kwargs)
+        kept_positions = logits_to_keep.flatten().nonzero().flatten().to(pixel_values.device, non_blocking=True)
         llm = self.language_model.model
-        trimmed = self.training and trims(getattr(llm, "decoder", llm))  # OPT's layers lie a level deeper
-        output = self.language_model(**asked, **{"kept" if trimmed else "logits_to_keep": places}, **kwargs)
+        llm = getattr(llm, "decoder", llm)  # OPT's layers are one level deeper
+        if self.training and can_trim_last_layer(llm):
+            output = self.language_model(**inputs, kept_positions=kept_positions, **kwargs)
+        else:
+            output = self.language_model(**inputs, logits_to_keep=kept_positions, **kwargs)
         output.logits = output.logits.flatten(0, 1)
         return output
 
     def embeds(self, input_ids: Tensor, visual: Any, tokens: Tensor | None = None) -> Tensor:
-        """The LLM's inputs [., T, D]: embeddings of the tokens, with the visual tokens [B, Q, D] at their places."""
+        """Return the LLM's inputs, [B, T, D]: the token embeddings, with visual tokens in place of image tokens.
+
+        Args:
+            input_ids: [B, T].
+            visual: visual tokens of the pictures, [B, Q, D].
+            tokens: copy of `input_ids` on the CPU, which avoids synchronising with the GPU.
+        """
         embeddings = self.get_input_embeddings()(input_ids)
         if tokens is not None:
             return with_visual_tokens(embeddings, visual.flatten(0, 1), tokens, self.config.image_token_index)
-        places: Tensor = input_ids == self.config.image_token_index  # type: ignore[assignment]
-        return embeddings.masked_scatter(places[..., None], visual.to(embeddings.dtype))
+        is_image_token: Tensor = input_ids == self.config.image_token_index  # type: ignore[assignment]
+        return embeddings.masked_scatter(is_image_token[..., None], visual.to(embeddings.dtype))
 
     @torch.no_grad()
-    def generate(  # type: ignore[override]  # as above
+    def generate(  # type: ignore[override]  # the arguments differ from BLIP-2's
         self, *, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor, **decoding: Any
     ) -> Tensor:
-        """Tokens of the prompts and of what the LLM answers, [B, tokens], as BLIP-2's own `generate` gives them. The
-        pictures are encoded within `forward`, where ZeRO 3 has the queries together."""
+        """Generate answers and return the tokens of prompts and answers, [B, tokens], as BLIP-2's `generate` does.
+
+        The pictures are encoded by calling `forward`, because ZeRO 3 gathers the query tokens only there.
+        """
         embeds = self.embeds(input_ids, self(pixel_values=pixel_values))
-        asked = {"input_ids": input_ids, "inputs_embeds": embeds, "attention_mask": attention_mask}
-        return self.language_model.generate(**asked, **decoding)
+        inputs = {"input_ids": input_ids, "inputs_embeds": embeds, "attention_mask": attention_mask}
+        return self.language_model.generate(**inputs, **decoding)
 
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
-        """Within it, each cross-attention of the Q-Former adds what its queries give to each patch, [B, N]."""
+        """Record the queries' attention to each patch, as one map [B, N] per cross-attention layer of the Q-Former."""
         layers: Any = self.qformer.encoder.layer
-        across = [layer.crossattention.attention for layer in layers if layer.has_cross_attention]
-        return recorded(across, patch_attention)
+        cross_attentions = [layer.crossattention.attention for layer in layers if layer.has_cross_attention]
+        return recorded(cross_attentions, patch_attention)
 
     def mean_map(self, maps: list[Tensor], pairs: int) -> Tensor:
-        """The attention of the queries on each pair: [B, rows, columns] over the patches of one image, sums to 1.
+        """Return the queries' mean attention over the patches of one image, [B, rows, columns], with sum 1.
 
-        The share of its attention that the Q-Former gives to each patch, the mean over queries, heads and layers with
-        cross-attention, the class token left out; a place's two patches, of before and after, added up. The picture is
-        two images high, so an image has half the rows of the patch grid. It says where the model reads, changed or not:
-        BLIP-2 has no place where the images are compared.
+        The mean is over the queries, heads and cross-attention layers, and excludes the class token. The attention to
+        the patches before and after at the same position is added up. The picture is two images high, so an image has
+        half of the grid's rows. The map shows where the model reads, whether or not something changed there, because
+        no part of BLIP-2 compares the images explicitly.
         """
         vision: Any = self.config.vision_config
         side = vision.image_size // vision.patch_size
@@ -301,10 +348,15 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         return patches.sum(dim=1) / patches.sum(dim=(1, 2, 3))[:, None, None]
 
 
-def patch_attention(attention: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **rest: Any) -> Tensor:
-    """Softmax of queries and keys, the mean over heads and queries: [B, Q, .] and [B, N, .] to [B, N] in fp32."""
-    queries, keys = (
-        projected.unflatten(-1, (attention.num_attention_heads, -1)).transpose(1, 2)
-        for projected in (attention.query(hidden_states), attention.key(encoder_hidden_states))
-    )
+def patch_attention(attention: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **options: Any) -> Tensor:
+    """Return the attention weights of a cross-attention layer, averaged over heads and queries, [B, N] in fp32.
+
+    Args:
+        attention: the cross-attention layer.
+        hidden_states: states of the queries, [B, Q, width].
+        encoder_hidden_states: states of the patches, [B, N, width].
+    """
+    heads = attention.num_attention_heads
+    queries = attention.query(hidden_states).unflatten(-1, (heads, -1)).transpose(1, 2)
+    keys = attention.key(encoder_hidden_states).unflatten(-1, (heads, -1)).transpose(1, 2)
     return ((queries @ keys.transpose(-1, -2)).float() * attention.scaling).softmax(dim=-1).mean(dim=(1, 2))

@@ -1,12 +1,13 @@
-"""A trained model on disk, of any family, loaded without `params.yaml`.
+"""Save and load trained models of any family. A checkpoint can be loaded without `params.yaml`.
 
-A checkpoint is one merged model; its folder `adapters/` holds what the base does not, to be laid over the base it
-names: LoRA in peft's layout, the fully tuned weights and those of a new module. Both are safetensors with a manifest:
-the family, the base with the hash of its content, and the hash of every file.
+A checkpoint contains a merged model. Its subfolder `adapters/` contains only what differs from the base: LoRA weights
+in peft's layout, fully tuned weights, and the weights of a new module. Both folders contain safetensors files and a
+manifest, which records the family, the path and content hash of the base, and the hash of every file.
 """
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -23,129 +24,235 @@ from safetensors.torch import load_file, save_file
 from m3diff.models import FAMILIES
 from m3diff.models.decoding import drop_from_folder
 from m3diff.models.family import Family
+from m3diff.models.foreign_code import (
+    ADAPTER_CONFIG,
+    INDEX,
+    TEXT_SUFFIXES,
+    CheckpointError,
+    read_json,
+    refuse_code_files,
+    refuse_foreign_code,
+)
 from m3diff.models.processing import PairProcessor
-from m3diff.models.tuning import is_adapted, is_adapter, merge, trainable_names, unwrapped
+from m3diff.models.tuning import (
+    is_adapted,
+    is_adapter,
+    merge,
+    read_adapter_config,
+    trainable_names,
+    unwrapped,
+    without_renaming_warning,
+)
 from m3diff.records.copies import copy_folder
-from m3diff.records.errors import DataError
+from m3diff.records.errors import CodedError
 
 MANIFEST = "manifest.json"
-ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"
-WEIGHTS = ".safetensors"
-# What is read of a model beside its weights; its card, code and pictures are not
-READ = (".json", ".jinja", ".txt", ".model")
+ADAPTERS = "adapters"
+LORA = "lora"
+TUNED = "tuned.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+WEIGHTS_SUFFIX = ".safetensors"
+
+# Files next to the weights that transformers reads even if the manifest does not list them
+CONFIGURATION_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+EXAMPLES = 3  # maximum number of weights that an error message lists
+# Remedy in a warning. The remedies of errors are in messages.toml.
 REMEDY = "restore it (`dvc checkout`, `git lfs pull`), or fetch it again from where it came"
 
-
-class CheckpointError(DataError):
-    """A checkpoint folder is incomplete, damaged, or not what it was taken for."""
+logger = logging.getLogger(__name__)
 
 
 def write_manifest(folder: Path, **facts: Any) -> None:
-    """Write `manifest.json`, the hash of every other file in the folder; written last, it marks the folder complete."""
+    """Write `manifest.json` with the hash of every other file in the folder.
+
+    Call this last, because the manifest marks the folder as complete.
+
+    Args:
+        folder: the folder to describe.
+        facts: additional fields of the manifest.
+    """
     files = {path.relative_to(folder).as_posix(): _sha256(path) for path in _files(folder)}
     files.pop(MANIFEST, None)
     temporary = folder / f".{MANIFEST}"
     temporary.write_text(json.dumps({**facts, "files": files}, indent=2) + "\n")
-    # safetensors makes its files 0600 whatever the umask says, so nobody else of a team could read the weights
+    # safetensors creates files with mode 0600 and ignores the umask, so other users could not read the weights
     mode = temporary.stat().st_mode
     for name in files:
-        if name.endswith(WEIGHTS) and (folder / name).stat().st_mode != mode:
-            with suppress(OSError):  # exFAT and SMB refuse chmod, and give every file the mode of the mount
+        if name.endswith(WEIGHTS_SUFFIX) and (folder / name).stat().st_mode != mode:
+            with suppress(OSError):  # exFAT and SMB do not support chmod; all their files have the mount's mode
                 (folder / name).chmod(stat.S_IMODE(mode))
     temporary.rename(folder / MANIFEST)
 
 
 def verify_manifest(folder: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint folder against its manifest and return it.
+    """Check every file of a folder against the manifest and return the manifest.
 
     Raises:
-        CheckpointError: no manifest (half written), or a file is missing or differs; names the file.
+        CheckpointError: the manifest is missing because the folder is incomplete, or a file is missing or has changed.
     """
     manifest = read_manifest(folder)
-    for name, want in manifest["files"].items():
-        _check_file(folder / name, want)
+    for name, digest in manifest["files"].items():
+        _check_file(folder / name, digest)
     return manifest
 
 
 def verify_loaded(folder: Path) -> dict[str, Any]:
-    """Check the files that a model is loaded from against its manifest and return it.
+    """Check the files that a model is loaded from against the manifest and return the manifest.
 
-    The weights must be the manifest's. Configuration and tokenizer may have been edited. The card, the code and the
-    adapters beside a whole model may be edited or absent.
+    The weights must match the manifest. Configuration and tokenizer files may have been edited or added after training.
+    They are used as they are, and a warning lists them. The model card, code files, and the adapters of a merged model
+    are not checked.
 
     Raises:
-        CheckpointError: weights are missing or differ, another file is missing or no JSON; names the file.
+        CheckpointError: a weight file is missing, has changed or is not in the manifest, or another file is missing or
+            is not valid JSON.
     """
     manifest = read_manifest(folder)
-    for name, want in manifest["files"].items():
-        if name.endswith((WEIGHTS, *READ)) and not name.startswith(f"{ADAPTERS}/"):
-            _check_file(folder / name, want if name.endswith(WEIGHTS) else None)
+    changed: list[str] = []
+    for name, digest in manifest["files"].items():
+        if not name.endswith((WEIGHTS_SUFFIX, *TEXT_SUFFIXES)) or name.startswith(f"{ADAPTERS}/"):
+            continue
+        path = folder / name
+        if name.endswith((WEIGHTS_SUFFIX, INDEX)):
+            _check_file(path, digest)
+        elif not _is_as_written(path, digest):
+            _check_file(path)
+            changed.append(name)
+    _refuse_added_weights(folder, manifest)
+    changed += [name for name in CONFIGURATION_FILES if name not in manifest["files"] and (folder / name).is_file()]
+    if changed:
+        logger.warning(
+            "%s: edited after training: %s; used as it is, so captions may not be those that were scored. To have the "
+            "trained model back: %s",
+            folder,
+            ", ".join(sorted(changed)),
+            REMEDY,
+        )
     return manifest
 
 
-def _check_file(path: Path, want: str | None = None) -> None:
-    """Check that a file is there and of the digest `want`; without one, that it can be read if it is JSON.
+def _is_as_written(path: Path, digest: str) -> bool:
+    """Return whether a file has this digest, ignoring line endings, which git may have converted (core.autocrlf)."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() == digest:
+        return True
+    return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest() == digest
+
+
+def _refuse_added_weights(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if there are weights that the manifest does not list, as transformers might load them."""
+    for weights_folder in (folder, folder / LORA):
+        for path in sorted(weights_folder.glob("[!.]*")):
+            name = path.relative_to(folder).as_posix()
+            if name.endswith((WEIGHTS_SUFFIX, INDEX)) and name not in manifest["files"]:
+                raise CheckpointError("models.unlisted_weights", path=path, manifest=MANIFEST)
+
+
+def _check_file(path: Path, digest: str | None = None) -> None:
+    """Check that a file exists and has this digest. Without a digest, check JSON files for valid syntax instead.
 
     Raises:
-        CheckpointError: names the file and the remedy.
+        CheckpointError: the file is missing, has a different digest, or is not valid JSON.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path}: missing, though the manifest names it; {REMEDY}")
-    if want is not None and (got := _sha256(path)) != want:
-        raise CheckpointError(f"{path}: sha256 {got[:12]} but the manifest says {want[:12]}; {REMEDY}")
-    if want is None and path.suffix == ".json":
-        try:
-            json.loads(path.read_bytes())
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not JSON ({error}); {REMEDY}") from error
+        raise CheckpointError("models.missing_file", path=path)
+    if digest is None:
+        _check_json(path)
+        return
+    actual_digest = _sha256(path)
+    if actual_digest != digest:
+        raise CheckpointError("models.other_digest", path=path, value=actual_digest[:12], expected=digest[:12])
 
 
-def see_whole_files(folder: Path) -> None:
-    """See that weights and JSON below the folder of a base, which has no manifest, can be read.
+def _check_json(path: Path) -> None:
+    """Raise CheckpointError if a JSON file cannot be parsed. Ignore other files."""
+    if path.suffix != ".json":
+        return
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("models.not_json", path=path, cause=str(error)) from error
+
+
+def check_base(folder: Path) -> None:
+    """Check that a base model does not refer to code and that its weights and JSON files can be read.
+
+    A base has no manifest to check against.
 
     Raises:
-        CheckpointError: one is cut off, or no JSON; names the file.
+        ForeignCodeError: see `refuse_foreign_code`.
+        CheckpointError: a weight file is truncated, a JSON file is invalid, or the weights are quantized.
     """
+    refuse_foreign_code(folder)
+    refuse_quantized(folder / "config.json")
     for path in _files(folder):
         if not is_hidden(path, folder):
             _check_file(path)
             _shapes(path)
 
 
+def refuse_quantized(config: Path) -> None:
+    """Raise CheckpointError if config.json says that the weights are quantized, which is not supported."""
+    fields = read_json(config) if config.is_file() else None
+    quantization = fields.get("quantization_config") if isinstance(fields, dict) else None
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CheckpointError(
+            "models.quantized", path=config, field="quantization_config", value=method or "method unnamed"
+        )
+
+
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Raises CheckpointError for any error of reading a model within it but one of memory."""
+    """Convert any error raised while loading a model into a CheckpointError, except out-of-memory errors."""
     try:
         yield
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
         raise
+    except CodedError as error:
+        raise CheckpointError("models.not_loaded", path=folder, cause=error.fault) from error
     except Exception as error:
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{folder}: cannot be loaded ({said}); {REMEDY}") from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CheckpointError("models.not_loaded", path=folder, cause=reason) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its files not looked at.
+    """Read the manifest of a folder without checking the files that it lists.
 
     Raises:
-        CheckpointError: it is missing or is none.
+        CheckpointError: the manifest is missing or invalid.
     """
     file = folder / MANIFEST
     if not file.is_file():
-        raise CheckpointError(
-            f"{folder}: no {MANIFEST}, so it is no checkpoint or was not written to its end; name a folder that "
-            "training, `m3diff export` or `m3diff export --hub` wrote; adapters in peft's own layout are loaded by peft"
-        )
+        raise CheckpointError("models.no_manifest", path=folder, manifest=MANIFEST)
     _check_file(file)
     manifest = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{file}: has no list of files; {REMEDY}")
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        raise CheckpointError("models.manifest_without_files", path=file)
     return manifest
 
 
 def folder_sha256(folder: Path, hidden: bool = True) -> str:
-    """Hex digest over the names and contents of all files below a folder, hidden ones if asked: names a base by its
-    content."""
+    """Return a SHA-256 hex digest of the names and contents of all files in a folder, which identifies a base.
+
+    Args:
+        folder: the folder, including its subfolders.
+        hidden: whether to include hidden files.
+    """
     digest = hashlib.sha256()
     for path in _files(folder):
         if hidden or not is_hidden(path, folder):
@@ -154,7 +261,7 @@ def folder_sha256(folder: Path, hidden: bool = True) -> str:
 
 
 def is_hidden(path: Path, folder: Path) -> bool:
-    """True for what other programs leave in a folder: .DS_Store, ._model.safetensors, .git, .cache."""
+    """Return whether any part of a file's path within a folder starts with a dot, as in .DS_Store or .git/config."""
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
@@ -162,6 +269,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+# `m3diff.records.files` has the same function, but it imports pydantic, which this package must not import
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -170,42 +278,62 @@ def _sha256(path: Path) -> str:
 def save_checkpoint(
     model: Any, processor: PairProcessor, folder: Path, *, family: str, base: Path, base_sha256: str
 ) -> None:
-    """Write the trained model with its adapters folded in and, in `adapters/`, what trained alone.
+    """Save the trained model with merged adapters and, in `adapters/`, only what differs from the base.
 
-    No adapters are written where the linears that would have them trained in full (rank 0). The model is merged by it.
+    `adapters/` is not written if the adapters' linear layers were trained in full (rank 0). The model is merged in
+    place.
 
     Raises:
-        CheckpointError: a weight is not in the files that were written, which have no manifest then.
+        CheckpointError: a weight is missing from the saved files. The folder then has no manifest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"family": family, "base_sha256": base_sha256}
-    known = FAMILIES[family]
-    if all(is_adapter(name) or known.part_of(name) not in known.lora_targets for name in trainable_names(model)):
+    model_family = FAMILIES[family]
+    if _fits_on_base(model, model_family):
         adapters = folder / ADAPTERS
         adapters.mkdir(exist_ok=True)
-        parts = _save_adapters(model, known, adapters, base)
+        tuned_parts = _save_adapters(model, model_family, adapters, base)
         processor.save_pretrained(adapters)
-        write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=parts, **facts)
+        write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=tuned_parts, **facts)
     merged = merge(model)
-    # a base may end at several tokens; a caption ends where its reference did in training
+    # a base may have several end tokens, but captions end with the token that ended the references in training
     merged.generation_config.eos_token_id = processor.end_id
     merged.generation_config.pad_token_id = processor.pad_id
     merged.save_pretrained(folder)
-    # as many numbers as the model has, whose weights may bear other names there
-    distinct = {id(tensor): tensor.numel() for tensor in merged.state_dict(keep_vars=True).values()}  # once where tied
-    want, found = sum(distinct.values()), sum(math.prod(shape) for shape in _shapes(folder).values())
-    if found != want:
-        raise CheckpointError(f"{folder}: holds {found:,} numbers, but the model has {want:,}: a weight is missing")
+    _require_all_weights(merged, folder)
     processor.save_pretrained(folder)
     write_manifest(folder, base=os.path.relpath(base, folder), **facts)
 
 
+def _fits_on_base(model: Any, family: Family) -> bool:
+    """Return whether adapters and the base are enough to restore the model.
+
+    This is the case if the parts that can have adapters trained only their adapters, so that their other weights are
+    still those of the base.
+    """
+    return all(is_adapter(name) or family.part_of(name) not in family.lora_targets for name in trainable_names(model))
+
+
+def _require_all_weights(model: Any, folder: Path) -> None:
+    """Raise CheckpointError if the saved files and the model have different numbers of weight elements.
+
+    Elements are counted instead of comparing names, because weights may have other names in the files.
+    """
+    # tied weights share one tensor, which is counted once
+    sizes = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
+    expected = sum(sizes.values())
+    written = sum(math.prod(shape) for shape in _shapes(folder).values())
+    if written != expected:
+        raise CheckpointError("models.weight_not_written", path=folder, value=written, expected=expected)
+
+
 def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list[str]:
-    """Write `lora/` as peft does, `tuned.safetensors` (what trains in full, and parts that are new) and the
-    configuration; returns the parts with tuned weights.
+    """Save the adapters, the tuned weights and the configuration. Return the parts that have tuned weights.
+
+    `lora/` has peft's layout. `tuned.safetensors` contains the fully trained weights and the new parts.
 
     Raises:
-        CheckpointError: a weight that trained is not in the files that were written.
+        CheckpointError: a trained weight is missing from the saved files.
     """
     if is_adapted(model):
         for lora in model.peft_config.values():
@@ -213,8 +341,9 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list
         model.save_pretrained(str(folder / LORA), save_embedding_layers=False)
         (folder / LORA / "README.md").unlink(missing_ok=True)
         config = folder / LORA / "adapter_config.json"
-        # peft names the module of the model's class, which is no part of the weights
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_mapping": None}, indent=2, sort_keys=True))
+        # peft records the Python module of the model's class, which is not needed to load the weights
+        fields = json.loads(config.read_text()) | {"auto_mapping": None}
+        config.write_text(json.dumps(fields, indent=2, sort_keys=True))
     names = trainable_names(model)
     tuned = {
         name: weight.detach().contiguous()
@@ -223,44 +352,72 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list
     }
     save_file(tuned, folder / TUNED, {"format": "pt"})
     unwrapped(model).config.save_pretrained(folder)
-    wanted = {f"base_model.model.{name.replace('.default.', '.')}" if is_adapter(name) else name for name in names}
-    if missing := sorted(wanted - _shapes(folder).keys() - _shapes(folder / LORA).keys()):
+    expected_names = {_name_on_disk(name) for name in names}
+    missing = sorted(expected_names - _shapes(folder).keys() - _shapes(folder / LORA).keys())
+    if missing:
         raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(names)} weights that trained are missing: {missing[:3]}"
+            "models.trained_weights_not_written",
+            path=folder,
+            value=len(missing),
+            expected=len(names),
+            names=missing[:EXAMPLES],
         )
     return sorted({family.part_of(name) for name in tuned})
 
 
-def _shapes(place: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors in a file, or in a folder's own files. Raises CheckpointError for one that is cut off."""
+def _name_on_disk(name: str) -> str:
+    """Return the name of a trained parameter in the saved files. peft renames the parameters of adapters."""
+    return f"base_model.model.{name.replace('.default.', '.')}" if is_adapter(name) else name
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a safetensors file, or in all safetensors files of a folder.
+
+    Raises:
+        CheckpointError: a file is truncated or invalid.
+    """
     shapes: dict[str, list[int]] = {}
-    for path in place.glob(f"[!.]*{WEIGHTS}") if place.is_dir() else [place] if place.suffix == WEIGHTS else []:
+    files = [*path.glob(f"[!.]*{WEIGHTS_SUFFIX}")] if path.is_dir() else [path]
+    for file_path in files:
+        if file_path.suffix != WEIGHTS_SUFFIX:
+            continue
         try:
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
+            with safe_open(file_path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # the object cannot be iterated
+                    shapes[name] = tensors.get_slice(name).get_shape()
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: not a whole safetensors file ({error}); {REMEDY}") from error
+            raise CheckpointError("models.not_safetensors", path=file_path, cause=str(error)) from error
     return shapes
 
 
 def is_adapters(folder: Path) -> bool:
+    """Return whether a folder contains adapters instead of a whole model."""
     return (folder / TUNED).is_file()
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | None = None) -> tuple[Any, Family]:
-    """The model of a checkpoint or of a folder of adapters, without adapters, and its family.
+    """Load a checkpoint or a folder of adapters. Return the merged model and its family.
 
     Args:
-        base: where the base of a folder of adapters is; by default where its manifest says.
+        folder: folder of the checkpoint or the adapters.
+        dtype: data type of the weights.
+        base: folder of the adapters' base model. By default, the path in the manifest is used.
 
     Raises:
-        CheckpointError: the folder is incomplete, damaged or of an unknown family, or the base is not where or what
-            its manifest says.
+        ForeignCodeError: the folder or the base refers to code, a pickle file or files outside the folder.
+        CheckpointError: the folder is incomplete or damaged, the family is unknown, or the base is missing or is not
+            the base that the adapters were trained on.
     """
     manifest = verify_loaded(folder)
-    if (name := manifest.get("family")) not in list(FAMILIES):
-        raise CheckpointError(f"{folder / MANIFEST}: family {name!r} is none of {', '.join(FAMILIES)}; update m3diff")
+    refuse_foreign_code(folder)
+    refuse_quantized(folder / "config.json")
+    name: Any = manifest.get("family")
+    if name not in list(FAMILIES):
+        raise CheckpointError(
+            "models.unknown_family", path=folder / MANIFEST, field="family", value=name, names=list(FAMILIES)
+        )
     family = FAMILIES[name]
+    _check_model_type(folder / "config.json", name, family)
     with loading(folder):
         if is_adapters(folder):
             return _load_adapters(folder, manifest, family, dtype, base), family
@@ -270,56 +427,96 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
 def _load_adapters(
     folder: Path, manifest: Mapping[str, Any], family: Family, dtype: torch.dtype, base: Path | None
 ) -> Any:
-    """The base with the tuned weights of `folder` laid over and its adapters folded in."""
+    """Load the base, replace its weights with the folder's tuned weights, merge the adapters, and return the model."""
     model = family.load(_base(folder, manifest, base), dtype, folder)
     tuned = load_file(folder / TUNED)
     names = [name for name, _ in model.named_parameters() if not name.startswith(family.frozen)]
-    wanted = {name for name in names if family.part_of(name) in manifest["tuned"]}
-    if tuned.keys() != wanted:
-        odd = sorted(tuned.keys() ^ wanted)
-        raise CheckpointError(f"{folder / TUNED}: {len(odd)} weights missing or not the configuration's: {odd[:3]}")
+    expected_names = {name for name in names if family.part_of(name) in manifest["tuned"]}
+    unmatched = sorted(tuned.keys() ^ expected_names)
+    if unmatched:
+        raise CheckpointError(
+            "models.other_tuned_weights", path=folder / TUNED, value=len(unmatched), names=unmatched[:EXAMPLES]
+        )
     model.load_state_dict(tuned, strict=False)
-    if not (folder / LORA).is_dir():
+    lora = folder / LORA
+    if not lora.is_dir():
         return model
     from peft import PeftModel
 
-    return merge(PeftModel.from_pretrained(model, str(folder / LORA), autocast_adapter_dtype=False))
+    # peft would request a missing file from a hub, and instantiate any class that the configuration refers to
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        _check_file(lora / name)
+    config = read_adapter_config(lora / ADAPTER_CONFIG)
+    with without_renaming_warning():
+        adapted = PeftModel.from_pretrained(model, str(lora), config=config, autocast_adapter_dtype=False)
+    return merge(adapted)
+
+
+def _check_model_type(path: Path, name: str, family: Family) -> None:
+    """Raise CheckpointError if the manifest's family does not support the `model_type` in config.json."""
+    _check_file(path)
+    config = json.loads(path.read_bytes())
+    model_type = config.get("model_type", family.model_types[0]) if isinstance(config, dict) else None
+    if model_type not in family.model_types:
+        raise CheckpointError(
+            "models.other_model_type",
+            path=path,
+            field="model_type",
+            value=model_type,
+            family=name,
+            manifest=MANIFEST,
+            names=list(family.model_types),
+        )
 
 
 def _base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
+    """Find the adapters' base model, check that the adapters were trained on it, and return its folder."""
     base = base or (folder / manifest["base"]).resolve()
-    named = "name it with `--base FOLDER` (in Python base=)"
     if not (base / "config.json").is_file():
-        raise CheckpointError(f"{folder}: holds adapters, whose base is not at {base}; {named}")
+        raise CheckpointError("models.no_base", path=folder, base=base)
+    refuse_foreign_code(base)
+    refuse_quantized(base / "config.json")
     _shapes(base)
-    want, got = manifest["base_sha256"], folder_sha256(base)
-    if want not in (got, folder_sha256(base, hidden=False)):
+    expected_digest = manifest["base_sha256"]
+    digest = folder_sha256(base)
+    # other programs may have added hidden files to the folder in the meantime
+    if expected_digest not in (digest, folder_sha256(base, hidden=False)):
         raise CheckpointError(
-            f"{folder}: was trained on a base of sha256 {want[:12]}, but {base} has {got[:12]}; fetch that base as it "
-            f"was published, every file unchanged, and {named}"
+            "models.other_base_digest", path=folder, base=base, value=digest[:12], expected=expected_digest[:12]
         )
     return base
 
 
 def place_on_base(folder: Path, manifest: Mapping[str, Any], base: Path) -> None:
-    """Write the manifest of a folder that was copied, with its own files and the way to the base from there."""
+    """Rewrite the manifest of a copied folder with the folder's files and the new relative path to the base."""
     facts = {name: value for name, value in manifest.items() if name not in ("files", "base")}
     write_manifest(folder, **facts, base=os.path.relpath(base, folder))
 
 
 def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
-    """Copy a checkpoint out of the project: the merged model, or its adapters with the way to their base.
+    """Copy a checkpoint, or only its adapters, to a new folder outside the project.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        out: the folder to create.
+        adapters: whether to copy the adapters, with the path to their base, instead of the merged model.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, holds no adapters (trained without), or `out` exists.
+        ForeignCodeError: the copied folder refers to code or contains code, or the adapters' base refers to code.
+        CheckpointError: the checkpoint is damaged, `adapters` is set but the checkpoint has none, or `out` exists.
     """
     verify_manifest(checkpoint)
     source = checkpoint / ADAPTERS if adapters else checkpoint
     if adapters and not is_adapters(source):
-        raise CheckpointError(f"{checkpoint}: holds no adapters (lora.rank was 0); export it merged")
+        raise CheckpointError("models.no_adapters", path=checkpoint)
     manifest = verify_manifest(source)
     if out.exists():
-        raise CheckpointError(f"{out}: exists; name a folder that does not")
+        raise CheckpointError("models.output_exists", path=out)
+    refuse_foreign_code(source)
+    refuse_code_files(source)
+    base = source / manifest["base"]
+    if adapters and base.is_dir():
+        refuse_foreign_code(base.resolve())
     copy_folder(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST, ".*"))
-    drop_from_folder(out)  # a checkpoint of an older version has its base's settings
-    place_on_base(out, manifest, source / manifest["base"])
+    drop_from_folder(out)  # checkpoints written by older versions still contain the base's decoding settings
+    place_on_base(out, manifest, base)

@@ -1,8 +1,8 @@
-"""Greedy decoding: a base's generation_config.json decides no word of a caption.
+"""Always decode greedily and ignore the decoding settings in a base's generation_config.json.
 
-Published bases ship settings for chats, such as Qwen2's repetition penalty of 1.05 to 1.1. The papers of all families
-decode greedily, and an exported model must give the captions that were scored. So these settings are dropped when a
-model is loaded, and neither a checkpoint nor an exported folder has them. Token ids stay.
+Published bases contain settings for chat, such as Qwen2's repetition penalty of 1.05 to 1.1. The papers of all families
+use greedy decoding, and an exported model must produce the captions that were scored. Decoding settings are therefore
+removed when a model is loaded, and are not written to checkpoints or exported folders. Token ids are kept.
 """
 
 import json
@@ -13,18 +13,21 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-RECORDS = ("transformers_version", "_from_model_config")
-# `Captioner` sets the length itself, so these two changed no caption and are dropped without a note
-LENGTHS = ("max_new_tokens", "max_length")
+
+# Fields that are kept: token ids, and records of the file's origin
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+RECORD_FIELDS = ("transformers_version", "_from_model_config")
+
+# `Captioner` sets the length itself, so these fields never affected a caption and are dropped without a warning
+LENGTH_FIELDS = ("max_new_tokens", "max_length")
 
 
 def decode_greedily(model: Any, source: Path) -> Any:
-    """Drop the decoding settings of a model and of the language model within it, and name them in one line.
+    """Remove the decoding settings of a model and its submodules, log what was removed, and return the model.
 
     Args:
-        model: as it was loaded from the folder `source`.
-    Returns: the model.
+        model: the loaded model.
+        source: folder that the model was loaded from.
     """
     dropped: dict[str, Any] = {}
     for module in model.modules():
@@ -37,7 +40,7 @@ def decode_greedily(model: Any, source: Path) -> Any:
 
 
 def drop_from_folder(folder: Path) -> None:
-    """Drop the decoding settings from a folder's generation_config.json; without any its bytes stay."""
+    """Remove the decoding settings from a folder's generation_config.json. If there are none, leave it unchanged."""
     from transformers import GenerationConfig
 
     file = folder / FILE
@@ -51,15 +54,23 @@ def drop_from_folder(folder: Path) -> None:
 
 
 def greedy(settings: Any) -> Any:
-    """A GenerationConfig without decoding settings; the same object if it has none."""
+    """Return a GenerationConfig without decoding settings, or the same object if there are none to remove."""
     values = settings.to_dict()
     dropped = decoding_settings(values)
-    kept = {name: value for name, value in values.items() if name not in dropped}
-    return type(settings)(**kept) if dropped else settings
+    if not dropped:
+        return settings
+    remaining = {name: value for name, value in values.items() if name not in dropped}
+    return type(settings)(**remaining)
 
 
 def decoding_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a GenerationConfig that differ from transformers' defaults, without token ids and records."""
+    """Return the decoding settings that differ from transformers' defaults.
+
+    Token ids and records of the file's origin are not decoding settings.
+
+    Args:
+        values: fields of a GenerationConfig.
+    """
     from transformers import GenerationConfig
 
     defaults = GenerationConfig._get_default_generation_params()
@@ -67,17 +78,17 @@ def decoding_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes_decoding(name: str, value: Any, defaults: dict[str, Any]) -> bool:
-    """True if a field of a GenerationConfig is neither unset nor transformers' default, a token id or a record."""
-    if name in (*TOKENS, *RECORDS) or value is None:
+    """Return whether a field of a GenerationConfig is a decoding setting that differs from transformers' default."""
+    if name in (*TOKEN_FIELDS, *RECORD_FIELDS) or value is None:
         return False
     if defaults.get(name) is not None:
         return bool(value != defaults[name])
-    # a field without a default is off when it is false or empty
+    # a field without a default is disabled if it is false or empty
     return value not in (False, [], {}, "")
 
 
 def report_dropped(dropped: dict[str, Any], file: Path) -> None:
-    """Log one line that names the dropped settings with their values."""
-    named = [f"{name} {value}" for name, value in dropped.items() if name not in LENGTHS]
-    if named:
-        logger.warning("%s: not used, since captions are decoded greedily: %s", file, ", ".join(named))
+    """Log the dropped settings and their values in one line."""
+    settings = [f"{name} {value}" for name, value in dropped.items() if name not in LENGTH_FIELDS]
+    if settings:
+        logger.warning("%s: not used, since captions are decoded greedily: %s", file, ", ".join(settings))

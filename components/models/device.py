@@ -1,6 +1,7 @@
-"""The device and precision of a model: chosen once from the parameters, never from what the machine has.
+"""The device and precision of a model, which depend only on the parameters, not on the machine.
 
-A machine with a GPU gives the same run as one without unless `compute.gpu` asks for it. Imports torch when called.
+A run therefore gives the same result on machines with and without a GPU, unless `compute.gpu` is true. torch is
+imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from m3diff.records.errors import CodedError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -16,18 +19,18 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "bf16"]
 
 
-class DeviceError(ValueError):
-    """A GPU is asked for and there is none."""
+class DeviceError(CodedError, ValueError):
+    """`compute.gpu` is true, but torch cannot find a GPU."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of this process. Everything that would differ on a GPU asks it.
+    """The device that this process computes on. Code that differs between GPU and CPU uses this object.
 
     Attributes:
-        gpu: the current GPU, else the CPU.
-        precision: of the weights that the model computes with.
-        attention: the kernel of the LLM while it trains (components/models/fused.py).
+        gpu: whether the device is the current GPU. Otherwise, it is the CPU.
+        precision: precision of the weights in computations.
+        attention: attention kernel of the LLM in training (components/models/fused.py).
     """
 
     gpu: bool
@@ -36,47 +39,50 @@ class Device:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The precision as a torch dtype."""
         import torch
 
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @property
     def backend(self) -> str:
+        """Name of the `torch.distributed` backend."""
         return "nccl" if self.gpu else "gloo"
 
     @property
     def torch(self) -> torch.device:
-        """Raises DeviceError where a GPU is asked for and torch sees none."""
+        """The device as a torch.device. Raises DeviceError if it is a GPU and torch cannot find one."""
         import torch
 
         if not self.gpu:
             return torch.device("cpu")
         if not torch.cuda.is_available():
-            raise DeviceError(
-                f"compute.gpu: true, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and "
-                "check `nvidia-smi`, or set compute.gpu to false"
-            )
+            raise DeviceError("models.no_gpu", key="compute.gpu", version=str(torch.__version__))
         return torch.device("cuda", torch.cuda.current_device())
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """The tensor in memory that a GPU copies from by itself; on a CPU as it is. It takes the CPU a copy: for the
-        threads that load."""
+        """Return a copy in pinned memory, which a GPU can read asynchronously. On a CPU, return the tensor itself.
+
+        The copy takes CPU time, so call this method in the threads that load data.
+        """
         return tensor.pin_memory() if self.gpu else tensor
 
     def move(self, tensor: Tensor) -> Tensor:
-        """The tensor on this device. From pinned memory the copy runs beside the computation, from other memory once
-        the CPU has read it."""
+        """Move the tensor to this device. Copying from pinned memory overlaps with computation."""
         return tensor.to(self.torch, non_blocking=True) if self.gpu else tensor
 
 
-def environment(gpu: bool) -> dict[str, str]:
-    """Environment variables of a process that computes there, to be set before it imports torch or DeepSpeed.
+def process_environment(gpu: bool) -> dict[str, str]:
+    """Return the environment variables to set for a process before it imports torch or DeepSpeed.
 
-    DeepSpeed takes the first accelerator that it finds, and Ray no longer hides the GPUs from a worker that asked for
-    none, so both are told. Lengths vary from step to step, so that a GPU's memory would fall into pieces: its segments
-    grow instead, unless torch's allocator is told otherwise already.
+    DeepSpeed uses the first accelerator that it finds, and Ray no longer hides the GPUs from workers without a GPU.
+    These variables select the device explicitly. Sequence lengths vary between steps, which would fragment the GPU
+    memory, so the allocator is set to use expandable segments unless the user has configured it.
+
+    Args:
+        gpu: whether the process runs on a GPU.
     """
     if not gpu:
         return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    told = (os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return {"DS_ACCELERATOR": "cuda", "PYTORCH_ALLOC_CONF": next(filter(None, told), "expandable_segments:True")}
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    return {"DS_ACCELERATOR": "cuda", "PYTORCH_ALLOC_CONF": allocator or "expandable_segments:True"}

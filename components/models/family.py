@@ -1,7 +1,11 @@
-"""A model family: what the rest of the project needs of it.
+"""The interface between model families and the rest of the project.
 
-Training, prediction, planning and registration name no family: they take one from `m3diff.models.FAMILIES`. This
-module and each family's own (`m3diff.py`) import nothing heavy; torch comes with the first call.
+Training, prediction, planning and registration do not refer to any specific family. They look up the family in
+`m3diff.models.FAMILIES`. This file and the file of each family (such as `m3diff.py`) are cheap to import, because torch
+is imported only when it is needed.
+
+A base is the published model that training starts from. The module is the part that compares the two images. The other
+parts are the vision encoder, the projector and the LLM.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m3diff.models.decoding import decode_greedily
+from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,26 +27,29 @@ if TYPE_CHECKING:
 
     from m3diff.models.flops import Term
     from m3diff.models.processing import PairProcessor
+    from m3diff.records.errors import Fault
 
     ImagePair = tuple[Image.Image, Image.Image]  # before, after
 
 
+# Prefix of the metrics that measure the size of a module's updates
 MODULE_UPDATE_RATIO = "module_update_ratio"
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """Contribution of a family's module while it trains, as numbers that become columns of the training curve.
+    """Functions that measure how much a family's module contributes to the model, for the training curves.
 
     Attributes:
-        names: (settings) -> the numbers' names; none without a module. Those that begin with MODULE_UPDATE_RATIO are
-            the RMS of what the module adds to features over the RMS of these: where all of them stay at nothing, train
-            warns.
-        recorded: (model) -> context manager that gives a list, to which each forward within it adds a tensor of sums,
-            all of one shape, detached, on the model's device and without waiting for it. They are added up over the
-            forwards of a step and the workers.
-        figures: (sums, on the CPU) -> the numbers, in the order of `names`.
-        remedy: what to try where the module adds nothing, as a sentence.
+        names: (settings) -> names of the metrics, empty if there is no module. A metric whose name begins with
+            MODULE_UPDATE_RATIO is the RMS of what the module adds to the features, divided by the RMS of these
+            features. Training warns if all of these ratios stay near zero.
+        recorded: (model) -> context manager that returns a list. Each forward pass within the block appends a tensor of
+            sums to the list. The tensors are detached, on the model's device, all of the same shape, and computed
+            without synchronising with the device. They are added up over the forward passes of a step and over the
+            workers.
+        figures: (sums on the CPU) -> values of the metrics, in the order of `names`.
+        remedy: a sentence that says what to try if the module contributes nothing.
     """
 
     names: Callable[[Any], tuple[str, ...]]
@@ -52,34 +60,40 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family as data and functions. `config` is a configuration of its own class.
+    """The data and functions that define a model family.
 
     Attributes:
-        settings: the frozen dataclass of its settings in `params.yaml`.
-        parts: the parts that have a learning rate each, with the prefixes of their parameters' names; every parameter
-            is in one part. Its order is the order of the optimizer's groups.
-        lora_targets: part -> regular expression of the full names of its linears that have adapters (rank above 0) or
-            train in full (rank 0); nothing else of that part trains. Other parts train in full.
-        classes: () -> the classes of its model (a transformers PreTrainedModel, see `llava.py`) and its processor.
-        faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
-        frozen: prefixes of parameters that never train: the model never runs them.
-        contribution: how much its module contributes while it trains; None: it is not measured.
-        new: parts that the base does not have. Adapters hold their weights whether they train or not: a module that is
-            frozen as it starts, to see what its training brings, is nowhere else.
-        whole_without_adapters: parts of `lora_targets` that train whole with rank 0, not in those linears alone.
-        augment: (settings, a pair of prepared images [2, rows, columns, 3], random numbers) -> the pair as it trains, a
-            new array of the same shape. The random numbers follow from seed, epoch and sequence alone, so a run that
-            resumes, on any number of workers, sees the same. Never at validation or prediction. None: as it is.
-        base_files: (settings, the base's config.json or None) -> files required in the base's folder beside the base's
-            own, each with where it comes from. None: nothing.
-        prompt_tokens: of every prompt, without the images, where no question is asked. None: as the question is long.
+        settings: frozen dataclass of the family's settings in `params.yaml`.
+        parts: part -> prefixes of its parameter names. Each part has its own learning rate, and every parameter belongs
+            to exactly one part. The optimizer's groups have the same order.
+        lora_targets: part -> regular expression that matches the full names of the linear layers that get adapters
+            (rank above 0) or are trained in full (rank 0). The other weights of the part are frozen. Parts without an
+            entry are trained in full.
+        classes: () -> the model class (a transformers PreTrainedModel, see `llava.py`) and the processor class.
+        faults: (settings, the base's config.json or None) -> reasons why the settings do not fit the base.
+        frozen: prefixes of parameters that are never trained because the model does not use them.
+        contribution: how to measure the contribution of the module in training, or None if it is not measured.
+        new: parts that the base does not have. The `adapters/` folder of a checkpoint contains their weights even if
+            they are frozen, because they cannot be loaded from the base.
+        whole_without_adapters: parts of `lora_targets` in which rank 0 trains all weights instead of only the matching
+            linear layers.
+        augment: (settings, a pair of prepared images [2, rows, columns, 3], random generator) -> the augmented pair, a
+            new array of the same shape. The generator depends only on the seed, epoch and sequence, so a resumed run
+            sees the same images on any number of workers. Validation and prediction do not use this function. None if
+            the family does not augment images.
+        base_files: (settings, the base's config.json or None) -> additional files that the base's folder must contain,
+            each with instructions on where to get it. None if there are no such files.
+        prompt_tokens: length of a prompt in tokens, without the images, if the model does not read a question. None if
+            the model reads a question, because the length then varies.
+        model_types: supported values of `model_type` in the config.json of a checkpoint. The first is assumed if the
+            file does not contain this field.
     """
 
     settings: type[Settings]
     parts: Mapping[str, tuple[str, ...]]
     lora_targets: Mapping[str, str]
     classes: Callable[[], tuple[Any, Any]]
-    faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
+    faults: Callable[[Any, Mapping[str, Any] | None], list[Fault]]
     frozen: tuple[str, ...] = ()
     contribution: Contribution | None = None
     new: tuple[str, ...] = ()
@@ -87,62 +101,95 @@ class Family:
     augment: Callable[[Any, np.ndarray, np.random.Generator], np.ndarray] | None = None
     base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
     prompt_tokens: float | None = None
+    model_types: tuple[str, ...] = ()
 
     @property
     def reads_question(self) -> bool:
-        """True where the answer depends on the question."""
+        """Whether the answer depends on the question."""
         return self.prompt_tokens is None
 
     def part_of(self, name: str) -> str:
-        """The part that a parameter is in."""
+        """Return the part that the parameter with this name belongs to."""
         parts = [part for part, prefixes in self.parts.items() if name.startswith(prefixes)]
         assert len(parts) == 1, f"{name}: every parameter is in one part, this one in {parts}"
         return parts[0]
 
     def build(self, config: Any) -> Any:
-        """A model with weights from the random state, as for a new module; for counting on "meta"."""
-        return self.classes()[0](config)
+        """Return a new model with this configuration and freshly initialised weights."""
+        model_class, _ = self.classes()
+        return model_class(config)
 
     def load_base(self, folder: Path, settings: Settings, dtype: Any, attn_implementation: Any) -> Any:
-        """The base with a new module, whose weights follow from torch's random state."""
-        options = {"dtype": dtype, "attn_implementation": attn_implementation}
-        model = self.classes()[0].from_pretrained(folder, module=module_fields(settings), **options)
+        """Load the base and add a new module if the settings have one.
+
+        The module's initial weights depend on torch's random state.
+        """
+        refuse_foreign_code(folder)
+        model_class, _ = self.classes()
+        model = model_class.from_pretrained(
+            folder,
+            module=module_fields(settings),
+            trust_remote_code=False,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+        )
         return decode_greedily(model, folder)
 
     def load(self, folder: Path, dtype: Any, configuration: Path | None = None) -> Any:
-        """A model without adapters. Where `configuration` is another folder, whose config.json is the model's, the
-        weights of its new module may be missing from `folder`."""
-        model, _ = self.classes()
-        config = model.config_class.on_base(str(configuration or folder), None)
-        loaded = model.from_pretrained(folder, config=config, module={} if configuration else None, dtype=dtype)
-        return decode_greedily(loaded, folder)
+        """Load a model without adapters.
+
+        Args:
+            folder: folder of the weights.
+            dtype: data type of the weights.
+            configuration: folder of the model's config.json. By default, `folder`. If given, `folder` is a base, which
+                may lack the weights of the model's module.
+        """
+        refuse_foreign_code(folder)
+        if configuration is not None:
+            refuse_foreign_code(configuration)
+        model_class, _ = self.classes()
+        config = model_class.config_class.from_folder(str(configuration or folder), None)
+        module: dict[str, Any] | None = None if configuration is None else {}
+        model = model_class.from_pretrained(folder, config=config, module=module, dtype=dtype, trust_remote_code=False)
+        return decode_greedily(model, folder)
 
     def load_processor(self, folder: Path, config: Any = None) -> PairProcessor:
-        """The processor of a folder, for the model of `config`, by default the folder's."""
-        model, processor = self.classes()
-        return processor.of_folder(str(folder), config or model.config_class.on_base(str(folder), None))
+        """Load the processor from a folder.
+
+        Args:
+            folder: folder of a trained model or a base.
+            config: configuration of the model. By default, it is read from the folder.
+        """
+        refuse_foreign_code(folder)
+        model_class, processor_class = self.classes()
+        return processor_class.of_folder(str(folder), config or model_class.config_class.from_folder(str(folder), None))
 
     def planned_config(self, base: Path, settings: Settings) -> Any:
-        """The configuration that would train: the base's where its folder is there, else published shapes by the
-        folder's name; `name_or_path` then says whose."""
-        config = self.classes()[0].config_class
+        """Return the configuration of the model that a run would train.
+
+        If the base's folder does not exist, return the published configuration for the folder's name. In this case,
+        `name_or_path` is the name of the published model.
+        """
+        model_class, _ = self.classes()
+        config_class = model_class.config_class
         if (base / "config.json").is_file():
-            return config.on_base(str(base), module_fields(settings))
-        return config.published(base.name, module_fields(settings))
+            refuse_foreign_code(base)
+            return config_class.from_folder(str(base), module_fields(settings))
+        return config_class.published(base.name, module_fields(settings))
 
     def flops(self, model: Any, tokens: float, supervised: float) -> list[Term]:
-        """The terms of one training sequence; see `count_flops`."""
+        """Return the FLOPs of each part for one training sequence; see `count_flops`."""
         from m3diff.models.flops import count_flops
 
         return count_flops(model, self, tokens, supervised)
 
     def fuse(self, model: Any, activation_checkpointing: str) -> None:
-        """Let a model compute by fused kernels, in place."""
+        """Switch a model to fused kernels, in place; see `make_fused`."""
         from m3diff.models.fused import make_fused
 
         make_fused(model, activation_checkpointing)
 
 
 def module_fields(settings: Settings) -> dict[str, Any] | None:
-    """The fields of the module as a configuration holds them."""
+    """Return the module's settings as a dictionary for the model's configuration, or None if there is no module."""
     return None if settings.module is None else asdict(settings.module)

@@ -1,7 +1,8 @@
-"""FLOPs of a training sequence, counted while a model without storage runs forward once.
+"""Count the FLOPs of a training sequence in one forward pass on the "meta" device, which needs no memory for weights.
 
-Linears, convolutions and attention count: the rest is under 1 %. What backward computes is autograd's: the gradient of
-an input where something before it trains, and that of a weight where it trains.
+Only linear layers, convolutions and attention are counted. Everything else is less than 1 %. The backward pass is
+counted by autograd's rules: a matrix product computes the gradient of its input if an earlier weight is trained, and
+the gradient of its weight if this weight is trained.
 """
 
 import math
@@ -15,15 +16,22 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-ADAPTERS = "LoRA"  # the term of a sequence's adapters, which a merged model has not
+# Name of the term for adapters. A merged model does not have them.
+ADAPTERS = "LoRA"
 
 
 @dataclass
 class Term:
-    """FLOPs of a part for one sequence. One multiply-add is 2 FLOP; causal attention counts half its square.
+    """FLOPs of one part for one sequence.
+
+    A multiply-add counts as 2 FLOPs, and causal attention as half of full attention.
 
     Attributes:
-        recomputed: the forward that activation checkpointing `full` runs again, which `total` leaves out.
+        name: what is counted: a part, the attention of a part, the adapters or the head.
+        forward: FLOPs of the forward pass.
+        backward: FLOPs of the backward pass.
+        recomputed: FLOPs of the forward pass that `full` activation checkpointing repeats. They are not included in
+            `total`.
     """
 
     name: str
@@ -33,36 +41,57 @@ class Term:
 
     @property
     def total(self) -> float:
+        """FLOPs of the forward and backward pass."""
         return self.forward + self.backward
 
 
 class Counter(TorchFunctionMode):
-    """Counts each product of a model into the term of its part; attention is of the linears before it."""
+    """Adds the FLOPs of each product in a model to the term of its part.
+
+    Attention is assigned to the part of the linear layer that ran last.
+
+    Attributes:
+        terms: term name -> FLOPs.
+    """
 
     def __init__(self, model: Any, family: Any) -> None:
         super().__init__()
-        names = [name for part in family.parts for name in (part, f"{part} attention")]
+        names = []
+        for part in family.parts:
+            names += [part, f"{part} attention"]
         self.terms = {name: Term(name) for name in (*names, ADAPTERS, "head")}
-        self.part, self.is_recomputed = "", False
+        self.part = ""
+        self.is_recomputed = False
         self.linears: dict[nn.Module, tuple[str, str, bool]] = {}
         modules = dict(model.named_modules())
-        layers = tuple(f"{name}." for name, one in modules.items() if isinstance(one, GradientCheckpointingLayer))
+        checkpointed = tuple(
+            f"{name}." for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer)
+        )
         for name, module in modules.items():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 part = family.part_of(f"{name}.")
                 term = "head" if module is model.get_output_embeddings() else part
-                term = ADAPTERS if ".lora_" in name else term
-                self.linears[module] = term, part, name.startswith(layers)
+                if ".lora_" in name:
+                    term = ADAPTERS
+                self.linears[module] = (term, part, name.startswith(checkpointed))
 
-    def product(self, module: Any, given: Sequence[Tensor], output: Tensor) -> None:
-        """Count the product of a linear; afterwards its part is the current one."""
+    def count_product(self, module: Any, inputs: Sequence[Tensor], output: Tensor) -> None:
+        """Count the product of a linear layer, and remember the layer's part. Used as a global forward hook."""
         if module not in self.linears:
             return
         term, self.part, self.is_recomputed = self.linears[module]
         rows = output.numel() / len(module.weight)
-        self.add(term, 2 * module.weight.numel() * rows, given[0].requires_grad + module.weight.requires_grad)
+        gradients = inputs[0].requires_grad + module.weight.requires_grad
+        self.add(term, 2 * module.weight.numel() * rows, gradients)
 
     def add(self, name: str, flops: float, gradients: int) -> None:
+        """Add the FLOPs of a product to a term.
+
+        Args:
+            name: name of the term.
+            flops: FLOPs of the product in the forward pass. Each gradient takes as many in the backward pass.
+            gradients: number of gradients that the backward pass computes, 0 to 2.
+        """
         term = self.terms[name]
         term.forward += flops
         term.backward += gradients * flops
@@ -72,26 +101,36 @@ class Counter(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             query, key = args[:2]
-            square = 4 * query.numel() * key.shape[-2]
-            square = square if kwargs.get("attn_mask") is None else square / 2  # the LLM's alone has a mask
-            self.add(f"{self.part} attention", square, 2 * key.requires_grad)
+            flops = 4 * query.numel() * key.shape[-2]
+            is_causal = kwargs.get("attn_mask") is not None  # only the LLM uses an attention mask
+            self.add(f"{self.part} attention", flops / 2 if is_causal else flops, 2 * key.requires_grad)
         return func(*args, **kwargs)
 
 
 def count_flops(model: Any, family: Any, tokens: float, supervised: float) -> list[Term]:
-    """The terms of one sequence of one pair, by part.
+    """Count the FLOPs of one sequence with one image pair, and return the terms that are not zero.
 
     Args:
-        model: of `meta_model`, of a `Family`.
-        tokens: of the sequence, with the places of the images.
-        supervised: how many of them meet the head.
+        model: model from `meta_model`.
+        family: the model's `Family`.
+        tokens: length of the sequence in tokens, including visual tokens.
+        supervised: number of tokens for which the head computes logits.
     """
-    count, config = round(tokens), model.config
-    ids = torch.zeros(1, count, dtype=torch.long)
+    length = round(tokens)
+    config = model.config
+    ids = torch.zeros(1, length, dtype=torch.long)
     ids[:, : config.image_tokens] = config.image_token_index
-    place = ids.to("meta")
-    mask = torch.ones((), dtype=torch.bool, device="meta").expand(1, 1, count, count)  # of four dimensions: passed on
-    inputs = {"input_ids": place, "position_ids": place, "attention_mask": mask, "tokens": ids, "use_cache": False}
-    with Counter(model.train(), family) as counter, register_module_forward_hook(counter.product):
-        model(**inputs, **model.blank_images(config, "meta"), logits_to_keep=math.ceil(supervised))
+    meta_ids = ids.to("meta")
+    # transformers does not change a mask that has four dimensions
+    mask = torch.ones((), dtype=torch.bool, device="meta").expand(1, 1, length, length)
+    with Counter(model.train(), family) as counter, register_module_forward_hook(counter.count_product):
+        model(
+            input_ids=meta_ids,
+            position_ids=meta_ids,
+            attention_mask=mask,
+            tokens=ids,
+            use_cache=False,
+            **model.blank_images(config, "meta"),
+            logits_to_keep=math.ceil(supervised),
+        )
     return [term for term in counter.terms.values() if term.forward]

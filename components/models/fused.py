@@ -1,15 +1,18 @@
-"""An LLM while it trains: attention by the kernel of the mask it is handed, and fused kernels for a Qwen2 or Llama with
-peft's adapters, which give the same numbers from less work and memory.
+"""Attention and fused kernels for training an LLM (Qwen2 or Llama) with peft's adapters.
 
-`attend` is transformers' attention interface, called NAME. The sequences of a micro-batch lie end to end in one row of
-T tokens. FlexAttention takes the row as it is. SDPA's kernels take rectangles: queries, keys and values are laid out so
-around the kernel alone, so that nothing else is computed on padding. Model and mask cannot disagree: the mask chooses
-the kernel. Every path runs on a CPU, where FlexAttention has no backward: its rule is evaluated for every two tokens.
+These kernels compute the same results as transformers and peft with less work and memory.
 
-`make_fused` changes the classes of modules in place and can be called again with other choices. While training, the
-last layer computes its outputs only where a token is supervised: of the other tokens only keys and values matter there.
-With activation checkpointing `selective` no output of a norm and no SwiGLU product is kept: elementwise work is redone
-in backward, a matrix product never.
+`attend` is registered with transformers as the attention interface NAME. The sequences of a micro-batch are laid end to
+end in one row of T tokens. FlexAttention can process the row directly. SDPA's kernels require rectangles, so queries,
+keys and values are rearranged into rectangles, but only for the kernel. No other computation includes the padding. The
+type of the mask selects the kernel, so the model and the mask always agree. All of this also works on a CPU.
+FlexAttention does not have a backward pass on a CPU. There, the mask function is evaluated for every pair of tokens,
+and SDPA is used instead.
+
+`make_fused` changes the classes of modules in place and can be called again with other options. In training, the last
+layer computes outputs only for supervised tokens, which contribute to the loss. For the other tokens, it computes only
+keys and values. With "selective" `activation_checkpointing`, the outputs of norms and SwiGLU products are not stored.
+The backward pass recomputes these elementwise operations, but never a matrix product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,50 +37,62 @@ from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from m3diff.models.layers import rms_norm
 
 NAME = "m3diff"
-# transformers' `attn_implementation` of a model that trains
-KERNELS = {"": "sdpa", "text_config": NAME, "vision_config": "sdpa"}
 
 FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
-# FlexAttention's row is a multiple of this many tokens (its block), so that shapes recur from step to step
-RECURRING = 128
+# The row for FlexAttention is padded to a multiple of its block size in tokens, so that fewer different shapes occur
+FLEX_BLOCK = 128
 
 
 def attention_of(
-    asked: Literal["auto", "flex", "sdpa"], gpu: bool, max_captions: int | None
+    choice: Literal["auto", "flex", "sdpa"], gpu: bool, max_captions: int | None
 ) -> Literal["flex", "sdpa"]:
-    """The kernel of a run. On a GPU branches want FlexAttention; one caption a sequence is plain causal attention,
-    for which SDPA has the quickest kernel."""
-    if asked == "auto":
+    """Return the attention kernel to use in a training run.
+
+    On a GPU, `auto` selects FlexAttention for sequences with branches, which are captions that share one prefix.
+    Sequences with a single caption need only causal attention, for which SDPA has the fastest kernel.
+
+    Args:
+        choice: the parameter `compute.attention`.
+        gpu: whether the run uses a GPU.
+        max_captions: maximum number of captions per sequence, or None for all captions of a pair.
+    """
+    if choice == "auto":
         return "flex" if gpu and max_captions != 1 else "sdpa"
-    return asked
+    return choice
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The row of T tokens as rectangles of sequences of about one length, a sequence a row, laid end to end.
+    """Mapping between the row of T tokens and rectangles.
+
+    Each row of a rectangle contains one sequence. Sequences of similar length share a rectangle. The slots of all
+    rectangles are numbered consecutively.
 
     Attributes:
-        rows: [P]; the token at each place of the rectangles, 0 where there is none.
-        places: [tokens without padding]; each token's place.
-        shapes: (B, S) of each rectangle; P is the sum of their products.
-        masks: of each rectangle, who attends to whom, [B, 1, S, S] bool; None: each sequence causally.
+        token_of_slot: index of the token in each slot of the rectangles, [P]. Padding has index 0.
+        slot_of_token: index of the slot of each token, [tokens without padding].
+        shapes: (B sequences, S slots per sequence) of each rectangle. P is the number of slots of all rectangles.
+        masks: attention mask of each rectangle, [B, 1, S, S] bool, or None for causal attention.
     """
 
-    rows: Tensor
-    places: Tensor
+    token_of_slot: Tensor
+    slot_of_token: Tensor
     shapes: tuple[tuple[int, int], ...]
     masks: tuple[Tensor | None, ...]
 
-    def each(self, taken: Callable[[Tensor], Tensor]) -> "Layout":
-        """The same of what `taken` makes of each tensor: pinned, or on another device."""
-        masks = tuple(None if mask is None else taken(mask) for mask in self.masks)
-        return Layout(taken(self.rows), taken(self.places), self.shapes, masks)
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Layout":
+        """Return a layout with the function applied to each tensor, for example to copy it to another device."""
+        masks = tuple(None if mask is None else function(mask) for mask in self.masks)
+        return Layout(function(self.token_of_slot), function(self.slot_of_token), self.shapes, masks)
 
     def attention_mask(self) -> Tensor:
-        """A stand-in for the masks, [1, 1, T, T]: transformers passes on a mask of four dimensions."""
-        tokens = len(self.places)
-        return torch.ones((), dtype=torch.bool, device=self.rows.device).expand(1, 1, tokens, tokens)
+        """Return a placeholder mask, [1, 1, T, T].
+
+        It has four dimensions because transformers does not change such a mask.
+        """
+        tokens = len(self.slot_of_token)
+        return torch.ones((), dtype=torch.bool, device=self.token_of_slot.device).expand(1, 1, tokens, tokens)
 
 
 def attend(
@@ -90,105 +105,157 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, heads, T, d] each to [1, T, heads, d].
+    """Compute attention. transformers calls this function for each layer of the LLM.
 
-    A BlockMask asks for FlexAttention, a `layout` for SDPA over its rows; without either it is transformers' SDPA, as
-    while captioning.
+    A BlockMask selects FlexAttention, and a `layout` selects SDPA over its rectangles. If neither is given, as in
+    captioning, transformers' SDPA is used.
+
+    Args:
+        module: the attention layer.
+        query: [1, heads, T, d].
+        key: [1, key heads, T, d].
+        value: [1, key heads, T, d].
+        attention_mask: a BlockMask for FlexAttention, otherwise transformers' mask.
+        layout: mapping between the row of tokens and rectangles.
+        scaling: factor of the products of queries and keys. By default, 1 / sqrt(d).
+
+    Returns:
+        The output, [1, T, heads, d], and None in place of the attention weights.
     """
     if isinstance(attention_mask, BlockMask):
         return flex(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return attend_in_rectangles(query, key, value, layout, scaling), None
+
+
+def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:
+    """Apply SDPA to the rectangles of a layout. The inputs are [1, heads, T, d] and the output is [1, T, heads, d]."""
     tokens, width = query.shape[2:]
-    sizes = [count * size for count, size in layout.shapes]
+
+    # 1. arrange the tokens in rectangles: [1, heads, T, d] to [B S, heads d] for each rectangle
+    sizes = [sequences * length for sequences, length in layout.shapes]
     rectangles = [
-        tensor.transpose(1, 2).reshape(tokens, -1).index_select(0, layout.rows).split(sizes)
+        tensor.transpose(1, 2).reshape(tokens, -1).index_select(0, layout.token_of_slot).split(sizes)
         for tensor in (query, key, value)
     ]
-    out = []
+
+    # 2. attend within each rectangle
+    outputs = []
     for shape, mask, *parts in zip(layout.shapes, layout.masks, *rectangles, strict=True):
         q, k, v = (part.unflatten(0, shape).unflatten(-1, (-1, width)).transpose(1, 2) for part in parts)
-        out.append(sdpa(q, k, v, mask, scaling).flatten(0, 1).flatten(1))
-    flat = F.pad(torch.cat(out).index_select(0, layout.places), (0, 0, 0, tokens - len(layout.places)))
-    return flat.unflatten(-1, (-1, width))[None], None
+        outputs.append(sdpa(q, k, v, mask, scaling).flatten(0, 1).flatten(1))
+
+    # 3. put the outputs back into the row, with zeros for padding
+    row = torch.cat(outputs).index_select(0, layout.slot_of_token)
+    row = F.pad(row, (0, 0, 0, tokens - len(layout.slot_of_token)))
+    return row.unflatten(-1, (-1, width))[None]
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """[B, heads, S, d] each to [B, S, heads, d]; without a mask causal."""
+    """Apply torch's SDPA. The inputs are [B, heads, S, d] and the output is [B, S, heads, d].
+
+    Attention is causal if `mask` is None.
+    """
     groups = query.shape[1] // key.shape[1]
-    # on a GPU no fused kernel takes a mask, or fp32, together with fewer key heads
+    # on a GPU, no fused kernel supports fewer key heads than query heads in combination with a mask or fp32
     if query.is_cuda and (mask is not None or query.dtype == torch.float32):
-        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    out = F.scaled_dot_product_attention(
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+        groups = 1
+    heads = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
     )
-    return out.transpose(1, 2)
+    return heads.transpose(1, 2)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
-    """FlexAttention [1, heads, T, d], with fewer key and value heads than queries."""
+    """Apply FlexAttention and return [1, heads, T, d]. Keys and values may have fewer heads than queries."""
     if query.is_cuda:
         return compiled(flex_attention)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     tokens = query.shape[2]
-    dense = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))
-    return sdpa(query, key, value, dense, scaling).transpose(1, 2)
+    dense_mask = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))
+    return sdpa(query, key, value, dense_mask, scaling).transpose(1, 2)
 
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """The function as a kernel for all lengths. More graphs than dynamo's limit are an error from now on; else it would
-    go on without compiling, slowly, and FlexAttention with T x T of memory."""
+    """Compile the function into one kernel for all sequence lengths.
+
+    The first call also makes dynamo raise an error when it reaches its limit of compiled graphs. By default, it would
+    continue without compiling, which is slow and requires T x T memory for FlexAttention (torch 2.13;
+    `stage.with_retries` explains the error).
+    """
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=True)
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def register_kernels() -> dict[str, str]:
+    """Register `attend` with transformers. Return the `attn_implementation` of each part of a model in training."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return {"": "sdpa", "text_config": NAME, "vision_config": "sdpa"}
 
 
 def fused_attention() -> AbstractContextManager[None]:
-    """Within, attention without a fused kernel raises RuntimeError: torch's slow path cannot slip in unseen."""
+    """Make attention raise RuntimeError within the block if no fused kernel is available.
+
+    By default, torch would use a slow implementation instead.
+    """
     return sdpa_kernel(FUSED_ATTENTION)
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """x W' + b + s (x A') B', with fewer passes over the gradients than autograd takes of the same.
+    """Computes x W' + b + s (x A') B' with fewer passes over the gradients than autograd would need.
 
-    x: [T, in]; weight: [out, in], frozen; lora_a: [r, in]; lora_b: [out, r].
+    Shapes: x [T, in], weight [out, in] (frozen), lora_a [r, in], lora_b [out, r].
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor, lora_b: Tensor, scaling: float
     ) -> Tensor:
-        low = F.linear(x, lora_a)
-        ctx.save_for_backward(x, weight, low, lora_a, lora_b)
+        """Return the output of the linear layer and its adapter, [T, out]."""
+        low_rank = F.linear(x, lora_a)
+        ctx.save_for_backward(x, weight, low_rank, lora_a, lora_b)
         ctx.scaling = scaling
-        return F.linear(x, weight, bias).addmm_(low, lora_b.t(), alpha=scaling)
+        return F.linear(x, weight, bias).addmm_(low_rank, lora_b.t(), alpha=scaling)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, Tensor, None]:
-        x, weight, low, lora_a, lora_b = ctx.saved_tensors
-        of_low = torch.mm(grad, lora_b).mul_(ctx.scaling)
-        of_x = torch.mm(grad, weight).addmm_(of_low, lora_a)
-        return of_x, None, None, of_low.t() @ x, (grad.t() @ low).mul_(ctx.scaling), None
+        """Return the gradients of x, lora_a and lora_b, and None for the other inputs of `forward`.
+
+        Args:
+            grad: gradient of the output, [T, out].
+        """
+        x, weight, low_rank, lora_a, lora_b = ctx.saved_tensors
+        grad_low_rank = torch.mm(grad, lora_b).mul_(ctx.scaling)
+        grad_x = torch.mm(grad, weight).addmm_(grad_low_rank, lora_a)
+        grad_a = grad_low_rank.t() @ x
+        grad_b = (grad.t() @ low_rank).mul_(ctx.scaling)
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 class FusedLora(LoraLinear):
-    """A linear with its adapter."""
+    """A linear layer with an adapter. In training, `AdaptedLinear` computes the layer and the adapter together."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the outputs, [..., out], for inputs [..., in]. Outside training, use peft's implementation."""
         if self.disable_adapters or self.merged or not self.training:
             return super().forward(x, *args, **kwargs)
         (adapter,) = self.active_adapters
         base: Any = self.base_layer
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-        result = AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, self.scaling[adapter])
-        return result.unflatten(0, x.shape[:-1])
+        lora_a = self.lora_A[adapter].weight
+        lora_b = self.lora_B[adapter].weight
+        output = AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, lora_a, lora_b, self.scaling[adapter])
+        return output.unflatten(0, x.shape[:-1])
 
 
-def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one linear that gives the outputs of all, with the adapters in the weights."""
+def joined_weights(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and bias of a single linear layer that computes the concatenated outputs of all `linears`.
+
+    The adapters are folded into the weight.
+    """
     weights: list[Tensor] = []
     biases: list[Any] = []
     for linear in linears:
@@ -196,78 +263,94 @@ def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         weight = base.weight
         if base is not linear:
             (adapter,) = linear.active_adapters
-            a, b = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
-            weight = torch.addmm(weight, b, a, alpha=linear.scaling[adapter])
+            lora_a = linear.lora_A[adapter].weight
+            lora_b = linear.lora_B[adapter].weight
+            weight = torch.addmm(weight, lora_b, lora_a, alpha=linear.scaling[adapter])
         weights.append(weight)
         biases.append(base.bias)
     return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
 
 class FusedRMSNorm(Qwen2RMSNorm):
-    """A norm in one kernel that keeps its input, where transformers keeps three copies in fp32."""
+    """An RMS norm in one kernel. It stores only the input for the backward pass, instead of three fp32 copies."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the normalised states, [..., D]."""
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
     return F.silu(gate) * up
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `gate` and `up`."""
     return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 def fused_on_gpu(function: Callable, tensor: Tensor) -> Callable:
-    """The function as one kernel on a GPU. On a CPU compiling takes minutes and the plain operations are as fast."""
+    """Compile the function into one kernel if the tensor is on a GPU. Otherwise, return it unchanged.
+
+    On a CPU, compiling takes minutes and is not faster than the plain operations.
+    """
     return compiled(function) if tensor.is_cuda else function
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, keeping the two inputs alone."""
+    """silu(gate) * up. Only the two inputs are stored for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(gate) * up, which has the same shape as both inputs."""
         ctx.save_for_backward(gate, up)
         return fused_on_gpu(swiglu, gate)(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of `gate` and `up`."""
         gate, up = ctx.saved_tensors
         return fused_on_gpu(swiglu_backward, gate)(grad, gate, up)
 
 
 @contextmanager
 def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
-    """Within, whoever keeps `output` for backward keeps `function` and `inputs` in its place."""
-    kept = [tensor.detach() for tensor in inputs]
-    address, size = output.untyped_storage()._cdata, output.numel()  # the storage's, which has one without memory too
+    """Do not store `output` for the backward pass of operations within the block.
+
+    The backward pass recomputes it as `function(*inputs)`, which saves memory.
+    """
+    detached_inputs = [tensor.detach() for tensor in inputs]
+    # the address of the storage object, which also exists on the "meta" device
+    address = output.untyped_storage()._cdata
+    size = output.numel()
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        return saved.shape if saved.untyped_storage()._cdata == address and saved.numel() == size else saved
+        is_output = saved.untyped_storage()._cdata == address and saved.numel() == size
+        return saved.shape if is_output else saved
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         with torch.no_grad():
-            return function(*kept).view(packed)
+            return function(*detached_inputs).view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 class FusedDecoderLayer(Qwen2DecoderLayer):
-    """A layer whose outputs, in the last layer, are those of the supervised tokens alone.
+    """A decoder layer with fused kernels. The last layer computes its outputs only for supervised tokens.
 
     Attributes:
-        selective: norms and SwiGLU products are recomputed in backward.
-        folds: the adapters are in the weights, so that a product takes the place of three: quicker where the linears
-            are hardly wider than the adapters' rank (`folding_pays`). In fp32 alone: bf16 would round the adapters
-            away.
+        is_selective: whether the backward pass recomputes norms and SwiGLU products.
+        folds_adapters: whether the adapters are folded into the weights, so that one product replaces three. This is
+            faster if the linear layers are not much wider than the adapters' rank (`folding_pays`). It is limited to
+            fp32, because rounding to bf16 would lose the adapters' small values.
     """
 
-    selective = folds = False
-    takes_kept = True  # see `trims` of layers.py
+    is_selective = False
+    folds_adapters = False
+    accepts_kept_positions = True  # for `can_trim_last_layer` of layers.py
 
     def forward(  # type: ignore[override]
         self,
@@ -275,138 +358,201 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
         position_embeddings: Any = None,
         attention_mask: Any = None,
         layout: Layout | None = None,
-        kept: Tensor | None = None,
+        kept_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[1, T, D] to [1, T, D], or to [1, supervised, D] where `kept` holds the places of these in the last layer."""
+        """Return the layer's outputs, [1, T, D].
+
+        Args:
+            hidden_states: [1, T, D].
+            position_embeddings: cosines and sines of the rotary positions.
+            attention_mask: see `attend`.
+            layout: see `attend`.
+            kept_positions: positions of the supervised tokens. If set, the last layer returns
+                [1, supervised tokens, D].
+        """
         if not self.training:
-            rest = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "layout": layout}
-            return super().forward(hidden_states, **rest, **kwargs)
-        attention, mlp, x = self.self_attn, self.mlp, hidden_states[0]
-        folds = self.folds and layout is not None and not is_partitioned(attention.o_proj)
+            options: dict[str, Any] = {
+                "position_embeddings": position_embeddings,
+                "attention_mask": attention_mask,
+                "layout": layout,
+            }
+            return super().forward(hidden_states, **options, **kwargs)
+        attention = self.self_attn
+        mlp = self.mlp
+        x = hidden_states[0]  # [T, D]
+        # ZeRO 3 gathers the weights of a linear layer only during the layer's own forward pass
+        folds = self.folds_adapters and layout is not None and not is_partitioned(attention.o_proj)
+
+        # 1. queries, keys and values: [T, D] to [1, heads, T, d]
         normed = self.input_layernorm(x)
-        with self.keeping(normed, self.input_layernorm, x):
-            projected = products(normed, [attention.q_proj, attention.k_proj, attention.v_proj], folds)
+        with self._recomputing_if_selective(normed, self.input_layernorm, x):
+            projections = products(normed, [attention.q_proj, attention.k_proj, attention.v_proj], folds)
         shape = (1, len(x), -1, attention.head_dim)
-        query, key, value = (part.view(shape).transpose(1, 2) for part in projected)
-        turned = Rotary.apply if folds else apply_rotary_pos_emb
-        query, key = turned(query, key, *position_embeddings)
+        query, key, value = (projection.view(shape).transpose(1, 2) for projection in projections)
+        rotate = Rotary.apply if folds else apply_rotary_pos_emb
+        query, key = rotate(query, key, *position_embeddings)
+
+        # 2. attention: [T, heads d]
         heads, _ = attend(attention, query, key, value, attention_mask, layout, attention.scaling)
         heads = heads[0].flatten(1)
-        if kept is not None and attention.layer_idx == attention.config.num_hidden_layers - 1:
-            x, heads = x.index_select(0, kept), heads.index_select(0, kept)
+
+        # 3. in the last layer, keep only the supervised tokens
+        is_last = attention.layer_idx == attention.config.num_hidden_layers - 1
+        if kept_positions is not None and is_last:
+            x = x.index_select(0, kept_positions)
+            heads = heads.index_select(0, kept_positions)
         x = plus_product(x, heads, attention.o_proj, folds)
+
+        # 4. the MLP
         normed = self.post_attention_layernorm(x)
-        with self.keeping(normed, self.post_attention_layernorm, x):
+        with self._recomputing_if_selective(normed, self.post_attention_layernorm, x):
             gate, up = products(normed, [mlp.gate_proj, mlp.up_proj], folds)
-        product = SwiGLU.apply(gate, up)
-        with self.keeping(product, SwiGLU.apply, gate, up):
-            return plus_product(x, product, mlp.down_proj, folds)[None]
+        activated = SwiGLU.apply(gate, up)
+        with self._recomputing_if_selective(activated, SwiGLU.apply, gate, up):
+            return plus_product(x, activated, mlp.down_proj, folds)[None]
 
-    def keeping(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
-        """Context in which `function` is recomputed in backward, where the layer is selective."""
-        return recomputing(output, function, *inputs) if self.selective else nullcontext()
+    def _recomputing_if_selective(
+        self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor
+    ) -> AbstractContextManager[None]:
+        return recomputing(output, function, *inputs) if self.is_selective else nullcontext()
 
 
-def products(x: Tensor, linears: Sequence[Any], folds: bool) -> Sequence[Tensor]:
-    """The outputs of each linear, or with `folds` the parts of one product."""
-    if not folds:
+def products(x: Tensor, linears: Sequence[Any], folds_adapters: bool) -> Sequence[Tensor]:
+    """Return the output of each linear layer. If the adapters are folded, compute all outputs in one product."""
+    if not folds_adapters:
         return [linear(x) for linear in linears]
-    return F.linear(x, *folded(linears)).split([linear.out_features for linear in linears], dim=-1)
+    widths = [linear.out_features for linear in linears]
+    return F.linear(x, *joined_weights(linears)).split(widths, dim=-1)
 
 
-def plus_product(x: Tensor, inputs: Tensor, linear: nn.Module, folds: bool) -> Tensor:
-    """x plus the outputs of a linear without a bias."""
-    return torch.addmm(x, inputs, folded([linear])[0].t()) if folds else x + linear(inputs)
+def plus_product(x: Tensor, inputs: Tensor, linear: nn.Module, folds_adapters: bool) -> Tensor:
+    """Return x plus the output of a linear layer without a bias."""
+    if not folds_adapters:
+        return x + linear(inputs)
+    weight, _ = joined_weights([linear])
+    return torch.addmm(x, inputs, weight.t())
 
 
 class FusedEncoderLayer(SiglipEncoderLayer):
-    """A layer of the vision encoder with one product for queries, keys and values: quicker where it is narrow. Backward
-    keeps the joined weights."""
+    """A SigLIP encoder layer that computes queries, keys and values in one product.
+
+    This is faster if the encoder is narrow. The joined weights are stored for the backward pass.
+    """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Return the layer's outputs, [images, N, D]."""
         attention = self.self_attn
         if not self.training or is_partitioned(attention.q_proj):
             return super().forward(hidden_states, attention_mask, **kwargs)
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+        projections = products(self.layer_norm1(hidden_states), linears, folds_adapters=True)
         query, key, value = (
-            part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-            for part in products(self.layer_norm1(hidden_states), projections, folds=True)
+            projection.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for projection in projections
         )
         heads = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=attention.scale)
-        middle = hidden_states + attention.out_proj(heads.transpose(1, 2).flatten(2))
-        return middle + self.mlp(self.layer_norm2(middle))
+        x = hidden_states + attention.out_proj(heads.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.layer_norm2(x))
 
 
 def is_partitioned(linear: nn.Module) -> bool:
-    """True where ZeRO 3 holds the weights: they are together only while the linear itself runs."""
+    """Return whether ZeRO 3 partitions the weights, which are then available only during the layer's forward pass."""
     return any(hasattr(parameter, "ds_id") for parameter in linear.parameters())
 
 
 class Rotary(torch.autograd.Function):
-    """Rotary positions on queries and keys [1, heads, T, d], in fewer passes than transformers' own."""
+    """Apply rotary positions to queries and keys, [1, heads, T, d], in fewer passes than transformers' function."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys with rotary positions.
+
+        Args:
+            query: [1, heads, T, d].
+            key: [1, heads, T, d].
+            cos: see `rotated`.
+            sin: see `rotated`.
+        """
         ctx.save_for_backward(cos, sin)
         return rotated(query, cos, sin), rotated(key, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Return the gradients of the queries and keys, which are the gradients of the outputs rotated back.
+
+        Args:
+            query: gradient of the rotated queries, [1, heads, T, d].
+            key: gradient of the rotated keys, [1, heads, T, d].
+        """
         cos, sin = ctx.saved_tensors
         return rotated(query, cos, -sin), rotated(key, cos, -sin), None, None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on [1, heads, T, d]; `cos` and `sin` are [1, T, d], each half alike."""
+    """Apply rotary positions to x, [1, heads, T, d].
+
+    Args:
+        x: queries or keys.
+        cos: cosines of the rotation angles, [1, T, d]. The two halves of the last dimension are equal.
+        sin: sines of the rotation angles, in the same layout.
+    """
     half = x.shape[-1] // 2
-    turned = x * cos[:, None]
-    turned[..., :half].addcmul_(x[..., half:], sin[:, None, :, :half], value=-1)
-    turned[..., half:].addcmul_(x[..., :half], sin[:, None, :, half:])
-    return turned
+    result = x * cos[:, None]
+    result[..., :half].addcmul_(x[..., half:], sin[:, None, :, :half], value=-1)
+    result[..., half:].addcmul_(x[..., :half], sin[:, None, :, half:])
+    return result
 
 
 def folding_pays(model: nn.Module) -> bool:
-    """True where one product with the adapters in the weights takes fewer FLOPs than the frozen product and the two of
-    the adapter: in a step 6 in out against 4 in out + 6 r (in + out) a token; only weights in fp32."""
+    """Return whether folding the adapters into the weights reduces the FLOPs. Always False if a weight is not fp32.
+
+    Per token, a training step takes 6 in out FLOPs with folded adapters, and 4 in out + 6 r (in + out) with separate
+    adapters.
+    """
     adapted: list[Any] = [module for module in model.modules() if isinstance(module, LoraLinear)]
     if not adapted or any(module.weight.dtype != torch.float32 for module in adapted):
         return False
-    sizes = [(one.in_features, one.out_features, one.r[one.active_adapters[0]]) for one in adapted]
-    return sum(2 * i * o for i, o, _ in sizes) < sum(6 * r * (i + o) for i, o, r in sizes)
+    saved_flops = 0
+    extra_flops = 0
+    for linear in adapted:
+        rank = linear.r[linear.active_adapters[0]]
+        saved_flops += 6 * rank * (linear.in_features + linear.out_features)
+        extra_flops += 2 * linear.in_features * linear.out_features
+    return extra_flops < saved_flops
 
 
-FUSED: dict[type[nn.Module], type[nn.Module]] = {
+FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     LoraLinear: FusedLora,
     Qwen2RMSNorm: FusedRMSNorm,
     Qwen2DecoderLayer: FusedDecoderLayer,
     SiglipEncoderLayer: FusedEncoderLayer,
 }
-STOCK: dict[type[nn.Module], type[nn.Module]] = {  # Llama's modules compute the same on the same parts
-    **{fused: stock for stock, fused in FUSED.items()},
-    LlamaRMSNorm: Qwen2RMSNorm,
-    LlamaDecoderLayer: Qwen2DecoderLayer,
-}
+STOCK_CLASSES: dict[type[nn.Module], type[nn.Module]] = {fused: stock for stock, fused in FUSED_CLASSES.items()}
+# Llama's layers have the same parts as Qwen2's and compute the same results
+STOCK_CLASSES |= {LlamaRMSNorm: Qwen2RMSNorm, LlamaDecoderLayer: Qwen2DecoderLayer}
 
 
 def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", stock: bool = False) -> None:
-    """Choose how the LLM computes.
+    """Switch the LLM and the vision encoder to fused or stock implementations, in place.
 
-    Adapters are folded into the weights where that is less work and nothing is recomputed; else they are added to the
-    linears' outputs.
+    If folding reduces the FLOPs and nothing is recomputed, the adapters are folded into the weights, and a SigLIP
+    encoder computes queries, keys and values in one product. Otherwise, the adapters' outputs are added to the outputs
+    of the linear layers, and the vision encoder uses transformers' implementation.
 
     Args:
-        activation_checkpointing: what backward recomputes: "none", "selective" (norms and SwiGLU products; not with
-            `stock`) or "full" (every layer).
-        stock: everything is transformers' and peft's own way.
+        model: the model to change.
+        activation_checkpointing: what the backward pass recomputes: "none", "selective" (norms and SwiGLU products, not
+            supported with `stock`) or "full" (every layer).
+        stock: whether all modules use the implementations of transformers and peft.
     """
     folds = not stock and activation_checkpointing == "none" and folding_pays(model)
     for module in model.modules():
-        kind = STOCK.get(type(module), type(module))
-        is_left = stock or (kind is SiglipEncoderLayer and not folds)
-        module.__class__ = kind if is_left else FUSED.get(kind, kind)
+        stock_class = STOCK_CLASSES.get(type(module), type(module))
+        stays_stock = stock or (stock_class is SiglipEncoderLayer and not folds)
+        module.__class__ = stock_class if stays_stock else FUSED_CLASSES.get(stock_class, stock_class)
         if isinstance(module, FusedDecoderLayer):
-            module.selective, module.folds = activation_checkpointing == "selective", folds
+            module.is_selective = activation_checkpointing == "selective"
+            module.folds_adapters = folds
     if activation_checkpointing == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:

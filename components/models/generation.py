@@ -1,4 +1,4 @@
-"""Captions from pairs of images: batched greedy decoding with a checkpoint of any family."""
+"""Caption image pairs with a checkpoint of any family, using batched greedy decoding."""
 
 from __future__ import annotations
 
@@ -18,34 +18,52 @@ from m3diff.models.processing import PairProcessor
 if TYPE_CHECKING:
     from m3diff.models.family import ImagePair
 
-# What is asked where nothing else is: the first question of the task `difference` in convert's templates
+# The default question, which is the first question of the task `difference` in convert's templates
 QUESTION = "What has changed from the first image to the second?"
 
 
 class Captioner:
-    """A model that describes pairs of images; `model` is put into evaluation mode."""
+    """Describes image pairs with a model.
+
+    Args:
+        model: the model, which is put into evaluation mode.
+        processor: processor of the model.
+        family: family of the model.
+        max_new_tokens: maximum length of a caption in tokens.
+    """
 
     def __init__(self, model: Any, processor: PairProcessor, family: Family, max_new_tokens: int) -> None:
-        self.model, self.processor, self.family = model.eval(), processor, family
+        self.model = model.eval()
+        self.processor = processor
+        self.family = family
         self.max_new_tokens = max_new_tokens
 
     def caption(self, pairs: Sequence[ImagePair], question: str = QUESTION) -> list[str]:
-        """A caption for each pair of images (before, after). One question, so no padding: no pair changes another's."""
-        captions, _ = self.answer([self.processor.prepare_image(image) for pair in pairs for image in pair], question)
+        """Return a caption for each image pair (before, after).
+
+        All pairs have the same question, so the prompts are not padded and the pairs of a batch do not affect each
+        other's captions.
+        """
+        prepared = [self.processor.prepare_image(image) for pair in pairs for image in pair]
+        captions, _ = self.answer(prepared, question)
         return captions
 
     @torch.inference_mode()
     def answer(
         self, images: Sequence[np.ndarray], question: str = QUESTION, saliency: bool = False
     ) -> tuple[list[str], np.ndarray | None]:
-        """The captions of pairs of prepared images, and where the model looks for their differences; the images are
-        encoded once for both.
+        """Return captions and, if requested, saliency maps for pairs of prepared images.
+
+        Captions and maps come from the same forward passes, so each image is encoded only once.
 
         Args:
-            images: as the processor's `prepare_image` gives them: before, after, before, after, ...
-            saliency: whether to give the maps.
-        Returns: one caption per pair; the maps, [pairs, rows, columns] float16 over the patch grid, each with sum 1, or
-            None where they are not asked for.
+            images: images from the processor's `prepare_image`, ordered before, after, before, after, ...
+            question: the question for all pairs.
+            saliency: whether to return maps that show where the model looks for differences.
+
+        Returns:
+            A caption for each pair, and the maps, [pairs, rows, columns] float16 over the patch grid, each with sum 1.
+            The maps are None if `saliency` is false.
         """
         device = self.model.device
         prompts = self.processor.prompt_inputs([question] * (len(images) // 2))
@@ -62,22 +80,26 @@ class Captioner:
         captions = self.processor.decode(tokens[:, inputs["input_ids"].shape[1] :])
         if maps is None:
             return captions, None
-        # numpy knows no bfloat16
-        return captions, self.model.mean_map(maps, len(tokens)).float().cpu().numpy().astype(np.float16)
+        mean_maps = self.model.mean_map(maps, len(tokens))
+        # numpy does not support bfloat16
+        return captions, mean_maps.float().cpu().numpy().astype(np.float16)
 
 
 def load_captioner(
     checkpoint: Path, max_new_tokens: int = 64, device: Device | None = None, base: Path | None = None
 ) -> Captioner:
-    """Load a checkpoint, or a folder of adapters, of any family.
+    """Load a checkpoint or a folder of adapters of any family, and return a captioner for it.
 
     Args:
-        device: where it computes; by default a GPU in bfloat16 where there is one, else the CPU in float32.
-        base: where the base of adapters is; by default where their manifest says.
+        checkpoint: folder of the checkpoint or the adapters.
+        max_new_tokens: maximum length of a caption in tokens.
+        device: device and precision. By default, a GPU in bfloat16 if torch can find one, otherwise the CPU in float32.
+        base: folder of the adapters' base model. By default, the path in the manifest is used.
 
     Raises:
-        CheckpointError: the folder is incomplete or damaged, or the base is not there or another; names the file.
-        DeviceError: a GPU is asked for and there is none.
+        CheckpointError: the folder is incomplete or damaged, or the base is missing or is not the base that the
+            adapters were trained on.
+        DeviceError: `device` is a GPU, but torch cannot find one.
     """
     if device is None:
         device = Device(gpu=True, precision="bf16") if torch.cuda.is_available() else Device(False, "fp32")

@@ -1,6 +1,6 @@
-"""Layers of the modules that compare images: linears with initial weights of their own, attention, norms, positions.
+"""Layers for the modules that compare images: linear layers with special initial weights, attention, norms, positions.
 
-Shapes: B pairs, M queries, N keys, D a width.
+Shapes: B pairs, M queries, N keys, D width.
 """
 
 import math
@@ -16,178 +16,248 @@ from transformers import initialization as init
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight for a frozen weight or none, in few passes; on a CPU torch's own takes many. Not in bf16,
-    where every pass rounds."""
+    """Computes x / rms(x) * weight on a CPU with fewer passes over memory than torch's function.
+
+    The weight must be frozen or None. Do not use it for bf16, where every pass would round.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = (size.square_().div_(x.shape[-1]).add_(epsilon)).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        normed = x * inverse
+        """Return the normalised x, [..., D]."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse_rms = (norm.square_().div_(x.shape[-1]).add_(epsilon)).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
+        normed = x * inverse_rms
         return normed if weight is None else normed.mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, weight, inverse = ctx.saved_tensors
-        of_normed = grad.clone() if weight is None else grad * weight
-        along = torch.linalg.vecdot(of_normed, x)[..., None]
-        along = along.mul_(inverse.pow(3)).div_(-x.shape[-1])
-        return of_normed.mul_(inverse).addcmul_(x, along), None, None
+        """Return the gradient of x, and None for the frozen weight."""
+        x, weight, inverse_rms = ctx.saved_tensors
+        grad_normed = grad.clone() if weight is None else grad * weight
+        # d(1 / rms) / dx is -x / (D rms^3)
+        along_x = torch.linalg.vecdot(grad_normed, x)[..., None]
+        along_x = along_x.mul_(inverse_rms.pow(3)).div_(-x.shape[-1])
+        return grad_normed.mul_(inverse_rms).addcmul_(x, along_x), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, epsilon: float | None = None) -> Tensor:
-    """torch's own kernel on a GPU, `RMSNorm` on a CPU."""
-    exact = x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
-    if exact and (weight is None or not weight.requires_grad):
+    """Return x / rms(x) * weight.
+
+    This uses `RMSNorm` if x is fp32 or fp64 on a CPU and the weight is frozen or None, and otherwise torch's function.
+    """
+    is_exact_on_cpu = x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
+    if is_exact_on_cpu and (weight is None or not weight.requires_grad):
         return RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-class OwnStart(nn.Module):
-    """A module that gives its own parameters, not its children's, their first values when transformers asks."""
+class SelfInitialised(nn.Module):
+    """A layer that initialises its own parameters when transformers requests it. Sublayers initialise their own."""
 
     def reset_parameters(self) -> None:
+        """Initialise the parameters of this layer, but not those of its sublayers."""
         raise NotImplementedError
 
 
 class Projection(nn.Linear):
-    """A linear layer of a new module; `gain` scales its starting weights, 0 makes it zero-initialised."""
+    """A linear layer of a new module, initialised with random weights or zeros.
+
+    Args:
+        width_in: width of the input.
+        width_out: width of the output.
+        gain: factor of the initial weights; 0 initialises them to zero.
+    """
 
     def __init__(self, width_in: int, width_out: int, gain: float = 1.0) -> None:
         self.gain = gain
         super().__init__(width_in, width_out)
 
     def reset_parameters(self) -> None:
+        """Draw random weights with standard deviation gain / sqrt(width_in) and set the bias to zero."""
         init.normal_(self.weight, std=self.gain / self.in_features**0.5)
         init.zeros_(self.bias)
 
 
 class DifferenceProjection(Projection):
-    """A linear on [a; b; a - b], as Wp of equation (3) of M3Diff: it starts out passing the difference through and a
-    little of both beside it."""
+    """A linear layer on [a; b; a - b], such as Wp in equation (3) of M3Diff.
+
+    The initial weights pass the difference a - b through and add small random projections of all inputs.
+    """
 
     def reset_parameters(self) -> None:
+        """Draw small random weights and add twice the identity for the difference."""
         width = self.out_features
-        start = torch.randn_like(self.weight) * 0.5 / self.in_features**0.5
-        start[:, 2 * width :] += 2 * torch.eye(width, dtype=start.dtype, device=start.device)
-        init.copy_(self.weight, start)
+        weight = torch.randn_like(self.weight) * 0.5 / self.in_features**0.5
+        weight[:, 2 * width :] += 2 * torch.eye(width, dtype=weight.dtype, device=weight.device)
+        init.copy_(self.weight, weight)
         init.zeros_(self.bias)
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP; with
-    `normed`, queries and keys have size one. `kv_width` is the keys' where it is another than the queries'."""
+    """Multi-head attention CA(q, kv), with biases as in SigLIP. It is self-attention if q and kv are the same.
+
+    Args:
+        width: width of the queries and the output.
+        heads: number of attention heads.
+        gain: gain of the output projection's initial weights.
+        normed: whether queries and keys are divided by their root mean square.
+        kv_width: width of the inputs for keys and values. By default, the same as `width`.
+    """
 
     def __init__(
         self, width: int, heads: int, gain: float = 1.0, normed: bool = False, kv_width: int | None = None
     ) -> None:
         super().__init__()
-        self.heads, self.normed = heads, normed
+        self.heads = heads
+        self.normed = normed
         self.q_proj = Projection(width, width)
         self.k_proj = Projection(kv_width or width, width)
         self.v_proj = Projection(kv_width or width, width)
         self.out_proj = Projection(width, width, gain)
 
-    def _split(self, x_BND: Tensor) -> Tensor:
+    def _split_heads(self, x_BND: Tensor) -> Tensor:
         return x_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def _placed(self, x_BND: Tensor, places_ND: Tensor | None) -> Tensor:
-        """Queries or keys with the positions of their places; keys may hold several grids one after another."""
+    def _with_positions(self, x_BND: Tensor, positions_ND: Tensor | None) -> Tensor:
+        """Normalise queries or keys, add positions, and split them into heads.
+
+        Keys may come from several grids of patches. The same positions are added to each grid.
+        """
         if self.normed:
             x_BND = rms_norm(x_BND)
-        if places_ND is not None:
-            x_BND = x_BND + places_ND.repeat(x_BND.shape[1] // len(places_ND), 1)
-        return self._split(x_BND)
+        if positions_ND is not None:
+            grids = x_BND.shape[1] // len(positions_ND)
+            x_BND = x_BND + positions_ND.repeat(grids, 1)
+        return self._split_heads(x_BND)
 
-    def forward(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
-        attention_output = F.scaled_dot_product_attention(q, k, self._split(self.v_proj(kv_BND)))
-        return self.out_proj(attention_output.transpose(1, 2).flatten(2))
+    def forward(self, q_BMD: Tensor, kv_BND: Tensor, positions_ND: Tensor | None = None) -> Tensor:
+        """Return CA(q, kv), [B, M, D].
 
-    def norm_weighted_attention(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """The amount of each key's value that reaches each query, [B, M, N]: attention times the size of the projected
-        value (Kobayashi et al. 2020, arXiv 2004.10102), summed over heads; for showing, not for training."""
-        sizes = self.values(kv_BND).norm(dim=-1)
-        return (self.weights(q_BMD, kv_BND, places_ND) * sizes[:, :, None]).sum(1)
+        Args:
+            q_BMD: inputs for the queries.
+            kv_BND: inputs for the keys and values.
+            positions_ND: positions of a grid of patches, added to queries and keys, or None for no positions.
+        """
+        q = self._with_positions(self.q_proj(q_BMD), positions_ND)
+        k = self._with_positions(self.k_proj(kv_BND), positions_ND)
+        v = self._split_heads(self.v_proj(kv_BND))
+        heads = F.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(heads.transpose(1, 2).flatten(2))
 
-    def weights(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """The attention of each query to each key, [B, heads, M, N]; sums to 1 over the keys."""
-        q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
+    def norm_weighted_attention(self, q_BMD: Tensor, kv_BND: Tensor, positions_ND: Tensor | None = None) -> Tensor:
+        """Return how much each key's value contributes to each query's output, [B, M, N], for visualisation.
+
+        This is the attention weight times the norm of the projected value (Kobayashi et al. 2020, arXiv 2004.10102),
+        summed over the heads.
+        """
+        norms = self.values(kv_BND).norm(dim=-1)
+        return (self.weights(q_BMD, kv_BND, positions_ND) * norms[:, :, None]).sum(1)
+
+    def weights(self, q_BMD: Tensor, kv_BND: Tensor, positions_ND: Tensor | None = None) -> Tensor:
+        """Return the attention weights of each query, [B, heads, M, N]. They sum to 1 over the keys."""
+        q = self._with_positions(self.q_proj(q_BMD), positions_ND)
+        k = self._with_positions(self.k_proj(kv_BND), positions_ND)
         return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
 
     def values(self, kv_BND: Tensor) -> Tensor:
-        """Each key's value as it leaves the output projection, [B, heads, N, D]."""
-        out = self.out_proj.weight.unflatten(1, (self.heads, -1))
-        return torch.einsum("bhnd,ohd->bhno", self._split(self.v_proj(kv_BND)), out)
+        """Return each key's value after the output projection, [B, heads, N, D]."""
+        out_weight = self.out_proj.weight.unflatten(1, (self.heads, -1))
+        return torch.einsum("bhnd,ohd->bhno", self._split_heads(self.v_proj(kv_BND)), out_weight)
 
 
 @lru_cache(maxsize=8)
 def sincos_positions(side: int, width: int, heads: int, amplitude: float, dtype: torch.dtype, device: Any) -> Tensor:
-    """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y. Computed in fp32
-    on the CPU, whatever the device around: they are kept for every later model of that precision and device."""
-    pairs = width // heads // 4
-    frequencies = math.pi * torch.linspace(1, 0, pairs + 1, device="cpu")[:-1]
+    """Return position embeddings of a side x side grid, [side^2, width]: sines and cosines of x and y in each head.
+
+    They are always computed in fp32 on the CPU, even within `torch.device("meta")`, because the result is cached for
+    later models with the same precision and device.
+    """
+    count = width // heads // 4
+    frequencies = math.pi * torch.linspace(1, 0, count + 1, device="cpu")[:-1]
     angles = torch.arange(side, device="cpu")[:, None] * frequencies
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
     grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
-    per_head = F.pad(grid, (0, width // heads - 4 * pairs))
+    per_head = F.pad(grid, (0, width // heads - 4 * count))
     return (amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)).to(device, dtype)
 
 
-def grid_positions(like_BND: Tensor, width: int, heads: int, amplitude: float) -> Tensor | None:
-    """Positions of the square grid of N patches, in the features' precision and place; None without amplitude."""
+def grid_positions(features_BND: Tensor, width: int, heads: int, amplitude: float) -> Tensor | None:
+    """Return position embeddings of the square grid of N patches, [N, width], or None if the amplitude is 0.
+
+    They have the same precision and device as the features.
+    """
     if not amplitude:
         return None
-    return sincos_positions(math.isqrt(like_BND.shape[1]), width, heads, amplitude, like_BND.dtype, like_BND.device)
+    side = math.isqrt(features_BND.shape[1])
+    return sincos_positions(side, width, heads, amplitude, features_BND.dtype, features_BND.device)
 
 
 @contextmanager
-def recorded(modules: Sequence[nn.Module], taken: Callable[..., Tensor]) -> Iterator[list[Tensor]]:
-    """Within it, each forward of a module adds what is `taken` of it, its arguments and its result."""
-    found: list[Tensor] = []
+def recorded(modules: Sequence[nn.Module], compute: Callable[..., Tensor]) -> Iterator[list[Tensor]]:
+    """Record a tensor for each forward pass of the modules within the block, and return the list of these tensors.
 
-    def add(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        found.append(taken(module, *given, result=result, **named))
+    Args:
+        modules: the modules to observe.
+        compute: (module, *arguments, result=...) -> the tensor to record.
+    """
+    records: list[Tensor] = []
+
+    def add(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        records.append(compute(module, *arguments, result=result, **options))
 
     hooks = [module.register_forward_hook(add, with_kwargs=True) for module in modules]
     try:
-        yield found
+        yield records
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def trims(llm: Any) -> bool:
-    """True where the LLM's last layer takes `kept`, the places that it is asked for: fused kernels do."""
-    return getattr(llm.layers[-1], "takes_kept", False)
+def can_trim_last_layer(llm: Any) -> bool:
+    """Return whether the LLM's last layer can compute outputs only for selected positions, as fused layers can."""
+    return getattr(llm.layers[-1], "accepts_kept_positions", False)
 
 
 def with_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_token: Any) -> Tensor:
-    """The embeddings [., T, W] with the rows of `visual` [V, W] in the places of the image token: as `masked_scatter`,
-    whose backward would wait for a GPU.
+    """Return the embeddings, [B, T, W], with the image tokens replaced by the rows of `visual`.
+
+    The result is the same as with `masked_scatter`, whose backward pass would synchronise with the GPU.
 
     Args:
-        tokens: the token ids, [., T], on the CPU, which therefore knows the places.
+        embeds: embeddings of all tokens, [B, T, W].
+        visual: embeddings of the visual tokens, [V, W].
+        tokens: token ids, [B, T], on the CPU, where their positions can be found without synchronising with the GPU.
+        image_token: id of the image token.
     """
-    places = tokens.flatten().eq(image_token).nonzero().flatten().to(embeds.device, non_blocking=True)
-    return embeds.flatten(0, -2).index_copy(0, places, visual.to(embeds)).view_as(embeds)
+    positions = tokens.flatten().eq(image_token).nonzero().flatten().to(embeds.device, non_blocking=True)
+    return embeds.flatten(0, -2).index_copy(0, positions, visual.to(embeds)).view_as(embeds)
 
 
 class Mlp(nn.Sequential):
-    """Into the hidden units of `last`, through GELU and out by it."""
+    """Two linear layers with GELU between them.
 
-    def __init__(self, width_in: int, last: Projection, approximate: str = "tanh") -> None:
-        super().__init__(Projection(width_in, last.in_features), nn.GELU(approximate=approximate), last)
+    Args:
+        width_in: width of the input.
+        out: the second layer. The width of its input is the hidden width.
+        approximate: approximation of GELU, "tanh" or "none".
+    """
+
+    def __init__(self, width_in: int, out: Projection, approximate: str = "tanh") -> None:
+        super().__init__(Projection(width_in, out.in_features), nn.GELU(approximate=approximate), out)
 
 
 class Detector(Projection):
-    """The last layer of an MLP on a difference where a module begins: besides the rest it adds the sum of all hidden
-    units, which grows with the size of the difference whatever its direction, in one direction of its own."""
+    """The last linear layer of an MLP, with initial weights that make a new module detect changes.
+
+    In addition to the random projection, it adds the sum of all hidden units along one random direction. This sum grows
+    with the size of the difference, regardless of the direction of the difference.
+    """
 
     STRENGTH = 24.0
 
     def reset_parameters(self) -> None:
+        """Draw random weights and add the direction for the sum of the hidden units."""
         super().reset_parameters()
         direction = torch.randn_like(self.weight[:, :1]) * self.STRENGTH / self.in_features
         init.copy_(self.weight, self.weight.detach() + direction)

@@ -1,8 +1,9 @@
-"""LLaVA on pairs of images, transformers' LLaVA-OneVision underneath: configuration and model that the families on
-LLaVA's parts have in common.
+"""LLaVA for image pairs: the configuration and model shared by all families that are based on LLaVA.
 
-Shapes: B pairs, N patches per image, D the vision encoder's width, W the LLM's; images come as before, after, before,
-after, ...
+The classes extend transformers' LLaVA-OneVision.
+
+Shapes: B pairs, N patches per image, D width of the vision encoder, W width of the LLM. Images are ordered before,
+after, before, after, ...
 """
 
 from collections.abc import Iterator
@@ -18,14 +19,17 @@ from transformers import logging as transformers_logging
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from m3diff.models.layers import OwnStart, Projection, trims, with_visual_tokens
+from m3diff.models.layers import Projection, SelfInitialised, can_trim_last_layer, with_visual_tokens
+from m3diff.records.errors import DataError
 
+EXAMPLES = 5  # maximum number of weights that an error message lists
 STRATEGY = "vision_feature_select_strategy"
-ONEVISION, LLAVA = LlavaOnevisionConfig.model_type, LlavaConfig.model_type
+ONEVISION = LlavaOnevisionConfig.model_type
+LLAVA = LlavaConfig.model_type
 ARCHITECTURES = {ONEVISION: "LlavaOnevisionForConditionalGeneration", LLAVA: "LlavaForConditionalGeneration"}
 
-# Shapes of the LLMs of llava-hf's models, for plans and benchmarks without their folders; the rest is transformers'
-# defaults
+# LLM configurations of llava-hf's models, so that planning and benchmarks do not need the models' folders. Fields that
+# are not listed have transformers' defaults.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llava-onevision-qwen2-7b-ov-hf": {
         "model_type": "qwen2",
@@ -51,14 +55,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 class LlavaOfPairsConfig(LlavaOnevisionConfig):
-    """LLaVA's configuration with the fields of a family's own module.
+    """LLaVA's configuration with the settings of a family's module.
 
     Attributes:
-        MODULE: name of the field that holds them, and of the module in the model. None there is no module, and the
-            model is the base.
-        read_module: makes the module's settings of its fields.
-        BASES: names of published bases; the shapes of the first are planned with where the base is unknown.
-        newline: whether each image ends with LLaVA-OneVision's newline.
+        MODULE: name of the model's attribute for the module, and of the configuration field with the module's settings.
+            The field is None for a base without a module.
+        read_module: function that creates the module's settings from the values of this field.
+        BASES: names of the published bases. The first is used for planning if the base is unknown.
+        newline: whether each image ends with LLaVA-OneVision's newline token.
     """
 
     MODULE: ClassVar[str] = ""
@@ -71,90 +75,106 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
         vision_feature_layer: Any
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as they are written: LLaVA's own code refuses it with a module and loads it without.
+        """Return the fields of config.json.
 
-        LLaVA would take the weights and drop the module's, but it knows no strategy called as the module. Without a
-        module it is told its own name, for by another it does not find the head.
+        LLaVA's own code must reject a model with a module, because it would load the model without the module's
+        weights. The feature strategy is therefore set to the module's name, which LLaVA does not support. A model
+        without a module gets LLaVA's `model_type`, because transformers' LLaVA would not find the language-model head
+        otherwise.
         """
         values = super().to_dict()
         if getattr(self, self.MODULE) is not None:
             return values | {STRATEGY: self.MODULE}
-        kind = ONEVISION if self.newline else LLAVA
-        return values | {"model_type": kind, "architectures": [ARCHITECTURES[kind]]}
+        model_type = ONEVISION if self.newline else LLAVA
+        return values | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return super().from_dict(cls._as_computed(config_dict), **kwargs)
+        """Create the configuration from the fields of config.json, with LLaVA-OneVision's default feature strategy."""
+        return super().from_dict(cls._without_module_strategy(config_dict), **kwargs)
 
     @classmethod
-    def _as_computed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Without what `to_dict` writes for others: the model computes with LLaVA-OneVision's own strategy."""
+    def _without_module_strategy(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields without the feature strategy that `to_dict` sets."""
         return {name: value for name, value in values.items() if (name, value) != (STRATEGY, cls.MODULE)}
 
     @classmethod
-    def on_fields(cls, found: dict[str, Any], module: dict | None) -> Self:
-        """The configuration of a config.json, whose own module, where it has one, comes before `module`."""
-        values = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
-        return cls(**{cls.MODULE: module} | cls._as_computed(values))
+    def from_fields(cls, fields: dict[str, Any], module: dict | None) -> Self:
+        """Create the configuration from the fields of config.json.
+
+        Args:
+            fields: fields from the config.json of a trained model or a base.
+            module: settings of a new module, which are used if `fields` does not contain a module.
+        """
+        values = {name: value for name, value in fields.items() if name not in ("model_type", "architectures")}
+        return cls(**{cls.MODULE: module} | cls._without_module_strategy(values))
 
     @classmethod
-    def on_base(cls, folder: str, module: dict | None) -> Self:
-        """The configuration of a folder, trained or a base's; with a new module of these fields where it has none."""
-        return cls.on_fields(cls.get_config_dict(folder)[0], module)
+    def from_folder(cls, folder: str, module: dict | None) -> Self:
+        """Read the configuration from the folder of a trained model or a base; see `from_fields`."""
+        fields, _ = cls.get_config_dict(folder)
+        return cls.from_fields(fields, module)
 
     @classmethod
     def published(cls, name: str, module: dict | None) -> Self:
-        """The shapes of a published base, by the name of its folder; by another name those of the first."""
+        """Return the configuration of the published base with this name, or of the first base if it is unknown."""
         name = name if name in cls.BASES else cls.BASES[0]
-        kind = LLAVA if PUBLISHED[name]["model_type"] == "llama" else ONEVISION
-        config = cls.on_fields({"model_type": kind, "text_config": PUBLISHED[name]}, module)
+        model_type = LLAVA if PUBLISHED[name]["model_type"] == "llama" else ONEVISION
+        config = cls.from_fields({"model_type": model_type, "text_config": PUBLISHED[name]}, module)
         config.name_or_path = f"llava-hf/{name}"
         return config
 
     def module_config(self) -> Any:
-        """The settings of the module, or None. Raises TypeError or ValueError for a field that is unknown or
-        impossible."""
+        """Return the settings of the module, or None if there is no module.
+
+        Raises:
+            TypeError: a field is unknown.
+            ValueError: a value is invalid.
+        """
         values = getattr(self, self.MODULE)
         return None if values is None else self.read_module(**values)
 
     @property
     def patches(self) -> int:
-        """Patches of one image."""
+        """Number of patches per image."""
         return (self.vision_config.image_size // self.vision_config.patch_size) ** 2
 
-    def places(self) -> tuple[int, int]:
-        """Visual tokens in the places of the image before and of the image after."""
-        each = self.patches + self.newline
-        return each, each
+    def visual_token_counts(self) -> tuple[int, int]:
+        """Return the number of visual tokens for the image before and for the image after."""
+        tokens = self.patches + self.newline
+        return tokens, tokens
 
     @property
     def image_tokens(self) -> int:
-        return sum(self.places())
+        """Number of visual tokens per pair."""
+        return sum(self.visual_token_counts())
 
 
 class NewModuleInit:
-    """A new module's parts initialise themselves; transformers asks whichever model holds them."""
+    """Mixin for models with a new module whose layers initialise themselves.
+
+    To initialise a layer, transformers calls `_init_weights` of the outermost model.
+    """
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Projection | OwnStart):
+        if isinstance(module, Projection | SelfInitialised):
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
 
 class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
-    """LLaVA-OneVision without its head. A family says what the LLM sees of a pair."""
+    """LLaVA-OneVision without its language-model head. Each family defines the visual tokens of a pair."""
 
     config: Any
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The projected features of the images, [2 B, N, W], and the tokens in each image's places, [places, W]
-        each."""
+        """Return the projected features of the images, [2 B, N, W], and each image's visual tokens, [tokens, W]."""
         raise NotImplementedError
 
     def with_newline(self, projected: Tensor) -> Tensor:
-        """Features of images [2 B, N, W], each followed by LLaVA-OneVision's newline, [2 B, N + 1, W]."""
+        """Append LLaVA-OneVision's newline token to each image: [2 B, N, W] to [2 B, N + 1, W]."""
         if not self.config.newline:
             return projected
         newline = self.image_newline.to(projected.dtype).expand(len(projected), 1, -1)
@@ -166,25 +186,39 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         image_sizes: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPooling:
-        """Visual tokens of pairs of images [2 B, 3, H, W]: `pooler_output` holds a tensor per image, [places, W]."""
+        """Return the visual tokens of image pairs. transformers calls this method.
+
+        Args:
+            pixel_values: normalised images, [2 B, 3, height, width].
+            image_sizes: ignored.
+
+        Returns:
+            An output whose `pooler_output` is a list with the visual tokens of each image, [tokens, W].
+        """
         projected, tokens = self.visual_tokens(pixel_values)
         return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=tokens)  # type: ignore[arg-type]
 
-    @wraps(LlavaOnevisionModel.forward)  # transformers reads the arguments off the signature
+    @wraps(LlavaOnevisionModel.forward)  # transformers inspects the signature
     def forward(  # type: ignore[override]
         self, input_ids: Any = None, pixel_values: Any = None, **kwargs: Any
     ) -> Any:
-        """LLaVA-OneVision's forward. With `tokens`, the ids of `input_ids` on the CPU, nothing waits for a GPU."""
+        """Run LLaVA-OneVision's forward pass.
+
+        If `tokens`, a copy of `input_ids` on the CPU, is passed, the forward pass does not synchronise with the GPU.
+        """
         tokens = kwargs.pop("tokens", None)
         if tokens is None:
             return super().forward(input_ids, pixel_values, **kwargs)
         visual: Any = torch.cat(self.get_image_features(pixel_values).pooler_output)  # type: ignore[arg-type]
-        embeds = with_visual_tokens(self.get_input_embeddings()(input_ids), visual, tokens, self.config.image_token_id)
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = with_visual_tokens(embeds, visual, tokens, self.config.image_token_id)
         return super().forward(**kwargs | {"inputs_embeds": embeds})
 
     def vision_hidden_states(self, pixel_values: Tensor) -> list[Tensor]:
-        """The vision encoder's hidden states: the embedding and each layer's output, every one [images, N, D]. A CLIP
-        has a norm before its first layer, and a class token, which is left out of each."""
+        """Return the vision encoder's hidden states: the embedding and the output of each layer, each [images, N, D].
+
+        A CLIP encoder also has a norm before its first layer and a class token, which is removed from each state.
+        """
         encoder: Any = self.vision_tower
         is_clip = hasattr(encoder, "pre_layrnorm")
         states = [encoder.embeddings(pixel_values)]
@@ -197,7 +231,7 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' table of missing keys: `from_pretrained` below judges them itself."""
+    """Suppress transformers' report of missing keys within the block, because `from_pretrained` checks the keys."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -207,11 +241,11 @@ def _quiet() -> Iterator[None]:
 
 
 class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGeneration):
-    """The same with its language-model head: two images and a question in, what changed out.
+    """A `LlavaOfPairs` model with a language-model head. It answers questions about two images.
 
     Attributes:
-        MODEL: the family's class of the model without its head.
-        BASES: the models that it is built on, in words.
+        MODEL: the family's model class without the head.
+        BASES: the base models of the family, for error messages.
     """
 
     config: Any
@@ -219,13 +253,14 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
     BASES = "LLaVA-OneVision"
 
     def __init__(self, config: Any) -> None:
-        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)  # builds no second LLaVA-OneVision
+        # skips the parent's __init__, which would build a second LLaVA-OneVision
+        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)
         self.model = self.MODEL(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # a configuration and arguments of its own
+    def from_pretrained(  # type: ignore[override]  # has additional arguments
         cls,
         pretrained_model_name_or_path: str | Path,
         *args: Any,
@@ -233,70 +268,90 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         module: dict | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load a trained model, or a base to which a new module is added.
+        """Load a trained model, or a base with a new module, from safetensors files.
 
         Args:
-            config: of the model; by default the folder's.
-            module: fields of the module new to a base's folder, None for none. With `config`, anything but None says
-                that the folder is a base's.
+            pretrained_model_name_or_path: folder of the model.
+            config: configuration of the model. By default, it is read from the folder.
+            module: settings of the new module to add to a base, or None to add no module. If `config` is given, its
+                settings are used instead. Any value other than None then only means that the folder is a base, which
+                may lack the weights of the module.
 
-        Raises ValueError where weights other than a new module's are missing or of another shape. Safetensors only.
+        Raises:
+            DataError: weights have the wrong shape, or weights other than those of a new module are missing.
         """
-        kind: Any = cls.config_class
-        name, new, begins = str(pretrained_model_name_or_path), module is not None, config is None
-        if begins:
-            found, _ = kind.get_config_dict(name)
-            new = new and kind.MODULE not in found
-            config = kind.on_fields(found, module)
+        config_class: Any = cls.config_class
+        folder = str(pretrained_model_name_or_path)
+        may_lack_module = module is not None
+        reads_config = config is None
+        if reads_config:
+            fields, _ = config_class.get_config_dict(folder)
+            may_lack_module = may_lack_module and config_class.MODULE not in fields
+            config = config_class.from_fields(fields, module)
         kwargs |= {"config": config, "use_safetensors": True, "output_loading_info": True}
+        kwargs.pop("trust_remote_code", None)  # this class never loads other code
         with _quiet():
-            loaded: Any = super().from_pretrained(name, *args, **kwargs)
+            loaded: Any = super().from_pretrained(folder, *args, trust_remote_code=False, **kwargs)
         model, info = loaded
-        made = {key for key in info["missing_keys"] if new and key.startswith(f"model.{kind.MODULE}.")}
-        if lost := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]} - made)):
-            raise ValueError(
-                f"{name}: {len(lost)} weights are missing or of another shape, so it is no {cls.BASES} of this "
-                f"configuration: {lost[:5]}; fetch or export the folder again"
+        new_weights: set[str] = set()
+        if may_lack_module:
+            new_weights = {key for key in info["missing_keys"] if key.startswith(f"model.{config_class.MODULE}.")}
+        missing = {*info["missing_keys"], *info["mismatched_keys"]} - new_weights
+        if missing:
+            names = sorted(map(str, missing))
+            raise DataError(
+                "models.weights_missing",
+                path=Path(folder),
+                value=len(names),
+                expected=cls.BASES,
+                names=names[:EXAMPLES],
             )
-        if made and begins:
-            model.begin(Path(name))
+        if new_weights and reads_config:
+            model.start_new_module(Path(folder))
         return model
 
-    def begin(self, folder: Path) -> None:
-        """Give a new module weights that the base's folder has for it."""
+    def start_new_module(self, folder: Path) -> None:
+        """Load the initial weights of a new module from the base's folder. The default implementation does nothing."""
 
     def _supports_mm_encoder_outputs(self) -> bool:
-        """`generate` encodes the images within `forward`, where ZeRO 3 has the weights together."""
+        """Return False, so that `generate` encodes the images within `forward`, where ZeRO 3 gathers the weights."""
         return False
 
     @staticmethod
     def blank_images(config: Any, device: Any) -> dict[str, Tensor]:
-        """Image inputs of one pair, as the processor makes them, without content; for counting on "meta"."""
+        """Return zeros in the shape of one pair's image inputs, used to count FLOPs on the "meta" device."""
         side = config.vision_config.image_size
-        count = torch.tensor([2], device="cpu")  # its value is read
+        count = torch.tensor([2], device="cpu")  # transformers reads the value, and "meta" tensors have none
         return {"pixel_values": torch.zeros(2, 3, side, side, device=device), "batch_num_images": count}
 
-    @wraps(LlavaOnevisionForConditionalGeneration.forward)  # `generate` reads the arguments off the signature
+    @wraps(LlavaOnevisionForConditionalGeneration.forward)  # `generate` inspects the signature
     def forward(  # type: ignore[override]
         self, *args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any
     ) -> Any:
-        """LLaVA-OneVision's forward. While training with a mask of the logits to keep, [B, T] bool, the LLM's last
-        layer and head work on those tokens alone; the logits are [tokens kept, vocabulary]."""
-        if not self.training or isinstance(logits_to_keep, int) or not trims(self.model.language_model):
+        """Run LLaVA-OneVision's forward pass.
+
+        In training, `logits_to_keep` may be a mask of positions, [B, T] bool. The LLM's last layer and head then
+        compute only these positions, and the logits are [kept positions, vocabulary].
+        """
+        can_trim = self.training and can_trim_last_layer(self.model.language_model)
+        if isinstance(logits_to_keep, int) or not can_trim:
             return super().forward(*args, logits_to_keep=logits_to_keep, **kwargs)
-        kept = logits_to_keep.flatten().nonzero().flatten().to(self.lm_head.weight.device, non_blocking=True)
-        output = super().forward(*args, kept=kept, **kwargs)
+        kept_positions = logits_to_keep.flatten().nonzero().flatten()
+        kept_positions = kept_positions.to(self.lm_head.weight.device, non_blocking=True)
+        output = super().forward(*args, kept_positions=kept_positions, **kwargs)
         output.logits = output.logits.flatten(0, 1)
         return output
 
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
-        """Within it, each pass adds where its module looks for the difference, maps of [B, N] that sum to 1."""
+        """Record where the module looks for the difference. Each forward pass adds maps [B, N] with sum 1."""
         module = getattr(self.model, self.config.MODULE)
         return nullcontext([]) if module is None else module.recorded_maps()
 
     def mean_map(self, maps: list[Tensor], pairs: int) -> Tensor:
-        """The places where the model looks for the difference of each pair, averaged over its maps: [B, rows, columns]
-        over the patch grid, sums to 1; everywhere alike without a module."""
+        """Return the mean of the recorded maps over the patch grid, [pairs, rows, columns], with sum 1.
+
+        The map is uniform for a model without a module, which does not record maps.
+        """
         side = self.config.vision_config.image_size // self.config.vision_config.patch_size
         if not maps:
             return torch.full((pairs, side, side), 1 / side**2, device=self.device)
@@ -304,6 +359,6 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
 
 
 def keep_names(config: type[LlavaOfPairsConfig]) -> None:
-    """Let a model's weights lie on disk under the names of LLaVA's first releases, which it reads and writes."""
+    """Register the weight names of LLaVA's first releases, which the published bases use, for loading and saving."""
     names = get_checkpoint_conversion_mapping(ONEVISION)
     register_checkpoint_conversion_mapping(config.model_type, names, overwrite=True)

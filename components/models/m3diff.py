@@ -1,6 +1,7 @@
-"""M3Diff (arXiv 2503.11093) as a model family: LLaVA-OneVision with the Multi-scale Differential Perception module.
+"""The M3Diff model family (arXiv 2503.11093): LLaVA-OneVision with the Multi-scale Differential Perception module.
 
-Light to import: torch and transformers come with the first call. `llava_*` are of every family on LLaVA's parts.
+This module does not import torch or transformers until a model is needed. The functions `llava_*` are shared by all
+families that are based on LLaVA.
 """
 
 import json
@@ -10,30 +11,34 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from m3diff.models.family import MODULE_UPDATE_RATIO, Contribution, Family, module_fields
 from m3diff.models.settings import ByKind, MDPConfig, ModuleConfig, Settings
+from m3diff.records.errors import Fault
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The seven linears of every LLM layer; the paper does not name its targets. A full path, because SigLIP's projections
-# have the same short names.
+# Layers that get adapters: all seven linear layers of every LLM layer, because the paper does not say which layers have
+# adapters. The pattern matches full names, because SigLIP's projections have the same short names.
 LORA_TARGETS = {"llm": r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"}
 
-# Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output
-NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
+# Parameters of the vision encoder that LLaVA-OneVision does not use, because it reads a hidden state of the encoder and
+# not the encoder's output
+UNUSED_PARAMETERS = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
 
-# The vision encoder of LLaVA-OneVision-7B: what its configuration leaves out where it is the default
+# Shape of LLaVA-OneVision-7B's vision encoder. Configurations omit fields that have these default values.
 SIGLIP_SO400M = {"num_hidden_layers": 26, "hidden_size": 1152}
 
-# Folder names of the published bases; a hub's page of the same name has the model
-SMALL_BASE, LARGE_BASE = "llava-onevision-qwen2-0.5b-ov-hf", "llava-onevision-qwen2-7b-ov-hf"
+# Folder names of the published bases, which are also their names on the hub
+SMALL_BASE = "llava-onevision-qwen2-0.5b-ov-hf"
+LARGE_BASE = "llava-onevision-qwen2-7b-ov-hf"
 
 
 @dataclass(frozen=True)
 class M3DiffSettings(Settings):
     """Settings of M3Diff.
 
-    module: the new MDP module; or a control: the bare difference, or None for the base without a module.
-    lora: adapters of the LLM's linears.
+    module: settings of the new MDP module. For control runs, settings of the bare difference, or None for the base
+        without a module.
+    lora: adapters of the LLM's linear layers.
     """
 
     family: Literal["m3diff"]
@@ -41,7 +46,7 @@ class M3DiffSettings(Settings):
 
 
 def llava_parts(module: str) -> dict[str, tuple[str, ...]]:
-    """The parts of a model on LLaVA's, whose new module is `model.<module>`."""
+    """Return the parts of a LLaVA-based model with a new module `model.<module>`: part -> parameter prefixes."""
     return {
         "vision": ("model.vision_tower.",),
         "module": (f"model.{module}.",),
@@ -51,70 +56,103 @@ def llava_parts(module: str) -> dict[str, tuple[str, ...]]:
 
 
 def classes() -> tuple[Any, Any]:
+    """Return the model class and the processor class."""
     from transformers import AutoConfig
 
     from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
     from m3diff.models.processing import M3DiffProcessor
 
-    AutoConfig.register(M3DiffConfig.model_type, M3DiffConfig, exist_ok=True)  # AutoTokenizer reads a folder's by it
+    # AutoTokenizer uses the configuration's class to find the tokenizer in a folder
+    AutoConfig.register(M3DiffConfig.model_type, M3DiffConfig, exist_ok=True)
     return M3DiffForConditionalGeneration, M3DiffProcessor
 
 
-def llava_base_faults(settings: Settings, base: Mapping[str, Any], field: str, kinds: Mapping[str, str]) -> list[str]:
-    """Why a base of LLaVA's parts is another than a family needs: of another kind, or trained with another module.
+def llava_base_faults(
+    settings: Settings, base: Mapping[str, Any], field: str, base_names: Mapping[str, str]
+) -> list[Fault]:
+    """Return the reasons why a LLaVA-based family cannot use a base: an unsupported type or a different module.
 
     Args:
-        field: of config.json with the fields of the module that a base was trained with.
-        kinds: names of kinds of base by `model_type`, the first where config.json is silent.
+        settings: settings of the family.
+        base: fields of the base's config.json.
+        field: name of the config.json field for the module's settings. A base has this field if it was trained with a
+            module.
+        base_names: `model_type` -> name of each supported base. The first type is assumed if config.json has none.
     """
-    if (kind := base.get("model_type", next(iter(kinds)))) not in kinds:
-        names = ", ".join(kinds.values())
-        return [f"family {settings.family} needs one of {names} in train.base, and it has a {kind}"]
-    ours = json.loads(json.dumps(module_fields(settings)))  # lists for tuples
-    if (theirs := base.get(field, ours)) == ours:
+    model_type = base.get("model_type", next(iter(base_names)))
+    if model_type not in base_names:
+        names = list(base_names.values())
+        return [Fault("models.other_base", family=settings.family, value=model_type, names=names)]
+    module = json.loads(json.dumps(module_fields(settings)))  # turns tuples into lists, as config.json holds them
+    base_module = base.get(field, module)
+    if base_module == module:
         return []
-    return [f"module: the base was trained with another one, which it keeps; set {theirs} instead of {ours}"]
+    return [Fault("models.base_has_other_module", field="module", value=module, expected=base_module)]
 
 
-def llava_layer_faults(settings: Settings, layers: int) -> list[str]:
-    """Layers that a vision encoder of so many cannot give to the module."""
-    if settings.module is None or (deepest := settings.module.vision_feature_layers[-1]) <= layers:
+def llava_layer_faults(settings: Settings, layers: int) -> list[Fault]:
+    """Return a fault if the module reads a layer that the vision encoder does not have.
+
+    Args:
+        settings: settings of the family.
+        layers: number of layers of the vision encoder.
+    """
+    if settings.module is None:
         return []
-    return [f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder"]
+    deepest = settings.module.vision_feature_layers[-1]
+    if deepest <= layers:
+        return []
+    return [Fault("models.no_such_layer", field="module.vision_feature_layers", value=deepest, limit=layers)]
 
 
-def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
-    """Why these settings and this base cannot go together; nothing where the base is not known."""
+def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[Fault]:
+    """Return the reasons why the settings do not fit the base, or an empty list if the base is not known yet."""
     if base is None:
         return []
-    if found := llava_base_faults(settings, base, "mdp", {"llava_onevision": "LLaVA-OneVision", "m3diff": "M3Diff"}):
-        return found
+    base_names = {"llava_onevision": "LLaVA-OneVision", "m3diff": "M3Diff"}
+    base_faults = llava_base_faults(settings, base, "mdp", base_names)
+    if base_faults:
+        return base_faults
     encoder = SIGLIP_SO400M | base.get("vision_config", {})
-    found = llava_layer_faults(settings, encoder["num_hidden_layers"])
-    width, module = encoder["hidden_size"], settings.module
+    module_faults = llava_layer_faults(settings, encoder["num_hidden_layers"])
+    width = encoder["hidden_size"]
+    module = settings.module
     if isinstance(module, MDPConfig) and width % module.heads:
-        found.append(f"module.heads: {module.heads} does not divide {width}, the width of the vision encoder")
-    return found
+        fault = Fault("models.heads_do_not_divide_encoder", field="module.heads", value=module.heads, width=width)
+        module_faults.append(fault)
+    return module_faults
 
 
 def contribution_names(settings: M3DiffSettings) -> tuple[str, ...]:
-    levels = settings.module.vision_feature_layers if isinstance(settings.module, MDPConfig) else ()
-    return tuple(f"{figure}/{level}" for figure in (MODULE_UPDATE_RATIO, "module_score") for level in levels)
+    """Return the names of the module's metrics: the update ratio of each level, then the score of each level.
+
+    A level is named after its layer of the vision encoder, such as `module_update_ratio/17`. Only the MDP module has
+    metrics.
+    """
+    if not isinstance(settings.module, MDPConfig):
+        return ()
+    levels = settings.module.vision_feature_layers
+    ratios = [f"{MODULE_UPDATE_RATIO}/{level}" for level in levels]
+    scores = [f"module_score/{level}" for level in levels]
+    return (*ratios, *scores)
 
 
 def contribution_figures(sums: "Tensor") -> list[float]:
-    """The numbers of the curve: of each level, the RMS of its update over the RMS of the encoder's last features; then
-    each level's mean score.
+    """Return the values of the module's metrics in the order of `contribution_names`.
+
+    An update ratio is the RMS of the level's update in equation (8), divided by the RMS of the encoder's last features.
+    A score is the mean of equation (7).
 
     Args:
-        sums: what `recorded_contribution` of the module gave, added up: [levels + 1, 2].
+        sums: sum of the tensors from `recorded_contribution`, [levels + 1, 2].
     """
-    levels, (squares, scores) = sums[:-1], sums[-1]
-    return [*(levels[:, 0] / squares).sqrt().tolist(), *(levels[:, 1] / scores).tolist()]
+    levels = sums[:-1]
+    feature_squares, score_count = sums[-1]
+    ratios = (levels[:, 0] / feature_squares).sqrt()
+    scores = levels[:, 1] / score_count
+    return [*ratios.tolist(), *scores.tolist()]
 
 
-# Of each level, called by its layer of the vision encoder: `module_update_ratio/17`, the RMS of the level's update in
-# equation (8) over the RMS of the encoder's last features, and `module_score/17`, the mean score of equation (7).
 CONTRIBUTION = Contribution(
     names=contribution_names,
     recorded=lambda model: model.model.mdp.recorded_contribution(),
@@ -128,7 +166,8 @@ FAMILY = Family(
     lora_targets=LORA_TARGETS,
     classes=classes,
     faults=faults,
-    frozen=NEVER_RUN,
+    frozen=UNUSED_PARAMETERS,
     contribution=CONTRIBUTION,
     new=("module",),
+    model_types=("m3diff", "llava_onevision"),
 )

@@ -1,9 +1,11 @@
-"""M3Diff on transformers' LLaVA-OneVision: the Multi-scale Differential Perception (MDP) module, equations (1)-(8) of
-arXiv 2503.11093, section 4, between vision encoder and projector.
+"""M3Diff, built on transformers' LLaVA-OneVision, with the Multi-scale Differential Perception (MDP) module.
 
-Shapes: B pairs, N patches per image, D the vision encoder's width. `f_2BND` holds the features of the B images before,
-then of the B images after: what treats both alike treats them at once. What the paper leaves open is a field of
-`MDPConfig`, with the reason for the choice.
+The module computes equations (1) to (8) of arXiv 2503.11093, section 4, between the vision encoder and the projector.
+Details that the paper leaves open are fields of `MDPConfig`, which explains each choice.
+
+Shapes: B pairs, N patches per image, D width of the vision encoder. Names such as `f_2BND` end with the dimensions of
+the tensor. `f_2BND` contains the features of the B images before, followed by those of the B images after, so that one
+operation can process all of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ class M3DiffConfig(LlavaOfPairsConfig):
     """Configuration of M3Diff.
 
     Attributes:
-        mdp: fields of `MDPConfig` or `DifferenceConfig`, or None where there is no module and the model is the base.
+        mdp: fields of `MDPConfig` or `DifferenceConfig`, or None for the base without a module.
     """
 
     model_type = "m3diff"
@@ -45,98 +47,140 @@ keep_names(M3DiffConfig)
 
 
 class DifferentialLayer(nn.Module):
-    """Equations (4)-(6): the difference looks at itself and at both images; both images look at the difference."""
+    """One layer of a level: equations (4) to (6).
 
-    def __init__(self, cfg: MDPConfig, width: int, first: bool) -> None:
+    The difference attends to itself and to both images, and each image attends to itself and to the difference.
+
+    Args:
+        cfg: settings of the MDP module.
+        width: width of the features.
+        is_first: whether this is the first layer of its level.
+    """
+
+    def __init__(self, cfg: MDPConfig, width: int, is_first: bool) -> None:
         super().__init__()
         self.residual = cfg.residual
-        zero = 0.0 if cfg.residual else 1.0
-        self.self_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.residual)
-        self.cross_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.residual)
+        # with residuals, the difference's attention layers add nothing initially
+        out_gain = 0.0 if cfg.residual else 1.0
+        self.self_attention = MultiHeadAttention(width, cfg.heads, out_gain, normed=cfg.residual)
+        self.cross_attention = MultiHeadAttention(width, cfg.heads, out_gain, normed=cfg.residual)
         hidden = cfg.mlp_ratio * width
-        self.mlp = Mlp(width, Detector(hidden, width) if cfg.residual and first else Projection(hidden, width, zero))
-        gain = cfg.init_gain if cfg.residual else 1.0
-        self.feature_attention = MultiHeadAttention(width, cfg.heads, gain, cfg.residual)
+        is_detector = cfg.residual and is_first
+        self.mlp = Mlp(width, Detector(hidden, width) if is_detector else Projection(hidden, width, out_gain))
+        feature_gain = cfg.init_gain if cfg.residual else 1.0
+        self.feature_attention = MultiHeadAttention(width, cfg.heads, feature_gain, normed=cfg.residual)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
-    def forward(self, f_2BND: Tensor, df_BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns Ft of both images, [2 B, N, D], and dF_ca, [B, N, D]."""
-        skip = 1.0 if self.residual else 0.0
-        df_sa = skip * df_BND + self.self_attention(df_BND, df_BND, places_ND)  # (4)
-        f = self.norm_feature(f_2BND)
-        joined = torch.cat([*f.chunk(2), df_sa], dim=1)
-        attention_output = skip * df_sa + self.cross_attention(df_sa, joined, places_ND)
-        df_ca = skip * attention_output + self.mlp(attention_output)  # (5)
-        both = torch.cat([f, df_ca.repeat(2, 1, 1)], dim=1)
-        return skip * f_2BND + self.feature_attention(f, both, places_ND), df_ca  # (6)
+    def forward(self, f_2BND: Tensor, df_BND: Tensor, positions_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the updated features Ft of both images, [2 B, N, D], and the updated difference dF_ca, [B, N, D].
 
-    def saliency_map(self, f_2BND: Tensor, df_ca_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """The amount by which each place of the difference, as it leaves this layer, moves both images' features in
-        (6): [B, N], sums to 1."""
-        reached = torch.full_like(df_ca_BND[:, :, 0], torch.finfo(df_ca_BND.dtype).tiny)  # untrained: moves nothing
-        for query in self.norm_feature(f_2BND).chunk(2):
-            keys = torch.cat([query, df_ca_BND], dim=1)
-            passed = self.feature_attention.norm_weighted_attention(query, keys, places_ND)
-            reached = reached + passed[:, :, query.shape[1] :].sum(dim=1)
+        Args:
+            f_2BND: features of both images.
+            df_BND: the difference of the features.
+            positions_ND: position embeddings of the patches, or None for no positions.
+        """
+        skip = 1.0 if self.residual else 0.0
+
+        # 1. the difference attends to itself: [B, N, D]
+        df_sa = skip * df_BND + self.self_attention(df_BND, df_BND, positions_ND)  # (4)
+
+        # 2. the difference attends to both images and itself: keys [B, 3 N, D]
+        f = self.norm_feature(f_2BND)
+        keys = torch.cat([*f.chunk(2), df_sa], dim=1)
+        attended = skip * df_sa + self.cross_attention(df_sa, keys, positions_ND)
+        df_ca = skip * attended + self.mlp(attended)  # (5)
+
+        # 3. each image attends to itself and the difference: keys [2 B, 2 N, D]
+        keys = torch.cat([f, df_ca.repeat(2, 1, 1)], dim=1)
+        ft = skip * f_2BND + self.feature_attention(f, keys, positions_ND)  # (6)
+        return ft, df_ca
+
+    def saliency_map(self, f_2BND: Tensor, df_ca_BND: Tensor, positions_ND: Tensor | None = None) -> Tensor:
+        """Return how much each patch of the difference changes both images in (6), as a map [B, N] with sum 1."""
+        # an untrained layer changes nothing, and 0 / 0 would be NaN
+        reached = torch.full_like(df_ca_BND[:, :, 0], torch.finfo(df_ca_BND.dtype).tiny)
+        for image in self.norm_feature(f_2BND).chunk(2):
+            keys = torch.cat([image, df_ca_BND], dim=1)
+            weights = self.feature_attention.norm_weighted_attention(image, keys, positions_ND)  # [B, N, 2 N]
+            reached = reached + weights[:, :, image.shape[1] :].sum(dim=1)
         return reached / reached.sum(dim=1, keepdim=True)
 
 
 class DifferentialLevel(nn.Module):
-    """Equations (1)-(7) for the features of one level, a layer of the vision encoder."""
+    """One level of the MDP module: equations (1) to (7) for the features from one layer of the vision encoder."""
 
     def __init__(self, cfg: MDPConfig, width: int) -> None:
         super().__init__()
         self.norm_input = nn.LayerNorm(width) if cfg.residual else nn.Identity()
         self.gate = Projection(2 * width, width)  # Wm
         self.difference = (DifferenceProjection if cfg.residual else Projection)(3 * width, width)  # Wp
-        self.layers = nn.ModuleList(DifferentialLayer(cfg, width, first=k == 0) for k in range(cfg.layers))
-        # with residuals zero-initialised: at first all levels count alike
-        gain = 0.0 if cfg.residual else 1.0
-        self.score = Mlp(3 * width, Projection(width // 4, 1 if cfg.score == "scalar" else width, gain))
+        self.layers = nn.ModuleList(DifferentialLayer(cfg, width, is_first=number == 0) for number in range(cfg.layers))
+        # zero with residuals, so that all levels of a new module have the same score
+        score_gain = 0.0 if cfg.residual else 1.0
+        score_width = 1 if cfg.score == "scalar" else width
+        self.score = Mlp(3 * width, Projection(width // 4, score_width, score_gain))
 
-    def forward(self, f_2BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns Ft of both images, [2 B, N, D], and the score, [B, 1, 1] or [B, 1, D]."""
+    def forward(self, f_2BND: Tensor, positions_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the updated features Ft of both images, [2 B, N, D], and the level's score, [B, 1, 1] or [B, 1, D]."""
+        # 1. gate the features of each image with the features of both images: [2 B, N, D]
         n = self.norm_input(f_2BND)
         n1, n2 = n.chunk(2)
-        gates = self.gate(torch.cat([n, torch.cat([n2, n1])], dim=-1)).sigmoid()  # (1)
+        swapped = torch.cat([n2, n1])
+        gates = self.gate(torch.cat([n, swapped], dim=-1)).sigmoid()  # (1)
         fh1, fh2 = (n * gates).chunk(2)  # (2)
+
+        # 2. take their difference: [B, N, D]
         df = self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))  # (3)
-        ft, df_ca = f_2BND, df
+
+        # 3. let the difference and the images attend to each other: (4) to (6)
+        ft = f_2BND
+        df_ca = df
         for layer in self.layers:
-            ft, df_ca = layer(ft, df_ca, places_ND)
-        pooled = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)
+            ft, df_ca = layer(ft, df_ca, positions_ND)
+
+        # 4. score the level
+        pooled = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)  # [B, 1, 3 D]
         return ft, self.score(pooled).sigmoid()  # (7)
 
 
 @torch.no_grad()
-def sums_of(x: Tensor, score: Tensor) -> Tensor:
-    """The sum of the squares of a feature map and the sum of the scores, [2], in fp64, where the order in which threads
-    add changes no digit that is reported; on the device where they are."""
-    return torch.stack([x.double().square().sum(), score.double().sum()])
+def contribution_sums(update: Tensor, score: Tensor) -> Tensor:
+    """Return the sum of squares of a level's update and the sum of its scores, [2], on the device of the inputs.
+
+    The sums are computed in fp64, so that the reported digits do not depend on the order in which threads add numbers.
+    """
+    return torch.stack([update.double().square().sum(), score.double().sum()])
 
 
-class OverLevels(nn.Module):
-    """A module of one set of weights for all levels, or of one for each."""
+class LevelModules(nn.Module):
+    """A module with separate weights for each level, or with one set of weights shared by all levels.
 
-    def __init__(self, cfg: Any, new: Callable[[], nn.Module]) -> None:
+    Args:
+        cfg: settings with the fields `share_levels` and `vision_feature_layers`.
+        new_level: function that creates the module of a level.
+    """
+
+    def __init__(self, cfg: Any, new_level: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.cfg = cfg
         count = 1 if cfg.share_levels else len(cfg.vision_feature_layers)
-        self.levels = nn.ModuleList(new() for _ in range(count))
+        self.levels = nn.ModuleList(new_level() for _ in range(count))
 
     def level(self, number: int) -> Any:
+        """Return the module of a level. Levels are counted from 0."""
         return self.levels[0 if self.cfg.share_levels else number]
 
-    def both(self, features_1: list[Tensor], features_2: list[Tensor]) -> list[tuple[Any, Tensor, Tensor]]:
-        """The module of each level, and the features before and after that it works on."""
+    def with_features(self, features_1: list[Tensor], features_2: list[Tensor]) -> list[tuple[Any, Tensor, Tensor]]:
+        """Return (module, features before, features after) for each level."""
         levels = [self.level(number) for number in range(len(self.cfg.vision_feature_layers))]
         return list(zip(levels, features_1, features_2, strict=True))
 
 
-class DifferentialPerception(OverLevels):
-    """The MDP module over all levels, equation (8)."""
+class DifferentialPerception(LevelModules):
+    """The MDP module, which combines all levels with equation (8)."""
 
-    _sums: list[Tensor] | None = None  # of each forward, while they are recorded
+    # One tensor per forward pass while contributions are recorded, otherwise None; see `recorded_contribution`
+    _contributions: list[Tensor] | None = None
 
     def __init__(self, cfg: MDPConfig, width: int) -> None:
         super().__init__(cfg, lambda: DifferentialLevel(cfg, width))
@@ -145,56 +189,66 @@ class DifferentialPerception(OverLevels):
     def forward(
         self, features_1: list[Tensor], features_2: list[Tensor], last_1: Tensor, last_2: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Fuse the levels.
+        """Return the updated features of the images before and after, F'_1 and F'_2, each [B, N, D].
 
         Args:
-            features_1, features_2: features of images before and after at each level, each [B, N, D].
-            last_1, last_2: the features that the base would hand to the projector, [B, N, D].
-        Returns: F'_1, F'_2, each [B, N, D].
+            features_1: features of the images before at each level, each [B, N, D].
+            features_2: features of the images after at each level, each [B, N, D].
+            last_1: features of the images before that the base would pass to the projector, [B, N, D].
+            last_2: features of the images after that the base would pass to the projector, [B, N, D].
         """
-        last = torch.cat([last_1, last_2])
-        out = last if self.cfg.residual else torch.zeros_like(last)
-        places = grid_positions(last_1, self.width, self.cfg.heads, self.cfg.pos_embed_scale)
+        last_features = torch.cat([last_1, last_2])  # [2 B, N, D]
+        fused = last_features if self.cfg.residual else torch.zeros_like(last_features)
+        positions = grid_positions(last_1, self.width, self.cfg.heads, self.cfg.pos_embed_scale)
         sums: list[Tensor] = []
-        for level, f1, f2 in self.both(features_1, features_2):
+        for level, f1, f2 in self.with_features(features_1, features_2):
             f = torch.cat([f1, f2])
-            ft, score = level(f, places)
+            ft, score = level(f, positions)
             update = score.repeat(2, 1, 1) * (ft - f if self.cfg.residual else ft)
-            out = out + update  # (8)
-            if self._sums is not None:
-                sums.append(sums_of(update, score))
-        if self._sums is not None:
-            self._sums.append(torch.stack([*sums, sums_of(last, torch.ones_like(score))]))
-        out_1, out_2 = out.chunk(2)
-        return out_1, out_2
+            fused = fused + update  # (8)
+            if self._contributions is not None:
+                sums.append(contribution_sums(update, score))
+        if self._contributions is not None:
+            sums.append(contribution_sums(last_features, torch.ones_like(score)))
+            self._contributions.append(torch.stack(sums))
+        fused_1, fused_2 = fused.chunk(2)
+        return fused_1, fused_2
 
     @contextmanager
     def recorded_contribution(self) -> Iterator[list[Tensor]]:
-        """Within it, each forward adds a tensor [levels + 1, 2], fp64, without waiting for the device: of each level
-        the sum of the squares of its update in (8) and the sum of its scores; last, the sum of the squares of the
-        encoder's last features and the number of scores. They add up over forwards."""
-        self._sums = []
+        """Record a tensor [levels + 1, 2], fp64, for each forward pass within the block, without synchronising.
+
+        Each row except the last contains the sum of squares of a level's update in (8) and the sum of its scores. The
+        last row contains the sum of squares of the encoder's last features and the number of scores. The tensors of
+        several forward passes may be added up.
+        """
+        self._contributions = []
         try:
-            yield self._sums
+            yield self._contributions
         finally:
-            self._sums = None
+            self._contributions = None
 
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
-        """Within it, each level that `forward` works on adds where it looks for the difference: [B, N], sums to 1. Of
-        its first layer, which hands on the difference itself; after it every place holds something of all."""
+        """Record where each level looks for the difference. Each forward pass adds a map [B, N] with sum 1 per level.
 
-        def looked(layer: Any, f_2BND: Tensor, _: Tensor, places_ND: Tensor | None, result: Any) -> Tensor:
-            return layer.saliency_map(f_2BND, result[1], places_ND)
+        The map is taken from the level's first layer, whose input is the difference itself. After this layer, every
+        patch of the difference contains information from all other patches.
+        """
 
-        return recorded([level.layers[0] for level in self.levels], looked)  # type: ignore[misc, index]  # of layers
+        def saliency_map(layer: Any, f_2BND: Tensor, _: Tensor, positions_ND: Tensor | None, result: Any) -> Tensor:
+            _, df_ca = result
+            return layer.saliency_map(f_2BND, df_ca, positions_ND)
+
+        first_layers: list[nn.Module] = [level.layers[0] for level in self.levels]  # type: ignore[misc, index]
+        return recorded(first_layers, saliency_map)
 
 
-class BareDifference(OverLevels):
-    """The control in the MDP module's place: F' = F + W (F_2 - F_1) for both images, summed over the levels; W is one
-    projection, or one for each level.
+class BareDifference(LevelModules):
+    """A control that replaces the MDP module: F' = F + W (F_2 - F_1) for both images, summed over the levels.
 
-    Nothing else: no gates, attention, norms or positions, no score of a level. It differs from the MDP module in these
-    alone: it reads the same levels and writes to the same features, where unchanged places stay as they are.
+    W is a linear projection, either shared by all levels or separate for each level. Unlike the MDP module, it has no
+    gates, attention, norms, positions or scores. It reads the same levels and changes the same features. Apart from the
+    bias of W, the features of unchanged patches stay the same.
     """
 
     def __init__(self, cfg: DifferenceConfig, width: int) -> None:
@@ -203,53 +257,62 @@ class BareDifference(OverLevels):
     def forward(
         self, features_1: list[Tensor], features_2: list[Tensor], last_1: Tensor, last_2: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Arguments and result as of `DifferentialPerception`: levels [B, N, D] before and after, the last features."""
+        """Return F'_1 and F'_2, each [B, N, D]. The arguments are those of `DifferentialPerception.forward`."""
         update = torch.zeros_like(last_1)
-        for level, f1, f2 in self.both(features_1, features_2):
-            update = update + level(f2 - f1)
+        for projection, f1, f2 in self.with_features(features_1, features_2):
+            update = update + projection(f2 - f1)
         return last_1 + update, last_2 + update
 
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
-        """Within it, each level that `forward` works on adds the size of what each place's difference adds to the
-        features: [B, N], sums to 1."""
+        """Record how much each patch's difference adds to the features, as a map [B, N] with sum 1 per level."""
 
-        def sizes(projection: Any, _: Tensor, result: Tensor) -> Tensor:
-            found = (result - projection.bias).norm(dim=-1) + torch.finfo(result.dtype).tiny  # equal images: nothing
-            return found / found.sum(dim=1, keepdim=True)
+        def added_sizes(projection: Any, _: Tensor, result: Tensor) -> Tensor:
+            # for equal images all sizes are zero, and 0 / 0 would be NaN
+            sizes = (result - projection.bias).norm(dim=-1) + torch.finfo(result.dtype).tiny
+            return sizes / sizes.sum(dim=1, keepdim=True)
 
-        return recorded(list(self.levels), sizes)
+        return recorded(list(self.levels), added_sizes)
 
 
 class M3DiffModel(LlavaOfPairs):
-    """LLaVA-OneVision without its head; for pairs of images the MDP module works on the vision encoder's features."""
+    """LLaVA-OneVision without its head, with the MDP module applied to the vision encoder's features."""
 
     config: M3DiffConfig
 
     def __init__(self, config: M3DiffConfig) -> None:
         super().__init__(config)
         cfg = config.module_config()
-        kind: Any = BareDifference if isinstance(cfg, DifferenceConfig) else DifferentialPerception
-        self.mdp = None if cfg is None else kind(cfg, config.vision_config.hidden_size)
+        module_class: Any = BareDifference if isinstance(cfg, DifferenceConfig) else DifferentialPerception
+        self.mdp = None if cfg is None else module_class(cfg, config.vision_config.hidden_size)
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """See `LlavaOfPairs`: in each image's places its patches and the newline, [N + 1, W]."""
+        """Return the projected features and each image's patches and newline token; see `LlavaOfPairs`."""
         projected = self.multi_modal_projector(self.perceive(pixel_values))
         return projected, list(self.with_newline(projected).unbind(0))
 
     def perceive(self, pixel_values: Tensor) -> Tensor:
-        """The vision encoder's features after equation (8), [images, N, D], images interleaved as they came; without
-        an MDP module, the encoder's own."""
+        """Return the vision encoder's features after equation (8), [2 B, N, D], in the order of the images.
+
+        Without a module, return the encoder's features unchanged.
+        """
+        # 1. encode the images
         states = self.vision_hidden_states(pixel_values)
-        last = states[self.config.vision_feature_layer]
+        last_features = states[self.config.vision_feature_layer]
         if self.mdp is None:
-            return last
+            return last_features
+
+        # 2. separate images before and after: [B, N, D] each
         levels = [states[layer] for layer in self.mdp.cfg.vision_feature_layers]
-        fused = self.mdp([f[0::2] for f in levels], [f[1::2] for f in levels], last[0::2], last[1::2])
+        features_1 = [f[0::2] for f in levels]
+        features_2 = [f[1::2] for f in levels]
+
+        # 3. fuse the levels, and interleave the images again: [2 B, N, D]
+        fused = self.mdp(features_1, features_2, last_features[0::2], last_features[1::2])
         return torch.stack(fused, dim=1).flatten(0, 1)
 
 
 class M3DiffForConditionalGeneration(LlavaOfPairsForGeneration):
-    """M3Diff with its language-model head: two images and a question in, what changed out."""
+    """M3Diff with a language-model head. It answers questions about two images."""
 
     config: M3DiffConfig
     MODEL = M3DiffModel

@@ -1,20 +1,24 @@
-"""OneDiff on transformers' LLaVA: the Visual Delta Module (VDM; arXiv 2407.05645, section 4.1) stands beside the vision
-encoder, and its tokens beside those of the images. Its equations are of this project's, from the paper's words:
+"""OneDiff, built on transformers' LLaVA, with additional visual tokens from the Visual Delta Module (VDM).
+
+arXiv 2407.05645, section 4.1, describes the VDM in words. This project implements it as these equations:
 
     A_k = D_{k-1} + SA_k(D_{k-1})                          k = 1, ..., layers                              (1)
     B_k = A_k + CA_k(A_k, H1_l(k), H2_l(k))                in the layers that read the images              (2)
     D_k = B_k + MLP_k(B_k)                                                                                 (3)
     delta tokens of the LLM = Q(D_layers)                                                                  (4)
 
-D_0 are learnt tokens, H1_l and H2_l the hidden states of the two images at layer l of the vision encoder, after a layer
-norm, as BLIP-2 has one between encoder and Q-Former. What reads two images in (2) is one of two:
+SA is self-attention, and CA is cross-attention. D_0 are learnt tokens. H1_l and H2_l are the hidden states of the two
+images at layer l of the vision encoder, after a layer norm like the one between BLIP-2's encoder and Q-Former. CA in
+(2) reads the two images in one of two ways:
 
-    joined     CA(A, [H1 + e1 || H2 + e2])                 e1, e2 learnt
-    separate   J [R1; R2; R1 - R2],  Ri = CA(A, Hi)        J a linear
+    joined     CA(A, [H1 + e1 || H2 + e2])                 e1, e2 are learnt
+    separate   J [R1; R2; R1 - R2],  Ri = CA(A, Hi)        J is a linear layer
 
-Norms stand as `VDMConfig.norm` says. What the paper leaves open is a field there, with the reason for the choice.
-Shapes: B pairs, N patches per image, D the vision encoder's width, W the LLM's, T delta tokens, V the module's width;
-images come as before, after, before, after, ...
+`VDMConfig.norm` determines where the blocks have norms. Details that the paper leaves open are fields of `VDMConfig`,
+which explains each choice.
+
+Shapes: B pairs, N patches per image, D width of the vision encoder, W width of the LLM, T delta tokens, V width of the
+module. Images are ordered before, after, before, after, ...
 """
 
 from collections.abc import Callable, Sequence
@@ -32,23 +36,30 @@ from m3diff.models.layers import (
     DifferenceProjection,
     Mlp,
     MultiHeadAttention,
-    OwnStart,
     Projection,
+    SelfInitialised,
     grid_positions,
     recorded,
 )
-from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
+from m3diff.models.llava import EXAMPLES, LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
 from m3diff.models.settings import VDMConfig
+from m3diff.records.errors import DataError
 
-DELTA_STD = 0.02  # of the delta tokens' first values (section 5.1)
+# Standard deviation of the delta tokens' initial values (section 5.1)
+DELTA_STD = 0.02
+
+# Indices of a layer's three blocks in its list of norms
+SELF_ATTENTION = 0
+READING = 1
+MLP = 2
 
 
 class OneDiffConfig(LlavaOfPairsConfig):
     """Configuration of OneDiff.
 
     Attributes:
-        vdm: fields of `VDMConfig`, or None where there is no module and the model is the base.
-        newline: whether each image ends with LLaVA-OneVision's newline; LLaVA-1.5 has none.
+        vdm: fields of `VDMConfig`, or None for the base without a module.
+        newline: whether each image ends with LLaVA-OneVision's newline token. LLaVA-1.5 does not have it.
     """
 
     model_type = "onediff"
@@ -56,110 +67,151 @@ class OneDiffConfig(LlavaOfPairsConfig):
     BASES = ("llava-1.5-7b-hf", *LlavaOfPairsConfig.BASES)
 
     vdm: dict | None = None
-    newline: bool = True  # type: ignore[misc]  # a field here
+    newline: bool = True  # type: ignore[misc]  # a constant of the class in LlavaOfPairsConfig
 
     @classmethod
-    def on_fields(cls, found: dict[str, Any], module: dict | None) -> "OneDiffConfig":
-        if found.get("model_type") == LlavaConfig.model_type:
-            found = LlavaConfig.from_dict(found).to_dict() | {"newline": False}
-        return super().on_fields(found, module)
+    def from_fields(cls, fields: dict[str, Any], module: dict | None) -> "OneDiffConfig":
+        """Create the configuration from the fields of config.json, which may also be LLaVA-1.5's.
+
+        See `LlavaOfPairsConfig.from_fields`.
+        """
+        if fields.get("model_type") == LlavaConfig.model_type:
+            fields = LlavaConfig.from_dict(fields).to_dict() | {"newline": False}
+        return super().from_fields(fields, module)
 
     read_module = VDMConfig
 
-    def places(self) -> tuple[int, int]:
+    def visual_token_counts(self) -> tuple[int, int]:
+        """Return the number of visual tokens for the image before and for the image after.
+
+        Delta tokens are counted for the image after if they are placed after it, and otherwise for the image before.
+        """
+        before, after = super().visual_token_counts()
         cfg = self.module_config()
-        before, after = super().places()
         if cfg is None:
             return before, after
-        return (before, after + cfg.tokens) if cfg.place == "after" else (before + cfg.tokens, after)
+        if cfg.place == "after":
+            return before, after + cfg.tokens
+        return before + cfg.tokens, after
 
 
 keep_names(OneDiffConfig)
 
 
-class ImageReading(OwnStart):
-    """CA of equation (2)."""
+class ImageReading(SelfInitialised):
+    """The cross-attention CA in equation (2), which lets the delta tokens read the two images."""
 
     def __init__(self, cfg: VDMConfig, vision_width: int) -> None:
         super().__init__()
-        self.separate = cfg.images == "separate"
+        self.reads_separately = cfg.images == "separate"
         self.attention = MultiHeadAttention(cfg.width, cfg.heads, normed=cfg.norm == "size", kv_width=vision_width)
-        if self.separate:
-            self.join = (DifferenceProjection if cfg.init_gain else Projection)(3 * cfg.width, cfg.width)
+        if self.reads_separately:
+            projection = DifferenceProjection if cfg.init_gain else Projection
+            self.join = projection(3 * cfg.width, cfg.width)
         else:
             self.image_embeddings = nn.Parameter(torch.zeros(2, vision_width))
 
     def reset_parameters(self) -> None:
-        if not self.separate:
+        """Initialise the image embeddings if the images are read jointly."""
+        if not self.reads_separately:
             init.normal_(self.image_embeddings, std=DELTA_STD)
 
-    def forward(self, a_BTV: Tensor, h1_BND: Tensor, h2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """[B, T, V]"""
-        if not self.separate:
-            return self.attention(a_BTV, self._both(h1_BND, h2_BND), places_ND)
-        r1, r2 = self.attention(a_BTV, h1_BND, places_ND), self.attention(a_BTV, h2_BND, places_ND)
+    def forward(self, a_BTV: Tensor, h1_BND: Tensor, h2_BND: Tensor, positions_NV: Tensor | None = None) -> Tensor:
+        """Return what each delta token reads from the images, [B, T, V]."""
+        if not self.reads_separately:
+            return self.attention(a_BTV, self._joined_images(h1_BND, h2_BND), positions_NV)
+        r1 = self.attention(a_BTV, h1_BND, positions_NV)
+        r2 = self.attention(a_BTV, h2_BND, positions_NV)
         return self.join(torch.cat([r1, r2, r1 - r2], dim=-1))
 
-    def _both(self, h1_BND: Tensor, h2_BND: Tensor) -> Tensor:
+    def _joined_images(self, h1_BND: Tensor, h2_BND: Tensor) -> Tensor:
+        """Return the hidden states of both images, concatenated and with image embeddings, [B, 2 N, D]."""
         e1, e2 = self.image_embeddings
         return torch.cat([h1_BND + e1, h2_BND + e2], dim=1)
 
-    def saliency_map(self, a_BTV: Tensor, h1_BND: Tensor, h2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """The amount that each place brings to what all tokens read, [B, N], sums to 1. Separate: to the difference of
-        both readings; joined: of both images together."""
-        if self.separate:
-            # the vector that each place brings to each token's reading, [B, T, N, V]
-            of_1, of_2 = (
-                torch.einsum("bhtn,bhno->btno", self.attention.weights(a_BTV, h, places_ND), self.attention.values(h))
-                for h in (h1_BND, h2_BND)
-            )
-            sizes = (of_1 - of_2).norm(dim=-1).sum(dim=1)
+    def saliency_map(self, a_BTV: Tensor, h1_BND: Tensor, h2_BND: Tensor, positions_NV: Tensor | None = None) -> Tensor:
+        """Return how much each patch contributes to what the delta tokens read, [B, N], with sum 1.
+
+        If the images are read separately, this is the patch's share of the difference between the two results.
+        Otherwise, it is the share of the joint result that comes from the two patches at this position, one per image.
+        """
+        if self.reads_separately:
+            brought_1 = self._brought_by_patches(a_BTV, h1_BND, positions_NV)
+            brought_2 = self._brought_by_patches(a_BTV, h2_BND, positions_NV)
+            sizes = (brought_1 - brought_2).norm(dim=-1).sum(dim=1)
         else:
-            both = self.attention.norm_weighted_attention(a_BTV, self._both(h1_BND, h2_BND), places_ND)
-            sizes = both.sum(dim=1).unflatten(1, (2, -1)).sum(dim=1)
-        sizes = sizes + torch.finfo(sizes.dtype).tiny  # equal images: nothing
+            joined = self._joined_images(h1_BND, h2_BND)
+            sizes_of_both = self.attention.norm_weighted_attention(a_BTV, joined, positions_NV)  # [B, T, 2 N]
+            sizes = sizes_of_both.sum(dim=1).unflatten(1, (2, -1)).sum(dim=1)
+        # for equal images all sizes are zero, and 0 / 0 would be NaN
+        sizes = sizes + torch.finfo(sizes.dtype).tiny
         return sizes / sizes.sum(dim=1, keepdim=True)
+
+    def _brought_by_patches(self, a_BTV: Tensor, h_BND: Tensor, positions_NV: Tensor | None) -> Tensor:
+        """Return the vector that each patch of one image contributes to each delta token, [B, T, N, V]."""
+        weights = self.attention.weights(a_BTV, h_BND, positions_NV)
+        return torch.einsum("bhtn,bhno->btno", weights, self.attention.values(h_BND))
 
 
 class DeltaLayer(nn.Module):
-    """Equations (1) to (3)."""
+    """One layer of the VDM: equations (1) to (3).
+
+    Args:
+        cfg: settings of the VDM.
+        vision_width: width of the hidden states (D).
+        number: number of the layer, counted from 0.
+    """
 
     def __init__(self, cfg: VDMConfig, vision_width: int, number: int) -> None:
         super().__init__()
-        width, detects = cfg.width, cfg.init_gain > 0
-        zero = 0.0 if detects else 1.0
+        width = cfg.width
+        is_detector = cfg.init_gain > 0
+        # in a change detector, self-attention and MLP add nothing initially
+        out_gain = 0.0 if is_detector else 1.0
         self.norm = cfg.norm
-        self.self_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.norm == "size")
+        self.self_attention = MultiHeadAttention(width, cfg.heads, out_gain, normed=cfg.norm == "size")
         self.reading = None if cfg.feature_layer(number) is None else ImageReading(cfg, vision_width)
         hidden = cfg.mlp_ratio * width
-        last = Detector(hidden, width) if detects and number == 0 else Projection(hidden, width, zero)
-        self.mlp = Mlp(width, last, approximate="none")
-        run = (True, self.reading is not None, True) if cfg.norm != "size" else ()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) if used else nn.Identity() for used in run)
+        mlp_out = Detector(hidden, width) if is_detector and number == 0 else Projection(hidden, width, out_gain)
+        self.mlp = Mlp(width, mlp_out, approximate="none")
+        has_norm = () if cfg.norm == "size" else (True, self.reading is not None, True)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) if needed else nn.Identity() for needed in has_norm)
 
     def forward(
-        self, d_BTV: Tensor, h1_BND: Tensor | None, h2_BND: Tensor | None, places_ND: Tensor | None = None
+        self, d_BTV: Tensor, h1_BND: Tensor | None, h2_BND: Tensor | None, positions_NV: Tensor | None = None
     ) -> Tensor:
-        """D_k, [B, T, V]. `h1_BND` and `h2_BND` are those of its feature layer, None where it reads none."""
-        d = self._block(0, d_BTV, lambda x: self.self_attention(x, x, places_ND))  # (1)
-        if (reading := self.reading) is not None:
-            d = self._block(1, d, lambda x: reading(x, h1_BND, h2_BND, places_ND))  # (2)
-        return self._block(2, d, self.mlp)  # (3)
+        """Return the delta tokens after this layer, D_k, [B, T, V].
+
+        Args:
+            d_BTV: the delta tokens before this layer, D_{k-1}.
+            h1_BND: hidden states of the images before at the feature layer that this layer reads, or None if this layer
+                does not read the images.
+            h2_BND: hidden states of the images after at the same feature layer, or None.
+            positions_NV: position embeddings of the patches, or None for no positions.
+        """
+        d = self._block(SELF_ATTENTION, d_BTV, lambda x: self.self_attention(x, x, positions_NV))  # (1)
+        reading = self.reading
+        if reading is not None:
+            d = self._block(READING, d, lambda x: reading(x, h1_BND, h2_BND, positions_NV))  # (2)
+        return self._block(MLP, d, self.mlp)  # (3)
 
     def _block(self, number: int, d_BTV: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a residual block to the tokens, with the norm placed according to `VDMConfig.norm`."""
         if self.norm == "size":
             return d_BTV + function(d_BTV)
         norm = self.norms[number]
-        return norm(d_BTV + function(d_BTV)) if self.norm == "post" else d_BTV + function(norm(d_BTV))
+        if self.norm == "post":
+            return norm(d_BTV + function(d_BTV))
+        return d_BTV + function(norm(d_BTV))
 
 
-class VisualDeltaModule(OwnStart):
-    """Equations (1) to (4).
+class VisualDeltaModule(SelfInitialised):
+    """The whole VDM: equations (1) to (4).
 
     Args:
-        vision_width: D.
-        llm_width: what the delta tokens are projected to: the LLM's width, or with `projection` "shared" the vision
-            encoder's.
+        cfg: settings of the VDM.
+        vision_width: width of the hidden states (D).
+        llm_width: width of the projected delta tokens (W). If `projection` is "shared", their width is D instead.
     """
 
     def __init__(self, cfg: VDMConfig, vision_width: int, llm_width: int) -> None:
@@ -168,76 +220,99 @@ class VisualDeltaModule(OwnStart):
         self.delta = nn.Parameter(torch.zeros(cfg.tokens, cfg.width))
         self.feature_norms = nn.ModuleList(nn.LayerNorm(vision_width) for _ in cfg.vision_feature_layers)
         self.layers = nn.ModuleList(DeltaLayer(cfg, vision_width, number) for number in range(cfg.layers))
-        self.reads = [cfg.feature_layer(number) for number in range(cfg.layers)]
+        self.feature_layers = [cfg.feature_layer(number) for number in range(cfg.layers)]
         out_width = vision_width if cfg.projection == "shared" else llm_width
         self.projection = Projection(cfg.width, out_width, cfg.init_gain or 1.0)
 
     def reset_parameters(self) -> None:
-        """The delta tokens; the rest starts by itself."""
+        """Initialise the delta tokens. The other parts initialise themselves."""
         init.normal_(self.delta, std=DELTA_STD)
 
     def forward(self, features_1: Sequence[Tensor], features_2: Sequence[Tensor]) -> Tensor:
-        """The delta tokens as `projection` gives them, [B, T, width].
+        """Return the projected delta tokens, [B, T, W], or [B, T, D] if `projection` is "shared".
 
         Args:
-            features_1, features_2: hidden states of images before and after at each feature layer, each [B, N, D].
+            features_1: hidden states of the images before at each feature layer, each [B, N, D].
+            features_2: hidden states of the images after at each feature layer, each [B, N, D].
         """
         cfg = self.cfg
-        places = grid_positions(features_1[0], cfg.width, cfg.heads, cfg.pos_embed_scale)
-        normed = [(norm(h1), norm(h2)) for norm, h1, h2 in zip(self.feature_norms, features_1, features_2, strict=True)]
+        positions = grid_positions(features_1[0], cfg.width, cfg.heads, cfg.pos_embed_scale)
+
+        # 1. normalise the hidden states of each feature layer: [B, N, D]
+        normed_1 = [norm(h1) for norm, h1 in zip(self.feature_norms, features_1, strict=True)]
+        normed_2 = [norm(h2) for norm, h2 in zip(self.feature_norms, features_2, strict=True)]
+
+        # 2. transform the delta tokens: [B, T, V]
         d = self.delta.expand(len(features_1[0]), -1, -1)
-        for layer, read in zip(self.layers, self.reads, strict=True):
-            h1, h2 = (None, None) if read is None else normed[read]
-            d = layer(d, h1, h2, places)
-        return self.projection(d)
+        for layer, feature_layer in zip(self.layers, self.feature_layers, strict=True):
+            if feature_layer is None:
+                d = layer(d, None, None, positions)
+            else:
+                d = layer(d, normed_1[feature_layer], normed_2[feature_layer], positions)
+
+        # 3. project the delta tokens to the LLM's width: [B, T, W]
+        return self.projection(d)  # (4)
 
     def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
-        """Within it, each layer that reads images adds where it looks for the difference: [B, N], sums to 1."""
+        """Record where each layer that reads the images looks for the difference.
+
+        Each forward pass of such a layer adds a map [B, N] with sum 1.
+        """
         readings = [module for module in self.modules() if isinstance(module, ImageReading)]
-        return recorded(readings, lambda reading, *given, result: reading.saliency_map(*given))
+        return recorded(readings, lambda reading, *arguments, result: reading.saliency_map(*arguments))
 
     @torch.no_grad()
     def start_as_bert(self, folder: Path) -> None:
-        """Take self-attention, MLP and norms of each layer from those of a BERT.
+        """Copy the self-attention, MLP and norms of each layer from a BERT.
 
         Args:
-            folder: a BERT as transformers reads it, model.safetensors.
+            folder: folder with config.json and model.safetensors of a BERT.
 
         Raises:
-            ValueError: the BERT is of another width, number of heads or MLP, or has fewer layers, or weights of these
-                are missing.
+            DataError: the BERT has a different width, number of heads or MLP size, too few layers, or missing weights.
         """
         loaded: Any = BertModel.from_pretrained(
-            folder, use_safetensors=True, add_pooling_layer=False, output_loading_info=True
+            folder,
+            use_safetensors=True,
+            add_pooling_layer=False,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
         bert, info = loaded
-        config, lost = bert.config, sorted(name for name in info["missing_keys"] if name.startswith("encoder."))
-        theirs = (config.hidden_size, config.num_attention_heads, config.intermediate_size / config.hidden_size)
-        ours = (self.cfg.width, self.cfg.heads, self.cfg.mlp_ratio)
-        if lost or theirs != ours or len(bert.encoder.layer) < len(self.layers):
-            raise ValueError(
-                f"{folder}: {len(bert.encoder.layer)} layers of (width, heads, mlp_ratio) {theirs}, but the module has "
-                f"{len(self.layers)} of {ours}; missing are the weights {lost[:3]}; take config.json and "
-                "model.safetensors of bert-base-uncased, or set module.start to random"
+        config = bert.config
+        missing = sorted(name for name in info["missing_keys"] if name.startswith("encoder."))
+        bert_shape = (config.hidden_size, config.num_attention_heads, config.intermediate_size / config.hidden_size)
+        shape = (self.cfg.width, self.cfg.heads, self.cfg.mlp_ratio)
+        if missing:
+            raise DataError("models.bert_lacks_weights", path=folder, value=len(missing), names=missing[:EXAMPLES])
+        if bert_shape != shape or len(bert.encoder.layer) < len(self.layers):
+            raise DataError(
+                "models.other_bert",
+                path=folder,
+                layers=len(bert.encoder.layer),
+                value=bert_shape,
+                expected_layers=len(self.layers),
+                expected=shape,
             )
-        layers: Any = zip(self.layers, bert.encoder.layer, strict=False)
-        for layer, source in layers:
-            own, its = layer.self_attention, source.attention
-            for mine, given in (
-                (own.q_proj, its.self.query),
-                (own.k_proj, its.self.key),
-                (own.v_proj, its.self.value),
-                (own.out_proj, its.output.dense),
-                (layer.norms[0], its.output.LayerNorm),
-                (layer.mlp[0], source.intermediate.dense),
-                (layer.mlp[2], source.output.dense),
-                (layer.norms[2], source.output.LayerNorm),
-            ):
-                mine.load_state_dict(given.state_dict())
+        for layer, bert_layer in zip(self.layers, bert.encoder.layer, strict=False):
+            copy_bert_layer(bert_layer, layer)
+
+
+def copy_bert_layer(source: Any, layer: Any) -> None:
+    """Copy the self-attention, MLP and norms of a BERT layer to a `DeltaLayer` with "post" norms."""
+    attention = source.attention
+    layer.self_attention.q_proj.load_state_dict(attention.self.query.state_dict())
+    layer.self_attention.k_proj.load_state_dict(attention.self.key.state_dict())
+    layer.self_attention.v_proj.load_state_dict(attention.self.value.state_dict())
+    layer.self_attention.out_proj.load_state_dict(attention.output.dense.state_dict())
+    layer.norms[SELF_ATTENTION].load_state_dict(attention.output.LayerNorm.state_dict())
+    layer.mlp[0].load_state_dict(source.intermediate.dense.state_dict())
+    layer.mlp[2].load_state_dict(source.output.dense.state_dict())
+    layer.norms[MLP].load_state_dict(source.output.LayerNorm.state_dict())
 
 
 class OneDiffModel(LlavaOfPairs):
-    """LLaVA without its head; for pairs of images with the delta tokens of the VDM."""
+    """LLaVA without its head, with the VDM's delta tokens in addition to the visual tokens of each image pair."""
 
     config: OneDiffConfig
 
@@ -245,35 +320,56 @@ class OneDiffModel(LlavaOfPairs):
         super().__init__(config)
         if not config.newline:
             del self.image_newline
-        cfg, widths = config.module_config(), (config.vision_config.hidden_size, config.text_config.hidden_size)
-        self.vdm = None if cfg is None else VisualDeltaModule(cfg, *widths)
+        cfg = config.module_config()
+        vision_width = config.vision_config.hidden_size
+        llm_width = config.text_config.hidden_size
+        self.vdm = None if cfg is None else VisualDeltaModule(cfg, vision_width, llm_width)
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """See `LlavaOfPairs`: in the images' places their patches, LLaVA-OneVision's newline, and beside one of them
-        the delta tokens."""
+        """Return the projected features and each image's visual tokens, including the delta tokens.
+
+        See `LlavaOfPairs.visual_tokens`. The delta tokens of a pair are added to one of its images.
+        """
+        # 1. encode the images and project their patches: [2 B, N, D] to [2 B, N, W]
         states = self.vision_hidden_states(pixel_values)
         projected = self.multi_modal_projector(states[self.config.vision_feature_layer])
         images = self.with_newline(projected)
         if self.vdm is None:
             return projected, list(images.unbind(0))
+
+        # 2. compute the delta tokens of each pair: [B, T, W]
         cfg = self.vdm.cfg
-        read = [states[layer] for layer in cfg.vision_feature_layers]
-        delta = self.vdm([f[0::2] for f in read], [f[1::2] for f in read])  # (4)
-        delta = (self.multi_modal_projector(delta) if cfg.projection == "shared" else delta).to(images.dtype)
-        before, after, place = images[0::2], images[1::2], cfg.place
-        first = {"before": [delta, before], "between": [before, delta], "after": [before]}[place]
-        second = [after, delta] if place == "after" else [after]
-        both = zip(torch.cat(first, dim=1), torch.cat(second, dim=1), strict=True)
-        return projected, [tokens for pair in both for tokens in pair]
+        features = [states[layer] for layer in cfg.vision_feature_layers]
+        delta = self.vdm([f[0::2] for f in features], [f[1::2] for f in features])
+        if cfg.projection == "shared":
+            delta = self.multi_modal_projector(delta)
+        delta = delta.to(images.dtype)
+
+        # 3. put the delta tokens before, between or after the two images: [B, N + 1, W] to [B, N + 1 + T, W]
+        before = images[0::2]
+        after = images[1::2]
+        if cfg.place == "before":
+            before = torch.cat([delta, before], dim=1)
+        elif cfg.place == "between":
+            before = torch.cat([before, delta], dim=1)
+        else:
+            after = torch.cat([after, delta], dim=1)
+
+        # 4. list the tokens of each image, because before and after differ in length
+        tokens: list[Tensor] = []
+        for before_tokens, after_tokens in zip(before, after, strict=True):
+            tokens += [before_tokens, after_tokens]
+        return projected, tokens
 
 
 class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):
-    """OneDiff with its language-model head: two images and a question in, what changed out."""
+    """OneDiff with a language-model head. It answers questions about two images."""
 
     config: OneDiffConfig
     MODEL = OneDiffModel
     BASES = "LLaVA-OneVision or LLaVA-1.5"
 
-    def begin(self, folder: Path) -> None:
+    def start_new_module(self, folder: Path) -> None:
+        """Initialise a new module from the BERT in `folder`/bert if its `start` is "bert"."""
         if self.model.vdm.cfg.start == "bert":
             self.model.vdm.start_as_bert(folder / "bert")

@@ -1,64 +1,79 @@
-"""Settings that every family has, and the fields of new modules, as `params.yaml` and config.json hold them.
+"""Settings of the model families and of their modules, as written in `params.yaml` and config.json.
 
-Imports the standard library alone: params.yaml is read without torch, and a shared folder holds a copy of this file.
+M3Diff and OneDiff add a new module, which compares the two images, to a published base model. A model has four parts:
+the vision encoder, the projector, the module and the LLM.
+
+This file is cheap to import, because `params.yaml` is read without torch and exported folders contain a copy of it.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
+from m3diff.records.errors import Fault, ValueFault
+
 Value = TypeVar("Value")
 
 
 class Fields:
-    """Base of frozen dataclasses of plain values: refuses unknown keys and broken rules, keeps lists as tuples."""
+    """Base class of settings, which are frozen dataclasses. It validates the values and converts lists to tuples.
+
+    Raises:
+        ValueFault: at least one value is invalid. The error contains all faults.
+    """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
     def __post_init__(self) -> None:
         faults = []
-        for each in fields(self):  # type: ignore[arg-type]  # of a dataclass
-            value = getattr(self, each.name)
+        for attribute in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, attribute.name)
             if isinstance(value, list):
-                object.__setattr__(self, each.name, tuple(value))
-            if get_origin(each.type) is Literal and value not in get_args(each.type):
-                faults.append(f"{each.name} must be {' or '.join(get_args(each.type))}, found {value!r}")
-        faults += [rule for rule, kept in self.rules().items() if not kept]
+                object.__setattr__(self, attribute.name, tuple(value))
+            choices = get_args(attribute.type)
+            if get_origin(attribute.type) is Literal and value not in choices:
+                fault = Fault("models.not_a_choice", field=attribute.name, value=value, expected=" or ".join(choices))
+                faults.append(fault)
+        faults += self.faults()
+        if len(faults) == 1:
+            raise ValueFault(faults[0])
         if faults:
-            raise ValueError("; ".join(faults))
+            raise ValueFault("models.several_faults", faults=faults)
 
-    def rules(self) -> dict[str, bool]:
-        """Each rule in words, with what was found, and whether it is kept."""
-        return {}
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault, which describes an error, for each invalid value."""
+        yield from ()
 
-    def at_least(self, **least: int) -> dict[str, bool]:
-        """Rules of the smallest value of fields."""
-        found = {name: getattr(self, name) for name in least}
-        return {
-            f"{name} must be {least[name]} or more, found {found[name]}": found[name] >= least[name] for name in least
-        }
+    def too_small(self, **minimums: int) -> Iterator[Fault]:
+        """Yield a fault for each field whose value is below its minimum."""
+        for name, minimum in minimums.items():
+            value = getattr(self, name)
+            if not value >= minimum:
+                yield Fault("models.too_small", field=name, value=value, limit=minimum)
 
 
-def layer_rule(layers: tuple[int, ...]) -> dict[str, bool]:
-    """The rule of the layers of the vision encoder that a module reads."""
-    rising = bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0
-    return {f"vision_feature_layers must be distinct, rising and not negative, found {list(layers)}": rising}
+def layer_faults(layers: tuple[int, ...]) -> Iterator[Fault]:
+    """Yield a fault if `vision_feature_layers` is empty, not ascending, or has negative or repeated values."""
+    is_rising = bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0
+    if not is_rising:
+        yield Fault("models.layers_not_rising", field="vision_feature_layers", value=list(layers))
 
 
 @dataclass(frozen=True)
 class Lora(Fields):
-    """Low-rank adapters. Rank 0 adds none: the linears that would have them train in full."""
+    """Settings of the low-rank adapters. Rank 0 adds no adapters and trains the linear layers in full instead."""
 
     rank: int
     alpha: int
 
-    def rules(self) -> dict[str, bool]:
-        return self.at_least(rank=0, alpha=1)
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault if the rank or alpha is too small."""
+        yield from self.too_small(rank=0, alpha=1)
 
 
 @dataclass(frozen=True, eq=False)
 class ByPart(Mapping[str, Value], Generic[Value]):
-    """A mapping of the fields of its subclass: a value for each part."""
+    """A mapping from each part of a model to a value. Subclasses define one field per part."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
@@ -74,29 +89,36 @@ class ByPart(Mapping[str, Value], Generic[Value]):
 
 @dataclass(frozen=True, eq=False)
 class Rates(ByPart[float | None]):
-    """Learning rate of each part; None is frozen, which for the module means: as it starts, for ever."""
+    """Learning rate of each part. None freezes the part. A frozen new module keeps its initial weights."""
 
     vision: float | None
     projector: float | None
     module: float | None
     llm: float | None
 
-    def rules(self, has_module: bool) -> dict[str, bool]:
-        """Rules of the rates of a family, whose module may be absent."""
-        rates = self.items()
-        rules = {
-            f"{part} must be above 0, or null for a frozen part; found {rate}": rate is None or rate > 0
-            for part, rate in rates
-        }
-        rules[f"module is {self.module} but there is no module; set it to null"] = has_module or self.module is None
-        rules["no part trains; give one of them a rate"] = any(rate is not None for _, rate in rates)
-        return rules
+    def faults(self, section: str, has_module: bool) -> Iterator[Fault]:
+        """Yield a fault for each invalid rate, and a fault if all parts are frozen.
+
+        Args:
+            section: name of the settings field that contains the rates.
+            has_module: whether the model has weights that belong to the part `module`.
+        """
+        for part, rate in self.items():
+            if rate is not None and not rate > 0:
+                yield Fault("models.rate_not_positive", field=f"{section}.{part}", value=rate)
+        if self.module is not None and not has_module:
+            yield Fault("models.rate_without_module", field=f"{section}.module", value=self.module)
+        if all(rate is None for rate in self.values()):
+            yield Fault("models.no_part_trains", field=section)
 
 
 @dataclass(frozen=True, eq=False)
 class Delays(ByPart[float]):
-    """Share of the steps before a part begins to train, in [0, 1); its warm-up follows. A randomly initialised module
-    gets uninformative gradients until the rest of the model has adapted to its output."""
+    """Delay before each part is trained, as a share of all steps in [0, 1). The part's warm-up starts after the delay.
+
+    A delay is useful because a module with random weights gets uninformative gradients until the rest of the model has
+    adapted to its output.
+    """
 
     vision: float = 0.0
     projector: float = 0.0
@@ -106,12 +128,16 @@ class Delays(ByPart[float]):
 
 @dataclass(frozen=True)
 class Align(Fields):
-    """A phase of training before the fine-tuning, on datasets of its own, with rates of its own: OneDiff's stage I,
-    Coupled Sample Training (arXiv 2407.05645, section 4.2), in which new parts adapt to a frozen LLM. No adapters
-    train in it. The fine-tuning goes on from its weights, on the other datasets.
+    """The alignment, a phase before fine-tuning in which new parts adapt to a frozen LLM.
 
-    datasets: names of `ingest.datasets` whose training samples are this phase's, and no other's.
-    rates: a part with a rate must have one in the fine-tuning, too: adapters hold what the last phase trained.
+    This is OneDiff's stage I, Coupled Sample Training (arXiv 2407.05645, section 4.2). Adapters are not trained in this
+    phase. Fine-tuning starts from the aligned weights and trains on the other datasets.
+
+    datasets: names from `ingest.datasets`. Their training samples are used only in this phase.
+    epochs: number of epochs.
+    global_batch: number of sequences per optimizer step, over all workers.
+    rates: learning rate of each part. A part that is trained here must also be trained in fine-tuning, because the
+        saved adapters contain only the weights that fine-tuning trains.
     """
 
     datasets: tuple[str, ...]
@@ -119,25 +145,26 @@ class Align(Fields):
     global_batch: int
     rates: Rates
 
-    def rules(self) -> dict[str, bool]:
-        return {
-            "datasets must name at least one dataset": bool(self.datasets),
-            f"epochs must be above 0, found {self.epochs}": self.epochs > 0,
-            **self.at_least(global_batch=1),
-        }
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault for each invalid value of the datasets, epochs and batch size."""
+        if not self.datasets:
+            yield Fault("models.alignment_without_dataset", field="datasets")
+        if not self.epochs > 0:
+            yield Fault("models.not_positive", field="epochs", value=self.epochs)
+        yield from self.too_small(global_batch=1)
 
 
 @dataclass(frozen=True)
 class Settings(Fields):
-    """Settings of a family's training; each family adds its own.
+    """Training settings that all families have in common. Each family adds its own settings.
 
     family: name of the family.
-    module: fields of the family's own module, or None: the base alone.
-    lora: adapters.
-    rates: learning rates by part. A module without one is a control: what a run reaches with it comes from how the
-        module starts, and what one with a rate reaches beyond that is learnt.
-    delays: when each part begins to train; at the first step unless it is named.
-    align: a phase before, on other data; None for none.
+    module: fields of the family's module, or None to train the base without a module.
+    lora: settings of the adapters.
+    rates: learning rate of each part. Freezing the module gives a control run, which shows the scores that the module's
+        initial weights reach. If a trained module scores higher, this is due to what it has learnt.
+    delays: when the training of each part starts. By default, all parts are trained from the first step.
+    align: settings of the alignment, a phase on other data before fine-tuning, or None for no alignment.
     """
 
     family: str
@@ -148,49 +175,56 @@ class Settings(Fields):
     align: Align | None = None
 
     def has_module(self) -> bool:
-        """True where there are weights for the rate `module`."""
+        """Return whether the model has weights that belong to the part `module`."""
         return self.module is not None
 
-    def rules(self) -> dict[str, bool]:
-        rules = {f"rates: {rule}": kept for rule, kept in self.rates.rules(self.has_module()).items()}
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault for each invalid rate, delay or setting of the alignment."""
+        yield from self.rates.faults("rates", self.has_module())
         for part, delay in self.delays.items():
-            rule = f"delays: {part} must be 0 or more and under 1, a share of the steps; found {delay}"
-            rules[rule] = 0 <= delay < 1
-        if (align := self.align) is None:
-            return rules
-        rules |= {f"align: rates: {rule}": kept for rule, kept in align.rates.rules(self.has_module()).items()}
+            if not 0 <= delay < 1:
+                yield Fault("models.delay_not_a_share", field=f"delays.{part}", value=delay)
+        align = self.align
+        if align is None:
+            return
+        yield from align.rates.faults("align.rates", self.has_module())
         for part, rate in align.rates.items():
-            rule = f"align: rates.{part}: trains, so it must have a rate in the fine-tuning, too"
-            rules[rule] = rate is None or self.rates[part] is not None
-        rule = "align: rates.llm must be null: the adapters of the fine-tuning are new and need the base's own weights"
-        return rules | {rule: align.rates.llm is None or not self.lora.rank}
+            if rate is not None and self.rates[part] is None:
+                yield Fault("models.part_of_alignment_frozen", field=f"align.rates.{part}", other_field=f"rates.{part}")
+        if align.rates.llm is not None and self.lora.rank:
+            yield Fault("models.llm_trains_in_alignment", field="align.rates.llm", value=align.rates.llm)
 
 
 @dataclass(frozen=True)
 class MDPConfig(Fields):
-    """Fields of the Multi-scale Differential Perception (MDP) module (arXiv 2503.11093, section 4).
+    """Settings of the Multi-scale Differential Perception (MDP) module (arXiv 2503.11093, section 4).
 
-    vision_feature_layers: indices into the vision encoder's hidden states (0 is the embedding); the paper's 17, 20, 23,
-        26 are the defaults.
-    layers: "two stacked transformer layers": equations (4)-(6) are one layer, each layer's difference and features
-        feed the next.
-    heads: not given by the paper; 16 as in the vision encoder.
-    share_levels: one set of weights for all levels, since Wm and Wp have no level index in the paper.
-    score: one number per level and pair ("scalar"), since the paper calls it the importance of a level; or one per
-        channel ("channel").
-    mlp_ratio: width of the MLP of equation (5) over D; 4 as in transformers' feed-forward layers.
-    residual: residual blocks, the encoder's features normed where they enter but never the difference, whose size says
-        whether anything changed; queries and keys normed, or a large difference would draw the attention of every
-        place; and equation (8) adds the scored updates to the encoder's last features. False is the letter of the
-        equations: nothing of this, and every linear starts as a plain new layer (`init_gain` then says nothing).
-    init_gain: gain of the last projection of (6) in a new module with residuals. At 0 it leaves the base as it is, and
-        the rest of the module gets its first gradient once that projection has grown: right for a long run on a large
-        base. Above 0 the module starts as a detector of change that is used from the first step, which a short run on
-        a small base needs: (3) passes the difference, the first MLP of (5) adds its size in one direction, (6) hands
-        both on, and all else is zero-initialised.
-    pos_embed_scale: amplitude of fixed sine-cosine positions on queries and keys; the paper names none (0), and a large
-        encoder's features carry their own. With them each place looks at its own place from the start, which a short
-        run on a small encoder needs: without, the map from difference to place has to be found first.
+    vision_feature_layers: indices of the vision encoder's hidden states to read (0 is the embedding), one per level.
+        The paper uses 17, 20, 23 and 26.
+    layers: number of layers per level. The paper uses "two stacked transformer layers". Each layer computes equations
+        (4) to (6) and passes the difference and the features to the next layer.
+    heads: number of attention heads. The paper does not specify the number. The vision encoder has 16 heads.
+    share_levels: whether all levels share one set of weights. The default is true, because the paper's weights Wm and
+        Wp do not have a level index.
+    score: whether each level has one score per pair ("scalar") or one score per pair and channel ("channel"). The
+        default is "scalar", because the paper calls the score the importance of a level.
+    mlp_ratio: hidden width of the MLP in equation (5), divided by D. The default is 4, as in the feed-forward layers of
+        transformers.
+    residual: whether the module has residual blocks. If true, the encoder's features are normalised at the input of the
+        module. The difference is never normalised, because its size shows whether anything changed. Queries and keys
+        are normalised, because otherwise a large difference would attract the attention of every patch. Equation (8)
+        adds each level's update, multiplied by its score, to the encoder's last features. If false, the module follows
+        the paper's equations exactly, all linear layers are initialised with gain 1, and `init_gain` has no effect.
+    init_gain: initial gain of the last projection in equation (6) if `residual` is true. If 0, a new module does not
+        change the base's output, and its other weights get gradients only after this projection has grown. A gain of 0
+        suits a long run on a large base. If above 0, the module starts as a change detector that has an effect from the
+        first step. A short run on a small base needs this. Equation (3) then passes the difference through, the first
+        MLP of (5) adds the size of the difference along one direction, and (6) passes the difference and its size on.
+        Everything else is initialised to zero.
+    pos_embed_scale: amplitude of fixed sine-cosine position embeddings that are added to queries and keys. The paper
+        does not use position embeddings (0), and the features of a large encoder already contain positions. With
+        position embeddings, each patch attends to its own position from the start. A short run on a small encoder needs
+        this. Otherwise, the module would first have to learn where a difference is.
     """
 
     vision_feature_layers: tuple[int, ...] = (17, 20, 23, 26)
@@ -203,20 +237,26 @@ class MDPConfig(Fields):
     init_gain: float = 0.0
     pos_embed_scale: float = 0.0
 
-    def rules(self) -> dict[str, bool]:
-        least = self.at_least(layers=1, heads=1, mlp_ratio=1, pos_embed_scale=0, init_gain=0)
-        return layer_rule(self.vision_feature_layers) | least
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault if the list of layers is invalid, and for each number that is too small."""
+        yield from layer_faults(self.vision_feature_layers)
+        yield from self.too_small(layers=1, heads=1, mlp_ratio=1, pos_embed_scale=0, init_gain=0)
 
 
 @dataclass(frozen=True)
 class DifferenceConfig(Fields):
-    """Fields of the bare difference, a control in the module's place: the difference of the two images' features,
-    through one linear projection, added to the features of both.
+    """Settings of the bare difference, which replaces the MDP module in control runs.
 
-    vision_feature_layers, share_levels: as of `MDPConfig`.
-    init_gain: gain of the projection in a new module. Above 0 what a place's difference adds has about that many times
-        its size, in directions of its own, so that it is used from the first step, as the MDP module's is; at 0 the
-        module leaves the base as it is, and learns from the first step, too, for nothing follows the projection.
+    It projects the difference between the two images' features with a linear layer and adds the result to the features
+    of both images.
+
+    kind: marks the settings as those of the bare difference. `MDPConfig` does not have this field.
+    vision_feature_layers: see `MDPConfig`.
+    share_levels: see `MDPConfig`.
+    init_gain: initial gain of the projection. If above 0, the projected difference is about `init_gain` times as large
+        as the difference and has a random direction. Like the MDP module, it then has an effect from the first step. If
+        0, a new module does not change the base's output, but the projection still learns from the first step, because
+        no other layer of the module follows it.
     """
 
     kind: Literal["difference"] = "difference"
@@ -224,60 +264,75 @@ class DifferenceConfig(Fields):
     share_levels: bool = True
     init_gain: float = 0.0
 
-    def rules(self) -> dict[str, bool]:
-        return layer_rule(self.vision_feature_layers) | self.at_least(init_gain=0)
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault if the list of layers is invalid or the gain is negative."""
+        yield from layer_faults(self.vision_feature_layers)
+        yield from self.too_small(init_gain=0)
 
 
 ModuleConfig = MDPConfig | DifferenceConfig
 
 
 def module_config(**values: Any) -> ModuleConfig:
-    """M3Diff's module by its fields, as a configuration holds them: the MDP module's have no `kind`."""
-    return (DifferenceConfig if "kind" in values else MDPConfig)(**values)
+    """Create the settings of M3Diff's module: `DifferenceConfig` if `kind` is given, otherwise `MDPConfig`."""
+    return DifferenceConfig(**values) if "kind" in values else MDPConfig(**values)
 
 
 class ByKind:
-    """Tells pydantic which module's fields to read. It asks for this itself; its core schemas are plain mappings."""
+    """Type annotation that tells pydantic which settings class the module's fields belong to.
+
+    The schema is a plain dictionary, as pydantic's core schemas are, so that this file does not need to import
+    pydantic.
+    """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         def tag(values: Any) -> str:
             has_kind = "kind" in values if isinstance(values, Mapping) else hasattr(values, "kind")
             return "[DifferenceConfig]" if has_kind else "[MDPConfig]"
 
-        kinds = {f"[{kind.__name__}]": handler.generate_schema(kind) for kind in (MDPConfig, DifferenceConfig)}
-        return {"type": "nullable", "schema": {"type": "tagged-union", "choices": kinds, "discriminator": tag}}
+        choices = {f"[{kind.__name__}]": handler.generate_schema(kind) for kind in (MDPConfig, DifferenceConfig)}
+        return {"type": "nullable", "schema": {"type": "tagged-union", "choices": choices, "discriminator": tag}}
 
 
 @dataclass(frozen=True)
 class VDMConfig(Fields):
-    """Fields of the Visual Delta Module (VDM; arXiv 2407.05645, sections 4.1 and 5.1). The defaults are the paper's;
-    where it is silent or contradicts itself, the field says what was chosen and why.
+    """Settings of the Visual Delta Module (VDM; arXiv 2407.05645, sections 4.1 and 5.1).
 
-    vision_feature_layers: layers of the vision encoder that are read, indices into its hidden states (0 is the
-        embedding); "equal intervals": 8, 16, 24 of 24.
-    tokens: learnable delta tokens; the ablation's 32.
-    layers: transformer layers; "alternating self-attention and cross-attention blocks".
-    cross_attention: which layers read the images. "second": every second one, from the first, as in BLIP-2's Q-Former,
-        which fits the paper's six layers and three feature layers; "every": all of them, two to a feature layer.
-    images: how a layer reads two images, which the paper words as "separately and simultaneously". "joined": one
-        attention over the keys of both, each with a learnt embedding of its image, without which nothing would tell
-        them apart; "separate": an attention for each image with the same weights, whose two results and their
-        difference one linear joins, so that a token can ask both images for the same thing.
-    width, heads, mlp_ratio: BERT-base's, whose weights the paper begins with.
-    norm: "post": after each block, as BERT's weights want it; "pre": before it; "size": none on the tokens, whose size
-        then says whether anything changed, but queries and keys have size one.
-    place: of the delta tokens among the visual tokens: "after" both images, "between" or "before" them. Not given.
-    projection: from the module to the LLM: "own", one linear; "shared": one linear to the vision encoder's width, then
-        the projector of the images. The paper has one projector "before the LLM".
-    start: "random", or "bert": self-attention, MLPs and norms from the BERT that lies in the base's folder as `bert/`
-        (model.safetensors and config.json of bert-base-uncased), as the paper has it; cross-attention is new either
-        way.
-    init_gain: above 0 a new module starts as a detector of change (as MDPConfig.init_gain of M3Diff, and for its
-        reason: a short run on a small base): the difference of both readings is passed on, the first MLP adds its size
-        in one direction, and this is the gain of the projection to the LLM. Needs images "separate" and norm "size".
-        At 0, the paper's, all linears are random.
-    pos_embed_scale: amplitude of fixed sine-cosine positions on queries and keys, which bind each token to the place of
-        one patch; the tokens are then as many as the patches. The paper has none (0).
+    The defaults follow the paper. Where the paper gives no value or contradicts itself, the choice is explained below.
+
+    vision_feature_layers: indices of the vision encoder's hidden states to read (0 is the embedding). The paper says
+        "equal intervals": layers 8, 16 and 24 of 24.
+    tokens: number of learnable delta tokens. The paper's ablation uses 32.
+    layers: number of transformer layers. The paper describes "alternating self-attention and cross-attention blocks".
+    cross_attention: which layers read the images. "second" means every second layer, starting with the first, as in
+        BLIP-2's Q-Former. This fits the paper's six layers and three feature layers. "every" means all layers. By
+        default, two layers then read each feature layer.
+    images: how a layer reads two images, which the paper describes as "separately and simultaneously". "joined" means
+        one attention over the keys of both images. A learnt embedding is added to each image, because otherwise the
+        images could not be distinguished. "separate" means one attention per image with the same weights. One linear
+        layer combines the two results and their difference, so that a token can query both images for the same
+        information.
+    width: width of the module. The default is the width of BERT-base, because the paper starts from BERT's weights.
+    heads: number of attention heads, as in BERT-base.
+    mlp_ratio: hidden width of the MLPs, divided by `width`, as in BERT-base.
+    norm: position of the norms. "post" means after each block, as BERT's weights require, and "pre" means before each
+        block. "size" means that only queries and keys are normalised. The size of the tokens then shows whether
+        anything changed.
+    place: position of the delta tokens among the visual tokens: "after", "between" or "before" the two images. The
+        paper does not specify it.
+    projection: how the delta tokens are projected to the LLM's width. "own" uses one linear layer. "shared" uses one
+        linear layer to the vision encoder's width, followed by the projector of the images. The paper has one projector
+        "before the LLM".
+    start: initial weights: "random", or "bert" to copy the self-attention, MLPs and norms from a BERT, as in the paper.
+        The BERT is expected in the base's folder as `bert/` (model.safetensors and config.json of bert-base-uncased).
+        Cross-attention is always initialised randomly.
+    init_gain: initial gain of the projection to the LLM. If above 0, a new module starts as a change detector, which a
+        short run on a small base needs (see `MDPConfig.init_gain`). The module passes on the difference between what a
+        token reads from the two images, and the first MLP adds the size of this difference along one direction. This
+        requires images "separate" and norm "size". If 0, all linear layers are initialised randomly, as in the paper.
+    pos_embed_scale: amplitude of fixed sine-cosine position embeddings that are added to queries and keys. They assign
+        each token to the position of one patch, so there must be as many tokens as patches. The paper does not use
+        position embeddings (0).
     """
 
     vision_feature_layers: tuple[int, ...] = (8, 16, 24)
@@ -297,27 +352,39 @@ class VDMConfig(Fields):
 
     @property
     def reading_layers(self) -> int:
-        """Layers that read the images."""
+        """Number of layers that read the images."""
         return self.layers if self.cross_attention == "every" else -(-self.layers // 2)
 
     def feature_layer(self, layer: int) -> int | None:
-        """The place in `vision_feature_layers` of the layer that a layer of the module reads, or None."""
+        """Return the index in `vision_feature_layers` for a layer of the module, or None if it reads no images."""
+        reading_number = layer
         if self.cross_attention == "second":
-            layer, rest = divmod(layer, 2)
-            if rest:
+            if layer % 2:
                 return None
-        return layer * len(self.vision_feature_layers) // self.reading_layers
+            reading_number = layer // 2
+        return reading_number * len(self.vision_feature_layers) // self.reading_layers
 
-    def rules(self) -> dict[str, bool]:
-        layers, reading = len(self.vision_feature_layers), self.reading_layers
-        return {
-            **layer_rule(self.vision_feature_layers),
-            **self.at_least(tokens=1, layers=1, width=1, heads=1, mlp_ratio=1, init_gain=0, pos_embed_scale=0),
-            f"heads: {self.heads} does not divide width {self.width}": self.heads < 1 or self.width % self.heads == 0,
-            f"vision_feature_layers: {layers} of them, but only {reading} of the layers read the images; raise layers, "
-            "or set cross_attention to every": layers <= reading,
-            "start: bert needs norm post, which BERT's weights were trained with": self.start == "random"
-            or self.norm == "post",
-            "init_gain above 0 needs images separate and norm size": not self.init_gain > 0
-            or (self.images, self.norm) == ("separate", "size"),
-        }
+    def faults(self) -> Iterator[Fault]:
+        """Yield a fault for each invalid value and for each combination of values that is not supported."""
+        yield from layer_faults(self.vision_feature_layers)
+        yield from self.too_small(tokens=1, layers=1, width=1, heads=1, mlp_ratio=1, init_gain=0, pos_embed_scale=0)
+        if self.heads >= 1 and self.width % self.heads:
+            yield Fault("models.heads_do_not_divide_width", field="heads", value=self.heads, width=self.width)
+        feature_layers = len(self.vision_feature_layers)
+        if feature_layers > self.reading_layers:
+            yield Fault(
+                "models.more_levels_than_reading_layers",
+                field="vision_feature_layers",
+                value=feature_layers,
+                limit=self.reading_layers,
+            )
+        if self.start != "random" and self.norm != "post":
+            yield Fault("models.bert_needs_norm_post", field="norm", value=self.norm)
+        if self.init_gain > 0 and not (self.images == "separate" and self.norm == "size"):
+            yield Fault(
+                "models.init_gain_needs_separate_images",
+                field="init_gain",
+                value=self.init_gain,
+                images=self.images,
+                norm=self.norm,
+            )

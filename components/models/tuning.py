@@ -1,22 +1,47 @@
-"""Trainable weights of a model: its parts by their learning rates, LoRA adapters, the optimizer's groups. Names no
-family.
+"""Select the weights of a model that are trained, add LoRA adapters, and group the weights for the optimizer.
 
-peft takes seconds to import, and is where adapters are: a merged checkpoint captions without it.
+Importing peft takes seconds, so it is imported only if a model has adapters. A merged checkpoint does not need peft.
 """
 
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from m3diff.models.family import Family, Settings
+from m3diff.models.foreign_code import CheckpointError, read_json
+from m3diff.records.errors import ValueFault
+
+# Fields of adapter_config.json that `prepare` sets. All other fields have peft's defaults.
+ADAPTER_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")
+# Fields in which peft records the origin of adapters. They do not affect the weights, so this project ignores them.
+ADAPTER_RECORDS = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_type",
+    "peft_version",
+    "revision",
+    "task_type",
+)
 
 
 @dataclass(frozen=True)
 class TrainableGroup:
-    """Parameters of one learning rate, the parts that they are from, and the share of the steps before they train."""
+    """Parameters that share a learning rate and a delay.
+
+    Attributes:
+        parts: the parts of the model that the parameters belong to.
+        lr: learning rate.
+        parameters: the parameters.
+        delay: share of the steps before the training of these parameters starts.
+    """
 
     parts: tuple[str, ...]
     lr: float
@@ -25,16 +50,22 @@ class TrainableGroup:
 
 
 def prepare(model: Any, family: Family, settings: Settings) -> Any:
-    """Add LoRA adapters to the linears of the parts that train with them, and mark what trains.
+    """Prepare a model for training: add LoRA adapters, set `requires_grad`, and return the model.
 
-    Dropout is 0: shared-prefix packing is exact only so. Raises ValueError where a target matches no linear.
+    If the rank is above 0, adapters are added to all parts with LoRA targets, except frozen parts.
+
+    The adapters do not use dropout, because shared-prefix packing is exact only without dropout.
+
+    Raises:
+        ValueFault: a LoRA target does not match any linear layer.
     """
     targets = {}
     if settings.lora.rank:
-        targets = {part: linears for part, linears in family.lora_targets.items() if settings.rates[part] is not None}
+        targets = {part: target for part, target in family.lora_targets.items() if settings.rates[part] is not None}
+    module_names = [name for name, _ in model.named_modules()]
     for part, target in targets.items():
-        if not any(re.fullmatch(target, name) for name, _ in model.named_modules()):
-            raise ValueError(f"LoRA targets of the part {part} match 0 linears: {target}")
+        if not any(re.fullmatch(target, name) for name in module_names):
+            raise ValueFault("models.no_linear_for_adapters", part=part, value=target)
     adapted = model
     if targets:
         from peft import LoraConfig, get_peft_model
@@ -46,14 +77,56 @@ def prepare(model: Any, family: Family, settings: Settings) -> Any:
             target_modules="|".join(targets.values()),
             bias="none",
         )
-        adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)  # in the weights' own precision
+        with without_renaming_warning():
+            # otherwise, peft would keep the adapters of a bf16 model in fp32
+            adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = should_train(name, family, settings)
     return adapted
 
 
+@contextmanager
+def without_renaming_warning() -> Iterator[None]:
+    """Suppress transformers' warning about a renamed property within the block.
+
+    peft 0.21 uses the old name whenever it wraps a model, and transformers 5.23 prints a warning of four lines that
+    users cannot act on. This can be removed when peft uses the new name.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
+
+
+def read_adapter_config(path: Path) -> Any:
+    """Read the adapter_config.json of adapters that `prepare` created. Return it as a LoraConfig of peft.
+
+    peft's own function imports modules and downloads files that the fields refer to. This function reads only the
+    fields that `prepare` sets.
+
+    Raises:
+        CheckpointError: the file is not a valid adapter configuration, or another field differs from peft's default.
+    """
+    from peft import LoraConfig
+
+    stored = read_json(path)
+    if not isinstance(stored, dict):
+        raise CheckpointError("models.no_fields_of_adapters", path=path)
+    defaults = LoraConfig().to_dict()
+    for field, value in stored.items():
+        if field in ADAPTER_FIELDS or field in ADAPTER_RECORDS:
+            continue
+        # a field that the installed peft does not support is disabled if it is null, false or empty
+        is_default = value == defaults[field] if field in defaults else not value
+        if not is_default:
+            raise CheckpointError("models.other_recipe_of_adapters", path=path, field=field, value=value)
+    return LoraConfig(**{field: stored[field] for field in ADAPTER_FIELDS if field in stored})
+
+
 def meta_model(config: Any, family: Family, settings: Settings, precision: str = "fp32") -> Any:
-    """The model as it trains, with adapters, without storage and without peft's wrapper."""
+    """Create the model that a run trains, with adapters, on the "meta" device, where weights have shapes but no data.
+
+    The model is returned without peft's wrapper.
+    """
     with torch.device("meta"):
         model = family.build(config)
         prepare(model, family, settings)
@@ -61,7 +134,13 @@ def meta_model(config: Any, family: Family, settings: Settings, precision: str =
 
 
 def should_train(name: str, family: Family, settings: Settings) -> bool:
-    """True where a parameter trains, by its name in the model without peft's wrapper around it."""
+    """Return whether a parameter is trained.
+
+    Args:
+        name: name of the parameter in the model without peft's wrapper.
+        family: family of the model.
+        settings: settings of the family.
+    """
     part = family.part_of(name)
     if settings.rates[part] is None or name.startswith(family.frozen):
         return False
@@ -74,57 +153,66 @@ def should_train(name: str, family: Family, settings: Settings) -> bool:
 
 
 def is_adapter(name: str) -> bool:
+    """Return whether the parameter with this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> list[TrainableGroup]:
-    """A group for each distinct learning rate and delay, in the order of the family's parts; parameters in the
-    model's."""
-    named = list(unwrapped(model).named_parameters())
-    alike: dict[tuple[float, float], list[str]] = {}
+    """Return the trained parameters as one group for each combination of learning rate and delay.
+
+    The groups have the order of the family's parts, and the parameters in a group have the model's order.
+    """
+    parts_by_rate: dict[tuple[float, float], list[str]] = {}
     for part in family.parts:
         rate = settings.rates[part]
         if rate is not None:
-            alike.setdefault((rate, settings.delays.get(part, 0.0)), []).append(part)
-    groups = [
-        TrainableGroup(
-            tuple(parts),
-            rate,
-            [p for name, p in named if p.requires_grad and family.part_of(name) in parts],
-            delay,
-        )
-        for (rate, delay), parts in alike.items()
-    ]
-    return [group for group in groups if group.parameters]
+            delay = settings.delays.get(part, 0.0)
+            parts_by_rate.setdefault((rate, delay), []).append(part)
+
+    trainable = [(name, weight) for name, weight in unwrapped(model).named_parameters() if weight.requires_grad]
+    groups = []
+    for (rate, delay), parts in parts_by_rate.items():
+        parameters = [parameter for name, parameter in trainable if family.part_of(name) in parts]
+        if parameters:
+            groups.append(TrainableGroup(parts=tuple(parts), lr=rate, parameters=parameters, delay=delay))
+    return groups
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The model without peft's wrapper around it; its adapters stay."""
+    """Return the model without peft's wrapper, but with its adapters."""
     return model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """True where peft's wrapper is around the model."""
+    """Return whether the model is wrapped by peft."""
     from peft import PeftModel
 
     return isinstance(model, PeftModel)
 
 
 def trainable_names(model: nn.Module) -> list[str]:
-    return [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+    """Return the names of the trained parameters in the model without peft's wrapper."""
+    return [name for name, parameter in unwrapped(model).named_parameters() if parameter.requires_grad]
 
 
 def parameter_counts(model: nn.Module, family: Family) -> dict[str, int]:
-    """Parameters that train, those that do not, and those that train of each part; before adapters are merged."""
+    """Return the number of `trainable` and `frozen` parameters, and the number of trained parameters of each part.
+
+    Call this before the adapters are merged.
+    """
     counts = {"trainable": 0, "frozen": 0} | dict.fromkeys(family.parts, 0)
     for name, parameter in unwrapped(model).named_parameters():
-        size = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 holds a part
-        counts["trainable" if parameter.requires_grad else "frozen"] += size
-        counts[family.part_of(name)] += size if parameter.requires_grad else 0
+        part = family.part_of(name)
+        size = getattr(parameter, "ds_numel", parameter.numel())  # with ZeRO 3, `numel` counts only a partition
+        if parameter.requires_grad:
+            counts["trainable"] += size
+            counts[part] += size
+        else:
+            counts["frozen"] += size
     return counts
 
 
 @torch.no_grad()
 def merge(model: nn.Module) -> Any:
-    """Fold the adapters into the weights; the model then needs no peft."""
+    """Fold the adapters into the weights and return the model, which then does not need peft."""
     return unwrapped(model.merge_and_unload() if is_adapted(model) else model)  # type: ignore[operator]

@@ -1,8 +1,9 @@
-"""The code of a stage by its meaning: the syntax trees of every file that it can run, found without running any.
+"""Compute digests of a stage's code, from the syntax trees of all files that the stage can import.
 
-Stage `code` writes `code/<stage>.json` (file -> sha256), on which DVC's stages depend, and the same digests name a run
-that is to be resumed. Comments, docstrings and formatting change no digest, nor does code of a family, dataset or
-metric that the parameters do not name.
+The imports are found without running the files. The stage `code` writes the digests to `code/<stage>.json`
+(file -> sha256), and the other stages have these files as dependencies. The digests are also part of a run's key
+(`key_of`), so that an interrupted run is resumed only with the same code. A digest does not depend on comments,
+docstrings or formatting. Code of model families, datasets and metrics that the parameters do not select is left out.
 """
 
 import ast
@@ -13,74 +14,97 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from m3diff.records.errors import readable
+from m3diff.records.errors import data_error_if_unreadable
 
 PACKAGE = "m3diff"
-# The folder of the package: `components` in a checkout, where `m3diff` is a link to it, and `m3diff` in a wheel
-HOUSE = Path(__file__).resolve().parents[1]
+# In a checkout, this is the folder `components`, and `m3diff` is a link to it. In a wheel, it is the folder `m3diff`
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
-ROOT, FOLDER = HOUSE.parent, Path("code")
-
-
-def key_of(facts: Mapping[str, Any], module: Path, named: Iterable[str] = ()) -> str:
-    """Name of a run: the hash of the facts and the code that decide its result, and of no path."""
-    decides = json.dumps({**facts, "code": digests(module, named)}, sort_keys=True)
-    return hashlib.sha256(decides.encode()).hexdigest()[:16]
+ROOT = PACKAGE_FOLDER.parent
+DIGEST_FOLDER = Path("code")
 
 
-def edited(stage: str) -> list[str]:
-    """Files of a stage whose meaning is another than `code/<stage>.json` has; all is well where this is empty."""
-    now = current(stage)
-    return [name for name, meaning in _recorded(stage).items() if now[name] != meaning]
+def key_of(facts: Mapping[str, Any], module: Path, extra_modules: Iterable[str] = ()) -> str:
+    """Return the key of a run: a hash of everything that determines its result, including the code.
+
+    Args:
+        facts: everything that determines the result except the code, such as settings and digests of data. Paths are
+            not included.
+        module: the file of the module that runs.
+        extra_modules: dotted names of modules that `module` loads at run time without an import statement.
+    """
+    content = json.dumps({**facts, "code": digests(module, extra_modules)}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def current(stage: str) -> dict[str, str]:
-    """The digests, now, of the files of this folder that `code/<stage>.json` names; of one that is gone or broken, a
-    word."""
-    found = {}
-    for name in _recorded(stage):
+def edited_files(stage: str) -> list[str]:
+    """Return the files of a stage whose digests differ from those in `code/<stage>.json`."""
+    current = current_digests(stage)
+    return [name for name, recorded in _recorded_digests(stage).items() if current[name] != recorded]
+
+
+def current_digests(stage: str) -> dict[str, str]:
+    """Return the current digest of each file in `code/<stage>.json`.
+
+    The digest is "absent" if the file does not exist, and "broken" if it is not valid Python.
+    """
+    current = {}
+    for name in _recorded_digests(stage):
         try:
-            found[name] = digest(Path(name))
+            current[name] = digest(Path(name))
         except FileNotFoundError:
-            found[name] = "absent"
+            current[name] = "absent"
         except SyntaxError:
-            found[name] = "broken"
-    return found
+            current[name] = "broken"
+    return current
 
 
-def _recorded(stage: str) -> dict[str, str]:
-    file = FOLDER / f"{stage}.json"
-    with readable(file, "run `dvc repro code`"):
+def _recorded_digests(stage: str) -> dict[str, str]:
+    file = DIGEST_FOLDER / f"{stage}.json"
+    with data_error_if_unreadable(file, "provenance.unreadable_digests"):
         recorded: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     return recorded
 
 
-def digests(module: Path, named: Iterable[str] = ()) -> dict[str, str]:
-    """sha256 of the meaning of each file that is run: `module`, the modules `named`, and every Python file under ROOT
-    that these import, directly or not, in functions too; by its path below ROOT, sorted. Packages count: importing
-    `m3diff.models.tuning` runs `components/models/__init__.py`."""
-    found: dict[Path, str] = {}
-    waiting = [module.resolve(), *(path for name in named for path in _files(name))]
-    while waiting:
-        file = waiting.pop()
-        if file not in found:
-            found[file], imported = _read(file.read_bytes())
-            waiting += [path for name in imported for path in _files(name)]
-    return {path.relative_to(ROOT).as_posix(): meaning for path, meaning in sorted(found.items())}
+def digests(module: Path, extra_modules: Iterable[str] = ()) -> dict[str, str]:
+    """Return the digest of each file that a module can run, by its path relative to ROOT, sorted by path.
+
+    These files are the module, the extra modules and all Python files under ROOT that they import. Indirect imports and
+    imports inside functions count too, and so do packages, because importing `m3diff.models.tuning` also runs
+    `components/models/__init__.py`.
+
+    Args:
+        module: the file of the module.
+        extra_modules: dotted names of modules that `module` loads at run time without an import statement.
+    """
+    file_digests: dict[Path, str] = {}
+    pending = [module.resolve()]
+    for name in extra_modules:
+        pending += _files_of_import(name)
+    while pending:
+        file = pending.pop()
+        if file in file_digests:
+            continue
+        file_digests[file], imported_names = _digest_and_imports(file.read_bytes())
+        for name in imported_names:
+            pending += _files_of_import(name)
+    return {path.relative_to(ROOT).as_posix(): file_digest for path, file_digest in sorted(file_digests.items())}
 
 
 def digest(file: Path) -> str:
-    """sha256 of a file's syntax tree without docstrings, comments and positions; equal on every Python that reads it.
+    """Return the sha256 of a file's syntax tree without docstrings, comments and positions.
+
+    The digest is the same on every version of Python that can parse the file.
 
     Raises:
-        SyntaxError: the file is no Python.
+        SyntaxError: the file is not valid Python.
     """
-    return _read(file.read_bytes())[0]
+    return _digest_and_imports(file.read_bytes())[0]
 
 
 @cache
-def _read(source: bytes) -> tuple[str, list[str]]:
-    """A file's digest and every module that it imports, wherever in the file; `from a import b` gives `a.b`."""
+def _digest_and_imports(source: bytes) -> tuple[str, list[str]]:
+    """Return the digest of a file and the dotted names that it imports, such as `a.b` for `from a import b`."""
     tree = ast.parse(source)
     names = []
     for node in ast.walk(tree):
@@ -92,24 +116,34 @@ def _read(source: bytes) -> tuple[str, list[str]]:
 
 
 def canonical(node: Any) -> Any:
-    """A syntax tree as nested tuples, without what has no meaning: docstrings, positions, empty fields."""
+    """Return a syntax tree as nested tuples, without docstrings, positions and empty fields.
+
+    Two files have the same tuples if they differ only in comments, docstrings and formatting.
+    """
     if isinstance(node, list):
-        return [canonical(each) for each in node if not is_docstring(each)]
+        return [canonical(item) for item in node if not is_docstring(item)]
     if not isinstance(node, ast.AST):
         return node
-    fields = ((name, canonical(value)) for name, value in ast.iter_fields(node) if name not in ("kind", "type_comment"))
-    return (type(node).__name__, *((name, value) for name, value in fields if value not in (None, [])))
+    fields = []
+    for name, value in ast.iter_fields(node):
+        canonical_value = canonical(value)
+        if name not in ("kind", "type_comment") and canonical_value not in (None, []):
+            fields.append((name, canonical_value))
+    return (type(node).__name__, *fields)
 
 
 def is_docstring(node: Any) -> bool:
-    """A string that stands alone as a statement: of a module, class or function, or below a constant."""
+    """Return whether a statement is only a string: the docstring of a module, class, function or variable."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _files(name: str) -> Iterator[Path]:
-    """The files that importing a dotted name runs; none for what is not under ROOT."""
+def _files_of_import(name: str) -> Iterator[Path]:
+    """Yield the files under ROOT that are run when a dotted name is imported."""
     parts = name.split(".")
-    parts[0] = HOUSE.name if parts[0] == PACKAGE else parts[0]
+    if parts[0] == PACKAGE:
+        parts[0] = PACKAGE_FOLDER.name
     for end in range(1, len(parts) + 1):
-        place = ROOT.joinpath(*parts[:end])
-        yield from filter(Path.is_file, (place / "__init__.py", place.with_suffix(".py")))
+        path = ROOT.joinpath(*parts[:end])
+        for file in (path / "__init__.py", path.with_suffix(".py")):
+            if file.is_file():
+                yield file

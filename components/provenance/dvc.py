@@ -1,8 +1,9 @@
-"""DVC's files as m3diff reads them: `dvc.lock`, hashes, the cache, the data of a commit. DVC itself runs outside.
+"""Read DVC's files (`dvc.lock` and the cache), compute DVC's hashes, and check that DVC records what a stage ran.
 
-DVC hashes what a stage depends on when the command is over. What was edited meanwhile would be recorded as what ran,
-and be restored for ever from the run cache. So a stage's parameters and code are read before its work and compared
-after it; a stage that fails is recorded nowhere. Nor is the code of one project run for another.
+DVC hashes the dependencies of a stage after its command has ended. If a file were edited during the run, DVC would
+therefore record the edited version, and its run cache would keep restoring the wrong result. To prevent this, the
+parameters and code of a stage are compared before and after the stage runs. If they differ, the stage fails, and DVC
+does not record it. For the same reason, a project with code of its own never runs the code of another project.
 """
 
 import hashlib
@@ -14,110 +15,158 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from m3diff.provenance.code import FOLDER, current, edited
-from m3diff.provenance.git import AS_COMMITTED, git, read, require_own_repository
-from m3diff.records.errors import DataError, redacted
+from m3diff.provenance.code import DIGEST_FOLDER, current_digests, edited_files
+from m3diff.provenance.git import AS_COMMITTED, git, read_from_commit, require_own_repository
+from m3diff.records.errors import DataError, Fault, redact
 from m3diff.records.files import sha256
 from m3diff.settings.section import ParamsError
 
-PARAMS, GRAPH, LOCK = Path("params.yaml"), Path("dvc.yaml"), Path("dvc.lock")
+PARAMS = Path("params.yaml")
+DVC_YAML = Path("dvc.yaml")
+DVC_LOCK = Path("dvc.lock")
 ENTRY = Path("components/__main__.py")
-# Folders of code and of files beside the parameters; data may be large, and is hashed by DVC alone
-OURS = ("components", "profiles")
+# Folders whose files are compared before and after a stage. Data are not compared, because they may be large
+WATCHED_FOLDERS = ("components", "profiles")
 
-REFERENCE = re.compile(r"\$\{([^}]+)\}")
+REFERENCE = re.compile(r"\$\{([^}]+)\}")  # a reference to a parameter in dvc.yaml, written as ${key}
 DVC = [sys.executable, "-m", "dvc"]
-PATHS = (  # settings of a remote in which DVC reads a relative path from the folder of the file that has it
-    *("url", "credentialpath", "configpath", "keyfile", "cert_path", "key_path"),
-    *("gdrive_user_credentials_file", "gdrive_service_account_json_file_path"),
+# Settings of a DVC remote that contain a path. DVC resolves relative paths from the folder of the configuration file
+REMOTE_PATHS = (
+    "url",
+    "credentialpath",
+    "configpath",
+    "keyfile",
+    "cert_path",
+    "key_path",
+    "gdrive_user_credentials_file",
+    "gdrive_service_account_json_file_path",
 )
 
 
-class Lock:
-    """`dvc.lock`, read: what each stage saw and wrote when it last ran."""
+class LockEntry(NamedTuple):
+    """A dependency or an output in `dvc.lock`.
 
-    def __init__(self, path: Path = LOCK, text: bytes | None = None) -> None:
-        """Read the file, or its content where it is another commit's."""
+    Attributes:
+        stage_and_kind: the stage and the kind of entry, such as `train outs` or `ingest@minichange deps`.
+        path: the path of the file or folder.
+        md5: DVC's hash of the file or folder.
+    """
+
+    stage_and_kind: str
+    path: Path
+    md5: str
+
+
+class Lock:
+    """The content of `dvc.lock`: what each stage read and wrote when it last ran."""
+
+    def __init__(self, path: Path = DVC_LOCK, text: bytes | None = None) -> None:
+        """Parse the file.
+
+        Args:
+            path: the path of the file.
+            text: the content of the file, for example from another commit. By default, it is read from `path`.
+
+        Raises:
+            DataError: the file does not exist, or is not a valid DVC lock file.
+        """
         if text is None and not path.is_file():
-            raise DataError(f"{path}: no such file, so nothing was trained yet; run `dvc repro` first")
+            raise DataError("dvc.no_lock", path=path)
         text = path.read_bytes() if text is None else text
         try:
             self.stages: dict[str, Any] = yaml.safe_load(text)["stages"]
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
-            raise DataError(f"{path}: not DVC's lock file ({error!r}); restore it: git checkout -- {path}") from error
+            raise DataError("dvc.broken_lock", path=path, cause=repr(error)) from error
         self.sha256 = hashlib.sha256(text).hexdigest()
 
     def hashes(self, path: Path) -> dict[str, str]:
-        """Each stage's record of this path: `{"train outs": md5, "predict deps": md5}`."""
-        return {where: md5 for where, found, md5 in self._entries() if found == path}
+        """Return the recorded hashes of a path by stage and kind: `{"train outs": md5, "predict deps": md5}`."""
+        return {entry.stage_and_kind: entry.md5 for entry in self._entries() if entry.path == path}
 
-    def recorded(self, path: Path, where: str) -> str:
-        """A stage's record of this path (`ingest@minichange deps`), whatever is there now.
+    def recorded(self, path: Path, stage_and_kind: str) -> str:
+        """Return the hash that a stage recorded for a path, whatever is on disk now.
+
+        Args:
+            path: the path of a dependency or output.
+            stage_and_kind: the stage and the kind of entry, such as `ingest@minichange deps`.
 
         Raises:
-            DataError: it recorded nothing of it.
+            DataError: the stage has no record of the path.
         """
-        if (md5 := self.hashes(path).get(where)) is None:
-            raise DataError(f"{path}: not in {LOCK} ({where}); run `dvc repro` first")
-        return md5
+        recorded_md5 = self.hashes(path).get(stage_and_kind)
+        if recorded_md5 is None:
+            raise DataError("dvc.not_recorded", path=path, entry=stage_and_kind)
+        return recorded_md5
 
     def current(self, path: Path) -> str:
-        """DVC's hash of a path whose every recorded part, itself included, is on disk as the stages recorded it.
+        """Return DVC's hash of a path, and check that the files on disk match `dvc.lock`.
+
+        If the path is a folder, every recorded path in that folder is checked too.
 
         Raises:
-            DataError: no stage recorded any of it, or a stage recorded something else than what is there.
+            DataError: `dvc.lock` lists neither the path nor a path in it, the path does not exist, or the files on disk
+                differ from `dvc.lock`.
         """
-        recorded = [entry for entry in self._entries() if entry[1].is_relative_to(path)]
-        if not recorded or not path.exists():
-            raise DataError(f"{path}: not {'on disk' if recorded else f'in {LOCK}'}; run `dvc repro` first")
-        on_disk = {part: dvc_hash(part) for part in {path, *(part for _, part, _ in recorded)}}
-        for where, part, md5 in recorded:
-            if md5 != on_disk[part]:
+        entries = [entry for entry in self._entries() if entry.path.is_relative_to(path)]
+        if not entries or not path.exists():
+            raise DataError("dvc.not_on_disk" if entries else "dvc.not_in_lock", path=path)
+        paths = {path, *(entry.path for entry in entries)}
+        on_disk = {part: dvc_hash(part) for part in paths}
+        for entry in entries:
+            if entry.md5 != on_disk[entry.path]:
                 raise DataError(
-                    f"{part}: {LOCK} has {md5} ({where}), on disk is {on_disk[part]}; run `dvc repro` first; "
-                    f"where that calls it up to date, bytes of {part} were damaged: remove it and its copy in DVC's "
-                    "cache, then `dvc pull` or `dvc repro`"
+                    "dvc.differs_from_lock",
+                    path=entry.path,
+                    value=on_disk[entry.path],
+                    expected=entry.md5,
+                    entry=entry.stage_and_kind,
                 )
         return on_disk[path]
 
     def params(self, datasets: Collection[str]) -> dict[str, Any]:
-        """The parameters that the stages ran with, by section; of stages for one dataset, those of these datasets.
+        """Return the parameters that the stages ran with, by section.
 
-        DVC keeps the entry of a dataset that was taken out of `params.yaml`; only its name identifies it.
+        Args:
+            datasets: the names of the datasets whose stages are included. `dvc.lock` may also contain stages of
+                datasets that were removed from `params.yaml`.
         """
-        found: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         for stage in self.stages:
             if "@" not in stage or stage.partition("@")[2] in datasets:
-                found |= self.ran_with(stage)
-        return found
+                params |= self.ran_with(stage)
+        return params
 
     def ran_with(self, stage: str) -> dict[str, Any]:
-        """The parameters that a stage ran with, by section; empty where it has none or never ran."""
+        """Return the parameters that a stage ran with, by section. Empty if it has no parameters or never ran."""
         return self.stages.get(stage, {}).get("params", {}).get("params.yaml", {})
 
     def output(self, stage: str, name: str) -> Path:
-        """The path of a stage's output, by its last name; that name where the stage wrote no such output."""
-        outs = (Path(out["path"]) for out in self.stages.get(stage, {}).get("outs", []))
-        return next((path for path in outs if path.name == name), Path(name))
+        """Return the path of the stage's output that ends in `name`, or `name` itself if there is no such output."""
+        outputs = (Path(entry["path"]) for entry in self.stages.get(stage, {}).get("outs", []))
+        return next((path for path in outputs if path.name == name), Path(name))
 
-    def _entries(self) -> Iterator[tuple[str, Path, str]]:
-        for stage, entries in self.stages.items():
+    def _entries(self) -> Iterator[LockEntry]:
+        for stage, record in self.stages.items():
             for kind in ("deps", "outs"):
-                for entry in entries.get(kind, []):
-                    yield f"{stage} {kind}", Path(entry["path"]), entry["md5"]
+                for entry in record.get(kind, []):
+                    yield LockEntry(stage_and_kind=f"{stage} {kind}", path=Path(entry["path"]), md5=entry["md5"])
 
 
 def md5(path: Path) -> str:
+    """Return the MD5 of a file as a hexadecimal string."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def dvc_hash(path: Path) -> str:
-    """DVC's hash of a file, or of a folder: the md5 of its sorted list of files and their md5, as JSON."""
+    """Return DVC's hash of a file or folder.
+
+    The hash of a folder is the MD5 of a JSON list with the path and MD5 of each file, sorted by path.
+    """
     if path.is_file():
         return md5(path)
     files = [file for file in path.rglob("*") if file.is_file() and file.suffix != ".pyc"]
@@ -130,96 +179,122 @@ def _hash_of_list(files: Mapping[str, str]) -> str:
 
 
 def object_file(cache: Path, hash_: str) -> Path:
+    """Return the path at which DVC's cache stores the file or folder list with this hash."""
     return cache / "files" / "md5" / hash_[:2] / hash_[2:]
 
 
 def listing(cache: Path, hash_: str) -> dict[str, str]:
-    """The files of a folder with their md5, as the cache lists them; empty where it has no list, or for a file."""
+    """Read a folder's file list from DVC's cache and return the MD5 of each file by relative path.
+
+    Return an empty dict if the list is not in the cache, or if the hash belongs to a file.
+    """
     file = object_file(cache, hash_)
     if not hash_.endswith(".dir") or not file.is_file():
         return {}
     return {entry["relpath"]: entry["md5"] for entry in json.loads(file.read_bytes())}
 
 
-def whole(file: Path, hash_: str) -> str:
-    """The fault of an object in the cache; empty where its content is that of its hash."""
-    found = md5(file)
-    if found == hash_.removesuffix(".dir"):
-        return ""
-    return f"damaged in the cache: {file} has md5 {found}; remove it and run `dvc pull` or `dvc repro`"
+def fault_of_object(file: Path, hash_: str) -> Fault | None:
+    """Check an object in DVC's cache. Return a fault if it is damaged, or None if it has the expected hash."""
+    actual_md5 = md5(file)
+    if actual_md5 == hash_.removesuffix(".dir"):
+        return None
+    return Fault("dvc.damaged_object", object=file, value=actual_md5)
 
 
 def read_lock(commit: str) -> Lock:
-    text = read(commit, LOCK)
+    """Return the `dvc.lock` of a commit.
+
+    Raises:
+        DataError: the commit does not contain `dvc.lock`, or the file is not valid.
+    """
+    text = read_from_commit(commit, DVC_LOCK)
     if text is None:
-        raise DataError(f"commit {commit:.12}: has no {LOCK}, so nothing says what was trained")
-    return Lock(LOCK, text)
+        raise DataError("dvc.commit_without_lock", commit=commit)
+    return Lock(DVC_LOCK, text)
 
 
 def hash_in_git(commit: str, path: Path) -> str | None:
-    """DVC's hash of a file or folder that the commit itself holds; None where it holds none."""
-    names = map(Path, git("ls-tree", "-r", "--name-only", commit, "--", path.as_posix()).splitlines())
-    found = {name: hashlib.md5(read(commit, name) or b"").hexdigest() for name in names}
-    if path in found or not found:
-        return found.get(path)
-    return _hash_of_list({name.relative_to(path).as_posix(): md5 for name, md5 in found.items()})
+    """Return DVC's hash of a file or folder that git tracks in a commit, or None if the commit does not have it."""
+    names = git("ls-tree", "-r", "--name-only", commit, "--", path.as_posix()).splitlines()
+    files = {Path(name): hashlib.md5(read_from_commit(commit, Path(name)) or b"").hexdigest() for name in names}
+    if path in files or not files:
+        return files.get(path)
+    return _hash_of_list({file.relative_to(path).as_posix(): file_md5 for file, file_md5 in files.items()})
 
 
-def tracked(commit: str, lock: Lock) -> dict[Path, str]:
-    """DVC's hash of everything that the commit's stages and `.dvc` files write, by path."""
-    stages = current_stages(commit, lock)
-    found = {Path(out["path"]): out["md5"] for stage in stages for out in lock.stages[stage].get("outs", [])}
+def tracked_outputs(commit: str, lock: Lock) -> dict[Path, str]:
+    """Return DVC's hash of each path that DVC tracks in a commit: outputs of stages and data of `.dvc` files."""
+    hashes = {}
+    for stage in current_stages(commit, lock):
+        for output in lock.stages[stage].get("outs", []):
+            hashes[Path(output["path"])] = output["md5"]
     for name in git("ls-tree", "-r", "--name-only", commit).splitlines():
         if name.endswith(".dvc"):
-            found |= {Path(name).parent / out["path"]: out["md5"] for out in _read_yaml(commit, name)["outs"]}
-    return dict(sorted(found.items()))
+            for output in _read_yaml(commit, name)["outs"]:
+                hashes[Path(name).parent / output["path"]] = output["md5"]
+    return dict(sorted(hashes.items()))
 
 
 def current_stages(commit: str, lock: Lock) -> list[str]:
-    """The stages of the commit's dvc.yaml that ran; dvc.lock keeps those of datasets that were taken out."""
-    graph, values = _read_yaml(commit, "dvc.yaml")["stages"], _read_yaml(commit, "params.yaml")
-    parts = {stage: stage.partition("@") for stage in lock.stages}
-    loops = {name: (graph.get(name, {}).get("foreach") or "").strip("${}") for name, _, _ in parts.values()}
-    return [
-        stage
-        for stage, (name, at, key) in parts.items()
-        if name in graph and (not at or key in (lookup(values, loops[name]) or {}))
-    ]
+    """Return the stages in `dvc.lock` that the commit's dvc.yaml and params.yaml still define.
+
+    `dvc.lock` may also contain stages that were removed, for example together with their dataset.
+    """
+    graph = _read_yaml(commit, "dvc.yaml")["stages"]
+    params = _read_yaml(commit, "params.yaml")
+    stages = []
+    for stage in lock.stages:
+        name, separator, dataset = stage.partition("@")
+        if name not in graph:
+            continue
+        if separator:
+            section = (graph[name].get("foreach") or "").strip("${}")
+            if dataset not in (lookup(params, section) or {}):
+                continue
+        stages.append(stage)
+    return stages
 
 
 def _read_yaml(commit: str, path: str) -> Any:
-    text = read(commit, Path(path))
+    text = read_from_commit(commit, Path(path))
     if text is None:
-        raise DataError(f"commit {commit:.12}: has no {path}")
+        raise DataError("dvc.commit_without_file", commit=commit, file=path)
     return yaml.safe_load(text)
 
 
 def lookup(values: Any, path: str) -> Any:
-    """The value at a path of dots (`train.base`); None where there is none."""
-    for part in path.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
+    """Return the value at a dotted path such as `train.base`, or None if the path does not exist."""
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
     return values
 
 
-def call(folder: Path, *arguments: str) -> str:
-    """Output of a DVC command, run in a folder.
+def run_dvc(folder: Path, *arguments: str) -> str:
+    """Run a DVC command in a folder and return its output.
 
     Raises:
-        DataError: it failed; with its last lines.
+        DataError: the command failed. The field `cause` contains the last lines of stderr.
     """
-    done = subprocess.run([*DVC, *arguments], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        said = " ".join(done.stderr.split("\n")[-4:]).strip()
-        raise DataError(redacted(f"dvc {' '.join(arguments)} in {folder}: {said or f'exit code {done.returncode}'}"))
-    return done.stdout
+    result = subprocess.run([*DVC, *arguments], cwd=folder, capture_output=True, text=True)
+    if result.returncode:
+        last_lines = " ".join(result.stderr.split("\n")[-4:]).strip()
+        cause = last_lines or f"exit code {result.returncode}"
+        command = redact(f"dvc {' '.join(arguments)}")
+        raise DataError("dvc.command_failed", command=command, folder=folder, cause=redact(cause))
+    return result.stdout
 
 
 def cache_folder() -> Path:
-    return Path(call(Path(), "cache", "dir").strip()).resolve()
+    """Return the DVC cache folder of the current directory's repository."""
+    return Path(run_dvc(Path(), "cache", "dir").strip()).resolve()
 
 
 def add_worktree(commit: str, folder: Path) -> None:
-    """Make a working tree of the commit, with this clone's cache and remotes. No hook runs: DVC's would check out."""
+    """Check out a commit into a new git working tree. The tree uses the DVC cache and remotes of this clone.
+
+    No git hooks are run, because DVC's hook would check out the data.
+    """
     require_own_repository()
     cache = cache_folder()
     git(*AS_COMMITTED, "worktree", "add", "--quiet", "--force", "--detach", str(folder), commit)
@@ -227,107 +302,167 @@ def add_worktree(commit: str, folder: Path) -> None:
 
 
 def write_settings(tree: Path, checkout: Path, **sections: Mapping[str, str]) -> None:
-    """Write `.dvc/config.local` of a working tree: the checkout's own, then `sections`.
+    """Write the file `.dvc/config.local` of a working tree.
 
-    A relative path, there or in the tree's `.dvc/config`, means what DVC takes it for in the checkout.
+    It contains the settings from the checkout's `.dvc/config.local`, and `sections`. Relative paths of remotes, there
+    and in the tree's `.dvc/config`, are made absolute, so that they refer to the same files as in the checkout.
+
+    Args:
+        tree: the working tree.
+        checkout: the checkout whose settings are used.
+        sections: settings by section that are added, or that replace the checkout's settings.
     """
-    from configobj import ConfigObj  # DVC's; one in the extra `flow` alone
+    from configobj import ConfigObj  # installed with DVC, which is part of the extra `flow`
 
-    settings = ConfigObj(encoding="utf-8", interpolation=False)  # DVC itself writes ASCII alone
+    settings = ConfigObj(encoding="utf-8", interpolation=False)  # DVC itself writes only ASCII
     committed = ConfigObj(str(tree / ".dvc" / "config"), encoding="utf-8", interpolation=False)
     local = ConfigObj(str(checkout / ".dvc" / "config.local"), encoding="utf-8", interpolation=False)
-    found = [*_absolute(committed, checkout), *local.items(), *_absolute(local, checkout), *sections.items()]
-    for section, values in found:
-        settings.setdefault(section, {}).update(values)
+    layers = [
+        dict(_absolute_paths(committed, checkout)),
+        dict(local.items()),
+        dict(_absolute_paths(local, checkout)),
+        sections,
+    ]
+    for layer in layers:
+        for section, values in layer.items():
+            settings.setdefault(section, {}).update(values)
     settings.filename = str(tree / ".dvc" / "config.local")
     settings.write()
 
 
-def _absolute(settings: Mapping[str, Mapping[str, str]], checkout: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """(section, settings) of the remotes' relative paths, as absolute ones: DVC reads them from `.dvc`, and libraries
-    read a certificate's from the current directory."""
-    for section in [name for name in settings if name.strip("'").startswith("remote ")]:
-        found = {}
+def _absolute_paths(settings: Mapping[str, Mapping[str, str]], checkout: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the section name of each remote with its settings that contain a path. The paths are made absolute.
+
+    DVC resolves relative paths from `.dvc`. The path of a certificate (`ssl_verify`) is an exception, because libraries
+    resolve it from the current directory.
+    """
+    for section in settings:
+        if not section.strip("'").startswith("remote "):
+            continue
+        absolute = {}
         for name, value in settings[section].items():
-            base = checkout if name == "ssl_verify" else checkout / ".dvc"
-            path = os.path.abspath(base / value) if isinstance(value, str) else ""
-            if name in PATHS and not re.match(r"\w+://|~", value) or name == "ssl_verify" and os.path.isfile(path):
-                found[name] = path
-        yield section, found
+            if not isinstance(value, str):
+                continue
+            if name in REMOTE_PATHS and not re.match(r"\w+://|~", value):
+                absolute[name] = os.path.abspath(checkout / ".dvc" / value)
+            elif name == "ssl_verify" and os.path.isfile(checkout / value):
+                absolute[name] = os.path.abspath(checkout / value)
+        yield section, absolute
 
 
-# A stage records what ran
+# Checks before and after a stage, so that DVC records the code and parameters that ran
 
 
 def require_own_code() -> None:
-    """See that the code which runs is that of the current directory's project, where that has code of its own, else
-    that of the checkout which the virtual environment lies in. An installed wheel is the code of any other folder.
+    """Check that the running code belongs to the project of the current directory.
+
+    If the project contains no code, the code must belong to the checkout that contains the virtual environment. If
+    there is no such checkout either, the code is an installed wheel, which may run for any folder.
 
     Raises:
-        DataError: it is another's, as in a checkout that was copied with its .venv.
+        DataError: the code belongs to another checkout, for example after a checkout was copied with its .venv.
     """
-    code, here = Path(__file__).resolve().parents[2], Path.cwd()
-    project = next((at for at in (here, *here.parents) if (at / PARAMS).is_file() or (at / GRAPH).is_file()), here)
-    for folder in (project, Path(sys.prefix).resolve().parent):
-        if (folder / ENTRY).is_file():
-            if not code.samefile(folder):
-                raise DataError(
-                    f"the code of {code} would run for {folder}, which has its own; run `make install` in {folder}, "
-                    "then bin/m3diff there"
-                )
-            return
+    code = Path(__file__).resolve().parents[2]
+    for folder in (_project_folder(), Path(sys.prefix).resolve().parent):
+        if not (folder / ENTRY).is_file():
+            continue
+        if not code.samefile(folder):
+            raise DataError("dvc.code_of_other_checkout", code=code, folder=folder)
+        return
+
+
+def _project_folder() -> Path:
+    """Return the current folder, or its nearest parent folder, that contains params.yaml or dvc.yaml.
+
+    If no folder contains these files, return the current folder.
+    """
+    current_folder = Path.cwd()
+    for folder in (current_folder, *current_folder.parents):
+        if (folder / PARAMS).is_file() or (folder / DVC_YAML).is_file():
+            return folder
+    return current_folder
 
 
 @contextmanager
-def unchanged() -> Iterator[None]:
-    """Within the work of a stage that DVC started, and of no other command.
+def require_unchanged_inputs() -> Iterator[None]:
+    """Check that the parameters and code of a stage do not change while it runs.
+
+    The check is skipped if the process was not started by DVC.
 
     Raises:
-        ParamsError: what the stage watches is another after it than before.
+        ParamsError: the recorded code digests are out of date, or parameters or code changed while the stage ran.
     """
     stage = os.environ.get("DVC_STAGE")
     if stage is None:
         yield
         return
-    if stale := [] if stage == "code" else edited(stage):
-        raise ParamsError(f"{stage}: {FOLDER}/{stage}.json is of other code ({stale[0]}); run `dvc repro code` first")
-    before = watched(stage)
+    stale_files = [] if stage == "code" else edited_files(stage)
+    if stale_files:
+        raise ParamsError("dvc.stale_digests", path=DIGEST_FOLDER / f"{stage}.json", file=stale_files[0])
+    before = watched_inputs(stage)
     yield
-    after = watched(stage)
-    names = [name for name in before | after if before.get(name) != after.get(name)]
-    if names:
-        changed = [f"{name} {before.get(name, 'absent')} -> {after.get(name, 'absent')}" for name in names]
-        raise ParamsError(
-            f"{stage}: edited while it ran: {'; '.join(changed)}. What ran is not what DVC would record, so nothing is "
-            "recorded. Put the edit back and run `dvc repro` again: a training goes on from its last checkpoint. Or "
-            "let it stand: the stage then runs with it"
-        )
+    after = watched_inputs(stage)
+    changes = [
+        f"{name} {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
+        for name in before | after
+        if before.get(name) != after.get(name)
+    ]
+    if changes:
+        raise ParamsError("dvc.edited_while_stage_ran", stage=stage, changes=changes)
 
 
-def watched(stage: str) -> dict[str, str]:
-    """The parameters (as JSON) and the code (hashes) of the stage `train` or `ingest@minichange`, as dvc.yaml names
-    them, by path."""
-    name, _, key = stage.partition("@")
-    graph = yaml.safe_load(GRAPH.read_text(encoding="utf-8"))["stages"]
-    values = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
-    entry = graph[name].get("do", graph[name])
+def watched_inputs(stage: str) -> dict[str, str]:
+    """Return the current values of a stage's parameters and the current hashes of its code.
 
-    def filled(kind: str) -> list[str]:
-        texts = [text for text in entry[kind] if "item." not in text]
-        return [REFERENCE.sub(lambda match: str(lookup(values | {"key": key}, match[1])), text) for text in texts]
+    Args:
+        stage: the name of the stage, such as `train` or `ingest@minichange`.
 
-    found = {
-        leaf: json.dumps(value, default=str)
-        for path in filled("params")
-        for leaf, value in leaves(path, lookup(values, path))
-    }
-    ours = [Path(path) for path in filled("deps") if Path(path).parts[0] in OURS]
-    below = [file for path in ours for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
-    found |= {str(file): sha256(file)[:12] for file in below if file.is_file() and "__pycache__" not in file.parts}
-    return found | ({} if stage == "code" else {file: meaning[:12] for file, meaning in current(stage).items()})
+    Returns:
+        the value of each parameter in JSON by dotted path, and the first 12 digits of each code file's hash by path.
+    """
+    name, _, dataset = stage.partition("@")
+    graph = yaml.safe_load(DVC_YAML.read_text(encoding="utf-8"))["stages"]
+    params = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
+    definition = graph[name].get("do", graph[name])
+
+    def resolved(kind: str) -> list[str]:
+        """Return the stage's `params` or `deps` in dvc.yaml, with references to parameters replaced by their values.
+
+        Entries that refer to `item` are left out.
+        """
+        texts = [text for text in definition[kind] if "item." not in text]
+        names = params | {"key": dataset}
+        return [REFERENCE.sub(lambda match: str(lookup(names, match[1])), text) for text in texts]
+
+    inputs = {}
+    for key in resolved("params"):
+        for leaf, value in leaves(key, lookup(params, key)):
+            inputs[leaf] = json.dumps(value, default=str)
+    for path in map(Path, resolved("deps")):
+        if path.parts[0] in WATCHED_FOLDERS:
+            inputs |= _hashes_of_files(path)
+    if stage != "code":
+        inputs |= {file: file_digest[:12] for file, file_digest in current_digests(stage).items()}
+    return inputs
+
+
+def _hashes_of_files(path: Path) -> dict[str, str]:
+    """Return the first 12 digits of the sha256 of each file by path. Python's caches are left out.
+
+    Args:
+        path: a file, or a folder with files.
+    """
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {str(file): sha256(file)[:12] for file in files if file.is_file() and "__pycache__" not in file.parts}
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and value of each leaf in nested mappings.
+
+    Args:
+        path: the dotted path of the value.
+        value: a mapping or a leaf.
+    """
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(f"{path}.{key}", inner)

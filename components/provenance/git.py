@@ -1,160 +1,203 @@
-"""git as m3diff calls it: under a name of its own, without hooks, signing or questions, with errors in git's words."""
+"""Run git commands and report git's error messages.
+
+Commits have m3diff as the author and are not signed. Git runs no hooks and never prompts for a password.
+"""
 
 import getpass
 import os
-import shlex
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from m3diff.records.errors import DataError, redacted
+from m3diff.records.errors import DataError, Fault, redact, shell_word
 from m3diff.records.files import lock_exclusively
 
 CONFIG = ("commit.gpgsign=false", "core.hooksPath=/dev/null", "core.quotePath=off")
 IDENTITY = {f"GIT_{role}_NAME": "m3diff" for role in ("AUTHOR", "COMMITTER")}
 IDENTITY |= {f"GIT_{role}_EMAIL": "m3diff@localhost" for role in ("AUTHOR", "COMMITTER")}
-# git's files byte for byte, whatever the person's settings say of line ends: another byte is another hash
+# Check out files byte for byte, because converting line endings, as a user may have configured, changes their hashes
 AS_COMMITTED = ("-c", "core.autocrlf=false")
 
-RUNS = "runs/"  # branches of flow runs, each with its dvc.lock
+RUNS = "runs/"  # prefix of the branches that flow runs create. Each branch contains the dvc.lock of its run
 
 
 class GitError(DataError):
-    """git refused; the text is its own."""
+    """A git command failed. The field `cause` contains git's error message."""
 
 
-def run(
+def run_git(
     *arguments: str, cwd: Path | None = None, stdin: bytes = b"", seconds: float | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a git command, whatever its exit code; 124 after `seconds`. A command with a time limit waits for a remote,
-    and inherits no lock of `alone`."""
-    config = [word for setting in CONFIG for word in ("-c", setting)]
-    command = ["git", *(("-C", str(cwd)) if cwd else ()), *config, *arguments]
+    """Run a git command and return its result, whatever its exit code.
+
+    Args:
+        arguments: the git command and its arguments.
+        cwd: the folder to run it in, by default the current one.
+        stdin: the standard input.
+        seconds: the time limit in seconds, after which the exit code is 124. There is no limit by default. Commands
+            with a limit may wait for a remote, so they do not inherit the lock file of `process_lock`.
+
+    Raises:
+        GitError: git is not installed.
+    """
+    command = ["git"]
+    if cwd:
+        command += ["-C", str(cwd)]
+    for setting in CONFIG:
+        command += ["-c", setting]
+    command += arguments
     environment = {**os.environ, **IDENTITY, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         return subprocess.run(
             command, input=stdin, capture_output=True, env=environment, timeout=seconds, close_fds=seconds is not None
         )
     except FileNotFoundError as error:
-        raise GitError("git: not installed") from error
+        raise GitError("git.not_installed") from error
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, b"", f"no answer in {seconds:g} s".encode())
 
 
-def words(done: subprocess.CompletedProcess[bytes]) -> str:
-    """A command's error message on one line, without secrets."""
-    said = done.stderr or done.stdout
-    return redacted(" ".join(said.decode(errors="replace").split())) or f"exit code {done.returncode}"
+def error_text(result: subprocess.CompletedProcess[bytes]) -> str:
+    """Return a command's error message on one line with secrets removed, or its exit code if it printed nothing."""
+    output = result.stderr or result.stdout
+    on_one_line = " ".join(output.decode(errors="replace").split())
+    return redact(on_one_line) or f"exit code {result.returncode}"
 
 
 def git(*arguments: str, cwd: Path | None = None, stdin: bytes = b"") -> str:
-    """Output of a git command, without the last line's end.
+    """Run a git command and return its output without trailing line breaks.
 
     Raises:
-        GitError: it ended with another code than 0, as where there is no repository.
+        GitError: the exit code is not 0, for example because the folder is not in a git repository.
     """
-    done = run(*arguments, cwd=cwd, stdin=stdin)
-    if b"not a git repository" in done.stderr:
-        place = (cwd or Path()).resolve()
-        raise GitError(f"{place}: no git repository; run this in a clone of the project, or make one: git init")
-    if done.returncode:
-        raise GitError(redacted(f"git {' '.join(arguments)}: {words(done)}"))
-    return os.fsdecode(done.stdout).rstrip("\n")
+    result = run_git(*arguments, cwd=cwd, stdin=stdin)
+    if b"not a git repository" in result.stderr:
+        folder = (cwd or Path()).resolve()
+        raise GitError("git.no_repository", path=folder)
+    if result.returncode:
+        raise GitError("git.command_failed", command=redact(f"git {' '.join(arguments)}"), cause=error_text(result))
+    return os.fsdecode(result.stdout).rstrip("\n")
 
 
 def has_branch(name: str) -> bool:
+    """Return whether the repository has a local branch with this name."""
     return bool(git("for-each-ref", "--format=%(refname)", f"refs/heads/{name}"))
 
 
 def commit_at(name: str, cwd: Path | None = None) -> str | None:
-    """The full hash of a commit, branch or tag of this clone; None where there is none."""
-    done = run("rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}", cwd=cwd)
-    return done.stdout.decode().strip() or None
+    """Return the full commit hash of a commit, branch or tag, or None if this clone does not have it."""
+    result = run_git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}", cwd=cwd)
+    return result.stdout.decode().strip() or None
 
 
 def find_commit(name: str) -> str:
-    """The full hash of a commit or branch; where it is not here, the remotes are asked for their branches runs/*.
+    """Return the full commit hash of a commit or branch.
+
+    If the commit is not in this clone, the branches `runs/*` are fetched from the remotes.
 
     Raises:
-        DataError: neither this clone nor a remote has it.
+        DataError: the commit is neither in this clone nor on those branches.
     """
     remotes = git("remote").split()
-    said = []
-    for remote in ["", *remotes]:
-        if remote:
-            branches = f"+refs/heads/{RUNS}*:refs/remotes/{remote}/{RUNS}*"
-            done = run("fetch", "--quiet", remote, branches, cwd=main_tree())
-            said += [f"{remote}: {words(done)}"] if done.returncode else []
-        for spelled in (name, *(f"{known}/{name}" for known in remotes)):
-            if commit := commit_at(spelled):
-                return commit
-    known = "; ".join(said or remotes) or "none"
-    raise DataError(f"commit {name}: not in this clone, nor in its remotes ({known}); fetch the branch that holds it")
+    names = [name, *(f"{remote}/{name}" for remote in remotes)]
+    commit = _first_commit(names)
+    if commit is not None:
+        return commit
+    failures = []
+    for remote in remotes:
+        branches = f"+refs/heads/{RUNS}*:refs/remotes/{remote}/{RUNS}*"
+        result = run_git("fetch", "--quiet", remote, branches, cwd=main_tree())
+        if result.returncode:
+            failures.append(f"{remote}: {error_text(result)}")
+        commit = _first_commit(names)
+        if commit is not None:
+            return commit
+    if not remotes:
+        raise DataError("git.commit_not_in_clone", value=name)
+    raise DataError("git.commit_not_in_remotes", value=name, remotes=failures or remotes)
 
 
-def read(commit: str, path: Path) -> bytes | None:
-    """Content of a file of the commit; None where it has none."""
-    done = run("cat-file", "blob", f"{commit}:./{path.as_posix()}")
-    return None if done.returncode else done.stdout
+def _first_commit(names: list[str]) -> str | None:
+    commits = (commit_at(name) for name in names)
+    return next((commit for commit in commits if commit is not None), None)
+
+
+def read_from_commit(commit: str, path: Path) -> bytes | None:
+    """Return the content of a file in a commit, or None if the commit does not contain the file."""
+    result = run_git("cat-file", "blob", f"{commit}:./{path.as_posix()}")
+    return None if result.returncode else result.stdout
 
 
 def common_dir(cwd: Path | None = None) -> Path:
-    """The folder `.git` that all worktrees of a repository share."""
+    """Return the `.git` folder that all working trees of a repository share."""
     return Path(git("rev-parse", "--path-format=absolute", "--git-common-dir", cwd=cwd))
 
 
 def main_tree(cwd: Path | None = None) -> Path:
-    """The first working tree of a repository. A remote's relative path is meant from there; git itself takes it from
-    whichever tree it runs in."""
+    """Return the folder of a repository's main working tree.
+
+    Run `git fetch` and `git push` there. If the path of a remote is relative, git resolves it from the working tree in
+    which it runs, but the path is meant to start from the main working tree.
+    """
     common = common_dir(cwd)
     return common.parent if common.name == ".git" else cwd or Path()
 
 
 def require_own_repository() -> None:
-    """Check that git and DVC can make working trees of this project.
+    """Check that git and DVC can create working trees of this project.
 
     Raises:
-        DataError: it is a folder or a submodule of a larger repository, one of sha256, or has a branch `runs`.
+        DataError: the project is a subfolder or submodule of a larger repository, or the repository uses SHA-256 or has
+            a branch named `runs`.
     """
-    here, inside = Path.cwd(), git("rev-parse", "--show-prefix").rstrip("/")
-    faults = {
-        f"is the folder {inside} of a larger repository, and a run needs one of its own; at its top: `git subtree "
-        f"split --prefix={shlex.quote(inside)} --branch=alone && git clone --branch=alone . FOLDER`": inside,
-        f"is a submodule, whose working trees DVC cannot read; `git clone {shlex.quote(str(here))} FOLDER` makes a "
-        "repository of its own": git("rev-parse", "--show-superproject-working-tree"),
-        "DVC reads no repository of sha256; make one with `git init --object-format=sha1`": (
-            git("rev-parse", "--show-object-format") != "sha1"
-        ),
-        "the branch `runs` is in the way of branches runs/*; `git branch -m runs OTHER` renames it": commit_at(
-            "refs/heads/runs"
-        ),
-    }
-    for fault, found in faults.items():
-        if found:
-            raise DataError(f"{here}: {fault}")
+    fault = _repository_fault()
+    if fault is not None:
+        raise DataError(fault)
 
 
-def who() -> str:
-    """user@host; importing m3diff gives a user without a name one."""
+def _repository_fault() -> Fault | None:
+    folder = git("rev-parse", "--show-prefix").rstrip("/")
+    if folder:
+        split = f"git subtree split --prefix={shell_word(folder)} --branch=alone"
+        command = f"{split} && git clone --branch=alone . FOLDER"
+        return Fault("git.larger_repository", path=Path.cwd(), folder=folder, command=command)
+    if git("rev-parse", "--show-superproject-working-tree"):
+        return Fault("git.submodule", path=Path.cwd(), command=f"git clone {shell_word(Path.cwd())} FOLDER")
+    if git("rev-parse", "--show-object-format") != "sha1":
+        return Fault("git.sha256_repository", path=Path.cwd())
+    if commit_at("refs/heads/runs"):
+        return Fault("git.branch_in_the_way", path=Path.cwd())
+    return None
+
+
+def user_and_host() -> str:
+    """Return `user@host` for this process. If the system has no name for the user, `runtime.prepare` has set a name."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 @contextmanager
-def alone(what: str, cwd: Path | None = None) -> Iterator[None]:
-    """Let in one process of this machine at a time, from any worktree of the repository; the others wait, and say so.
+def process_lock(name: str, cwd: Path | None = None) -> Iterator[None]:
+    """Hold a lock within the context. Only one process on this machine can hold it at a time.
+
+    All working trees of the repository share the lock. If this process has to wait for it, a message is printed.
+
+    Args:
+        name: the name of the lock, which is also used in the message.
+        cwd: a folder in the repository, by default the current one.
 
     Raises:
-        GitError: no git repository.
+        GitError: the folder is not in a git repository.
     """
     folder = common_dir(cwd) / "m3diff"
     folder.mkdir(exist_ok=True)
-    with (folder / f"{what}.lock").open("a") as lock:
-        os.set_inheritable(lock.fileno(), True)  # a git that outlives this process holds the lock until it ends
+    with (folder / f"{name}.lock").open("a") as lock:
+        # Child processes inherit the lock, so a git process that outlives this process still holds it
+        os.set_inheritable(lock.fileno(), True)
         try:
             lock_exclusively(lock, wait=False)
         except BlockingIOError:
-            print(f"{what}: waiting for another one on this machine to end", flush=True)
+            print(f"{name}: waiting for another one on this machine to end", flush=True)
             lock_exclusively(lock)
         yield

@@ -1,5 +1,8 @@
-"""The lowest layer: what flows between the stages, files, errors, progress; and lists of what lies in one module each
-(datasets, model families, metrics)."""
+"""The lowest layer of the package: records and samples, files, errors and progress.
+
+It also contains `LazyMapping`, which looks up datasets, model families and metrics by name. Each of these objects is
+defined in a separate module.
+"""
 
 from collections import UserDict
 from collections.abc import Mapping
@@ -9,25 +12,30 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Lazy(UserDict[str, T]):
-    """Objects by name, each imported from its module when it is first asked for.
+class LazyMapping(UserDict[str, T]):
+    """A mapping from names to objects. The module of an object is imported when the object is looked up.
 
-    Whoever imports the list imports none of them, so that the code of a stage is its own and that of the names which
-    the parameters give.
+    Importing the mapping does not import the modules of the objects. The digests of a stage's code therefore cover only
+    the objects that the parameters name.
     """
 
     def __init__(self, attribute: str, modules: Mapping[str, str]) -> None:
-        """
+        """Create a mapping.
+
         Args:
-            attribute: the name that the object has in its module.
-            modules: dotted names of the modules, by the name of the object.
+            attribute: name of the object in its module. All modules use the same name.
+            modules: dotted name of each object's module, by name of the object.
         """
-        self.attribute, self.data = attribute, dict[str, Any](modules)
+        self.attribute = attribute
+        self.data = dict[str, Any](modules)
 
     def __getitem__(self, name: str) -> T:
-        found: Any = self.data[name]
-        return getattr(import_module(found), self.attribute) if isinstance(found, str) else found
+        entry: Any = self.data[name]
+        if isinstance(entry, str):
+            return getattr(import_module(entry), self.attribute)
+        return entry
 
     @property
     def modules(self) -> dict[str, str]:
-        return {name: of if isinstance(of, str) else type(of).__module__ for name, of in self.data.items()}
+        """Dotted name of each object's module, by name of the object."""
+        return {name: entry if isinstance(entry, str) else type(entry).__module__ for name, entry in self.data.items()}

@@ -1,119 +1,119 @@
-"""What a file is by its first bytes, if it is not what its name says, and what mends it."""
+"""Recognize the actual type of a file by its first bytes, and suggest a remedy if another type was expected."""
 
 import codecs
 import json
 import re
 
-# What a file is that begins so, and what mends it
+from m3diff.records.errors import Fault
+
+# First bytes of a file that should be text -> fault that contains the command to repair the file
 CONTENTS = {
-    b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it: `git -C {folder} lfs pull`",
-    b"PK\3\4": "is an archive or a spreadsheet by its content; unpack it, or save it as CSV (UTF-8)",
-    b"\xd0\xcf\x11\xe0": "is a spreadsheet by its content; save it as CSV (UTF-8)",
-    b"PAR1": "is Parquet by its content; save it as text, or call it so where it is read: `mv {name} {name}.parquet`",
-    b"\x1f\x8b": "is compressed by gzip; unpack it: `mv {name} {name}.gz && gunzip {name}.gz`",
+    b"version https://git-lfs": Fault("files.pointer_of_git_lfs", command="git -C {folder} lfs pull"),
+    b"PK\3\4": Fault("files.archive_or_spreadsheet"),
+    b"\xd0\xcf\x11\xe0": Fault("files.spreadsheet"),
+    b"PAR1": Fault("files.parquet", command="mv {name} {name}.parquet"),
+    b"\x1f\x8b": Fault("files.gzip", command="mv {name} {name}.gz && gunzip {name}.gz"),
 }
 
-POINTER = "is a pointer of {}, not the image; fetch it by `{}` in the folder of its repository"
-ARCHIVE = "is {}, not an image; unpack it and give the image inside"
-OTHER_PICTURE = "is {}, which is not read; save it as a PNG of 8 bits"
-AGAIN = "; fetch it again, signed in if its source asks for that"
-TEXT_MODE = "is an image whose bytes were changed by a transfer as text; fetch it again as binary"
-VIDEO = "is a video, not an image; save it as images, one a frame"
-
-# As CONTENTS, for a file that should be an image
+# First bytes of a file that should be an image -> fault that names the actual type of the file
 IMAGE_CONTENTS = {
-    b"version https://git-lfs": POINTER.format("Git LFS", "git lfs pull"),
-    b"version https://hawser": POINTER.format("Git LFS", "git lfs pull"),
-    b"oid sha256:": POINTER.format("Git LFS", "git lfs pull"),
-    b"outs:\n- md5:": POINTER.format("DVC", "dvc pull"),
-    b"outs:\n- hash:": POINTER.format("DVC", "dvc pull"),
-    b"outs:\n- etag:": POINTER.format("DVC", "dvc pull"),
-    b"/annex/objects/": POINTER.format("git-annex", "git annex get ."),
-    b"PK\3\4": ARCHIVE.format("a zip archive or an Office document"),
-    b"PK\5\6": "is an empty zip archive, not an image" + AGAIN,
-    b"\x1f\x8b": ARCHIVE.format("compressed by gzip"),
-    b"BZh": ARCHIVE.format("compressed by bzip2"),
-    b"\xfd7zXZ": ARCHIVE.format("compressed by xz"),
-    b"\x28\xb5\x2f\xfd": ARCHIVE.format("compressed by zstd"),
-    b"7z\xbc\xaf": ARCHIVE.format("a 7z archive"),
-    b"Rar!": ARCHIVE.format("a RAR archive"),
-    b"%PDF-": "is a PDF document, not an image; save it as a PNG of 8 bits",
-    b"\xd0\xcf\x11\xe0": "is an Office document, not an image; save it as a PNG of 8 bits",
-    b"8BPS": OTHER_PICTURE.format("a Photoshop document"),
-    b"v/1\1": OTHER_PICTURE.format("an OpenEXR picture"),
-    b"\xff\x0a": OTHER_PICTURE.format("JPEG XL"),
-    b"\0\0\0\x0cJXL ": OTHER_PICTURE.format("JPEG XL"),
-    b"#?RADIANCE": OTHER_PICTURE.format("a Radiance picture"),
-    b"\x93NUMPY": OTHER_PICTURE.format("an array of NumPy"),
-    b"\x89HDF\r\n": OTHER_PICTURE.format("HDF5"),
-    b"SIMPLE  =": OTHER_PICTURE.format("FITS"),
-    b"\x89PNG\n": TEXT_MODE,
-    b"\x89PNG\r\r": TEXT_MODE,
-    b"\xef\xbf\xbdPNG": TEXT_MODE,
-    b"\xc2\x89PNG": TEXT_MODE,
-    b"\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd": TEXT_MODE,  # a JPEG
-    b"\xc3\xbf\xc3\x98\xc3\xbf": TEXT_MODE,
-    b"\0\5\x16\7": "is a Mac's side file of an image, not the image; fetch it again under its name without `._`",
-    b"PAR1": "is a Parquet table, not an image; fetch it again, or read its images by `manifest`",
-    b"\x1aE\xdf\xa3": VIDEO,
-    b"\0\0\1\xba": VIDEO,
+    b"version https://git-lfs": Fault("images.pointer", kind="Git LFS", command="git lfs pull"),
+    b"version https://hawser": Fault("images.pointer", kind="Git LFS", command="git lfs pull"),
+    b"oid sha256:": Fault("images.pointer", kind="Git LFS", command="git lfs pull"),
+    b"outs:\n- md5:": Fault("images.pointer", kind="DVC", command="dvc pull"),
+    b"outs:\n- hash:": Fault("images.pointer", kind="DVC", command="dvc pull"),
+    b"outs:\n- etag:": Fault("images.pointer", kind="DVC", command="dvc pull"),
+    b"/annex/objects/": Fault("images.pointer", kind="git-annex", command="git annex get ."),
+    b"PK\3\4": Fault("images.archive", kind="a zip archive or an Office document"),
+    b"PK\5\6": Fault("images.empty_archive"),
+    b"\x1f\x8b": Fault("images.archive", kind="compressed by gzip"),
+    b"BZh": Fault("images.archive", kind="compressed by bzip2"),
+    b"\xfd7zXZ": Fault("images.archive", kind="compressed by xz"),
+    b"\x28\xb5\x2f\xfd": Fault("images.archive", kind="compressed by zstd"),
+    b"7z\xbc\xaf": Fault("images.archive", kind="a 7z archive"),
+    b"Rar!": Fault("images.archive", kind="a RAR archive"),
+    b"%PDF-": Fault("images.document", kind="a PDF document"),
+    b"\xd0\xcf\x11\xe0": Fault("images.document", kind="an Office document"),
+    b"8BPS": Fault("images.format_not_read", kind="a Photoshop document"),
+    b"v/1\1": Fault("images.format_not_read", kind="an OpenEXR picture"),
+    b"\xff\x0a": Fault("images.format_not_read", kind="JPEG XL"),
+    b"\0\0\0\x0cJXL ": Fault("images.format_not_read", kind="JPEG XL"),
+    b"#?RADIANCE": Fault("images.format_not_read", kind="a Radiance picture"),
+    b"\x93NUMPY": Fault("images.format_not_read", kind="an array of NumPy"),
+    b"\x89HDF\r\n": Fault("images.format_not_read", kind="HDF5"),
+    b"SIMPLE  =": Fault("images.format_not_read", kind="FITS"),
+    b"\x89PNG\n": Fault("images.transferred_as_text"),
+    b"\x89PNG\r\r": Fault("images.transferred_as_text"),
+    b"\xef\xbf\xbdPNG": Fault("images.transferred_as_text"),
+    b"\xc2\x89PNG": Fault("images.transferred_as_text"),
+    b"\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd": Fault("images.transferred_as_text"),  # a JPEG
+    b"\xc3\xbf\xc3\x98\xc3\xbf": Fault("images.transferred_as_text"),
+    b"\0\5\x16\7": Fault("images.resource_fork"),
+    b"PAR1": Fault("images.parquet"),
+    b"\x1aE\xdf\xa3": Fault("images.video"),
+    b"\0\0\1\xba": Fault("images.video"),
 }
 
 WEB_PAGE = re.compile(rb"(?:<!--.*?-->\s*)*<(?:!doctype html|html|head|body|title|meta|script)\b", re.I | re.S)
 SERVER_ERROR = re.compile(rb"<Code>\s*([A-Za-z]+)\s*</Code>")
-HEAD = 4096  # bytes that are looked at
-SHOWN = 40  # characters of a text
+HEAD_BYTES = 4096  # only this many bytes at the start of a file are examined
+EXCERPT_CHARS = 40  # maximum length of a quotation from a file in a description
 
 
-def describe_no_image(data: bytes) -> str | None:
-    """What a file is that is not an image, with the remedy; None if its content is not known either."""
-    head = data[:HEAD].removeprefix(codecs.BOM_UTF8)
-    for start, description in IMAGE_CONTENTS.items():
+def fault_of_no_image(data: bytes) -> Fault | None:
+    """Return a fault that describes a file that is not an image, or None if its type is not recognized.
+
+    Args:
+        data: the file's bytes.
+    """
+    head = data[:HEAD_BYTES].removeprefix(codecs.BOM_UTF8)
+    for start, fault in IMAGE_CONTENTS.items():
         if head.startswith(start):
-            return description
+            return fault
     if head[257:262] == b"ustar":
-        return ARCHIVE.format("a tar archive")
+        return Fault("images.archive", kind="a tar archive")
     if head[128:132] == b"DICM":
-        return OTHER_PICTURE.format("DICOM")
+        return Fault("images.format_not_read", kind="DICOM")
     if head[4:8] == b"ftyp" or (head[:4] == b"RIFF" and head[8:12] == b"AVI "):
-        return VIDEO
+        return Fault("images.video")
     if data and not data.strip(b"\0"):
-        return "holds zero bytes alone (its disk or its download failed)" + AGAIN
-    return _describe_text(head)
+        return Fault("images.only_zero_bytes")
+    return _fault_of_text(head)
 
 
-def _describe_text(head: bytes) -> str | None:
+def _fault_of_text(head: bytes) -> Fault | None:
+    """Return a fault that describes what kind of text the file contains, or None if the file is not text."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         head = head[: len(head) // 2 * 2].decode("utf-16", "replace").encode()
     text = head.removeprefix(codecs.BOM_UTF8).strip()
-    if not text or text.startswith(b"%!"):  # PostScript is a format that is not read
+    if not text or text.startswith(b"%!"):  # PostScript is an image format of Pillow that m3diff does not support
         return None
     if WEB_PAGE.match(text):
-        return "is a web page, not an image" + AGAIN
+        return Fault("images.web_page")
     if b"<svg" in text and text.startswith(b"<"):
-        return OTHER_PICTURE.format("an SVG drawing")
+        return Fault("images.format_not_read", kind="an SVG drawing")
     if text.startswith((b"<?xml", b"<Error")):
         code = SERVER_ERROR.search(text)
-        answer = f" (a server's answer: {code[1].decode()})" if code else ""
-        return f"is XML{answer}, not an image" + AGAIN
+        return Fault("images.server_error", answer=code[1].decode()) if code else Fault("images.xml")
     if b"\0" in head or not _is_text(head):
         return None
     words = " ".join(text.decode("utf-8", "replace").split())
-    shown = words if len(words) <= SHOWN else words[:SHOWN] + "..."
-    kind = "JSON" if _is_json(text, len(head) == HEAD) else "text"
-    return f"is {kind}, not an image (it begins {shown!r})" + AGAIN
+    excerpt = words if len(words) <= EXCERPT_CHARS else words[:EXCERPT_CHARS] + "..."
+    kind = "JSON" if _is_json(text, is_truncated=len(head) == HEAD_BYTES) else "text"
+    return Fault("images.text", kind=kind, excerpt=excerpt)
 
 
 def _is_text(head: bytes) -> bool:
-    decoded = head[:-3].decode("utf-8", "ignore") if len(head) == HEAD else head.decode("utf-8", "replace")
-    odd = sum(not (char.isprintable() or char.isspace()) or char == "\ufffd" for char in decoded)
-    return odd == 0
+    is_truncated = len(head) == HEAD_BYTES
+    # a truncated head may end with at most 3 bytes of an incomplete character
+    decoded = head[:-3].decode("utf-8", "ignore") if is_truncated else head.decode("utf-8", "replace")
+    return all(char != "\ufffd" and (char.isprintable() or char.isspace()) for char in decoded)
 
 
-def _is_json(text: bytes, is_cut: bool) -> bool:
+def _is_json(text: bytes, is_truncated: bool) -> bool:
     if not text.startswith((b"{", b"[")):
         return False
-    if is_cut:
+    if is_truncated:
         return True
     try:
         json.loads(text)

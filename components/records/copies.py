@@ -1,7 +1,7 @@
-"""Copy files by content alone: mode and owner are set as for any new file.
+"""Copy the contents of files, but not their mode and owner. Copies get the default mode and owner of new files.
 
-`shutil.copytree` and `shutil.copy` also call chmod, which exFAT, SMB and FAT refuse. What they copy out of DVC's cache
-stays read-only.
+`shutil.copytree` and `shutil.copy` also copy the mode. exFAT, SMB and FAT file systems do not allow that, and a copy of
+a file in DVC's cache would be read-only.
 """
 
 import os
@@ -13,18 +13,20 @@ Ignore = Callable[[str, list[str]], Iterable[str]]
 
 
 def copy_folder(source: Path, target: Path, ignore: Ignore | None = None) -> Path:
-    """Copy a folder's files into a new folder, links as what they lead to; return the new folder.
+    """Copy the files of a folder to a new folder and return the new folder. Links are replaced by copies of the files.
 
     Args:
-        ignore: the names of a folder that are left out, as `shutil.ignore_patterns` makes it.
+        source: folder to copy.
+        target: folder to create.
+        ignore: function that returns the names to skip in a folder, for example created by `shutil.ignore_patterns`.
 
     Raises:
         FileExistsError: `target` exists.
     """
     target.mkdir(parents=True)
     names = os.listdir(source)
-    left_out = set(ignore(str(source), names)) if ignore else set()
-    for name in sorted(set(names) - left_out):
+    ignored = set(ignore(str(source), names)) if ignore else set()
+    for name in sorted(set(names) - ignored):
         path = source / name
         if path.is_dir():
             copy_folder(path, target / name, ignore)
@@ -34,7 +36,7 @@ def copy_folder(source: Path, target: Path, ignore: Ignore | None = None) -> Pat
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make a symbolic link to a file, or a copy of the file where the file system has no links."""
+    """Create a symbolic link to a file, or a copy of the file if the file system does not support links."""
     try:
         target.symlink_to(source)
     except OSError:

@@ -1,74 +1,269 @@
-"""Errors of the user's data, and texts that are fit to be shown."""
+"""Errors with codes, the wording of their messages, and helpers to quote text and to remove secrets from it.
 
+An error has a code such as `images.blank` and fields such as `path`. `messages.toml` contains the wording for each
+code: `problem` says what is wrong, and `remedy` says what to do. Programs and tests should use the code and the fields,
+because these do not change when a sentence is improved.
+"""
+
+import functools
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import string
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+MESSAGES = Path(__file__).with_name("messages.toml")
+
+# The wording for a copy of this file that does not have messages.toml next to it. `m3diff export --hub` inserts the
+# wording here
+WORDING_OF_COPY: Mapping[str, Mapping[str, str]] | None = None
+
+# Fields that say where a fault is. A message begins with the fields in LOCATION that its template does not contain
+LOCATION = {"path": "{path}", "row": "row {row:,}", "line": "line {line:,}", "key": "{key}"}
 
 
-class DataError(ValueError):
-    """Something in the user's data is wrong. The text names file, row, field, rule, value and remedy."""
+@functools.cache
+def wording() -> Mapping[str, Mapping[str, str]]:
+    """Return the `problem` and the optional `remedy` of each code, which are templates for `str.format`."""
+    if WORDING_OF_COPY is not None:
+        return WORDING_OF_COPY
+    areas = tomllib.loads(MESSAGES.read_text(encoding="utf-8"))
+    return {f"{area}.{name}": message for area, messages in areas.items() for name, message in messages.items()}
+
+
+class MessageFormatter(string.Formatter):
+    """A formatter for messages.
+
+    In addition to the formats of `str.format`, a template may use:
+        {names:list}        the items, separated by commas
+        {faults:lines}      each item on a new, indented line
+        {rows:first 5}      the first items, each on a new, indented line, and the number of further items
+        {path:shell}        the value, quoted as one word of a shell command
+        {rows:row|rows}     a number with its noun, such as "1 row" or "2,000 rows"
+    """
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        """Return the field's value. For a missing field, return its name in brackets instead of raising an error."""
+        return kwargs.get(key, f"<{key}>")
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Return the value in the template's format, or as plain text if its type does not support this format."""
+        if format_spec == "list":
+            return value if isinstance(value, str) else ", ".join(str(item) for item in value)
+        if format_spec == "lines":
+            return value if isinstance(value, str) else indented_lines(value)
+        if format_spec.startswith("first "):
+            count = int(format_spec.removeprefix("first "))
+            return value if isinstance(value, str) else indented_lines(value, count)
+        if format_spec == "shell":
+            return shell_word(value)
+        if "|" in format_spec and not isinstance(value, str):
+            singular, plural = format_spec.split("|")
+            return f"{value:,} {singular if value == 1 else plural}"
+        try:
+            return format(value, format_spec)
+        except (TypeError, ValueError):
+            return str(value)
+
+
+def indented_lines(items: Sequence[Any], count: int | None = None) -> str:
+    """Return up to `count` items (None: all) as indented lines, and a line with the number of further items, if any."""
+    texts = [str(item) for item in items[:count]]
+    if len(texts) < len(items):
+        texts.append(f"and {len(items) - len(texts):,} more")
+    return "".join("\n  " + text.replace("\n", "\n  ") for text in texts)
+
+
+def fields_of(template: str) -> set[str]:
+    """Return the names of the fields in the template of a message."""
+    names = set()
+    for _, expression, _, _ in string.Formatter().parse(template):
+        if expression:
+            names.add(re.split(r"[.\[]", expression)[0])
+    return names
+
+
+class Fault:
+    """A problem, described by a code in `messages.toml` and values for the fields of its message.
+
+    Args:
+        code: the code.
+        fields: values for the message, such as `path`, `row`, `field` and `value`. A value may be another fault.
+    """
+
+    formatter = MessageFormatter()
+
+    def __init__(self, code: str, /, **fields: Any) -> None:
+        self.code = code
+        self.fields = fields
+
+    def at(self, **location: Any) -> "Fault":
+        """Return a copy of the fault with additional fields, such as the path of the file that contains it."""
+        return Fault(self.code, **{**location, **self.fields})
+
+    @property
+    def problem(self) -> str:
+        """The part of the message that says what is wrong, without the location."""
+        message = wording().get(self.code)
+        if message is None:  # do not raise an error here, because it would hide the fault
+            field_texts = [f"{name}={value}" for name, value in self.fields.items() if name not in LOCATION]
+            return " ".join([self.code, *field_texts])
+        return self.formatter.vformat(message["problem"], (), self.fields)
+
+    @property
+    def remedy(self) -> str | None:
+        """The part of the message that says what to do, or None if the message has no remedy."""
+        remedy = wording().get(self.code, {}).get("remedy")
+        return remedy and self.formatter.vformat(remedy, (), self.fields)
+
+    @property
+    def location(self) -> str:
+        """The location of the fault, such as "pairs.csv, row 7", without fields that the problem already mentions."""
+        problem_fields = fields_of(wording().get(self.code, {}).get("problem", ""))
+        templates = [text for name, text in LOCATION.items() if name in self.fields and name not in problem_fields]
+        return ", ".join(self.formatter.vformat(template, (), self.fields) for template in templates)
+
+    @property
+    def summary(self) -> str:
+        """The location and the problem, without the remedy."""
+        return f"{self.location}: {self.problem}" if self.location else self.problem
+
+    def __str__(self) -> str:
+        summary = self.summary
+        remedy = self.remedy
+        if remedy is None:
+            return summary
+        if "\n" in summary:
+            return f"{summary}\n{remedy}"
+        separator = " " if summary.endswith((".", "?", "!")) else "; "
+        return f"{summary}{separator}{remedy}"
+
+    def __repr__(self) -> str:
+        return f"Fault({self.code!r}, {self.fields})"
+
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Fault) and (self.code, self.fields) == (value.code, value.fields)
+
+    def __hash__(self) -> int:
+        return hash(self.code)
+
+
+class CodedError(Exception):
+    """An error with a code and fields. Its text is the message of its fault.
+
+    Args:
+        code: a code in `messages.toml`, or a fault.
+        fields: fields of the message.
+    """
+
+    def __init__(self, code: str | Fault, /, **fields: Any) -> None:
+        self.fault = code if isinstance(code, Fault) else Fault(code, **fields)
+        super().__init__(self.fault)  # a single argument, so that the error can be pickled
+
+    @property
+    def code(self) -> str:
+        """The code of the message in `messages.toml`."""
+        return self.fault.code
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The values in the message, such as `path`, `row`, `field` and `value`."""
+        return self.fault.fields
+
+    def __str__(self) -> str:
+        return str(self.fault)
+
+
+class ParamsError(CodedError, ValueError):
+    """The parameters cannot be used. The message lists every fault with its remedy."""
+
+
+class DataError(CodedError, ValueError):
+    """The user's data is invalid. The message names the file, row, field, rule, value and remedy, where they apply."""
+
+
+class ValueFault(CodedError, ValueError):
+    """A value breaks a rule. The code that reads the value adds the location to the fault."""
+
+
+def cause_of(error: Exception) -> Fault | str:
+    """Return the fault of an error, or its text if it has no code. Use it as a field of another fault."""
+    return error.fault if isinstance(error, CodedError) else str(error)
 
 
 @contextmanager
-def readable(path: Path, remedy: str = "run `dvc repro`, which writes it again") -> Iterator[None]:
-    """Around the reading of one file, and of nothing else.
+def data_error_if_unreadable(path: Path, code: str = "files.unreadable_output", **fields: Any) -> Iterator[None]:
+    """Convert any error inside the block to a DataError. The block should only read the file.
+
+    Each library raises other errors for a file that is truncated, empty or of the wrong type.
+
+    Args:
+        path: the file that is read.
+        code: code of the error. Its remedy should say how to get the file again.
+        fields: fields of the error message besides `path` and `cause`.
 
     Raises:
-        DataError: it is cut off, empty or of another kind, which each library says in its own way.
+        DataError: the file cannot be read.
     """
     try:
         yield
     except (DataError, MemoryError):
         raise
     except Exception as error:
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(f"{path}: cannot be read ({said}); {remedy}") from error
+        first_line = str(error).strip().partition("\n")[0]
+        cause = first_line or type(error).__name__
+        raise DataError(code, path=path, cause=cause, **fields) from error
 
 
 def is_utf8(name: str) -> bool:
-    """Return whether a name of a file is UTF-8; Python holds the bytes of another one as lone surrogates."""
+    """Return whether a file name is valid UTF-8. Python represents invalid bytes in file names as lone surrogates."""
     return name.isascii() or name.encode(errors="ignore").decode() == name
 
 
 def shell_word(path: Path | str) -> str:
-    """A path as a word of a shell's command; the bytes of a name that is not UTF-8 as bash and zsh read them."""
+    """Quote a path as one word of a shell command.
+
+    A name that is not UTF-8 is quoted as $'...' with hexadecimal bytes, which bash and zsh support.
+    """
     word = f"./{path}" if str(path).startswith("-") else str(path)
     if is_utf8(word):
         return shlex.quote(word)
-    codes = word.encode("utf-8", "surrogateescape")
-    return (
-        "$'"
-        + "".join(
-            chr(code) if chr(code).isalnum() and code < 128 or code in b"/._-" else f"\\x{code:02x}" for code in codes
-        )
-        + "'"
-    )
+    characters = []
+    for code in word.encode("utf-8", "surrogateescape"):
+        is_plain = (code < 128 and chr(code).isalnum()) or code in b"/._-"
+        characters.append(chr(code) if is_plain else f"\\x{code:02x}")
+    return "$'" + "".join(characters) + "'"
 
 
 def command_to_read_again(path: Path | str) -> str:
-    """The command after which DVC reads a file, or every file of a folder, and runs the stages that it changes.
+    """Return the command that makes DVC read a file or folder again and rerun the stages that depend on it.
 
-    DVC knows a file by size, modification time and inode. It takes a file that was edited with all three kept for the
-    one it has read before, so that `dvc repro` alone does nothing.
+    DVC detects changes by size, modification time and inode. If an edit did not change any of these, `dvc repro` does
+    nothing, so the command first updates the modification time with `touch`.
     """
     word = shell_word(path)
     touch = f"find -L {word} -type f -exec touch -c {{}} +" if os.path.isdir(path) else f"touch -c {word}"
     return f"`{touch} && dvc repro`"
 
 
-IN_ADDRESS = re.compile(r"(\w+://)(?=[^\s/'\"]*:[^\s/'\"]*@|(?<=http://)|(?<=https://))[^\s/'\"]*@")
-IN_QUERY = re.compile(r"(?i)([?&][\w-]*(?:token|secret|password|signature|credential|sig|key)=)[^&\s'\"]+")
-SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|AUTH_STRING|API_KEY|ACCESS_KEY|CONNECTION_URL|M3DIFF_NOTIFY")
-LEAST = 8  # characters: a shorter word may be any other's
+# Matches "user:password@" in a URL. In http(s) URLs, it also matches "token@"
+CREDENTIALS_IN_ADDRESS = re.compile(r"(\w+://)(?=[^\s/'\"]*:[^\s/'\"]*@|(?<=http://)|(?<=https://))[^\s/'\"]*@")
+# Matches the value of a query parameter such as `token=`
+SECRET_IN_QUERY = re.compile(r"(?i)([?&][\w-]*(?:token|secret|password|signature|credential|sig|key)=)[^&\s'\"]+")
+# Matches the names of environment variables whose values are secret
+SECRET_VARIABLE = re.compile(r"PASSWORD|SECRET|TOKEN|AUTH_STRING|API_KEY|ACCESS_KEY|CONNECTION_URL|M3DIFF_NOTIFY")
+MIN_SECRET_CHARS = 8  # shorter values are not hidden, because ordinary words would be hidden, too
 HIDDEN = "***"
 
 
-def redacted(text: str) -> str:
-    """The text without the user and password of an address, keys in a query, and values of this process's secrets."""
+def redact(text: str) -> str:
+    """Return the text without secrets, such as passwords in URLs and the values of secret environment variables."""
     for name, value in os.environ.items():
-        if SECRET.search(name) and len(value) >= LEAST:
+        if SECRET_VARIABLE.search(name) and len(value) >= MIN_SECRET_CHARS:
             text = text.replace(value, HIDDEN)
-    return IN_QUERY.sub(rf"\1{HIDDEN}", IN_ADDRESS.sub(rf"\1{HIDDEN}@", text))
+    text = CREDENTIALS_IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
+    return SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", text)

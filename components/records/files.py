@@ -1,4 +1,4 @@
-"""Files that others trust: written whole or not at all, and known by their content."""
+"""Write files completely or not at all, and compute digests of their contents."""
 
 import errno
 import fcntl
@@ -16,19 +16,22 @@ from typing import IO, Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict
 
-# What a file system answers to a call that it does not know
+# Error numbers that file systems return for unsupported calls
 NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary neighbour to write to; flush it to disk and rename it at the end: a reader sees the old file or
-    the new, never a half."""
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing. Readers see the new file only after the block has ended without an error.
+
+    The content is written to a temporary file in the same folder. At the end, the temporary file is flushed to disk and
+    renamed. After an error, the old file stays unchanged.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        # "x" opens with mode 0666, from which the kernel takes the umask. `mkstemp` would make 0600, and some file
-        # systems (exFAT, SMB, FAT) refuse the chmod that mends it.
+        # "x" creates a file with mode 0666 minus the umask. `mkstemp` uses 0600, and some file systems (exFAT, SMB,
+        # FAT) do not allow the chmod that would correct it
         with temporary.open("xb") as file:
             yield file
             file.flush()
@@ -40,7 +43,7 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def flush_to_disk(handle: int) -> None:
-    """Have what an open file or folder holds on disk; go on where its file system knows no such call (some FUSE, SMB).
+    """Flush an open file or folder to disk, if the file system supports this (some FUSE and SMB file systems do not).
 
     Raises:
         OSError: the disk is full or broken.
@@ -53,21 +56,26 @@ def flush_to_disk(handle: int) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a whole file as `atomic` does."""
-    with atomic(path) as file:
+    """Write a file completely or not at all."""
+    with open_atomically(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def lock_exclusively(file: IO[Any], wait: bool = True) -> None:
-    """Take the lock of an open file, which the kernel gives back when the file is closed.
+    """Lock an open file exclusively. The kernel releases the lock when the file is closed.
 
-    A file system without locks (some of NFS, SMB and FUSE) lets everybody go on, with a line on standard error.
+    If the file system does not support locks (some NFS, SMB and FUSE), print a warning and continue without a lock.
+
+    Args:
+        file: the open file.
+        wait: whether to wait until another process releases the lock.
 
     Raises:
-        BlockingIOError: another process holds the lock, and `wait` is false.
+        BlockingIOError: another process has the lock, and `wait` is false.
     """
+    operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, operation)
     except OSError as error:
         if error.errno not in (*NOT_SUPPORTED, errno.ENOLCK):
             raise
@@ -75,31 +83,48 @@ def lock_exclusively(file: IO[Any], wait: bool = True) -> None:
 
 
 @contextmanager
-def new_folder(place: Path) -> Iterator[Path]:
-    """A folder to fill, which takes `place`, and that of an older one there, when the block ends without a fault."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch:
-        made = Path(scratch) / place.name
-        yield made
-        shutil.rmtree(place, ignore_errors=True)
-        made.rename(place)
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a path where the block must create a folder. After the block, the new folder replaces `folder`.
+
+    If the block raises an error, `folder` stays unchanged.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        temporary = Path(scratch) / folder.name
+        yield temporary
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+
+
+def user_cache() -> Path:
+    """Return the user's cache folder for m3diff. Its content only saves time, so the folder can be deleted."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "m3diff"
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content as a hex string."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_of_folder(folder: Path) -> str:
-    """Hex digest over the names and contents of all files below a folder, in the order of their names."""
+    """Return the SHA-256 of the relative paths and contents of all files in a folder, as a hex string."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(files):
         digest.update(f"{path.relative_to(folder).as_posix()}\0{sha256(path)}\n".encode())
     return digest.hexdigest()
 
 
 class StageReport(BaseModel):
-    """Counts of a stage. No clock time in it: equal inputs must give equal bytes (DVC's run cache)."""
+    """Counts of a stage. Times are not recorded, because DVC's run cache requires equal inputs to give equal bytes.
+
+    Attributes:
+        stage: name of the stage.
+        rows_in: number of rows that the stage read.
+        rows_out: number of rows that the stage wrote.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -108,6 +133,6 @@ class StageReport(BaseModel):
     rows_out: int
 
     def write(self, path: Path) -> Self:
-        """Write as indented JSON, whole or not at all."""
+        """Write the report as indented JSON, completely or not at all, and return the report."""
         write_atomic(path, json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
         return self

@@ -1,7 +1,9 @@
-"""The CPUs and the memory that this process may use: the machine's, less what affinity, a container or `ulimit` take.
+"""Determine the CPUs and memory that this process may use, within the limits of affinity, containers and `ulimit`.
 
-Linux limits a process by control groups: its own and every parent of it. Version 2 has one tree of them, version 1 a
-tree for each controller; a machine may have both. `docker run --cpus 2` leaves `os.cpu_count()` at the machine's 64.
+Linux limits a process by control groups: the process's group and all parents of this group. Version 2 of control groups
+has a single tree of groups, version 1 has one tree per controller (a resource such as memory), and a machine may use
+both versions. `docker run --cpus 2` sets such a limit, which `os.cpu_count()` ignores: it still returns all CPUs of the
+machine.
 """
 
 import math
@@ -13,13 +15,20 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
 
-# Version 1 writes "no limit" as the largest multiple of a page below 2**63
+# Larger limits mean "no limit". Version 1 represents it by the largest multiple of the page size below 2**63
 UNLIMITED_BYTES = 2**60
 
 
 @dataclass(frozen=True)
 class GroupMount:
-    """A mounted tree of control groups: its folder, and the group that the folder shows (a container's own, often)."""
+    """A mounted tree of control groups.
+
+    Attributes:
+        folder: folder where the tree is mounted.
+        group: the group whose files are at the top of the folder. In a container, this is often the container's group.
+        is_version_2: whether this is a tree of version 2.
+        controllers: names of the controllers, for a tree of version 1.
+    """
 
     folder: Path
     group: PurePosixPath
@@ -28,49 +37,74 @@ class GroupMount:
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Return the number of CPUs this process may use, at least 1; a quota of 1.5 CPUs counts as 2.
+    """Return the number of CPUs that this process may use, at least 1. A quota of 1.5 CPUs counts as 2.
 
     Args:
-        root: the folder that holds `proc` and the mounted control groups; another one in tests.
+        root: the folder that contains `proc` and the mounted control groups. Tests use a different one.
     """
-    quotas = [math.ceil(quota) for folder in _own_groups(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
-    return max(1, min([_scheduled_cpus(), *quotas]))
+    limits = [_scheduled_cpus()]
+    for folder in _own_groups(root, "cpu"):
+        quota = _cpu_quota(folder)
+        if quota is not None:
+            limits.append(math.ceil(quota))
+    return max(1, min(limits))
 
 
 def usable_memory(root: Path = ROOT) -> int:
-    """Return the bytes of memory this process may fill: the machine's, or less where a limit is below them.
+    """Return the memory that this process may use, in bytes: the machine's memory, or a limit that is lower.
 
     Args:
-        root: as of `usable_cpus`.
+        root: as in `usable_cpus`.
     """
-    limits = [limit for folder in _own_groups(root, "memory") if (limit := _memory_limit(folder)) is not None]
-    return min([_physical_memory(), *_address_space(), *limits])
+    limits = [_physical_memory(), *_address_space_limits()]
+    for folder in _own_groups(root, "memory"):
+        limit = _memory_limit(folder)
+        if limit is not None:
+            limits.append(limit)
+    return min(limits)
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Return the memory that is available for new processes, in bytes.
+
+    The value is Linux's estimate. On other systems, it is the total memory of the machine.
+
+    Args:
+        root: as in `usable_cpus`.
+    """
+    for line in _lines(root / "proc/meminfo"):
+        name, _, amount = line.partition(":")
+        kilobytes = amount.split()[:1]
+        if name == "MemAvailable" and kilobytes and kilobytes[0].isdecimal():
+            return int(kilobytes[0]) * 1024
+    return _physical_memory()
 
 
 def free_memory(available: int, root: Path = ROOT) -> int:
-    """Return the bytes this process may still fill: of those `available` on the machine, what its limits leave.
+    """Return the memory that this process may still use, in bytes, within the limits of the process.
 
-    Pages of files that the kernel drops under pressure count as free.
+    Cached pages of files count as free, because the kernel reclaims them when memory is short.
 
     Args:
-        available: bytes that the machine has left.
-        root: as of `usable_cpus`.
+        available: available memory on the machine, in bytes.
+        root: as in `usable_cpus`.
     """
-    rooms = [available, *_address_space()]
+    limits = [available, *_address_space_limits()]
     for folder in _own_groups(root, "memory"):
         limit = _memory_limit(folder)
         used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is not None and used is not None:
-            rooms.append(max(0, limit - max(0, used - _reclaimable(folder))))
-    return min(rooms)
+            occupied = max(0, used - _reclaimable(folder))
+            limits.append(max(0, limit - occupied))
+    return min(limits)
 
 
 def _scheduled_cpus() -> int:
-    """CPUs of this process's affinity; of the machine on systems without one (macOS)."""
+    """Return the number of CPUs in this process's affinity. On systems without affinity (macOS), return all CPUs."""
     if hasattr(os, "sched_getaffinity"):
         try:
             return len(os.sched_getaffinity(0))
-        except OSError:  # a sandbox may forbid the call
+        except OSError:  # a sandbox can forbid the call
             pass
     return os.cpu_count() or 1
 
@@ -78,34 +112,36 @@ def _scheduled_cpus() -> int:
 def _physical_memory() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):  # the system does not tell
+    except (ValueError, OSError):  # the system does not support these names
         return UNLIMITED_BYTES
 
 
-def _address_space() -> list[int]:
-    """The limit that `ulimit -v` sets, in bytes, if there is one; schedulers of clusters set it."""
+def _address_space_limits() -> list[int]:
+    """Return a list with the limit of `ulimit -v` in bytes, or an empty list. Cluster schedulers set this limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return [] if soft == resource.RLIM_INFINITY else [soft]
 
 
 def _own_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the groups that limit this process by a controller: its own group, then each parent."""
+    """Yield the folders of the control groups that limit this process by a controller: its group, then all parents."""
     mounts = list(_mounts(root))
     for line in _lines(root / "proc/self/cgroup"):
-        number, _, rest = line.partition(":")
-        names, _, group = rest.partition(":")
-        is_version_2 = number == "0" and not names
-        if not is_version_2 and controller not in names.split(","):
+        # "<hierarchy>:<controllers>:<group>"; for version 2, the hierarchy is 0 and the controllers are empty
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        is_version_2 = hierarchy == "0" and not controllers
+        if not is_version_2 and controller not in controllers.split(","):
             continue
         for mount in mounts:
-            serves = mount.is_version_2 if is_version_2 else controller in mount.controllers
-            if serves and mount.is_version_2 == is_version_2:
+            has_controller = is_version_2 or controller in mount.controllers
+            if has_controller and mount.is_version_2 == is_version_2:
                 yield from _with_parents(mount, PurePosixPath(group))
 
 
 def _with_parents(mount: GroupMount, group: PurePosixPath) -> Iterator[Path]:
-    # A container without a namespace of its own sees the machine's path in /proc/self/cgroup, and its own group as the
-    # mount's root; a path with `..` lies outside the namespace
+    # In a container that shares the machine's namespace, /proc/self/cgroup contains the machine's path, while the
+    # container's group is at the top of the mount. A path with `..` is outside the namespace. In both cases, only the
+    # mount's group counts
     is_below = group.is_relative_to(mount.group) and ".." not in group.parts
     folder = mount.folder / group.relative_to(mount.group) if is_below else mount.folder
     while folder != mount.folder:
@@ -116,9 +152,10 @@ def _with_parents(mount: GroupMount, group: PurePosixPath) -> Iterator[Path]:
 
 def _mounts(root: Path) -> Iterator[GroupMount]:
     for line in _lines(root / "proc/self/mountinfo"):
-        places, separator, kind = line.partition(" - ")
-        fields = places.split(" ")
-        types = kind.split(" ")
+        # proc(5): "... <group> <folder> <options> ... - <file system> <source> <controllers and options>"
+        mount_point, separator, file_system = line.partition(" - ")
+        fields = mount_point.split(" ")
+        types = file_system.split(" ")
         if not separator or len(fields) < 5 or len(types) < 3 or types[0] not in ("cgroup", "cgroup2"):
             continue
         yield GroupMount(
@@ -130,19 +167,19 @@ def _mounts(root: Path) -> Iterator[GroupMount]:
 
 
 def _unescaped(path: str) -> str:
-    """A path of mountinfo, in which a space is written \\040."""
+    """Return a path from mountinfo with \\040 replaced by a space."""
     return path.replace("\\040", " ")
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """CPUs that a group may use by its quota; None without a quota, and for a file that is not as Linux writes it."""
+    """Return the number of CPUs that a group's quota allows, or None if there is no quota or the file is invalid."""
     words = _words(folder / "cpu.max")
-    if not words:
-        words = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+    if not words:  # version 1 has separate files for the quota and the period
+        words = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
     try:
         quota = int(words[0])
         period = int(words[1])
-    except (IndexError, ValueError):  # "max", or no such file
+    except (IndexError, ValueError):  # "max", or the file is missing
         return None
     return quota / period if quota > 0 and period > 0 else None
 
@@ -153,14 +190,15 @@ def _memory_limit(folder: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of pages of files that a group has in memory and does not use."""
+    """Return the size of a group's inactive file pages in bytes. The kernel can reclaim these pages."""
     fields = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
-    text = fields.get("total_inactive_file", fields.get("inactive_file", ""))  # version 1 has a total with children
+    # version 1 also has a total that includes child groups
+    text = fields.get("total_inactive_file", fields.get("inactive_file", ""))
     return int(text) if text.isdecimal() else 0
 
 
 def _number(*files: Path) -> int | None:
-    """The whole number in the first file that holds one."""
+    """Return the integer at the start of a file, from the first file that begins with an integer, or None."""
     for file in files:
         words = _words(file)
         if words and words[0].isdecimal():
@@ -173,8 +211,9 @@ def _words(file: Path) -> list[str]:
 
 
 def _lines(file: Path) -> list[str]:
-    """The lines of a file of the kernel; none of a file that is missing, unreadable or damaged."""
+    """Return the lines of a kernel file, or an empty list if it is missing or cannot be read."""
     try:
-        return file.read_bytes().decode("utf-8", "surrogateescape").split("\n")  # groups have names of any bytes
+        # the name of a group may contain any bytes
+        return file.read_bytes().decode("utf-8", "surrogateescape").split("\n")
     except OSError:
         return []

@@ -1,5 +1,4 @@
-"""Long work over many items: its progress, as a bar on a terminal or lines in a log, and its next items made ahead;
-and tables for a terminal."""
+"""Show the progress of long tasks, compute results in advance, and align tables in plain text."""
 
 import sys
 from collections import deque
@@ -14,32 +13,49 @@ Result = TypeVar("Result")
 
 
 def progress(items: Iterable[T], stage: str, total: int | None = None, unit: str = "it") -> Iterator[T]:
-    """Iterate over `items`, showing how far the stage is on standard error."""
-    interactive = sys.stderr.isatty()
+    """Yield the items and show the progress on standard error, as a bar on a terminal or as lines in a log.
+
+    Args:
+        items: the items.
+        stage: name of the stage, which is shown at the start of the line.
+        total: number of items, if `items` has no length.
+        unit: name for one item, which is shown after the count.
+    """
+    is_terminal = sys.stderr.isatty()
     yield from tqdm(
         items,
         desc=stage,
         total=total,
         unit=unit,
-        mininterval=0.2 if interactive else 5.0,
-        ascii=not interactive,
-        dynamic_ncols=interactive,
-        ncols=None if interactive else 90,
+        mininterval=0.2 if is_terminal else 5.0,
+        ascii=not is_terminal,
+        dynamic_ncols=is_terminal,
+        ncols=None if is_terminal else 90,
     )
 
 
-def ahead(submit: Callable[[T], list[Future[Result]]], items: Iterable[T], count: int) -> Iterator[list[Result]]:
-    """Yield the results of each item's futures, in order, while threads make those of the next `count` items."""
-    waiting: deque[list[Future[Result]]] = deque()
+def prefetch(submit: Callable[[T], list[Future[Result]]], items: Iterable[T], count: int) -> Iterator[list[Result]]:
+    """Yield the results of each item, in order. The next `count` items are computed in the background.
+
+    Args:
+        submit: function that starts the work on an item and returns its futures.
+        items: the items to work on.
+        count: number of items that are submitted in advance.
+    """
+    pending: deque[list[Future[Result]]] = deque()
     for item in items:
-        waiting.append(submit(item))
-        if len(waiting) > count:
-            yield [future.result() for future in waiting.popleft()]
-    while waiting:
-        yield [future.result() for future in waiting.popleft()]
+        pending.append(submit(item))
+        if len(pending) > count:
+            yield [future.result() for future in pending.popleft()]
+    while pending:
+        yield [future.result() for future in pending.popleft()]
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, its cells below each other."""
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return one line of text per row, with aligned columns.
+
+    Args:
+        rows: cells of each row. All rows must have the same number of cells.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,9 +1,10 @@
-"""The record and the sample: what flows between the stages.
+"""The schemas of records and samples, the two kinds of tables that stages pass on.
 
-Raw files become *records* (ingest, validate): a pair of images with its references, dataset, split and change types.
-Records become question-answer *samples* (convert). Both lie in Parquet with the schemas below, so that 896k rows are
-read by column and any tool (DuckDB, polars, `datasets`) can open them. Both carry the SHA-256 of each image file: what
-depends on a sample depends on the bytes of its images, and on nothing else in their folder.
+The stages `ingest` and `validate` turn raw files into *records*. A record is a pair of images with references (captions
+of the difference), dataset, split and change types. The stage `convert` turns records into question-answer *samples*.
+Records and samples are stored as Parquet, so that 896k rows can be read by column and opened by any tool (DuckDB,
+polars, `datasets`). They contain the SHA-256 of each image file. A stage that reads samples therefore depends on the
+bytes of their images, but not on anything else in the image folder.
 """
 
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError, readable
+from m3diff.records.errors import DataError, data_error_if_unreadable
 
 Split = Literal["train", "val", "test"]
 SPLITS = ("train", "val", "test")
@@ -31,38 +32,39 @@ ChangeType = Literal[
     "ocr",
     "counting",
 ]
-CHANGE_TYPES: tuple[ChangeType, ...] = get_args(ChangeType)  # the twelve change types of OmniDiff (paper section 3)
+# The twelve change types of OmniDiff (paper, section 3)
+CHANGE_TYPES: tuple[ChangeType, ...] = get_args(ChangeType)
 
-NO_CHANGE = "none"  # the change type of a distractor pair: only camera, light or noise differ a little
+NO_CHANGE = "none"  # change type of a distractor, a pair in which only camera, light or noise differ slightly
 
 RECORD_SCHEMA = pa.schema(
     [
-        ("id", pa.string()),  # "<dataset>/<name>", unique over the whole mixture
+        ("id", pa.string()),  # "<dataset>/<name>", unique in the whole mixture
         ("dataset", pa.string()),
         ("split", pa.string()),  # one of SPLITS
-        ("scene", pa.string()),  # "<dataset>/<scene>": pairs of one scene must share a split
+        ("scene", pa.string()),  # "<dataset>/<scene>"; all pairs of a scene must be in the same split
         ("before", pa.string()),  # image path, relative to the project or absolute
         ("after", pa.string()),
-        ("before_sha256", pa.binary()),  # 32 bytes: the digest of the image file; null where it could not be read
+        ("before_sha256", pa.binary()),  # digest of the image file, 32 bytes; null if the file could not be read
         ("after_sha256", pa.binary()),
-        ("references", pa.list_(pa.string())),  # every reference, in the dataset's order; an empty one is kept
-        ("change_types", pa.list_(pa.string())),  # CHANGE_TYPES, [NO_CHANGE], a dataset's own, or [] where unknown
-        ("source", pa.string()),  # file and row or key that this record came from, for messages
+        ("references", pa.list_(pa.string())),  # all references in the dataset's order, including empty references
+        ("change_types", pa.list_(pa.string())),  # CHANGE_TYPES, types of the dataset, [NO_CHANGE], or [] if unknown
+        ("source", pa.string()),  # file and row or key of the record, for messages
     ]
 )
 
-RAW_SCHEMA = pa.schema(  # what ingest writes
+RAW_SCHEMA = pa.schema(  # schema of the files that ingest writes
     [
         *RECORD_SCHEMA,
-        ("own_split", pa.string()),  # as the dataset's files say; `split` is "train" where `train_on` names it
-        ("fault", pa.string()),  # why a row could not be read (validate quarantines it), null where it could
+        ("own_split", pa.string()),  # split in the dataset's files; if `train_on` contains it, `split` is "train"
+        ("fault", pa.string()),  # why the row cannot be read (validate quarantines it), or null
     ]
 )
 
 SAMPLE_SCHEMA = pa.schema(
     [
-        ("id", pa.string()),  # "<record id>#<reference number>"
-        ("pair", pa.string()),  # the record's id; the samples of one pair are neighbours
+        ("id", pa.string()),  # "<record id>#<reference number>"; for a repeated pair, followed by "x<copy number>"
+        ("pair", pa.string()),  # the record's id; the samples of a pair are consecutive
         ("dataset", pa.string()),
         ("split", pa.string()),
         ("before", pa.string()),
@@ -70,25 +72,27 @@ SAMPLE_SCHEMA = pa.schema(
         ("before_sha256", pa.binary()),
         ("after_sha256", pa.binary()),
         ("question", pa.string()),
-        ("reference", pa.string()),  # the answer that is trained: one reference of the pair
+        ("reference", pa.string()),  # the answer to train on: one reference of the pair, or all references joined
     ]
 )
 
 
 def load_table(path: Path, schema: pa.Schema, writer: str, if_empty: str) -> pa.Table:
-    """The rows of a stage's Parquet file.
+    """Read a Parquet file that a stage wrote, and check its columns.
 
     Args:
-        writer: the stage that writes it.
-        if_empty: why it may hold no row, with the remedy.
+        path: the file.
+        schema: the columns that the file must have.
+        writer: name of the stage that writes the file, for messages.
+        if_empty: code of the error if the file has no rows.
 
     Raises:
-        DataError: it cannot be read, has other columns, or holds no row.
+        DataError: the file cannot be read, has unexpected columns, or has no rows.
     """
-    with readable(path, f"run `m3diff {writer}` again"):
+    with data_error_if_unreadable(path, "files.unreadable_stage_output", writer=writer):
         table = pq.read_table(path)
     if not table.schema.equals(schema):
-        raise DataError(f"{path}: not the columns that {writer} writes; run `m3diff {writer}` again")
+        raise DataError("files.other_columns", path=path, writer=writer)
     if not table.num_rows:
-        raise DataError(f"{path}: holds no record{if_empty}")
+        raise DataError(if_empty, path=path)
     return table

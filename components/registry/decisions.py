@@ -1,320 +1,460 @@
-"""The record of decisions: which version became champion, or was refused, when, by whom, from what and why.
+"""Keep a record of decisions about the champion, which is the version of a model that is in use.
 
-Each decision is a commit on the branch `runs/history`, with an empty tree and the decision as JSON for a message. git
-chains them; files, index and HEAD stay as they are, and what is deleted in MLflow does not reach them. A move of the
-champion is recorded before it is made, and pending until then. Earlier releases wrote a line of JSON a decision to a
-file of that branch: such a record is read, and continued by commits.
+The record says which version became champion or was refused, when, by whom, after which champion and why.
 
-A person may delete, reset or fork the branch. MLflow therefore keeps the number of decisions and the last one's commit
-as a tag of the model: a record without that commit lacks decisions, and nothing is decided by it.
+Each decision is a commit on the branch `runs/history` with an empty tree and the decision as JSON in the commit
+message. Recording a decision does not change files, the index or HEAD, and deletions in MLflow do not affect the
+record. A decision that changes the champion is called a move. A move is recorded before it is made, and is pending
+until it is made.
+
+Somebody may delete, reset or fork the branch. Therefore a tag of the registered model in MLflow contains the number of
+decisions and the commit of the last one. If the record does not contain that commit, decisions are missing, and no new
+decision is made.
 """
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from m3diff.provenance.git import commit_at, git, main_tree, run, who, words
-from m3diff.records.errors import DataError, redacted
-from m3diff.records.progress import aligned
-from m3diff.registry.tracking import registered
+from m3diff.provenance.git import GitError, commit_at, error_text, git, main_tree, run_git, user_and_host
+from m3diff.records.errors import CodedError, DataError, Fault, redact
+from m3diff.records.progress import align_columns
+from m3diff.registry.tracking import find_registered_model
 
-NAME = "runs/history"
-FILE = "decisions.jsonl"  # of earlier releases
-BRANCH, PENDING = f"refs/heads/{NAME}", "refs/m3diff/pending"
-TAG = "decisions"  # of the registered model in MLflow: `12 3f2a...`, the number and the commit of the twelfth
-EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # git's hash of a tree without files
-FETCH_S, PUSH_S = 4, 10  # a rollback does not wait for a remote that is gone
-DURABLE = ("-c", "core.fsync=all", "-c", "gc.auto=0", "-c", "core.filesRefLockTimeout=10000")  # ms
-DAMAGED = (
-    f"the record of decisions is damaged: see `git log {NAME}` and `git fsck`, and put the branch back to its last "
-    f"good commit: git update-ref {BRANCH} COMMIT"
-)
+BRANCH_NAME = "runs/history"
+BRANCH = f"refs/heads/{BRANCH_NAME}"
+PENDING = "refs/m3diff/pending"
+TAG = "decisions"  # tag of the registered model in MLflow: the number of decisions and the last commit, `12 3f2a...`
+TAG_FORM = re.compile(r"([1-9][0-9]*) ([0-9a-f]{40})")
+NO_COMMIT = "0" * 40  # tells git that a ref must not exist yet
 
-MOVES = ("promoted", "first", "rolled back", "moved elsewhere")
+# Time limits in seconds. A rollback must not wait for a remote that does not respond
+FETCH_S = 4
+PUSH_S = 10
+
+# Git options. They flush every object and ref, because a power loss could otherwise leave a branch without its commits.
+# They also turn off garbage collection, and make git wait up to ten seconds for the lock of a ref
+DURABLE = ("-c", "core.fsync=all", "-c", "gc.auto=0", "-c", "core.filesRefLockTimeout=10000")
+FETCH_COMMAND = f"git fetch CLONE +{BRANCH}:{BRANCH}"  # shown to the user. CLONE is the clone that has the decisions
+
+MOVES = ("promoted", "first", "rolled back", "moved elsewhere")  # outcomes that change the champion
+
+
+class OvertakenError(CodedError, BlockingIOError):
+    """Another process recorded a decision or changed the champion in the meantime. Trying again may help."""
 
 
 class Identity(BaseModel):
-    """A version beyond its number, which MLflow gives again where its store or the registered model is made anew."""
+    """The identity of a version, which stays unique even if version numbers are reused.
+
+    MLflow reuses version numbers if its store or the registered model is recreated.
+    """
 
     model_config = ConfigDict(frozen=True)
 
-    run: str | None  # MLflow's id of the run that it was made by
-    content: str | None  # see `promote.identity_of`; None: register did not make it
+    run: str | None  # id of the MLflow run that created the version
+    content: str | None  # digest from `moves.identity_of`; None if the version was not created by register
 
-    def is_of(self, other: "Identity") -> bool:
-        """True where both are the same model, be it registered twice."""
-        return (self.run is not None and self.run == other.run) or (
-            self.content is not None and self.content == other.content
-        )
+    def matches(self, other: "Identity") -> bool:
+        """Return whether two identities refer to the same model, even if it was registered twice."""
+        if self.run is not None and self.run == other.run:
+            return True
+        return self.content is not None and self.content == other.content
 
 
 class Entry(BaseModel):
-    """A decision before it is recorded. `noticed`: somebody else moved the champion."""
+    """A decision before it is recorded. In the record, the aliases of the fields are the JSON keys.
+
+    Attributes:
+        action: what led to the decision; `noticed` if somebody changed the champion without m3diff.
+        champion_before: the champion when the decision was made, or None if there was no champion.
+        target: the version that became champion or that the gate refused, or None if somebody deleted the alias.
+        previous: the version that the alias `previous` points to after the move.
+        abandoned_move: the number of the move that was not made if the outcome is `not done`, otherwise None.
+        gate: the scores and parameters of the gate's comparison. Empty for other actions.
+        model_created_ms: when the registered model was created, in ms since 1970. None until `moves.with_identities`
+            adds it.
+        identities: the identity of each version in this entry, by version number.
+    """
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     action: Literal["promote", "rollback", "noticed"]
     model: str
-    from_: int | None = Field(validation_alias="from", serialization_alias="from")  # the champion before
-    to: int | None  # the version that became champion; where it was refused, that would have
+    champion_before: int | None = Field(validation_alias="from", serialization_alias="from")
+    target: int | None = Field(validation_alias="to", serialization_alias="to")
     outcome: Literal["promoted", "first", "refused", "rolled back", "moved elsewhere", "not done"]
-    why: str
-    previous: int | None = None  # the version that the alias `previous` names after the move
-    of: int | None = None  # of the outcome `not done`: the number of the entry that did not take place
-    gate: dict[str, Any] = {}  # the numbers behind it
-    registry: int | None = None  # when MLflow made the registered model, in ms; None in early releases
-    versions: dict[int, Identity] = {}  # of each version that is named here
+    reason: str = Field(validation_alias="why", serialization_alias="why")
+    previous: int | None = None
+    abandoned_move: int | None = Field(default=None, validation_alias="of", serialization_alias="of")
+    gate: dict[str, Any] = {}
+    model_created_ms: int | None = Field(default=None, validation_alias="registry", serialization_alias="registry")
+    identities: dict[int, Identity] = Field(default={}, validation_alias="versions", serialization_alias="versions")
 
 
 class Decision(Entry):
-    number: int  # from 1
-    at: str  # UTC
-    who: str  # user@host
+    """A recorded decision.
+
+    Attributes:
+        number: the position in the record, counted from 1.
+        decided_at: the time in UTC, such as `2026-01-02T03:04:05Z`.
+        author: `user@host`.
+        flow_run: the id of the Prefect flow run, or None if no flow made the decision.
+        commit: the commit that was checked out, or None if the repository had no commits yet.
+    """
+
+    number: int
+    decided_at: str = Field(validation_alias="at", serialization_alias="at")
+    author: str = Field(validation_alias="who", serialization_alias="who")
     flow_run: str | None
-    commit: str | None  # that was checked out
+    commit: str | None
 
     def __str__(self) -> str:
-        why = f": {self.why}" if self.why else ""
-        return f"{self.model}: champion {self.from_ or '-'} -> {self.to or '-'}, {self.outcome}{why}"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.model}: champion {self.champion_before or '-'} -> {self.target or '-'}, {self.outcome}{reason}"
 
 
-def decisions(repository: Path = Path(".")) -> list[Decision]:
-    """The record, oldest first; empty where nothing was decided yet.
+def read_decisions(repository: Path = Path(".")) -> list[Decision]:
+    """Return all recorded decisions, oldest first.
 
     Raises:
-        DataError: no git repository, or a part of the record is missing, damaged, or no decision.
+        DataError: `repository` is not a git repository, or part of the record is missing or damaged.
     """
     return _read(repository, _tip(repository))
 
 
-def faults(repository: Path = Path(".")) -> list[str]:
-    """Decisions whose number is not that of their place, as where commits were taken out or put in."""
+def numbering_faults(repository: Path = Path(".")) -> list[Fault]:
+    """Return a fault for each decision whose number differs from its position.
+
+    Numbers and positions differ if somebody removed or inserted commits.
+    """
     return [
-        f"decision {place}: it bears the number {found.number}: decisions were taken out or put in"
-        for place, found in enumerate(decisions(repository), start=1)
-        if found.number != place
+        Fault("registry.decision_misnumbered", position=position, value=decision.number)
+        for position, decision in enumerate(read_decisions(repository), start=1)
+        if decision.number != position
     ]
 
 
 def _tip(repository: Path) -> str | None:
-    """The newest decision's commit, be it there or lost; None where there is no branch yet."""
-    return run("rev-parse", "--quiet", "--verify", BRANCH, cwd=repository).stdout.decode().strip() or None
+    """Return the hash of the newest decision's commit, or None if the branch does not exist.
+
+    The hash is returned even if git has lost the commit.
+    """
+    return run_git("rev-parse", "--quiet", "--verify", BRANCH, cwd=repository).stdout.decode().strip() or None
 
 
 def _read(repository: Path, tip: str | None) -> list[Decision]:
+    """Return the decisions up to the commit `tip`, oldest first."""
     if tip is None:
         return []
-    done = run("log", "-z", "--first-parent", "--no-show-signature", "--format=%H %T%n%B", tip, cwd=repository)
-    if done.returncode:
-        raise DataError(f"{NAME}: cannot be read ({words(done)}); {DAMAGED}")
-    found: list[Decision] = []
-    for number, entry in enumerate(done.stdout.decode(errors="replace").strip("\0").split("\0")):
-        head, _, message = entry.partition("\n")
-        commit, tree = head.split()
-        if tree != EMPTY and (there := git("ls-tree", commit, FILE, cwd=repository)):
-            file = run("cat-file", "blob", there.split()[2], cwd=repository)
-            if file.returncode:
-                raise DataError(f"{NAME}:{FILE}: cannot be read ({words(file)}); {DAMAGED}")
-            lines = file.stdout.decode().splitlines()
-            return [_parsed(line, f"{FILE} line {n}") for n, line in enumerate(lines, start=1)] + found[::-1]
-        found.append(_parsed(message, f"commit {commit:.12}, {number} before the last"))
-    return found[::-1]
-
-
-def _parsed(text: str, place: str) -> Decision:
-    try:
-        return Decision.model_validate_json(text)
-    except ValidationError as error:
-        raise DataError(f"{NAME}: {place}: no decision ({error.errors()[0]['msg']}); {DAMAGED}") from error
+    log = run_git("log", "-z", "--first-parent", "--no-show-signature", "--format=%H%n%B", tip, cwd=repository)
+    if log.returncode:
+        raise DataError("registry.damaged_record", branch=BRANCH_NAME, cause=error_text(log))
+    decisions: list[Decision] = []
+    for age, entry in enumerate(log.stdout.decode(errors="replace").strip("\0").split("\0")):
+        commit, _, message = entry.partition("\n")
+        try:
+            decisions.append(Decision.model_validate_json(message))
+        except ValidationError as error:
+            cause = error.errors()[0]["msg"]
+            raise DataError("registry.no_decision", branch=BRANCH_NAME, commit=commit, age=age, cause=cause) from error
+    return decisions[::-1]
 
 
 def append(repository: Path, entry: Entry, pending: bool = False) -> Decision:
-    """Add a decision to the record, durably; `pending`: a move that is still to be made, until `settled`.
+    """Add a decision to the record and flush it to disk.
+
+    Args:
+        pending: whether the decision is a move that is still to be made. Call `clear_pending_move` after the move.
 
     Raises:
-        BlockingIOError: another process wrote in between; try again.
-        DataError: git refuses.
+        OvertakenError: another process wrote to the record in the meantime; try again.
+        DataError: a git command failed.
     """
     tip = _tip(repository)
     decision = Decision(
         **dict(entry),
         number=len(_read(repository, tip)) + 1,
-        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        who=who(),
+        decided_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        author=user_and_host(),
         flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
         commit=commit_at("HEAD", repository),
     )
     message = json.dumps(decision.model_dump(mode="json", by_alias=True), allow_nan=False).encode()
+    # Create the empty tree with hash-object, because `git mktree` ignores core.fsync and would not flush the tree
     tree = git(*DURABLE, "hash-object", "-w", "-t", "tree", "--stdin", cwd=repository)
-    commit = git(*DURABLE, "commit-tree", tree, *(("-p", tip) if tip else ()), cwd=repository, stdin=message)
+    parent = ("-p", tip) if tip else ()
+    commit = git(*DURABLE, "commit-tree", tree, *parent, cwd=repository, stdin=message)
     if pending:
+        # Write this ref before the branch. If the process is killed in between, the pending commit is not on the branch
+        # and is ignored
         write_ref(repository, PENDING, commit)
-    if not write_ref(repository, BRANCH, commit, tip or "0" * 40):
-        raise BlockingIOError(f"{NAME}: another process wrote in between; try again")
+    if not write_ref(repository, BRANCH, commit, expected=tip or NO_COMMIT):
+        raise OvertakenError("registry.record_changed", branch=BRANCH_NAME)
     return decision
 
 
-def pending(repository: Path) -> Decision | None:
-    """The move that was recorded and perhaps not made, since its process was killed."""
+def pending_move(repository: Path) -> Decision | None:
+    """Return the recorded move that a killed process may not have made, or None if all recorded moves were made."""
     commit = commit_at(PENDING, repository)
-    recorded = commit is not None and holds(repository, BRANCH, commit)  # else it was killed before, and moved nothing
-    return _read(repository, commit)[-1] if recorded else None
+    if commit is None or not is_in_history(repository, BRANCH, commit):
+        return None
+    return _read(repository, commit)[-1]
 
 
-def settled(repository: Path) -> None:
-    """The pending move, if there is one, was made, or recorded as not done."""
+def clear_pending_move(repository: Path) -> None:
+    """Clear the pending move, if any, after it was made or recorded as not done."""
     write_ref(repository, PENDING)
 
 
 def write_ref(repository: Path, ref: str, commit: str = "", expected: str = "") -> bool:
-    """Let a ref name a commit, or remove it where none is given. False where it is not at `expected`.
+    """Point a ref to a commit, or delete the ref if `commit` is empty.
 
-    Raises:
-        DataError: git refuses for another reason, such as a lock that a killed git left.
-    """
-    change = [ref, commit, *([expected] if expected else [])] if commit else ["-d", ref]
-    done = run(*DURABLE, "update-ref", "-m", "m3diff", *change, cwd=repository)
-    overtaken = b"but expected" in done.stderr or b"reference already exists" in done.stderr
-    if done.returncode and not overtaken:
-        raise DataError(f"git update-ref {ref}: {words(done)}")
-    return done.returncode == 0
-
-
-def holds(repository: Path, tip: str, commit: str) -> bool:
-    """True where a commit is part of the history of a ref or another commit."""
-    return run("merge-base", "--is-ancestor", commit, tip, cwd=repository).returncode == 0
-
-
-# What the record says of a model
-
-
-def moves(found: Iterable[Decision], model: str) -> list[Decision]:
-    ours = [decision for decision in found if decision.model == model]
-    not_done = {decision.of for decision in ours if decision.outcome == "not done"}
-    return [decision for decision in ours if decision.outcome in MOVES and decision.number not in not_done]
-
-
-def champions(found: Iterable[Decision], model: str) -> tuple[list[int], dict[int, Decision]]:
-    """Follow a model's moves. A version that a rollback leaves behind is taken back until it is champion again.
+    Args:
+        expected: the commit that the ref must point to now. Empty if it may point to any commit.
 
     Returns:
-        the champion, last, after those that it can go back to, oldest first; and the versions taken back, by number.
+        False if the ref points to a commit other than `expected`.
+
+    Raises:
+        GitError: git failed for another reason, such as a lock file that a killed git process left behind.
     """
-    line: list[int] = []
-    taken_back: dict[int, Decision] = {}
-    for move in moves(found, model):
-        if move.from_ is not None and line[-1:] != [move.from_]:
-            line.append(move.from_)
-        back = move.action == "rollback"
-        if move.action == "noticed":  # somebody moved it elsewhere: the numbers tell
-            back = move.to is not None and move.from_ is not None and move.to < move.from_
-        if back:
-            left = 0 if move.from_ is None else 1  # none where the alias was gone
-            kept = line.index(move.to) if move.to in line else len(line) - left
-            taken_back |= {version: move for version in line[kept:]}
-            line = line[:kept]
-        if move.to is not None:
-            line = [*(version for version in line if version != move.to), move.to]
-            taken_back.pop(move.to, None)
-    return line, taken_back
+    change = ["-d", ref]
+    if commit:
+        change = [ref, commit, expected] if expected else [ref, commit]
+    update = run_git(*DURABLE, "update-ref", "-m", "m3diff", *change, cwd=repository)
+    is_overtaken = b"but expected" in update.stderr or b"reference already exists" in update.stderr
+    if update.returncode and not is_overtaken:
+        raise GitError("git.command_failed", command=f"git update-ref {ref}", cause=error_text(update))
+    return update.returncode == 0
 
 
-def taken_back(found: Sequence[Decision], model: str, version: Identity) -> Decision | None:
-    """The decision by which a version was taken back, whatever its number was and in whichever registry it was."""
-    for registry in reversed(dict.fromkeys(decision.registry for decision in found if decision.model == model)):
-        of_this = [decision for decision in found if (decision.model, decision.registry) == (model, registry)]
-        named = {number: identity for decision in of_this for number, identity in decision.versions.items()}
-        same = [number for number, identity in named.items() if identity.is_of(version)]
-        line, back = champions(of_this, model)
-        if any(number in line for number in same):
+def is_in_history(repository: Path, tip: str, commit: str) -> bool:
+    """Return whether `commit` is an ancestor of the ref or commit `tip`, or `tip` itself."""
+    return run_git("merge-base", "--is-ancestor", commit, tip, cwd=repository).returncode == 0
+
+
+# The champions of a model, according to the record
+
+
+@dataclass(frozen=True)
+class ChampionHistory:
+    """The champions of a registered model.
+
+    Attributes:
+        champions: the current champion, preceded by the versions that a rollback can return to, oldest first.
+        rolled_back: the versions that were rolled back and not promoted since, with the decision that rolled them back.
+    """
+
+    champions: list[int]
+    rolled_back: dict[int, Decision]
+
+
+def moves_of(decisions: Iterable[Decision], model: str) -> list[Decision]:
+    """Return the decisions that changed the champion of a model. Moves that were recorded but not made are left out."""
+    of_model = [decision for decision in decisions if decision.model == model]
+    abandoned_moves = {decision.abandoned_move for decision in of_model if decision.outcome == "not done"}
+    return [decision for decision in of_model if decision.outcome in MOVES and decision.number not in abandoned_moves]
+
+
+def follow_champions(decisions: Iterable[Decision], model: str) -> ChampionHistory:
+    """Return the history of a model's champions by following its moves from the first to the last.
+
+    A rollback also rolls back every champion that came after the version that becomes champion again.
+    """
+    champions: list[int] = []
+    rolled_back: dict[int, Decision] = {}
+    for move in moves_of(decisions, model):
+        if move.champion_before is not None and champions[-1:] != [move.champion_before]:
+            champions.append(move.champion_before)
+        if is_backward(move):
+            remaining = count_remaining(champions, move)
+            rolled_back |= dict.fromkeys(champions[remaining:], move)
+            champions = champions[:remaining]
+        if move.target is not None:
+            champions = [version for version in champions if version != move.target]
+            champions.append(move.target)
+            rolled_back.pop(move.target, None)
+    return ChampionHistory(champions=champions, rolled_back=rolled_back)
+
+
+def is_backward(move: Decision) -> bool:
+    """Return whether a move is a rollback. A move by hand counts as a rollback if the new version number is lower."""
+    if move.action == "noticed":
+        return move.target is not None and move.champion_before is not None and move.target < move.champion_before
+    return move.action == "rollback"
+
+
+def count_remaining(champions: Sequence[int], move: Decision) -> int:
+    """Return how many champions, counted from the oldest, stay in the history after a rollback."""
+    if move.target in champions:
+        return champions.index(move.target)
+    # The target was never champion, so only the current champion, if there is one, is rolled back
+    return len(champions) if move.champion_before is None else len(champions) - 1
+
+
+def find_rollback(decisions: Sequence[Decision], model: str, identity: Identity) -> Decision | None:
+    """Return the decision that rolled a version back, or None if the version was not rolled back.
+
+    The version is found by its identity, even if it had another number in an earlier registered model with the same
+    name. These models are searched from newest to oldest.
+    """
+    of_model = [decision for decision in decisions if decision.model == model]
+    for model_created_ms in reversed(dict.fromkeys(decision.model_created_ms for decision in of_model)):
+        of_registry = [decision for decision in of_model if decision.model_created_ms == model_created_ms]
+        identities: dict[int, Identity] = {}
+        for decision in of_registry:
+            identities |= decision.identities
+        numbers = [number for number, known_identity in identities.items() if known_identity.matches(identity)]
+        history = follow_champions(of_registry, model)
+        if any(number in history.champions for number in numbers):
             return None
-        if decisions_on := [back[number] for number in same if number in back]:
-            return decisions_on[-1]
+        rollbacks = [history.rolled_back[number] for number in numbers if number in history.rolled_back]
+        if rollbacks:
+            return rollbacks[-1]
     return None
 
 
-# Other clones, and what MLflow knows
+# Synchronization with other clones and with MLflow
 
 
-def share(repository: Path) -> None:
-    """Push the record to the remote that `git config m3diff.runs` names. A failure is said, and the next time tried."""
-    if (remote := remote_of(repository)) is None or _tip(repository) is None:
+def push_record(repository: Path) -> None:
+    """Push the record to the remote set in `git config m3diff.runs`. Warn if this fails; the next call tries again."""
+    remote = configured_remote(repository)
+    if remote is None or _tip(repository) is None:
         return
-    push = ("push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}")
-    done = run(*push, cwd=main_tree(repository), seconds=PUSH_S)
-    if done.returncode:
+    push = run_git(
+        *("push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}"), cwd=main_tree(repository), seconds=PUSH_S
+    )
+    if push.returncode:
         warn(
-            f"not pushed to {remote!r} ({words(done)}); the next decision tries again. If it was rejected, another "
-            f"clone decided at once, and nothing is overwritten: git fetch {remote} {NAME}, then compare git log {NAME}"
-            f" and git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} FETCH_HEAD"
+            f"not pushed to {remote!r} ({error_text(push)}); the next decision tries again. If it was rejected, "
+            f"another clone decided at once, and nothing is overwritten: git fetch {remote} {BRANCH_NAME}, then "
+            f"compare git log {BRANCH_NAME} and git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} "
+            "FETCH_HEAD"
         )
 
 
-def catch_up(repository: Path, remote: str | None = None) -> None:
-    """Take over what other clones decided, by default from the remote of `m3diff.runs`; git does not where both sides
-    have new decisions, nor where this one has more."""
-    if (remote := remote or remote_of(repository)) is None:
+def fetch_record(repository: Path, remote: str | None = None) -> None:
+    """Fetch the decisions of other clones. The record is not changed if it has decisions that the remote lacks.
+
+    Args:
+        remote: the remote to fetch from, by default the one set in `git config m3diff.runs`.
+    """
+    remote = remote or configured_remote(repository)
+    if remote is None:
         return
-    fetch = ("fetch", "--no-tags", "--no-write-fetch-head", remote, f"{BRANCH}:{BRANCH}")
-    done = run(*DURABLE, *fetch, cwd=main_tree(repository), seconds=FETCH_S)
-    if done.returncode and b"[rejected]" not in done.stderr and b"couldn't find remote ref" not in done.stderr:
-        warn(f"not fetched from {remote!r} ({words(done)}); going on with what this clone knows")
+    fetch = run_git(
+        *(*DURABLE, "fetch", "--no-tags", "--no-write-fetch-head", remote, f"{BRANCH}:{BRANCH}"),
+        cwd=main_tree(repository),
+        seconds=FETCH_S,
+    )
+    # git rejects updates that are not fast-forward, and a remote without the branch has no decisions yet
+    is_expected = b"[rejected]" in fetch.stderr or b"couldn't find remote ref" in fetch.stderr
+    if fetch.returncode and not is_expected:
+        warn(f"not fetched from {remote!r} ({error_text(fetch)}); going on with what this clone knows")
 
 
-def remote_of(repository: Path) -> str | None:
-    return run("config", "--get", "m3diff.runs", cwd=repository).stdout.decode().strip() or None
+def configured_remote(repository: Path) -> str | None:
+    """Return the remote set in `git config m3diff.runs`, or None if it is not set."""
+    return run_git("config", "--get", "m3diff.runs", cwd=repository).stdout.decode().strip() or None
 
 
-def agree(client: MlflowClient, repository: Path, model: str) -> None:
-    """Check that the record has every decision that MLflow knows of, asking git's remotes where it has not; tell MLflow
-    those that it does not know, as after a kill between the two.
+def require_complete_record(client: MlflowClient, repository: Path, model: str) -> None:
+    """Check that the record has all decisions counted in MLflow's tag. Fetch missing decisions from the git remotes.
+
+    If the record has more decisions than the tag, for example because a process was killed, the tag is updated.
 
     Raises:
-        DataError: decisions are missing; both ends are named.
+        DataError: decisions are still missing, or somebody edited the tag, so that the record cannot be checked.
     """
-    there = registered(client, model)
-    number, _, commit = (there.tags.get(TAG, "") if there else "").partition(" ")
-    known = number.isdecimal() and len(commit) == 40  # else a person wrote it
-    if known and not holds(repository, BRANCH, commit):
-        for remote in git("remote", cwd=repository).split():
-            catch_up(repository, remote)
-    if known and not holds(repository, BRANCH, commit):
-        raise DataError(
-            f"decisions are missing: MLflow knows {number} of model {model!r}, the last one in commit {commit}; the "
-            f"branch {NAME} of {repository.resolve()} ends at {_tip(repository) or 'nothing'}, and git's remotes do "
-            f"not have it. Nothing is decided; fetch it from the clone that decided: git fetch CLONE +{BRANCH}:{BRANCH}"
-            f". If none has it any more, delete the tag {TAG!r} of the model on MLflow's page: what was rolled back is "
-            f"then judged anew. If that commit is in this clone: git update-ref {BRANCH} {commit}"
-        )
-    let_know(client, repository, model)
+    registered_model = find_registered_model(client, model)
+    tag = registered_model.tags.get(TAG) if registered_model else None
+    if tag is not None:
+        form = TAG_FORM.fullmatch(tag)
+        if form is None:
+            raise edited_tag(repository, model, tag)
+        count, commit = form.groups()
+        if not is_in_history(repository, BRANCH, commit):
+            for remote in git("remote", cwd=repository).split():
+                fetch_record(repository, remote)
+        if not is_in_history(repository, BRANCH, commit):
+            raise missing_decisions(repository, model, count, commit)
+        if len(_read(repository, commit)) != int(count):
+            raise edited_tag(repository, model, tag)
+    update_tag(client, repository, model)
 
 
-def let_know(client: MlflowClient, repository: Path, model: str) -> None:
-    tip, there = _tip(repository), registered(client, model)
-    if tip is not None and there is not None:
-        known = f"{len(_read(repository, tip))} {tip}"
-        if there.tags.get(TAG) != known:
-            client.set_registered_model_tag(model, TAG, known)
+def missing_decisions(repository: Path, model: str, count: str, commit: str) -> DataError:
+    """Return the error for a record that ends before the last decision in MLflow's tag."""
+    tip = _tip(repository)
+    record_here = Fault("registry.record_absent", branch=BRANCH_NAME, repository=repository.resolve())
+    if tip is not None:
+        record_here = Fault("registry.record_ends", branch=BRANCH_NAME, repository=repository.resolve(), commit=tip)
+    return DataError(
+        "registry.missing_decisions",
+        model=model,
+        count=int(count),
+        commit=commit,
+        record=record_here,
+        tag=TAG,
+        fetch_command=FETCH_COMMAND,
+        command=f"git update-ref {BRANCH} {commit}",
+    )
+
+
+def edited_tag(repository: Path, model: str, tag: str) -> DataError:
+    """Return the error for a tag that somebody edited. Without the tag, missing decisions cannot be detected."""
+    tip = _tip(repository)
+    record_here = Fault("registry.no_decisions_here")
+    if tip is not None:
+        record_here = Fault("registry.decisions_here", count=len(_read(repository, tip)), commit=tip)
+    return DataError("registry.edited_tag", model=model, tag=TAG, value=tag, record=record_here, command=FETCH_COMMAND)
+
+
+def update_tag(client: MlflowClient, repository: Path, model: str) -> None:
+    """Write the number of decisions and the commit of the last one to the model's tag in MLflow, if they changed."""
+    tip = _tip(repository)
+    registered_model = find_registered_model(client, model)
+    if tip is None or registered_model is None:
+        return
+    tag = f"{len(_read(repository, tip))} {tip}"
+    if registered_model.tags.get(TAG) != tag:
+        client.set_registered_model_tag(model, TAG, tag)
 
 
 def warn(text: str) -> None:
-    print(f"warning: record of decisions: {redacted(text)}", file=sys.stderr, flush=True)
+    """Print a warning about the record to stderr."""
+    print(f"warning: record of decisions: {redact(text)}", file=sys.stderr, flush=True)
 
 
-def table(found: Sequence[Decision]) -> str:
-    """The record for a terminal, one line a decision, its reason below."""
+def format_table(decisions: Sequence[Decision]) -> str:
+    """Format the record for a terminal: one line per decision, with its reason on the line below."""
     rows = [("", "at", "who", "model", "champion", "outcome", "flow run")]
-    for one in found:
-        moved = f"{one.from_ or '-'} -> {one.to or '-'}"
-        rows.append((str(one.number), one.at, one.who, one.model, moved, one.outcome, one.flow_run or "-"))
-    first, *lines = aligned(rows)
-    indent = " " * (len(str(len(found))) + 2)
-    why = (f"{line}\n{indent}{one.why or 'no reason was given'}" for line, one in zip(lines, found, strict=True))
-    return "\n".join([first, *why])
+    for decision in decisions:
+        row = (
+            str(decision.number),
+            decision.decided_at,
+            decision.author,
+            decision.model,
+            f"{decision.champion_before or '-'} -> {decision.target or '-'}",
+            decision.outcome,
+            decision.flow_run or "-",
+        )
+        rows.append(row)
+    header, *table_lines = align_columns(rows)
+    indent = " " * (len(str(len(decisions))) + 2)
+    lines = [header]
+    for decision, line in zip(decisions, table_lines, strict=True):
+        lines.append(line)
+        lines.append(f"{indent}{decision.reason or 'no reason was given'}")
+    return "\n".join(lines)

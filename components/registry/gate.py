@@ -1,26 +1,46 @@
-"""The gate: is the challenger better than the champion by more than the choice of test pairs explains?
+"""Decide whether a new version (the challenger) is significantly better than the version in use (the champion).
 
-It is, where the lower bound of the gain's interval on the same pairs exceeds `min_gain`. A guarded score is judged by
-what was measured, not by a bound: of a small group of pairs the bound alone would refuse equal models. Give a tolerance
-of about twice the score's standard error.
+This check is called the gate. Both versions are scored on the same test pairs. The challenger passes if the lower bound
+of its gain's confidence interval exceeds `min_gain`, and if no guarded score gets worse by more than its tolerance.
+
+A guarded score is judged by the measured difference and not by a confidence bound, because a bound would reject even
+equal models on a small group of pairs. Choose a tolerance of about twice the standard error of the score.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
+from m3diff.records.errors import Fault
 from m3diff.scoring.bootstrap import DECIMALS, compare, resampled_scores, rows_of, score_of
 from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Resampled, with_characters
 from m3diff.stages.register.params import Promote
 
-# Guarded scores by name: the `challenger`'s, the `champion`'s, and the `tolerance`, by which it may be worse
-Guards = dict[str, dict[str, float | None]]
+
+class GuardedScore(BaseModel):
+    """The values of a score that must not get worse: the challenger may be worse by at most `tolerance`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    challenger: float | None
+    champion: float | None
+    tolerance: float
 
 
 class Verdict(BaseModel):
-    """The gate's verdict in words, and its numbers; None where nothing was compared."""
+    """The gate's verdict on a version. Numbers that were not computed are None.
+
+    Attributes:
+        pairs: the number of test pairs.
+        gain: the challenger's score minus the champion's.
+        low, high: the bounds of the confidence interval of the gain.
+        guards: the guarded scores by name.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -30,131 +50,268 @@ class Verdict(BaseModel):
     challenger_score: float | None = None
     champion_score: float | None = None
     gain: float | None = None
-    low: float | None = None  # bounds of the gain
+    low: float | None = None
     high: float | None = None
-    guards: Guards = {}
+    guards: dict[str, GuardedScore] = {}
 
 
-def judge_first(cfg: Promote, challenger: pa.Table) -> Verdict:
-    """There is no champion: any score is enough, but no guarded one that is there may be no number."""
-    cfg = in_tokens_of(cfg, challenger)
-    held = [name for name in cfg.guards if known_scores()[name].column in challenger.column_names]
-    if missing := [name for name in (cfg.metric, *held) if score(cfg, challenger, name) is None]:
-        return no_score(cfg, missing)
-    pairs, value = rows_of(challenger, cfg.protocol).num_rows, score(cfg, challenger, cfg.metric)
-    reason = f"there was no champion; {cfg.metric} {value:.4f} over {pairs} pairs of {cfg.protocol}"
-    return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=value)
+def judge_without_champion(cfg: Promote, challenger: pa.Table) -> Verdict:
+    """Judge a version when there is no champion. Accept it if its metric and guarded scores are finite numbers.
+
+    A guarded score is not required if the version's scores.parquet has no column for it.
+    """
+    cfg = use_characters_if_needed(cfg, challenger)
+    present_guards = [name for name in cfg.guards if known_scores()[name].column in challenger.column_names]
+    missing_scores = [name for name in (cfg.metric, *present_guards) if score(cfg, challenger, name) is None]
+    if missing_scores:
+        return refuse_missing_scores(cfg, missing_scores)
+    pairs = rows_of(challenger, cfg.protocol).num_rows
+    challenger_score = score(cfg, challenger, cfg.metric)
+    reason = f"there was no champion; {cfg.metric} {challenger_score:.4f} over {pairs} pairs of {cfg.protocol}"
+    return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=challenger_score)
 
 
 def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
-    """Compare two files scores.parquet of the same test set, pair by pair.
+    """Judge a challenger by comparing its scores.parquet with the champion's, pair by pair on the same test set.
 
     Raises:
-        ValueError: they do not hold the same pairs of the protocol.
+        ValueError: the two files do not contain the same pairs of the protocol.
     """
-    cfg = in_tokens_of(cfg, challenger)
-    if missing := [name for name in (cfg.metric, *cfg.guards) if score(cfg, challenger, name) is None]:
-        return no_score(cfg, missing)
-    if odd := [*unlike(cfg, challenger, champion)]:
-        return refused("; ".join([*odd, "evaluate and register again"]))
-    found = compare(challenger, champion, cfg.protocol, known_scores()[cfg.metric], cfg.confidence)
-    if found is None:
-        return refused(f"the champion has no {cfg.metric} on {cfg.protocol}")
-    ours, theirs, interval = found
-    pairs, gain = rows_of(challenger, cfg.protocol).num_rows, ours - theirs
-    measured = f"{cfg.metric} on {cfg.protocol} {ours:.4f}, the champion's {theirs:.4f}: gain {gain:+.4f}"
-    guards, faults, held = guarded(cfg, challenger, champion)
+    cfg = use_characters_if_needed(cfg, challenger)
+    missing_scores = [name for name in (cfg.metric, *cfg.guards) if score(cfg, challenger, name) is None]
+    if missing_scores:
+        return refuse_missing_scores(cfg, missing_scores)
+    differences = list(describe_different_pairs(cfg, challenger, champion))
+    if differences:
+        return refuse("; ".join([*differences, "evaluate and register again"]))
+    comparison = compare(challenger, champion, cfg.protocol, known_scores()[cfg.metric], cfg.confidence)
+    if comparison is None:
+        return refuse(f"the champion has no {cfg.metric} on {cfg.protocol}")
+    challenger_score, champion_score, interval = comparison
+    gain = challenger_score - champion_score
+    pairs = rows_of(challenger, cfg.protocol).num_rows
+    guards = compare_guards(cfg, challenger, champion)
+
+    measured = (
+        f"{cfg.metric} on {cfg.protocol} {challenger_score:.4f}, the champion's {champion_score:.4f}: gain {gain:+.4f}"
+    )
+    faults = list(guards.faults)
     if interval is None:
         faults.insert(0, "too few pairs for an interval")
     else:
         measured += f", {100 * cfg.confidence:g} % interval {interval.low:+.4f} to {interval.high:+.4f}"
         if interval.low <= cfg.min_gain:
             faults.insert(0, f"its lower bound does not exceed {cfg.min_gain:g}")
-    reasons = faults or [f"the lower bound exceeds {cfg.min_gain:g}", *held]
+    reasons = faults
+    if not faults:
+        reasons = [f"the lower bound exceeds {cfg.min_gain:g}"]
+        if guards.passed:
+            reasons.append(f"guarded: {', '.join(guards.passed)}")
     return Verdict(
         outcome="refused" if faults else "promoted",
         reason="; ".join([f"{measured} over {pairs} pairs", *reasons]),
         pairs=pairs,
-        challenger_score=ours,
-        champion_score=theirs,
+        challenger_score=challenger_score,
+        champion_score=champion_score,
         gain=gain,
         low=interval.low if interval else None,
         high=interval.high if interval else None,
-        guards=guards,
+        guards=guards.scores,
     )
 
 
-def refused(reason: str) -> Verdict:
+def refuse(reason: str) -> Verdict:
+    """Return a verdict that refuses a version for this reason, without numbers."""
     return Verdict(outcome="refused", reason=reason)
 
 
-def no_score(cfg: Promote, names: list[str]) -> Verdict:
+def refuse_missing_scores(cfg: Promote, names: list[str]) -> Verdict:
+    """Return a verdict that refuses a challenger because scores that the gate compares are missing."""
     remedy = "see `absent` in its metrics.json, or name others in the section promote"
-    return refused(f"it has no {' and no '.join(names)} on {cfg.protocol}: {remedy}")
+    return refuse(f"it has no {' and no '.join(names)} on {cfg.protocol}: {remedy}")
 
 
 def score(cfg: Promote, table: pa.Table, name: str) -> float | None:
+    """Return a score over all pairs of the gate's protocol, or None if it is missing or not a finite number."""
     return score_of(table, cfg.protocol, known_scores()[name])
 
 
 def known_scores() -> dict[str, Resampled]:
-    """Every score that follows from sums over pairs, of words and of characters."""
+    """Return all scores that can be computed from per-pair sums, by name, including character-level variants."""
     return resampled_scores(with_characters(METRICS))
 
 
-def in_tokens_of(cfg: Promote, challenger: pa.Table) -> Promote:
-    """The section with the score of characters in place of each score of words that the challenger does not have,
-    because its references have no spaces between words."""
+def use_characters_if_needed(cfg: Promote, challenger: pa.Table) -> Promote:
+    """Return the settings with character-level variants in place of word-level scores that the challenger lacks.
 
-    def name_in_file(name: str) -> str:
-        of_characters = f"{name}{BY_CHARACTERS}"
-        if of_characters not in known_scores() or score(cfg, challenger, name) is not None:
+    Word-level scores are missing if the references have no spaces between words. A score is kept if its character-level
+    variant is missing too.
+    """
+
+    def name_in_table(name: str) -> str:
+        name_by_characters = f"{name}{BY_CHARACTERS}"
+        if name_by_characters not in known_scores() or score(cfg, challenger, name) is not None:
             return name
-        return name if score(cfg, challenger, of_characters) is None else of_characters
+        return name if score(cfg, challenger, name_by_characters) is None else name_by_characters
 
-    guards = {name_in_file(name): tolerance for name, tolerance in cfg.guards.items()}
-    return cfg.model_copy(update={"metric": name_in_file(cfg.metric), "guards": guards})
+    guards = {name_in_table(name): tolerance for name, tolerance in cfg.guards.items()}
+    return cfg.model_copy(update={"metric": name_in_table(cfg.metric), "guards": guards})
 
 
-def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
-    """A line for each reason why means over the two files are no means over the same pairs: pairs that have a value in
-    one of them alone."""
+def faults_of_scores(cfg: Promote, table: pa.Table) -> list[Fault]:
+    """Check whether the gate can read a scores.parquet, and return the faults that it found.
+
+    A score that is missing, null or not finite is not a fault of the file. Instead, the gate refuses the version.
+    """
+    faults = [*text_faults(table, "protocol"), *text_faults(table, "id")]
+    if faults:
+        return faults
+    if not table.num_rows:
+        return [Fault("registry.scores_empty")]
+    id_counts = Counter(rows_of(table, cfg.protocol)["id"].to_pylist())
+    repeated_ids = [pair_id for pair_id, count in id_counts.items() if count > 1]
+    if repeated_ids:
+        count = len(repeated_ids)
+        example = repeated_ids[0]
+        faults.append(Fault("registry.scores_ids_repeated", count=count, protocol=cfg.protocol, example=example))
+    for metric in (cfg.metric, *cfg.guards):
+        for name in (metric, f"{metric}{BY_CHARACTERS}"):
+            if name in known_scores():
+                faults += score_faults(cfg, table, name)
+    return list(dict.fromkeys(faults))
+
+
+def join_faults(faults: Iterable[Fault]) -> str:
+    """Return the faults as one line of text for the reason of a verdict."""
+    return "; ".join(str(fault) for fault in faults)
+
+
+def text_faults(table: pa.Table, name: str) -> Iterator[Fault]:
+    """Check that a column occurs exactly once and contains text in every row. If not, yield a fault."""
+    count = table.column_names.count(name)
+    if count == 0:
+        yield Fault("registry.scores_column_missing", name=name)
+        return
+    if count > 1:
+        yield Fault("registry.scores_column_repeated", name=name, count=count)
+        return
+    column = table[name]
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        yield Fault("registry.scores_of_other_type", name=name, value=str(column.type), expected="text")
+    elif column.null_count:
+        yield Fault("registry.scores_null", name=name, count=column.null_count, rows=len(column))
+
+
+def score_faults(cfg: Promote, table: pa.Table, name: str) -> Iterator[Fault]:
+    """Check that the column of a score contains numbers, or lists of numbers of one length. If not, yield a fault.
+
+    The column may be missing.
+    """
+    column = known_scores()[name].column
+    count = table.column_names.count(column)
+    if count > 1:
+        yield Fault("registry.scores_column_repeated", name=column, count=count)
+    if count != 1:
+        return
+    values = rows_of(table, cfg.protocol)[column]
+    is_list = pa.types.is_list(values.type)
+    number_type = values.type.value_type if is_list else values.type
+    is_number = (
+        pa.types.is_integer(number_type) or pa.types.is_floating(number_type) or pa.types.is_boolean(number_type)
+    )
+    if not is_number and not pa.types.is_null(number_type):
+        yield Fault("registry.scores_of_other_type", name=column, value=str(values.type), expected="numbers")
+        return
+    lengths = pc.unique(pc.list_value_length(values)).drop_null().to_pylist() if is_list else []
+    if len(lengths) > 1:
+        shortest = min(lengths)
+        longest = max(lengths)
+        yield Fault("registry.scores_lists_of_several_lengths", name=column, shortest=shortest, longest=longest)
+        return
+    try:
+        score(cfg, table, name)
+    except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
+        yield Fault("registry.scores_no_statistics", name=column, score=name, cause=str(error))
+
+
+def describe_different_pairs(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
+    """Check that both models have values for the same pairs, and yield a description of each difference.
+
+    If there is a difference, the mean scores of the two models are computed over different pairs.
+    """
     for name in (cfg.metric, *cfg.guards):
-        ours, theirs = (without_value(cfg, name, table) for table in (challenger, champion))
-        for whose, lacks in (("it", ours - theirs), ("the champion", theirs - ours)):
-            if lacks:
-                yield f"{whose} has no {name} of {len(lacks)} pairs that the other model has, such as {min(lacks)}"
+        challenger_nulls = ids_without_value(cfg, name, challenger)
+        champion_nulls = ids_without_value(cfg, name, champion)
+        missing_ids = {"it": challenger_nulls - champion_nulls, "the champion": champion_nulls - challenger_nulls}
+        for model, ids in missing_ids.items():
+            if ids:
+                yield f"{model} has no {name} of {len(ids)} pairs that the other model has, such as {min(ids)}"
 
 
-def without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
-    """The pairs whose value of a score is null; none of a file that does not have the score."""
-    rows, column = rows_of(table, cfg.protocol), known_scores()[name].column
-    return set(rows.filter(rows[column].is_null())["id"].to_pylist()) if column in rows.column_names else set()
+def ids_without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
+    """Return the ids of the pairs for which a score is null, or an empty set if the score's column is missing."""
+    rows = rows_of(table, cfg.protocol)
+    column = known_scores()[name].column
+    if column not in rows.column_names:
+        return set()
+    return set(rows.filter(rows[column].is_null())["id"].to_pylist())
 
 
-def can_be_judged(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> bool:
-    """True where the champion's file holds the challenger's pairs, and for them every score that the gate asks for."""
-    cfg = in_tokens_of(cfg, challenger)
-    ours, theirs = (sorted(rows_of(table, cfg.protocol)["id"].to_pylist()) for table in (challenger, champion))
-    return ours == theirs and all(
+def has_comparable_scores(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> bool:
+    """Return whether the champion's scores are for the same pairs as the challenger's and include all required scores.
+
+    For each score, the champion needs a value for every pair for which the challenger has a value.
+    """
+    cfg = use_characters_if_needed(cfg, challenger)
+    challenger_ids = sorted(rows_of(challenger, cfg.protocol)["id"].to_pylist())
+    champion_ids = sorted(rows_of(champion, cfg.protocol)["id"].to_pylist())
+    if challenger_ids != champion_ids:
+        return False
+    return all(
         score(cfg, champion, name) is not None
-        and without_value(cfg, name, champion) <= without_value(cfg, name, challenger)
+        and ids_without_value(cfg, name, champion) <= ids_without_value(cfg, name, challenger)
         for name in (cfg.metric, *cfg.guards)
     )
 
 
-def guarded(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> tuple[Guards, list[str], list[str]]:
-    """The guarded scores of both models; a line for each that is worse than it may be, or that the champion does not
-    have; and one for those that hold."""
-    guards, faults, held = Guards(), [], []
+@dataclass
+class GuardComparison:
+    """The result of comparing the guarded scores of the challenger and the champion.
+
+    Attributes:
+        scores: the guarded scores by name.
+        faults: one line per score that is worse by more than its tolerance, or that is missing for the champion.
+        passed: one line per score that is within its tolerance.
+    """
+
+    scores: dict[str, GuardedScore] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+
+
+def compare_guards(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> GuardComparison:
+    """Compare each guarded score of the two models and check that it is not worse by more than its tolerance."""
+    comparison = GuardComparison()
     for name, tolerance in cfg.guards.items():
-        ours, theirs = (score(cfg, table, name) for table in (challenger, champion))
-        guards[name] = {"challenger": ours, "champion": theirs, "tolerance": tolerance}
-        sign = -1 if any(name in metric.lower_is_better for metric in with_characters(METRICS).values()) else 1
-        if ours is None or theirs is None:
-            faults.append(f"the champion has no {name}, which is guarded")
-        elif round(sign * (theirs - ours), DECIMALS) > tolerance:
-            faults.append(f"{name} {ours:.4f} is more than {tolerance:g} worse than {theirs:.4f}")
+        challenger_score = score(cfg, challenger, name)
+        champion_score = score(cfg, champion, name)
+        comparison.scores[name] = GuardedScore(
+            challenger=challenger_score, champion=champion_score, tolerance=tolerance
+        )
+        if challenger_score is None or champion_score is None:
+            comparison.faults.append(f"the champion has no {name}, which is guarded")
+            continue
+        loss = challenger_score - champion_score if is_lower_better(name) else champion_score - challenger_score
+        # Round, because 0.90 - 0.87 exceeds 0.03 in floating point
+        if round(loss, DECIMALS) > tolerance:
+            comparison.faults.append(
+                f"{name} {challenger_score:.4f} is more than {tolerance:g} worse than {champion_score:.4f}"
+            )
         else:
-            held.append(f"{name} {ours:.4f}, had {theirs:.4f}")
-    return guards, faults, [f"guarded: {', '.join(held)}"] if held else []
+            comparison.passed.append(f"{name} {challenger_score:.4f}, had {champion_score:.4f}")
+    return comparison
+
+
+def is_lower_better(name: str) -> bool:
+    """Return whether a lower value of a score is better."""
+    return any(name in metric.lower_is_better for metric in with_characters(METRICS).values())

@@ -1,336 +1,437 @@
-"""Promote and roll back: which version bears the alias `champion`.
+"""Promote a version or roll back: decide which version the alias `champion` points to.
 
-A version becomes champion where it surely beats the champion on the same test set. Every decision is in the record
-(`components/registry/decisions.py`), since MLflow keeps no history of aliases: a move is recorded before it is made,
-and finished where a process was killed in between. The champion may be moved while a version is judged: then it is
-judged again, against the champion of then.
+The champion is the version in use. Another version becomes champion if it is significantly better than the current
+champion on the same test set. Every decision is recorded (`components/registry/decisions.py`), because MLflow does not
+keep a history of aliases. If the champion changes while a version is being judged, the version is judged again, this
+time against the new champion.
 """
 
-import calendar
-import hashlib
 import json
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from m3diff.provenance.git import alone
-from m3diff.records.errors import DataError
+from m3diff.provenance.git import process_lock
+from m3diff.records.errors import CodedError, DataError, Fault
 from m3diff.registry import decisions as record
 from m3diff.registry import tracking, versions
-from m3diff.registry.decisions import Decision, Entry, Identity
-from m3diff.registry.gate import Verdict, can_be_judged, judge, judge_first, refused
-from m3diff.registry.lineage import IDENTITY
-from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, alias_of, exists, find_version
+from m3diff.registry.decisions import Decision, Entry, OvertakenError
+from m3diff.registry.gate import (
+    Verdict,
+    faults_of_scores,
+    has_comparable_scores,
+    join_faults,
+    judge,
+    judge_without_champion,
+    refuse,
+)
+from m3diff.registry.moves import (
+    decisions_of_registry,
+    find_lost_champion,
+    identity_of,
+    make_move,
+    newest_existing,
+    reconcile,
+    with_identities,
+)
+from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, alias_of, find_version
 from m3diff.settings.tree import Params
 
-ATTEMPTS = 5  # to judge a version, each time against another champion
+ATTEMPTS = 5  # maximum number of attempts to judge a version if the champion keeps changing
 
 
-class CannotScoreAgain(Exception):
-    """A version cannot be captioned and scored on the test set that is here; the text says why."""
+class CannotScoreAgain(CodedError):
+    """A version cannot be captioned and scored on the test set of this working tree."""
 
 
 class Promotion(Verdict):
-    """A decision of the gate. `first`: accepted because there was no champion to beat. `refused` is no failure."""
+    """The gate's decision about a version. A refusal is not an error.
+
+    Attributes:
+        outcome: the outcome of the gate, which is `first` if the version was accepted because there was no champion.
+        challenger: the number of the version that was judged.
+        champion: the number of the champion before the decision, or None if there was no champion.
+        scored_again: whether the champion was scored on the challenger's test set for this decision.
+    """
 
     model: str
     challenger: int
-    champion: int | None  # before the decision
+    champion: int | None
     protocol: str
     metric: str
     min_gain: float
     confidence: float
-    scored_again: bool = False  # the champion, on the challenger's test set
+    scored_again: bool = False
 
     def __str__(self) -> str:
         return f"{self.model} version {self.challenger} {self.outcome}: {self.reason}"
 
+    @classmethod
+    def from_decision(cls, decision: Decision) -> "Promotion":
+        """Return the promotion that a recorded decision describes."""
+        return cls.model_validate(
+            {
+                **decision.gate,
+                "outcome": decision.outcome,
+                "reason": decision.reason,
+                "model": decision.model,
+                "challenger": decision.target,
+                "champion": decision.champion_before,
+            }
+        )
 
-# Scores a version on a test set, given by its sha256; `components/commands/rescore.py` has the only one
+    def to_entry(self, previous: int | None) -> Entry:
+        """Convert this promotion to an entry for the record of decisions.
+
+        Args:
+            previous: the version that the alias `previous` points to after the decision.
+        """
+        assert self.outcome != "unchanged", "there is nothing to record"
+        return Entry(
+            action="promote",
+            model=self.model,
+            champion_before=self.champion,
+            target=self.challenger,
+            outcome=self.outcome,
+            reason=self.reason,
+            previous=previous,
+            gate=self.numbers(),
+        )
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the scores and parameters of the comparison, which are the fields without a counterpart in `Entry`."""
+        # Convert to JSON and back to turn NaN into null, because the record does not accept NaN
+        text = self.model_dump_json(exclude={"outcome", "reason", "model", "challenger", "champion"})
+        numbers: dict[str, Any] = json.loads(text)
+        return numbers
+
+
+# Function that captions and scores a version on the test set with the given sha256. The only implementation is in
+# `components/commands/rescore.py`
 Rescore = Callable[[MlflowClient, Params, ModelVersion, str], pa.Table]
 
 
 def promote(
     params: Params, rescore: Rescore, version: int | None = None, again: bool = False, repository: Path = Path(".")
 ) -> Promotion:
-    """Decide on a version, or on the challenger where none is named, and move the aliases.
+    """Judge a version with the gate, record the decision, and make the version champion if it passes.
 
     Args:
-        rescore: called where the champion has no scores on the challenger's test set.
-        version: the one that the caller registered; the alias `challenger` may name another one's by now.
-        again: also where it was champion and was rolled back.
-        repository: the git repository that keeps the record of decisions.
+        rescore: the function that scores the champion if MLflow lacks its scores on the challenger's test set.
+        version: the number of the version to judge, by default that of the alias `challenger`. A caller that has just
+            registered a version should pass its number, because another registration may have moved the alias since.
+        again: whether to judge the version even if it was champion and was rolled back.
+        repository: the git repository with the record of decisions.
 
     Raises:
-        DataError: nothing is registered, no such version, no git repository, or decisions are missing there.
-        TrackingUnavailableError: MLflow does not answer.
-        BlockingIOError: the champion was moved again and again meanwhile.
+        DataError: nothing is registered, there is no such version, `repository` is not a git repository, or its record
+            lacks decisions.
+        TrackingUnavailableError: MLflow does not respond.
+        OvertakenError: the champion changed during every attempt.
     """
-    with alone("promote", repository), tracking.connected(params.register_.tracking_uri) as client:
-        record.catch_up(repository)
-        for fault in record.faults(repository):
+    model = params.register_.model_name
+    with process_lock("promote", repository), tracking.connected(params.register_.tracking_uri) as client:
+        record.fetch_record(repository)
+        for fault in record.numbering_faults(repository):
             record.warn(f"{fault}; see `m3diff history`")
-        attempts = (attempt(client, params, rescore, version, again, repository) for _ in range(ATTEMPTS))
-        decision = next(filter(None, attempts), None)
-        record.let_know(client, repository, params.register_.model_name)
-    record.share(repository)
-    if decision is None:
-        raise BlockingIOError(
-            f"the champion was moved {ATTEMPTS} times while the version was judged, see `m3diff history`; try again"
-        )
-    return decision
+        promotion = None
+        for _ in range(ATTEMPTS):
+            promotion = attempt_promotion(client, params, rescore, version, again, repository)
+            if promotion is not None:
+                break
+        record.update_tag(client, repository, model)
+    record.push_record(repository)
+    if promotion is None:
+        raise OvertakenError("registry.champion_moved_often", attempts=ATTEMPTS)
+    return promotion
 
 
 def rollback(params: Params, to: int | None = None, why: str = "", repository: Path = Path(".")) -> Decision:
-    """Make the previous champion, or the version `to`, champion; `promote` does not take the other one again. With `to`
-    the alias may be gone: then the version gets it. The gate is not asked.
+    """Make an earlier champion the champion again, without the gate. `promote` then refuses the rolled-back version.
+
+    Args:
+        to: the version to return to, by default the previous champion. An explicit version becomes champion even if
+            there is no champion now.
+        why: the reason to record.
+        repository: the git repository with the record of decisions.
 
     Raises:
-        DataError: there is no champion, nothing to go back to, no such version, no git repository, or decisions are
-            missing there.
-        TrackingUnavailableError: MLflow does not answer.
-        BlockingIOError: the champion was moved meanwhile; try again.
+        DataError: there is no champion, no earlier version or no such version, `repository` is not a git repository, or
+            its record lacks decisions.
+        TrackingUnavailableError: MLflow does not respond.
+        OvertakenError: another process changed the champion in the meantime; try again.
     """
     model = params.register_.model_name
-    with alone("record", repository), tracking.connected(params.register_.tracking_uri) as client:
-        record.catch_up(repository)
-        record.agree(client, repository, model)
-        settle(client, repository, model)
-        made = make_move(client, repository, going_back(client, repository, model, to, why))
-        record.let_know(client, repository, model)
-    record.share(repository)
-    if made is None:
-        raise BlockingIOError(f"the champion of {model!r} was moved meanwhile, see `m3diff history`; try again")
-    return made
+    with process_lock("record", repository), tracking.connected(params.register_.tracking_uri) as client:
+        record.fetch_record(repository)
+        record.require_complete_record(client, repository, model)
+        reconcile(client, repository, model)
+        decision = make_move(client, repository, plan_rollback(client, repository, model, to, why))
+        record.update_tag(client, repository, model)
+    record.push_record(repository)
+    if decision is None:
+        raise OvertakenError("registry.champion_moved", model=model)
+    return decision
 
 
 # Promotion
 
 
-def attempt(
+@dataclass(frozen=True)
+class ModelState:
+    """The champion and decisions that a verdict is based on. If they change in the meantime, the verdict is discarded.
+
+    Attributes:
+        champion: the number of the version that the alias `champion` points to, or None if there is no such alias.
+        decisions: all decisions of the record.
+    """
+
+    champion: int | None
+    decisions: list[Decision]
+
+
+def read_state(client: MlflowClient, repository: Path, model: str) -> ModelState:
+    """Read the champion from MLflow and the record from git."""
+    return ModelState(champion=alias_of(client, model, CHAMPION), decisions=record.read_decisions(repository))
+
+
+def attempt_promotion(
     client: MlflowClient, params: Params, rescore: Rescore, version: int | None, again: bool, repository: Path
 ) -> Promotion | None:
-    """Judge once. None: the champion was moved meanwhile, or something else decided."""
-    name = params.register_.model_name
-    with alone("record", repository):
-        record.agree(client, repository, name)
-        finished = settle(client, repository, name)
-        if version is None and alias_of(client, name, CHALLENGER) is None:
-            raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
-        challenger = find_version(client, name, CHALLENGER if version is None else str(version))
-        if finished is not None and finished.action == "promote" and finished.to == int(challenger.version):
-            return Promotion(**finished.gate, **{ours: getattr(finished, theirs) for ours, theirs in NAMED.items()})
-        seen, known = record.decisions(repository), alias_of(client, name, CHAMPION)
-    champion = client.get_model_version(name, str(known)) if known is not None else None
-    _, taken_back = record.champions(of_registry(client, seen, name), name)  # under this number, or another one
-    back = taken_back.get(int(challenger.version)) or record.taken_back(seen, name, identity_of(challenger))
-    rescored = False
-    if back is not None and not again:
-        why = f" ({back.why})" if back.why else ""
-        by = f"{back.who} rolled it back" if back.action == "rollback" else "it was found rolled back"
-        verdict = refused(f"{by} at {back.at}{why}; to let the gate judge it all the same: m3diff promote --again")
-    elif lost := champion_lost(client, seen, name):
-        unseen = f"or make this version champion without a comparison: {accept(challenger)}"
-        verdict = refused(f"there is nothing to compare with: {lost}; {unseen}")
-    else:
-        verdict, rescored = verdict_on(client, params, rescore, challenger, champion)
-    decision = Promotion(
+    """Judge the challenger once and record the decision.
+
+    Returns:
+        the decision, or None if the champion changed or another decision was recorded in the meantime. If a killed
+            process had already decided to promote the challenger, that promotion is finished and returned.
+    """
+    model = params.register_.model_name
+    with process_lock("record", repository):
+        record.require_complete_record(client, repository, model)
+        finished_move = reconcile(client, repository, model)
+        challenger = find_challenger(client, model, version)
+        if finished_move is not None and is_promotion_of(finished_move, challenger):
+            return Promotion.from_decision(finished_move)
+        state = read_state(client, repository, model)
+
+    # Do not hold the record's lock here: judging may take hours, and a rollback must not wait for it
+    verdict, scored_again = judge_challenger(client, params, rescore, challenger, state, again)
+    promotion = Promotion(
         **dict(verdict),
-        model=name,
+        model=model,
         challenger=int(challenger.version),
-        champion=known,
-        scored_again=rescored,
-        **params.promote.model_dump(include={"protocol", "metric", "min_gain", "confidence"}),
+        champion=state.champion,
+        scored_again=scored_again,
+        protocol=params.promote.protocol,
+        metric=params.promote.metric,
+        min_gain=params.promote.min_gain,
+        confidence=params.promote.confidence,
     )
-    with alone("record", repository):
-        if alias_of(client, name, CHAMPION) != known or record.decisions(repository) != seen:
+    with process_lock("record", repository):
+        if read_state(client, repository, model) != state:
             return None
-        return decision if recorded(client, repository, decision, seen) else None
+        return promotion if record_promotion(client, repository, promotion, state) else None
 
 
-def verdict_on(
+def find_challenger(client: MlflowClient, model: str, version: int | None) -> ModelVersion:
+    """Find the version to judge, by its number or, if `version` is None, by the alias `challenger`.
+
+    Raises:
+        DataError: there is no such version, or no version has the alias.
+    """
+    if version is not None:
+        return find_version(client, model, str(version))
+    if alias_of(client, model, CHALLENGER) is None:
+        raise DataError("registry.no_challenger", model=model)
+    return find_version(client, model, CHALLENGER)
+
+
+def is_promotion_of(decision: Decision, version: ModelVersion) -> bool:
+    """Return whether a decision is the gate's promotion of this version."""
+    return decision.action == "promote" and decision.target == int(version.version)
+
+
+def judge_challenger(
+    client: MlflowClient, params: Params, rescore: Rescore, challenger: ModelVersion, state: ModelState, again: bool
+) -> tuple[Verdict, bool]:
+    """Return the verdict on a challenger, and whether the champion was scored again to reach it.
+
+    The challenger is refused without comparing scores if it was rolled back earlier and `again` is false, or if the
+    alias `champion` was lost.
+    """
+    model = params.register_.model_name
+    rollback_decision = find_rollback_of(client, model, challenger, state.decisions)
+    if rollback_decision is not None and not again:
+        return refuse_rolled_back(rollback_decision), False
+    loss = find_lost_champion(client, state.decisions, model)
+    if loss is not None:
+        remedy = f"or make this version champion without a comparison: {command_to_accept(challenger)}"
+        return refuse(f"there is nothing to compare with: {loss}; {remedy}"), False
+    champion = None if state.champion is None else client.get_model_version(model, str(state.champion))
+    return judge_scores(client, params, rescore, challenger, champion)
+
+
+def find_rollback_of(
+    client: MlflowClient, model: str, version: ModelVersion, decisions: list[Decision]
+) -> Decision | None:
+    """Return the decision that rolled a version back, or None if the version was not rolled back.
+
+    The version may have had another number at that time.
+    """
+    history = record.follow_champions(decisions_of_registry(client, decisions, model), model)
+    under_this_number = history.rolled_back.get(int(version.version))
+    return under_this_number or record.find_rollback(decisions, model, identity_of(version))
+
+
+def refuse_rolled_back(decision: Decision) -> Verdict:
+    """Return a verdict that refuses a version because this decision rolled it back."""
+    reason = f" ({decision.reason})" if decision.reason else ""
+    action = f"{decision.author} rolled it back" if decision.action == "rollback" else "it was found rolled back"
+    return refuse(
+        f"{action} at {decision.decided_at}{reason}; to let the gate judge it all the same: m3diff promote --again"
+    )
+
+
+def judge_scores(
     client: MlflowClient, params: Params, rescore: Rescore, challenger: ModelVersion, champion: ModelVersion | None
 ) -> tuple[Verdict, bool]:
-    """The gate's verdict, and whether the champion was scored again for it."""
-    cfg, on = params.promote, versions.tested_on(challenger)
+    """Return the gate's verdict on the two models' scores, and whether the champion was scored again to reach it."""
+    cfg = params.promote
     if champion is not None and champion.version == challenger.version:
         return Verdict(outcome="unchanged", reason="it is the champion already"), False
-    ours = versions.stored_scores(client, challenger, on)
-    if ours is None:
-        return refused(f"MLflow has no {SCORES} of it; run `m3diff register` again"), False
+    test_set = versions.tested_on(challenger)
+    if test_set == versions.UNKNOWN:
+        fault = f"it has no tag {versions.TEST_SET!r}, which names the pairs that it was scored on"
+        return refuse(f"{fault}; run `m3diff register` again"), False
+    challenger_scores = versions.stored_scores(client, challenger, test_set)
+    if challenger_scores is None:
+        return refuse(f"MLflow has no {SCORES} of it; run `m3diff register` again"), False
+    faults = faults_of_scores(cfg, challenger_scores)
+    if faults:
+        fault = f"its {SCORES} in MLflow (run {challenger.run_id}) is no file of scores: {join_faults(faults)}"
+        return refuse(f"{fault}; run `dvc repro -f evaluate` and `m3diff register` again"), False
     if champion is None:
-        return judge_first(cfg, ours), False
-    theirs = versions.stored_scores(client, champion, on)
+        return judge_without_champion(cfg, challenger_scores), False
+
+    champion_scores = read_champion_scores(client, params, champion, test_set)
     try:
-        if theirs is not None and can_be_judged(cfg, ours, theirs):
-            return judge(cfg, ours, theirs), False
-        return judge(cfg, ours, rescore(client, params, champion, on)), True
+        if champion_scores is not None and has_comparable_scores(cfg, challenger_scores, champion_scores):
+            return judge(cfg, challenger_scores, champion_scores), False
+        return judge(cfg, challenger_scores, rescore(client, params, champion, test_set)), True
     except (CannotScoreAgain, ValueError) as error:
-        return refused(
-            f"champion {champion.version} has no scores on its test set ({on:.12}) and cannot be "
-            f"scored there: {error}. To accept the challenger unseen: {accept(challenger)}"
+        return refuse(
+            f"champion {champion.version} has no scores on its test set ({test_set:.12}) and cannot be "
+            f"scored there: {error}. To accept the challenger unseen: {command_to_accept(challenger)}"
         ), False
 
 
-def accept(version: ModelVersion) -> str:
-    """The command that makes a version champion without the gate."""
+def read_champion_scores(
+    client: MlflowClient, params: Params, champion: ModelVersion, test_set: str
+) -> pa.Table | None:
+    """Read the champion's stored scores on a test set. Return None if MLflow has no scores that the gate can read."""
+    scores = versions.stored_scores(client, champion, test_set)
+    if scores is None:
+        return None
+    faults = faults_of_scores(params.promote, scores)
+    if faults:
+        file = f"{SCORES} of version {champion.version} in MLflow (run {champion.run_id})"
+        print(f"promote: {file} is no file of scores ({join_faults(faults)}); it is not read", flush=True)
+        return None
+    return scores
+
+
+def command_to_accept(version: ModelVersion) -> str:
+    """Return the shell command that makes a version champion without the gate."""
     return f"m3diff rollback --to {version.version} --why 'accepted without a comparison'"
 
 
-# Fields of a promotion that an entry of the record has itself; the rest of a promotion is its numbers
-NAMED = {"outcome": "outcome", "reason": "why", "model": "model", "challenger": "to", "champion": "from_"}
+def record_promotion(client: MlflowClient, repository: Path, promotion: Promotion, state: ModelState) -> bool:
+    """Record a decision of the gate and, if it is a promotion, move the aliases.
 
+    A refusal that only repeats the last decision is not recorded again.
 
-def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: list[Decision]) -> bool:
-    """Record a decision and carry it out; a refusal that is the model's last decision already is not repeated.
-
-    False: the champion was moved meanwhile.
+    Returns:
+        False if the champion changed in the meantime, otherwise True.
     """
-    if decision.outcome == "unchanged":
+    if promotion.outcome == "unchanged":
         return True
-    entry = Entry(
-        action="promote",
-        previous=decision.champion if decision.champion is not None else alias_of(client, decision.model, PREVIOUS),
-        gate=json.loads(decision.model_dump_json(exclude=set(NAMED))),
-        **{theirs: getattr(decision, ours) for ours, theirs in NAMED.items()},
-    )
-    if decision.outcome != "refused":
+    previous = promotion.champion
+    if previous is None:
+        previous = alias_of(client, promotion.model, PREVIOUS)
+    entry = promotion.to_entry(previous)
+    if promotion.outcome != "refused":
         return make_move(client, repository, entry) is not None
-    last = of_registry(client, seen, decision.model)[-1:]
-    if [(made.from_, made.to, made.why) for made in last] != [(entry.from_, entry.to, entry.why)]:
-        record.append(repository, identified(client, entry))
+    earlier_decisions = decisions_of_registry(client, state.decisions, promotion.model)
+    if not (earlier_decisions and is_repetition(entry, earlier_decisions[-1])):
+        record.append(repository, with_identities(client, entry))
     return True
+
+
+def is_repetition(entry: Entry, decision: Decision) -> bool:
+    """Return whether an entry repeats the last decision."""
+    return (
+        entry.champion_before == decision.champion_before
+        and entry.target == decision.target
+        and entry.reason == decision.reason
+    )
 
 
 # Rollback
 
 
-def going_back(client: MlflowClient, repository: Path, model: str, to: int | None, why: str) -> Entry:
-    now, seen = alias_of(client, model, CHAMPION), record.decisions(repository)
-    if now is None and to is None:
-        lost = champion_lost(client, seen, model) or f"model {model!r} has no version with the alias {CHAMPION!r}"
-        raise DataError(f"there is nothing to roll back: {lost}")
-    target = alias_of(client, model, PREVIOUS) if to is None else int(find_version(client, model, str(to)).version)
-    if target is None:
-        raise DataError(
-            f"model {model!r} has no version with the alias {PREVIOUS!r}: no earlier champion is known. Name a version "
-            "(`m3diff history` lists them): m3diff rollback --to VERSION"
-        )
-    if target == now:
-        raise DataError(f"version {target} of {model!r} is the champion already")
-    line, _ = record.champions(of_registry(client, seen, model), model)
-    older = line[: line.index(target)] if target in line else [version for version in line if version != now]
-    before = next((version for version in reversed(older) if exists(client, model, version)), None)
-    why = why.encode(errors="replace").decode()
-    return Entry(action="rollback", model=model, from_=now, to=target, outcome="rolled back", why=why, previous=before)
+def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | None, why: str) -> Entry:
+    """Return the entry for a rollback from the champion to version `to`, or to the previous champion if `to` is None.
 
-
-# Moves of the alias
-
-
-def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision | None:
-    """Record a move and make it. None: the champion was another by then, which is recorded too."""
-    decision = record.append(repository, identified(client, entry), pending=True)
-    return decision if carry_out(client, repository, decision) else None
-
-
-def settle(client: MlflowClient, repository: Path, model: str) -> Decision | None:
-    """Let record and aliases agree: finish the move of a killed process, which is returned, or record it as not done;
-    record a champion that was moved by hand or from another clone."""
-    left = record.pending(repository)
-    finished = left if left is not None and carry_out(client, repository, left) else None
-    made = record.moves(of_registry(client, record.decisions(repository), model), model)
-    now = alias_of(client, model, CHAMPION)
-    if made and made[-1].to != now:
-        last, said = made[-1], f"names version {now}" if now is not None else "is gone"
-        why = (
-            f"the alias {CHAMPION!r} {said}, and no decision of this record moved it there: by hand, or from "
-            f"another clone; the last one, {last.number}, made version {last.to} champion"
-        )
-        noticed = Entry(action="noticed", model=model, from_=last.to, to=now, outcome="moved elsewhere", why=why)
-        noticed = noticed.model_copy(update={"previous": alias_of(client, model, PREVIOUS)})
-        record.append(repository, identified(client, noticed))
-    return finished
-
-
-def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> bool:
-    """Make a recorded move, or what is left of it. False: the champion is neither as before it nor as after it.
-
-    Promotion sets `previous` before `champion`, so a rollback target always exists. Rollback moves `champion` first, to
-    stop the bad model sooner.
+    Raises:
+        DataError: there is no champion, there is no version to return to, or that version is already champion.
     """
-    model, before, after = decision.model, decision.from_, decision.to
-    assert after is not None, f"decision {decision.number} moves nothing"
-    now, there = alias_of(client, model, CHAMPION), exists(client, model, after)
-    if of_registry(client, [decision], model) and there and now in (before, after):
-        aliases = [(CHAMPION, after), (PREVIOUS, decision.previous)]
-        for alias, version in reversed(aliases) if decision.action == "promote" else aliases:
-            versions.put_alias(client, model, alias, version)
-        record.settled(repository)
-        return True
-    gone = "" if there else f"version {after} is gone; "
-    if decision.registry not in (None, made_at(client, model)):
-        gone = "the registered model is another one now; "
-    number, previous = decision.number, alias_of(client, model, PREVIOUS)
-    why = f"decision {number} was not carried out: {gone}it was to follow version {before}, and the champion is {now}"
-    about = decision.model_dump(include={"action", "model", "from_", "to", "registry", "versions"})
-    record.append(repository, Entry(outcome="not done", why=why, previous=previous, of=number, **about))
-    record.settled(repository)
-    return False
+    champion = alias_of(client, model, CHAMPION)
+    decisions = record.read_decisions(repository)
+    if to is not None:
+        target: int | None = int(find_version(client, model, str(to)).version)
+    elif champion is None:
+        loss = find_lost_champion(client, decisions, model) or Fault("registry.no_champion", model=model)
+        raise DataError("registry.nothing_to_roll_back", fault=loss)
+    else:
+        target = find_previous_champion(client, decisions, model, champion)
+    if target is None:
+        raise DataError("registry.no_earlier_champion", model=model)
+    if target == champion:
+        raise DataError("registry.is_champion_already", version=target, model=model)
+
+    champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
+    if target in champions:
+        earlier_champions = champions[: champions.index(target)]
+    else:
+        earlier_champions = [version for version in champions if version != champion]
+    return Entry(
+        action="rollback",
+        model=model,
+        champion_before=champion,
+        target=target,
+        outcome="rolled back",
+        reason=why.encode(errors="replace").decode(),  # replace bytes from the command line that are not UTF-8
+        previous=newest_existing(client, model, earlier_champions),
+    )
 
 
-# Which versions a decision is about: numbers begin again where a registered model or a store is made anew
+def find_previous_champion(client: MlflowClient, decisions: list[Decision], model: str, champion: int) -> int | None:
+    """Return the version that a rollback from `champion` returns to, or None if no earlier champion is known.
 
-
-def identified(client: MlflowClient, entry: Entry) -> Entry:
-    """The entry with what tells its versions from others of the same numbers."""
-    named = (entry.from_, entry.to, entry.previous)
-    there = {int(version.version): version for version in versions.versions_of(client, entry.model)}
-    identities = {number: identity_of(there[number]) for number in named if number in there}
-    return entry.model_copy(update={"registry": made_at(client, entry.model), "versions": identities})
-
-
-def identity_of(version: ModelVersion) -> Identity:
-    """The version's run, and its content in one word: the same for the same checkpoint, code and length limit in any
-    registry; None where register did not make it."""
-    parts = [version.tags.get(tag) for tag in IDENTITY]
-    content = hashlib.sha256(json.dumps(parts).encode()).hexdigest() if parts[0] else None
-    return Identity(run=version.run_id or None, content=content)
-
-
-def made_at(client: MlflowClient, model: str) -> int | None:
-    """When MLflow made the registered model, in ms: with it version numbers begin. None: there is none."""
-    found = versions.registered(client, model)
-    return int(found.creation_timestamp) if found else None
-
-
-def of_registry(client: MlflowClient, found: list[Decision], model: str) -> list[Decision]:
-    """The decisions about the versions that MLflow has today. Left out are those about others of the same numbers: of
-    a registered model that was there before this one, or of runs that a store put back to a backup has not. Early
-    releases recorded neither: theirs are of today's if they are younger."""
-    if (registry := made_at(client, model)) is None:
-        return []
-    runs = {int(version.version): version.run_id for version in versions.versions_of(client, model)}
-
-    def is_ours(decision: Decision) -> bool:
-        if decision.registry is None:
-            return calendar.timegm(time.strptime(decision.at, "%Y-%m-%dT%H:%M:%SZ")) >= registry // 1000
-        identities = decision.versions.items()
-        return decision.registry == registry and all(runs.get(n, named.run) == named.run for n, named in identities)
-
-    return [decision for decision in found if decision.model == model and is_ours(decision)]
-
-
-def champion_lost(client: MlflowClient, found: list[Decision], model: str) -> str | None:
-    """The remedy where the record knows champions of this registry, but the alias is gone; None where it is not."""
-    line, _ = record.champions(of_registry(client, found, model), model)
-    if not line or alias_of(client, model, CHAMPION) is not None:
-        return None
-    said = f"the alias {CHAMPION!r} is gone from model {model!r}, whose champion was version {line[-1]}"
-    if (kept := next((version for version in reversed(line) if exists(client, model, version)), None)) is None:
-        return f"{said}; no champion of before is left in MLflow"
-    return f"{said}; set it again: m3diff rollback --to {kept} --why 'the alias was gone'"
+    This is the version with the alias `previous`. If the alias was deleted or points to the champion itself, return the
+    newest earlier champion on record that still exists in MLflow.
+    """
+    previous = alias_of(client, model, PREVIOUS)
+    if previous is not None and previous != champion:
+        return previous
+    champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
+    earlier_champions = champions[: champions.index(champion)] if champion in champions else champions
+    version = newest_existing(client, model, earlier_champions)
+    if version is not None:
+        state = "is gone" if previous is None else "names the champion itself"
+        record.warn(f"the alias {PREVIOUS!r} {state}; version {version} is the newest earlier champion on record")
+    return version

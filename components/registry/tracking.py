@@ -1,10 +1,11 @@
-"""MLflow: the connection to its store, and a training's run there.
+"""Connect to MLflow and log training runs.
 
-A run is opened when the training begins, written to at checkpoints, and completed by evaluate. The files are the source
-of truth: what MLflow misses while it does not answer is in them, and the training itself, evaluate or register, whoever
-reaches it next, uploads what is missing. A run is known by the training's key, and later by its weights.
+Training creates a run and logs to it at every checkpoint, and evaluate adds the scores. The files are the source of
+truth: if MLflow does not respond, training, evaluate or register uploads the missing values later. During training, a
+run is identified by a key, which is a hash of everything that determines the weights. After training, it is identified
+by the digest of the weights.
 
-One process writes, rank 0: the local store is sqlite, which takes one writer at a time. Values go in batches.
+Only rank 0 writes, because the local sqlite store accepts one writer at a time. Values are sent in batches.
 """
 
 import csv
@@ -32,100 +33,127 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from m3diff.records.errors import DataError, readable, redacted
+from m3diff.records.errors import CodedError, DataError, data_error_if_unreadable, redact
 from m3diff.records.files import lock_exclusively
+from m3diff.records.installation import install_command
+from m3diff.registry.local_store import SQLITE, TOKENS, database_of
+from m3diff.settings.section import ParamsError
 
-SQLITE = "sqlite:///"
-DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin
-GONE = "RESOURCE_DOES_NOT_EXIST"  # MLflow's error of what is not there
-CURVE = "train/"  # before the name of a curve's column
-EXPERIMENTS = "/.dvc/tmp/exps/"  # where DVC runs queued experiments, within the project
-WEIGHTS = "weights.sha256"  # tag of a run whose training has ended
-VERSION = "dvc.checkpoint"  # tag of a run that a version is made of
-TOKENS = "predict.max_new_tokens"  # tag: the length limit that its scores were captioned with
+DELETED = "deleted"  # MLflow's lifecycle stage of an experiment or a run that can be restored
+GONE = "RESOURCE_DOES_NOT_EXIST"  # MLflow's error code if a run or model does not exist
+CURVE = "train/"  # prefix of training metrics
+TIMES_100 = "x100"  # prefix of scores multiplied by 100, as papers print them
+WEIGHTS = "weights.sha256"  # tag with the digest of the weights, which a run gets when its training has finished
+VERSION = "dvc.checkpoint"  # tag with DVC's hash of the checkpoint, which versions and their runs have
 FLOW_RUN = "prefect.flow_run"
-KEY = "train.key"  # tag: what decides the weights, hashed
-PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
-FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
-EVERY_S = 15.0  # between two looks at the curves
-PATIENCE_S = 30.0  # that the end of a training waits for the store
-PLACES = (  # tables and columns of MLflow's store that have the absolute places of artifacts
-    *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
-    *(("model_versions", "source"), ("model_versions", "storage_location")),
+KEY = "train.key"  # tag with a hash of everything that determines the weights
+PROCESS = "register.process"  # tag that names the process that is creating a run or stored model
+ABANDONED_S = 3600  # unfinished work of another machine counts as abandoned after this many seconds
+EVERY_S = 15.0  # interval at which the curves are checked for changes, in seconds
+PATIENCE_S = 30.0  # maximum time to wait for the store at the end of training, in seconds
+
+# Tables and columns of MLflow's store that contain absolute paths of artifacts
+PATH_COLUMNS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
 )
-FORBIDDEN = re.compile(r"[^\w.\- :/]")  # in the name of a metric
-BATCH = {"params": 100, "metrics": 1000}  # what MLflow takes in one request
-REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"
+FORBIDDEN = re.compile(r"[^\w.\- :/]")  # characters that MLflow does not allow in metric names
+BATCH = {"params": 100, "metrics": 1000}  # maximum number of entries that MLflow accepts in one request
+TRACKING_URI = "register.tracking_uri"  # key of the store's URI in params.yaml
 
 
-class TrackingUnavailableError(ConnectionError):
-    """The MLflow server does not answer. What DVC holds is safe, so that a later try starts from the same files."""
+class TrackingUnavailableError(CodedError, ConnectionError):
+    """The MLflow server does not respond. No results are lost, because DVC keeps the files. Try again later."""
 
 
 # The connection
 
 
 def resolve(tracking_uri: str) -> str:
-    """The store's address with a relative sqlite file made absolute against the project, its folder made. Experiments
-    that DVC runs in a copy of the project share the project's store.
+    """Return the URI of the store. For a sqlite store, make the path absolute and create its folder.
+
+    A relative path is resolved from the project folder, even if DVC runs an experiment in a copy of the project.
 
     Raises:
-        DataError: it is a sqlite file, and only MLflow's client is installed (the extra `serve`).
+        DataError: the store is a sqlite file, but only MLflow's client is installed (the extra `serve`).
     """
     if not tracking_uri.startswith(SQLITE):
         return tracking_uri
     if importlib.util.find_spec("sqlalchemy") is None:
         raise DataError(
-            f"register.tracking_uri {tracking_uri}: opening it needs the extra train (in a checkout: pip install -c "
-            "constraints.txt -e '.[train]'); else name a server (http://...) there, or a checkpoint folder with --model"
+            "registry.needs_extra_train", key=TRACKING_URI, value=tracking_uri, command=install_command("train")
         )
-    database = Path(str(Path.cwd()).partition(EXPERIMENTS)[0], tracking_uri.removeprefix(SQLITE)).resolve()
+    database = database_of(tracking_uri)
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"{SQLITE}{database}"
 
 
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Rejects redirects, because MLflow's client would send runs, weights and the password to the new address."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
+        """Raise ParamsError with the address that the server redirects to."""
+        requested_url = req.full_url.removesuffix("/health")
+        address = newurl.removesuffix("/").removesuffix("/health")
+        raise ParamsError(
+            "registry.redirected",
+            key=TRACKING_URI,
+            value=redact(requested_url),
+            target=redact(newurl),
+            status=code,
+            address=redact(address),
+        )
+
+
 def check_alive(uri: str) -> None:
-    """Ask an HTTP store for its health.
+    """Check that the store responds, if it is a server.
 
     Raises:
-        TrackingUnavailableError: it does not answer within five seconds.
+        ParamsError: the server redirects to another address.
+        TrackingUnavailableError: the server does not respond within five seconds.
     """
     if not uri.startswith("http"):
         return
     try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=5).close()
+        urllib.request.build_opener(NoRedirect).open(f"{uri.rstrip('/')}/health", timeout=5).close()
     except OSError as error:
-        raise TrackingUnavailableError(redacted(f"MLflow at {uri} does not answer ({error}); {REMEDY}")) from error
+        cause = redact(str(error))
+        raise TrackingUnavailableError("registry.mlflow_not_answering", value=redact(uri), cause=cause) from error
 
 
 @contextmanager
 def connected(tracking_uri: str) -> Iterator[MlflowClient]:
-    """A client of the store, which is also what mlflow's own functions use meanwhile.
+    """Connect to the store. Within the context, mlflow's module-level functions use this store too.
 
-    MLflow leaves the code of a model that it loads at the front of `sys.path`, as it does to check an example, where a
-    temporary folder is gone and anybody may make it again. The path is as it was afterwards.
+    Yields:
+        a client of the store.
 
     Raises:
-        DataError: a file that is the store cannot be read.
-        TrackingUnavailableError: the server was not there, or went away in the middle.
+        DataError: the store is a file that cannot be read.
+        TrackingUnavailableError: the server does not respond at the start, or stops responding within the context.
     """
     uri = resolve(tracking_uri)
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # mlflow's own 7 keep a user waiting for minutes
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # MLflow's default of 7 takes minutes
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")  # send weights and password only to this address
     check_alive(uri)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     set_tracking_uri(uri)
     if uri.startswith(SQLITE):
+        database = Path(uri.removeprefix(SQLITE))
         with (
-            Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held,
-            readable(
-                Path(uri.removeprefix(SQLITE)),
-                "if it is damaged, put back a backup of it, or move it away and run `m3diff register`",
-            ),
+            Path(f"{database}.lock").open("a") as lock_file,
+            data_error_if_unreadable(database, "registry.unreadable_database"),
         ):
-            lock_exclusively(held)  # of two processes that make the tables of a new store one would fail
+            # If two processes create the tables of a new store at once, one of them fails
+            lock_exclusively(lock_file)
             MlflowClient().search_experiments(max_results=1)
-            _anchor(Path(uri.removeprefix(SQLITE)))
+            _relocate_artifacts(database)
+    # MLflow leaves the code folder of each model that it loads at the front of sys.path, and it loads a model from a
+    # temporary folder to check its input example. Restore sys.path, because anybody could recreate that folder later
     path = sys.path
     try:
         yield MlflowClient()
@@ -136,13 +164,17 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
         sys.path = path
 
 
-def _anchor(database: Path) -> None:
-    """Let the artifacts of a store that was copied or moved with its folder be those beside it, and none of the
-    original's: MLflow keeps absolute places. One that artifacts have elsewhere stays."""
-    here = f"{(database.parent / 'artifacts').as_uri()}/"
-    places = {"here": here, "name": "/".join(["", *here.split("/")[-4:]])}  # name: /services/mlflow/artifacts/
+def _relocate_artifacts(database: Path) -> None:
+    """Update the paths in a store that was copied or moved, so that it uses the artifacts next to its database.
+
+    MLflow stores absolute paths, so a copy would write to the artifacts of the original. Paths to artifacts in other
+    folders are not changed.
+    """
+    artifacts_uri = f"{(database.parent / 'artifacts').as_uri()}/"
+    folder_name = "/".join(["", *artifacts_uri.split("/")[-4:]])  # such as /services/mlflow/artifacts/
+    places = {"here": artifacts_uri, "name": folder_name}
     with closing(sqlite3.connect(database, timeout=20)) as store, store:
-        for table, column in PLACES:
+        for table, column in PATH_COLUMNS:
             store.execute(
                 f"UPDATE {table} SET {column} = :here || substr({column}, instr({column}, :name) + length(:name)) "
                 f"WHERE {column} LIKE 'file:%' AND instr({column}, :name) AND NOT instr({column}, :here)",
@@ -152,22 +184,25 @@ def _anchor(database: Path) -> None:
             print(f"{database}: came from elsewhere; its artifacts are those beside it now", file=sys.stderr)
 
 
-# Experiments, runs, and who writes to them
+# Experiments, runs, and the processes that write to them
 
 
-def registered(client: MlflowClient, name: str) -> RegisteredModel | None:
-    """The registered model with its aliases and tags; None where there is none."""
+def find_registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:
+    """Return the registered model with its aliases and tags, or None if nothing is registered under this name."""
     return next(iter(client.search_registered_models(f"name = '{name}'")), None)
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:
-    """The experiment's id, made where there is none; beside a sqlite store its artifacts are in `artifacts/`.
+    """Return the id of an experiment. Create the experiment if it does not exist.
+
+    For a sqlite store, the artifacts of a new experiment are stored in the folder `artifacts` next to the database.
 
     Raises:
-        DataError: somebody deleted it.
+        DataError: somebody deleted the experiment.
     """
-    if (known := known_experiment(client, name)) is not None:
-        return known
+    existing_id = find_experiment(client, name)
+    if existing_id is not None:
+        return existing_id
     store = get_tracking_uri()
     if not store.startswith(SQLITE):
         return client.create_experiment(name)
@@ -175,29 +210,29 @@ def experiment_id(client: MlflowClient, name: str) -> str:
     return client.create_experiment(name, artifact_location=(root / name).as_uri())
 
 
-def known_experiment(client: MlflowClient, name: str) -> str | None:
-    """The experiment's id; None where there is none yet.
+def find_experiment(client: MlflowClient, name: str) -> str | None:
+    """Return the id of an experiment, or None if it does not exist yet.
 
     Raises:
-        DataError: somebody deleted it.
+        DataError: somebody deleted the experiment.
     """
-    known = client.get_experiment_by_name(name)
-    if known is not None and known.lifecycle_stage == DELETED:
-        raise deleted(f"register.experiment: {name!r}", "experiments", known.experiment_id)
-    return known.experiment_id if known is not None else None
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        return None
+    if experiment.lifecycle_stage == DELETED:
+        command = command_to_restore("experiments", experiment.experiment_id)
+        raise DataError("registry.deleted_experiment", key="register.experiment", name=name, command=command)
+    return experiment.experiment_id
 
 
-def deleted(what: str, kind: Literal["experiments", "runs"], key: str) -> DataError:
+def command_to_restore(kind: Literal["experiments", "runs"], id_: str) -> str:
+    """Return the shell command that restores an experiment or run that somebody deleted."""
     store = re.sub(r"//[^/@]*@", "//USER:PASSWORD@", get_tracking_uri())
-    command = f"MLFLOW_TRACKING_URI={shlex.quote(store)} mlflow {kind} restore --{kind[:-1]}-id {key}"
-    return DataError(
-        f"{what} was deleted in MLflow, which takes nothing of it until it is restored: {command}, then `m3diff "
-        "register` (nothing was lost)"
-    )
+    return f"MLFLOW_TRACKING_URI={shlex.quote(store)} mlflow {kind} restore --{kind[:-1]}-id {id_}"
 
 
 def find_run(client: MlflowClient, run_id: str | None) -> Run | None:
-    """The run; None where MLflow has no such run, as after `mlflow gc`."""
+    """Return a run, or None if the id is None or MLflow has lost the run, for example after `mlflow gc`."""
     try:
         return client.get_run(run_id) if run_id else None
     except MlflowException as error:
@@ -206,91 +241,125 @@ def find_run(client: MlflowClient, run_id: str | None) -> Run | None:
         return None
 
 
-def this_process() -> dict[str, str]:
+def process_tag() -> dict[str, str]:
+    """Return the tag that identifies this process."""
     return {PROCESS: f"{socket.gethostname()}:{os.getpid()}"}
 
 
-def is_over(tags: Mapping[str, str], begun_ms: int) -> bool:
-    """True where the process that the tags name will not end what it began. To be called under register's lock."""
+def is_abandoned(tags: Mapping[str, str], started_ms: int) -> bool:
+    """Return whether unfinished work is abandoned, because the process named in its tags has ended.
+
+    Work of another machine counts as abandoned after ABANDONED_S. Call this only while holding register's lock.
+
+    Args:
+        tags: the tags of the unfinished run or stored model.
+        started_ms: when the work started, in ms since 1970.
+    """
     host, _, pid = tags.get(PROCESS, "").rpartition(":")
     if host != socket.gethostname() or not pid.isdecimal():
-        return time.time() - begun_ms / 1000 > FORGOTTEN_S
+        return time.time() - started_ms / 1000 > ABANDONED_S
+    # Because this process holds register's lock, work that names this process comes from an earlier attempt
     return int(pid) == os.getpid() or not psutil.pid_exists(int(pid))
 
 
-def taken_up(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
+def resume_run(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
+    """Set a run to RUNNING, add tags and return its id."""
     client.update_run(run_id, "RUNNING")
     for tag, value in tags.items():
         client.set_tag(run_id, tag, value)
     return run_id
 
 
-def of_weights(client: MlflowClient, experiment: str, weights: str | None, max_new_tokens: str) -> str | None:
-    """The newest run of these weights that was captioned with this limit, else one that was not captioned yet."""
+def find_run_of_weights(client: MlflowClient, experiment: str, weights: str | None, max_new_tokens: str) -> str | None:
+    """Return the id of the newest run of these weights whose captions were generated with this length limit.
+
+    If there is no such run, return the newest run of these weights for which no captions were generated. If there is no
+    such run either, return None.
+
+    Args:
+        weights: the digest from `weights_sha256`. None or empty for a checkpoint without weights.
+    """
     if not weights:
         return None
-    found = client.search_runs([experiment], f"tags.`{WEIGHTS}` = '{weights}'", order_by=["attributes.start_time DESC"])
+    runs = client.search_runs([experiment], f"tags.`{WEIGHTS}` = '{weights}'", order_by=["attributes.start_time DESC"])
     for limit in (max_new_tokens, None):
-        for run in found:
+        for run in runs:
             if run.data.tags.get(TOKENS) == limit:
                 return run.info.run_id
     return None
 
 
-# What is logged
+# Parameters, curves and scores
 
 
 def weights_sha256(manifest: Path) -> str | None:
-    """sha256 over the names and hashes of a checkpoint's weights, as its manifest lists them; None for none."""
+    """Return a digest of the weights listed in a checkpoint's manifest, or None if it lists no weights.
+
+    The digest is the sha256 of the names and hashes of the files.
+    """
     files = json.loads(manifest.read_text()).get("files", {})
     weights = {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
-    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest() if weights else None
+    if not weights:
+        return None
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
 
 def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """Nested mappings and lists as one level: `{"a": {"b": 1}, "c": [2]}` to `{"a.b": 1, "c.0": 2}`."""
+    """Flatten nested mappings and lists: `{"a": {"b": 1}, "c": [2]}` becomes `{"a.b": 1, "c.0": 2}`."""
     if isinstance(tree, list):
         tree = dict(enumerate(tree))
     if not isinstance(tree, Mapping):
         return {prefix: tree}
-    return {
-        name: leaf
-        for key, value in tree.items()
-        for name, leaf in flatten(value, f"{prefix}{separator}{key}" if prefix else str(key), separator).items()
-    }
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{separator}{key}" if prefix else str(key)
+        leaves |= flatten(value, name, separator)
+    return leaves
 
 
 def log_params(client: MlflowClient, run_id: str, tree: Mapping[str, Any]) -> None:
-    """Nested parameters by their path; what the run has stays, since MLflow takes a parameter once."""
-    known = client.get_run(run_id).data.params
-    new = [Param(name, str(value)) for name, value in flatten(tree).items() if name not in known]
-    _log(client, run_id, "params", new)
+    """Log nested parameters under dotted names. Skip those that the run already has: MLflow cannot change them."""
+    logged_params = client.get_run(run_id).data.params
+    new_params = [Param(name, str(value)) for name, value in flatten(tree).items() if name not in logged_params]
+    _log(client, run_id, "params", new_params)
 
 
 def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
-    """Each column of a training's `curves.csv` as a metric by `step`, but for the points that the run has. An empty
-    cell is no point."""
+    """Log each column of a training run's `curves.csv` as a metric over `step`.
+
+    Empty cells and points that were logged before are skipped.
+    """
     with curves.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    names = [name for name in client.get_run(run_id).data.metrics if name.startswith(CURVE)]
-    logged = {(name, point.step) for name in names for point in client.get_metric_history(run_id, name)}
-    points = {
-        (f"{CURVE}{name}", int(row["step"])): float(value)
-        for row in rows
-        for name, value in row.items()
-        if value and name != "step"
-    }
-    now = int(time.time() * 1000)
-    new = [Metric(name, value, now, step) for (name, step), value in points.items() if (name, step) not in logged]
-    _log(client, run_id, "metrics", new)
+    logged_points: set[tuple[str, int]] = set()
+    for name in client.get_run(run_id).data.metrics:
+        if name.startswith(CURVE):
+            logged_points |= {(name, point.step) for point in client.get_metric_history(run_id, name)}
+    points: dict[tuple[str, int], float] = {}
+    for row in rows:
+        for column, value in row.items():
+            if value and column != "step":
+                points[f"{CURVE}{column}", int(row["step"])] = float(value)
+    now_ms = int(time.time() * 1000)
+    new_points = [
+        Metric(name, value, now_ms, step) for (name, step), value in points.items() if (name, step) not in logged_points
+    ]
+    _log(client, run_id, "metrics", new_points)
 
 
 def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: int) -> None:
-    """`metrics.json`, nested parts as `part/score`, a protocol's as `dataset/protocol/score`; a score that is absent
-    (null) or no number is left out. A letter that MLflow takes in no name becomes an underscore."""
-    found = json.loads(metrics.read_text())
-    protocols = found.pop("protocols", {})
-    leaves = flatten(found | protocols, separator="/")
+    """Log the scores in `metrics.json` and in `headline.json` next to it.
+
+    Nested scores are logged as `part/score`, and the scores of a protocol as `dataset/protocol/score`. Values that are
+    null or not numbers are left out. The main scores in `headline.json`, which are multiplied by 100 as in papers, are
+    logged as `x100/dataset/protocol/score`. Characters that MLflow does not allow in names are replaced by underscores.
+    """
+    report = json.loads(metrics.read_text())
+    protocols = report.pop("protocols", {})
+    leaves = flatten(report | protocols, separator="/")
+    headline = metrics.with_name("headline.json")
+    if headline.is_file():
+        leaves |= flatten(json.loads(headline.read_text()), TIMES_100, separator="/")
     scores = {FORBIDDEN.sub("_", name): float(leaf) for name, leaf in leaves.items() if isinstance(leaf, int | float)}
     _log(client, run_id, "metrics", [Metric(name, value, timestamp_ms, 0) for name, value in scores.items()])
 
@@ -300,81 +369,103 @@ def _log(client: MlflowClient, run_id: str, kind: str, entries: list[Any]) -> No
         client.log_batch(run_id, **{kind: entries[start : start + BATCH[kind]]})  # type: ignore[arg-type]
 
 
-# A training's run, while it trains and when its scores are there
+# Log a training run, during training and after the evaluation
 
 
-class Description(NamedTuple):
-    """A run's name and parameters, and where it is kept."""
+class RunDescription(NamedTuple):
+    """Describes a training run to MLflow: the store, the experiment, the model and the parameters.
+
+    Attributes:
+        model: the name of the trained model in the section `models`.
+        params: nested parameters by section.
+        max_new_tokens: the length limit of captions in tokens.
+    """
 
     tracking_uri: str
     experiment: str
-    model: str  # the entry of `models` that trains
-    params: Mapping[str, Any]  # by section, nested
+    model: str
+    params: Mapping[str, Any]
     max_new_tokens: int
 
-    def open(self, client: MlflowClient, tags: dict[str, str]) -> str:
-        """A new run's id. It bears DVC's name of the experiment, else model and time (UTC)."""
-        name = os.environ.get("DVC_EXP_NAME") or f"{self.model} {time.strftime('%Y-%m-%d %H:%M', time.gmtime())}"
+    def create_run(self, client: MlflowClient, tags: dict[str, str]) -> str:
+        """Create a run and return its id. If DVC is running an experiment, the run gets the experiment's name."""
+        name = os.environ.get("DVC_EXP_NAME") or self.run_name()
         experiment = experiment_id(client, self.experiment)
         return client.create_run(experiment, run_name=name, tags=self.tags() | tags).info.run_id
 
+    def run_name(self) -> str:
+        """Return a name made of the model, the time in UTC, and the parameters that are changed most often."""
+        train = self.params.get("train", {})
+        name = f"{self.model} {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}"
+        if "epochs" in train:
+            name += f", {train['epochs']:g} epochs"
+        if "seed" in train:
+            name += f", seed {train['seed']}"
+        return name
+
     def tags(self) -> dict[str, str]:
+        """Return the tag with the flow run's id, or no tag if no flow runs the training."""
         flow_run = os.environ.get("M3DIFF_FLOW_RUN")
         return {FLOW_RUN: flow_run} if flow_run else {}
 
 
 @contextmanager
-def followed(description: Description, model: Path, key: str, curves: Path) -> Iterator[None]:
-    """Within, the curves that a training writes at each checkpoint reach its run; a store that does not answer hinders
-    nothing.
+def log_curves_while_training(description: RunDescription, model: Path, key: str, curves: Path) -> Iterator[None]:
+    """Log the curves that training writes at each checkpoint. Training continues even if the store does not respond.
 
     Args:
-        model: where the training writes `checkpoint` and `curves.csv` when it ends.
-        key: names the training: a killed one that goes on goes on with its run.
-        curves: the file that it writes at a checkpoint.
+        model: the folder where training writes `checkpoint` and `curves.csv` when it ends.
+        key: the key of the training run. If training is resumed after it was killed, the MLflow run with this key is
+            continued.
+        curves: the file that training writes at each checkpoint.
     """
-    over = threading.Event()
+    is_over = threading.Event()
 
     def log(file: Path, status: str | None = None) -> None:
         try:
-            _bring_up(description, key, file, status, model / "checkpoint")
-        except Exception as error:  # whatever MLflow raises, the training goes on
-            print(f"train: MLflow does not take the curves now ({_reason(error)}); it gets them later", flush=True)
+            _update_run(description, key, file, status, model / "checkpoint")
+        except Exception as error:  # training continues, whatever MLflow raises
+            print(f"train: MLflow does not take the curves now ({problem_of(error)}); it gets them later", flush=True)
 
     def follow() -> None:
-        seen = None
+        logged_time = None
         while True:
-            written = curves.stat().st_mtime_ns if curves.is_file() else 0
-            if written != seen:
-                seen = written
+            written_time = curves.stat().st_mtime_ns if curves.is_file() else 0
+            if written_time != logged_time:
+                logged_time = written_time
                 log(curves)
-            if over.wait(EVERY_S):
+            if is_over.wait(EVERY_S):
                 return
 
     thread = threading.Thread(target=follow, name="mlflow", daemon=True)
     thread.start()
-    file, status = curves, "FAILED"
+    file = curves
+    status = "FAILED"
     try:
         yield
-        file, status = model / "curves.csv", "FINISHED"
+        file = model / "curves.csv"
+        status = "FINISHED"
     except SystemExit:
-        status = "KILLED"  # asked to end; it goes on later
+        status = "KILLED"  # somebody stopped the training; it can be resumed
         raise
     finally:
-        over.set()
+        is_over.set()
         thread.join(PATIENCE_S)
+        # If the thread is still waiting for the store, do not write from two threads at the same time
         if not thread.is_alive():
             log(file, status)
 
 
-def _bring_up(description: Description, key: str, curves: Path, status: str | None, checkpoint: Path) -> None:
-    """Log what the training's run lacks of the curves and how the training ended. Its run is a new one, or the one of
-    an attempt before."""
+def _update_run(description: RunDescription, key: str, curves: Path, status: str | None, checkpoint: Path) -> None:
+    """Log new points of the training curves and, if training has ended, its final status.
+
+    The MLflow run of an earlier attempt is reused. If there is no such run, a new run is created.
+    """
     with connected(description.tracking_uri) as client:
         experiment = experiment_id(client, description.experiment)
-        known = client.search_runs([experiment], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"])
-        tags = description.tags() | {KEY: key} | this_process()
-        run_id = taken_up(client, known[0].info.run_id, tags) if known else description.open(client, tags)
+        runs = client.search_runs([experiment], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"])
+        tags = description.tags() | {KEY: key} | process_tag()
+        run_id = resume_run(client, runs[0].info.run_id, tags) if runs else description.create_run(client, tags)
         log_params(client, run_id, description.params)
         if curves.is_file():
             log_curves(client, run_id, curves)
@@ -384,31 +475,37 @@ def _bring_up(description: Description, key: str, curves: Path, status: str | No
             client.set_terminated(run_id, status)
 
 
-def completed(description: Description, model: Path, metrics: Path) -> None:
-    """Log the scores to the run of the training whose weights are in `model`, and end it; a run is made where the
-    training was restored from DVC's cache, or the same weights were captioned with another length limit. Where MLflow
-    does not take them, register logs what is in the files.
+def log_evaluation(description: RunDescription, model: Path, metrics: Path) -> None:
+    """Log the scores to the MLflow run in which the weights were trained, and end the run.
+
+    A new run is created if the weights were restored from DVC's cache, or if the existing run has captions of another
+    length limit. If MLflow does not accept the scores, register logs them from the files later.
 
     Args:
-        model: holds `checkpoint` and `curves.csv`.
-        metrics: evaluate's `metrics.json`.
+        model: the folder with `checkpoint` and `curves.csv`.
+        metrics: the file `metrics.json` written by evaluate.
     """
     try:
         weights = weights_sha256(model / "checkpoint" / "manifest.json") or ""
         with connected(description.tracking_uri) as client:
             experiment = experiment_id(client, description.experiment)
             limit = str(description.max_new_tokens)
-            run_id = of_weights(client, experiment, weights, limit) or description.open(client, {WEIGHTS: weights})
+            run_id = find_run_of_weights(client, experiment, weights, limit)
+            if run_id is None:
+                run_id = description.create_run(client, {WEIGHTS: weights})
             client.set_tag(run_id, TOKENS, limit)
             log_params(client, run_id, description.params)
             log_curves(client, run_id, model / "curves.csv")
             log_scores(client, run_id, metrics, int(time.time() * 1000))
             client.set_terminated(run_id)
-    except Exception as error:  # whatever MLflow raises, the scores are there
+    except Exception as error:  # the scores are in the files, whatever MLflow raises
         print(
-            f"evaluate: MLflow does not take the scores now ({_reason(error)}); `m3diff register` logs them", flush=True
+            f"evaluate: MLflow does not take the scores now ({problem_of(error)}); `m3diff register` logs them",
+            flush=True,
         )
 
 
-def _reason(error: Exception) -> str:
-    return str(error).partition("; ")[0].partition("\n")[0]
+def problem_of(error: Exception) -> str:
+    """Return the first line of an error's message. If the error has a remedy, the remedy is left out."""
+    text = error.fault.problem if isinstance(error, CodedError) else str(error)
+    return text.partition("\n")[0]

@@ -1,33 +1,38 @@
-"""Intervals of scores by the bootstrap over pairs, of one model and of the difference of two.
+"""Bootstrap intervals for the scores of one model and for the difference between two models.
 
-Pairs are drawn with replacement (Efron, 1979), for two models the same pairs (Koehn, EMNLP 2004). Statistics of the
-whole test set, such as CIDEr's document frequencies, stay fixed: only the pairs that count are drawn. So an interval
-says how a score would move on other pairs of this kind, not how it moves from one training to another.
+Pairs are drawn with replacement (Efron, 1979). Two models are compared on the same drawn pairs (Koehn, EMNLP 2004).
+Statistics of the whole test set, such as CIDEr's document frequencies, are not recomputed for the drawn pairs. An
+interval therefore shows how much a score would vary on other pairs of this kind, not between training runs.
 
-Pairs of one scene are drawn independently. For MiniChange, whose scenes have a pair with a change and one without, the
-effect was measured: if scenes are drawn, the interval of the difference of two models, by which the gate decides, is
-0.91 to 1.02 times as wide. That of one model's score is 0.76 to 1.03 times as wide, since the share of pairs without a
-change then stays fixed. Datasets with many similar pairs in a scene may differ.
+Pairs of the same scene are drawn independently. The effect was measured on MiniChange, where each scene has one pair
+with a change and one without. If whole scenes are drawn instead, the interval of the difference between two models,
+which the gate uses, is 0.91 to 1.02 times as wide. The interval of one model's score is 0.76 to 1.03 times as wide,
+because the share of pairs without a change then stays fixed. The effect may differ for datasets with many similar pairs
+per scene.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
+from m3diff.records.errors import DataError
 from m3diff.scoring.metrics import Metric, Resampled
 
-RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 1979
-MIN_PAIRS = 20  # of fewer no interval is given: it would be far too narrow
-MIN_SCORED = 0.95  # share of the resamples that must have the score
-CELLS = 2_000_000  # counts that are held at a time, 8 bytes each
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+SEED = 1979
+MIN_PAIRS = 20  # with fewer pairs, an interval would be far too narrow and is not computed
+MIN_SCORED = 0.95  # minimum share of resamples in which the score is defined
+CELLS = 2_000_000  # maximum number of counts in memory at a time, 8 bytes each
 DECIMALS = 6
 
 
 class Interval(BaseModel):
-    """Bounds within which a score lies, by the bootstrap over pairs."""
+    """Bootstrap interval of a score."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -35,108 +40,148 @@ class Interval(BaseModel):
     high: float
 
 
+class ScoreComparison(NamedTuple):
+    """A score of two models.
+
+    interval: interval of the difference first minus second. None if there are too few pairs.
+    """
+
+    first: float
+    second: float
+    interval: Interval | None
+
+
 def intervals(
     table: pa.Table, metrics: Mapping[str, Metric], protocol: str, confidence: float = CONFIDENCE
 ) -> dict[str, Interval]:
-    """The interval of each score of these metrics that has one.
+    """Return the intervals of the metrics' scores, by score. A score without an interval is left out.
 
     Args:
         table: scores.parquet.
-        protocol: of its column `protocol`.
+        protocol: "<dataset>/<protocol>".
     """
     scores = resampled_scores(metrics)
-    values = rows_of(table, protocol)
-    parts = {column: statistics(values, column) for column in {of.column: None for of in scores.values()}}
-    known = {column: part for column, part in parts.items() if part is not None}
-    if not known or values.num_rows < MIN_PAIRS:
+    rows = rows_of(table, protocol)
+    numbers_by_column: dict[str, np.ndarray] = {}
+    for column in dict.fromkeys(score.column for score in scores.values()):
+        numbers = statistics(rows, column)
+        if numbers is not None:
+            numbers_by_column[column] = numbers
+    if not numbers_by_column or rows.num_rows < MIN_PAIRS:
         return {}
-    sums = dict(zip(known, resample(*known.values()), strict=True))
-    found = {name: bounds(of.score(sums[of.column]), confidence) for name, of in scores.items() if of.column in sums}
-    return {name: interval for name, interval in found.items() if interval is not None}
+    # one call for all columns, so that all scores use the same resamples
+    resampled_sums = resample(*numbers_by_column.values())
+    sums_by_column = dict(zip(numbers_by_column, resampled_sums, strict=True))
+    score_intervals = {}
+    for name, score in scores.items():
+        if score.column in sums_by_column:
+            interval = bounds(score.score(sums_by_column[score.column]), confidence)
+            if interval is not None:
+                score_intervals[name] = interval
+    return score_intervals
 
 
 def score_of(table: pa.Table, protocol: str, score: Resampled) -> float | None:
-    """A score of all pairs of a protocol; None where scores.parquet holds nothing of it."""
-    part = statistics(rows_of(table, protocol), score.column)
-    value = float("nan") if part is None else float(score.score(part.sum(axis=0)))
+    """Return a score over all pairs of a protocol, or None if scores.parquet does not contain it."""
+    numbers = statistics(rows_of(table, protocol), score.column)
+    if numbers is None:
+        return None
+    value = float(score.score(numbers.sum(axis=0)))
     return value if np.isfinite(value) else None
 
 
 def compare(
     first: pa.Table, second: pa.Table, protocol: str, score: Resampled, confidence: float = CONFIDENCE
-) -> tuple[float, float, Interval | None] | None:
-    """A score of two models on the same pairs, and the interval of the first minus the second, None of too few pairs;
-    None where a model has no score.
+) -> ScoreComparison | None:
+    """Compare a score of two models on the same pairs.
 
     Args:
-        first, second: scores.parquet of each, of the same pairs in whatever order.
+        first, second: scores.parquet of each model. The pairs may be in any order.
+
+    Returns:
+        The comparison, or None if one of the models does not have the score.
 
     Raises:
-        ValueError: the pairs are not the same.
+        DataError: the two files do not contain the same pairs.
     """
-    ours, theirs = (rows_of(table, protocol).sort_by("id") for table in (first, second))
-    if not ours["id"].equals(theirs["id"]):
-        raise ValueError(
-            f"{protocol}: the two files hold {ours.num_rows} and {theirs.num_rows} pairs, not the same ones"
-        )
-    parts = [statistics(rows, score.column) for rows in (ours, theirs)]
-    wholes = [score_of(rows, protocol, score) for rows in (ours, theirs)]
-    if parts[0] is None or parts[1] is None or wholes[0] is None or wholes[1] is None:
+    first_rows = rows_of(first, protocol).sort_by("id")
+    second_rows = rows_of(second, protocol).sort_by("id")
+    if not first_rows["id"].equals(second_rows["id"]):
+        first_pairs = first_rows.num_rows
+        second_pairs = second_rows.num_rows
+        raise DataError("scoring.pairs_differ", protocol=protocol, first=first_pairs, second=second_pairs)
+    first_score = score_of(first_rows, protocol, score)
+    second_score = score_of(second_rows, protocol, score)
+    first_numbers = statistics(first_rows, score.column)
+    second_numbers = statistics(second_rows, score.column)
+    if first_score is None or second_score is None or first_numbers is None or second_numbers is None:
         return None
     interval = None
-    if ours.num_rows >= MIN_PAIRS:
-        a, b = resample(parts[0], parts[1])
-        interval = bounds(score.score(a) - score.score(b), confidence)
-    return wholes[0], wholes[1], interval
+    if first_rows.num_rows >= MIN_PAIRS:
+        first_sums, second_sums = resample(first_numbers, second_numbers)
+        interval = bounds(score.score(first_sums) - score.score(second_sums), confidence)
+    return ScoreComparison(first_score, second_score, interval)
 
 
 def resampled_scores(metrics: Mapping[str, Metric]) -> dict[str, Resampled]:
-    """The scores that follow from sums over pairs, in the metrics' order."""
-    return {name: of for metric in metrics.values() for name, of in metric.resampled.items()}
+    """Return the scores that can be computed from sums over pairs, in the order of the metrics."""
+    scores: dict[str, Resampled] = {}
+    for metric in metrics.values():
+        scores |= metric.resampled
+    return scores
 
 
 def rows_of(table: pa.Table, protocol: str) -> pa.Table:
+    """Return the rows of scores.parquet that belong to a protocol."""
     return table.filter(pc.equal(table["protocol"], protocol))
 
 
 def statistics(rows: pa.Table, column: str) -> np.ndarray | None:
-    """A column as numbers to sum, [pairs, k]: a list as it is, a plain value as [value, 1], zeros where it is null.
+    """Return a column of scores.parquet as numbers that can be summed, [pairs, k].
 
-    None where the column is not there or holds nothing but nulls.
+    A list becomes its k numbers, a plain value becomes [value, 1], and a null becomes zeros. The result is None if the
+    column is missing or contains only nulls.
     """
     if column not in rows.column_names or rows[column].null_count == rows.num_rows:
         return None
     values = rows[column].combine_chunks()
-    valid = values.is_valid().to_numpy(zero_copy_only=False)
+    is_valid = values.is_valid().to_numpy(zero_copy_only=False)
     if not pa.types.is_list(values.type):
-        plain = values.cast(pa.float64()).fill_null(0).to_numpy(zero_copy_only=False)
-        return np.stack([plain, valid.astype(np.float64)], axis=1)
-    kept = values.drop_null()
-    flat = kept.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
-    found = np.zeros((len(values), len(flat) // len(kept)))
-    found[valid] = flat.reshape(len(kept), -1)
-    return found
+        plain_values = values.cast(pa.float64()).fill_null(0).to_numpy(zero_copy_only=False)
+        return np.stack([plain_values, is_valid.astype(np.float64)], axis=1)
+    lists = values.drop_null()
+    flat = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
+    numbers = np.zeros((len(values), len(flat) // len(lists)))
+    numbers[is_valid] = flat.reshape(len(lists), -1)
+    return numbers
 
 
-def resample(*parts: np.ndarray) -> list[np.ndarray]:
-    """Sums over pairs drawn with replacement, as many as there are, of columns that are drawn alike: each [pairs, k] ->
-    [resamples, k]."""
-    values, sums, rng = np.hstack(parts), [], np.random.default_rng(SEED)
+def resample(*columns: np.ndarray) -> list[np.ndarray]:
+    """Draw as many pairs as there are, with replacement, and sum each column: [pairs, k] -> [resamples, k].
+
+    All columns are summed over the same drawn pairs.
+    """
+    values = np.hstack(columns)
     pairs = len(values)
-    size = max(1, CELLS // pairs)
-    for start in range(0, RESAMPLES, size):
-        rows = min(size, RESAMPLES - start)
-        places = rng.integers(0, pairs, (rows, pairs)) + np.arange(rows)[:, None] * pairs
-        counts = np.bincount(places.ravel(), minlength=rows * pairs).reshape(rows, pairs)
+    rng = np.random.default_rng(SEED)
+    resamples_at_once = max(1, CELLS // pairs)
+    sums = []
+    for start in range(0, RESAMPLES, resamples_at_once):
+        resamples = min(resamples_at_once, RESAMPLES - start)
+        drawn_pairs = rng.integers(0, pairs, (resamples, pairs))
+        # number the cells of all resamples consecutively, so that a single call counts them all
+        cells = drawn_pairs + np.arange(resamples)[:, None] * pairs
+        counts = np.bincount(cells.ravel(), minlength=resamples * pairs).reshape(resamples, pairs)
         sums.append(counts.astype(np.float64) @ values)
-    return np.split(np.concatenate(sums), np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
+    ends = np.cumsum([column.shape[-1] for column in columns])
+    return np.split(np.concatenate(sums), ends[:-1], axis=-1)
 
 
 def bounds(scores: np.ndarray, confidence: float) -> Interval | None:
-    """The percentile interval of resampled scores; None where too many resamples have no score."""
-    known = scores[np.isfinite(scores)]
-    if len(known) < MIN_SCORED * len(scores):
+    """Return the percentile interval of resampled scores, or None if the score is undefined in too many."""
+    finite_scores = scores[np.isfinite(scores)]
+    if len(finite_scores) < MIN_SCORED * len(scores):
         return None
     tail = (1 - confidence) / 2
-    low, high = np.quantile(known, [tail, 1 - tail])
+    low, high = np.quantile(finite_scores, [tail, 1 - tail])
     return Interval(low=round(float(low), DECIMALS), high=round(float(high), DECIMALS))

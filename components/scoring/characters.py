@@ -1,8 +1,8 @@
-"""Captions in scripts that put no spaces between words: which they are, and their tokens.
+"""Detect captions in scripts without spaces between words, and split them into characters.
 
-A tokenizer of words takes a whole sentence of Chinese, Japanese or Thai for one word, so a caption scores 0 unless it
-is identical. Here each character of such a script is a token, as in sacrebleu's `zh` tokenizer.
-Words and numbers of other scripts stay words: "新增了3栋building" has six tokens. Korean separates words by spaces.
+A word tokenizer treats a whole sentence in Chinese, Japanese or Thai as one word, so a caption scores 0 unless it is
+identical to a reference. Here each character of such a script is a token, as in sacrebleu's `zh` tokenizer. Words and
+numbers in other scripts stay whole: "新增了3栋building" has six tokens. Korean is not affected because it uses spaces.
 """
 
 import re
@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-# Blocks of Unicode
+# Unicode blocks
 SCRIPTS = {
     "Thai, Lao": "\u0e00-\u0eff",
     "Tibetan, Burmese": "\u0f00-\u109f\ua9e0-\ua9ff\uaa60-\uaa7f",
@@ -25,39 +25,48 @@ SCRIPTS = {
 }
 CHARACTER = re.compile(f"[{''.join(SCRIPTS.values())}]")
 WORD = re.compile(r"\w+")
-# Variation selectors, and with the category Cf zero-width spaces, change how a text looks and not what it says
+# Variation selectors. Like characters of the category Cf, they change how a text looks but not what it says
 INVISIBLE = re.compile("[\u180b-\u180d\ufe00-\ufe0f\U000e0100-\U000e01ef]")
-# From this share of references on, all captions of a set are counted by characters. Below it, as for an English set
-# that quotes a sign, published scores of words stay comparable.
-LEAST_SHARE = 0.1
+# If at least this share of a protocol's references is in scripts without spaces, all its captions are scored by
+# characters. If the share is smaller, for example because an English caption quotes a sign, scores are computed on
+# words and stay comparable with published scores
+MIN_SHARE_WITHOUT_SPACES = 0.1
 
 Tokenizer = Callable[[Iterable[str]], Mapping[str, str]]  # distinct texts -> tokens joined by spaces
 
 
 class Piece(NamedTuple):
-    """A part of a caption: one character with its marks, or text of scripts that separate words."""
+    """A part of a caption: one character with its combining marks, or text in scripts that separate words."""
 
     text: str
     is_character: bool
 
 
-def pieces_of(text: str) -> list[Piece]:
-    """The characters of scripts without spaces, and the runs of other text between them, in their order.
+class ScriptCounts(NamedTuple):
+    """The number of texts in scripts without spaces between words, and the number of all texts that are not empty."""
 
-    Punctuation of these scripts is left out, as the PTB tokenizer's caller leaves out that of English. Full-width
-    letters and digits become ordinary ones.
+    without_spaces: int
+    texts: int
+
+
+def pieces_of(text: str) -> list[Piece]:
+    """Split a text into single characters of scripts without spaces and the other text between them, in order.
+
+    Punctuation of these scripts becomes a space, because scores also ignore English punctuation. Full-width letters and
+    digits become ordinary ones.
     """
-    normal = INVISIBLE.sub("", unicodedata.normalize("NFKC", text))
+    normal_text = INVISIBLE.sub("", unicodedata.normalize("NFKC", text))
     pieces: list[Piece] = []
-    for sign in normal:
+    for sign in normal_text:
         category = unicodedata.category(sign)
         if category == "Cf":
             continue
         is_character = CHARACTER.match(sign) is not None
-        follows = bool(pieces) and pieces[-1].is_character == is_character
+        follows_its_kind = bool(pieces) and pieces[-1].is_character == is_character
+        is_mark = category.startswith("M")  # belongs to the character before it
         if is_character and category.startswith("P"):
             pieces.append(Piece(" ", is_character=False))
-        elif follows and (not is_character or category.startswith("M")):
+        elif follows_its_kind and (is_mark or not is_character):
             pieces[-1] = Piece(pieces[-1].text + sign, is_character)
         else:
             pieces.append(Piece(sign, is_character))
@@ -65,7 +74,7 @@ def pieces_of(text: str) -> list[Piece]:
 
 
 def is_without_spaces(text: str) -> bool:
-    """True if a text has at least as many characters of scripts without spaces as words of other scripts."""
+    """Return True if a text has at least as many characters of scripts without spaces as words in other scripts."""
     if CHARACTER.search(text) is None:
         return False
     pieces = pieces_of(text)
@@ -74,31 +83,38 @@ def is_without_spaces(text: str) -> bool:
     return characters > 0 and characters >= words
 
 
-def count_without_spaces(references: Iterable[str]) -> tuple[int, int]:
-    """How many references are written without spaces, and how many are not empty."""
+def count_scripts(references: Iterable[str]) -> ScriptCounts:
+    """Count the references that are in scripts without spaces, and all references. Empty references do not count."""
     texts = [reference for reference in references if reference.strip()]
-    return sum(map(is_without_spaces, texts)), len(texts)
+    return ScriptCounts(without_spaces=sum(map(is_without_spaces, texts)), texts=len(texts))
 
 
 def tokenise_characters(texts: Iterable[str], tokenise: Tokenizer) -> dict[str, str]:
-    """The tokens of every text joined by spaces: characters by themselves, other text as `tokenise` cuts it, without
-    tokens that are punctuation alone."""
-    pieces = {text: pieces_of(text) for text in texts}
-    others = {piece.text for of_text in pieces.values() for piece in of_text if not piece.is_character}
-    words = tokenise(sorted(others))
-    tokens = {}
-    for text, of_text in pieces.items():
-        parts = [piece.text if piece.is_character else words[piece.text] for piece in of_text]
-        tokens[text] = " ".join(token for token in " ".join(parts).split() if not is_punctuation(token))
-    return tokens
+    """Return the tokens of each text joined by spaces, without punctuation tokens.
+
+    Args:
+        tokenise: function that splits the text between characters into words.
+    """
+    pieces_by_text = {text: pieces_of(text) for text in texts}
+    texts_of_words: set[str] = set()
+    for pieces in pieces_by_text.values():
+        texts_of_words |= {piece.text for piece in pieces if not piece.is_character}
+    words = tokenise(sorted(texts_of_words))
+    tokens_by_text = {}
+    for text, pieces in pieces_by_text.items():
+        parts = [piece.text if piece.is_character else words[piece.text] for piece in pieces]
+        tokens = " ".join(parts).split()
+        tokens_by_text[text] = " ".join(token for token in tokens if not is_punctuation(token))
+    return tokens_by_text
 
 
 def is_punctuation(token: str) -> bool:
+    """Return True if a token consists only of punctuation."""
     return all(unicodedata.category(sign).startswith("P") for sign in token)
 
 
 def spaced(text: str) -> str:
-    """The text with a space around each character of a script without spaces; other texts as they are."""
+    """Return a text with spaces around each character of scripts without spaces. Other texts are not changed."""
     if CHARACTER.search(text) is None:
         return text
     return " ".join(piece.text for piece in pieces_of(text))

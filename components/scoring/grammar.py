@@ -1,9 +1,18 @@
-"""Captions read with their dataset's grammar: changes, each with its object and place, from what to what.
+"""Parse captions into changes: their type, object and place, and the states before and after.
 
-A grammar (JSON) is {"clause_separator": str, "no_change": [sentence], "clauses": [{"type": str, "pattern": regex}]};
-a pattern must match a whole clause and may hold the groups `object`, `place`, `before` and `after`: what it was and
-what it became (a colour, a letter, a number, ...). It may also hold "inverse": {type: {"type": str, "words": {word:
-word}}}: what a change of this type is where the two images are swapped, and the words that take the place of others.
+A clause is the part of a caption that describes one change. A dataset may have a grammar that reads its clauses. A
+grammar is a JSON object:
+
+    {
+        "clause_separator": text between two clauses,
+        "no_change": [sentences that say that nothing has changed],
+        "clauses": [{"type": change type, "pattern": regular expression}],
+        "inverse": {change type: {"type": change type, "words": {word: word}}}
+    }
+
+A pattern must match a whole clause. It may contain the groups `object`, `place`, `before` and `after`. `before` and
+`after` are the states before and after the change, such as two colours, letters or numbers. The optional key "inverse"
+says what each change looks like if the two images are swapped: its type, and words to replace.
 """
 
 import json
@@ -15,16 +24,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from m3diff.records.errors import readable
+from m3diff.records.errors import data_error_if_unreadable
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 from m3diff.scoring.pairs import EvalPair
 
-UNREADABLE = "unreadable"  # the type of a clause that no pattern of the grammar matches
-SEVERAL = "several"  # the type of a caption of more than one clause, where one type is wanted
+UNREADABLE = "unreadable"  # type of a clause that does not match any pattern of the grammar
+SEVERAL = "several"  # type of a caption with several clauses, where a table has room for only one type
 
 
 class Clause(NamedTuple):
-    """A change as a caption names it; None: not named."""
+    """A change as described by a caption. Parts that the caption does not mention are None."""
 
     type: str
     object: str | None = None
@@ -33,194 +42,320 @@ class Clause(NamedTuple):
     after: str | None = None
 
 
-class Readings(NamedTuple):
-    """A prediction read by type alone; with object and place as well; and by what changed from what to what."""
+class Agreement(NamedTuple):
+    """Whether a clause's type, object and place agree with the references."""
+
+    type: bool
+    object: bool
+    place: bool
+
+
+class Correctness(NamedTuple):
+    """Whether a prediction is right, at three levels of increasing strictness.
+
+    type: it names exactly the true change types.
+    place: it also names the right object and place of every change.
+    exact: it also names the right states before and after every change.
+    """
+
+    type: bool
+    place: bool
+    exact: bool
+
+
+class ChangeCounts(NamedTuple):
+    """How many of a pair's changes a prediction names, at the three levels of `Correctness`."""
 
     type: int
     place: int
     exact: int
 
 
+@dataclass(frozen=True)
+class InverseRule:
+    """What a change of one type looks like if the two images are swapped.
+
+    type: type of the inverse change.
+    words: word of the change -> word of the inverse change, such as "left" -> "right". If empty, the states before and
+        after are swapped instead.
+    """
+
+    type: str
+    words: Mapping[str, str]
+
+    def translate(self, word: str | None) -> str | None:
+        """Return the inverse of a word, or the word itself if it does not have one."""
+        return None if word is None else self.words.get(word, word)
+
+
 class Grammar:
+    """A parser for the captions of one dataset."""
+
     def __init__(self, rules: Mapping[str, Any]) -> None:
-        """
+        """Compile the rules of a grammar file.
+
         Raises:
-            KeyError, TypeError, AttributeError, re.error: the rules are not of the form above.
+            KeyError, TypeError, AttributeError, re.error: the rules do not have the format that the module's docstring
+                describes.
         """
         self.separator = re.compile(re.escape(rules["clause_separator"]), re.IGNORECASE)
-        self.no_change = {plain(sentence) for sentence in rules["no_change"]}
-        self.clauses = [(one["type"], re.compile(one["pattern"], re.IGNORECASE)) for one in rules["clauses"]]
-        self.inverse = {
-            kind: (rule["type"], {plain(word): plain(other) for word, other in rule.get("words", {}).items()})
-            for kind, rule in rules.get("inverse", {}).items()
-        }
+        self.no_change = {normalise(sentence) for sentence in rules["no_change"]}
+        self.patterns = [(rule["type"], re.compile(rule["pattern"], re.IGNORECASE)) for rule in rules["clauses"]]
+        self.inverse_rules: dict[str, InverseRule] = {}
+        for change_type, rule in rules.get("inverse", {}).items():
+            words = {normalise(word): normalise(inverse) for word, inverse in rule.get("words", {}).items()}
+            self.inverse_rules[change_type] = InverseRule(rule["type"], words)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a grammar file.
 
         Raises:
-            DataError: no such file, not JSON, a key missing, or a pattern that does not compile.
+            DataError: the file is missing or not valid JSON, a key is missing, or a pattern is invalid.
         """
-        with readable(path, "it holds clause_separator, no_change and clauses; run `m3diff ingest` again"):
+        with data_error_if_unreadable(path, "scoring.unreadable_grammar"):
             return cls(json.loads(path.read_text(encoding="utf-8")))
 
     def read(self, caption: str) -> list[Clause]:
-        """The clauses of a caption in order; none where it says that nothing changed."""
-        return [] if plain(caption) in self.no_change else [self._clause(plain(part)) for part in self.parts(caption)]
+        """Parse a caption and return its clauses in order. The list is empty if it says that nothing changed."""
+        if normalise(caption) in self.no_change:
+            return []
+        return [self._read_clause(normalise(text)) for text in self.split(caption)]
 
-    def parts(self, caption: str) -> list[str]:
+    def split(self, caption: str) -> list[str]:
+        """Split a caption into the texts of its clauses."""
         return self.separator.split(" ".join(caption.split()))
 
-    def _clause(self, text: str) -> Clause:
-        for kind, pattern in self.clauses:
-            if found := pattern.fullmatch(text):
-                groups = found.groupdict()
-                return Clause(kind, *(groups.get(name) for name in Clause._fields[1:]))
+    def _read_clause(self, text: str) -> Clause:
+        for change_type, pattern in self.patterns:
+            if match := pattern.fullmatch(text):
+                groups = match.groupdict()
+                return Clause(
+                    type=change_type,
+                    object=groups.get("object"),
+                    place=groups.get("place"),
+                    before=groups.get("before"),
+                    after=groups.get("after"),
+                )
         return Clause(UNREADABLE)
 
-    def inverted(self, clause: Clause) -> Clause | None:
-        """The change that is there instead where the images are swapped; None where its type has no such change.
+    def invert(self, clause: Clause) -> Clause | None:
+        """Return the change that is visible if the images are swapped, or None if the clause's type has no inverse.
 
-        An object that is named by what it was, such as the red box that turned blue, is named by what it became.
+        If the object is named by its earlier state, it is renamed by its later state: for "the red box" that turned
+        blue, the inverse change is about "the blue box".
         """
-        if clause.type not in self.inverse:
+        if clause.type not in self.inverse_rules:
             return None
-        kind, words = self.inverse[clause.type]
-        _, name, place, before, after = clause
-        if words:
-            return Clause(kind, name, place and words.get(place, place), None, after and words.get(after, after))
-        if name and before and after:
-            name = re.sub(rf"\b{re.escape(before)}\b", lambda _: after, name)
-        return Clause(kind, name, place, after, before)
+        rule = self.inverse_rules[clause.type]
+        if rule.words:
+            return Clause(
+                type=rule.type,
+                object=clause.object,
+                place=rule.translate(clause.place),
+                after=rule.translate(clause.after),
+            )
+        object_name = clause.object
+        before = clause.before
+        after = clause.after
+        if object_name and before and after:
+            # a function, because re.sub would read a backslash in a replacement text as a group reference
+            object_name = re.sub(rf"\b{re.escape(before)}\b", lambda _: after, object_name)
+        return Clause(type=rule.type, object=object_name, place=clause.place, before=after, after=before)
 
 
-def plain(caption: str) -> str:
+def normalise(caption: str) -> str:
+    """Return the caption in lowercase, with single spaces and without spaces or full stops at its ends."""
     return " ".join(caption.split()).strip(" .").casefold()
 
 
 def type_order(change_type: str) -> tuple[int, str]:
-    """The twelve types of OmniDiff in its order, then a dataset's own by name, then none, several, unreadable."""
-    last = (NO_CHANGE, SEVERAL, UNREADABLE)
-    if change_type in last:
-        return 100 + last.index(change_type), change_type
+    """Return a sort key for change types.
+
+    OmniDiff's twelve types come first, in OmniDiff's order. Other types follow in alphabetical order. The last are
+    "none", "several" and "unreadable".
+    """
+    final_types = (NO_CHANGE, SEVERAL, UNREADABLE)
+    if change_type in final_types:
+        return 100 + final_types.index(change_type), change_type
     return CHANGE_TYPES.index(change_type) if change_type in CHANGE_TYPES else 50, change_type
 
 
 @dataclass(frozen=True)
 class ParsedCaption:
-    """A pair's prediction beside its references, as clauses. Any wording of an object that a reference has counts.
+    """A prediction and the references of its pair, parsed into clauses.
 
-    The prediction is right by type where exactly the true change types are named, by place where every change is named
-    with type, object and place, and no other; exactly right where what changed from what to what is named too.
+    An object or a place is right if one of the references uses the same wording.
+
+    Attributes:
+        pair: the pair with its texts.
+        clause_texts: the text of each predicted clause.
+        predicted_clauses: clauses of the prediction. Empty if the prediction says that nothing changed.
+        reference_clauses: clauses of each reference that the grammar can read. A distractor's references have none.
+        reversed: the parsed caption of the swapped images, with the inverse change as reference. None if the swapped
+            images have no caption or the inverse change is not known.
     """
 
     pair: EvalPair
-    parts: list[str]  # of the prediction, one to each of its clauses
+    clause_texts: list[str]
     predicted_clauses: list[Clause]
-    reference_clauses: list[list[Clause]]  # of each reference that the grammar understands
-    reversed: "ParsedCaption | None" = None  # the caption of the swapped images beside the inverse change, where known
+    reference_clauses: list[list[Clause]]
+    reversed: "ParsedCaption | None" = None
 
     @property
     def says_no_change(self) -> bool:
+        """Whether the prediction says that nothing changed."""
         return not self.predicted_clauses
 
     @property
-    def unreadable(self) -> bool:
-        """Some clause of the prediction is none that the grammar knows."""
+    def is_unreadable(self) -> bool:
+        """Whether the grammar cannot read at least one clause of the prediction."""
         return UNREADABLE in self.predicted_types
 
     @property
     def predicted_type(self) -> str:
-        """The prediction's change type as one name, for the confusion table."""
-        kinds = [clause.type for clause in self.predicted_clauses] or [NO_CHANGE]
-        return kinds[0] if len(kinds) == 1 else SEVERAL
+        """Change type that the prediction names, or "none", "several" or "unreadable", for the confusion table."""
+        types = [clause.type for clause in self.predicted_clauses] or [NO_CHANGE]
+        return types[0] if len(types) == 1 else SEVERAL
 
     @cached_property
     def predicted_types(self) -> Counter[str]:
+        """Number of times that the prediction names each change type."""
         return Counter(clause.type for clause in self.predicted_clauses)
 
     @cached_property
     def true_types(self) -> Counter[str]:
-        """Counts of each change type in a reference; empty for a distractor."""
+        """Number of times that the first reference names each change type. Empty for a distractor."""
         return Counter(clause.type for clause in self.reference_clauses[0])
 
     @cached_property
-    def right(self) -> Readings:
-        types, total, found = self.predicted_types == self.true_types, self.true_types.total(), self.changes_found
-        return Readings(types, types and found.place == total, types and found.exact == total)
+    def correct(self) -> Correctness:
+        """Whether the prediction is right: it must name all changes of the pair and no others."""
+        has_true_types = self.predicted_types == self.true_types
+        true_changes = self.true_types.total()
+        return Correctness(
+            type=has_true_types,
+            place=has_true_types and self.named_changes.place == true_changes,
+            exact=has_true_types and self.named_changes.exact == true_changes,
+        )
 
-    def agrees(self, clause: Clause) -> tuple[bool, bool, bool]:
-        """Agreement by type, by object and by place: with the pair's changes, and with references to that type.
+    def agreement(self, clause: Clause) -> Agreement:
+        """Compare the type, object and place of a clause with the references' changes of that type.
 
-        Where a type occurs twice in a pair, object and place must be those of one and the same change.
+        If a pair has several changes of the type, the object must match the change at the clause's place.
         """
-        places = {known.place for known in self._same_type(clause)}
-        return bool(places), clause.object in {known.object for known in self._known(clause)}, clause.place in places
+        places = {change.place for change in self._changes_of_type(clause.type)}
+        objects = {change.object for change in self._changes_like(clause)}
+        return Agreement(type=bool(places), object=clause.object in objects, place=clause.place in places)
 
-    def says_change(self, clause: Clause) -> bool:
-        """True where it says from what to what as some reference does.
+    def agrees_on_before_and_after(self, clause: Clause) -> bool:
+        """Return True if the states before and after in a clause agree with one of the references.
 
-        It need not say from what. What no reference tells is not judged; but nothing turns into what it was.
+        A caption may leave out the state before. States that the references do not mention are not judged. A clause is
+        wrong if the state after is the same as the state before.
         """
-        known = self._known(clause)
-        before, after = {one.before for one in known}, {one.after for one in known}
-        turned = clause.after is None or clause.after not in {clause.before, *before}
-        from_what = clause.before in {None, *before} or before == {None}
-        to_what = clause.after in after or after == {None}
-        return bool(known) and turned and from_what and to_what
+        changes = self._changes_like(clause)
+        before = {change.before for change in changes}
+        after = {change.after for change in changes}
+        becomes_another = clause.after is None or clause.after not in {clause.before, *before}
+        is_before_right = clause.before is None or clause.before in before or before == {None}
+        is_after_right = clause.after in after or after == {None}
+        return bool(changes) and becomes_another and is_before_right and is_after_right
 
-    def _same_type(self, clause: Clause) -> list[Clause]:
-        return [known for clauses in self.reference_clauses for known in clauses if known.type == clause.type]
+    def _changes_of_type(self, change_type: str) -> list[Clause]:
+        """Return the references' changes of a type."""
+        changes = []
+        for clauses in self.reference_clauses:
+            changes += [clause for clause in clauses if clause.type == change_type]
+        return changes
 
-    def _known(self, clause: Clause) -> list[Clause]:
-        """The references' changes of this type; those at its place, where there are several."""
-        same = self._same_type(clause)
-        several = self.true_types[clause.type] > 1
-        return [known for known in same if known.place == clause.place] if several else same
+    def _changes_like(self, clause: Clause) -> list[Clause]:
+        """Return the references' changes of a clause's type. If there are several, only those at the clause's place."""
+        changes = self._changes_of_type(clause.type)
+        if self.true_types[clause.type] > 1:
+            return [change for change in changes if change.place == clause.place]
+        return changes
 
     @cached_property
-    def changes_found(self) -> Readings:
-        """Numbers of the pair's changes that are named, each counted once."""
-        placed = [clause for clause in self.predicted_clauses if all(self.agrees(clause))]
-        exact = [clause for clause in placed if self.says_change(clause)]
-        distinct = [{clause[:3] for clause in clauses} for clauses in (placed, exact)]  # whatever it was and became
-        types = [self.predicted_types, *(Counter(kind for kind, *_ in of) for of in distinct)]
-        return Readings(*((of & self.true_types).total() for of in types))
+    def named_changes(self) -> ChangeCounts:
+        """How many of the pair's changes the prediction names. A change that is named twice counts only once."""
+        placed_clauses = [clause for clause in self.predicted_clauses if all(self.agreement(clause))]
+        exact_clauses = [clause for clause in placed_clauses if self.agrees_on_before_and_after(clause)]
+        return ChangeCounts(
+            type=(self.predicted_types & self.true_types).total(),
+            place=(count_distinct(placed_clauses) & self.true_types).total(),
+            exact=(count_distinct(exact_clauses) & self.true_types).total(),
+        )
 
     @property
-    def changes_told(self) -> int:
-        """Changes that the prediction tells in clauses that the grammar reads."""
+    def claimed_changes(self) -> int:
+        """Number of changes that the prediction claims, whether true or not. Unreadable clauses do not count."""
         return len(self.predicted_clauses) - self.predicted_types[UNREADABLE]
 
 
+def count_distinct(clauses: Iterable[Clause]) -> Counter[str]:
+    """Count the distinct changes of each type. Clauses with the same type, object and place are one change."""
+    changes = {(clause.type, clause.object, clause.place) for clause in clauses}
+    return Counter(change_type for change_type, _, _ in changes)
+
+
 def load_grammars(records: Path, datasets: Iterable[str]) -> dict[str, Grammar]:
-    """The grammar of each dataset that has one: `records/<dataset>/grammar.json`, as ingest wrote it."""
+    """Load the grammar of each dataset that has one, from the `records/<dataset>/grammar.json` written by ingest."""
     paths = {dataset: records / dataset / "grammar.json" for dataset in datasets}
     return {dataset: Grammar.load(path) for dataset, path in paths.items() if path.is_file()}
 
 
 def parse_predictions(grammars: Mapping[str, Grammar], pairs: Iterable[EvalPair]) -> dict[str, ParsedCaption]:
-    """Every pair whose references its dataset's grammar understands and whose change types are known, by id."""
+    """Parse the predictions of all pairs whose change types are known and that have a readable reference.
+
+    Args:
+        grammars: grammars by dataset.
+
+    Returns:
+        Parsed predictions by pair id. They contain only references that the grammar can read.
+    """
     parsed = {}
     for pair in pairs:
-        if pair.dataset in grammars and pair.change_types:
-            grammar = grammars[pair.dataset]
-            references = [grammar.read(reference) for reference in pair.references if plain(reference)]
-            understood = [clauses for clauses in references if all(clause.type != UNREADABLE for clause in clauses)]
-            if understood:
-                parts, clauses = grammar.parts(pair.prediction), grammar.read(pair.prediction)
-                swapped = parse_reversed(grammar, pair, understood)
-                parsed[pair.id] = ParsedCaption(pair, parts, clauses, understood, swapped)
+        if pair.dataset not in grammars or not pair.change_types:
+            continue
+        grammar = grammars[pair.dataset]
+        references = [grammar.read(reference) for reference in pair.references if normalise(reference)]
+        readable_references = [clauses for clauses in references if is_readable(clauses)]
+        if readable_references:
+            parsed[pair.id] = ParsedCaption(
+                pair=pair,
+                clause_texts=grammar.split(pair.prediction),
+                predicted_clauses=grammar.read(pair.prediction),
+                reference_clauses=readable_references,
+                reversed=parse_reversed(grammar, pair, readable_references),
+            )
     return parsed
 
 
+def is_readable(clauses: Iterable[Clause]) -> bool:
+    """Return True if the grammar could read every clause."""
+    return all(clause.type != UNREADABLE for clause in clauses)
+
+
 def parse_reversed(grammar: Grammar, pair: EvalPair, references: list[list[Clause]]) -> ParsedCaption | None:
-    """The caption of the swapped images beside the inverse of the change; None without a caption, or where the pair has
-    not one change, or one without an inverse."""
-    text = pair.reversed_prediction
-    if text is None or any(len(clauses) != 1 for clauses in references):
+    """Parse the caption of the swapped images, with the inverse of the change as reference.
+
+    Returns:
+        The parsed caption. None if the swapped images have no caption, if the pair does not have exactly one change, or
+        if this change does not have an inverse.
+    """
+    caption = pair.reversed_prediction
+    if caption is None or any(len(clauses) != 1 for clauses in references):
         return None
-    inverse = [grammar.inverted(clause) for (clause,) in references]
-    known = [[clause] for clause in inverse if clause is not None]
-    return ParsedCaption(pair, grammar.parts(text), grammar.read(text), known) if len(known) == len(inverse) else None
+    inverse_references = []
+    for clauses in references:
+        inverse = grammar.invert(clauses[0])
+        if inverse is None:
+            return None
+        inverse_references.append([inverse])
+    return ParsedCaption(
+        pair=pair,
+        clause_texts=grammar.split(caption),
+        predicted_clauses=grammar.read(caption),
+        reference_clauses=inverse_references,
+    )

@@ -1,17 +1,17 @@
-"""Compute the chosen metrics of all protocols at once, and the files that hold them: metrics.json, by protocol and
-group of pairs; headline.json, the few scores to compare runs by.
+"""Compute the chosen metrics for all protocols together, so that each Java program is started only once.
+
+A protocol is a set of rules for scoring a dataset: which test pairs, which form of their texts, and which tokenizer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_serializer
-
-from m3diff.records.files import StageReport
 from m3diff.records.progress import progress
-from m3diff.scoring.bootstrap import Interval
-from m3diff.scoring.characters import tokenise_characters
+from m3diff.scoring.characters import Tokenizer, tokenise_characters
 from m3diff.scoring.grammar import ParsedCaption
 from m3diff.scoring.metrics import (
     BY_CHARACTERS,
@@ -19,6 +19,7 @@ from m3diff.scoring.metrics import (
     Item,
     Metric,
     MetricScores,
+    Program,
     Tokens,
     Tools,
     by_characters,
@@ -27,17 +28,20 @@ from m3diff.scoring.metrics import (
 )
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import ALL, Groups, ProtocolPairs
+from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.protocols import ProtocolPairs
 
-Scores = dict[str, int | float | None]
-# Groups called "<folder>/<name>" stand in the file as an object of objects
-FOLDERS = ("by_type", "by_changes", "by_length")
-# The scores that runs are compared by, in the order in which they are shown
-HEADLINE = (
-    "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE", "change_type_accuracy", "change_place_accuracy",
-    "change_exact_accuracy", "multi_change_exact_f1", "no_change_recall", "false_no_change", "reversal",
-    "CIDEr_shuffled", "pixel_window_auc", "BLEU-4-char", "ROUGE-L-char", "CIDEr-char", "CIDEr_shuffled-char",
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class TokenRules:
+    """How the captions of a protocol are tokenised.
+
+    tokenizer: word tokenizer, as in `Protocol.tokenizer`.
+    by_characters: whether each character of scripts without spaces is a token.
+    """
+
+    tokenizer: str
+    by_characters: bool
 
 
 def compute_metrics(
@@ -47,187 +51,204 @@ def compute_metrics(
     spice_dir: Path | None,
     limit_s: int,
     judge: Judge | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> dict[str, MetricScores]:
-    """Every score of every group of each protocol, null where there is none. A metric that fails costs its own scores
-    only.
+    """Compute the metrics for each protocol and each of its groups of pairs.
+
+    A score is None if its metric fails or does not apply. Java programs run while the metrics in Python are computed.
+
+    Args:
+        parsed: parsed predictions by pair id.
+        limit_s: time limit for each Java program, in seconds.
+        meanwhile: function to call while the Java programs run, for work that does not need the scores.
+
+    Returns:
+        The scores by protocol name.
 
     Raises:
-        ScorerFailed: the tokenizer gave up, and a metric needs it.
+        ScorerFailed: a metric needs the tokenizer, and the tokenizer failed.
     """
-    tokens = tokenise_protocols(protocols, limit_s) if needs_java(metrics) else {}
-    found: dict[str, dict[str, MetricScores]] = {one.name: {} for one in protocols}
-    for name, metric in progress(list(metrics.items()), "evaluate: metrics", unit="metric"):
+    scores: dict[str, dict[str, MetricScores]] = {protocol.name: {} for protocol in protocols}
+    programs: dict[str, Program] = {}
+    with ExitStack() as running:
+        for name, metric in metrics.items():
+            if metric.program and scored_protocols(metric, protocols):
+                programs[name] = metric.program(spice_dir, limit_s)
+                running.callback(programs[name].close)
+        tokens = tokenise_protocols(protocols, limit_s) if needs_java(metrics) else {}
+        failures = start_programs(programs, metrics, protocols, tokens)
+        if meanwhile is not None:
+            meanwhile()
+        python_first = sorted(metrics.items(), key=lambda entry: entry[0] in programs)
+        for name, metric in progress(python_first, "evaluate: metrics", unit="metric"):
+            try:
+                if name in failures:
+                    raise failures[name]
+                answers = programs[name].answers() if name in programs else {}
+                for protocol in scored_protocols(metric, protocols):
+                    protocol_tokens = tokens.get(protocol.name, Tokens({}, {}, None))
+                    tools = Tools(protocol_tokens, answers, parsed, judge)
+                    if protocol.counts_characters and metric.reads == "tokens":
+                        character_scores = by_characters(metric).compute(protocol.pairs, protocol.groups, tools)
+                        scores[protocol.name][f"{name}{BY_CHARACTERS}"] = character_scores
+                    else:
+                        scores[protocol.name][name] = metric.compute(protocol.pairs, protocol.groups, tools)
+            except ScorerFailed as failure:
+                for protocol_scores in scores.values():
+                    # a protocol that was scored before the metric failed keeps its scores
+                    protocol_scores.setdefault(name, MetricScores({}, {}, {metric.headline: str(failure)}))
+    for protocol in protocols:
+        if protocol.counts_characters:
+            scores[protocol.name] |= absent_word_scores(metrics)
+    return {
+        protocol.name: merge(metrics_of(metrics, protocol), protocol.groups, scores[protocol.name])
+        for protocol in protocols
+    }
+
+
+def start_programs(
+    programs: Mapping[str, Program],
+    metrics: Mapping[str, Metric],
+    protocols: Sequence[ProtocolPairs],
+    tokens: Mapping[str, Tokens],
+) -> dict[str, ScorerFailed]:
+    """Start the Java program of each metric on the captions that the metric scores.
+
+    Returns:
+        Metric -> error, for each program that could not be started.
+    """
+    failures = {}
+    for name, program in programs.items():
+        scored = scored_protocols(metrics[name], protocols)
+        items = distinct_items(tokens[protocol.name] for protocol in scored if protocol.name in tokens)
         try:
-            scored = [one for one in protocols if not (one.counts_characters and metric.reads == "English")]
-            items = items_of(tokens[one.name] for one in scored if one.name in tokens)
-            answers = metric.program(items, spice_dir, limit_s) if metric.program and scored else {}
-            for one in scored:
-                tools = Tools(tokens.get(one.name, Tokens({}, {}, None)), answers, parsed, judge)
-                if one.counts_characters and metric.reads == "tokens":
-                    of_characters = by_characters(metric).compute(one.pairs, one.groups, tools)
-                    found[one.name][f"{name}{BY_CHARACTERS}"] = of_characters
-                else:
-                    found[one.name][name] = metric.compute(one.pairs, one.groups, tools)
+            program.start(items)
         except ScorerFailed as failure:
-            for of_metrics in found.values():
-                of_metrics.setdefault(name, MetricScores({}, {}, {metric.headline: str(failure)}))
-    for one in protocols:
-        if one.counts_characters:
-            found[one.name] |= without_words(metrics)
-    return {one.name: merge(metrics_of(metrics, one), one.groups, found[one.name]) for one in protocols}
+            failures[name] = failure
+    return failures
 
 
-def items_of(tokens: Iterable[Tokens]) -> list[Item]:
-    """The distinct predictions with their references."""
-    return list(dict.fromkeys(of_protocol.item(pair) for of_protocol in tokens for pair in of_protocol.predictions))
+def scored_protocols(metric: Metric, protocols: Iterable[ProtocolPairs]) -> list[ProtocolPairs]:
+    """Return the protocols that a metric can score. Metrics for English cannot score captions split into characters."""
+    return [protocol for protocol in protocols if not (protocol.counts_characters and metric.reads == "English")]
 
 
-def metrics_of(metrics: Mapping[str, Metric], one: ProtocolPairs) -> dict[str, Metric]:
-    """The metrics whose scores a protocol's part of metrics.json names: those of characters only if it counts them."""
-    return with_characters(metrics) if one.counts_characters else dict(metrics)
+def distinct_items(tokens: Iterable[Tokens]) -> list[Item]:
+    """Return the predictions with their references. An item that occurs in several protocols is returned once."""
+    items: dict[Item, None] = {}  # a dict keeps the order
+    for protocol_tokens in tokens:
+        items |= dict.fromkeys(map(protocol_tokens.item, protocol_tokens.predictions))
+    return list(items)
+
+
+def metrics_of(metrics: Mapping[str, Metric], protocol: ProtocolPairs) -> dict[str, Metric]:
+    """Return the metrics that metrics.json lists for a protocol, with character metrics if it counts characters."""
+    return with_characters(metrics) if protocol.counts_characters else dict(metrics)
 
 
 def metrics_of_all(metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs]) -> dict[str, Metric]:
-    """The metrics that any of the protocols has."""
-    return with_characters(metrics) if any(one.counts_characters for one in protocols) else dict(metrics)
+    """Return the metrics that metrics.json lists for at least one of the protocols."""
+    needs_characters = any(protocol.counts_characters for protocol in protocols)
+    return with_characters(metrics) if needs_characters else dict(metrics)
 
 
-def without_words(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:
-    """Why a protocol that counts characters has no score of words, by metric."""
-    reasons: dict[str, dict[str, str]] = {}
+def absent_word_scores(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:
+    """Return, by metric, the reasons why a protocol that counts characters does not have scores computed on words."""
+    scores = {}
     for name, metric in metrics.items():
         if metric.reads == "English":
-            reasons[name] = dict.fromkeys(metric.scores, ENGLISH_ONLY)
+            scores[name] = MetricScores({}, {}, dict.fromkeys(metric.scores, ENGLISH_ONLY))
         elif metric.reads == "tokens":
-            reasons[name] = {
+            reasons = {
                 score: f"the references have no spaces between words; {score}{BY_CHARACTERS} counts characters"
                 for score in metric.scores
             }
-    return {name: MetricScores({}, {}, absent) for name, absent in reasons.items()}
+            scores[name] = MetricScores({}, {}, reasons)
+    return scores
 
 
 def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
-    """The tokens of each protocol's pairs, by its name: from PTB or from white space alone, and in scripts without
-    spaces characters; each distinct text is tokenised once."""
-    found = {}
-    for tokenizer, counts_characters in dict.fromkeys(map(tokens_of, protocols)):
-        of_tokenizer = [one for one in protocols if tokens_of(one) == (tokenizer, counts_characters)]
-        pairs = [pair for one in of_tokenizer for pair in one.pairs]
-        said = [(pair.prediction, *pair.references, pair.shuffled_prediction) for pair in pairs]
-        texts = [text for of_pair in said for text in of_pair if text is not None]
+    """Tokenise the captions of all protocols. Protocols with the same rules share one run of the tokenizer.
 
-        def words(of_texts: Iterable[str], tokenizer: str = tokenizer) -> dict[str, str]:
-            return tokenise(of_texts, limit_s) if tokenizer == "ptb" else {text: sanitise(text) for text in of_texts}
-
-        tokens = tokenise_characters(texts, words) if counts_characters else words(texts)
-        for one in of_tokenizer:
-            shuffled = {pair.id: pair.shuffled_prediction for pair in one.pairs}
-            found[one.name] = Tokens(
-                {pair.id: [tokens[reference] for reference in pair.references] for pair in one.pairs},
-                {pair.id: tokens[pair.prediction] for pair in one.pairs},
-                {i: tokens[text] for i, text in shuffled.items() if text is not None} or None,
-            )
-    return found
+    Returns:
+        The tokens by protocol name.
+    """
+    protocols_by_rules: dict[TokenRules, list[ProtocolPairs]] = {}
+    for protocol in protocols:
+        rules = TokenRules(protocol.protocol.tokenizer, by_characters=protocol.counts_characters)
+        protocols_by_rules.setdefault(rules, []).append(protocol)
+    tokens_by_protocol = {}
+    for rules, protocols_of_rules in protocols_by_rules.items():
+        tokens = tokenise_texts(texts_of(protocols_of_rules), rules, limit_s)
+        for protocol in protocols_of_rules:
+            tokens_by_protocol[protocol.name] = tokens_of_pairs(protocol.pairs, tokens)
+    return tokens_by_protocol
 
 
-def tokens_of(one: ProtocolPairs) -> tuple[str, bool]:
-    """The tokenizer of a protocol's words, and whether characters are tokens."""
-    return one.protocol.tokenizer, one.counts_characters
+def texts_of(protocols: Iterable[ProtocolPairs]) -> list[str]:
+    """Return all texts to tokenise: predictions, references, and captions of the shuffled control."""
+    texts = []
+    for protocol in protocols:
+        for pair in protocol.pairs:
+            texts += [pair.prediction, *pair.references]
+            if pair.shuffled_prediction is not None:
+                texts.append(pair.shuffled_prediction)
+    return texts
 
 
-def merge(metrics: Mapping[str, Metric], groups: Groups, found: Mapping[str, MetricScores]) -> MetricScores:
-    """The scores of all metrics side by side, in the metrics' order; null where one gave none."""
-    names = [name for metric in metrics.values() for name in metric.scores]
-    overall = [name for metric in metrics.values() for name in metric.overall]
-    of_groups: dict[str, dict[str, Any]] = {
-        group: dict.fromkeys(names + overall if group == ALL else names) for group in groups
+def tokenise_texts(texts: Iterable[str], rules: TokenRules, limit_s: int) -> Mapping[str, str]:
+    """Return the tokens of each text, joined by spaces.
+
+    Raises:
+        ScorerFailed: the PTB tokenizer failed.
+    """
+    tokenise_words: Tokenizer = partial(tokenise, limit_s=limit_s) if rules.tokenizer == "ptb" else split_at_spaces
+    return tokenise_characters(texts, tokenise_words) if rules.by_characters else tokenise_words(texts)
+
+
+def split_at_spaces(texts: Iterable[str]) -> dict[str, str]:
+    """Return the words of each text, joined by single spaces."""
+    return {text: sanitise(text) for text in texts}
+
+
+def tokens_of_pairs(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tokens:
+    """Look up the tokens of the pairs' captions.
+
+    Args:
+        tokens: text -> its tokens, joined by spaces.
+    """
+    references = {}
+    predictions = {}
+    shuffled = {}
+    for pair in pairs:
+        references[pair.id] = [tokens[reference] for reference in pair.references]
+        predictions[pair.id] = tokens[pair.prediction]
+        if pair.shuffled_prediction is not None:
+            shuffled[pair.id] = tokens[pair.shuffled_prediction]
+    return Tokens(references, predictions, shuffled or None)
+
+
+def merge(metrics: Mapping[str, Metric], groups: Groups, scores: Mapping[str, MetricScores]) -> MetricScores:
+    """Merge the scores of all metrics, in the order of the metrics. A score that was not computed is None.
+
+    Args:
+        scores: scores by metric.
+    """
+    names: list[str] = []
+    overall_names: list[str] = []
+    for metric in metrics.values():
+        names += metric.scores
+        overall_names += metric.overall
+    group_scores: dict[str, dict[str, Any]] = {
+        group: dict.fromkeys(names + overall_names if group == ALL else names) for group in groups
     }
-    of_pairs: dict[str, dict[str, Any]] = {i: {} for i in groups[ALL]}
+    pair_scores: dict[str, dict[str, Any]] = {pair_id: {} for pair_id in groups[ALL]}
     absent: dict[str, str] = {}
     for name in metrics:
-        scores = found.get(name, MetricScores({}, {}))
-        for group, values in scores.groups.items():
-            of_groups[group].update(values)
-        for i, of_pair in scores.pairs.items():
-            of_pairs[i].update(of_pair)
-        absent.update(scores.absent)
-    return MetricScores(of_groups, of_pairs, absent)
-
-
-class ProtocolScores(BaseModel):
-    """The scores of one dataset under one protocol.
-
-    Scores are as pycocoevalcap gives them; papers print them times 100. In the file those of all the protocol's pairs
-    stand first, beside an object for each group. None is absent.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    pairs: int
-    published_pairs: int | None  # that papers score
-    scores: Scores
-    intervals: dict[str, Interval]  # by score
-    groups: dict[str, Scores]  # `pairs`, `changes`: how many
-    absent: dict[str, str]  # score -> why it is null
-
-    @model_serializer
-    def as_file(self) -> dict[str, Any]:
-        head = {"pairs": self.pairs, "published_pairs": self.published_pairs}
-        intervals = {score: interval.model_dump() for score, interval in self.intervals.items()}
-        folders: dict[str, Any] = {folder: self.folder(folder) for folder in FOLDERS}
-        plain = {name: values for name, values in self.groups.items() if "/" not in name}
-        return {**head, **self.scores, "intervals": intervals, **plain, **folders, "absent": self.absent}
-
-    def folder(self, folder: str) -> dict[str, Scores]:
-        start = f"{folder}/"
-        return {name.removeprefix(start): values for name, values in self.groups.items() if name.startswith(start)}
-
-    @property
-    def is_partial(self) -> bool:
-        return self.published_pairs is not None and self.pairs < self.published_pairs
-
-
-class EvaluateReport(StageReport):
-    """metrics.json. rows_in: test pairs; rows_out: pairs captioned and scored."""
-
-    protocols: dict[str, ProtocolScores]  # by "<dataset>/<protocol>"
-
-
-def summarise(
-    test_pairs: int,
-    captioned: int,
-    protocols: Iterable[ProtocolPairs],
-    scores: Mapping[str, MetricScores],
-    intervals: Mapping[str, Mapping[str, Interval]],
-) -> EvaluateReport:
-    """Everything that is measured, in the shape of metrics.json; `scores` and `intervals` by protocol."""
-    found = {}
-    for one in protocols:
-        of = scores[one.name]
-        found[one.name] = ProtocolScores(
-            pairs=len(one.pairs),
-            published_pairs=one.protocol.n,
-            scores=dict(of.groups[ALL]),
-            intervals=dict(intervals.get(one.name, {})),
-            groups={
-                group: {"pairs": len(ids), **of.groups[group]} for group, ids in one.groups.items() if group != ALL
-            },
-            absent=dict(of.absent),
-        )
-    return EvaluateReport(stage="evaluate", rows_in=test_pairs, rows_out=captioned, protocols=found)
-
-
-def headline(report: EvaluateReport) -> dict[str, dict[str, float]]:
-    """The scores of HEADLINE that each dataset's first protocol has, times 100, as `dvc metrics diff` and
-    `dvc exp show` list them."""
-    first: dict[str, str] = {}
-    for name in report.protocols:
-        first.setdefault(name.partition("/")[0], name)
-    return {
-        protocol: {
-            name: round(100 * value, 2)
-            for name in HEADLINE
-            if (value := report.protocols[protocol].scores.get(name)) is not None
-        }
-        for protocol in first.values()
-    }
+        metric_scores = scores.get(name, MetricScores({}, {}))
+        for group, values in metric_scores.groups.items():
+            group_scores[group].update(values)
+        for pair_id, values_of_pair in metric_scores.pairs.items():
+            pair_scores[pair_id].update(values_of_pair)
+        absent.update(metric_scores.absent)
+    return MetricScores(group_scores, pair_scores, absent)

@@ -1,7 +1,7 @@
-"""A model that answers, and another that takes over: it decodes images, gathers pairs into batches and captions them.
+"""Run the served model: decode images, group pairs into batches, caption them, and switch to a new model version.
 
-The model is in the server's process; where RAY_ADDRESS names a cluster, it is in replicas of Ray Serve there, whose own
-HTTP server is not started. Decoding has threads of its own, so that the next batch is ready when the model is.
+The model runs in the server's process or, if RAY_ADDRESS is set, in Ray Serve replicas on that cluster (without Ray
+Serve's HTTP proxy). Images are decoded in threads, so that the next batch is ready as soon as the model is free.
 """
 
 import asyncio
@@ -18,11 +18,15 @@ import numpy as np
 from PIL import Image
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from m3diff import runtime
 from m3diff.cluster import on_one_machine, start_ray
+from m3diff.images.enlarge import enlarge
 from m3diff.images.open import ImageError, load_image
-from m3diff.images.saliency import outlined
-from m3diff.records.errors import DataError
+from m3diff.images.saliency import draw_outlines
+from m3diff.records.errors import DataError, Fault
 from m3diff.registry.model_source import Source, load
+from m3diff.serving.memory import PauseTrimmer
+from m3diff.serving.model_card import ModelCard
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
@@ -30,20 +34,20 @@ from m3diff.settings.section import ParamsError
 if TYPE_CHECKING:
     from m3diff.models.generation import Captioner
 
-DECODERS = 2
-OVERLAY_PX = 1024  # the longer side of an overlay at most: an image for a page, not an archive
+DECODERS = 2  # number of threads that decode images
+OVERLAY_PX = 1024  # maximum length of an overlay's longer side; overlays are meant for display on a page
 
-BATCH_WAIT_S = 0.01  # seconds that a pair waits for others to share its batch
+BATCH_WAIT_S = 0.01  # seconds that a pair waits for other pairs to share its batch
 
 
 class Asked(NamedTuple):
-    """A question about a pair.
+    """A request for a caption.
 
     Attributes:
-        before, after: bytes of image files.
-        question: None: what changed.
-        overlay: the outlines of the saliency map are wanted, too.
-        model: as a chat names it; None if it does not.
+        before, after: contents of the image files.
+        question: the question, or None to ask what changed.
+        overlay: whether the answer should also contain both images with the outlines of the saliency map.
+        model: the model requested in a chat, or None if the request does not name a model.
     """
 
     before: bytes
@@ -53,12 +57,12 @@ class Asked(NamedTuple):
     model: str | None = None
 
 
-class Facts(NamedTuple):
-    """Facts of the model that a question is checked against.
+class ModelFacts(NamedTuple):
+    """Facts about a model that the server needs to check questions.
 
     Attributes:
-        special_tokens: marks of the prompt, which no question may hold.
-        reads_question: False: it says of every pair what changed.
+        special_tokens: the tokenizer's special tokens, which must not occur in a question.
+        reads_question: whether the model reads the question. If not, it always describes what changed.
     """
 
     name: str
@@ -67,15 +71,15 @@ class Facts(NamedTuple):
     reads_question: bool
 
 
-class Answer(NamedTuple):
-    """The answer about one pair.
+class ServedAnswer(NamedTuple):
+    """The answer to a request.
 
     Attributes:
-        model: the version that gave it.
-        overlay: before and after as PNG files with the outlines of the saliency map; None if it was not asked for or
-            the model has none.
-        prompt_tokens, completion_tokens: counts, with the end token.
-        batch: number of pairs in its batch.
+        model: the model version that wrote the caption.
+        overlay: the images before and after as PNG files, with the outlines of the saliency map. None if no overlay was
+            requested or the model does not compute saliency maps.
+        prompt_tokens, completion_tokens: number of tokens. The completion includes the end token.
+        batch_pairs: number of pairs in the same batch.
     """
 
     caption: str
@@ -83,104 +87,157 @@ class Answer(NamedTuple):
     overlay: tuple[bytes, bytes] | None
     prompt_tokens: int
     completion_tokens: int
-    batch: int
+    batch_pairs: int
 
 
-class Fault(NamedTuple):
-    """A damaged checkpoint, or an image whose header was right and whose rest is not. A value, since Ray logs an error
-    for what is raised, and starts a replica again and again."""
+class UndecodableImage(NamedTuple):
+    """The result for an image that has a valid header but cannot be decoded.
 
-    why: str
-
-
-class Prepared(NamedTuple):
-    """A pair as the model takes it.
+    It is returned, not raised as an exception, because Ray logs every exception raised in a replica as an error.
 
     Attributes:
-        inputs: before, after, each as the processor prepares it.
-        shown: both images no larger than an overlay; None if none is asked for.
+        reason: what is wrong, in the words shown to the client.
+    """
+
+    reason: str
+
+
+class PreparedPair(NamedTuple):
+    """A pair that is ready for the model.
+
+    Attributes:
+        inputs: the images before and after, prepared by the model's processor.
+        overlay_images: both images, scaled down to the size of an overlay, or None if no overlay was requested.
     """
 
     question: str
     inputs: tuple[np.ndarray, np.ndarray]
-    shown: tuple[Image.Image, Image.Image] | None
+    overlay_images: tuple[Image.Image, Image.Image] | None
+
+
+class BatchCaption(NamedTuple):
+    """The caption of one pair in a batch.
+
+    Attributes:
+        saliency_map: array of shape [rows, columns]. None if no overlay was requested or the model does not compute
+            saliency maps.
+        batch_pairs: number of pairs in the batch.
+    """
+
+    text: str
+    saliency_map: np.ndarray | None
+    batch_pairs: int
 
 
 class Replica:
-    """A checkpoint in this process that captions pairs in batches.
+    """Load a checkpoint into this process and caption pairs in batches.
 
     Args:
-        batch_pairs: of the section `serve`.
-        batch_wait_s: that a pair waits for others to share its batch.
-        threads: that the model computes with on a CPU.
+        batch_pairs: maximum number of pairs per batch.
+        batch_wait_s: seconds that a pair waits for other pairs to share its batch.
+        threads: number of threads for the model on a CPU.
     """
 
     def __init__(self, source: Source, batch_pairs: int, batch_wait_s: float, threads: int) -> None:
+        runtime.prepare()  # needed on a cluster, where each replica is a separate process
         import torch
 
         torch.set_num_threads(threads)
-        self.name, self.batch_pairs, self.batch_wait_s = source.name, batch_pairs, batch_wait_s
+        self.name = source.name
+        self.batch_pairs = batch_pairs
+        self.batch_wait_s = batch_wait_s
         self.fault: Fault | None = None
         try:
             self.captioner = load(source)
         except DataError as error:
-            self.fault = Fault(str(error))
-        self.decoders, self.computer = ThreadPoolExecutor(DECODERS), ThreadPoolExecutor(1)
-        self.waiting: asyncio.Queue[tuple[Prepared, asyncio.Future[Any]]] = asyncio.Queue()
+            self.fault = error.fault  # if the error were raised, Ray would restart the replica forever
+        self.decoders = ThreadPoolExecutor(DECODERS)
+        self.computer = ThreadPoolExecutor(1)
+        self.waiting: asyncio.Queue[tuple[PreparedPair, asyncio.Future[BatchCaption]]] = asyncio.Queue()
         self.worker: asyncio.Task[None] | None = None
+        self.trimmer = PauseTrimmer()
 
-    async def facts(self) -> Facts | Fault:
-        """Facts of the model that the server checks questions against; or the fault that kept it from being loaded."""
+    async def facts(self) -> ModelFacts | Fault:
+        """Return the facts about the model, or a fault if the model could not be loaded."""
         if self.fault is not None:
             return self.fault
         tokenizer: Any = self.captioner.processor.tokenizer  # type: ignore[attr-defined]  # every family has one
         tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        reads = self.captioner.family.reads_question
-        return Facts(self.name, self.captioner.max_new_tokens, tuple(sorted(tokens)), reads)
+        return ModelFacts(
+            name=self.name,
+            max_new_tokens=self.captioner.max_new_tokens,
+            special_tokens=tuple(sorted(tokens)),
+            reads_question=self.captioner.family.reads_question,
+        )
 
-    async def ask(self, asked: Asked) -> Answer | Fault:
-        """The answer about one pair; or the fault of an image that cannot be decoded."""
+    async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
+        """Answer one request, or return why an image cannot be decoded."""
+        self.trimmer.begin()
+        try:
+            return await self._answer(asked)
+        finally:
+            self.trimmer.end()
+
+    async def _answer(self, asked: Asked) -> ServedAnswer | UndecodableImage:
         loop = asyncio.get_running_loop()
         try:
-            prepared = await loop.run_in_executor(self.decoders, prepare, self.captioner, asked)
-        except (ImageError, MemoryError) as error:
-            return Fault(str(error).partition(";")[0])
+            pair = await loop.run_in_executor(self.decoders, prepare_pair, self.captioner, asked)
+        except ImageError as error:
+            # The error's own remedy is left out, since it applies to files on disk
+            return UndecodableImage(error.fault.summary)
+        except MemoryError as error:
+            return UndecodableImage(str(error))
+        self._start_worker()
+        future: asyncio.Future[BatchCaption] = loop.create_future()
+        self.waiting.put_nowait((pair, future))
+        caption = await future
+        overlay = None
+        if pair.overlay_images is not None and caption.saliency_map is not None:
+            overlay = await loop.run_in_executor(
+                self.decoders, draw_overlays, pair.overlay_images, caption.saliency_map
+            )
+        processor = self.captioner.processor
+        return ServedAnswer(
+            caption=caption.text,
+            model=self.name,
+            overlay=overlay,
+            prompt_tokens=len(processor.encode_prompt(pair.question)),
+            completion_tokens=len(processor.encode_reference(caption.text)),
+            batch_pairs=caption.batch_pairs,
+        )
+
+    def _start_worker(self) -> None:
+        """Start the task that gathers batches if it is not running. Must be called from a running event loop."""
         if self.worker is None or self.worker.done():
             self.worker = asyncio.create_task(self.work())
-        answer: asyncio.Future[Any] = loop.create_future()
-        self.waiting.put_nowait((prepared, answer))
-        caption, grid, batch = await answer
-        overlay = None
-        if prepared.shown is not None and grid is not None:
-            overlay = await loop.run_in_executor(self.decoders, draw, prepared.shown, grid)
-        processor = self.captioner.processor
-        lengths = len(processor.encode_prompt(prepared.question)), len(processor.encode_reference(caption))
-        return Answer(caption, self.name, overlay, *lengths, batch)
 
     async def work(self) -> None:
-        """For ever gather a batch, leave out the pairs whose clients are gone, and answer the others."""
-        loop = asyncio.get_running_loop()
+        """Gather and caption batches forever. Pairs whose clients have disconnected are skipped."""
         while True:
             batch = [await self.waiting.get()]
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.batch_wait_s):
                     while len(batch) < self.batch_pairs:
                         batch.append(await self.waiting.get())
-            batch = [(pair, answer) for pair, answer in batch if not answer.done()]
-            pairs = [pair for pair, _ in batch]
-            try:
-                found: Sequence[Any] = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
-            except Exception as error:  # each of them fails, and the next batch is captioned
-                found = [error] * len(batch)
-            for (_, answer), one in zip(batch, found, strict=True):
-                if answer.done():
-                    continue
-                if isinstance(one, Exception):
-                    answer.set_exception(one)
-                else:
-                    answer.set_result((*one, len(batch)))
+            await self._caption_batch([(pair, future) for pair, future in batch if not future.done()])
+
+    async def _caption_batch(self, batch: list[tuple[PreparedPair, "asyncio.Future[BatchCaption]"]]) -> None:
+        """Caption the pairs and set the results of their futures."""
+        loop = asyncio.get_running_loop()
+        pairs = [pair for pair, _ in batch]
+        try:
+            captions = await loop.run_in_executor(self.computer, caption_pairs, self.captioner, pairs)
+        except Exception as error:  # only the requests in this batch fail; later batches are still captioned
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), caption in zip(batch, captions, strict=True):
+            if not future.done():
+                future.set_result(caption)
 
     async def remove(self) -> None:
+        """Release the model and its threads."""
         if self.worker is not None:
             self.worker.cancel()
         self.decoders.shutdown(wait=False)
@@ -188,55 +245,70 @@ class Replica:
         self.__dict__.pop("captioner", None)
 
 
-def prepare(captioner: "Captioner", asked: Asked) -> Prepared:
-    """The pair as the model takes it; one of its images is in memory at a time. Raises ImageError."""
+def prepare_pair(captioner: "Captioner", asked: Asked) -> PreparedPair:
+    """Decode and prepare both images for the model, one after the other to save memory.
+
+    Raises:
+        ImageError: an image cannot be decoded.
+    """
     from m3diff.models.generation import QUESTION
 
     inputs: list[np.ndarray] = []
-    shown: list[Image.Image] = []
+    overlay_images: list[Image.Image] = []
     for data in (asked.before, asked.after):
         image = load_image(io.BytesIO(data))
         inputs.append(captioner.processor.prepare_image(image))
         if asked.overlay:
             image.thumbnail((OVERLAY_PX, OVERLAY_PX))
-            shown.append(image)
-        del image
-    before, after = inputs
-    return Prepared(asked.question or QUESTION, (before, after), (shown[0], shown[1]) if shown else None)
+            overlay_images.append(image)
+        del image  # frees its memory before the second image is decoded
+    return PreparedPair(
+        question=asked.question or QUESTION,
+        inputs=(inputs[0], inputs[1]),
+        overlay_images=(overlay_images[0], overlay_images[1]) if overlay_images else None,
+    )
 
 
-def captions(captioner: "Captioner", pairs: Sequence[Prepared]) -> list[tuple[str, np.ndarray | None]]:
-    """Caption and map of each pair, in order. Pairs of one question go through the model together; those with a map
-    apart, so that nobody's caption depends on what another asks for."""
-    groups: dict[tuple[str, bool], list[int]] = {}
-    for place, pair in enumerate(pairs):
-        groups.setdefault((pair.question, pair.shown is not None), []).append(place)
-    found: dict[int, tuple[str, np.ndarray | None]] = {}
-    for (question, saliency), places in groups.items():
-        texts, maps = captioner.answer([image for place in places for image in pairs[place].inputs], question, saliency)
-        grids = [None] * len(texts) if maps is None else maps
-        found |= dict(zip(places, zip(texts, grids, strict=True), strict=True))
-    return [found[place] for place in range(len(pairs))]
+def caption_pairs(captioner: "Captioner", pairs: Sequence[PreparedPair]) -> list[BatchCaption]:
+    """Return the caption of each pair, in order.
+
+    Pairs with the same question are captioned together. Pairs with and without an overlay are captioned separately, so
+    that a caption never depends on the requests of other clients.
+    """
+    positions_by_group: dict[tuple[str, bool], list[int]] = {}
+    for position, pair in enumerate(pairs):
+        has_overlay = pair.overlay_images is not None
+        positions_by_group.setdefault((pair.question, has_overlay), []).append(position)
+    captions: dict[int, BatchCaption] = {}
+    for (question, has_overlay), positions in positions_by_group.items():
+        images = [image for position in positions for image in pairs[position].inputs]
+        texts, saliency_maps = captioner.answer(images, question, has_overlay)
+        maps: Sequence[np.ndarray | None] = [None] * len(texts) if saliency_maps is None else list(saliency_maps)
+        for position, text, saliency_map in zip(positions, texts, maps, strict=True):
+            captions[position] = BatchCaption(text, saliency_map, batch_pairs=len(pairs))
+    return [captions[position] for position in range(len(pairs))]
 
 
-def draw(images: tuple[Image.Image, Image.Image], grid: np.ndarray) -> tuple[bytes, bytes]:
-    """Both images as PNG with the outlines of the pair's map."""
-    drawn = io.BytesIO(), io.BytesIO()
-    for image, file in zip(images, drawn, strict=True):
-        outlined(image, grid.astype(np.float32)).save(file, "PNG")
-    return drawn[0].getvalue(), drawn[1].getvalue()
+def draw_overlays(images: tuple[Image.Image, Image.Image], saliency_map: np.ndarray) -> tuple[bytes, bytes]:
+    """Draw the outlines of the saliency map on both images and return the PNG files. Small images are enlarged."""
+    files = []
+    for image in images:
+        file = io.BytesIO()
+        draw_outlines(enlarge(image, OVERLAY_PX), saliency_map.astype(np.float32)).save(file, "PNG")
+        files.append(file.getvalue())
+    return files[0], files[1]
 
 
-GPU_SHARE = 0.5  # the share of a GPU that a replica reserves: while a version takes over, both are loaded
+GPU_SHARE = 0.5  # share of a GPU that a replica reserves. While a new version replaces the old one, both are loaded
 
-QUIET = {"log_level": "ERROR", "enable_access_log": False}
+QUIET_LOGGING = {"log_level": "ERROR", "enable_access_log": False}
 
 
-class RayDeployed:
-    """A checkpoint in replicas of Ray Serve, an application of their own, that are ready.
+class RayDeployment:
+    """Deploy a checkpoint as a separate Ray Serve application and wait until its replicas are ready.
 
     Args:
-        options: of a Replica, after its source.
+        options: the arguments of `Replica` after `source`.
     """
 
     def __init__(self, source: Source, cfg: Serve, options: tuple[Any, ...]) -> None:
@@ -250,7 +322,7 @@ class RayDeployed:
             ray_actor_options={"num_cpus": 0, "num_gpus": GPU_SHARE if ray.cluster_resources().get("GPU", 0) else 0},
             graceful_shutdown_timeout_s=cfg.answer_s,
             graceful_shutdown_wait_loop_s=0.1,
-            logging_config=QUIET,
+            logging_config=QUIET_LOGGING,
         )
         try:
             self.handle: Any = ray.serve.run(deployment.bind(source, *options), name=self.name, route_prefix=None)
@@ -258,41 +330,41 @@ class RayDeployed:
             ray.serve.delete(self.name)
             raise
 
-    async def facts(self) -> Facts | Fault:
+    async def facts(self) -> ModelFacts | Fault:
+        """Ask one of the replicas for the facts about the model, or for the fault if it could not load the model."""
         return await self.handle.facts.remote()
 
-    async def ask(self, asked: Asked) -> Answer | Fault:
+    async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
+        """Answer one request with one of the replicas."""
         response = self.handle.ask.remote(asked)
         try:
             return await response
         finally:
-            response.cancel()  # one that was answered is left alone
+            response.cancel()  # in case the client has disconnected; after an answer this does nothing
 
     async def remove(self) -> None:
+        """Stop the replicas."""
         import ray.serve
 
         await asyncio.to_thread(ray.serve.delete, self.name)
 
 
-Deployed = Replica | RayDeployed  # a model that is loaded
+Deployment = Replica | RayDeployment  # a loaded model
 
-Deploy = Callable[[Source], Deployed]  # loads a checkpoint; blocks until it is ready
+Deploy = Callable[[Source], Deployment]  # loads a checkpoint and blocks until it is ready
 
 
 @contextmanager
 def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
-    """Loads one checkpoint after the other: in this process, or on a cluster.
+    """Yield a function that loads a checkpoint, either in this process or on the cluster at RAY_ADDRESS.
 
     Raises:
-        ParamsError: several replicas are asked for, and there is no cluster.
+        ParamsError: several replicas are configured, but RAY_ADDRESS is not set.
     """
     options = (cfg.batch_pairs, BATCH_WAIT_S, compute.cpus_per_worker)
     if on_one_machine():
         if cfg.replicas > 1:
-            raise ParamsError(
-                f"serve.replicas: {cfg.replicas} need a Ray cluster, and RAY_ADDRESS names none; start one "
-                "(docs/serving.md), or write 1"
-            )
+            raise ParamsError("serving.replicas_without_cluster", key="serve.replicas", value=cfg.replicas)
         yield lambda source: Replica(source, *options)
         return
     import ray.serve
@@ -301,82 +373,125 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
     start_ray(compute)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        ray.serve.start(proxy_location="Disabled", logging_config=QUIET)
-        yield lambda source: RayDeployed(source, cfg, options)  # Serve itself stays: it may be others', too
+        ray.serve.start(proxy_location="Disabled", logging_config=QUIET_LOGGING)
+        yield lambda source: RayDeployment(source, cfg, options)
     finally:
-        ray.shutdown()
+        ray.shutdown()  # Ray Serve keeps running, since other users of the cluster may need it
 
 
 class Metrics:
-    """Counts that Prometheus reads at `GET /metrics`, in a registry of their own: two servers in one process, as in
-    tests, count apart."""
+    """Metrics that Prometheus reads from `GET /metrics`.
+
+    Each instance has its own registry, so that two servers in one process, as in tests, count separately.
+    """
 
     def __init__(self) -> None:
-        self.registry = own = CollectorRegistry()
-        labels, seconds = ["route", "status"], (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-        self.requests = Counter("m3diff_requests", "Requests by route and HTTP status", labels, registry=own)
-        told = "Seconds from a request's head to the end of its answer"
-        self.seconds = Histogram("m3diff_request_seconds", told, ["route"], buckets=seconds, registry=own)
-        pairs = (1, 2, 4, 8, 16, 32, 64)
-        self.batch = Histogram("m3diff_batch_pairs", "Pairs that shared an answer's batch", buckets=pairs, registry=own)
-        self.queue = Gauge("m3diff_queue_length", "Requests being read, waiting or answered", registry=own)
-        self.model = Gauge("m3diff_model", "1 for the version that answers", ["version"], registry=own)
-        self.switches = Counter("m3diff_model_switches", "Versions that began to answer", registry=own)
-        told = "Times that the next version could not be had"
-        self.poll_failures = Counter("m3diff_model_failures", told, registry=own)
+        registry = CollectorRegistry()
+        self.registry = registry
+        self.requests = Counter(
+            "m3diff_requests", "Requests by route and HTTP status", ["route", "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "m3diff_request_seconds",
+            "Seconds from a request's head to the end of its answer",
+            ["route"],
+            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+            registry=registry,
+        )
+        self.batch = Histogram(
+            "m3diff_batch_pairs",
+            "Pairs that shared an answer's batch",
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+            registry=registry,
+        )
+        self.queue = Gauge("m3diff_queue_length", "Requests being read, waiting or answered", registry=registry)
+        self.model = Gauge("m3diff_model", "1 for the version that answers", ["version"], registry=registry)
+        self.switches = Counter("m3diff_model_switches", "Versions that began to answer", registry=registry)
+        self.poll_failures = Counter(
+            "m3diff_model_failures", "Times that the next version could not be had", registry=registry
+        )
 
 
-class Served:
-    def __init__(self, deployed: Deployed, facts: Facts) -> None:
-        self.deployed, self.facts, self.under_way = deployed, facts, 0
+class ServedModel:
+    """A loaded model that answers requests.
 
-    async def ask(self, asked: Asked) -> Answer | Fault:
-        self.under_way += 1
+    Args:
+        card: task that looks up the model card. The lookup takes seconds, and captions do not wait for it.
+
+    Attributes:
+        requests: number of requests in progress.
+    """
+
+    def __init__(self, deployment: Deployment, facts: ModelFacts, card: asyncio.Task[ModelCard]) -> None:
+        self.deployment = deployment
+        self.facts = facts
+        self.card = card
+        self.requests = 0
+
+    async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
+        """Answer one request, or return why an image cannot be decoded."""
+        self.requests += 1
         try:
-            return await self.deployed.ask(asked)
+            return await self.deployment.ask(asked)
         finally:
-            self.under_way -= 1
+            self.requests -= 1
 
     async def retire(self) -> None:
-        """Remove the model once it has given its last answer."""
-        while self.under_way:
+        """Wait until all requests are answered, then remove the model."""
+        while self.requests:
             await asyncio.sleep(0.05)
-        await self.deployed.remove()
+        await self.deployment.remove()
 
 
 class Models:
-    """The model that answers, `current`, None until the first is ready. Another takes over without a lost request: it
-    is loaded, all new requests go to it, and the one before is removed when it has given its last answer."""
+    """Manage the current model and the models it has replaced.
 
-    def __init__(self, deploy: Deploy, metrics: Metrics) -> None:
-        self.deploy, self.metrics = deploy, metrics
-        self.current: Served | None = None
+    Switching models does not lose requests. The new model is loaded first and then receives all new requests. The
+    previous model is removed after it has answered its last request.
+
+    Args:
+        describe: a function that returns the card of a model. It may block while it reads the training record, and it
+            must not raise.
+
+    Attributes:
+        current: the model that answers requests, or None until the first model is ready.
+        removing: tasks that remove earlier models.
+    """
+
+    def __init__(self, deploy: Deploy, metrics: Metrics, describe: Callable[[Source], ModelCard]) -> None:
+        self.deploy = deploy
+        self.metrics = metrics
+        self.describe = describe
+        self.current: ServedModel | None = None
         self.removing: set[asyncio.Task[None]] = set()
 
     async def switch(self, source: Source) -> None:
-        """Load a model, let it answer from now on, and retire the one before.
+        """Load a model, send all new requests to it, and retire the previous model.
 
         Raises:
-            DataError: its checkpoint is damaged; the one before stays.
+            DataError: the checkpoint is damaged. The previous model keeps answering requests.
         """
-        deployed = await asyncio.to_thread(self.deploy, source)
-        facts = await deployed.facts()
+        deployment = await asyncio.to_thread(self.deploy, source)
+        facts = await deployment.facts()
         if isinstance(facts, Fault):
-            await deployed.remove()
-            raise DataError(facts.why)
-        before, self.current = self.current, Served(deployed, facts)
+            await deployment.remove()
+            raise DataError(facts)
+        card = asyncio.create_task(asyncio.to_thread(self.describe, source))
+        replaced = self.current
+        self.current = ServedModel(deployment, facts, card)
         self.metrics.model.clear()
         self.metrics.model.labels(facts.name).set(1)
         self.metrics.switches.inc()
-        if before is not None:
-            task = asyncio.create_task(before.retire())
+        if replaced is not None:
+            task = asyncio.create_task(replaced.retire())
             self.removing.add(task)
             task.add_done_callback(self.removing.discard)
 
     async def close(self) -> None:
-        """Wait for models that are on their way out, and remove the current one."""
+        """Wait until earlier models are removed, then remove the current model."""
         if self.removing:
             await asyncio.wait(self.removing)
         if self.current is not None:
-            current, self.current = self.current, None
-            await current.deployed.remove()
+            model = self.current
+            self.current = None
+            await model.deployment.remove()

@@ -1,4 +1,4 @@
-"""The section `serve`: how requests are batched, and what one request may ask of the server."""
+"""Define the section `serve`, which sets the batch size and the limits on requests."""
 
 from pydantic import Field
 
@@ -6,10 +6,28 @@ from m3diff.settings.section import Section
 
 
 class Serve(Section):
+    """Settings of the HTTP server and its model replicas."""
+
     port: int = Field(ge=1, le=65535)
-    replicas: int = Field(ge=1)  # processes on a Ray cluster; while a version takes over, twice as many
-    batch_pairs: int = Field(ge=1)  # captioned at once by one replica, at most
-    max_queue: int = Field(ge=1)  # requests at a time: being read, waiting or answered; 429 above it
-    max_request_mb: float = Field(gt=0)  # million bytes of one request; 413 above it
-    max_image_mpx: float = Field(gt=0, le=170)  # million pixels of one padded image; 422 above. Pillow stops at 178
-    answer_s: float = Field(gt=0)  # from the end of a request to the answer; 503 after it
+    """TCP port of the HTTP server."""
+
+    replicas: int = Field(ge=1)
+    """Number of processes on the Ray cluster that load the model. On a cluster with GPUs, each process reserves half a
+    GPU. A new version starts while the old version is still running, so twice as many processes run for a while."""
+
+    batch_pairs: int = Field(ge=1)
+    """Maximum number of pairs that a replica captions in one batch. Larger batches serve more requests per second and
+    need more memory."""
+
+    max_queue: int = Field(ge=1)
+    """Maximum number of requests in progress (being read, waiting or being answered). Further requests get HTTP 429."""
+
+    max_request_mb: float = Field(gt=0)
+    """Maximum size of a request body in millions of bytes, including base64 encoding. Larger requests get HTTP 413."""
+
+    max_image_mpx: float = Field(gt=0, le=170)
+    """Maximum size of an image in millions of pixels after padding to a square. Larger images get HTTP 422. The upper
+    bound stays below Pillow's own limit of 178 million pixels."""
+
+    answer_s: float = Field(gt=0)
+    """Maximum time from receiving a request to answering it, in seconds. Requests that take longer get HTTP 503."""

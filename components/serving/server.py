@@ -1,4 +1,4 @@
-"""`m3diff serve`: a process that loads the model, follows an alias of the registry and listens."""
+"""Implement `m3diff serve`: load the model, listen for requests, and follow an alias in the model registry."""
 
 import asyncio
 import os
@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,178 +14,226 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from m3diff.datasets import DATASETS
-from m3diff.datasets.spec import check_licence
-from m3diff.endpoint import THIS_MACHINE
-from m3diff.records.errors import DataError
+from m3diff.endpoint.url import THIS_MACHINE
 from m3diff.registry.model_source import Source, find, version_of
-from m3diff.serving import app
+from m3diff.serving import limits
+from m3diff.serving.app import Server
 from m3diff.serving.batcher import Metrics, Models, deployer
-from m3diff.settings.rules import licensed
+from m3diff.serving.model_card import describe
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
-TOKEN, SHORTEST_TOKEN = "M3DIFF_SERVE_TOKEN", 16
-NEW_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
-POLL_S = 5  # seconds between two checks of which version the alias names
+TOKEN = "M3DIFF_SERVE_TOKEN"
+MIN_TOKEN_CHARS = 16
+MAKE_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
+POLL_S = 5  # seconds between checks of the alias
 
 
-def say(text: str, to: TextIO | None = None) -> None:
-    """Print a line to the output, else to `to`; where nobody reads that any more (`m3diff serve | head`), to nobody."""
-    out = to or sys.stdout
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a line to a stream (stdout by default).
+
+    If the stream has been closed, as in `m3diff serve | head`, the server keeps running and drops later lines.
+    """
+    stream = stream or sys.stdout
     try:
-        print(f"m3diff serve: {text}", file=out, flush=True)
+        print(f"m3diff serve: {text}", file=stream, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class Impatient(H11Protocol):
-    """uvicorn's protocol, which closes a connection whose request has not its whole head after UPLOAD_S; uvicorn would
-    wait without an end. The body has a limit of its own."""
+async def print_notes(models: Models) -> None:
+    """Print why information is missing from the current model's card."""
+    if models.current is not None:
+        card = await models.current.card
+        for note in card.notes:
+            print_line(note)
+
+
+class HeadTimeoutProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with a time limit: a request's head must arrive within UPLOAD_S seconds.
+
+    Otherwise, the connection is closed. uvicorn 0.54 does not have such a limit. `Upload` limits the time for the body.
+    """
 
     timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer for the first request on the connection."""
         super().connection_made(transport)
-        self._watch()
+        self._set_timer()
 
     def data_received(self, data: bytes) -> None:
+        """Process incoming data. Stop the timer after the head of a request, and restart it before the next request."""
         super().data_received(data)
-        self._watch()
+        self._set_timer()
 
-    def _watch(self) -> None:
-        is_waiting = self.conn.their_state is h11.IDLE
-        if is_waiting and self.timer is None:
-            self.timer = self.loop.call_later(app.UPLOAD_S, self.transport.close)
-        elif not is_waiting and self.timer is not None:
+    def _set_timer(self) -> None:
+        is_waiting_for_head = self.conn.their_state is h11.IDLE
+        if is_waiting_for_head and self.timer is None:
+            self.timer = self.loop.call_later(limits.UPLOAD_S, self.transport.close)
+        elif not is_waiting_for_head and self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
-async def follow(models: Models, version: Callable[[], str], find: Callable[[], Source], poll_s: float) -> None:
-    """Check again and again which version the alias names, and switch when it moved. A failure is reported and tried
-    again at the next check; the current model goes on answering.
+async def follow_alias(
+    models: Models, find_version: Callable[[], str], find_source: Callable[[], Source], poll_s: float
+) -> None:
+    """Check every `poll_s` seconds which version the alias points to, and switch to it if it has changed.
+
+    If this fails, print the error and try again at the next check. The current model keeps answering requests.
 
     Args:
-        version: the name of the version that the alias names at the moment.
-        find: its checkpoint.
+        find_version: a function that returns the version the alias points to.
+        find_source: a function that returns the checkpoint of that version.
     """
-    failed = ""
+    last_failure = ""
     while True:
         await asyncio.sleep(poll_s)
         assert models.current is not None
-        name = models.current.facts.name
+        current_name = models.current.facts.name
         try:
-            if await asyncio.to_thread(version) != name:
-                source = await asyncio.to_thread(find)
+            if await asyncio.to_thread(find_version) != current_name:
+                source = await asyncio.to_thread(find_source)
                 await models.switch(source)
-                say(f"answers now with {source.name}")
-            failed = ""
-        except Exception as error:  # of MLflow, of a checkpoint, of Ray
+                print_line(f"answers now with {source.name}")
+                await print_notes(models)
+            last_failure = ""
+        except Exception as error:  # MLflow or Ray failed, or a checkpoint is damaged
             models.metrics.poll_failures.inc()
-            if str(error) != failed:
-                say(f"goes on with {name}; the next version could not be had: {error}", sys.stderr)
-            failed = str(error)
+            if str(error) != last_failure:
+                print_line(f"goes on with {current_name}; the next version could not be had: {error}", sys.stderr)
+            last_failure = str(error)
 
 
 def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
-    """Answer requests until SIGTERM, SIGINT or, unless nohup started it, SIGHUP; then take no new one and answer those
-    that are there.
+    """Serve requests until the process receives SIGTERM, SIGINT or (unless it runs under nohup) SIGHUP.
+
+    After the signal, new requests are refused and requests in progress are completed.
 
     Args:
-        model: a folder or a version's number, which stay as they are; or an alias, which is followed.
-        base: as in `model_source.find`.
+        model: a checkpoint folder, a version number or an alias. If an alias is moved to another version, the server
+            switches to that version.
+        base: the folder of the base model, which is needed if the checkpoint contains only adapters.
 
     Raises:
-        ParamsError: the address is taken, others could reach it without a token, or replicas have no cluster.
-        DataError: there is no such model, or its checkpoint is damaged.
+        ParamsError: the address cannot be used, other machines could reach the server without a token, or several
+            replicas are configured without a cluster.
+        DataError: the model does not exist, or its checkpoint is damaged.
     """
-    cfg, name = params.serve, params.register_.model_name
-    store = (params.register_.tracking_uri, name, model)
+    cfg = params.serve
+    model_name = params.register_.model_name
+    registry_entry = (params.register_.tracking_uri, model_name, model)
+    is_alias = not (Path(model).is_dir() or model.isdecimal())
 
-    def find_now() -> Source:
-        return find(*store, base, params.predict.max_new_tokens)
+    def find_source() -> Source:
+        return find(*registry_entry, base, params.predict.max_new_tokens)
 
     async def work() -> None:
-        """Load the first model, then follow the alias, or wait for ever."""
+        """Load the first model, then follow the alias or wait forever."""
         await models.switch(source)
-        where, number = listener.getsockname()[:2]
-        say(f"http://{f'[{where}]' if ':' in where else where}:{number} answers with {source.name}")
-        if Path(model).is_dir() or model.isdecimal():
-            await asyncio.Event().wait()
-        await follow(models, lambda: version_of(*store), find_now, POLL_S)
+        print_line(f"{url_of(listener)} answers with {source.name}")
+        await print_notes(models)
+        if is_alias:
+            await follow_alias(models, lambda: version_of(*registry_entry), find_source, POLL_S)
+        await asyncio.Event().wait()
 
     token = take_token(host)
-    with listening(host, port) as listener:
-        source = find_now()
+    with listening_socket(host, port) as listener:
+        source = find_source()
         with deployer(cfg, params.compute) as deploy:
-            models = Models(deploy, Metrics())
-            shown = []
-            for dataset, entry in licensed(params).items():
-                with suppress(DataError):
-                    check_licence(DATASETS[entry.reader], "show")
-                    shown.append(dataset)
-            examples = app.find_examples(params.paths.clean / "records.parquet", shown)
-            asyncio.run(run(app.Server(cfg, models, name, token, examples), listener, cfg.answer_s, models, work))
+            models = Models(deploy, Metrics(), partial(describe, params))
+            server = Server(cfg, models, model_name, token)
+            asyncio.run(run(server, listener, cfg.answer_s, models, work))
 
 
 async def run(
-    application: app.Server, listener: socket.socket, answer_s: float, models: Models, work: Callable[[], Any]
+    application: Server, listener: socket.socket, answer_s: float, models: Models, work: Callable[[], Any]
 ) -> None:
-    """Listen at once, and `work` until a signal."""
+    """Answer requests and run `work` until a signal arrives, then shut down.
+
+    Requests are accepted immediately, before the first model is loaded.
+
+    Args:
+        answer_s: maximum time for an answer in seconds. Shutdown waits for requests in progress at most this long plus
+            UPLOAD_S.
+        work: a coroutine function that loads the first model and keeps it up to date.
+    """
     config = uvicorn.Config(
         application,
-        http=Impatient,
+        http=HeadTimeoutProtocol,
         ws="none",
         lifespan="off",
         log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=int(app.UPLOAD_S + answer_s) + 1,
+        timeout_graceful_shutdown=int(limits.UPLOAD_S + answer_s) + 1,
     )
-    server, stopped = uvicorn.Server(config), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
-        loop.add_signal_handler(number, stopped.set)
-    listens = asyncio.create_task(server._serve([listener]))  # `serve` would raise the signal again when it is done
-    works = asyncio.create_task(work())
-    await asyncio.wait((listens, works, asyncio.create_task(stopped.wait())), return_when=asyncio.FIRST_COMPLETED)
+    server = uvicorn.Server(config)
+    has_stopped = stop_on_signals()
+    # The public method `serve` would raise the signal again after shutdown
+    listening = asyncio.create_task(server._serve([listener]))
+    working = asyncio.create_task(work())
+    stopping = asyncio.create_task(has_stopped.wait())
+    await asyncio.wait((listening, working, stopping), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
-    if works.done():
-        await listens
-        works.result()  # the first model could not be loaded
-    say("stops; answers what was asked")
-    works.cancel()
-    await listens
+    if working.done():
+        await listening
+        working.result()  # raises the error that kept the first model from loading
+    print_line("stops; answers what was asked")
+    working.cancel()
+    await listening
     await models.close()
 
 
+def stop_on_signals() -> asyncio.Event:
+    """Return an event that is set by SIGTERM, SIGINT and SIGHUP. Under nohup, SIGHUP is still ignored."""
+    has_stopped = asyncio.Event()
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, has_stopped.set)
+    return has_stopped
+
+
 def take_token(host: str) -> str | None:
-    """The token, taken out of the environment, which the replicas inherit; None if there is none.
+    """Return the server's token, or None if it is not set.
+
+    The token is removed from the environment, because replicas inherit the environment.
 
     Raises:
-        ParamsError: it is short, or there is none and other machines could reach the server.
+        ParamsError: the token is too short, or it is missing and other machines could reach the server.
     """
     token = os.environ.pop(TOKEN, None)
     if token is None and host not in THIS_MACHINE:
+        raise ParamsError("serving.no_token", host=host, variable=TOKEN, command=MAKE_TOKEN)
+    if token is not None and len(token) < MIN_TOKEN_CHARS:
         raise ParamsError(
-            f"serve: --host {host} lets other machines in, and there is no token; set {TOKEN} ({NEW_TOKEN} makes one), "
-            "or leave --host out"
+            "serving.short_token", variable=TOKEN, value=len(token), limit=MIN_TOKEN_CHARS, command=MAKE_TOKEN
         )
-    if token is not None and len(token) < SHORTEST_TOKEN:
-        raise ParamsError(f"serve: {TOKEN} has {len(token)} characters; {SHORTEST_TOKEN} at least: {NEW_TOKEN}")
     return token
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ParamsError if the address cannot be had."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        ParamsError: the address is in use or does not belong to this machine.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=512)  # type: ignore[arg-type]
     except OSError as error:
+        next_port = port % 65535 + 1
         raise ParamsError(
-            f"serve: cannot listen on {host} port {port} ({error}); end the program that does, or choose another: "
-            f"m3diff serve --port {port % 65535 + 1}"
+            "serving.address_not_free", host=host, port=port, cause=str(error), expected=next_port
         ) from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    address, port = listener.getsockname()[:2]
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{port}"

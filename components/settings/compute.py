@@ -1,8 +1,9 @@
-"""The section `compute`: how a run is computed, not what, and the kinds of GPU that it may name. DVC does not watch it
-and no run starts over for it.
+"""The section `compute`: how a run is computed, and the supported kinds of GPU.
 
-Changing workers, batch split, ZeRO stage, recomputation, intervals, retries or sizes of validation changes neither the
-data order nor the loss; sums may round differently.
+DVC does not watch this section, so changing it never restarts a run. The number of workers, micro-batches, the ZeRO
+stage, recomputation, intervals, retries and the amount of validation do not affect the order of the data or the loss,
+except for rounding differences in sums. However, if `train.export` is `best`, `checkpoint_every_steps`,
+`caption_val_pairs` and `caption_every_checkpoints` determine which checkpoint is exported.
 """
 
 import re
@@ -15,21 +16,27 @@ from m3diff.settings.section import Section, one_of
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU: its memory as sold (1e9 bytes), and its dense peak with sums in fp32.
+    """A kind of GPU.
 
-    Data sheets also give twice the peak, for sparse matrices. NVIDIA publishes them in data sheets and product pages
-    (nvidia.com/en-us/data-center: a100, a10, l4, l40s, h100, h200; HGX B200 and GB200 NVL72, of which a GPU is an
-    eighth and a 72nd) and in the papers on its architectures: Hopper, Ada and Ampere GA102. A GeForce sums in fp32 at
-    half the rate of fp16, so its peak is SMs x 4 tensor cores x 64 multiply-adds x boost clock: 128 x 2.52 GHz in the
-    RTX 4090, 82 x 1.695 GHz in the RTX 3090.
+    The figures come from NVIDIA's data sheets and product pages (nvidia.com/en-us/data-center: a100, a10, l4, l40s,
+    h100, h200; one eighth of HGX B200, one 72nd of GB200 NVL72) and from NVIDIA's papers on the architectures Hopper,
+    Ada and Ampere GA102. Data sheets also list peaks for sparse matrices, which are twice as high. GeForce GPUs
+    accumulate in fp32 at half the rate of fp16. Their peak, in operations per second, is 2 x SMs x 4 tensor cores x 64
+    multiply-adds x boost clock: 128 SMs at 2.52 GHz in the RTX 4090, 82 SMs at 1.695 GHz in the RTX 3090.
+
+    Attributes:
+        name: words that occur in the device name in torch, followed by the memory size.
+        memory_gb: nominal memory, in 1e9 bytes.
+        bf16_tflops: peak throughput of dense bf16 products with fp32 accumulation, in 1e12 operations per second.
     """
 
-    name: str  # the words that torch's name of the device has, and the memory
+    name: str
     memory_gb: float
     bf16_tflops: float
 
 
-GPUS = {  # the kinds by name, with NVIDIA's data sheet or architecture paper that has the numbers
+# Kinds of GPU by name. The comments name the source of each figure
+GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("A100-40GB", 40, 312),  # NVIDIA A100 data sheet; PCIe and SXM alike
@@ -39,8 +46,8 @@ GPUS = {  # the kinds by name, with NVIDIA's data sheet or architecture paper th
         Gpu("H100-NVL-94GB", 94, 835),  # NVIDIA H100 data sheet, NVL; half of the figures with sparsity
         Gpu("H200-141GB", 141, 989),  # NVIDIA H200 data sheet, SXM; half of the figures with sparsity
         Gpu("H200-NVL-141GB", 141, 835),  # NVIDIA H200 data sheet, NVL; half of the figures with sparsity
-        Gpu("B200-180GB", 180, 2250),  # NVIDIA HGX B200 data sheet, an eighth of it; half of the sparse figures
-        Gpu("GB200-186GB", 186, 2500),  # NVIDIA GB200 NVL72 data sheet, one of 72; half of the figures with sparsity
+        Gpu("B200-180GB", 180, 2250),  # NVIDIA HGX B200 data sheet, one of 8 GPUs; half of the sparse figures
+        Gpu("GB200-186GB", 186, 2500),  # NVIDIA GB200 NVL72 data sheet, one of 72 GPUs; half of the sparse figures
         Gpu("L40S-48GB", 48, 362),  # NVIDIA L40S data sheet, without sparsity
         Gpu("A10-24GB", 24, 125),  # NVIDIA A10 data sheet, without sparsity
         Gpu("L4-24GB", 24, 121),  # NVIDIA L4 data sheet; half of the figures with sparsity
@@ -49,36 +56,90 @@ GPUS = {  # the kinds by name, with NVIDIA's data sheet or architecture paper th
     )
 }
 
-OTHER_CHIPS = {"LAPTOP", "D"}  # words of devices that share a name with a larger chip
+SMALLER_CHIP_WORDS = {"LAPTOP", "D"}  # a device with such a word in its name has a smaller chip than the device without
 
 
 def gpu_of(device_name: str) -> Gpu | None:
-    """The kind of a device by the name that torch gives it (`NVIDIA H100 80GB HBM3`); None where it is not known. Of
-    kinds that differ in memory alone it is the smallest: their peak is the same."""
+    """Return the kind of GPU for a device name, or None if it is unknown.
+
+    If several kinds differ only in memory, return the kind with the least memory. Their peak throughput is the same.
+
+    Args:
+        device_name: name of the device in torch, such as `NVIDIA H100 80GB HBM3`.
+    """
     words = set(re.split(r"[\s-]+", device_name.upper()))
-    models = {gpu: set(gpu.name.upper().split("-")[:-1]) for gpu in GPUS.values()}  # a name without its memory
-    known = [gpu for gpu, model in models.items() if model <= words and not words & OTHER_CHIPS]
-    return max(known, key=lambda gpu: len(models[gpu]), default=None)
+    if words & SMALLER_CHIP_WORDS:
+        return None
+    model_words = {gpu: set(gpu.name.upper().split("-")[:-1]) for gpu in GPUS.values()}  # excludes the memory
+    matching = [gpu for gpu in GPUS.values() if model_words[gpu] <= words]
+    return max(matching, key=lambda gpu: len(model_words[gpu]), default=None)
 
 
 class Compute(Section):
-    scratch: Path  # folder for checkpoints in flight, caches and logs; never an output of DVC
-    workers: int = Field(ge=0)  # Ray Train workers; 0 runs the loop in a plain process
+    """The hardware of a run, how work is distributed over it, and how often training is saved and validated."""
+
+    scratch: Path
+    """Folder for checkpoints of unfinished runs, caches and logs. DVC never tracks this folder."""
+
+    workers: int = Field(ge=0)
+    """Number of Ray Train workers, with one GPU each if `gpu` is true. 0 trains in this process, without Ray."""
+
     cpus_per_worker: int = Field(ge=1)
+    """CPU threads per worker, for loading images and, without a GPU, for training."""
+
     gpu: bool
-    gpu_kind: Annotated[str, one_of(GPUS)] | None  # for the plan; null: training takes what it finds
-    micro_batch: int = Field(ge=1)  # sequences on one worker at a time
-    attention: Literal["auto", "flex", "sdpa"]  # the LLM's kernel; auto: flex for branches on a GPU, else sdpa
+    """If true, workers and the server use GPUs."""
+
+    gpu_kind: Annotated[str, one_of(GPUS)] | None
+    """Kind of GPU for which `m3diff plan` estimates a run, a key of GPUS. null means unknown. Training ignores this
+    setting and uses the GPUs that it finds."""
+
+    gpu_hour_price: float | None = Field(default=None, ge=0)
+    """Price of one GPU for one hour, for `m3diff plan`. With null, the plan does not include the cost."""
+
+    gpu_hour_currency: str = Field(default="USD", min_length=1)
+    """Currency of `gpu_hour_price`."""
+
+    micro_batch: int = Field(ge=1)
+    """Number of sequences that a worker processes at once. A larger number is faster and takes more memory, but does
+    not affect the weights."""
+
+    attention: Literal["auto", "flex", "sdpa"]
+    """Attention kernel of the LLM. `auto` selects flex if references are packed and a GPU is used, otherwise sdpa."""
+
     zero_stage: Literal[0, 1, 2, 3]
+    """ZeRO stage of DeepSpeed. Stage 1 divides the optimizer states among the workers, stage 2 also the gradients, and
+    stage 3 also the weights. Higher stages take less memory per worker, but more communication."""
+
     activation_checkpointing: Literal["none", "selective", "full"]
+    """Which activations are recomputed in the backward pass instead of stored: `none`, `selective` (norms and SwiGLU
+    products) or `full` (whole layers). Recomputing more saves memory but takes more time."""
+
     checkpoint_every_steps: int = Field(ge=1)
-    max_failures: int = Field(ge=0)  # restarts of a training run; workers that may die in a run of predict
-    val_pairs: int = Field(ge=0)  # validation pairs of each dataset behind val_loss
-    caption_val_pairs: int = Field(ge=0)  # validation pairs of each dataset that are captioned and scored; 0: none
+    """Number of training steps between checkpoints. A killed run loses at most this many steps."""
+
+    max_failures: int = Field(ge=0)
+    """How often a training run is restarted after failures, and how many workers may die in one run of predict."""
+
+    val_pairs: int = Field(ge=0)
+    """Number of validation pairs per dataset on which `val_loss` is measured at every checkpoint. 0 turns this off."""
+
+    caption_val_pairs: int = Field(ge=0)
+    """Number of validation pairs per dataset that are captioned and scored with CIDEr during training. 0 turns this
+    off. `train.export: best` requires such pairs."""
+
     caption_every_checkpoints: int = Field(ge=1)
-    spice_dir: Path | None  # folder with the jars that `m3diff score --check-spice` names
-    scorer_timeout_s: int = Field(ge=1)  # of each program; SPICE has more, by its captions
+    """Number of checkpoints from one captioning of validation pairs to the next. 1 captions them at every
+    checkpoint."""
+
+    spice_dir: Path | None
+    """Folder with the jars that SPICE requires (`m3diff score --check-spice` lists them). null leaves out SPICE."""
+
+    scorer_timeout_s: int = Field(ge=1)
+    """Time limit for each Java program of a metric, in seconds. SPICE gets 1 additional second for each caption that it
+    parses."""
 
     @property
     def image_cache(self) -> Path:
+        """The Parquet file that caches verdicts on images."""
         return self.scratch / "image_cache.parquet"

@@ -1,16 +1,17 @@
-"""`params.yaml` and profiles: read, laid over what they extend, checked, and written as the next run's.
+"""Read, merge and check parameter files, and write a profile as the parameters of the next run.
 
-Unknown keys are refused, and faults are named together, before anything runs. Fields carry the unit in their name or
-in a comment. `rules.py` checks one section against another.
+Parameters are read from `params.yaml`. Unknown keys are rejected, and all faults are reported together before anything
+runs. `rules.py` checks combinations of values.
 
-A profile is a file of `profiles/` that names what it `extends` and the few values that differ. Sections are laid over
-each other key by key; a collection by name (`ingest.datasets`, `convert.sources`, `synthesize`, `augment`,
-`promote.guards`) is replaced whole where a profile names it. An inherited `synthesize` or `augment` keeps only the
-datasets that the profile ingests.
+A profile is a file in `profiles/`. It can extend another file with the key `extends`, and then sets only the values
+that differ. Sections are merged key by key. Collections of named entries (`ingest.datasets`, `convert.sources`,
+`synthesize`, `augment`, `promote.guards`) are not merged: if a profile sets such a collection, it replaces the
+inherited collection. If `synthesize` or `augment` is inherited, only the datasets that the profile ingests are kept.
 """
 
-import datetime
+import hashlib
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,92 +21,129 @@ import yaml
 from pydantic import ValidationError
 
 from m3diff.provenance.dvc import lookup
+from m3diff.records.errors import Fault
 from m3diff.records.files import write_atomic
 from m3diff.settings.rules import RULES
-from m3diff.settings.section import ParamsError, explain
+from m3diff.settings.section import ParamsError, explain, fields_of_name
 from m3diff.settings.tree import Params
 
 EXTENDS = "extends"
-# Collections by name: a profile that names one replaces it
-REPLACED = (("ingest", "datasets"), ("convert", "sources"), ("synthesize",), ("augment",), ("promote", "guards"))
+# Keys of the collections of named entries, which a profile replaces as a whole
+REPLACED_COLLECTIONS = (
+    ("ingest", "datasets"),
+    ("convert", "sources"),
+    ("synthesize",),
+    ("augment",),
+    ("promote", "guards"),
+)
 
 FIELDS = "profiles/embedded.yaml says what each value is."
+DIGEST = re.compile(r"^# Digest of the lines below: ([0-9a-f]{64})\n", re.MULTILINE)
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML that refuses a key that is written twice; in C where PyYAML was built with it."""
+    """A YAML loader that rejects duplicate keys. It uses PyYAML's C parser if available."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            if key.value in seen:
-                words = f"{key.value}: is written twice; remove one of the two"
-                raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
-            seen.add(key.value)
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # PyYAML rejects it below
+            if key.value in keys:
+                raise ParamsError("settings.key_written_twice", key=key.value, line=key.start_mark.line + 1)
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A parameter file as it is written.
+    """Return the values in a parameter file, without inherited values.
 
     Raises:
-        ParamsError: there is no such file, it is no YAML mapping, or a key is written twice.
+        ParamsError: the file does not exist, is not a YAML mapping, or contains duplicate keys.
     """
     if not path.is_file():
-        raise ParamsError(
-            f"{path}: no such file; run from the project's root, pass --params, or `m3diff profile embedded` writes one"
-        )
+        raise ParamsError("settings.no_file", path=path)
+    text = ""
     try:
-        raw = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+        text = path.read_text(encoding="utf-8")
+        raw = _Loader(text).get_single_data()
+    except ParamsError as error:
+        raise ParamsError(error.fault.at(path=path)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{path}: not valid YAML: {error}") from error
+        fault = _tab_fault(text, error) or Fault("settings.not_yaml", cause=str(error))
+        raise ParamsError(fault.at(path=path)) from error
+    if raw is None:
+        raise ParamsError("settings.empty_file", path=path)
     if not isinstance(raw, dict):
-        raise ParamsError(f"{path}: expected sections, found {'nothing' if raw is None else type(raw).__name__}")
+        raise ParamsError("settings.no_sections", path=path, kind=type(raw).__name__)
     return raw
 
 
-def resolve(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a parameter file laid over what it extends. `above`: the files that extend it.
+def _tab_fault(text: str, error: Exception) -> Fault | None:
+    """Return a fault if YAML's error is caused by a tab that indents a line, otherwise None.
+
+    YAML only reports such a tab as an unknown token.
+    """
+    mark = getattr(error, "problem_mark", None)
+    lines = text.splitlines()
+    if mark is None or mark.line >= len(lines):
+        return None
+    line = lines[mark.line]
+    indent = line[: len(line) - len(line.lstrip())]
+    if "\t" not in indent:
+        return None
+    return Fault("settings.tab_indents", line=mark.line + 1)
+
+
+def resolve(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the values of a parameter file, merged with the file that it extends.
+
+    Args:
+        path: the parameter file.
+        extending: the files that extend this file, outermost first.
 
     Raises:
-        ParamsError: a file cannot be read, or files extend each other in a circle.
+        ParamsError: a file is missing or invalid, or files extend each other in a circle.
     """
-    if path in above:
-        raise ParamsError(f"{above[-1]}: extends {path.stem}, which extends this file; one of them must be complete")
+    if path in extending:
+        raise ParamsError("settings.profiles_in_a_circle", path=extending[-1], value=path.stem)
     values = read_yaml(path)
-    if (name := values.get(EXTENDS)) is None:
+    base_name = values.get(EXTENDS)
+    if base_name is None:
         return values
-    below = path.parent / f"{name}.yaml"
-    if not below.is_file():
-        raise ParamsError(f"{path}: extends {name}, but {below} is not there; name a file in the same folder")
-    return lay_over(resolve(below, (*above, path)), values)
+    base = path.parent / f"{base_name}.yaml"
+    if not base.is_file():
+        raise ParamsError("settings.no_file_to_extend", path=path, value=base_name, file=base)
+    return merge_profile(resolve(base, (*extending, path)), values)
 
 
-def lay_over(below: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
-    """The values of a complete file under those of a profile."""
-    merged = _merge(below, {key: value for key, value in overlay.items() if key != EXTENDS})
+def merge_profile(base: dict[str, Any], profile: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a complete file with the changes of a profile applied."""
+    merged = _merge(base, {key: value for key, value in profile.items() if key != EXTENDS})
     ingested = lookup(merged, "ingest.datasets")
     for section in ("synthesize", "augment"):
-        made = merged.get(section)
-        if section not in overlay and isinstance(made, dict) and isinstance(ingested, dict):
-            merged[section] = {name: entry for name, entry in made.items() if name in ingested}
+        inherited = merged.get(section)
+        if section not in profile and isinstance(inherited, dict) and isinstance(ingested, dict):
+            merged[section] = {name: entry for name, entry in inherited.items() if name in ingested}
     return merged
 
 
-def _merge(below: Any, overlay: Any, at: tuple[str, ...] = ()) -> Any:
-    if at in REPLACED or not isinstance(below, dict) or not isinstance(overlay, dict):
+def _merge(base: Any, overlay: Any, keys: tuple[str, ...] = ()) -> Any:
+    """Return the values at `keys` after applying a profile. Only mappings that are not collections are merged."""
+    if keys in REPLACED_COLLECTIONS or not isinstance(base, dict) or not isinstance(overlay, dict):
         return overlay
-    return below | {key: _merge(below.get(key), value, (*at, key)) for key, value in overlay.items()}
+    return base | {key: _merge(base.get(key), value, (*keys, key)) for key, value in overlay.items()}
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:
-    """Read and check a parameter file, or a profile with what it extends. Nothing is run and nothing heavy imported.
+    """Read and check a parameter file, or a profile with the file that it extends, without heavy imports.
 
-    Files and folders that a stage reads need not be there: `check_paths` looks for them when the stage starts.
+    Files and folders that a stage reads do not have to exist yet, because `check_paths` checks them when the stage
+    starts.
 
     Raises:
-        ParamsError: the file is missing, is no YAML mapping, or breaks a rule. Every fault of single values is listed;
-            where there is none, every fault between values.
+        ParamsError: the file is missing, is not a YAML mapping, or breaks a rule. Its field `faults` lists all faults
+            of individual values. If each value is valid, it lists all faults of combinations of values.
     """
     raw = resolve(path)
     try:
@@ -115,76 +153,130 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         faults = explain(error, raw, Params)
     if not faults:
         return params
-    lines = dict.fromkeys(faults)
-    raise ParamsError(f"{path}: {len(lines)} fault(s)\n" + "\n".join(f"  {line}" for line in lines))
+    distinct_faults = list(dict.fromkeys(faults))
+    raise ParamsError("settings.faults", path=path, count=len(distinct_faults), faults=distinct_faults)
 
 
 # Profiles
 
 
-def profiles(folder: Path) -> Iterator[Path]:
-    """The files of a folder that are profiles, not other YAML."""
-    return (path for path in sorted(folder.glob("*.yaml")) if {EXTENDS, "paths"} & read_yaml(path).keys())
+def profile_files(folder: Path) -> Iterator[Path]:
+    """Yield the profiles in a folder. YAML files without parameters, such as lists of questions, are skipped."""
+    for path in sorted(folder.glob("*.yaml")):
+        keys = read_yaml(path).keys()
+        if EXTENDS in keys or "paths" in keys:
+            yield path
 
 
 def find_profile(name: str, folder: Path) -> Path:
-    """Raises ParamsError, listing the profiles there are."""
-    known = {path.stem: path for path in profiles(folder)}
-    if name not in known:
-        raise ParamsError(f"profile {name!r}: {folder} has {', '.join(known) or 'none'}")
-    return known[name]
+    """Return the file of a profile.
+
+    Raises:
+        ParamsError: the folder does not contain the profile. The field `names` lists the existing profiles.
+    """
+    profiles = {path.stem: path for path in profile_files(folder)}
+    if name not in profiles:
+        raise ParamsError("settings.unknown_profile", folder=folder, **fields_of_name(name, profiles))
+    return profiles[name]
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Iterator[str]:
-    """A line for each value that differs: `train.epochs: 5 -> 1`; of a mapping that is gone, one: `synthesize.x:
-    removed`."""
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield a line for each value that differs, such as `train.epochs: 5 -> 1`.
+
+    For a mapping that was removed, yield a single line such as `synthesize.x: removed`.
+
+    Args:
+        old: values before the change.
+        new: values after the change.
+        prefix: key of these values followed by a dot, or an empty string for all parameters.
+    """
     for key in old | new:
-        before, after = old.get(key), new.get(key)
+        before = old.get(key)
+        after = new.get(key)
         if before and isinstance(before, dict) and key not in new:
-            yield f"{at}{key}: removed"
+            yield f"{prefix}{key}: removed"
         elif isinstance(before, dict) and isinstance(after, dict):
-            yield from differences(before, after, f"{at}{key}.")
+            yield from differences(before, after, f"{prefix}{key}.")
         elif before != after or (key in old) != (key in new):
-            lines = [
-                yaml.safe_dump(value, default_flow_style=True, width=1180).split("\n")[0] for value in (before, after)
-            ]
-            yield f"{at}{key}: {lines[0] if key in old else '-'} -> {lines[1] if key in new else '-'}"
+            old_text = _on_one_line(before) if key in old else "-"
+            new_text = _on_one_line(after) if key in new else "-"
+            yield f"{prefix}{key}: {old_text} -> {new_text}"
+
+
+def _on_one_line(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1180).split("\n")[0]
 
 
 def use_profile(name: str, target: Path, folder: Path) -> list[str]:
-    """Make a profile the parameters of the next run.
+    """Write the values of a profile to the parameter file of the next run.
 
-    A `target` that is equal to no profile of `folder` is somebody's work: a copy is kept next to it first.
+    If a user has edited the target, so that it differs from every profile, the target is first copied, so that no work
+    is lost. The copy is in the same folder, and its name includes a hash of the content.
+
+    Args:
+        name: name of the profile.
+        target: parameter file to write.
+        folder: folder with the profiles.
 
     Returns:
-        lines that say what changed and where the copy is.
+        Lines that describe what changed and where the copy is, or an empty list if the target already has these values.
+
     Raises:
-        ParamsError: there is no such profile, or it is wrong.
+        ParamsError: the folder does not contain the profile, or the profile is invalid.
     """
     source = find_profile(name, folder)
     values = resolve(source)
     lines: list[str] = []
-    before: dict[str, Any] | None = None
+    old_values: dict[str, Any] | None = None
     if target.is_file():
-        with suppress(ParamsError):  # a broken file has no values to compare, but it is kept all the same
-            before = resolve(target)
-        if before not in [resolve(path) for path in profiles(folder)]:
-            copy = target.with_name(f"{target.name}.bak-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
-            write_atomic(copy, target.read_bytes())
-            lines.append(f"{target} differs from every profile; a copy of it is {copy}")
-    write_atomic(target, written(source))
-    if before == values:
-        return [*lines, f"{target} has these values already"]
-    return [*lines, *(differences(before, values) if before else [f"{target} is written"])]
+        with suppress(ParamsError):  # an invalid file cannot be compared, but it is copied anyway
+            old_values = resolve(target)
+        if not is_as_written(target):
+            values_of_profiles = [resolve(path) for path in profile_files(folder)]
+            if old_values not in values_of_profiles:
+                copy = keep_copy(target)
+                lines.append(f"{target} differs from every profile; a copy of it is {copy}")
+    write_atomic(target, resolved_text(source))
+    if not old_values:
+        lines.append(f"{target} is written")
+    elif old_values != values:
+        lines += differences(old_values, values)
+    return lines
 
 
-def written(source: Path) -> str:
-    """The text of a resolved profile, a section a paragraph, with the comment that its file begins with; a complete
-    file is passed on as it is."""
+def is_as_written(target: Path) -> bool:
+    """Return whether the file is unchanged since `m3diff profile` wrote it. Later changes of profiles do not matter."""
+    parts = re.split(DIGEST, target.read_text(encoding="utf-8", errors="replace"), maxsplit=1)
+    if len(parts) == 1:  # the file does not contain a line with a digest
+        return False
+    _, digest, body = parts
+    return digest == _digest_of(body)
+
+
+def keep_copy(target: Path) -> Path:
+    """Copy a file within its folder and return the copy. The name includes a hash, so equal files share one copy."""
+    content = target.read_bytes()
+    copy = target.with_name(f"{target.name}.bak-{hashlib.sha256(content).hexdigest()[:12]}")
+    if not copy.is_file():
+        write_atomic(copy, content)
+    return copy
+
+
+def resolved_text(source: Path) -> str:
+    """Return the text of a profile, with all inherited values added. Complete files are returned unchanged.
+
+    The text begins with a digest, by which later edits are detected, and the comment at the top of the profile. Each
+    section is a paragraph.
+    """
     text = source.read_text(encoding="utf-8")
     if EXTENDS not in read_yaml(source):
         return text
-    head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS}\n#\n"
+    head_lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True))
+    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS}\n"
     sections = [yaml.safe_dump({key: value}, sort_keys=False, width=118) for key, value in resolve(source).items()]
-    return title + head + "\n" + "\n".join(sections)
+    body = "#\n" + "".join(head_lines) + "\n" + "\n".join(sections)
+    return f"{title}# Digest of the lines below: {_digest_of(body)}\n{body}"
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

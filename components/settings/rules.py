@@ -1,6 +1,6 @@
-"""Rules between values of `params.yaml`, and between a value and what it names: datasets, families, metrics, tasks.
+"""Check combinations of values in `params.yaml`, and names of datasets, model families, metrics and tasks.
 
-Each rule takes parameters in which every single value is right, and yields a line for each fault.
+Each rule is a function that yields faults, with the keys where they occur. All individual values must already be valid.
 """
 
 import inspect
@@ -15,240 +15,410 @@ import yaml
 from pydantic import ValidationError, create_model
 
 from m3diff.datasets import DATASETS
+from m3diff.datasets.pairs import fault_of_drawn_split
 from m3diff.models import FAMILIES
+from m3diff.records.errors import Fault, shell_word
 from m3diff.scoring.metrics import METRICS, choose_metrics, gate_metrics, with_characters
-from m3diff.scoring.pairs import protocols_of
-from m3diff.settings.section import ParamsError, Section, closest, explain
+from m3diff.scoring.protocols import protocols_of
+from m3diff.settings.section import ParamsError, Section, below, explain, fields_of_name
 from m3diff.settings.tree import Params
-from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.ingest.params import HOW_TO_TEST, DatasetEntry
 
 
-def datasets(params: Params) -> Iterator[str]:
-    """Each dataset has options that its reader knows, counts that are published
-    where it says so, splits that may train, and questions for its task."""
-    tasks = mapping_in(params.convert.questions, yaml.safe_load)  # its keys
+def datasets(params: Params) -> Iterator[Fault]:
+    """Check each dataset: reader options, splits used for training, published counts, and questions for its task."""
+    questions = read_mapping(params.convert.questions, yaml.safe_load)  # questions by task
     for name, entry in params.ingest.datasets.items():
-        where = f"ingest.datasets.{name}"
-        yield from wrong_options(where, entry.reader, entry.options)
-        spec, source, known = DATASETS[entry.reader], params.convert.sources.get(name), DATASETS[origin(params, name)]
-        if kept := set(known.never_train) & set(entry.train_on):
-            yield f"{where}.train_on: {known.title}'s authors ask that {', '.join(kept)} never trains; write [train]"
+        key = f"ingest.datasets.{name}"
+        spec = DATASETS[entry.reader]
+        yield from wrong_options(key, entry.reader, entry.options)
+        yield from both_named_and_drawn(key, entry.options)
+        original = DATASETS[original_reader(params, name)]
+        forbidden = [split for split in entry.train_on if split in original.never_train]
+        if forbidden:
+            yield Fault("settings.split_never_trains", key=f"{key}.train_on", dataset=original.title, names=forbidden)
         if entry.expected_pairs == "published" and spec.part(name) is None:
-            parts = ", ".join(part.part for part in spec.published)
-            remedy = f"call the dataset one of {parts}" if parts else "write the counts, or null"
-            yield f"{where}.expected_pairs: no counts of {name!r} are published; {remedy}"
-        task, place = spec.task, f"the task of dataset {name!r}"
-        if source is not None and source.task is not None:
-            task, place = source.task, f"convert.sources.{name}.task"
-        if tasks is not None and task not in tasks:
-            yield f"{place}: {closest(task, tasks)}; tasks are in {params.convert.questions}"
-    unknown = [name for name in params.convert.sources if name not in params.ingest.datasets]
-    yield from (f"convert.sources.{name}: no such dataset; {closest(name, params.ingest.datasets)}" for name in unknown)
+            parts = [part.part for part in spec.published]
+            counts_key = f"{key}.expected_pairs"
+            if parts:
+                yield Fault("settings.counts_of_other_names", key=counts_key, value=name, names=parts)
+            else:
+                yield Fault("settings.no_published_counts", key=counts_key, value=name)
+        if questions is not None:
+            yield from _faults_of_task(params, name, questions)
+    for name in params.convert.sources:
+        if name not in params.ingest.datasets:
+            hint = fields_of_name(name, params.ingest.datasets)
+            yield Fault("settings.unknown_dataset", key=f"convert.sources.{name}", **hint)
 
 
-def mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
-    """The content of a file; None where it is not there, or no mapping, which the stage that needs it reports."""
+def _faults_of_task(params: Params, name: str, questions: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault if there are no questions for the task of a dataset."""
+    source = params.convert.sources.get(name)
+    file = params.convert.questions
+    reader_task = DATASETS[params.ingest.datasets[name].reader].task
+    if source is not None and source.task is not None:
+        if source.task not in questions:
+            key = f"convert.sources.{name}.task"
+            yield Fault("settings.task_without_questions", key=key, path=file, **fields_of_name(source.task, questions))
+    elif reader_task not in questions:
+        yield Fault(
+            "settings.reader_without_questions",
+            key=f"ingest.datasets.{name}.reader",
+            path=file,
+            dataset=name,
+            **fields_of_name(reader_task, questions),
+        )
+
+
+def read_mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
+    """Return the mapping in a file, or None if the file is missing or invalid.
+
+    Missing and invalid files are not reported here, but by the stage that reads them.
+    """
     try:
-        found = parse(file.read_text(encoding="utf-8"))
+        content = parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
-def wrong_options(where: str, reader: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Faults of a reader's options, which are the arguments of its function after `root`."""
-    arguments = [*inspect.signature(DATASETS[reader].read).parameters.values()][1:]
-    fields: dict[str, Any] = {one.name: (one.annotation, one.default) for one in arguments}
-    taken = create_model("Options", __base__=Section, **fields)
+def both_named_and_drawn(key: str, options: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault if the options both name the splits and draw them at random, which the reader rejects.
+
+    Args:
+        key: key of the dataset in the parameters.
+        options: options of the dataset.
+    """
+    if not isinstance(options.get("split"), Mapping):
+        return
+    columns = options.get("columns")
+    if not isinstance(columns, Mapping):
+        columns = {}
+    fault = fault_of_drawn_split(options.get("manifest"), columns, options.get("splits"))
+    if fault is not None:
+        yield below(f"{key}.options", fault)
+
+
+def wrong_options(key: str, reader: str, options: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the faults in the options of a reader, which are the arguments of its function after `root`.
+
+    Args:
+        key: key of the dataset in the parameters.
+        reader: name of the reader.
+        options: options of the dataset.
+    """
+    arguments = list(inspect.signature(DATASETS[reader].read).parameters.values())[1:]
+    fields: dict[str, Any] = {argument.name: (argument.annotation, argument.default) for argument in arguments}
+    options_class = create_model("Options", __base__=Section, **fields)
     try:
-        taken.model_validate(options)
+        options_class.model_validate(options)
     except ValidationError as error:
-        yield from explain(error, options, taken, f"{where}.options")
+        yield from explain(error, options, options_class, f"{key}.options")
 
 
-def origin(params: Params, name: str) -> str:
-    """The reader whose licence, and whose authors' wishes, hold for a dataset: its own, or for synthetic data that of
-    the dataset they were made from in the end."""
-    made = {Path(os.path.abspath(each.root)): each.source for each in params.augment.values()}
-    source: Any = params.ingest.datasets[name]
-    for _ in range(len(made) + 1):  # entries that are made of each other in a ring end here
-        found = made.get(Path(os.path.abspath(source.root)))
-        if source.reader != "pairs" or found is None:
+def original_reader(params: Params, name: str) -> str:
+    """Return the reader whose licence and authors' requests apply to a dataset.
+
+    For synthetic data, this is the reader of the original dataset that the data was made from, directly or indirectly.
+    """
+    source_of = {Path(os.path.abspath(entry.root)): entry.source for entry in params.augment.values()}
+    dataset: Any = params.ingest.datasets[name]
+    for _ in range(len(source_of) + 1):  # limits the search, because entries may be made from each other in a circle
+        source = source_of.get(Path(os.path.abspath(dataset.root)))
+        if dataset.reader != "pairs" or source is None:
             break
-        source = found
-    return source.reader
+        dataset = source
+    return dataset.reader
 
 
-def licensed(params: Params) -> dict[str, DatasetEntry]:
-    """The datasets of the run for those who pass on what is made of them: each under the reader of `origin`."""
-    entries = params.ingest.datasets.items()
-    return {name: each.model_copy(update={"reader": origin(params, name)}) for name, each in entries}
+def entries_by_original_reader(params: Params) -> dict[str, DatasetEntry]:
+    """Return the datasets of the run, with each reader replaced by the `original_reader`.
+
+    Licence checks use these entries before data is shared.
+    """
+    entries = {}
+    for name, entry in params.ingest.datasets.items():
+        entries[name] = entry.model_copy(update={"reader": original_reader(params, name)})
+    return entries
 
 
-def generators(params: Params) -> Iterator[str]:
-    """A dataset that makes itself is ingested by a reader that can make it, from the folder that it is written to."""
+def generators(params: Params) -> Iterator[Fault]:
+    """Check that generated datasets are ingested from the folders that they are written to.
+
+    Their readers must be able to generate datasets.
+    """
     for name, settings in params.synthesize.items():
         entry = params.ingest.datasets.get(name)
         if entry is None:
-            yield f"synthesize.{name}: no dataset of `ingest.datasets` has this name; remove the entry or ingest it"
+            yield Fault("settings.entry_not_ingested", key=f"synthesize.{name}")
         elif DATASETS[entry.reader].generate is None:
-            able = ", ".join(known for known, spec in DATASETS.items() if spec.generate)
-            wanted = f"only {able} can; correct ingest.datasets.{name}.reader or remove the entry"
-            yield f"synthesize.{name}: the reader {entry.reader!r} cannot make its dataset: {wanted}"
+            yield Fault(
+                "settings.reader_cannot_generate",
+                key=f"synthesize.{name}",
+                value=entry.reader,
+                names=[reader for reader, spec in DATASETS.items() if spec.generate],
+                dataset=name,
+            )
         elif settings.root != entry.root:
-            yield (
-                f"synthesize.{name}.root: must be the root of the dataset that ingest reads, {entry.root} "
-                f"(found {settings.root}); write one of the two in both places"
+            root_key = f"synthesize.{name}.root"
+            yield Fault("settings.generated_elsewhere", key=root_key, value=settings.root, expected=entry.root)
+
+
+def made_datasets(params: Params) -> Iterator[Fault]:
+    """Check that synthetic datasets are ingested as they are written, and that their sources are valid."""
+    for name, entry in params.augment.items():
+        key = f"augment.{name}"
+        ingested = params.ingest.datasets.get(name)
+        if ingested is None:
+            yield Fault("settings.entry_not_ingested", key=key)
+        else:
+            is_read_by_pairs = ingested.reader == "pairs" and ingested.options.get("manifest") == entry.manifest
+            if not is_read_by_pairs or ingested.root != entry.root:
+                yield Fault(
+                    "settings.other_dataset_ingested",
+                    key=key,
+                    dataset=name,
+                    root=entry.root,
+                    manifest=entry.manifest,
+                )
+        yield from wrong_options(f"{key}.source", entry.source.reader, entry.source.options)
+        if entry.kind == "edits" and entry.editor.kind == "drawn" and entry.source.reader != "minichange":
+            yield Fault("settings.drawn_editor_of_pictures", key=f"{key}.editor.kind", reader=entry.source.reader)
+        yield from _overlaps_with_inputs(params, name)
+
+
+def _overlaps_with_inputs(params: Params, name: str) -> Iterator[Fault]:
+    """Yield a fault for each input of an `augment` entry that overlaps with the output folder of the entry `name`.
+
+    The output folder, `root`, is overwritten, and DVC removes it before the stage can check it. An overlap is only
+    allowed if another entry reads the synthetic data in this folder as its source.
+    """
+    entry = params.augment[name]
+    root = Path(os.path.realpath(entry.root))
+    for reading_name, reading in params.augment.items():
+        inputs = {"source": reading.source.root}
+        for part in ("editor", "features"):
+            model = getattr(getattr(reading, part, None), "model", None)
+            if model is not None:
+                inputs["model"] = model
+        for kind, path in inputs.items():
+            folder = Path(os.path.realpath(path))
+            if not (folder.is_relative_to(root) or root.is_relative_to(folder)):
+                continue
+            reads_manifest = reading.source.options.get("manifest") == entry.manifest
+            is_made_from_it = reading_name != name and folder == root and reads_manifest
+            if kind == "source" and is_made_from_it:
+                continue
+            yield Fault(
+                "settings.made_over_an_input",
+                key=f"augment.{name}.root",
+                value=entry.root,
+                kind=kind,
+                reading=f"augment.{reading_name}",
+                input=path,
             )
 
 
-def made_datasets(params: Params) -> Iterator[str]:
-    """Synthetic data are read by ingest, as what they are, and made from a source that can be read.
-
-    Their root is written anew, and DVC removes it before the stage could refuse: nothing that an entry reads is in it
-    or around it, but synthetic data that others are made of.
-    """
-    for name, entry in params.augment.items():
-        where, ingested, manifest = f"augment.{name}", params.ingest.datasets.get(name), entry.manifest
-        if ingested is None:
-            yield f"{where}: no dataset of `ingest.datasets` has this name; remove the entry or ingest it"
-        elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", manifest, entry.root):
-            wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {manifest}}}}}"
-            yield f"{where}: ingest reads another dataset under this name; write ingest.datasets.{name}: {wanted}"
-        yield from wrong_options(f"{where}.source", entry.source.reader, entry.source.options)
-        if entry.kind == "edits" and entry.editor.kind == "drawn" and entry.source.reader != "minichange":
-            yield f"{where}.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix"
-        root = Path(os.path.realpath(entry.root))
-        for other, reading in params.augment.items():
-            parts: list[Any] = [getattr(reading, part, None) for part in ("editor", "features")]
-            models = [("model", part.model) for part in parts if hasattr(part, "model")]
-            for what, folder in [("source", reading.source.root), *models]:
-                there = Path(os.path.realpath(folder))
-                made = other != name and there == root and reading.source.options.get("manifest") == manifest
-                if (there.is_relative_to(root) or root.is_relative_to(there)) and not (made and what == "source"):
-                    of = "its" if other == name else f"augment.{other}'s"
-                    lies = f"{of} {what} is in {folder}; name another folder"
-                    yield f"{where}.root: {entry.root} is written anew, and {lies}"
-
-
-def separate_folders(params: Params) -> Iterator[str]:
-    """Dataset roots and the folders that stages write: none is another or inside another."""
+def separate_folders(params: Params) -> Iterator[Fault]:
+    """Check that the roots of datasets and the folders that stages write do not overlap."""
     folders = {f"ingest.datasets.{name}.root": entry.root for name, entry in params.ingest.datasets.items()}
-    folders |= {f"paths.{name}": folder for name, folder in params.paths} | {"compute.scratch": params.compute.scratch}
-    places = [(name, folder, Path(os.path.abspath(folder))) for name, folder in folders.items()]
-    yield from (
-        f"{name}: {folder} overlaps {other} ({second}); give each a folder of its own"
-        for (other, second, there), (name, folder, at) in combinations(places, 2)
-        if at.is_relative_to(there) or there.is_relative_to(at)
-    )
+    folders |= {f"paths.{name}": folder for name, folder in params.paths}
+    folders["compute.scratch"] = params.compute.scratch
+    for (first_key, first_folder), (second_key, second_folder) in combinations(folders.items(), 2):
+        first_path = Path(os.path.abspath(first_folder))
+        second_path = Path(os.path.abspath(second_folder))
+        if first_path.is_relative_to(second_path) or second_path.is_relative_to(first_path):
+            yield Fault(
+                "settings.overlapping_folders",
+                key=second_key,
+                value=second_folder,
+                other_key=first_key,
+                other_folder=first_folder,
+            )
 
 
-def models(params: Params) -> Iterator[str]:
-    """`train.model` names an entry. It fits the base, where the base is there; the others are right by themselves."""
-    trained, base = params.train.model, mapping_in(params.train.base / "config.json", json.loads)
+def models(params: Params) -> Iterator[Fault]:
+    """Check that all entries in `models` are valid.
+
+    The entry that `train.model` names must exist. If the base model exists, the entry must fit the base model.
+    """
+    trained = params.train.model
     if trained not in params.models:
-        yield f"train.model: {closest(trained, params.models)}; models are in the section `models`"
+        yield Fault("settings.unknown_model", key="train.model", **fields_of_name(trained, params.models))
+    base_config = read_mapping(params.train.base / "config.json", json.loads)
     for name, settings in params.models.items():
-        found = FAMILIES[settings.family].faults(settings, base if name == trained else None)
-        yield from (f"models.{name}: {fault}" for fault in found)
+        faults = FAMILIES[settings.family].faults(settings, base_config if name == trained else None)
+        yield from (below(f"models.{name}", fault) for fault in faults)
 
 
-def training(params: Params) -> Iterator[str]:
-    """Batches divide among workers; the alignment has datasets of its own and leaves some; the best checkpoint is
-    known."""
-    trained = [name for name, entry in params.ingest.datasets.items() if entry.train_on]
-    settings, compute = params.models.get(params.train.model), params.compute
+def training(params: Params) -> Iterator[Fault]:
+    """Check batch sizes, the datasets of the alignment and the choice of the best checkpoint.
+
+    Batches must be divisible among workers. The alignment, the training phase before fine-tuning, must not use all
+    datasets. The best checkpoint can only be determined if validation pairs are captioned.
+    """
+    settings = params.models.get(params.train.model)
+    align = None if settings is None else settings.align
     batches = {"train": params.train.global_batch}
-    if settings is not None and (align := settings.align):
-        where = f"models.{params.train.model}.align"
-        batches[where] = align.global_batch
-        yield from (
-            f"{where}.datasets: {closest(name, trained)}; ingest.datasets has those that train"
-            for name in align.datasets
-            if name not in trained
-        )
-        if trained and set(trained) <= set(align.datasets):
-            yield f"{where}.datasets: all that train are in it, and none is left to fine-tune on; take one out"
-    micro, workers = compute.micro_batch, max(compute.workers, 1)
-    for where, batch in batches.items():
-        if batch % (micro * workers):
-            yield (
-                f"{where}.global_batch: must be a multiple of compute.micro_batch {micro} x {workers} worker(s) = "
-                f"{micro * workers} (found {batch})"
+    if align is not None:
+        align_key = f"models.{params.train.model}.align"
+        batches[align_key] = align.global_batch
+        yield from _faults_of_alignment(params, align_key, align.datasets)
+    micro_batch = params.compute.micro_batch
+    workers = max(params.compute.workers, 1)
+    for key, batch in batches.items():
+        if batch % (micro_batch * workers):
+            yield Fault(
+                "settings.indivisible_batch",
+                key=f"{key}.global_batch",
+                value=batch,
+                micro_batch=micro_batch,
+                workers=workers,
+                divisor=micro_batch * workers,
             )
     if params.train.export == "best":
-        best = "train.export: best is the checkpoint with the highest CIDEr"
-        if compute.caption_val_pairs == 0:
-            yield f"{best}, but compute.caption_val_pairs is 0, so none is captioned; raise it or write last"
-        if all("val" in entry.train_on for entry in params.ingest.datasets.values()):
-            why = "every dataset's train_on has val, so none is left; take it out of one of ingest.datasets"
-            yield f"{best} on validation pairs, but {why} or write last"
+        yield from _faults_of_best_checkpoint(params)
 
 
-def scores(params: Params) -> Iterator[str]:
-    """The gate has a protocol and scores that the run computes."""
-    chosen, gate = params.evaluate.metrics, params.promote
-    read_by = {
-        f"{name}/{protocol.name}": DATASETS[entry.reader]
-        for name, entry in params.ingest.datasets.items()
-        for protocol in protocols_of(name, DATASETS[entry.reader])
-    }
-    if gate.protocol not in read_by:
-        yield f"promote.protocol: {closest(gate.protocol, read_by)}; each dataset of ingest.datasets has its own"
+def _faults_of_alignment(params: Params, key: str, datasets_of_alignment: tuple[str, ...]) -> Iterator[Fault]:
+    trained = [name for name, entry in params.ingest.datasets.items() if entry.train_on]
+    for name in datasets_of_alignment:
+        if name not in trained:
+            yield Fault(
+                "settings.untrained_dataset_in_alignment", key=f"{key}.datasets", **fields_of_name(name, trained)
+            )
+    if trained and set(trained) <= set(datasets_of_alignment):
+        yield Fault("settings.nothing_left_to_fine_tune", key=f"{key}.datasets", names=trained)
+
+
+def _faults_of_best_checkpoint(params: Params) -> Iterator[Fault]:
+    if params.compute.caption_val_pairs == 0:
+        yield Fault("settings.best_without_captions", key="train.export")
+    if all("val" in entry.train_on for entry in params.ingest.datasets.values()):
+        yield Fault("settings.best_without_validation_pairs", key="train.export")
+
+
+def scores(params: Params) -> Iterator[Fault]:
+    """Check that the gate uses a protocol of the run, and that the run computes the scores that the gate compares."""
+    gate = params.promote
+    specs = {}
+    for name, entry in params.ingest.datasets.items():
+        for protocol in protocols_of(name, DATASETS[entry.reader]):
+            specs[f"{name}/{protocol.name}"] = DATASETS[entry.reader]
+    if gate.protocol not in specs:
+        yield Fault("settings.unknown_protocol", key="promote.protocol", **fields_of_name(gate.protocol, specs))
         return
-    why = "evaluate.metrics decides what is computed"
-    if read_by[gate.protocol].grammar is None:
-        chosen = tuple(name for name in chosen if not METRICS[name].needs_grammar)
-        why += f", and what reads captions needs a grammar, which {gate.protocol} has not"
-    if gate.metric not in (better := gate_metrics(chosen)):
-        yield f"promote.metric: {closest(gate.metric, better)}; {why}"
-    resampled = [score for metric in with_characters(choose_metrics(chosen)).values() for score in metric.resampled]
-    yield from (
-        f"promote.guards.{name}: {closest(name, resampled)}; {why}. Write promote.guards with those, or {{}}"
-        for name in gate.guards
-        if name not in resampled
-    )
+    metrics = params.evaluate.metrics
+    reason = Fault("settings.metrics_decide")
+    if specs[gate.protocol].grammar is None:
+        metrics = tuple(name for name in metrics if not METRICS[name].needs_grammar)
+        reason = Fault("settings.metrics_and_grammar_decide", protocol=gate.protocol)
+    gate_scores = gate_metrics(metrics)
+    if gate.metric not in gate_scores:
+        hint = fields_of_name(gate.metric, gate_scores)
+        yield Fault("settings.uncomputed_metric", key="promote.metric", reason=reason, **hint)
+    guard_scores: list[str] = []
+    for metric in with_characters(choose_metrics(metrics)).values():
+        guard_scores += metric.resampled
+    for name in gate.guards:
+        if name not in guard_scores:
+            hint = fields_of_name(name, guard_scores)
+            yield Fault("settings.uncomputed_guard", key=f"promote.guards.{name}", reason=reason, **hint)
 
 
-RULES = (separate_folders, generators, made_datasets, datasets, models, training, scores)
+def evaluation_pairs(params: Params) -> Iterator[Fault]:
+    """Check that the gate's dataset can have test pairs, as far as the parameters can tell. The files are not read."""
+    gate = params.promote.protocol
+    name = gate.partition("/")[0]
+    entry = params.ingest.datasets.get(name)
+    if entry is None:
+        return  # the rule `scores` reports this fault
+    options = entry.options
+    manifest = options.get("manifest")
+    synthesized = params.synthesize.get(name)
+    if options.get("split") in ("train", "val"):
+        key = f"ingest.datasets.{name}.options.split"
+        split = options["split"]
+        yield Fault("settings.no_split_of_test_pairs", key=key, value=split, protocol=gate, hint=HOW_TO_TEST)
+    elif isinstance(manifest, Mapping) and "test" not in manifest:
+        key = f"ingest.datasets.{name}.options.manifest"
+        yield Fault("settings.no_file_of_test_pairs", key=key, protocol=gate, hint=HOW_TO_TEST)
+    elif synthesized is not None and synthesized.scenes.get("test") == 0:
+        yield Fault("settings.no_test_scenes", key=f"synthesize.{name}.scenes.test", protocol=gate)
 
 
-def read_paths(params: Params, stage: str) -> list[tuple[str, Path, str]]:
-    """(key, path, remedy) for each path of `params.yaml` that a stage reads and no stage makes."""
+RULES = (separate_folders, generators, made_datasets, datasets, models, training, scores, evaluation_pairs)
+
+
+def faults_of_inputs(params: Params, stage: str) -> list[Fault]:
+    """Return the fault to report for each input path of a stage, if this path does not exist before the run.
+
+    This function does not check the paths. Each fault has the path in its field `path` and the key in the parameters in
+    its field `key`, and most faults have a remedy. For a base model, the paths are files in its folder.
+
+    Args:
+        params: all parameters.
+        stage: name of the stage, such as `train`, or `ingest@NAME` for a stage that runs once per dataset.
+    """
     kind, _, name = stage.partition("@")
     if kind == "ingest":
-        maker = "augment" if name in params.augment else "synthesize" if name in params.synthesize else None
-        remedy = f"`m3diff {maker} {name}`" if maker else "fetch the dataset or correct the path"
-        return [(f"ingest.datasets.{name}.root", params.ingest.datasets[name].root, remedy)]
+        return [_fault_of_dataset(params, name)]
     if kind == "augment":
-        return [(f"augment.{name}.source.root", params.augment[name].source.root, "fetch the source, or make it first")]
+        return [Fault("settings.no_source", key=f"augment.{name}.source.root", path=params.augment[name].source.root)]
     if kind == "convert":
-        return [("convert.questions", params.convert.questions, "see profiles/questions.yaml")]
+        return [Fault("settings.no_questions", key="convert.questions", path=params.convert.questions)]
     if kind == "train":
-        base, settings = params.train.base, params.models[params.train.model]
-        fetch = f"fetch the base model (`hf download OWNER/{base.name} --local-dir {base}`) or correct the path"
-        needed = FAMILIES[settings.family].base_files  # next to the base's own files, each with its remedy
-        files = {"config.json": "`make base`" if base == params.paths.base else fetch}
-        files |= needed(settings, mapping_in(base / "config.json", json.loads)) if needed else {}
-        return [("train.base", base / file, remedy) for file, remedy in files.items()]
+        return _faults_of_base(params)
     if kind == "evaluate" and params.compute.spice_dir is not None:
-        remedy = "fetch the CoreNLP 3.6.0 jars, or write null; `m3diff score --check-spice` names all"
-        return [("compute.spice_dir", params.compute.spice_dir, remedy)]
+        return [Fault("settings.no_spice", key="compute.spice_dir", path=params.compute.spice_dir)]
     return []
 
 
-def absent_paths(params: Params, *stages: str) -> list[tuple[str, Path, str]]:
-    """The paths of `read_paths` of these stages that are not there."""
-    return [each for stage in stages for each in read_paths(params, stage) if not each[1].exists()]
+def _fault_of_dataset(params: Params, name: str) -> Fault:
+    key = f"ingest.datasets.{name}.root"
+    root = params.ingest.datasets[name].root
+    if name in params.augment:
+        return Fault("settings.dataset_not_made", key=key, path=root, command=f"m3diff augment {name}")
+    if name in params.synthesize:
+        return Fault("settings.dataset_not_made", key=key, path=root, command=f"m3diff synthesize {name}")
+    return Fault("settings.no_dataset", key=key, path=root)
+
+
+def _faults_of_base(params: Params) -> list[Fault]:
+    base = params.train.base
+    settings = params.models[params.train.model]
+    config = base / "config.json"
+    if base == params.paths.base:
+        faults = [Fault("settings.base_not_made", key="train.base", path=config)]
+    else:
+        command = f"hf download OWNER/{shell_word(base.name)} --local-dir {shell_word(base)}"
+        faults = [Fault("settings.no_base", key="train.base", path=config, command=command)]
+    other_files = FAMILIES[settings.family].base_files
+    if other_files is not None:
+        for file, hint in other_files(settings, read_mapping(config, json.loads)).items():
+            faults.append(Fault("settings.incomplete_base", key="train.base", path=base / file, hint=hint))
+    return faults
+
+
+def missing_inputs(params: Params, *stages: str) -> list[Fault]:
+    """Return the faults for all input paths of these stages that do not exist. See `faults_of_inputs`."""
+    faults: list[Fault] = []
+    for stage in stages:
+        faults += faults_of_inputs(params, stage)
+    return [fault for fault in faults if not fault.fields["path"].exists()]
 
 
 def check_paths(params: Params, *stages: str) -> None:
-    """Check that the paths that these stages read are there, before any of them starts. A dataset's ingest is
-    `ingest@NAME`.
+    """Check that all input paths of these stages exist, before any stage starts.
+
+    Args:
+        params: all parameters.
+        stages: names of the stages, such as `train`, or `ingest@NAME` for a stage that runs once per dataset.
 
     Raises:
-        ParamsError: names every path that is not there, with the key and the remedy.
+        ParamsError: a path does not exist. The field `faults` has one fault per missing path, with its key and remedy.
     """
-    absent = [f"  {key}: {path} is not there; {remedy}" for key, path, remedy in absent_paths(params, *stages)]
-    if absent:
-        raise ParamsError(f"{len(absent)} path(s) of the parameters are missing\n" + "\n".join(absent))
+    faults = missing_inputs(params, *stages)
+    if faults:
+        raise ParamsError("settings.missing_paths", count=len(faults), faults=faults)

@@ -1,7 +1,6 @@
 """`m3diff score`: files as users bring them, each wrong protocol named beside its own number, the printed report."""
 
 import json
-import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,23 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
-from m3diff.commands.score import (
-    ScoreReport,
-    Task,
-    bare_pair,
-    faults_of_captions,
-    lines,
-    match,
-    read_predictions,
-    score,
-)
+from m3diff.commands.score import score
+from m3diff.commands.score.matching import faults_of_captions, find_pairs, match
+from m3diff.commands.score.predictions import read_predictions
+from m3diff.commands.score.references import bare_pair, find_references
+from m3diff.commands.score.report import ScoreReport
+from m3diff.commands.score.task import ScoringTask, find_task
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault, ParamsError
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.metrics.spice import check_spice
-from m3diff.scoring.pairs import published_rows
+from m3diff.scoring.published import published_rows
+from tests.errors import Message, raises
 from tests.layouts import run_ingest, write_clevr, write_json
 from tests.scoring.bench import GRAMMAR, PUBLISHED, REAL, fake_java, needs_real
 
@@ -64,43 +60,105 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_usual_shape_is_read(name, tmp_path):
-    assert read_predictions(write(tmp_path / name, SHAPES[name])) == ROWS
+    assert read_predictions(write(tmp_path / name, SHAPES[name])).captions == ROWS
+
+
+NO_TEXT = [
+    ("a.json", '{"1": null}', "a.json, 1", "value", "null"),
+    ("a.json", '{"1": ["the", "cube"]}', "a.json, 1", "value", "a list ['the', 'cube']"),
+    ("a.json", '[{"image_id": true, "caption": "x"}]', "a.json, record 0", "image_id", "true"),
+    ("a.json", '[{"image_id": 3.0, "caption": "x"}]', "a.json, record 0", "image_id", "a number 3.0"),
+]
+NO_FIELD = [
+    ("a.json", '[{"image_id": 1}]', "a.json, record 0", "prediction", "an object {'image_id': 1}"),
+    ("a.json", '[{"code": 1, "caption": ""}]', "a.json, record 0", "image_id", "an object {'code': 1, 'caption': ''}"),
+    ("a.json", '["x"]', "a.json, record 0", "image_id", "text 'x'"),
+    ("a.jsonl", '{"id": 1, "caption": "x"}\n{"id": 2}', "a.jsonl, line 2", "prediction", "an object {'id': 2}"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "location", "field", "value"), NO_TEXT)
+def test_a_field_that_holds_no_text_is_named_with_its_place(name, content, location, field, value, tmp_path):
+    with raises(DataError, "score.no_text", path=str(tmp_path / location), field=field, value=value):
+        read_predictions(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize(("name", "content", "location", "field", "value"), NO_FIELD)
+def test_a_row_without_an_id_or_a_caption_is_named_with_its_place(name, content, location, field, value, tmp_path):
+    with raises(DataError, "score.no_field", path=str(tmp_path / location), field=field, value=value):
+        read_predictions(write(tmp_path / name, content))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "location"),
     [
-        ("a.json", "[]", r"a.json: holds no caption; expected rows of an image_id and a caption, or \{id: caption\}"),
-        ("a.json", "", r"a.json: the file is empty"),
-        ("a.json", '[{"image_id": 1, "caption": "x"', r"a.json: line 1 .*: not valid JSON"),
-        ("a.json", '{"1": "x", "1": "z"}', r"a.json: .*'1' occurs twice"),
-        ("a.json", '[{"image_id": 1}]', r"a.json, record 0: expected text in the field prediction, found an ob"),
-        ("a.json", '[{"code": 1, "caption": ""}]', r"record 0: expected text in the field image_id, .* name the f"),
-        ("a.json", '["x"]', r"record 0: expected .* found text 'x'"),
-        ("a.json", '{"1": null}', r"a.json, 1: expected text .*, found null; .* \"\" where there is no caption"),
-        ("a.json", '{"1": ["the", "cube"]}', r"field prediction, found a list .*joined by spaces"),
-        ("a.json", '[{"image_id": true, "caption": "x"}]', r"record 0: expected .* field image_id, found true"),
-        ("a.json", '[{"image_id": 3.0, "caption": "x"}]', r"record 0: .*found a number 3.0"),
-        ("a.jsonl", '{"id": 1, "caption": "x"}\n{"id": 2}', r"a.jsonl, line 2: expected text in the field prediction"),
-        ("a.csv", "image_id,caption\n1,a,b\n", r"a.csv, line 2: row: has 3 fields, the header 2; quote fields"),
-        ("a.csv", "image_id;caption\n1;a\n", r"a.csv, line 2: .*found an object {'image_id;caption': '1;a'}"),
+        ("a.json", "", "a.json"),
+        ("a.json", '[{"image_id": 1, "caption": "x"', "a.json"),
+        ("a.json", '{"1": "x", "1": "z"}', "a.json"),
+        ("a.csv", "image_id,caption\n1,a,b\n", "a.csv, line 2"),
+    ],
+    ids=["an empty file", "truncated", "an id twice", "a field too many"],
+)
+def test_a_file_that_cannot_be_parsed_is_named_with_the_place(name, content, location, tmp_path):
+    with pytest.raises(DataError) as refused:
+        read_predictions(write(tmp_path / name, content))
+    assert str(refused.value).startswith(str(tmp_path / location))
+
+
+def test_a_file_without_rows_holds_no_caption(tmp_path):
+    file = write(tmp_path / "a.json", "[]")
+    with raises(DataError, "score.no_caption", path=file):
+        read_predictions(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "expected", "columns"),
+    [
+        (
+            "Bild;Text\n1;a\n",
+            "ids",
+            "image_id",
+            Fault("score.columns_at_delimiter", names=["Bild", "Text"], delimiter=";"),
+        ),
+        ("id,Text\n1,a\n", "captions", "prediction", Fault("score.columns", names=["id", "Text"])),
+    ],
+    ids=["no ids, other delimiter", "no captions"],
+)
+def test_a_table_without_ids_or_captions_is_refused_with_its_columns(content, kind, expected, columns, tmp_path):
+    file = write(tmp_path / "a.csv", content)
+    with raises(DataError, "score.no_column", path=file, kind=kind, expected=expected, columns=columns):
+        read_predictions(file)
+
+
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        ("Image ID;Caption", "7;it fell"),
+        ("image;ID;caption", "7;1;it fell"),
+        ("id;Prediction;caption", "7;it fell;gold"),
+        ("id;VALUE;Caption", "7;x;it fell"),
+    ],
+    ids=[
+        "other spelling",
+        "a numbering beside the image",
+        "a prediction beside a reference",
+        "a caption beside a value",
     ],
 )
-def test_a_row_that_is_no_caption_is_named_with_its_place(name, content, message, tmp_path):
-    with pytest.raises(DataError, match=message) as refused:
-        read_predictions(write(tmp_path / name, content))
-    assert str(tmp_path / "a.") in str(refused.value)
+def test_columns_of_a_table_are_found_in_any_spelling_and_never_a_reference(header, row, tmp_path):
+    table = write(tmp_path / "a.csv", f"{header}\n{row}\n")
+    assert read_predictions(table).captions == [("7", "it fell")]
 
 
-def task(dataset: str = "own", counts: SplitCount | None = None) -> Task:
-    return Task(dataset, Protocol("test", n=None), None, counts)
+def task(dataset: str = "own", counts: SplitCount | None = None) -> ScoringTask:
+    return ScoringTask(dataset, Protocol("test", n=None), counts=counts)
 
 
 def test_ids_are_the_same_in_any_unicode_form():
     for form, other in (("NFC", "NFD"), ("NFD", "NFC")):
         given, known = (unicodedata.normalize(name, "Köln_1é.png") for name in (form, other))
         assert match(Path("p"), [(given, "x")], [known], task()) == {known: "x"}
-        with pytest.raises(DataError, match="2 captions for 1 ids"):
+        with raises(DataError, "score.ids_repeated", value=2, total=1, name=known):
             match(Path("p"), [(given, "x"), (known, "y")], [known], task())
 
 
@@ -126,7 +184,7 @@ def test_an_id_is_known_as_the_benchmark_s_authors_write_it(given, known):
     ids = ["235.png", "000123.png", "000123.png_n", "Reddit_1052", "13985343_24"]
     assert match(Path("p"), [(given, "x")], ids, task("spot_the_diff")) == {known: "x"}
     both = [(given, "x"), (known, "y")]
-    with pytest.raises(DataError, match=rf"2 captions for 1 ids: '{known}' has 2; keep one caption to an id"):
+    with raises(DataError, "score.ids_repeated", value=2, total=1, name=known, times=2, levels=[]):
         match(Path("p"), both, ids, task("spot_the_diff"))
 
 
@@ -135,7 +193,7 @@ def test_what_two_ids_could_mean_is_unknown_unless_written_in_full():
     assert match(Path("p"), given, ["a/1.png", "b/1.png"], task()) == {"a/1.png": "x", "1": "y"}
 
 
-def faults(given: str, **counts: int) -> list[str]:
+def faults(given: str, **counts: int) -> list[Fault]:
     """Of captions of these ids, a letter or digit each, for the pairs 0 to 4."""
     found = [(name, "x") for name in given]
     pairs = {str(n): bare_pair(task(), str(n), ["a"], []) for n in range(5)}
@@ -143,15 +201,40 @@ def faults(given: str, **counts: int) -> list[str]:
     return faults_of_captions(match(Path("p"), found, pairs, task(counts=known)), pairs, pairs, known)
 
 
-def test_ids_of_another_level_are_named_by_their_number():
-    (fault,) = faults("0123", image_pairs=4)
-    assert fault.startswith("no caption for 1 of 5 pairs: '4'. There are 4 distinct pairs of images: keyed by its")
-    assert faults("012", image_pairs=4) == ["no caption for 2 of 5 pairs: '3', '4'"]
+OF_IMAGES = Fault("score.level_of_images", value=4)
+
+
+def test_missing_ids_are_listed():
+    (missing,) = faults("012", image_pairs=4)
+    assert missing.code == "score.ids_missing"
+    assert missing.fields["names"] == ["3", "4"]
+    assert missing.fields["total"] == 5
+
+
+def test_all_ids_have_no_fault_whatever_the_other_levels():
     assert faults("01234", records=6, image_pairs=4) == []
-    unknown, _ = faults("abcd", image_pairs=4)
-    assert re.match(r"4 of 4 ids are unknown: 'a', .*; valid ones are '0', .* pairs of images", unknown)
-    unknown, _ = faults("abcdef", records=6)
-    assert re.match(r"6 of 6 ids are unknown: .* has 6 records: this is the record level", unknown)
+
+
+def test_as_many_ids_as_pairs_of_images_are_named_so():
+    missing, level = faults("0123", image_pairs=4)
+    assert missing.fields["names"] == ["4"]
+    assert level == OF_IMAGES
+
+
+def test_unknown_ids_are_listed_beside_valid_ones_and_their_level():
+    unknown, missing, level = faults("abcd", image_pairs=4)
+    assert unknown.code == "score.ids_unknown"
+    assert unknown.fields["names"] == ["a", "b", "c", "d"]
+    assert unknown.fields["total"] == 4
+    assert unknown.fields["valid"].startswith("'0', '1'")
+    assert missing.fields["value"] == 5
+    assert level == OF_IMAGES
+
+
+def test_as_many_unknown_ids_as_records_are_named_so():
+    unknown, _, level = faults("abcdef", records=6)
+    assert unknown.fields["value"] == 6
+    assert level == Fault("score.level_of_records", value=6)
 
 
 # Each wrong protocol gives a number of its own, and is named: a Spot-the-Diff of five pairs in seven records, one pair
@@ -179,21 +262,37 @@ WORDED = {name: texts for name, texts in MERGED.items() if texts != [""]}
 JOINED = {name: [". ".join(texts)] for name, texts in MERGED.items()}
 OF_RECORDS = {str(number): SAID[name] for number, (name, _) in enumerate(RECORDS)}
 OF_WORDED = {name: SAID[name] for name in WORDED}
-CIDER, BLEU_4 = 2.717544, 0.659294
+CIDER = 2.717544
+BLEU_4 = 0.659294
 TRAPS = [
     (
         ({str(number): texts for number, (_, texts) in enumerate(RECORDS)}, OF_RECORDS),
         ("single-change", (2.778428, 0.506550)),
-        r"references: 7 pairs, the benchmark has 5\. .* has 7 records: this is the record level",
+        [
+            Fault("score.references_of_other_pairs", key="references", value=7, expected=5),
+            Fault("score.level_of_records", key="references", value=7),
+        ],
     ),
-    ((dict(RECORDS), SAID), ("single-change", (1.628600, 0.357535)), r"references: 7 of 10: .* the last one overwrote"),
+    (
+        (dict(RECORDS), SAID),
+        ("single-change", (1.628600, 0.357535)),
+        [Fault("score.references_overwritten", key="references", value=7, expected=10, protocol="single-change")],
+    ),
     (
         (WORDED, OF_WORDED),
         ("single-change", (3.395036, 0.709857)),
-        r"references: 4 pairs, the benchmark has 5: the 1 pairs of which every reference is empty were dropped",
+        [Fault("score.references_without_wordless", key="references", value=4, expected=5, wordless=1)],
     ),
-    ((JOINED, SAID), ("single-change", (1.562938, 0.047324)), r"references: 5 of 10: joined text"),
-    ((JOINED, SAID), ("multi-change", (1.562938, 0.047324)), r"references: untruncated, of up to 103 words; 'multi"),
+    (
+        (JOINED, SAID),
+        ("single-change", (1.562938, 0.047324)),
+        [Fault("score.references_joined", key="references", value=5, expected=10, protocol="single-change")],
+    ),
+    (
+        (JOINED, SAID),
+        ("multi-change", (1.562938, 0.047324)),
+        [Fault("score.references_not_cut", key="references", value=103, limit=60, protocol="multi-change")],
+    ),
 ]
 
 
@@ -228,56 +327,118 @@ def numbers(report: ScoreReport) -> tuple[float | None, float | None]:
     return report.scores["CIDEr"], report.scores["BLEU-4"]
 
 
-def test_the_right_protocol_gives_the_right_number_from_the_data_and_from_a_coco_file(run, spot):
-    for report in (run(SAID, data=spot), run(SAID, references=MERGED)):
-        assert numbers(report) == pytest.approx((CIDER, BLEU_4), abs=1e-6)
-        assert (report.pairs, report.published_pairs, report.references, report.faults) == (5, 5, 10, [])
-    report = run(SAID, data=spot, protocol="multi-change")  # joins the sentences, and cuts after 60 words
+@pytest.mark.parametrize("source", ["data", "references"])
+def test_the_right_protocol_gives_the_right_number(source, run, spot):
+    report = run(SAID, data=spot) if source == "data" else run(SAID, references=MERGED)
+    assert numbers(report) == pytest.approx((CIDER, BLEU_4), abs=1e-6)
+    assert report.pairs == 5
+    assert report.published_pairs == 5
+    assert report.references == 10
+    assert report.faults == []
+
+
+def test_another_protocol_joins_the_sentences_and_cuts_them(run, spot):
+    report = run(SAID, data=spot, protocol="multi-change")
     assert numbers(report) == pytest.approx((1.544967, 0.107847), abs=1e-6)
     assert report.references == 5
-    assert report.published == [row._asdict() for row in published_rows("spot_the_diff/multi-change")]
-    assert len(run(SAID, data=spot).published) == len(published_rows("spot_the_diff")) > len(report.published)
-    told = run(SAID | {"13": " "}, data=spot).notes
-    assert told == ["ids such as '11' were taken for '11.png'", "1 captions are empty"]
-    same = dict.fromkeys(("1", "2"), "a car left")
-    alike = run(same, references={name: [text] for name, text in same.items()}, allow_faults=True)
-    assert (alike.scores["CIDEr"], alike.notes[0][:50]) == (0, "all pairs have the same references, so CIDEr is 0:")
+
+
+def test_the_report_has_the_published_rows_of_its_protocol(run, spot):
+    multi_change = run(SAID, data=spot, protocol="multi-change").published
+    headline = run(SAID, data=spot).published
+    assert multi_change == [row._asdict() for row in published_rows("spot_the_diff/multi-change")]
+    assert len(headline) == len(published_rows("spot_the_diff"))
+    assert len(headline) > len(multi_change)
+
+
+def test_ids_in_another_spelling_and_empty_captions_are_noted(run, spot):
+    notes = run(SAID | {"13": " "}, data=spot).notes
+    assert len(notes) == 2
+    assert "'11.png'" in notes[0]
+    assert "empty" in notes[1]
+
+
+def test_equal_references_of_all_pairs_are_noted_beside_their_cider_of_0(run):
+    captions = dict.fromkeys(("1", "2"), "a car left")
+    report = run(captions, references={name: [text] for name, text in captions.items()}, allow_faults=True)
+    assert report.scores["CIDEr"] == 0
+    assert "CIDEr is 0" in report.notes[0]
 
 
 @pytest.mark.parametrize(
-    ("files", "score", "named"),
+    ("files", "expected", "wanted_faults"),
     TRAPS,
     ids=["record level", "last record wins", "empties dropped", "joined text", "untruncated multi-change"],
 )
-def test_a_wrong_protocol_is_named_and_gives_its_own_number(run, files, score, named):
-    (references, captions), (protocol, wanted) = files, score
-    with pytest.raises(DataError, match=named) as refused:
+def test_a_wrong_protocol_is_named_and_gives_its_own_number(run, files, expected, wanted_faults):
+    (references, captions) = files
+    (protocol, wanted) = expected
+    with raises(DataError, "score.faults_not_allowed", dataset="spot_the_diff", protocol=protocol) as refused:
         run(captions, references=references, protocol=protocol)
+    found = refused.value.fields["faults"]
+    assert found[: len(wanted_faults)] == wanted_faults
     assert "--allow-faults" in str(refused.value)
     report = run(captions, references=references, protocol=protocol, allow_faults=True)
     assert numbers(report) == pytest.approx(wanted, abs=1e-6)
     assert abs(wanted[0] - CIDER) > 0.01
-    assert any(fault in str(refused.value) for fault in report.faults)
+    assert report.faults == [str(fault) for fault in found]
 
 
-def test_captions_of_another_level_and_fewer_pairs_than_papers_score_are_refused(run, spot, monkeypatch):
-    rows = [{"image_id": name, "caption": SAID[name]} for name, _ in RECORDS]
-    for captions, named in (
-        (OF_RECORDS, r"(?s)p.*json: .* 7 of 7 ids are unknown: '0', .*; valid .* record level"),
-        (rows, r"7 captions for 5 ids: '11.png' has 2\. .* this is the record level"),
-        (rows[:6], r"6 captions for 5 ids: '11.png' has 2; keep one"),
-        (OF_WORDED, r"no caption for '13.png', the 1 pairs of which every reference is empty"),
-    ):
-        with pytest.raises(DataError, match=named):
-            run(captions, data=spot)
+ROWS_OF_RECORDS = [{"image_id": name, "caption": SAID[name]} for name, _ in RECORDS]
+
+
+RECORD_LEVEL = Fault("score.level_of_records", value=7)
+
+
+def test_captions_keyed_by_numbers_of_records_are_refused(run, spot):
+    with raises(DataError, "score.faults_not_allowed") as refused:
+        run(OF_RECORDS, data=spot)
+    unknown, _, level, *_ = refused.value.fields["faults"]
+    assert unknown.code == "score.ids_unknown"
+    assert unknown.fields["value"] == unknown.fields["total"] == 7
+    assert level == RECORD_LEVEL
+
+
+@pytest.mark.parametrize(
+    ("rows", "levels"),
+    [(ROWS_OF_RECORDS, [RECORD_LEVEL]), (ROWS_OF_RECORDS[:6], [])],
+    ids=["all records", "some records"],
+)
+def test_several_captions_of_a_pair_are_refused_with_their_level(rows, levels, run, spot):
+    with raises(DataError, "score.ids_repeated", value=len(rows), total=5, name="11.png", times=2, levels=levels):
+        run(rows, data=spot)
+
+
+def test_captions_without_the_wordless_pairs_are_refused(run, spot):
+    with raises(DataError, "score.faults_not_allowed") as refused:
+        run(OF_WORDED, data=spot)
+    wordless = refused.value.fields["faults"][0]
+    assert wordless.code == "score.wordless_pairs_missing"
+    assert wordless.fields["names"] == ["13.png"]
+    assert wordless.fields["total"] == 5
+
+
+def test_captions_without_the_wordless_pairs_can_be_scored_all_the_same(run, spot):
     report = run(OF_WORDED, data=spot, allow_faults=True)
-    assert (report.pairs, report.published_pairs, len(report.faults)) == (4, 5, 2)
+    assert report.pairs == 4
+    assert report.published_pairs == 5
+    assert len(report.faults) == 2
     assert report.scores["CIDEr"] == pytest.approx(3.395036, abs=1e-6)
-    with pytest.raises(DataError, match=r"10 for 5 pairs; under 'multi-change' all sentences of a pair are one"):
+
+
+def test_references_that_are_not_joined_are_refused(run):
+    with raises(DataError, "score.faults_not_allowed") as refused:
         run(SAID, references=MERGED, protocol="multi-change")
-    monkeypatch.undo()  # the real benchmark has 1,270
-    with pytest.raises(DataError, match=r"5 pairs are scored, papers score 1,270"):
+    assert refused.value.fields["faults"] == [
+        Fault("score.references_not_joined", key="references", value=10, pairs=5, protocol="multi-change")
+    ]
+
+
+def test_fewer_pairs_than_papers_score_are_refused(run, spot, monkeypatch):
+    monkeypatch.undo()  # the real benchmark has 1,270 pairs
+    with raises(DataError, "score.faults_not_allowed") as refused:
         run(SAID, data=spot)
+    assert refused.value.fields["faults"] == [Fault("score.other_number_of_pairs", value=5, expected=1270)]
 
 
 CLEVR = {"000001.png": "it became red", "000012.png": "the cube turned red"}
@@ -292,7 +453,9 @@ def test_the_published_scores_of_coco_captions_are_printed(capsys, monkeypatch):
     assert main(["score", files[0], "--references", files[1], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {name: round(value, 4) for name, value in told["scores"].items()} == PUBLISHED
-    assert (told["pairs"], told["published_pairs"], told["faults"]) == (1_000, None, [])
+    assert told["pairs"] == 1_000
+    assert told["published_pairs"] is None
+    assert told["faults"] == []
 
 
 @pytest.fixture
@@ -306,28 +469,44 @@ def clevr(monkeypatch, tmp_path) -> Path:
     return write_clevr(tmp_path / "raw")
 
 
-def test_a_protocol_takes_its_pairs_of_captions_of_all_and_ingests_records_serve_as_well(clevr, tmp_path):
+@pytest.mark.parametrize(("protocol", "pairs"), [("total", 4), ("semantic", 2), ("color", 2)])
+def test_a_protocol_takes_its_pairs_from_captions_of_all(protocol, pairs, clevr, tmp_path):
     predictions = write(tmp_path / "p.json", CLEVR | DISTRACTORS)
-    total, semantic, color = (
-        score(predictions, "clevr_change", protocol, data=clevr) for protocol in ("total", "semantic", "color")
-    )
-    assert (total.pairs, semantic.pairs, color.pairs) == (4, 2, 2)
-    assert semantic.notes == ["2 captions of pairs that 'semantic' does not take were left out"]
+    assert score(predictions, "clevr_change", protocol, data=clevr).pairs == pairs
+
+
+def test_a_protocol_of_some_pairs_notes_the_captions_that_it_leaves_out(clevr, tmp_path):
+    predictions = write(tmp_path / "p.json", CLEVR | DISTRACTORS)
+    total = score(predictions, "clevr_change", "total", data=clevr)
+    semantic = score(predictions, "clevr_change", "semantic", data=clevr)
+    (note,) = semantic.notes
+    assert note.startswith("2 ")
+    assert "'semantic'" in note
     assert semantic.scores["CIDEr"] != total.scores["CIDEr"]
-    assert (total.by_group["distractors"]["pairs"], total.references) == (2, 8)
+
+
+def test_groups_that_have_pairs_have_scores(clevr, tmp_path):
+    total = score(write(tmp_path / "p.json", CLEVR | DISTRACTORS), "clevr_change", "total", data=clevr)
+    assert total.by_group["distractors"]["pairs"] == 2
+    assert total.references == 8
     assert "multi_change" not in total.by_group
+
+
+def test_ingests_records_give_the_scores_of_the_datasets_own_folder(clevr, tmp_path):
+    predictions = write(tmp_path / "p.json", CLEVR | DISTRACTORS)
+    total = score(predictions, "clevr_change", "total", data=clevr)
     run_ingest(clevr)
+    records = tmp_path / "records/mini/records.parquet"
+    table = pq.read_table(records)
+    rows = table.to_pylist()
+    row_with_a_fault = rows[0] | {"id": None, "split": "test"}
+    pq.write_table(pa.Table.from_pylist([*rows, row_with_a_fault], schema=table.schema), records)
     write(predictions, {f"mini/{name}": text for name, text in (CLEVR | DISTRACTORS).items()})
-    places = tmp_path / "records/mini", tmp_path / "records/mini/records.parquet"
-    known = pq.read_table(places[1])
-    rows = known.to_pylist()
-    pq.write_table(
-        pa.Table.from_pylist([*rows, rows[0] | {"id": None, "split": "test"}], schema=known.schema), places[1]
-    )  # a fault
-    reports = [score(predictions, "clevr_change", data=place) for place in places]
-    assert reports[0] == reports[1]
-    assert reports[0].scores == total.scores
-    assert reports[0].notes == ["ids such as 'mini/000001.png' were taken for '000001.png'"]
+    report = score(predictions, "clevr_change", data=records)
+    assert report == score(predictions, "clevr_change", data=records.parent)
+    assert report.scores == total.scores
+    (note,) = report.notes
+    assert "'mini/000001.png'" in note
 
 
 def test_a_benchmark_with_a_grammar_tells_whether_the_change_is_right(clevr, tmp_path):
@@ -345,60 +524,171 @@ def test_a_benchmark_with_a_grammar_tells_whether_the_change_is_right(clevr, tmp
 IMAGE = {"images": [{"id": 1}, {"id": 2}]}
 
 
+def score_nothing(**arguments: Any) -> None:
+    """Score a file that does not exist: a fault of references or arguments is found before."""
+    score(Path("no predictions.json"), **arguments)
+
+
+def test_an_unknown_benchmark_is_named_beside_the_known_ones():
+    with raises(DataError, "score.benchmark_unknown", value="spot") as refused:
+        score_nothing(benchmark="spot")
+    assert {"birds_to_words", "clevr_change", "spot_the_diff"} <= set(refused.value.fields["names"])
+
+
+def test_an_unknown_protocol_is_named_beside_those_of_its_benchmark():
+    with raises(DataError, "score.protocol_unknown", key="iedit", value="total", names=["test"]):
+        score_nothing(benchmark="iedit", protocol="total")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("benchmark", "code"),
+    [("iedit", "score.no_references_of_benchmark"), ("minichange", "score.no_references_of_drawn")],
+)
+def test_a_benchmark_without_references_names_its_files_and_its_page(benchmark, code):
+    spec = DATASETS[benchmark]
+    with raises(DataError, code, dataset=benchmark, names=spec.files, page=spec.page):
+        score_nothing(benchmark=benchmark)
+
+
+def test_a_missing_folder_of_a_benchmark_is_named_with_the_files_that_it_holds():
+    with raises(DataError, "score.data_missing", path=Path("none"), names=DATASETS["iedit"].files):
+        score_nothing(benchmark="iedit", data=Path("none"))
+
+
+def test_a_folder_without_the_jars_of_spice_is_found_before_any_file_is_read():
+    with raises(DataError, "score.spice_dir_unusable") as refused:
+        score_nothing(references=Path("none.json"), spice_dir=Path("."))
+    cause = refused.value.fields["cause"]
+    assert cause.code == "scoring.spice_jars_missing"
+    assert cause.fields["path"] == Path(".")
+    assert "stanford-corenlp-3.6.0.jar" in cause.fields["names"]
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "location", "fields"),
     [
-        ({"benchmark": "spot"}, r"--benchmark 'spot': unknown; known: birds_to_words, clevr_change, .*, spot_the_diff"),
-        ({"benchmark": "iedit", "protocol": "total"}, r"iedit: no protocol 'total'; it has test"),
-        ({"benchmark": "iedit"}, r"iedit: where are its references\? .*page: https?://"),
-        ({"benchmark": "minichange"}, r"which `m3diff synthesize minichange` draws"),
-        ({"references": Path("none.json"), "protocol": "total"}, r"--benchmark None: unknown; .*; or name --refer"),
-        ({"references": Path("none.json")}, r"none.json: no such file"),
-        ({"benchmark": "iedit", "data": Path("none")}, r"none: no such folder; name the one that holds train.json"),
-        ({"spice_dir": Path(".")}, r"--spice-dir .*: has no stanford-corenlp-3.6.0.jar .*--check-spice"),
-        ([], r"r.json: expected an object at the top, found a list"),
-        ({"images": []}, r"r.json: expected COCO captions, an object with the lists images and annotations"),
-        ({"images": [], "annotations": []}, r"r.json: 0 of 0 images"),
-        ({"images": [{"id": None}], "annotations": []}, r"r.json, image 0: expected text in the field id, found null"),
-        (IMAGE | {"annotations": [{"image_id": 1, "caption": ""}]}, r"1 of 2 images without a caption, such as"),
+        ({"images": []}, "score.no_coco_captions", "r.json", {}),
+        ({"images": [], "annotations": []}, "score.no_image", "r.json", {}),
+        ({"images": [{"id": None}], "annotations": []}, "score.no_text", "r.json, image 0", {"field": "id"}),
+        (
+            IMAGE | {"annotations": [{"image_id": 1, "caption": ""}]},
+            "score.images_without_caption",
+            "r.json",
+            {"value": 1, "total": 2, "names": ["2"]},
+        ),
         (
             IMAGE | {"annotations": [{"image_id": 1, "caption": 2.5}]},
-            r"annotation 0: expected text in the field cap",
+            "score.no_text",
+            "r.json, annotation 0",
+            {"field": "caption"},
         ),
     ],
+    ids=["no annotations", "no image", "no id", "no caption", "a number"],
 )
-def test_what_is_missing_or_no_reference_is_named_before_captions_are_read(arguments, message, tmp_path):
-    if "images" in arguments or arguments == []:
-        arguments = {"references": write(tmp_path / "r.json", arguments)}
-    with pytest.raises(DataError, match=message):
-        score(Path("no predictions.json"), **arguments)
+def test_a_coco_file_without_references_is_refused(content, code, location, fields, tmp_path):
+    with raises(DataError, code, **fields) as refused:
+        score_nothing(references=write(tmp_path / "r.json", content))
+    assert str(refused.value.fields["path"]) == str(tmp_path / location)
 
 
-def test_a_fault_of_the_files_and_a_tokenizer_that_dies_are_exit_codes_and_a_sentence(capsys, monkeypatch, tmp_path):
+def test_references_by_id_are_read_as_coco_captions_are(tmp_path):
+    references = {"256": ["a man in red", "a man on the left"], "9": ["the sign says open"]}
+    file = tmp_path / "r.json"
+    task = find_task(None, None, file)
+    as_coco = find_references(task, write(file, coco(references)), None)
+    assert find_references(task, write(file, references), None) == as_coco
+    assert list(as_coco.pairs) == ["256", "9"]
+
+
+@pytest.mark.parametrize("captions", [[], [1], "a text", None], ids=["none", "a number", "no list", "null"])
+def test_references_by_id_that_are_no_captions_are_refused(captions, tmp_path):
+    file = write(tmp_path / "r.json", {"256": ["a man in red"], "9": captions})
+    with raises(DataError, "score.no_coco_captions", path=file):
+        score_nothing(references=file)
+
+
+def test_an_empty_list_of_references_is_refused_by_name(tmp_path):
+    file = write(tmp_path / "r.json", [])
+    with pytest.raises(DataError) as refused:
+        score_nothing(references=file)
+    assert str(refused.value).startswith(str(file))
+
+
+@pytest.mark.parametrize(
+    ("options", "option_names"),
+    [
+        ({}, []),
+        ({"data": Path("folder")}, ["--data"]),
+        ({"references": Path("r.json"), "protocol": "total"}, ["--protocol"]),
+        ({"references": Path("r.json"), "data": Path("folder")}, ["--data"]),
+        ({"protocol": "total", "data": Path("folder")}, ["--protocol", "--data"]),
+    ],
+    ids=["nothing", "data", "protocol", "references and data", "protocol and data"],
+)
+def test_a_call_that_compares_with_nothing_says_what_it_lacks(options, option_names, tmp_path):
+    with raises(ParamsError, "score.call_incomplete") as refused:
+        score(write(tmp_path / "p.json", SAID), **options)
+    fault = (
+        Fault("score.options_without_benchmark", names=option_names)
+        if option_names
+        else Fault("score.no_references_named")
+    )
+    assert refused.value.fields["faults"] == [fault]
+    assert {"minichange", "spot_the_diff", "clevr_change"} <= set(refused.value.fields["names"])
+
+
+def test_a_call_without_references_gets_two_commands_to_copy(capsys):
+    assert main(["score", "my preds.csv"]) == 2
+    commands = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith("  m3diff ")]
+    assert commands == [
+        ["m3diff", "score", "'my", "preds.csv'", "--benchmark", "spot_the_diff", "--data", "FOLDER"],
+        ["m3diff", "score", "'my", "preds.csv'", "--references", "pairs.csv"],
+    ]
+
+
+def test_an_unknown_benchmark_ends_the_command_with_the_code_of_refused_data(capsys, tmp_path):
     assert main(["score", str(tmp_path / "p.json"), "--benchmark", "spot"]) == DATA_REFUSED
-    assert "m3diff score: --benchmark 'spot': unknown" in capsys.readouterr().err
+    assert Message("score.benchmark_unknown", value="spot").in_text(capsys.readouterr().err)
+
+
+def test_a_command_without_a_file_of_captions_is_a_wrong_call(capsys):
     assert main(["score"]) == 2
-    assert "name a file of captions" in capsys.readouterr().err
-    references, predictions = write(tmp_path / "r.json", coco({"1": ["a cube"]})), write(tmp_path / "p.json", {1: "x"})
+    assert Message("command.no_captions").in_text(capsys.readouterr().err)
+
+
+def test_a_tokenizer_that_dies_ends_the_command_with_its_last_words(capsys, monkeypatch, tmp_path):
+    references = write(tmp_path / "r.json", coco({"1": ["a cube"]}))
+    predictions = write(tmp_path / "p.json", {1: "x"})
     fake_java(tmp_path / "bin", monkeypatch, "PTBTokenizer", "echo no room left >&2; exit 1")
     assert main(["score", str(predictions), "--references", str(references)]) == TRY_AGAIN
-    said = capsys.readouterr().err
-    assert "m3diff score: the PTB tokenizer, without which there is no score: " in said
-    assert ("its last words: no room left" in said, "Traceback" in said) == (True, False)
+    message = capsys.readouterr().err
+    cause = Fault("scoring.program_failed", status=1, last_words="no room left")
+    assert Message("scoring.tokenizer_failed", cause=cause).in_text(message)
+    assert "Traceback" not in message
+
+
+def test_missing_java_is_found_before_any_file_is_read(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JavaMissing, match="java: not found on PATH"):
+    with raises(JavaMissing, "scoring.java_missing"):
         score(Path("no predictions.json"), "no benchmark")
-    said, fetch, *_ = check_spice(None)[0]
-    assert said.startswith("FAILED  java: not found on PATH")
-    assert fetch.startswith("curl -fL --create-dirs -o spice/stanford-corenlp-3.6.0.jar https://repo1.maven.org/")
+
+
+def test_the_check_of_spice_says_that_java_is_missing_and_how_to_fetch_the_jars(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = check_spice(None)
+    assert not check.works
+    assert check.lines[0].startswith("FAILED")
+    assert Message("scoring.java_missing", limit=8).in_text(check.lines[0])
+    address = "https://repo1.maven.org/"
+    assert check.lines[1].startswith(f"curl -fL --create-dirs -o spice/stanford-corenlp-3.6.0.jar {address}")
 
 
 def a_report(**changes) -> ScoreReport:
     figures = dict.fromkeys(("BLEU-4", "METEOR", "ROUGE-L"), 1.0)
     published = [
-        {"method": f"M{place}", "venue": "V", "scores": figures | {"CIDEr": float(cider), "SPICE": None},
-         "source": "paper A", "chosen_on_test": "their code" if place == 3 else None}
-        for place, cider in enumerate((90, 80, 70, 60, 40, 30, 20, 10))
+        {"method": f"M{rank}", "venue": "V", "scores": figures | {"CIDEr": float(cider), "SPICE": None},
+         "source": "paper A", "chosen_on_test": "their code" if rank == 3 else None}
+        for rank, cider in enumerate((90, 80, 70, 60, 40, 30, 20, 10))
     ]  # fmt: skip
     known = {
         "dataset": "spot_the_diff", "protocol": "single-change", "source": "here", "tokenizer": "ptb",
@@ -421,17 +711,167 @@ def test_the_command_hands_its_arguments_on_and_prints_what_was_found(monkeypatc
     assert json.loads(capsys.readouterr().out)["scores"]["CIDEr"] == 0.474
 
 
-def test_the_page_tells_protocol_pairs_variant_scores_faults_and_the_published_rows():
-    told = list(lines(a_report()))
-    assert told[0] == "spot_the_diff, protocol 'single-change' (here)"
-    assert told[1] == "  pairs 1,270 (papers: 1,270); references a pair 1.66"
-    cider = next(line for line in told if line.startswith("  CIDEr"))
+def test_the_lines_begin_with_protocol_and_pairs():
+    lines = list(a_report().lines())
+    assert lines[0] == "spot_the_diff, protocol 'single-change' (here)"
+    assert lines[1] == "  pairs 1,270 (papers: 1,270); references a pair 1.66"
+
+
+def test_a_score_has_a_line_with_its_interval():
+    cider = next(line for line in a_report().lines() if line.startswith("  CIDEr"))
     assert cider.split()[:4] == ["CIDEr", "0.4740", "47.4", "42.0–53.0"]
-    rows = [line.split()[0] for line in told if line.startswith("    ") and line.split()[0][0] in "Mt"]
-    assert rows == ["Method", "M0", "M1", "M2", "M3†", "this", "M4", "M5", "M6", "M7"]
-    assert {"  note: one", "  METEOR: it died", "    Published figures as given by paper A."} < set(told)
-    assert "    † Epoch chosen on the test split. M3: their code." in told
-    told = list(lines(a_report(pairs=1263, faults=["empties"])))
-    assert "pairs 1,263 (papers: 1,270)" in told[1]
-    assert "  FAULT empties" in told
-    assert next(line for line in told if "this run" in line).startswith("    this run*  ")
+
+
+def test_published_rows_are_ranked_around_this_run():
+    lines = list(a_report().lines())
+    methods = [line.split()[0] for line in lines if line.startswith("    ") and line.split()[0][0] in "Mt"]
+    assert methods == ["Method", "M0", "M1", "M2", "M3†", "this", "M4", "M5", "M6", "M7"]
+    assert "    Published figures as given by paper A." in lines
+    assert "    † Epoch chosen on the test split. M3: their code." in lines
+
+
+def test_notes_and_absent_scores_have_lines():
+    lines = list(a_report().lines())
+    assert "  note: one" in lines
+    assert "  METEOR: it died" in lines
+
+
+def test_a_report_of_fewer_pairs_is_marked():
+    lines = list(a_report(pairs=1263, faults=["empties"]).lines())
+    assert "pairs 1,263 (papers: 1,270)" in lines[1]
+    assert "  FAULT empties" in lines
+    assert next(line for line in lines if "this run" in line).startswith("    this run*  ")
+
+
+CAPTIONED = {"name": "016", "before": "a/016.jpg", "after": "b/016.jpg", "caption": "it fell", "model": "m3diff/1"}
+UNCAPTIONED = {**CAPTIONED, "name": "017", "error": "a/017.jpg: no such file; restore it"}
+del UNCAPTIONED["caption"]
+
+
+def test_a_pair_that_caption_could_not_read_is_named_with_its_reason(tmp_path):
+    lines_of = [json.dumps(row) for row in (CAPTIONED, UNCAPTIONED)]
+    captions = write(tmp_path / "c.jsonl", "\n".join(lines_of) + "\n")
+    references = write(tmp_path / "r.json", coco({"016": ["it fell"], "017": ["it rose"]}))
+    with raises(DataError, "score.faults_not_allowed", path=captions) as refused:
+        score(captions, references=references)
+    fault = refused.value.fields["faults"][0]
+    assert fault == Fault(
+        "score.pair_not_captioned", path=f"{captions}, line 2", name="017", cause=UNCAPTIONED["error"]
+    )
+    report = score(captions, references=references, allow_faults=True)
+    assert report.pairs == 1
+    assert str(fault) in report.faults
+
+
+def test_a_file_of_nothing_but_uncaptioned_pairs_gives_the_first_reason(tmp_path):
+    file = write(tmp_path / "c.jsonl", json.dumps(UNCAPTIONED))
+    with raises(DataError, "score.no_pair_captioned", path=file) as refused:
+        read_predictions(file)
+    assert refused.value.fields["cause"].fields["name"] == "017"
+    assert UNCAPTIONED["error"] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("preds.csv", "score.captions_missing"), ("", "score.captions_folder")],
+    ids=["missing", "folder"],
+)
+def test_a_missing_file_of_captions_is_named(name, code, tmp_path):
+    with raises(DataError, code, path=tmp_path / name):
+        read_predictions(tmp_path / name)
+
+
+def test_a_missing_file_of_references_is_named(tmp_path):
+    with raises(DataError, "score.references_missing", path=tmp_path / "refs.csv"):
+        score(tmp_path / "preds.csv", references=tmp_path / "refs.csv")
+
+
+def test_a_call_with_neither_file_names_both(tmp_path):
+    with raises(ParamsError, "score.call_incomplete") as refused:
+        score(tmp_path / "preds.csv")
+    assert refused.value.fields["faults"] == [
+        Fault("score.captions_missing", path=tmp_path / "preds.csv"),
+        Fault("score.no_references_named"),
+    ]
+
+
+# One's own table as references
+
+OWN_TABLES = {
+    "documented columns": "before,after,captions\na/1.png,b/1.png,the lamp is out\na/2.png,b/2.png,it rains\n",
+    "a list of captions": 'before,after,captions\na/1.png,b/1.png,"[""the lamp is out""]"\na/2.png,b/2.png,it rains\n',
+    "German semicolons": "Vorher;Nachher;Beschreibung;Teil\na/1.png;b/1.png;the lamp is out;train\n"
+    "a/2.png;b/2.png;it rains;test\n",
+    "an id beside images": "id,before,after,caption\nx1,a/1.png,b/1.png,the lamp is out\nx2,a/2.png,b/2.png,it rains\n",
+    "an id alone": "id,reference\n1,the lamp is out\n2,it rains\n",
+    "a row per caption": "before,after,captions\na/1.png,b/1.png,the lamp is out\na/1.png,b/1.png,the lamp is off\n"
+    "a/2.png,b/2.png,it rains\n",
+    "numbered columns": "id,caption_1,caption_2\n1,the lamp is out,dark\n2,it rains,\n",
+}
+
+
+def find_own(tmp_path: Path, table: str, names: list[str]) -> dict[str, list[str]]:
+    """The references by prediction of a table, matched as `m3diff score` does."""
+    references = find_references(task("own"), write(tmp_path / "paare.csv", table), None)
+    predictions = write(tmp_path / "c.json", {name: f"caption of {name}" for name in names})
+    matched = find_pairs(predictions, task("own"), references, allow_faults=False)
+    assert matched.faults == []
+    return {pair.prediction: pair.references for pair in matched.pairs}
+
+
+@pytest.mark.parametrize("table", OWN_TABLES.values(), ids=OWN_TABLES)
+def test_a_table_of_ones_own_pairs_holds_the_references_of_captions_by_name(table, tmp_path):
+    references = find_own(tmp_path, table, ["1", "2"])
+    assert references["caption of 2"] == ["it rains"]
+    assert references["caption of 1"][0] == "the lamp is out"
+    assert sum(map(len, references.values())) == (3 if "dark" in table or "off" in table else 2)
+
+
+def test_a_table_with_ids_takes_predictions_by_id_too(tmp_path):
+    references = find_own(tmp_path, OWN_TABLES["an id beside images"], ["x2", "x1"])
+    assert references == {"caption of x1": ["the lamp is out"], "caption of x2": ["it rains"]}
+
+
+@pytest.mark.parametrize(
+    ("table", "code", "fields"),
+    [
+        (
+            "before,after\na.png,b.png\n",
+            "score.no_caption_column",
+            {"columns": Fault("score.columns", names=["before", "after"])},
+        ),
+        (
+            "Datum,captions\nMai,it rains\n",
+            "score.no_id_column",
+            {"columns": Fault("score.columns", names=["Datum", "captions"])},
+        ),
+        (
+            "id,captions\n1,\n2,it rains\n",
+            "score.pairs_without_caption",
+            {"value": 1, "total": 2, "names": ["1"]},
+        ),
+        (
+            "id,before,after,captions\n1,a.png,b.png,it rains\n1,c.png,d.png,it fell\n",
+            "score.id_of_other_images",
+            {"field": "id", "name": "1"},
+        ),
+    ],
+    ids=["no captions", "no ids", "an empty caption", "one id for two pairs"],
+)
+def test_a_table_that_holds_no_references_says_what_is_missing(table, code, fields, tmp_path):
+    with raises(DataError, code, **fields) as refused:
+        find_references(task("own"), write(tmp_path / "paare.csv", table), None)
+    assert "paare.csv" in str(refused.value)
+
+
+def test_a_row_of_references_with_a_field_too_many_is_named(tmp_path):
+    with pytest.raises(DataError) as refused:
+        find_references(task("own"), write(tmp_path / "paare.csv", "id,captions\n1,a,b\n"), None)
+    assert "paare.csv, line 2" in str(refused.value)
+
+
+def test_the_column_that_was_taken_for_captions_is_noted(tmp_path):
+    references = find_references(task("own"), write(tmp_path / "p.csv", OWN_TABLES["German semicolons"]), None)
+    (note,) = references.notes
+    assert note.startswith("p.csv: ")
+    assert "Beschreibung" in note

@@ -14,6 +14,7 @@ from m3diff.datasets.filters import means_the_same
 from m3diff.datasets.spec import read_with_notes
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
+from tests.errors import Message, raises
 from tests.layouts import run_ingest, save_picture
 
 SAME = {
@@ -101,33 +102,94 @@ def test_rows_without_a_change_are_marked_by_meaning_and_counted(tmp_path, colum
     assert any("5 of 10 rows" in note for note in notes)
 
 
-REFUSED = {
-    "a value that no row has": ({"no_change": {"flag": "none"}}, ["no_change", "0 of 10", "'yes' (5)", "'no' (5)"]),
-    "a filter that no row matches": ({"where": {"flag": "maybe"}}, ["where", "0 of 10", "'yes' (5)"]),
-    "a filter that every row matches": ({"where": {"flag": [True, False]}}, ["where", "10 rows", "'yes' (5)"]),
-    "a mark that every row matches": ({"no_change": {"flag": ["yes", "no"]}}, ["no_change", "10 rows"]),
-    "a misspelt column of a mark": ({"no_change": {"falg": "no"}}, ["'falg'", "'flag'", "captions", "split"]),
-    "a misspelt column of a filter": ({"where": {"flg": "no"}}, ["'flg'", "'flag'"]),
-    "a misspelt column beside a right one": ({"where": {"flag": "no", "spilt": "val"}}, ["'spilt'", "'split'"]),
-    "a path into no object": ({"where": {"flag.value": "no"}}, ["'flag.value'"]),
-    "columns that no row matches together": ({"where": {"flag": "no", "twin": "yes"}}, ["0 of 10", "twin"]),
-    "a split of another name": ({"splits": {"valid": "train"}}, ["splits", "'valid'", "'val' (3)"]),
-    "a split by number": ({"splits": {0: "train"}}, ["splits", "0 is no split"]),
-    "a misspelt optional column": ({"columns": {"scene": "flga"}}, ["'flga'", "'flag'"]),
-    "a misspelt further column": ({"columns": {"captions": ["captions", "flaag"]}}, ["'flaag'", "'flag'"]),
-    "a separator that is nowhere": ({"separator": "||"}, ["separator", "'||'", "10 captions"]),
+FLAG = "flag ('no' (5), 'yes' (5))"
+TWIN = "twin ('no' (5), 'yes' (5))"
+NO_ROW = "filter_matches_no_row"
+ALL_ROWS = "filter_matches_all_rows"
+TABLE = ["before", "after", "captions", "split", "flag", "twin"]
+SPLITS_OF_TABLE = "'train' (4), 'val' (3), 'test' (3)"
+# Options, the code of their fault, and its fields
+REFUSED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "a value that no row has": (
+        {"no_change": {"flag": "none"}},
+        NO_ROW,
+        {"option": "no_change", "rows": 10, "columns": [FLAG]},
+    ),
+    "a filter that no row matches": (
+        {"where": {"flag": "maybe"}},
+        NO_ROW,
+        {"option": "where", "filter": "where: {flag: 'maybe'}", "rows": 10, "columns": [FLAG]},
+    ),
+    "a filter that every row matches": (
+        {"where": {"flag": [True, False]}},
+        ALL_ROWS,
+        {"option": "where", "rows": 10, "columns": [FLAG]},
+    ),
+    "a mark that every row matches": (
+        {"no_change": {"flag": ["yes", "no"]}},
+        ALL_ROWS,
+        {"option": "no_change", "rows": 10},
+    ),
+    "a misspelt column of a mark": (
+        {"no_change": {"falg": "no"}},
+        "unknown_column",
+        {"key": "no_change", "value": "falg", "columns": TABLE},
+    ),
+    "a misspelt column of a filter": ({"where": {"flg": "no"}}, "unknown_column", {"key": "where", "value": "flg"}),
+    "a misspelt column beside a right one": (
+        {"where": {"flag": "no", "spilt": "val"}},
+        "unknown_column",
+        {"key": "where", "value": "spilt"},
+    ),
+    "a path into no object": ({"where": {"flag.value": "no"}}, "unknown_column", {"value": "flag.value"}),
+    "columns that no row matches together": (
+        {"where": {"flag": "no", "twin": "yes"}},
+        NO_ROW,
+        {"rows": 10, "columns": [FLAG, TWIN]},
+    ),
+    "a split of another name": (
+        {"splits": {"valid": "train"}},
+        "unknown_split",
+        {"key": "splits", "value": "'valid'", "values": SPLITS_OF_TABLE},
+    ),
+    "a split by number": ({"splits": {0: "train"}}, "unknown_split", {"value": "0", "values": SPLITS_OF_TABLE}),
+    "a misspelt optional column": (
+        {"columns": {"scene": "flga"}},
+        "unknown_column",
+        {"key": "columns", "value": "flga", "columns": TABLE},
+    ),
+    "a misspelt further column": (
+        {"columns": {"captions": ["captions", "flaag"]}},
+        "unknown_column",
+        {"key": "columns", "value": "flaag"},
+    ),
+    "a separator that is nowhere": (
+        {"separator": "||"},
+        "separator_in_no_caption",
+        {"key": "separator", "value": "||", "captions": 10},
+    ),
 }
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
-def test_an_option_that_matches_nothing_or_everything_is_refused(tmp_path, options, words):
+@pytest.mark.parametrize(("options", "code", "fields"), REFUSED.values(), ids=REFUSED)
+def test_an_option_that_matches_nothing_or_everything_is_refused(tmp_path, options, code, fields):
     root = write_table(tmp_path, flag=is_odd("yes", "no"), twin=is_odd("yes", "no"))
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "datasets.options_do_not_match", path=root, names=list(options)) as error:
         list(pairs.read(root, **options))
-    assert [word for word in [str(root), *words] if word not in str(error.value)] == []
+    (fault,) = error.value.fields["faults"]
+    assert fault.code == f"datasets.{code}"
+    assert {name: fault.fields.get(name) for name in fields} == fields
 
 
-@pytest.mark.parametrize("options", [options for options, _ in REFUSED.values()], ids=REFUSED)
+def test_the_hint_on_a_misspelt_column_is_the_nearest_name(tmp_path):
+    root = write_table(tmp_path, flag=is_odd("yes", "no"))
+    with raises(DataError, "datasets.options_do_not_match") as error:
+        list(pairs.read(root, where={"falg": "no"}))
+    (fault,) = error.value.fields["faults"]
+    assert "'flag'" in str(fault.fields["hint"])
+
+
+@pytest.mark.parametrize("options", [options for options, _, _ in REFUSED.values()], ids=REFUSED)
 def test_an_option_that_is_confirmed_is_not_refused(tmp_path, options):
     root = write_table(tmp_path, flag=is_odd("yes", "no"), twin=is_odd("yes", "no"))
     list(pairs.read(root, **options, confirmed=list(options)))
@@ -211,14 +273,24 @@ def test_ingest_and_check_count_the_rows_or_refuse_with_exit_3(tmp_path, capsys,
     report = run_ingest(root, "pairs", "own", no_change={"flag": False})
     assert report.pairs == {"train": 4, "val": 3, "test": 3}
     assert "5 of 10 rows" in capsys.readouterr().out
-    with pytest.raises(DataError, match=r"0 of 10 rows"):
+    with raises(DataError, "datasets.options_do_not_match", path=root) as refused:
         run_ingest(root, "pairs", "own", no_change={"flag": 7})
+    (fault,) = refused.value.fields["faults"]
+    assert fault.code == "datasets.filter_matches_no_row"
+    assert fault.fields["rows"] == 10
     from m3diff.commands.inspect import check
     from m3diff.stages.ingest.params import DatasetEntry
 
-    for value, words in ((False, "5 of 10 rows"), (7, "0 of 10 rows")):
-        entry = DatasetEntry(reader="pairs", root=root, options={"no_change": {"flag": value}})
-        lines, is_sound = check(root, {"own": entry})
-        assert words in "\n".join(lines)
-        assert is_sound is (value is False)
-    assert (main(["data", "check", str(root)]), DATA_REFUSED) == (0, 3)
+    entry = DatasetEntry(reader="pairs", root=root, options={"no_change": {"flag": False}})
+    lines, is_sound = check(root, {"own": entry})
+    assert "5 of 10 rows" in "\n".join(lines)
+    assert is_sound
+    entry = DatasetEntry(reader="pairs", root=root, options={"no_change": {"flag": 7}})
+    lines, is_sound = check(root, {"own": entry})
+    assert Message("datasets.filter_matches_no_row", rows=10).in_text("\n".join(lines))
+    assert not is_sound
+    assert main(["data", "check", str(root)]) == 0
+
+
+def test_the_code_for_refused_data_is_3():
+    assert DATA_REFUSED == 3

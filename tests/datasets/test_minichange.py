@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from m3diff.datasets.minichange import SPEC, generate, language
 from m3diff.datasets.minichange.language import describe_cells, describe_scene, grammar, references
@@ -22,9 +23,10 @@ from m3diff.datasets.minichange.scene import (
     name,
     sample_types,
 )
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import SPLITS
 from m3diff.scoring.grammar import Clause, Grammar
+from tests.errors import raises
 
 FREE = LEVELS["free"]
 SMALL = {"seed": 5, "scenes": {"train": 20, "val": 4, "test": 6}, "image_px": 64, "references": 5}
@@ -79,23 +81,26 @@ def test_its_reader_reads_what_it_wrote(small):
 
 def truth(change: Change, text: str) -> Clause:
     """What a reader should get of a change from a sentence, by the words that the sentence has room for."""
-    before, after = change.before, change.after
+    before = change.before
+    after = change.after
     if change.type == "viewpoint":
         return Clause(change.type, "camera", language.CAMERA[change.word], None, language.CAMERA[change.word])
     if change.type == "illumination":
         return Clause(change.type, "lamp", language.LAMP[change.word], None, language.LAMP[change.word])
     thing = before or after
-    place, said = PLACES[thing.cell], name(thing)
-    told: dict[str, tuple[str | None, str | None]]
-    told = dict.fromkeys(("addition", "disappearance", "removal"), (None, None))
+    place = PLACES[thing.cell]
+    thing_name = name(thing)
+    values: dict[str, tuple[str | None, str | None]]
+    values = dict.fromkeys(("addition", "disappearance", "removal"), (None, None))
     if before and after:
-        was, now = str(before.state), str(after.state)
-        told |= {"substitution": (name(before), name(after)), "size": (before.size, after.size)}
-        told |= {"color": (before.color, after.color), "orientation": (was if was in text else None, now)}
-        told |= {"pose": (None, language.ARMS.get(now)), "ocr": (was.lower(), now.lower())}
+        was = str(before.state)
+        now = str(after.state)
+        values |= {"substitution": (name(before), name(after)), "size": (before.size, after.size)}
+        values |= {"color": (before.color, after.color), "orientation": (was if was in text else None, now)}
+        values |= {"pose": (None, language.ARMS.get(now)), "ocr": (was.lower(), now.lower())}
         states = before.state, after.state
-        told["counting"] = tuple(language.NUMBERS[each] if isinstance(each, int) else None for each in states)
-    return Clause(change.type, said, place, *told[change.type])
+        values["counting"] = tuple(language.NUMBERS[state] if isinstance(state, int) else None for state in states)
+    return Clause(change.type, thing_name, place, *values[change.type])
 
 
 def test_every_reference_reads_back_to_exactly_the_true_changes(small):
@@ -107,27 +112,40 @@ def test_every_reference_reads_back_to_exactly_the_true_changes(small):
         texts = references(changes, 5)
         assert len(set(texts)) == 5
         for text in texts:
-            found, parts = rules.read(text), rules.parts(text)
-            assert len(found) == len(changes)
-            for clause, change, part in zip(found, changes, parts, strict=True):
+            clauses = rules.read(text)
+            parts = rules.split(text)
+            assert len(clauses) == len(changes)
+            for clause, change, part in zip(clauses, changes, parts, strict=True):
                 words = part.removeprefix(PLACES[change.order[0]]).split(name(change.before) if change.before else "\0")
                 assert clause == truth(change, words[-1]), text
 
 
-def test_a_folder_with_other_files_is_refused_and_nothing_of_it_removed(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(DataError, match=r"holds 'thesis\.tex', which MiniChange does not write; name another root"):
+@pytest.mark.parametrize("name", ["thesis.tex", "images/thesis.tex", "images/CLEVR_semantic_000001.png"])
+def test_a_folder_with_other_files_is_refused_and_nothing_of_it_removed(name, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / name).write_text("years of work")
+    with raises(DataError, "datasets.foreign_file_in_minichange", path=tmp_path, value=name):
         generate(settings(tmp_path))
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    assert (tmp_path / name).read_text() == "years of work"
+
+
+def test_a_folder_of_its_own_is_replaced(tmp_path):
+    generate(settings(tmp_path))
+    (tmp_path / ".DS_Store").touch()
+    generate(settings(tmp_path))
+    assert not (tmp_path / ".DS_Store").exists()
 
 
 @pytest.mark.parametrize("scenes", [{"train": 1}, {"train": -1, "val": 1, "test": 1}, dict.fromkeys(SPLITS, 0)])
 def test_scenes_are_of_all_three_splits_and_at_least_one(tmp_path, scenes):
-    with pytest.raises(ValueError, match="expected train, val, test, each 0 or more and one of them more than 0"):
+    with pytest.raises(ValidationError) as refused:
         settings(tmp_path, scenes=scenes)
+    (fault,) = refused.value.errors()
+    assert fault["ctx"]["error"].fault == Fault("datasets.no_number_of_scenes", names=["train", "val", "test"])
 
 
-ONE, NEAR = Thing("ball", "red", "small", 4, dx=-0.1), Thing("box", "blue", "small", 4, dx=0.1)
+ONE = Thing("ball", "red", "small", 4, dx=-0.1)
+NEAR = Thing("box", "blue", "small", 4, dx=0.1)
 BLUE = replace(ONE, color="blue")
 
 
@@ -149,7 +167,8 @@ def test_a_change_of_what_cannot_be_told_apart_is_not_taken(others, clear):
     assert FREE.is_clear(before, after, [Change("color", ONE, BLUE)]) is clear
 
 
-BOX, SIGN = Thing("box", "red", "small", 2), Thing("sign", "blue", "large", 7, "K")
+BOX = Thing("box", "red", "small", 2)
+SIGN = Thing("sign", "blue", "large", 7, "K")
 
 
 def test_a_scene_is_described_in_reading_order_and_from_left_to_right_at_one_place():

@@ -1,7 +1,6 @@
 """`make experiment`: the files of experiments, the runs of their variants, what these cost, and the table's figures."""
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +15,14 @@ from dvc.utils.hydra import apply_overrides
 from benchmarks.experiments import __main__ as engine
 from benchmarks.experiments import page, runs
 from benchmarks.experiments.runs import Budget, Targets, over_seeds, read, score_of, setting
+from m3diff.records.errors import ParamsError
 from m3diff.records.files import sha256_of_folder
 from m3diff.scoring.bootstrap import resampled_scores
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import load_params
-from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 from tests import toy
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -47,90 +47,172 @@ def scores(cider: list[float], ids: str) -> pa.Table:
     return pa.table({"protocol": [PROTOCOL] * len(cider), "id": list(ids), "CIDEr": cider})
 
 
-def ran(name: str, seeds: list[list[float]], same_steps_as: str | None = None, **more: float) -> engine.Run:
+def variant_run(
+    name: str, seeds: list[list[float]], same_steps_as: str | None = None, **extra_scores: float
+) -> engine.VariantRun:
+    """A run whose seeds have these CIDErs of the pairs a, b, ..."""
     tables = [scores(values, "abcdefghijklmnopqrstuvwxyz") for values in seeds]
-    metrics = [{PROTOCOL: {"pairs": 26, "CIDEr": float(np.mean(values)), "SPICE": None} | more} for values in seeds]
-    return engine.Run(name, {}, [name], metrics, {PROTOCOL: engine.summed(tables)}, BUDGET, same_steps_as)
+    metrics = []
+    for values in seeds:
+        metrics.append({PROTOCOL: {"pairs": 26, "CIDEr": float(np.mean(values)), "SPICE": None} | extra_scores})
+    return engine.VariantRun(
+        name=name,
+        changes={},
+        experiments=[name],
+        metrics=metrics,
+        pairs={PROTOCOL: engine.summed(tables)},
+        budget=BUDGET,
+        same_steps_as=same_steps_as,
+    )
 
 
 BASE = [1.0, 2.0] * 13
 
 
-def plus(more: float) -> list[float]:
-    return [value + more for value in BASE]
+def plus(gain: float) -> list[float]:
+    """The CIDErs of BASE, all raised by a gain."""
+    return [value + gain for value in BASE]
 
 
 @pytest.fixture
-def found() -> list[dict]:
+def rows() -> list[dict]:
     """Three variants of two seeds: the second is 2 above the first, the third 0.5 below or above the second in turn."""
     third = [value + (0.5 if number % 2 else -0.5) for number, value in enumerate(plus(2))]
-    runs = [ran("first", [BASE, plus(1)]), ran("second", [plus(2), plus(3)]), ran("third", [third, third])]
+    runs = [
+        variant_run("first", [BASE, plus(1)]),
+        variant_run("second", [plus(2), plus(3)]),
+        variant_run("third", [third, third]),
+    ]
     return engine.table(runs, ["second", "first"], PROTOCOL)
 
 
-def test_the_statistics_of_a_pair_are_added_up_over_the_seeds_whatever_the_order_of_its_rows():
+def test_the_statistics_of_a_pair_are_summed_over_the_seeds_in_any_order_of_rows():
     summed = engine.summed([scores([1.0, 2.0, 3.0], "abc"), scores([30.0, 10.0, 20.0], "cab")])
     assert summed["id"].to_pylist() == ["a", "b", "c"]
     assert summed["CIDEr"].to_pylist() == [[11.0, 2.0], [22.0, 2.0], [33.0, 2.0]]
     assert summed.column_names == ["protocol", "id", "CIDEr"]
 
 
-def test_a_variant_has_mean_deviation_and_values_and_its_difference_to_each_named_variant_with_an_interval(found):
-    first, second, third = (one["scores"]["CIDEr"] for one in found)
-    assert (second["mean"], second["values"], second["sd"]) == (4.0, [3.5, 4.5], pytest.approx(0.5**0.5))
-    two, minus = pytest.approx(2), pytest.approx(-2)
-    assert second["differences"] == {"first": {"gain": two, "low": two, "high": two}}
-    assert first["differences"]["second"] == {"gain": minus, "low": minus, "high": minus}
-    to_second = third["differences"]["second"]
+def test_a_score_has_its_mean_deviation_and_values_over_the_seeds(rows):
+    score = rows[1]["scores"]["CIDEr"]
+    assert score["mean"] == 4.0
+    assert score["values"] == [3.5, 4.5]
+    assert score["sd"] == pytest.approx(0.5**0.5)
+
+
+def test_a_variant_has_its_difference_to_each_reference_with_an_interval(rows):
+    score_1, score_2, score_3 = (row["scores"]["CIDEr"] for row in rows)
+    gain = pytest.approx(2)
+    loss = pytest.approx(-2)
+    assert score_2["differences"] == {"first": {"gain": gain, "low": gain, "high": gain}}
+    assert score_1["differences"]["second"] == {"gain": loss, "low": loss, "high": loss}
+    to_second = score_3["differences"]["second"]
     assert to_second["gain"] == pytest.approx(-0.5)
     assert to_second["low"] < -0.5 < to_second["high"] < 0
-    assert [one["pairs"] for one in found] == [26] * 3
-    assert found[0]["scores"].keys() == {"CIDEr"}, "neither counts nor scores that a seed lacks"
 
 
-def test_a_score_of_the_controls_has_no_difference_and_others_are_compared_with_those_of_as_many_steps():
-    """A control's score is of other captions than the pairs' own, so no sums over these pairs give it."""
+def test_a_row_has_its_pairs_and_only_scores_that_every_seed_has(rows):
+    assert [row["pairs"] for row in rows] == [26] * 3
+    assert rows[0]["scores"].keys() == {"CIDEr"}, "neither counts nor scores that a seed lacks"
+
+
+def test_a_score_of_a_control_has_no_difference():
+    """A control scores captions of other images, so sums over the pairs do not give its score."""
     assert [score for score in page.SCORES if score not in resampled_scores(METRICS)] == ["CIDEr_shuffled"]
-    runs = [ran("first", [BASE], CIDEr_shuffled=0.1), ran("second", [plus(2)], CIDEr_shuffled=1.1)]
+    runs = [variant_run("first", [BASE], CIDEr_shuffled=0.1), variant_run("second", [plus(2)], CIDEr_shuffled=1.1)]
     rows = engine.table(runs, ["first"], PROTOCOL)
     assert rows[1]["scores"]["CIDEr_shuffled"] == over_seeds([1.1]) | {"differences": {"first": None}}
-    runs = [ran("a", [BASE]), ran("b", [plus(5)]), ran("a+", [plus(1)], "a"), ran("b+", [plus(7)], "b")]
+
+
+def test_a_variant_is_compared_with_the_one_of_the_same_steps():
+    runs = [
+        variant_run("a", [BASE]),
+        variant_run("b", [plus(5)]),
+        variant_run("a+", [plus(1)], "a"),
+        variant_run("b+", [plus(7)], "b"),
+    ]
     rows = engine.table(runs, [], PROTOCOL)
-    assert [list(one["scores"]["CIDEr"]["differences"]) for one in rows] == [[], [], ["a"], ["b"]]
+    assert [list(row["scores"]["CIDEr"]["differences"]) for row in rows] == [[], [], ["a"], ["b"]]
 
 
 @pytest.mark.parametrize("file", sorted((toy.REPOSITORY / engine.RESULTS).glob("*.md")), ids=lambda file: file.stem)
 def test_a_committed_page_is_that_of_the_committed_results(file: Path):
-    found = json.loads(file.with_suffix(".json").read_text())
-    assert "\n".join(page.markdown(found)) + "\n" == file.read_text()
+    results = json.loads(file.with_suffix(".json").read_text())
+    assert "\n".join(page.markdown(results)) + "\n" == file.read_text()
     cfg = engine.read_experiment(file.stem)
-    assert (found["title"], found["note"], found["compare_with"]) == (cfg.title, cfg.note, list(cfg.compare_with))
+    assert results["title"] == cfg.title
+    assert results["note"] == cfg.note
+    assert results["compare_with"] == list(cfg.compare_with)
 
 
 HEAD = "title: T\nprotocols: [toy/total]\ncompare_with: [one]\n"
 TWO = HEAD + "variants: {one: {}, two: "
-FAULTS = {
-    "": "not a valid YAML mapping",
-    TWO + "[}": "not a valid YAML mapping: while parsing",
-    HEAD + "variants: {}": "variants: ",
-    TWO + "3}": "variants.two: Input should be a valid dictionary",
-    HEAD + "variants: {uno: {}, two: {}}": "compare_with: expected one of two, uno (found 'one')",
-    "title: T\ncompare_with: [one]\nvariants: {one: {}}": "protocols: missing",
-    HEAD + "variants: {one: {}}\nneed: {}": "need: unknown key; did you mean 'needs'",
-    TWO + "{synthetic: [edits]}}": "variants.two.synthetic: expected a list of datasets of profiles/made-data.yaml: "
-    "minichange_edits, minichange_neighbours, minichange_coupled; found ['edits']",
-    TWO + "{synthetic: minichange_edits}}": "variants.two.synthetic: expected a list",
-    HEAD + "variants: {one: {same_steps_as: two}, two: {}}": "variants.one.same_steps_as: expected a variant above it:",
-    TWO + "{same_steps_as: two}}": "variants.two.same_steps_as: expected a variant above it:",
+FAULTS_OF_SECTION = {
+    HEAD + "variants: {}": "variants",
+    TWO + "3}": "variants.two",
+    "title: T\ncompare_with: [one]\nvariants: {one: {}}": "protocols",
+    HEAD + "variants: {one: {}}\nneed: {}": "need",
+}
+MADE_DATA = ["minichange_edits", "minichange_neighbours", "minichange_coupled"]
+SAME_STEPS_OF_ONE = "variants.one.same_steps_as"
+SAME_STEPS_OF_TWO = "variants.two.same_steps_as"
+FAULTS_BETWEEN_FIELDS = {
+    HEAD + "variants: {uno: {}, two: {}}": ("unknown_variant", "compare_with", "one", None),
+    TWO + "{synthetic: [edits]}}": ("not_made_data", "variants.two.synthetic", ["edits"], MADE_DATA),
+    TWO + "{synthetic: minichange_edits}}": ("not_made_data", "variants.two.synthetic", MADE_DATA[0], MADE_DATA),
+    HEAD + "variants: {one: {same_steps_as: two}, two: {}}": ("no_variant_above", SAME_STEPS_OF_ONE, "two", []),
+    TWO + "{same_steps_as: two}}": ("not_a_variant_above", SAME_STEPS_OF_TWO, "two", ["one"]),
 }
 
 
-@pytest.mark.parametrize("text", FAULTS)
-def test_a_file_that_is_no_experiment_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "rows.yaml").write_text(text)
-    monkeypatch.setattr(engine, "HERE", tmp_path)
-    with pytest.raises(ParamsError, match=f"rows.yaml: {re.escape(FAULTS[text])}"):
+@pytest.fixture
+def experiment_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(engine, "FOLDER", tmp_path)
+    return tmp_path / "rows.yaml"
+
+
+@pytest.mark.parametrize("text", ["", TWO + "[}"], ids=["empty", "not closed"])
+def test_a_file_that_is_no_mapping_is_refused(text: str, experiment_file: Path):
+    experiment_file.write_text(text)
+    with raises(ParamsError, "experiments.not_a_mapping", path=experiment_file):
         engine.read_experiment("rows")
+
+
+@pytest.mark.parametrize("text", FAULTS_OF_SECTION)
+def test_a_key_that_is_wrong_is_named(text: str, experiment_file: Path):
+    experiment_file.write_text(text)
+    with raises(ParamsError, "experiments.invalid_file", path=experiment_file) as refused:
+        engine.read_experiment("rows")
+    (fault,) = refused.value.fields["faults"]
+    assert str(fault).startswith(f"{FAULTS_OF_SECTION[text]}: ")
+
+
+@pytest.mark.parametrize("text", FAULTS_BETWEEN_FIELDS)
+def test_a_fault_between_fields_is_named_with_key_value_and_names(text: str, experiment_file: Path):
+    code, key, value, names = FAULTS_BETWEEN_FIELDS[text]
+    experiment_file.write_text(text)
+    with raises(ParamsError, "experiments.invalid_file", path=experiment_file) as refused:
+        engine.read_experiment("rows")
+    (fault,) = refused.value.fields["faults"]
+    assert fault.code == f"experiments.{code}"
+    assert fault.fields["key"] == key
+    assert fault.fields["value"] == value
+    assert fault.fields.get("names") == names
+
+
+def test_an_unknown_experiment_is_refused_with_the_known_ones(experiment_file: Path):
+    experiment_file.touch()
+    with raises(ParamsError, "experiments.unknown_experiment", value="row") as refused:
+        engine.read_experiment("row")
+    assert "rows" in str(refused.value)
+
+
+def test_made_data_that_all_variants_would_train_on_are_refused(experiment_file: Path):
+    experiment_file.write_text(TWO + "{synthetic: [minichange_edits]}}")
+    params = load_params(toy.REPOSITORY / "profiles" / "made-data.yaml")
+    key = "variants.two.synthetic"
+    with raises(ParamsError, "experiments.made_data_in_params", key=key, value="minichange_edits"):
+        engine.check_synthetic(engine.read_experiment("rows"), params)
 
 
 def params_with(changes: Mapping[str, Any], folder: Path) -> Params:
@@ -140,22 +222,21 @@ def params_with(changes: Mapping[str, Any], folder: Path) -> Params:
     return load_params(file)
 
 
-FILES = {path.stem: engine.read_experiment(path.stem) for path in engine.HERE.glob("*.yaml")}
+FILES = {path.stem: engine.read_experiment(path.stem) for path in engine.FOLDER.glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_variant_makes_valid_parameters_other_than_those_before_and_is_tested_on_the_same_pairs(name, tmp_path):
-    seen: list[Any] = []
+def test_the_variants_have_different_parameters_and_the_same_test_pairs(name, tmp_path):
+    variants: list[Any] = []
     cfg = FILES[name]
     for entry in cfg.variants.values():
-        params = params_with(
-            engine.changes_of(entry) | ({"train.epochs": 1.6} if "same_steps_as" in entry else {}), tmp_path
-        )
-        seen.append([params.train, params.models[params.train.model], params.convert, params.ingest])
-        assert all(made.source.splits == ("train",) for made in params.augment.values())
+        changes = engine.changes_of(entry) | ({"train.epochs": 1.6} if "same_steps_as" in entry else {})
+        params = params_with(changes, tmp_path)
+        variants.append([params.train, params.models[params.train.model], params.convert, params.ingest])
+        assert all(synthetic.source.splits == ("train",) for synthetic in params.augment.values())
         assert params.predict == PARAMS.predict
         assert params.train.base == PARAMS.train.base or params.train.base in cfg.needs
-    assert all(one not in seen[:number] for number, one in enumerate(seen))
+    assert all(variant not in variants[:number] for number, variant in enumerate(variants))
     assert {protocol.partition("/")[0] for protocol in cfg.protocols} <= set(PARAMS.ingest.datasets)
 
 
@@ -174,20 +255,21 @@ def test_variants_are_experiments_of_dvc(toy_that_ran: Path, tmp_path: Path, mon
     needs = {"data/other": "make other", "data/gone": "make gone"}
     file = {"title": "T", "protocols": [toy.TOTAL], "compare_with": ["plain"], "variants": variants, "needs": needs}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
-    monkeypatch.setattr(engine, "HERE", tmp_path)
+    monkeypatch.setattr(engine, "FOLDER", tmp_path)
     monkeypatch.setattr(engine, "RESULTS", tmp_path)
-    for again in (False, True):
+    for is_repeated in (False, True):
         assert engine.main(["rows"]) == 0
-        said = capfd.readouterr().out
-        assert ("Running stage 'augment@minichange_edits'" in said) != again
-        found = json.loads((tmp_path / "rows.json").read_text())
-        plain, more = (found["budgets"][name] for name in ("plain", "more"))
-        assert (plain["pairs"], plain["epochs"], plain["steps"]) == (3, 2.7, 9)
-        assert (more["pairs"], more["epochs"], more["steps"]) == (4, 2.125, 9)
-        assert found["bases"] == {"data/other": sha256_of_folder(root / "data/other")}
-        assert said.count(found["left_out"]["gone"]) == 2, "before the hours, and with the table"
-        assert "dvc exp run --name rows-other-7407 train.seed=7407 train.base=data/other" in said
-    assert "Stage 'evaluate' is cached" in said
+        output = capfd.readouterr().out
+        assert ("Running stage 'augment@minichange_edits'" in output) != is_repeated
+        results = json.loads((tmp_path / "rows.json").read_text())
+        plain = results["budgets"]["plain"]
+        assert [plain[key] for key in ("pairs", "epochs", "steps")] == [3, 2.7, 9]
+        synthetic = results["budgets"]["more"]
+        assert [synthetic[key] for key in ("pairs", "epochs", "steps")] == [4, 2.125, 9]
+        assert results["bases"] == {"data/other": sha256_of_folder(root / "data/other")}
+        assert output.count(results["left_out"]["gone"]) == 2, "before the hours, and with the table"
+        assert "dvc exp run --name rows-other-7407 train.seed=7407 train.base=data/other" in output
+    assert "Stage 'evaluate' is cached" in output
     assert toy.run(root, "git", "status", "--porcelain") == ""
     listed = set(toy.run(root, "dvc", "exp", "list", "--name-only").split())
     assert listed == {f"rows-{name}-7407" for name in ("plain", "other", "more")}
@@ -203,18 +285,31 @@ def test_a_score_is_plain_or_that_of_the_worst_type_or_a_ratio():
     assert score_of(SCORES, "exact") == 0.75
     assert score_of(SCORES, "by_type/*/exact") == 0.25
     assert score_of(SCORES, "CIDEr_shuffled/CIDEr") == 0.25
-    with pytest.raises(ParamsError, match=r"^CIDER: no score of evaluate has this name$"):
+
+
+def test_an_unknown_score_is_refused():
+    with raises(ParamsError, "experiments.unknown_score", key="CIDER"):
         score_of(SCORES, "CIDER")
-    with pytest.raises(ParamsError, match=r"^reversal: no swapped images$"):
-        score_of(SCORES | {"reversal": None, "absent": {"reversal": "no swapped images"}}, "reversal")
-    with pytest.raises(ParamsError, match=r"by_type/\*/right: no type of change has this score"):
+
+
+def test_an_absent_score_is_refused_with_the_cause_that_evaluate_wrote():
+    absent = {"reversal": None, "absent": {"reversal": "no swapped images"}}
+    with raises(ParamsError, "experiments.absent_score", key="reversal", cause="no swapped images"):
+        score_of(SCORES | absent, "reversal")
+
+
+def test_a_score_that_no_type_of_change_has_is_refused():
+    with raises(ParamsError, "experiments.no_type_has_score", key="by_type/*/right"):
         score_of(SCORES, "by_type/*/right")
 
 
 def test_the_mean_over_the_seeds_reaches_a_target_or_does_not():
-    least, most = {"d/total": {"exact": 0.7, "CIDEr": 3.0}}, {"d/total": {"exact": 0.7, "CIDEr_shuffled": 0.5}}
-    wanted = Targets(profile=Path("p.yaml"), at_least=least, at_most=most)
-    rows = list(runs.compare(wanted, [{"d/total": SCORES}, {"d/total": SCORES | {"exact": 0.65}}]))
-    exact = ("exact", pytest.approx(0.7), True)
-    found = [(row["score"], row["mean"], row["reached"]) for row in rows]
-    assert found == [exact, ("CIDEr", 2.0, False), exact, ("CIDEr_shuffled", 0.5, True)]
+    targets = Targets(
+        profile=Path("p.yaml"),
+        at_least={"d/total": {"exact": 0.7, "CIDEr": 3.0}},
+        at_most={"d/total": {"exact": 0.7, "CIDEr_shuffled": 0.5}},
+    )
+    rows = list(runs.compare(targets, [{"d/total": SCORES}, {"d/total": SCORES | {"exact": 0.65}}]))
+    assert [row["score"] for row in rows] == ["exact", "CIDEr", "exact", "CIDEr_shuffled"]
+    assert [row["mean"] for row in rows] == [pytest.approx(0.7), 2.0, pytest.approx(0.7), 0.5]
+    assert [row["reached"] for row in rows] == [True, False, True, True]

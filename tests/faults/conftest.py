@@ -16,7 +16,7 @@ from m3diff.provenance.git import git
 from tests import toy
 from tests.toy import store
 
-TASKS = ("look_before", "reproduce", "push_data", "register_model", "promote_model")
+TASKS = ("prepare_run", "reproduce", "push_data", "register_model", "promote_model")
 
 
 @pytest.fixture(scope="session")
@@ -43,11 +43,14 @@ class Flow:
     """The flow of `flows.pipeline`, its tasks tried again as Prefect does but at once. What it logged and its pages."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root, self.runs = root, 0
+        self.root = root
+        self.runs = 0
         self.logged: list[str] = []
         self.pages: list[str] = []
         self.tries: list[str] = []
-        logger = SimpleNamespace(info=self.logged.append, warning=self.logged.append)
+        logger = SimpleNamespace(info=self.logged.append, warning=self.logged.append, error=self.logged.append)
+        # the toy project runs the code of this checkout
+        monkeypatch.setattr(pipeline, "require_own_code", lambda: None)
         for module in (pipeline, report):
             monkeypatch.setattr(module, "get_run_logger", lambda: logger)
         monkeypatch.setattr(pipeline, "flow_run", SimpleNamespace(get_id=lambda: f"run{self.runs}"))

@@ -1,10 +1,11 @@
-"""Random kills by signal 9 under `make up`, and what must hold whatever was killed: `Kills.broken`.
+"""Kill processes at random with signal 9 under `make up`, and check the invariants of `Kills.broken` afterwards.
 
     python -m tests.faults.kills 200 --seed 7            # make kills
 
-For each kill a run of m3diff/full begins, with weights of its own, and is let alone after it (`make up` follows where
-all was killed). A line of JSON says how it ended: `registered`, as if nothing had been killed; `told`, where it failed
-and `make status` says so; else `HANGS` or `LOST`. A second call in the same folder goes on after the last line.
+For each kill a run of m3diff/full with new weights begins, and nothing else touches it after the kill, except that
+`make up` runs if everything was killed. A line of JSON says how the run ended: `registered`, as if nothing had been
+killed; `told`, if it failed and `make status` says so; otherwise `HANGS` or `LOST`. A second call in the same folder
+continues after the last line.
 """
 
 import argparse
@@ -25,9 +26,10 @@ import yaml
 from flows import FLOW_RUN
 from flows.workspace import override
 from m3diff.provenance.git import commit_at, git
-from m3diff.registry.decisions import champions, decisions, faults, pending
+from m3diff.registry.decisions import follow_champions, numbering_faults, pending_move, read_decisions
 from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
+from tests.errors import Message
 from tests.servers import Machine
 from tests.toy import store
 
@@ -35,26 +37,28 @@ SCORE = 'params["evaluate"]["gallery"] / 100'
 OF_CAPTIONS = (
     'int(hashlib.sha256((paths["predictions"] / "predictions.json").read_bytes()).hexdigest()[:6], 16) / 2**24'
 )
-PAIRS, ENOUGH_PAIRS = '("train", "val", "test", "test")', f'("train", "val", *["test"] * {MIN_PAIRS})'
-"""Of fewer the gate makes no interval, and the first champion stays."""
+PAIRS = '("train", "val", "test", "test")'
+ENOUGH_PAIRS = f'("train", "val", *["test"] * {MIN_PAIRS})'
+"""With fewer pairs the gate makes no interval, and the first champion stays."""
 
 VICTIMS = ("worker", "server", "worker and server", "mlflow", "flow", "dvc", "stage", "all")
 SERVICES = {name: [name] for name in ("worker", "mlflow")} | {"server": ["prefect"]}
 SERVICES["worker and server"] = ["worker", "prefect"]
-ENDS_S, STAYS_S = 900, 240  # until a run is over; how long one that crashed may stay so
+ENDS_S = 900  # the time limit of a run
+STAYS_S = 240  # how long a run may stay crashed
 
 
 def one_dataset(root: Path) -> Path:
-    """The toy with one dataset, whose scores follow from the captions."""
+    """Build the toy project with one dataset and with scores that follow from the captions."""
     toy.build(root)
     code = (root / "toy.py").read_text()
     assert SCORE in code
     assert PAIRS in code
     (root / "toy.py").write_text(code.replace(SCORE, OF_CAPTIONS).replace(PAIRS, ENOUGH_PAIRS))
     values = yaml.safe_load((root / "params.yaml").read_text())
-    for places in (values["synthesize"], values["ingest"]["datasets"]):
-        for name in [name for name in places if name != "minichange"]:
-            del places[name]
+    for datasets in (values["synthesize"], values["ingest"]["datasets"]):
+        for name in [name for name in datasets if name != "minichange"]:
+            del datasets[name]
     values["promote"]["guards"] = {}  # of scores that the toy does not have: a second version could not be judged
     (root / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     toy.run(root, "dvc", "repro", "-q", "code")
@@ -63,19 +67,19 @@ def one_dataset(root: Path) -> Path:
 
 
 class Undisturbed:
-    """A copy of the project in which nothing is killed, and `dvc repro` alone works."""
+    """A copy of the project in which only `dvc repro` runs and nothing is killed."""
 
-    def __init__(self, root: Path, place: Path, branch: str = "") -> None:
-        self.root = place
-        if place.exists():
+    def __init__(self, root: Path, copy: Path, branch: str = "") -> None:
+        self.root = copy
+        if copy.exists():
             return
-        shutil.copytree(root, place, symlinks=True, ignore=shutil.ignore_patterns("flows-*", "services"))
-        toy.run(place, "git", "worktree", "prune")
-        toy.run(place, "git", "checkout", "-q", "-f", "--detach", branch)
-        toy.run(place, "dvc", "checkout", "-q", "--force")
+        shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns("flows-*", "services"))
+        toy.run(copy, "git", "worktree", "prune")
+        toy.run(copy, "git", "checkout", "-q", "-f", "--detach", branch)
+        toy.run(copy, "dvc", "checkout", "-q", "--force")
 
     def run(self, overrides: list[str]) -> tuple[str, float]:
-        """The `dvc.lock` and the score of a run with these parameters."""
+        """Run `dvc repro` with these parameters; return the `dvc.lock` and the score."""
         toy.run(self.root, "git", "checkout", "-q", "-f", "HEAD")
         override(self.root / "params.yaml", overrides)
         toy.run(self.root, "dvc", "repro", "-q")
@@ -84,10 +88,12 @@ class Undisturbed:
 
 
 class Kills:
-    """The services of a project, what kills them, and what holds afterwards."""
+    """Kills the services and flows of a project and checks the invariants afterwards."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.root, self.seed, self.lines = folder / "toy", seed, folder / "kills.jsonl"
+        self.root = folder / "toy"
+        self.seed = seed
+        self.lines = folder / "kills.jsonl"
         self.done = [json.loads(line) for line in self.lines.read_text().splitlines()] if self.lines.exists() else []
         self.scores = {int(version): score for version, score in (self.done[-1]["scores"] if self.done else {}).items()}
         if not self.done:
@@ -103,7 +109,7 @@ class Kills:
         self.machine.up()
 
     def api(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The server's answer, once it is back."""
+        """Return the server's answer, as soon as it is back."""
         deadline = time.monotonic() + ENDS_S
         while True:
             with suppress(httpx.HTTPError):
@@ -112,8 +118,10 @@ class Kills:
             time.sleep(1)
 
     def begin(self, number: int) -> str:
-        draw = random.Random(f"{self.seed} round {number}")  # whether these weights score better, chance decides
-        self.number, self.overrides = number, [f"train.seed={draw.randrange(10**9)}"] if number else []
+        """Start a run with random weights; return its id."""
+        draw = random.Random(f"{self.seed} round {number}")  # chance decides whether these weights score better
+        self.number = number
+        self.overrides = [f"train.seed={draw.randrange(10**9)}"] if number else []
         path = f"/deployments/{self.api('/deployments/name/m3diff/full')['id']}/create_flow_run"
         body = {"name": f"kill-{number}", "parameters": {"ref": "HEAD", "overrides": self.overrides}}
         run = self.api(path, body | {"state": {"type": "SCHEDULED"}})["id"]
@@ -121,7 +129,7 @@ class Kills:
         return run
 
     def end(self, run: str) -> tuple[str, str]:
-        """The state and the message with which a run ends; `HANGS` for one that does not."""
+        """Return the state and the message with which a run ends; `HANGS` if it does not end."""
         began = crashed = time.monotonic()
         while time.monotonic() - began < ENDS_S:
             state = self.api(f"/flow_runs/{run}")["state"]
@@ -133,41 +141,50 @@ class Kills:
         return "HANGS", f"{state['name']}: {state['message']}"
 
     def victims(self, victim: str, run: str) -> list[psutil.Process]:
-        """The processes to kill; none where the flow has no such at this moment."""
+        """Return the processes to kill; none if the flow has no such process at this moment."""
         if victim in SERVICES:
             return self.services(SERVICES[victim])
-        ours: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
+        flow_processes: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 if process.environ().get(FLOW_RUN) == run:
-                    ours["flow" if (what := kind(process)) not in ours else what].append(process)
+                    process_kind = kind(process)
+                    flow_processes[process_kind if process_kind in flow_processes else "flow"].append(process)
         if victim != "all":
-            return ours[victim]
+            return flow_processes[victim]
         services = self.services(["keeper", "worker", "prefect", "mlflow"])
-        under = [child for service in services for child in service.children(recursive=True)]
-        return [*services, *under, *(process for found in ours.values() for process in found)]
+        processes = list(services)
+        for service in services:
+            processes += service.children(recursive=True)
+        for processes_of_kind in flow_processes.values():
+            processes += processes_of_kind
+        return processes
 
     def services(self, names: list[str]) -> list[psutil.Process]:
-        """Those that are up; one that was killed may not be yet."""
-        found = []
+        """Return the services that are up. One that was killed may not be up yet."""
+        processes = []
         for name in names:
             with suppress(IndexError):
-                found.append(self.machine.process(name))
-        return found
+                processes.append(self.machine.process(name))
+        return processes
 
     def kill_one(self, number: int) -> dict[str, Any]:
+        """Start a run, kill a random victim at a random moment, and return the line about it."""
         draw = random.Random(f"{self.seed} kill {number}")
-        lasts = min(line.get("seconds", line.get("run_s")) for line in self.done)  # the machine may be less busy by now
-        victim, wait = draw.choice(VICTIMS), draw.random() * lasts
+        lasts = min(line.get("seconds", line.get("run_s")) for line in self.done)  # by now the machine may be less busy
+        victim = draw.choice(VICTIMS)
+        wait = draw.random() * lasts
         deadline = time.monotonic() + ENDS_S
-        while (status := self.machine.make("status")).stdout.count(" up  ") < 4:  # the keeper is at it
+        while (status := self.machine.make("status")).stdout.count(" up  ") < 4:  # the keeper still starts some
             assert time.monotonic() < deadline, status.stdout
             time.sleep(2)
-        run, started = self.begin(number), time.monotonic()
+        run = self.begin(number)
+        started = time.monotonic()
         time.sleep(wait)
         while not (alive := self.victims(victim, run)) and not self.is_over(run):
             time.sleep(0.1)
-        at, hit = self.api(f"/flow_runs/{run}")["state_name"], [describe(process) for process in alive]
+        at = self.api(f"/flow_runs/{run}")["state_name"]
+        hit = [describe(process) for process in alive]
         for process in alive:
             with suppress(psutil.Error):
                 process.kill()
@@ -183,14 +200,14 @@ class Kills:
         return self.api(f"/flow_runs/{run}")["state_type"] in ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
     def outcome(self, state: str, message: str) -> dict[str, Any]:
-        """Judge the end of a run; each broken invariant."""
+        """Return how a run ended, with each broken invariant."""
         if state in ("Completed", "Rejected", "Skipped"):
-            found = self.broken()
-            return {"how": "LOST" if found else "registered", "broken": found}
+            broken = self.broken()
+            return {"how": "LOST" if broken else "registered", "broken": broken}
         if state != "HANGS":
-            for line in self.machine.make("status").stderr.splitlines():
-                if "prefect deployment run" in line:
-                    return {"how": "told", "line": line, "message": message}
+            stderr = self.machine.make("status").stderr
+            if Message("infra.last_training_failed").in_text(stderr):
+                return {"how": "told", "line": stderr.strip(), "message": message}
         return {"how": "HANGS" if state == "HANGS" else "LOST", "message": message}
 
     def broken(self) -> list[str]:
@@ -198,45 +215,51 @@ class Kills:
         if self.number == 0:
             self.undisturbed = Undisturbed(self.root, self.root.parent / "undisturbed", self.branch)
         lock, score = self.undisturbed.run(self.overrides)
-        found = self.broken_registry(yaml.safe_load(lock)["stages"], score)
-        if commit_at(self.branch, self.root):  # one that made nothing leaves none
-            theirs = git("show", f"{self.branch}:dvc.lock", cwd=self.root) + "\n"
-            if theirs != lock:
-                found.append(f"dvc.lock of {self.branch} is not the undisturbed one's:\n{theirs}\n{lock}")
-        return found
+        broken = self.broken_registry(yaml.safe_load(lock)["stages"], score)
+        if commit_at(self.branch, self.root):  # a run that made nothing leaves no branch
+            branch_lock = git("show", f"{self.branch}:dvc.lock", cwd=self.root) + "\n"
+            if branch_lock != lock:
+                broken.append(f"dvc.lock of {self.branch} is not the undisturbed one's:\n{branch_lock}\n{lock}")
+        return broken
 
     def broken_registry(self, stages: dict[str, Any], score: float) -> list[str]:
-        """The same of the record of decisions and of MLflow."""
+        """Describe each broken invariant of the record of decisions and of MLflow."""
         from mlflow.entities import LoggedModelStatus
 
-        client, found = store(self.root), []
+        client = store(self.root)
+        broken = []
         (checkpoint,) = [out["md5"] for out in stages["train"]["outs"] if out["path"].endswith("checkpoint")]
         versions = client.search_model_versions("name = 'm3diff'")
-        ours = [int(version.version) for version in versions if version.tags.get("dvc.checkpoint") == checkpoint]
-        if len(ours) != 1:
-            return [f"the weights of this round are versions {ours}, of {len(versions)}"]
-        self.scores[ours[0]] = score
+        own_versions = [
+            int(version.version) for version in versions if version.tags.get("dvc.checkpoint") == checkpoint
+        ]
+        if len(own_versions) != 1:
+            return [f"the weights of this round are versions {own_versions}, of {len(versions)}"]
+        self.scores[own_versions[0]] = score
         best = max(self.scores, key=lambda version: (self.scores[version], -version))
         experiment = client.get_experiment_by_name("m3diff").experiment_id
         for model in client.search_logged_models([experiment]):
             if model.status != LoggedModelStatus.READY:
-                found.append(f"logged model {model.model_id} is {model.status}")
+                broken.append(f"logged model {model.model_id} is {model.status}")
         for run in client.search_runs([experiment]):
             if run.info.status == "RUNNING":
-                found.append(f"MLflow run {run.info.run_id} is still RUNNING")
+                broken.append(f"MLflow run {run.info.run_id} is still RUNNING")
         champion = int(client.get_registered_model("m3diff").aliases["champion"])
         if champion != best:
-            found.append(f"champion is {champion}, but of the scores {self.scores} that of {best} is best")
+            broken.append(f"champion is {champion}, but of the scores {self.scores} that of {best} is best")
         with chdir(self.root):
-            named, wrong, left = champions(decisions(), "m3diff")[0][-1], faults(), pending(Path("."))
-        if named != champion or wrong or left:
-            found.append(f"champion {champion}; the record names {named}, faults {wrong}, pending {left}")
-        return found
+            recorded_champion = follow_champions(read_decisions(), "m3diff").champions[-1]
+            record_faults = numbering_faults()
+            pending_entries = pending_move(Path("."))
+        if recorded_champion != champion or record_faults or pending_entries:
+            record = f"{recorded_champion}, faults {record_faults}, pending {pending_entries}"
+            broken.append(f"champion {champion}; the record names {record}")
+        return broken
 
     def run(self, kills: int) -> list[dict[str, Any]]:
-        """So many kills in all, those of earlier calls among them."""
+        """Kill until there are `kills` lines, including those of earlier calls; return the lines."""
         if not self.done:
-            for number in (0, -1):  # without kills: what others are compared with, and how long a run lasts
+            for number in (0, -1):  # without kills: for comparison, and to learn how long a run takes
                 started = time.monotonic()
                 outcome = self.outcome(*self.end(self.begin(number)))
                 assert outcome["how"] == "registered", outcome
@@ -260,7 +283,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def kind(process: psutil.Process) -> str:
-    """stage or dvc; else the command's name."""
+    """Return `stage` or `dvc`, or else the name of the command."""
     words = process.cmdline()
     if "toy.py" in words:
         return "stage"
@@ -272,15 +295,15 @@ def main() -> int:
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--folder", type=Path, default=Path("runs/kills"), help="kept; a second call goes on")
-    asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    killer = Kills(asked.folder.resolve(), asked.seed)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    killer = Kills(arguments.folder.resolve(), arguments.seed)
     try:
-        lines = killer.run(asked.kills)
+        lines = killer.run(arguments.kills)
     finally:
         killer.machine.make("down")
     ends = Counter((line["victim"], line["how"]) for line in lines)
-    print("\n".join(f"{count:4} {victim}: {how}" for (victim, how), count in sorted(ends.items())))
+    print("\n".join(f"{count:4} {victim}: {end}" for (victim, end), count in sorted(ends.items())))
     return 1 if any(line["how"] in ("HANGS", "LOST") for line in lines) else 0
 
 

@@ -1,7 +1,7 @@
-"""A disk that forgets: what a folder would hold had the power gone at some moment, by what was flushed until then.
+"""A disk that forgets: the content of a folder after a power loss at any moment, given what was flushed before.
 
-A kill never tests this, since the kernel still writes what a dead process left. Files are known by their inode, so that
-what Rust or C writes counts too, as long as Python flushes it.
+A kill cannot test this, because the kernel still writes the data of a dead process. Files are identified by their
+inode, so that writes by Rust or C count too, as long as Python flushes them.
 """
 
 import os
@@ -14,13 +14,15 @@ FLUSHES = ("fsync", "fdatasync")
 
 
 class Image(NamedTuple):
-    """The content of the folder when the machine is up again; folders end in `/`.
+    """The content of the folder after the power loss. Names of folders end in `/`.
 
-    `lost` is `names` (of what was not flushed nothing is left, new names too are gone and old ones back) or `contents`
-    (the names are there, as a file system writes them by itself, but a file that was not flushed is empty).
+    Attributes:
+        before: the call before which the power is lost.
+        lost: `names`: everything that was not flushed is lost, also new names, and old names are back. `contents`: new
+            names exist, as a file system may write them by itself, but a file that was not flushed is empty.
     """
 
-    before: str  # which call
+    before: str
     lost: str
     files: dict[str, bytes]
 
@@ -36,14 +38,18 @@ class Image(NamedTuple):
 
 
 class Disk:
-    """Within, `images` gets what there would be when power goes, two for each moment: before each call that flushes or
-    changes names, and the end. All of the folder `root` is on the disk in the beginning."""
+    """A context in which `images` collects the contents after a power loss.
+
+    There are two images for each moment: before each call that flushes or changes names, and at the end. Everything in
+    the folder `root` is on the disk at the beginning.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.images = root, list[Image]()
+        self.root = root
+        self.images = list[Image]()
         self.contents: dict[int, bytes] = {}  # by inode
-        self.names: dict[int, dict[str, int]] = {}  # of a folder's inode
-        self.held: dict[int, int] = {}  # open, so that no inode's number is given to another file
+        self.names: dict[int, dict[str, int]] = {}  # by the inode of a folder
+        self.handles: dict[int, int] = {}  # by inode; open, so that no other file gets the inode's number
         self.real: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> Self:
@@ -58,15 +64,15 @@ class Disk:
         for name, real in self.real.items():
             setattr(os, name, real)
         self.power_goes("the end")
-        for handle in self.held.values():
+        for handle in self.handles.values():
             os.close(handle)
 
     def watched(self, name: str) -> Callable[..., Any]:
         real = self.real[name]
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
             self.power_goes(f"{len(self.images) // 2}: {name}")
-            result = real(*arguments, **named)
+            result = real(*arguments, **keywords)
             if name in FLUSHES:
                 self.flushed(Path(os.readlink(f"/proc/self/fd/{arguments[0]}")))
             return result
@@ -82,22 +88,22 @@ class Disk:
 
     def hold(self, path: Path) -> int:
         inode = path.stat().st_ino
-        if inode not in self.held:
-            self.held[inode] = os.open(path, os.O_RDONLY)
+        if inode not in self.handles:
+            self.handles[inode] = os.open(path, os.O_RDONLY)
         return inode
 
     def power_goes(self, before: str) -> None:
         shown = {self.hold(path): path for path in [self.root, *self.root.rglob("*")]}
         folders = {inode: path for inode, path in shown.items() if path.is_dir()}
-        visible = {inode: {each.name: each.inode() for each in os.scandir(path)} for inode, path in folders.items()}
+        visible = {inode: {entry.name: entry.inode() for entry in os.scandir(path)} for inode, path in folders.items()}
         for lost, names in (("names", self.names), ("contents", visible)):
             self.images.append(Image(before, lost, dict(self.tree(self.root.stat().st_ino, names, ""))))
 
     def tree(self, folder: int, names: dict[int, dict[str, int]], prefix: str) -> list[tuple[str, bytes]]:
-        found = []
+        entries = []
         for name, inode in names.get(folder, {}).items():
-            if os.path.isdir(f"/proc/self/fd/{self.held[inode]}"):
-                found += [(f"{prefix}{name}/", b""), *self.tree(inode, names, f"{prefix}{name}/")]
+            if os.path.isdir(f"/proc/self/fd/{self.handles[inode]}"):
+                entries += [(f"{prefix}{name}/", b""), *self.tree(inode, names, f"{prefix}{name}/")]
             else:
-                found.append((prefix + name, self.contents.get(inode, b"")))
-        return found
+                entries.append((prefix + name, self.contents.get(inode, b"")))
+        return entries

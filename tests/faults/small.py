@@ -1,4 +1,4 @@
-"""The real stages on a dozen drawn scenes with a model of a few thousand weights: a folder that holds all of it."""
+"""A folder for the real stages on a dozen drawn scenes, with a model of a few thousand weights."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,20 @@ import yaml
 from tests.tiny import tiny_base
 from tests.toy import REPOSITORY
 
-MADE = (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"], ["train"], ["predict"], ["evaluate"])
-"""The stages in order, as the command line is asked for them."""
+STAGE_COMMANDS = (
+    ["synthesize", "minichange"],
+    ["ingest"],
+    ["validate"],
+    ["convert"],
+    ["train"],
+    ["predict"],
+    ["evaluate"],
+)
+"""The arguments of the command line for each stage, in order."""
 
 
-def write_params(folder: Path, tests: int = 4, **more: Any) -> None:
-    """Parameters of the small run, its base beside them; every path is relative."""
+def write_params(folder: Path, tests: int = 4, **changes: Any) -> None:
+    """Write the parameters of the small run and its base. Every path is relative."""
     tiny_base(folder / "base")
     scenes = {"train": 8, "val": 2, "test": tests}
     drawn = {"root": "data/01_raw/minichange", "seed": 1, "scenes": scenes, "image_px": 64, "references": 2}
@@ -35,4 +43,4 @@ def write_params(folder: Path, tests: int = 4, **more: Any) -> None:
             "checkpoint_every_steps": 1,
         },
     }
-    (folder / "params.yaml").write_text(yaml.safe_dump(profile | more))
+    (folder / "params.yaml").write_text(yaml.safe_dump(profile | changes))

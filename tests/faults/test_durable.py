@@ -15,15 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from m3diff.endpoint import Answer as Reply
-from m3diff.endpoint import Answers
+from m3diff.endpoint.answers import AnswerStore, EndpointAnswer
 from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
 from m3diff.provenance.git import git
 from m3diff.records import files
 from m3diff.records.files import write_atomic
 from m3diff.registry.decisions import Entry, append
-from m3diff.stages.predict.stage import Answer, Journal
+from m3diff.stages.predict.stage import Journal, Prediction
 from m3diff.stages.train import state
 from m3diff.stages.train.state import MOMENTS, Curve, latest_valid_checkpoint, write_state
 from tests.faults.power import Disk
@@ -33,29 +32,41 @@ from tests.toy import REPOSITORY
 # Every write, listed
 
 RENAMED = {
-    "components/records/files.py atomic": "here",
+    "components/records/files.py open_atomically": "here",
     "components/records/files.py new_folder": "a command's output, whole or not there; the next makes it anew",
 }
 """With a rename of their own, and where that is tested."""
 
-IN_TEMPORARY = ("java.py tokenise", "meteor.py program", "spice.py ask", "spice.py lay_out", "spice.py score")
+IN_TEMPORARY = (
+    "java.py tokenise",
+    "meteor.py MeteorProgram.start_processes",
+    "spice.py ask",
+    "spice.py lay_out",
+    "spice.py score",
+)
 PLAIN = {
     **{f"components/scoring/metrics/{where}": "in a temporary folder" for where in IN_TEMPORARY},
-    "components/provenance/git.py alone": "a lock",
-    "components/endpoint.py Answers._append": "here: a line appended and flushed; a torn one is read as none",
-    "components/records/files.py atomic": "see RENAMED",
+    "components/provenance/git.py process_lock": "a lock",
+    "components/endpoint/answers.py AnswerStore._append": "here: a line appended, flushed; a torn one is read as none",
+    "components/records/files.py open_atomically": "see RENAMED",
     "components/records/copies.py copy_folder": "into a new folder, which its caller marks complete",
     "components/records/copies.py link_or_copy": "in a temporary folder",
     "components/registry/tracking.py connected": "a lock",
-    "flows/__init__.py ": "a log",
-    "flows/watch.py ask": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
+    "flows/runtime.py write_to_worker_log": "a log",
+    "flows/watch.py update_sources": "in a worktree, whose `.dvc` files are committed when all is copied",
     "flows/workspace.py changed_datasets": "in a worktree whose branch is not made yet, so made anew after a kill",
-    "flows/workspace.py from_champion": "in a worktree whose branch is not made yet, so made anew after a kill",
+    "flows/workspace.py begin_with_champion": "in a worktree whose branch is not made yet, so made anew after a kill",
     "flows/workspace.py lock": "a lock",
 }
 """In place, and why no half of it is ever trusted."""
 
-OF_DVC = ("components/stages/", "components/datasets/", "components/models/", "components/commands/export/")
+OF_DVC = (
+    "components/stages/",
+    "components/report/",
+    "components/datasets/",
+    "components/models/",
+    "components/commands/export/",
+)
 """What is written there is an output of DVC, which removes it before the stage and records it once that has ended well,
 or of a command, which writes it anew."""
 
@@ -78,27 +89,31 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
             yield from visit(ast.parse(file.read_text()), file.relative_to(REPOSITORY).as_posix(), ())
 
 
-def how(call: ast.Call) -> str | None:
-    """The way a call writes, `renamed` or `plain`; None where it does not, or by `atomic`, which is tested below."""
+def way_of_writing(call: ast.Call) -> str | None:
+    """The way a call writes, `renamed` or `plain`; None for a call that writes nothing or by `open_atomically`."""
     called = ast.unparse(call.func)
-    last = called.rpartition(".")[2]
-    words = [word for word in [*call.args, *(named.value for named in call.keywords)] if isinstance(word, ast.Constant)]
+    method = called.rpartition(".")[2]
+    words = [
+        word for word in [*call.args, *(keyword.value for keyword in call.keywords)] if isinstance(word, ast.Constant)
+    ]
     texts = [word.value for word in words if isinstance(word.value, str)]
-    if called in ("atomic", "write_atomic") or any(ast.unparse(word) == "write_atomic" for word in call.args[:1]):
+    if called in ("open_atomically", "write_atomic") or any(
+        ast.unparse(word) == "write_atomic" for word in call.args[:1]
+    ):
         return None
     one_path = len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Dict)
-    if called in ("os.replace", "os.rename", "os.link") or (last in ("rename", "replace") and one_path):
+    if called in ("os.replace", "os.rename", "os.link") or (method in ("rename", "replace") and one_path):
         of_a_table = bool(call.args) and isinstance(call.args[0], ast.Dict)  # polars' `replace` of values
         return None if of_a_table else "renamed"
-    opened = last in ("open", "fdopen") and any(len(text) <= 3 and set(text) & set("wax+") for text in texts)
-    saved = last == "save" and any(ast.unparse(word) == "path" for word in call.args)
-    return "plain" if opened or saved or last in WRITERS or called in ALSO else None
+    opened = method in ("open", "fdopen") and any(len(text) <= 3 and set(text) & set("wax+") for text in texts)
+    saved = method == "save" and any(ast.unparse(word) == "path" for word in call.args)
+    return "plain" if opened or saved or method in WRITERS or called in ALSO else None
 
 
-def test_every_write_of_the_project_is_listed_here_with_why_a_kill_in_it_harms_nothing():
-    found = [(how(call), where) for where, call in calls() if not where.startswith(OF_DVC)]
-    assert {where for kind, where in found if kind == "renamed"} == set(RENAMED)
-    assert {where for kind, where in found if kind == "plain"} == set(PLAIN)
+def test_every_write_of_the_project_is_listed_with_why_a_kill_in_it_harms_nothing():
+    writes = [(way_of_writing(call), where) for where, call in calls() if not where.startswith(OF_DVC)]
+    assert {where for kind, where in writes if kind == "renamed"} == set(RENAMED)
+    assert {where for kind, where in writes if kind == "plain"} == set(PLAIN)
 
 
 # Kills: before each line of what writes
@@ -107,12 +122,13 @@ def test_every_write_of_the_project_is_listed_here_with_why_a_kill_in_it_harms_n
 def killed_before_line(number: int | None, modules: tuple[Any, ...], work: Callable[[], object]) -> int | None:
     """Do it in a process of its own that dies by signal 9 before it runs the line `number` (0: the first) of these
     modules; how many lines there are where it is None, and None where it died."""
-    ours, done = {module.__file__ for module in modules}, 0
+    files_to_stop_in = {module.__file__ for module in modules}
+    done = 0
     read, write = os.pipe()
 
     def lines(frame: FrameType, event: str, _: object) -> Any:
         nonlocal done
-        if frame.f_code.co_filename not in ours:
+        if frame.f_code.co_filename not in files_to_stop_in:
             return None
         if event == "line":
             if done == number:
@@ -130,9 +146,9 @@ def killed_before_line(number: int | None, modules: tuple[Any, ...], work: Calla
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
-        told = answer.read()
+        line_count = answer.read()
     os.waitpid(child, 0)
-    return int(told) if told else None
+    return int(line_count) if line_count else None
 
 
 def each_kill(modules: tuple[Any, ...], work: Callable[[], object], before: Callable[[], object]) -> Iterator[int]:
@@ -146,17 +162,19 @@ def each_kill(modules: tuple[Any, ...], work: Callable[[], object], before: Call
         yield number
 
 
-OLD, NEW = b"old" * 100_000, b"new!" * 100_000
+OLD = b"old" * 100_000
+NEW = b"new!" * 100_000
 
 
 def test_a_file_that_is_killed_while_it_is_written_is_the_old_or_the_new_one(tmp_path: Path) -> None:
-    target, seen = tmp_path / "metrics.json", []
+    target = tmp_path / "metrics.json"
+    contents = []
     for _ in each_kill((files,), lambda: write_atomic(target, NEW), lambda: target.write_bytes(OLD)):
-        seen.append(target.read_bytes())
+        contents.append(target.read_bytes())
         assert not [path for path in tmp_path.glob("*.json") if path != target], "a reader takes a half for a file"
-    assert seen == sorted(seen, key=lambda content: content == NEW), "old until it is new"
-    assert set(seen) == {OLD, NEW} or set(seen) == {OLD}
-    assert len(seen) > 8
+    assert contents == sorted(contents, key=lambda content: content == NEW), "old until it is new"
+    assert set(contents) == {OLD, NEW} or set(contents) == {OLD}
+    assert len(contents) > 8
     write_atomic(target, NEW)
     assert target.read_bytes() == NEW
     assert target.stat().st_mode & 0o777 == 0o644, "others read it, too"
@@ -172,13 +190,13 @@ def write_checkpoint(run_dir: Path, step: int) -> None:
     write_state(run_dir, step, tensors, Curve(("step",)))
 
 
-def taken(run_dir: Path) -> int:
+def resumed_step(run_dir: Path) -> int:
     """The step of the checkpoint that a run goes on from, which is whole."""
-    found = latest_valid_checkpoint(run_dir)
-    assert found is not None, f"the run starts over: {sorted(path.name for path in run_dir.iterdir())}"
-    step = state.step_of(found)
+    newest = latest_valid_checkpoint(run_dir)
+    assert newest is not None, f"the run starts over: {sorted(path.name for path in run_dir.iterdir())}"
+    step = state.step_of(newest)
     for moment in ("weights", *MOMENTS):
-        assert set(load_file(found / f"{moment}.safetensors")["a"].tolist()) == {float(step)}
+        assert set(load_file(newest / f"{moment}.safetensors")["a"].tolist()) == {float(step)}
     return step
 
 
@@ -193,20 +211,21 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow(35)
-def test_a_checkpoint_that_is_killed_while_it_is_written_is_the_one_before_or_the_new_one(run_dir, tmp_path):
-    place, seen = tmp_path / "killed", []
+def test_a_checkpoint_whose_writing_is_killed_is_the_one_before_or_the_new_one(run_dir, tmp_path):
+    copy = tmp_path / "killed"
+    steps = []
 
     def anew() -> None:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(run_dir, place)
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(run_dir, copy)
 
-    for _ in each_kill((state, checkpoint, files), lambda: write_checkpoint(place, 6), anew):
-        seen.append(taken(place))
-        write_checkpoint(place, 8)
-        assert sorted(path.name for path in place.iterdir()) == [f"step-{seen[-1]:08d}", "step-00000008"]
-    assert seen == sorted(seen)
-    assert set(seen) == {4, 6}
-    assert len(seen) > 60
+    for _ in each_kill((state, checkpoint, files), lambda: write_checkpoint(copy, 6), anew):
+        steps.append(resumed_step(copy))
+        write_checkpoint(copy, 8)
+        assert sorted(path.name for path in copy.iterdir()) == [f"step-{steps[-1]:08d}", "step-00000008"]
+    assert steps == sorted(steps)
+    assert set(steps) == {4, 6}
+    assert len(steps) > 60
 
 
 # Power: what was not flushed is gone
@@ -245,71 +264,80 @@ def test_a_file_is_the_old_or_the_new_one_whenever_power_goes(root: Path, tmp_pa
     (root / "metrics.json").write_bytes(OLD)
     with Disk(root) as disk:
         write_atomic(root / "metrics.json", NEW)
-    seen = [(place / "metrics.json").read_bytes() for _, place in after(disk, tmp_path / "after")]
-    assert set(seen) == {OLD, NEW}
-    assert seen[-1] == NEW
-    assert len(seen) >= 6
+    contents = [(folder / "metrics.json").read_bytes() for _, folder in after(disk, tmp_path / "after")]
+    assert set(contents) == {OLD, NEW}
+    assert contents[-1] == NEW
+    assert len(contents) >= 6
 
 
 def test_a_checkpoint_is_the_one_before_or_the_new_one_whenever_power_goes(run_dir, tmp_path):
-    seen = []
+    steps = []
     with Disk(run_dir) as disk:
         write_checkpoint(run_dir, 6)
         written = len(disk.images)
         write_checkpoint(run_dir, 8)
-    for said, place in after(disk, tmp_path / "after"):
+    for moment, folder in after(disk, tmp_path / "after"):
         try:
-            seen.append(taken(place))
+            steps.append(resumed_step(folder))
         except AssertionError as error:
-            raise AssertionError(f"{said}: {error}") from error
-    assert set(seen[:written]) == {4, 6}
-    assert seen[written : written + 2] == [6, 6], "the training went on from it, and it is gone"
-    assert {*seen} == {4, 6, 8}
-    assert seen[-2:] == [8, 8]
+            raise AssertionError(f"{moment}: {error}") from error
+    assert set(steps[:written]) == {4, 6}
+    assert steps[written : written + 2] == [6, 6], "the training went on from it, and it is gone"
+    assert {*steps} == {4, 6, 8}
+    assert steps[-2:] == [8, 8]
     assert written > 20
 
 
-def test_a_manifest_whose_files_were_not_flushed_is_refused_in_words(root: Path, tmp_path: Path) -> None:
+# The codes of a checkpoint whose manifest, or a file that it names, is not whole
+DAMAGES = {"models.no_manifest", "models.not_json", "models.missing_file", "models.other_digest"}
+
+
+def test_a_manifest_whose_files_were_not_flushed_is_refused(root: Path, tmp_path: Path) -> None:
     folder = root / "checkpoint"
     folder.mkdir()
     with Disk(root) as disk:
         (folder / "model.safetensors").write_bytes(b"weights")
         write_manifest(folder, step=1)
-    for said, place in after(disk, tmp_path / "after"):
-        if (place / "checkpoint").is_dir():
-            with pytest.raises(CheckpointError, match="written to its end|not JSON|missing|sha256"):
-                print(said, verify_manifest(place / "checkpoint"))
+    for moment, image_folder in after(disk, tmp_path / "after"):
+        if (image_folder / "checkpoint").is_dir():
+            with pytest.raises(CheckpointError) as refused:
+                print(moment, verify_manifest(image_folder / "checkpoint"))
+            assert refused.value.code in DAMAGES
 
 
 def journal(file: Path, *numbers: str) -> list[str]:
     """Add captions to a journal; those that are in it."""
     with Journal(file) as opened:
         for number in numbers:
-            opened.add([(("predictions", number), Answer(f"caption {number}", None))])
-        return [pair for _, pair in opened.answers]
+            opened.add([(("predictions", number), Prediction(f"caption {number}", None))])
+        return [pair for _, pair in opened.predictions]
 
 
 def answers(file: Path, *numbers: str) -> list[str]:
     """Keep answers of an endpoint; those that are known."""
-    opened = Answers(file)
+    opened = AnswerStore(file)
     for number in numbers:
-        opened.keep(number, {}, Reply("text", f"answer {number}"))
-    return list(opened.known)
+        opened.keep(number, {}, EndpointAnswer("text", f"answer {number}"))
+    return list(opened.last_answers)
 
 
-@pytest.mark.parametrize("kept", [journal, answers])
-def test_captions_and_answers_that_were_flushed_are_there_whenever_power_goes(kept, root: Path, tmp_path: Path) -> None:
-    kept(root / "lines.jsonl", "0")
+@pytest.mark.parametrize("write_lines", [journal, answers])
+def test_captions_and_answers_that_were_flushed_are_there_whenever_power_goes(
+    write_lines, root: Path, tmp_path: Path
+) -> None:
+    write_lines(root / "lines.jsonl", "0")
     with Disk(root) as disk:
-        kept(root / "lines.jsonl", "1", "2")
-    seen = [kept(place / "lines.jsonl") for _, place in after(disk, tmp_path / "after")]
-    assert seen == sorted(seen)
-    assert (seen[0], seen[-1]) == (["0"], ["0", "1", "2"])
+        write_lines(root / "lines.jsonl", "1", "2")
+    contents = [write_lines(folder / "lines.jsonl") for _, folder in after(disk, tmp_path / "after")]
+    assert contents == sorted(contents)
+    assert contents[0] == ["0"]
+    assert contents[-1] == ["0", "1", "2"]
 
 
 def test_git_flushes_every_object_and_every_ref_of_the_record(root, tmp_path, monkeypatch):
     """git counts its own flushes: of each of its commands that writes there must be one."""
-    trace, entry = tmp_path / "trace", Entry(action="promote", model="m", from_=None, to=1, outcome="first", why="")
+    trace = tmp_path / "trace"
+    entry = Entry(action="promote", model="m", champion_before=None, target=1, outcome="first", reason="")
     git("init", "-q", cwd=root)
     append(root, entry)
     monkeypatch.setenv("GIT_TRACE2_EVENT", str(trace))
@@ -340,10 +368,13 @@ def marked() -> set[str]:
     }
 
 
-def test_every_row_has_a_test_and_a_marker_names_a_row_of_the_table_which_has_each_fault_once():
+def test_every_row_has_a_test_and_every_marker_names_a_row():
     assert marked() == {*KEYS}
+
+
+def test_the_table_has_each_fault_once():
     numbers = [f"{number:02}" for number in range(1, 33)]
-    found_here = ["B1", "B2", *(f"S{number}" for number in range(1, 8)), *(f"P{number}" for number in range(1, 15))]
-    found_here += [*(f"m{number}" for number in range(1, 10)), *(f"W{number}" for number in range(1, 6))]
-    found_here += [f"T{number}" for number in (5, 9, 10, 12, 13, 14, 15, 17)]
-    assert sorted([*numbers, *found_here, "see"]) == sorted(KEYS)
+    project_keys = ["B1", "B2", *(f"S{number}" for number in range(1, 8)), *(f"P{number}" for number in range(1, 15))]
+    project_keys += [*(f"m{number}" for number in range(1, 10)), *(f"W{number}" for number in range(1, 6))]
+    project_keys += [f"T{number}" for number in (5, 9, 10, 12, 13, 14, 15, 17)]
+    assert sorted([*numbers, *project_keys, "see"]) == sorted(KEYS)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from m3diff.provenance.git import git
-from m3diff.registry.decisions import champions, decisions
+from m3diff.registry.decisions import follow_champions, read_decisions
 from tests import toy
 from tests.faults.kills import Kills, one_dataset
 from tests.servers import prefect_server
@@ -40,7 +40,7 @@ sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 """Flows at once, forked from a process that has imported what they need."""
 
 
-class Place(NamedTuple):
+class FlowProject(NamedTuple):
     root: Path
     environment: dict[str, str]
     trained: Path  # a line for each training: the folder it ran in
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def flow_project(tmp_path: Path) -> Iterator[FlowProject]:
     trained = tmp_path / "trained.txt"
     root = one_dataset(tmp_path / "toy")
     code = (root / "toy.py").read_text()
@@ -73,28 +73,28 @@ def place(tmp_path: Path) -> Iterator[Place]:
     (root / "toy.py").write_text(code.replace(head, head + noted))
     toy.commit(root, "trainings are counted")
     with prefect_server(tmp_path / "prefect") as environment:
-        yield Place(root, environment, trained)
+        yield FlowProject(root, environment, trained)
 
 
 @pytest.mark.slow(60)
-def test_of_ten_runs_of_a_commit_one_trains_and_a_person_works_on_meanwhile(place):
-    root = place.root
-    flows = place.start(*[[]] * AT_ONCE)
+def test_of_ten_runs_of_a_commit_one_trains_and_a_person_works_on_meanwhile(flow_project):
+    root = flow_project.root
+    flows = flow_project.start(*[[]] * AT_ONCE)
     values = yaml.safe_load((root / "params.yaml").read_text())
     values["train"]["seed"] = 5
     edited = yaml.safe_dump(values, sort_keys=False)
     (root / "params.yaml").write_text(edited)
     toy.run(root, "dvc", "repro", "-q")
-    theirs = (root / "dvc.lock").read_text()
-    assert "seed: 5" in theirs
+    persons_lock = (root / "dvc.lock").read_text()
+    assert "seed: 5" in persons_lock
     assert flows.poll() is None, "the runs were over before the person's"
-    states = sorted(log.splitlines()[-1] for log in place.ended(flows))
+    states = sorted(log.splitlines()[-1] for log in flow_project.ended(flows))
     assert states == ["Completed", *["Skipped"] * (AT_ONCE - 1)]
 
-    assert len(place.trainings()) == 2
-    assert [Path(folder) for folder in place.trainings() if "runs/flows" not in folder] == [root]
+    assert len(flow_project.trainings()) == 2
+    assert [Path(folder) for folder in flow_project.trainings() if "runs/flows" not in folder] == [root]
     assert (root / "params.yaml").read_text() == edited
-    assert (root / "dvc.lock").read_text() == theirs
+    assert (root / "dvc.lock").read_text() == persons_lock
     assert toy.status(root) == {}
     assert git("diff", "--name-only", "HEAD", cwd=root).split() == ["dvc.lock", "params.yaml"]
     (version,) = store(root).search_model_versions("name = 'm3diff'")
@@ -103,28 +103,32 @@ def test_of_ten_runs_of_a_commit_one_trains_and_a_person_works_on_meanwhile(plac
 
 
 @pytest.mark.slow(80)
-def test_two_runs_with_other_parameters_go_side_by_side_each_judged_by_its_own_version(place, monkeypatch):
-    logs = place.ended(place.start(["train.seed=1"], ["train.seed=2"]))
+def test_two_runs_with_other_parameters_run_in_parallel_each_judged_by_its_version(flow_project, monkeypatch):
+    logs = flow_project.ended(flow_project.start(["train.seed=1"], ["train.seed=2"]))
     assert {log.splitlines()[-1] for log in logs} <= {"Completed", "Rejected"}
     assert not any("does the same work" in text for text in logs)
     spans = [[line[:12] for line in text.splitlines() if line[2:3] == ":"] for text in logs]
     assert max(span[0] for span in spans) < min(span[-1] for span in spans), "one after the other"
-    assert len(place.trainings()) == 2
+    assert len(flow_project.trainings()) == 2
 
-    client = store(place.root)
-    versions = {made.tags["prefect.flow_run"]: made for made in client.search_model_versions("name = 'm3diff'")}
+    client = store(flow_project.root)
+    versions = {
+        version.tags["prefect.flow_run"]: version for version in client.search_model_versions("name = 'm3diff'")
+    }
     assert len(versions) == 2
-    monkeypatch.chdir(place.root)
-    made_by = decisions()
-    assert {entry.flow_run: entry.to for entry in made_by} == {run: int(made.version) for run, made in versions.items()}
-    scores = {int(made.version): client.get_run(made.run_id).data.metrics for made in versions.values()}
+    monkeypatch.chdir(flow_project.root)
+    entries = read_decisions()
+    assert {entry.flow_run: entry.target for entry in entries} == {
+        run: int(version.version) for run, version in versions.items()
+    }
+    scores = {int(version.version): client.get_run(version.run_id).data.metrics for version in versions.values()}
     best = max(scores, key=lambda version: scores[version][f"{toy.TOTAL}/CIDEr"])
-    assert champions(made_by, "m3diff")[0][-1] == best
+    assert follow_champions(entries, "m3diff").champions[-1] == best
     assert int(client.get_model_version_by_alias("m3diff", "champion").version) == best
     seeds = {run: yaml.safe_load(git("show", f"runs/{run}:params.yaml"))["train"]["seed"] for run in versions}
     assert set(seeds.values()) == {1, 2}
-    for run, made in versions.items():
-        assert made.tags["dvc.checkpoint"] in git("show", f"runs/{run}:dvc.lock")
+    for run, version in versions.items():
+        assert version.tags["dvc.checkpoint"] in git("show", f"runs/{run}:dvc.lock")
 
 
 @pytest.mark.slow(300)

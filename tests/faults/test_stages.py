@@ -22,7 +22,8 @@ from m3diff.records.files import sha256, sha256_of_folder
 from m3diff.stages.train import engine
 from tests import toy
 from tests.conftest import MadeOnce
-from tests.faults.small import MADE, write_params
+from tests.errors import Message
+from tests.faults.small import STAGE_COMMANDS, write_params
 from tests.toy import REPOSITORY, change
 
 
@@ -32,10 +33,10 @@ def small_once(made_once: MadeOnce) -> Path:
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        with pytest.MonkeyPatch.context() as there:
-            there.chdir(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
             write_params(folder)
-            for command in MADE:
+            for command in STAGE_COMMANDS:
                 assert m3diff(command) == 0
 
     return made_once("small-run", make)
@@ -50,44 +51,48 @@ def small(small_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return folder
 
 
-CHECKPOINT, MIXTURE = Path("data/05_model/checkpoint"), Path("data/04_mixture")
+CHECKPOINT = Path("data/05_model/checkpoint")
+MIXTURE = Path("data/04_mixture")
 
 
 @pytest.mark.slow(20)
 @pytest.mark.fault("09")
-def test_a_bit_that_flipped_in_the_weights_ends_predict_with_the_file_and_both_hashes(small, rng, capsys):
+def test_a_bit_that_flipped_in_the_weights_ends_predict_with_file_and_both_hashes(small, rng, capsys):
     weights = CHECKPOINT / "model.safetensors"
-    wanted, data = sha256(weights), bytearray(weights.read_bytes())
+    expected_hash = sha256(weights)
+    data = bytearray(weights.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     weights.write_bytes(data)
     before = sha256_of_folder(Path("data/06_predictions"))
     assert m3diff(["predict"]) == 3
-    told = capsys.readouterr().err
-    for text in ("model.safetensors", wanted[:12], sha256(weights)[:12]):
-        assert text in told
+    message = capsys.readouterr().err
+    for text in ("model.safetensors", expected_hash[:12], sha256(weights)[:12]):
+        assert text in message
     assert sha256_of_folder(Path("data/06_predictions")) == before
 
 
 @pytest.mark.fault("10")
 def test_convert_on_a_full_disk_asks_to_try_again_and_then_writes_the_same(small, rng, monkeypatch, capsys):
-    whole = sha256_of_folder(MIXTURE)
-    left, write_table = rng.randrange(3), pq.write_table
+    expected = sha256_of_folder(MIXTURE)
+    tables_left = rng.randrange(3)
+    write_table = pq.write_table
 
-    def full(*given: Any, **named: Any) -> None:
-        nonlocal left
-        if not left:
-            raise OSError(errno.ENOSPC, "No space left on device", str(given[1]))
-        left -= 1
-        write_table(*given, **named)
+    def full(*arguments: Any, **keywords: Any) -> None:
+        nonlocal tables_left
+        if not tables_left:
+            raise OSError(errno.ENOSPC, "No space left on device", str(arguments[1]))
+        tables_left -= 1
+        write_table(*arguments, **keywords)
 
     with monkeypatch.context() as disk:
         disk.setattr(pq, "write_table", full)
         assert m3diff(["convert"]) == 75
-    told = capsys.readouterr().err
-    for text in ("No space left on device", str(MIXTURE), "make room"):
-        assert text in told
+    message = capsys.readouterr().err
+    assert Message("command.disk_full").in_text(message)
+    assert os.strerror(errno.ENOSPC) in message
+    assert str(MIXTURE) in message
     assert m3diff(["convert"]) == 0
-    assert sha256_of_folder(MIXTURE) == whole
+    assert sha256_of_folder(MIXTURE) == expected
 
 
 @pytest.mark.fault("29")
@@ -139,13 +144,14 @@ def test_a_pickle_in_the_place_of_weights_is_not_loaded_by_predict(small, capsys
 
 @pytest.mark.fault("31", "m9")
 def test_a_pickle_in_a_checkpoint_that_is_resumed_is_not_loaded(small, monkeypatch):
-    take_step, taken = engine.take_step, []
+    take_step = engine.take_step
+    steps = []
 
-    def interrupt(*given: Any) -> Any:
-        taken.append(1)
-        if len(taken) == 3:
+    def interrupt(*arguments: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 3:
             raise KeyboardInterrupt
-        return take_step(*given)
+        return take_step(*arguments)
 
     change(small, "train", epochs=3)
     with monkeypatch.context() as cut:
@@ -180,13 +186,14 @@ def test_nothing_unpickles_what_a_stage_reads():
     for folder in ("components", "flows"):
         for file in sorted((REPOSITORY / folder).rglob("*.py")):
             for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
-                name, given = ast.unparse(call.func), {word.arg: ast.unparse(word.value) for word in call.keywords}
-                place = f"{file.relative_to(REPOSITORY)}:{call.lineno}"
-                assert given.get("allow_pickle", "False") == "False", place
-                assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), place
-                assert name not in ("pickle.load", "pickle.loads"), place
+                name = ast.unparse(call.func)
+                arguments = {word.arg: ast.unparse(word.value) for word in call.keywords}
+                location = f"{file.relative_to(REPOSITORY)}:{call.lineno}"
+                assert arguments.get("allow_pickle", "False") == "False", location
+                assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), location
+                assert name not in ("pickle.load", "pickle.loads"), location
                 if name == "torch.load":
-                    assert given.get("weights_only") == "True", place
+                    assert arguments.get("weights_only") == "True", location
 
 
 @pytest.mark.fault("19")
@@ -264,7 +271,7 @@ def run_boxed(code: str, folder: Path) -> str:
 @pytest.mark.slow(60)
 def test_every_real_stage_runs_there(odd):
     write_params(odd)
-    run_boxed(STAGES.format(commands=MADE), odd)
+    run_boxed(STAGES.format(commands=STAGE_COMMANDS), odd)
     assert (odd / "data/07_report/report.html").is_file()
 
 
@@ -274,6 +281,6 @@ def test_a_flows_worktree_dvc_git_register_and_promote_work_there(project, odd):
     root = odd / "toy"
     shutil.copytree(project, root, symlinks=True)
     toy.run(root, "git", "status", "--short")
-    said = run_boxed(FLOW, root)
-    assert "models:/m3diff/1 registered" in said
-    assert "first" in said
+    output = run_boxed(FLOW, root)
+    assert "models:/m3diff/1 registered" in output
+    assert "first" in output

@@ -1,12 +1,37 @@
 """The toy project with nothing run yet, for the tests that run it through DVC and Prefect."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows.workspace import Workspace, workspace
+from m3diff.provenance.git import git
+from m3diff.registry.promote import Promotion
+from m3diff.stages.register.stage import Registration
 from tests.servers import Listener
+
+REGISTRATION = Registration(outcome="registered", model="m", version=7, run_id="r")
+
+
+def decision(outcome: str, champion: int | None = 1) -> Promotion:
+    gate = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}
+    return Promotion(outcome=outcome, model="m", challenger=7, champion=champion, **gate)
+
+
+def opened(
+    flow_run: str = "one", ref: str | None = None, overrides: Sequence[str] = (), **options: Any
+) -> AbstractContextManager[Workspace]:
+    """The workspace of a flow run, of HEAD unless a test names a commit."""
+    return workspace(flow_run, ref, overrides, **options)
+
+
+def worktrees() -> list[str]:
+    """The folders of git's working trees besides the first."""
+    return [line.split()[0] for line in git("worktree", "list").splitlines()[1:]]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from m3diff.provenance import cache
 from m3diff.provenance.cache import is_cached_object
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import to_records
+from tests.errors import Message
 from tests.layouts import save_picture
 from tests.toy import REPOSITORY, run
 
@@ -73,7 +74,7 @@ def records_of(root: Path) -> list[dict]:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    cache._own_cache.cache_clear()
+    cache._cache_of_repository.cache_clear()
 
 
 CACHES = {
@@ -83,8 +84,14 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("settings", CACHES.values(), ids=CACHES.keys())
-def test_links_into_the_repositorys_own_cache_are_the_datasets_files(settings, tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=[] if name == "in the repository" else [pytest.mark.slow(12)])
+        for name, settings in CACHES.items()
+    ],
+)
+def test_links_into_the_repositorys_cache_of_repository_are_the_datasets_files(settings, tmp_path):
     root = tmp_path / "project"
     root.mkdir()
     write_repository(root, *(setting.format(root=tmp_path) for setting in settings))
@@ -123,7 +130,7 @@ def test_other_links_out_of_the_root_stay_refused(linked_once, tmp_path, monkeyp
     records, _ = to_records("mine", DatasetEntry(reader="pairs", root=Path("raw")), rows)
     for record in records:
         assert record["before"] is None, record["source"]
-        assert "symbolic link out of the dataset's root" in record["fault"], record["source"]
+        assert Message("ingest.link_out_of_root", key="before").in_text(record["fault"]), record["source"]
         assert record["after"] == "raw/0.bmp"
 
 
@@ -157,10 +164,8 @@ def repro(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "dvc", "repro", *arguments], cwd=root, capture_output=True, text=True)
 
 
-EDITED = {"one image": [5], "three images": [1, 5, 6]}
-
-
-@pytest.mark.parametrize("numbers", EDITED.values(), ids=EDITED.keys())
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("numbers", [[5], [1, 5, 6]], ids=["one image", "three images"])
 def test_an_image_that_is_edited_in_place_is_refused_with_the_command_that_helps(numbers, tmp_path):
     root = write_repository(tmp_path)
     assert repro(root).returncode == 0

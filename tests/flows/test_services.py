@@ -25,12 +25,13 @@ from prefect.cli.deploy._models import PrefectYamlModel
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Completed, Crashed, Pending, Running, State, Submitting
 
-from flows import report
+from flows import notices
 from flows.watch import SETTLED_S
 from flows.worker import Worker
-from infra import services
+from infra.apis import WORK_POOL
 from m3diff.provenance.git import git
-from m3diff.registry.decisions import decisions
+from m3diff.records.errors import Fault
+from m3diff.registry.decisions import read_decisions
 from tests import toy
 from tests.browser import Watch, chromium
 from tests.servers import Listener, Machine, ask_prefect, prefect_server, services_of, until
@@ -43,6 +44,7 @@ RAN = {"preflight": "Completed", **dict.fromkeys(STAGES, "Ran"), "push": "Skippe
 RAN |= {"code": "Skipped"}  # the toy project has its digests
 SKIPPED = {name: state if state == "Completed" else "Skipped" for name, state in RAN.items()}
 SCHEDULED = {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
+TRAININGS = {"deployments": {"name": {"any_": ["full"]}}}
 REPORTS = {"artifacts": {"key": {"any_": ["run-report"]}}}
 
 
@@ -55,10 +57,12 @@ def servers(project: Path) -> Iterator[Machine]:
 @pytest.mark.fault("24", "32", "S1", "see")
 @pytest.mark.slow(120)
 def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reason(servers, tmp_path):
-    machine, root = servers, servers.root
+    machine = servers
+    root = servers.root
     assert machine.make("up").stdout.count(" up  ") == 4, "it is up already"
     elsewhere = Machine(root).make("up")
-    assert (elsewhere.returncode, "prefect is not answering, mlflow" in elsewhere.stderr) == (1, True)
+    assert elsewhere.returncode == 1
+    assert "prefect is not answering, mlflow" in elsewhere.stderr
     before = git("status", "--porcelain", cwd=root)
     assert machine.run_deployment("m3diff/full", "first") == ("Completed", RAN)
     (run,) = machine.runs("first")
@@ -73,8 +77,9 @@ def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reaso
     assert version.tags["dvc.checkpoint"] in git("show", f"{branch}:dvc.lock", cwd=root)
     wanted = {"git.commit": git("rev-parse", f"{branch}^", cwd=root), "git.dirty": "false"}
     assert (wanted | {"prefect.flow_run": run["id"]}).items() <= version.tags.items()
-    (decision,) = decisions(root)
-    assert (decision.to, decision.flow_run) == (1, run["id"])
+    (decision,) = read_decisions(root)
+    assert decision.target == 1
+    assert decision.flow_run == run["id"]
     pages = machine.ask("/artifacts/filter", REPORTS)
     assert sorted(page["data"].split(":")[0] for page in pages) == ["# Completed", "# Skipped"]
 
@@ -109,7 +114,15 @@ def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reaso
 
 PREFECT = "/dashboard/runs/flows/deployments/work-pools/blocks/variables/automations/events/artifacts/settings"
 PREFECT += "/concurrency-limits"
-MLFLOW = ("", "#/experiments", "#/models", "#/models/m3diff", "#/models/m3diff/versions/1", "#/settings")
+MLFLOW = (
+    "",
+    "#/experiments",
+    "#/experiments/1/runs",
+    "#/models",
+    "#/models/m3diff",
+    "#/models/m3diff/versions/1",
+    "#/settings",
+)
 
 
 @pytest.mark.slow(90)
@@ -134,10 +147,49 @@ def test_no_page_of_the_servers_asks_a_host_that_is_not_this_machine(servers):
             page.close()
             asked[address] = watch.left
     assert {page: requests for page, requests in asked.items() if requests} == {}
+    records = f"{mlflow}ajax-api/3.0/mlflow/ui-telemetry"  # what MLflow's page would report, for the server to pass on
+    assert httpx.get(records).json()["disable_ui_telemetry"] is True
+    assert httpx.post(records, json={"records": []}).json() == {"status": "disabled"}
+
+
+NOT_COMMITTED = Fault("flows.not_committed", names=["params.yaml"]).problem
+
+
+@pytest.mark.fault("see")
+@pytest.mark.slow(120)
+def test_a_flow_that_is_refused_says_so_where_it_was_started(servers):
+    """Of a checkout with an edit that is not committed, by Prefect's command and by `make flow`."""
+    params = servers.root / "params.yaml"
+    params.write_text(params.read_text() + "# an edit\n")
+    watched = servers.run("-m", "prefect", "deployment", "run", "m3diff/full", "--flow-run-name", "edited", "--watch")
+    printed = watched.stdout + watched.stderr
+    assert watched.returncode == 1
+    assert NOT_COMMITTED in " ".join(printed.split())
+    assert "Traceback" not in printed
+    assert servers.states("edited") == [f"Refused: {NOT_COMMITTED}"]
+    status = servers.make("status")
+    assert status.returncode == 1
+    assert NOT_COMMITTED in status.stderr
+    assert servers.make("up").returncode == 0, "the services are up all the same"
+    count = len(servers.ask("/flow_runs/filter", TRAININGS))
+    at_once = servers.make("flow")
+    assert at_once.returncode == 1
+    assert NOT_COMMITTED in at_once.stderr
+    assert len(servers.ask("/flow_runs/filter", TRAININGS)) == count
+    toy.commit(servers.root, "the edit")
+    done = servers.make("flow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    up = servers.make("up").stdout
+    (experiment,) = store(servers.root).search_experiments(filter_string="name = 'm3diff'")
+    (last,) = servers.ask("/flow_runs/filter", TRAININGS | {"sort": "START_TIME_DESC", "limit": 1})
+    assert f"http://127.0.0.1:{servers.mlflow}/#/experiments/{experiment.experiment_id}/runs\n" in up
+    assert f"http://127.0.0.1:{servers.mlflow}/#/models/m3diff\n" in up
+    assert f"http://127.0.0.1:{servers.prefect}/runs/flow-run/{last['id']}\n" in up
 
 
 MINE = Path("data/01_raw/mine")
-CRASHED_S, GOES_ON_S = 120, 300
+CRASHED_S = 120
+GOES_ON_S = 300
 OVER = {"Completed", "Failed", "Crashed", "Cancelled", "Skipped", "Rejected"}
 
 
@@ -154,7 +206,8 @@ def without_schedules(root: Path, **environment: str) -> Iterator[Machine]:
 
 def missed(machine: Machine, deployment: str, run: str) -> Callable[[], str]:
     """Let the server have a run of a schedule that was due an hour ago; its state once it ended."""
-    due, id_ = datetime.now(UTC) - timedelta(hours=1), machine.ask(f"/deployments/name/m3diff/{deployment}")["id"]
+    due = datetime.now(UTC) - timedelta(hours=1)
+    id_ = machine.ask(f"/deployments/name/m3diff/{deployment}")["id"]
     state = {"type": "SCHEDULED", "name": "Late", "state_details": {"scheduled_time": due.isoformat()}}
     machine.ask(f"/deployments/{id_}/create_flow_run", {"name": run, "state": state, "tags": ["auto-scheduled"]})
     return lambda: found if (found := machine.states(run)[0]) in OVER else ""
@@ -183,7 +236,8 @@ def test_a_late_run_runs_new_data_start_one_and_each_failure_is_told_once(projec
         assert until(missed(machine, "watch", "another look")) == "Skipped"
         for told, file in zip(listener.got, ("bad.csv", "bad2.csv"), strict=True):
             assert told["title"] == "m3diff/retrain failed"
-            assert f"stage check exited with 1 {file} row 7: no image. " in told["message"]
+            assert "stage check " in told["message"]
+            assert f" {file} row 7: no image. " in told["message"]
             assert f"http://127.0.0.1:{machine.prefect}/runs/flow-run/" in told["message"]
         assert "secret-word" not in (project / "services/worker.log").read_text()
 
@@ -210,11 +264,13 @@ def of_worker(machine: Machine) -> list[psutil.Process]:
 
 @pytest.mark.fault("04")
 @pytest.mark.slow(200)
-def test_a_run_whose_host_dies_is_crashed_within_two_minutes_and_goes_on_within_five_by_itself(machine, tmp_path):
+def test_a_run_whose_host_dies_crashes_in_two_minutes_and_goes_on_in_five(machine, tmp_path):
     """In the middle of a stage, which then begins again on a new worker and is let go on."""
-    run, marks = machine.begin("m3diff/full", "first")["id"], tmp_path
+    run = machine.begin("m3diff/full", "first")["id"]
+    marks = tmp_path
     until((marks / "began").exists)
-    family, died = of_worker(machine), time.monotonic()
+    family = of_worker(machine)
+    died = time.monotonic()
     for process in family:
         process.kill()
     psutil.wait_procs(family, timeout=20)
@@ -225,13 +281,14 @@ def test_a_run_whose_host_dies_is_crashed_within_two_minutes_and_goes_on_within_
     assert time.monotonic() - died < GOES_ON_S
     (marks / "go").touch()
     until(lambda: machine.states("first") == ["Completed"])
-    assert ((marks / "ended").read_text(), machine.runs("first")[0]["run_count"]) == ("once ", 2)
+    assert (marks / "ended").read_text() == "once "
+    assert machine.runs("first")[0]["run_count"] == 2
     assert len(store(machine.root).search_model_versions("name = 'm3diff'")) == 1
 
 
 @pytest.mark.fault("W2")
 @pytest.mark.slow(120)
-def test_a_run_whose_worker_is_killed_before_it_began_crashes_is_told_and_keeps_no_place(machine, listener):
+def test_a_run_whose_worker_dies_before_its_start_crashes_with_a_notice(machine, listener):
     """The keeper starts the worker; m3diff/watch, one at a time, cancels what comes while one is at work."""
     run = machine.begin("m3diff/watch", "first")["id"]
     until(lambda: machine.runs("first")[0]["state_type"] == "PENDING")
@@ -249,27 +306,31 @@ DEPLOYMENTS = {entry["name"]: entry for entry in PREFECT_YAML["deployments"]}
 
 
 @pytest.mark.fault("22", "m6", "29")
-def test_prefect_accepts_the_file_whose_flows_are_one_at_a_time_where_they_must_with_schedules_in_utc():
+def test_prefect_accepts_the_file_with_its_limits_and_schedules_in_utc():
     made = PrefectYamlModel.model_validate(PREFECT_YAML)
     assert [deployment.name for deployment in made.deployments] == ["full", "retrain", "watch"]
     for entry in DEPLOYMENTS.values():
         module, _, function = entry["entrypoint"].rpartition(".")
         flow = getattr(importlib.import_module(module), function)
-        assert (flow.name, entry["work_pool"]["name"]) == ("m3diff", services.POOL)
+        assert flow.name == "m3diff"
+        assert entry["work_pool"]["name"] == WORK_POOL
         assert set(entry.get("parameters", {})) <= set(flow.parameters.properties)
     one = {"limit": 1, "collision_strategy": "ENQUEUE"}
     limits = {name: entry.get("concurrency_limit") for name, entry in DEPLOYMENTS.items()}
     assert limits == {"full": None, "retrain": one, "watch": one | {"collision_strategy": "CANCEL_NEW"}}
-    (nightly,), (looks,) = DEPLOYMENTS["retrain"]["schedules"], DEPLOYMENTS["watch"]["schedules"]
+    (nightly,) = DEPLOYMENTS["retrain"]["schedules"]
+    (looks,) = DEPLOYMENTS["watch"]["schedules"]
     assert nightly["timezone"] == looks["timezone"] == "UTC"
-    assert (len(nightly["cron"].split()), looks["interval"], looks["active"]) == (5, 900, True)
+    assert len(nightly["cron"].split()) == 5
+    assert looks["interval"] == 900
+    assert looks["active"]
 
 
 # Deployments
 
 
 @pytest.mark.slow(10)
-def test_a_flow_loaded_as_prefect_does_finds_dvc_itself_and_not_the_module_of_its_name_beside_it():
+def test_a_flow_that_prefect_loads_finds_dvc_and_not_the_module_flows_dvc():
     code = (
         "from prefect.flows import load_flow_from_entrypoint as load\n"
         f"for entrypoint in {[entry['entrypoint'] for entry in DEPLOYMENTS.values()]}: assert load(entrypoint).name\n"
@@ -285,7 +346,7 @@ NIGHTLY = {"cron": "30 4 * * *", "timezone": "UTC"}
 
 @pytest.mark.fault("W3")
 @pytest.mark.slow(120)
-def test_what_a_person_changed_stays_and_is_said_and_what_prefect_yaml_changes_arrives(project, tmp_path):
+def test_a_persons_changes_stay_with_a_note_and_those_of_prefect_yaml_arrive(project, tmp_path):
     with prefect_server(tmp_path / "prefect") as environment:
 
         def ask(method: str, path: str, body: Any = None) -> Any:
@@ -309,7 +370,8 @@ def test_what_a_person_changed_stays_and_is_said_and_what_prefect_yaml_changes_a
                 rules = [[one[key] for key in keys] for one in entry["schedules"]]
                 limit = (entry["global_concurrency_limit"] or {}).get("limit")
                 found.append((name, entry["paused"], limit, entry["concurrency_options"], rules))
-            pool, queue = ask("GET", "/work_pools/m3diff"), ask("GET", "/work_pools/m3diff/queues/default")
+            pool = ask("GET", "/work_pools/m3diff")
+            queue = ask("GET", "/work_pools/m3diff/queues/default")
             return [*found, pool["is_paused"], pool["concurrency_limit"], queue["is_paused"]]
 
         assert "stays" not in deploy() + deploy(), "nobody changed anything"
@@ -338,12 +400,14 @@ def test_what_a_person_changed_stays_and_is_said_and_what_prefect_yaml_changes_a
         )
         deploy()
         now = ask("GET", "/deployments/name/m3diff/retrain")
-        assert (now["global_concurrency_limit"]["limit"], now["schedules"][0]["active"]) == (2, True)
+        assert now["global_concurrency_limit"]["limit"] == 2
+        assert now["schedules"][0]["active"]
         assert seen()[2] == before[2], "of another deployment, whose entry is as it was"
 
 
 DEPLOYED = {name: SimpleNamespace(id=uuid.uuid4(), name=name) for name in ("full", "retrain", "watch")}
-HERE, OTHER = {"prefect.worker.name": "here"}, {"prefect.worker.name": "another"}
+HERE = {"prefect.worker.name": "here"}
+OTHER = {"prefect.worker.name": "another"}
 
 
 class Server:
@@ -351,7 +415,9 @@ class Server:
 
     def __init__(self, state: State, deployment: str, labels: dict, minutes: float, crashes: int, heard=False) -> None:
         self.set: list[State[Any]] = []
-        self.crashes, self.gone, self.heard = crashes, False, heard
+        self.crashes = crashes
+        self.gone = False
+        self.heard = heard
         since = datetime.now(UTC) - timedelta(minutes=minutes)
         of_state = {"state": state.model_copy(update={"timestamp": since}), "state_type": state.type}
         deployed = DEPLOYED[deployment].id if deployment else None
@@ -386,8 +452,12 @@ def ask(server: Server, what: Callable[[Worker], Coroutine[Any, Any, Any]], in_h
 
     async def work() -> Any:
         worker = Worker(work_pool_name="m3diff", name="here", limit=2)
-        worker._client, worker._limiter = server, anyio.CapacityLimiter(2)  # type: ignore[assignment]
-        worker._has_successfully_synced, worker._runs_task_group = True, SimpleNamespace(start_soon=print)  # type: ignore[assignment]
+        # type: ignore[assignment]
+        worker._client = server
+        worker._limiter = anyio.CapacityLimiter(2)
+        # type: ignore[assignment]
+        worker._has_successfully_synced = True
+        worker._runs_task_group = SimpleNamespace(start_soon=print)
         if in_hand:
             worker._limiter.acquire_on_behalf_of_nowait(server.run.id)
         return await what(worker)
@@ -398,7 +468,7 @@ def ask(server: Server, what: Callable[[Worker], Coroutine[Any, Any, Any]], in_h
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(report, "tell", lambda log, key, title, *rest: found.append(title))
+    monkeypatch.setattr(notices, "send_notice", lambda log, key, title, *rest: found.append(title))
     return found
 
 
@@ -499,7 +569,10 @@ def test_a_server_that_is_gone_ends_no_worker(set_up: bool, monkeypatch: pytest.
         ask(Server(Running(), "full", HERE, 0, 0), sync)
 
 
-PRINTS = "import sys, flows; sys.stdin.readline(); print('printed'); print('told', file=sys.stderr)"
+PRINTS = (
+    "import sys; from flows.runtime import prepare; prepare(); sys.stdin.readline(); print('printed'); "
+    "print('told', file=sys.stderr)"
+)
 
 
 @pytest.mark.fault("W4")
@@ -508,8 +581,10 @@ def test_a_flow_goes_on_where_the_worker_that_reads_what_it_prints_was_killed(tm
     log.parent.mkdir()
     log.write_text("before\n")
     given = os.environ | {"PREFECT__FLOW_RUN_ID": str(uuid.uuid4()), "PYTHONPATH": str(REPOSITORY)}
-    command, pipes = [sys.executable, "-c", PRINTS], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", PRINTS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     flow: Any = subprocess.Popen(command, env=given, cwd=tmp_path, stderr=subprocess.STDOUT, **pipes)
     flow.stdout.close()
     flow.communicate(b"\n", 60)
-    assert (flow.returncode, sorted(log.read_text().splitlines())) == (0, ["before", "printed", "told"])
+    assert flow.returncode == 0
+    assert sorted(log.read_text().splitlines()) == ["before", "printed", "told"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from m3diff.models.device import Device, environment
+from m3diff.models.device import Device, process_environment
 from tests.stages.train.toy import write_mixture
 
 if torch.cuda.is_available():
-    os.environ.update(environment(gpu=True))  # before DeepSpeed is imported
+    os.environ.update(process_environment(gpu=True))  # before DeepSpeed is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,10 +30,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
     """fp32 products in fp32: TF32 keeps ten bits."""
-    matmul, convolution = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    convolution = torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolution
+    torch.backends.cuda.matmul.allow_tf32 = matmul
+    torch.backends.cudnn.allow_tf32 = convolution
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from m3diff.models import FAMILIES, fused
-from m3diff.models.device import Device, environment
+from m3diff.models.device import Device, process_environment
 from m3diff.models.layers import with_visual_tokens
 from m3diff.models.tuning import unwrapped
 from m3diff.stages.train import job
@@ -32,7 +32,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "backend", "gloo")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
-    monkeypatch.setattr(job, "environment", lambda gpu: environment(gpu=False))
+    monkeypatch.setattr(job, "process_environment", lambda gpu: process_environment(gpu=False))
 
 
 @pytest.mark.parametrize("attention", test_gpu.ATTENTION)
@@ -107,7 +107,8 @@ class Waits(TorchDispatchMode):
 def test_a_micro_batch_waits_for_nothing(case, mixture, tmp_path, monkeypatch):
     """Forward and backward on a device without values, while the module's contribution is recorded too."""
     base, settings = tiny(case, tmp_path / "base")
-    family, device = FAMILIES[settings.family], Device(gpu=False, precision="bf16")
+    family = FAMILIES[settings.family]
+    device = Device(gpu=False, precision="bf16")
     if case == "m3diff":
         settings = tiny_settings(MDP | {"pos_embed_scale": 3.0})
     made = recipe(base, model=settings, precision="bf16", micro_batch=4)
@@ -125,8 +126,10 @@ def test_a_micro_batch_waits_for_nothing(case, mixture, tmp_path, monkeypatch):
 
 def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit():
     torch.manual_seed(0)
-    ids, visual = torch.tensor([[3, 9, 9, 1, 9, 3], [9, 3, 9, 9, 1, 1]]), torch.randn(6, 4, requires_grad=True)
-    embeds, weight = torch.randn(2, 6, 4, requires_grad=True), torch.randn(2, 6, 4)
+    ids = torch.tensor([[3, 9, 9, 1, 9, 3], [9, 3, 9, 9, 1, 1]])
+    visual = torch.randn(6, 4, requires_grad=True)
+    embeds = torch.randn(2, 6, 4, requires_grad=True)
+    weight = torch.randn(2, 6, 4)
     found = with_visual_tokens(embeds, visual, ids, 9)
     wanted = embeds.masked_scatter((ids == 9)[..., None], visual)
     assert found.equal(wanted)
@@ -159,6 +162,6 @@ def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_er
 def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(monkeypatch):
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(variable, raising=False)
-    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert process_environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert process_environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from m3diff.models import FAMILIES
-from m3diff.models.device import Device, environment
+from m3diff.models.device import Device, process_environment
 from m3diff.models.generation import load_captioner
 from m3diff.models.tuning import unwrapped
 from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, complete, read_training_samples
@@ -90,7 +90,7 @@ def test_a_process_computes_on_the_gpu_that_it_is_asked_for_and_else_sees_none()
 
 def said(script: str, gpu: bool) -> str:
     command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, env=os.environ | environment(gpu), text=True, capture_output=True)
+    done = subprocess.run(command, env=os.environ | process_environment(gpu), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -143,10 +143,11 @@ def test_peak_memory_is_what_the_planner_counts(checkpointing):
 
     bench = Bench(seven_b(layers=2, pairs=1), gpu=True, precision="bf16")
     variant = Variant("packed", packed=True, attention="flex", activation_checkpointing=checkpointing)
-    bench.take(variant)
+    bench.use_variant(variant)
     bench.run(variant)  # compiles
     bench.model.zero_grad(set_to_none=True)
-    static, gradients = torch.cuda.memory_allocated(), sum(2 * weight.numel() for weight in bench.optimizer.weights)
+    static = torch.cuda.memory_allocated()
+    gradients = sum(2 * weight.numel() for weight in bench.optimizer.weights)
     torch.cuda.reset_peak_memory_stats()
     bench.run(variant)
     taken = (torch.cuda.max_memory_allocated() - static) / 1e9
@@ -157,8 +158,9 @@ def test_peak_memory_is_what_the_planner_counts(checkpointing):
 def test_no_graph_is_made_after_two_steps_over_fifty_lengths():
     from benchmarks.levers import PAD, Bench, Size, Variant, tiny
 
-    bench, variant = Bench(tiny(pairs=1), gpu=True, precision="bf16"), Variant("p", packed=True, attention="flex")
-    bench.take(variant)
+    bench = Bench(tiny(pairs=1), gpu=True, precision="bf16")
+    variant = Variant("p", packed=True, attention="flex")
+    bench.use_variant(variant)
     prompt, reference = bench.size.groups[0][0]
     graphs = []
     for extra in range(52):
@@ -211,7 +213,7 @@ def test_a_killed_run_resumes_with_the_same_weights(precision, mixture, tmp_path
     from m3diff.stages.train import loop
 
     whole = trained(mixture, tmp_path / "whole", precision=precision)
-    step_of_loop = loop.Training.step
+    step_of_loop = loop.Training.train_step
 
     def dies(state: Any, step: int, batches: Any) -> None:
         if step == 3:
@@ -219,7 +221,7 @@ def test_a_killed_run_resumes_with_the_same_weights(precision, mixture, tmp_path
         step_of_loop(state, step, batches)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop.Training, "step", dies)
+        patched.setattr(loop.Training, "train_step", dies)
         with pytest.raises(KeyboardInterrupt):
             trained(mixture, tmp_path / "killed", precision=precision)
     resumed = trained(mixture, tmp_path / "killed", precision=precision)

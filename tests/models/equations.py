@@ -26,30 +26,37 @@ def mlp(x: Tensor, module: nn.Sequential, exact: bool = False) -> Tensor:
     return linear(hidden * 0.5 * (1 + (torch.erf(hidden / math.sqrt(2)) if exact else torch.tanh(cubic))), module[2])
 
 
-def head_parts(q: Tensor, kv: Tensor, module: nn.Module, places: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+def head_parts(
+    q: Tensor, kv: Tensor, module: nn.Module, positions: Tensor | None = None
+) -> list[tuple[Tensor, Tensor]]:
     """Weights [M, N] and values [N, width] of each head, of one sample's queries [M, D] and keys [N, width]."""
-    queries, keys, values = linear(q, module.q_proj), linear(kv, module.k_proj), linear(kv, module.v_proj)
+    queries = linear(q, module.q_proj)
+    keys = linear(kv, module.k_proj)
+    values = linear(kv, module.v_proj)
     if module.normed:
-        queries, keys = unit(queries), unit(keys)
-    if places is not None:
-        queries, keys = queries + places, keys + torch.cat([places] * (len(keys) // len(places)))
-    found, width = [], queries.shape[1] // module.heads
+        queries = unit(queries)
+        keys = unit(keys)
+    if positions is not None:
+        queries = queries + positions
+        keys = keys + torch.cat([positions] * (len(keys) // len(positions)))
+    parts_by_head = []
+    width = queries.shape[1] // module.heads
     for cut in (slice(h * width, (h + 1) * width) for h in range(module.heads)):
         weights = torch.exp(queries[:, cut] @ keys[:, cut].T / math.sqrt(width))
-        found.append((weights / weights.sum(1, keepdim=True), values[:, cut]))
-    return found
+        parts_by_head.append((weights / weights.sum(1, keepdim=True), values[:, cut]))
+    return parts_by_head
 
 
-def attend(q: Tensor, kv: Tensor, module: nn.Module, places: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, kv: Tensor, module: nn.Module, positions: Tensor | None = None) -> Tensor:
     """CA(q, kv) of one sample."""
-    heads = [weights @ values for weights, values in head_parts(q, kv, module, places)]
+    heads = [weights @ values for weights, values in head_parts(q, kv, module, positions)]
     return linear(torch.cat(heads, 1), module.out_proj)
 
 
-def brought(q: Tensor, kv: Tensor, module: nn.Module, places: Tensor | None = None) -> list[Tensor]:
+def brought(q: Tensor, kv: Tensor, module: nn.Module, positions: Tensor | None = None) -> list[Tensor]:
     """What each key's value adds to each query, [M, N, D], head by head; of one sample."""
     outs = module.out_proj.weight.chunk(module.heads, dim=1)
-    parts = zip(head_parts(q, kv, module, places), outs, strict=True)
+    parts = zip(head_parts(q, kv, module, positions), outs, strict=True)
     return [weights[:, :, None] * (values @ out.T)[None] for (weights, values), out in parts]
 
 
@@ -63,9 +70,13 @@ def mdp(module: nn.Module, before: list[Tensor], after: list[Tensor], last: list
         g1, g2 = (norm(f, level.norm_input) if cfg.residual else f for f in (f1, f2))
         l1 = torch.sigmoid(linear(torch.cat([g1, g2], -1), level.gate))  # (1)
         l2 = torch.sigmoid(linear(torch.cat([g2, g1], -1), level.gate))
-        fh1, fh2 = g1 * l1, g2 * l2  # (2)
+        # (2)
+        fh1 = g1 * l1
+        fh2 = g2 * l2
         df = linear(torch.cat([fh1, fh2, fh1 - fh2], -1), level.difference)  # (3)
-        x1, x2, x = f1, f2, df
+        x1 = f1
+        x2 = f2
+        x = df
         for layer in level.layers:
             sa = skip * x + attend(x, x, layer.self_attention)  # (4)
             n1, n2 = (norm(v, layer.norm_feature) if cfg.residual else v for v in (x1, x2))
@@ -90,7 +101,8 @@ def difference(module: nn.Module, before: list[Tensor], after: list[Tensor], las
 
 def vdm(module: nn.Module, before: list[Tensor], after: list[Tensor]) -> Tensor:
     """Q(D_layers) of OneDiff for one pair, [T, width]; `before` and `after` are [N, D] at each feature layer."""
-    cfg, d = module.cfg, module.delta
+    cfg = module.cfg
+    d = module.delta
     reads = list(range(cfg.layers)) if cfg.cross_attention == "every" else list(range(0, cfg.layers, 2))
     for k, layer in enumerate(module.layers):
 
@@ -111,7 +123,8 @@ def vdm(module: nn.Module, before: list[Tensor], after: list[Tensor]) -> Tensor:
             else:
 
                 def apart(x: Tensor, m=reading, h1=h1, h2=h2) -> Tensor:
-                    r1, r2 = attend(x, h1, m.attention), attend(x, h2, m.attention)
+                    r1 = attend(x, h1, m.attention)
+                    r2 = attend(x, h2, m.attention)
                     return linear(torch.cat([r1, r2, r1 - r2], -1), m.join)
 
                 d = block(d, 1, apart)
@@ -121,13 +134,13 @@ def vdm(module: nn.Module, before: list[Tensor], after: list[Tensor]) -> Tensor:
 
 def vdm_map(reading: nn.Module, tokens: Tensor, h1: Tensor, h2: Tensor) -> Tensor:
     """The share of each place in what all tokens of one pair read, by the sizes of what it brings, [N]."""
-    if reading.separate:
+    if reading.reads_separately:
         first, second = (sum(brought(tokens, h, reading.attention)) for h in (h1, h2))
         sizes = (first - second).pow(2).sum(-1).sqrt().sum(0)
     else:
         keys = torch.cat([h1 + reading.image_embeddings[0], h2 + reading.image_embeddings[1]])
-        both = sum(part.pow(2).sum(-1).sqrt() for part in brought(tokens, keys, reading.attention)).sum(0)
-        sizes = both[: len(h1)] + both[len(h1) :]
+        sizes_of_both = sum(part.pow(2).sum(-1).sqrt() for part in brought(tokens, keys, reading.attention)).sum(0)
+        sizes = sizes_of_both[: len(h1)] + sizes_of_both[len(h1) :]
     return sizes / sizes.sum()
 
 

@@ -9,7 +9,10 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from tests.tiny_blip2 import CLIP_MEAN, CLIP_STD
 
-WIDTH, SIDE, PATCH, LAYERS = 16, 28, 14, 4
+WIDTH = 16
+SIDE = 28
+PATCH = 14
+LAYERS = 4
 TEXTS = "the red ball moved is gone a small blue star appeared at left nothing changed What ? USER: ASSISTANT: : ."
 CHAT = (
     "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
@@ -58,7 +61,7 @@ def write_llava15(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = write_tokenizer(folder)
     token = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    ids = {each["content"]: each["id"] for each in token}
+    ids = {added_token["content"]: added_token["id"] for added_token in token}
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT}))
     processing = {"do_center_crop": True, "do_resize": True, "resample": 3, "size": {"shortest_edge": SIDE}}
     processing |= {"crop_size": {"height": SIDE, "width": SIDE}, "image_mean": CLIP_MEAN, "image_std": CLIP_STD}

@@ -21,9 +21,11 @@ from m3diff.models.blip2idc_model import (
     augmented,
     blurred,
     compressed,
-    first_of,
+    token_id,
 )
 from m3diff.models.tuning import prepare, unwrapped
+from m3diff.records.errors import ValueFault
+from tests.errors import raises
 from tests.tiny import noise_image, saliency_map
 from tests.tiny_blip2 import PATCH, QUERIES, SIDE, TEXTS, blip2_settings, tiny_blip2
 
@@ -48,7 +50,8 @@ def linear(w: Weights, name: str, x: Tensor) -> Tensor:
     """W x + b, and beside an adapter alpha / r B A x."""
     if f"{name}.lora_A.default.weight" not in w:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
-    a, b = w[f"{name}.lora_A.default.weight"], w[f"{name}.lora_B.default.weight"]
+    a = w[f"{name}.lora_A.default.weight"]
+    b = w[f"{name}.lora_B.default.weight"]
     return linear(w, f"{name}.base_layer", x) + 2 * (x @ a.T) @ b.T  # alpha is twice the rank
 
 
@@ -75,7 +78,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool = False)
 
 def vision(w: Weights, picture: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
     """A pre-norm transformer over patches and a class token, with learnt positions and a norm at the end."""
-    name, rows = "vision_model.embeddings", range(0, SIDE, PATCH)
+    name = "vision_model.embeddings"
+    rows = range(0, SIDE, PATCH)
     patches = [picture[:, top : top + PATCH, left : left + PATCH].flatten() for top in rows for left in rows]
     kernel = w[f"{name}.patch_embedding.weight"].flatten(1)
     x = torch.stack(patches) @ kernel.T + w[f"{name}.patch_embedding.bias"]
@@ -101,7 +105,9 @@ def qformer(w: Weights, patches: Tensor, layers: int = 3, heads: int = 4) -> Ten
         for block, read in (("attention", None), ("crossattention", patches))[: 2 - number % 2]:
             of = x if read is None else read
             own = f"{at}.{block}.attention"
-            q, k, v = linear(w, f"{own}.query", x), linear(w, f"{own}.key", of), linear(w, f"{own}.value", of)
+            q = linear(w, f"{own}.query", x)
+            k = linear(w, f"{own}.key", of)
+            v = linear(w, f"{own}.value", of)
             x = added(w, f"{at}.{block}.output", attention(q, k, v, heads), x)
         x = added(w, f"{at}.output_query", gelu(linear(w, f"{at}.intermediate_query.dense", x)), x)
     return x
@@ -155,15 +161,15 @@ def test_the_logits_are_those_of_the_equations(is_fused, model, base):
     for number, caption in enumerate(captions):
         ids = [*processor.encode_prompt("What changed?"), *caption]
         with torch.no_grad():
-            got = model(
+            actual = model(
                 pixel_values=pixels[number : number + 1],
                 input_ids=torch.tensor([ids]),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             ).logits[0]
-            want = answers(w, pixels[number], ids)
+            expected = answers(w, pixels[number], ids)
             other = answers(w, pixels[number].roll(SIDE // 2, dims=1), ids)  # after above before
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-        assert (other - want).abs().max() > 1e-2, "which image is on top shows"
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+        assert (other - expected).abs().max() > 1e-2, "which image is on top shows"
     model.eval()
 
 
@@ -171,7 +177,8 @@ def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base):
     """Eager attention gives its weights itself."""
     model, eager = (FAMILY.load(base, torch.float32) for _ in range(2))
     eager.set_attn_implementation("eager")
-    pixels, rows = torch.randn(3, 3, SIDE, SIDE), SIDE // PATCH
+    pixels = torch.randn(3, 3, SIDE, SIDE)
+    rows = SIDE // PATCH
     with torch.no_grad():
         patches = eager.eval().vision_model(pixel_values=pixels).last_hidden_state
         queries = eager.query_tokens.expand(len(pixels), -1, -1)
@@ -186,10 +193,12 @@ def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base):
 
 def test_no_dropout_is_left_though_the_directory_has_some(base):
     stock = Blip2Config.from_pretrained(base)
-    assert (stock.qformer_config.hidden_dropout_prob, stock.text_config.dropout) == (0.1, 0.1)
+    assert stock.qformer_config.hidden_dropout_prob == 0.1
+    assert stock.text_config.dropout == 0.1
     model = FAMILY.load(base, torch.float32).train()
     assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
-    pixels, ids = torch.randn(1, 3, 32, 32), torch.tensor([[*[model.config.image_token_index] * QUERIES, 2, 9, 10]])
+    pixels = torch.randn(1, 3, 32, 32)
+    ids = torch.tensor([[*[model.config.image_token_index] * QUERIES, 2, 9, 10]])
     with torch.no_grad():
         assert torch.equal(*(model(pixel_values=pixels, input_ids=ids).logits for _ in range(2)))
 
@@ -199,11 +208,14 @@ def test_the_adapters_are_on_queries_keys_and_values(llm, bases):
     model = prepare(FAMILY.load(bases[llm], torch.float32), FAMILY, blip2_settings()).get_base_model()
     adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
     layers = "language_model.model.decoder.layers" if llm == "opt" else "language_model.model.layers"
-    own, across = "attention.attention", "crossattention.attention"
-    want = {f"vision_model.encoder.layers.{n}.self_attn.qkv" for n in range(2)}
-    want |= {f"qformer.encoder.layer.{n}.{own}.{name}" for n in range(3) for name in ("key", "value")}
-    want |= {f"qformer.encoder.layer.{n}.{across}.{name}" for n in (0, 2) for name in ("query", "key", "value")}
-    assert adapted == want | {f"{layers}.{n}.self_attn.{name}_proj" for n in range(2) for name in "qkv"}
+    self_attention = "attention.attention"
+    cross_attention = "crossattention.attention"
+    expected = {f"vision_model.encoder.layers.{n}.self_attn.qkv" for n in range(2)}
+    expected |= {f"qformer.encoder.layer.{n}.{self_attention}.{name}" for n in range(3) for name in ("key", "value")}
+    expected |= {
+        f"qformer.encoder.layer.{n}.{cross_attention}.{name}" for n in (0, 2) for name in ("query", "key", "value")
+    }
+    assert adapted == expected | {f"{layers}.{n}.self_attn.{name}_proj" for n in range(2) for name in "qkv"}
     assert not [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
 
 
@@ -220,7 +232,7 @@ def smooth(seed: int, size: tuple[int, int]) -> Image.Image:
     return noise_image(seed, (5, 4)).resize(size, Image.Resampling.BICUBIC)
 
 
-def the_authors(before: Image.Image, after: Image.Image) -> np.ndarray:
+def authors_picture(before: Image.Image, after: Image.Image) -> np.ndarray:
     """Their picture before it is normalised: the one before in the size of the one after, stacked, stretched."""
     stacked = Image.new("RGB", (after.width, 2 * after.height))
     stacked.paste(before.resize(after.size, Image.Resampling.BICUBIC), (0, 0))
@@ -228,15 +240,16 @@ def the_authors(before: Image.Image, after: Image.Image) -> np.ndarray:
     return np.asarray(stacked.resize((SIDE, SIDE), Image.Resampling.BICUBIC)).astype(int)
 
 
-def ours(processor: Blip2IDCProcessor, before: Image.Image, after: Image.Image) -> np.ndarray:
+def prepared_picture(processor: Blip2IDCProcessor, before: Image.Image, after: Image.Image) -> np.ndarray:
     return np.concatenate([processor.prepare_image(image) for image in (before, after)]).astype(int)
 
 
 @pytest.mark.parametrize("size", [(64, 48), (40, 90), (200, 200), (SIDE, HALF), (8, 8)])
-def test_of_images_of_one_size_it_is_the_authors_picture_but_for_the_rows_beside_the_seam(size, processor):
-    """Two rows, or as many as two pixels become where the images are made larger."""
-    before, after = smooth(1, size), smooth(2, size)
-    difference = np.abs(ours(processor, before, after) - the_authors(before, after))
+def test_images_of_one_size_make_the_authors_picture_except_at_the_seam(size, processor):
+    """The rows at the seam are two on each side, or more if the images are made larger."""
+    before = smooth(1, size)
+    after = smooth(2, size)
+    difference = np.abs(prepared_picture(processor, before, after) - authors_picture(before, after))
     reach = max(2, SIDE // size[1])
     assert difference[: HALF - reach].max() <= 1
     assert difference[HALF + reach :].max() <= 1
@@ -258,22 +271,31 @@ def test_a_text_ends_with_the_line_break_that_opt_stops_at(processor):
     assert processor.decode(torch.tensor([processor.encode_reference("Ünknown ✓ words")])) == ["Ünknown ✓ words"]
 
 
-def test_the_first_token_of_the_configuration_counts_and_else_the_tokenizers(bases):
-    other: Any = FAMILY.load_processor(bases["qwen2"])
-    assert (other.end_id, other.encode_prompt("")[-1], other.pad_id) == (2, 2, 1)
-    assert [first_of(*tokens) for tokens in (([7, 8], 2), (None, 2), (0, 2))] == [7, 2, 0]
+def test_the_tokens_of_a_configuration_are_the_processors(bases):
+    processor: Any = FAMILY.load_processor(bases["qwen2"])
+    assert processor.end_id == 2
+    assert processor.encode_prompt("")[-1] == 2
+    assert processor.pad_id == 1
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"), [([7, 8], 7), (None, 2), (0, 0)], ids=["the first of several", "none", "zero"]
+)
+def test_a_token_of_the_configuration_counts_and_else_the_tokenizers(configured, expected):
+    assert token_id(configured, 2) == expected
 
 
 @pytest.mark.parametrize("size", [{"height": 31, "width": 31}, {"height": 32, "width": 64}])
 def test_an_image_of_no_even_square_is_refused(size):
-    with pytest.raises(ValueError, match="square of an even side, found"):
+    with raises(ValueFault, "models.size_not_an_even_square", value=size):
         Blip2IDCImageProcessor(size, [0.5] * 3, [0.5] * 3)
 
 
 def test_what_is_saved_is_blip2s_own_and_gives_the_same(processor, base, tmp_path):
     processor.save_pretrained(tmp_path)
-    told = json.loads((tmp_path / "processor_config.json").read_text())
-    assert (told["processor_class"], told["num_query_tokens"]) == ("Blip2Processor", QUERIES)
+    fields = json.loads((tmp_path / "processor_config.json").read_text())
+    assert fields["processor_class"] == "Blip2Processor"
+    assert fields["num_query_tokens"] == QUERIES
     (tmp_path / "config.json").write_text((base / "config.json").read_text())
     again = FAMILY.load_processor(tmp_path)
     assert again.encode_reference("the ball") == processor.encode_reference("the ball")
@@ -288,7 +310,8 @@ def test_what_is_saved_is_blip2s_own_and_gives_the_same(processor, base, tmp_pat
     torch.testing.assert_close(pixels, processor.image_inputs(prepared)["pixel_values"], rtol=0, atol=1e-5)
 
 
-ALWAYS, NEVER = Augment(blur=1.0, jpeg=1.0), Augment(blur=0.0, jpeg=0.0)
+ALWAYS = Augment(blur=1.0, jpeg=1.0)
+NEVER = Augment(blur=0.0, jpeg=0.0)
 
 
 def pair(seed: int = 0, rows: int = 16, columns: int = 24) -> np.ndarray:
@@ -305,7 +328,8 @@ def test_a_visit_gives_the_same_pixels_again_and_another_visit_others():
     first, again, other = (augmented(ALWAYS, images, visit(3, epoch, 7)) for epoch in (0, 0, 1))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
-    assert (first.shape, first.dtype) == (images.shape, np.uint8)
+    assert first.shape == images.shape
+    assert first.dtype == np.uint8
     assert np.array_equal(images, kept), "what is cached stays as it is"
     assert np.array_equal(augmented(NEVER, images, visit(1)), images)
 
@@ -316,7 +340,8 @@ def changes(augment: Augment, row: int) -> bool:
 
 def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself():
     seen = (0.4, 0.5)  # a narrower Gaussian may leave every pixel as it is
-    smooth, hard = Augment(blur=0.3, sigma=seen, jpeg=0.0), Augment(blur=0.0, jpeg=0.6)
+    smooth = Augment(blur=0.3, sigma=seen, jpeg=0.0)
+    hard = Augment(blur=0.0, jpeg=0.6)
     for augment, share in ((smooth, 0.3), (hard, 0.6)):
         assert abs(np.mean([changes(augment, row) for row in range(300)]) - share) < 0.08
     # of what is drawn, neither choice moves the other's
@@ -339,15 +364,16 @@ def test_the_blur_is_a_gaussian_of_three_pixels_mirrored_at_the_edges(sigma):
     picture = pair()[0]
     weights = np.exp(-0.5 * (np.array([-1, 0, 1]) / sigma) ** 2)
     weights /= weights.sum()
-    (rows, columns, _), padded = picture.shape, np.pad(picture.astype(float), ((1, 1), (1, 1), (0, 0)), "reflect")
-    want = np.zeros(picture.shape)
+    (rows, columns, _) = picture.shape
+    padded = np.pad(picture.astype(float), ((1, 1), (1, 1), (0, 0)), "reflect")
+    expected = np.zeros(picture.shape)
     for down in range(3):
         for right in range(3):
-            want += weights[down] * weights[right] * padded[down : down + rows, right : right + columns]
-    want = np.rint(want)
+            expected += weights[down] * weights[right] * padded[down : down + rows, right : right + columns]
+    expected = np.rint(expected)
     found = blurred(picture, sigma)
-    assert np.abs(found.astype(int) - want).max() <= 1
-    assert (found != want).mean() < 0.01
+    assert np.abs(found.astype(int) - expected).max() <= 1
+    assert (found != expected).mean() < 0.01
     if sigma == 0.1:
         assert np.array_equal(found, picture), "a Gaussian so narrow leaves the pixels alone"
 

@@ -23,6 +23,7 @@ from m3diff.models.checkpoint import (
     verify_manifest,
     write_manifest,
 )
+from tests.errors import raises
 from tests.models.test_llava import pair_inputs
 from tests.tiny import DIFFERENCE, MDP, tiny_base, tiny_checkpoint, tiny_settings, tiny_trained
 
@@ -42,28 +43,30 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kept(base: Path) -> Path:
+def trained_checkpoint(base: Path) -> Path:
     return tiny_checkpoint(base, base.parent / "checkpoint")
 
 
 @pytest.fixture
-def checkpoint(kept: Path, base: Path, tmp_path: Path) -> Path:
+def checkpoint(trained_checkpoint: Path, base: Path, tmp_path: Path) -> Path:
     """A copy of a checkpoint that a test may break, beside a copy of its base."""
     shutil.copytree(base, tmp_path / "base")
-    return Path(shutil.copytree(kept, tmp_path / "checkpoint"))
+    return Path(shutil.copytree(trained_checkpoint, tmp_path / "checkpoint"))
 
 
-def test_the_manifest_names_family_base_its_hash_and_every_file(kept, base):
-    for folder, way in ((kept, "../base"), (kept / ADAPTERS, "../../base")):
+def test_the_manifest_names_family_base_its_hash_and_every_file(trained_checkpoint, base):
+    for folder, base_path in ((trained_checkpoint, "../base"), (trained_checkpoint / ADAPTERS, "../../base")):
         manifest = verify_manifest(folder)
         assert manifest == read_manifest(folder)
-        assert (manifest["family"], manifest["base"], manifest["base_sha256"]) == ("m3diff", way, folder_sha256(base))
+        assert manifest["family"] == "m3diff"
+        assert manifest["base"] == base_path
+        assert manifest["base_sha256"] == folder_sha256(base)
         files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         assert manifest["files"].keys() == files - {"manifest.json"}
         assert load_model(folder)[0].dtype == torch.float32
         assert load_model(folder, torch.bfloat16)[0].dtype == torch.bfloat16
-    assert read_manifest(kept / ADAPTERS)["tuned"] == ["module", "projector", "vision"]
-    assert "adapters/tuned.safetensors" in verify_manifest(kept)["files"]
+    assert read_manifest(trained_checkpoint / ADAPTERS)["tuned"] == ["module", "projector", "vision"]
+    assert "adapters/tuned.safetensors" in verify_manifest(trained_checkpoint)["files"]
 
 
 @pytest.mark.parametrize(
@@ -83,18 +86,21 @@ def test_adapters_hold_what_trained_and_nothing_else(settings, tuned, lora, base
     folder = checkpoint / ADAPTERS
     assert read_manifest(folder)["tuned"] == tuned
     assert (folder / "lora").is_dir() == lora
-    want = logits(tiny_trained(base, settings), base)
+    expected = logits(tiny_trained(base, settings), base)
     torch.manual_seed(5)  # a module that was not stored would be another
     for source in (checkpoint, folder):
-        torch.testing.assert_close(logits(load_model(source)[0], base), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits(load_model(source)[0], base), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_adapters_are_loaded_without_a_warning_of_the_libraries_to_each_other(checkpoint):
+    load_model(checkpoint / "adapters")
 
 
 def test_adapters_are_not_laid_over_another_base(checkpoint):
     other = tiny_base(checkpoint.parent / "other", seed=5)
     hashes = [folder_sha256(folder)[:12] for folder in (checkpoint.parent / "base", other)]
-    with pytest.raises(
-        CheckpointError, match=rf"base of sha256 {hashes[0]}, but .*other has {hashes[1]}; .*`--base FOLDER`"
-    ):
+    with raises(CheckpointError, "models.other_base_digest", base=other, value=hashes[1], expected=hashes[0]):
         load_model(checkpoint / ADAPTERS, base=other)
     load_model(checkpoint)  # the merged model needs no base
 
@@ -106,10 +112,10 @@ def test_a_missing_tuned_weight_is_an_error_though_the_manifest_agrees(checkpoin
     tuned = load_file(folder / "tuned.safetensors")
     tuned.pop("model.image_newline")
     save_file(tuned, folder / "tuned.safetensors")
-    with pytest.raises(CheckpointError, match="sha256"):
+    with raises(CheckpointError, "models.other_digest", path=folder / "tuned.safetensors"):
         load_model(folder)
     write_manifest(folder, **facts)
-    with pytest.raises(CheckpointError, match="1 weights missing .*image_newline"):
+    with raises(CheckpointError, "models.other_tuned_weights", value=1, names=["model.image_newline"]):
         load_model(folder)
 
 
@@ -117,37 +123,126 @@ def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], o
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "no manifest.json, .*not written to its end; name a"),
-    "manifest cut off": (rewritten(MANIFEST, lambda d: d[: len(d) // 2]), "manifest.json: not JSON .*fetch it again"),
-    "manifest empty": (rewritten(MANIFEST, lambda _: b"[]"), "manifest.json: has no list of files; restore"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS}: missing, though the manifest names it; r"),
-    "a bit": (rewritten(WEIGHTS, lambda d: d[:-1] + bytes([d[-1] ^ 1])), f"{WEIGHTS}: sha256 .*the manifest says .*; "),
-    "family": (rewritten(MANIFEST, lambda d: d.replace(b'"m3diff"', b'"m4diff"')), "family 'm4diff' is none of m3diff"),
+WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
+# What happens to the folder, the code of the error, and the file that it names
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "models.no_manifest", ""),
+    "manifest cut off": (rewritten(MANIFEST, lambda d: d[: len(d) // 2]), "models.not_json", MANIFEST),
+    "manifest empty": (rewritten(MANIFEST, lambda _: b"[]"), "models.manifest_without_files", MANIFEST),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "models.missing_file", WEIGHTS),
+    "a bit": (rewritten(WEIGHTS, lambda d: d[:-1] + bytes([d[-1] ^ 1])), "models.other_digest", WEIGHTS),
+    "family": (
+        rewritten(MANIFEST, lambda d: d.replace(b'"m3diff"', b'"m4diff"')),
+        "models.unknown_family",
+        MANIFEST,
+    ),
 }
 
 
 @pytest.mark.fault("09")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_and_the_file_named(name, checkpoint):
-    damage, text = DAMAGES[name]
+    damage, code, file = DAMAGES[name]
     damage(checkpoint)
-    with pytest.raises(CheckpointError, match=text):
+    with raises(CheckpointError, code, path=checkpoint / file):
         load_model(checkpoint)
-    if name == "a bit":
-        with pytest.raises(CheckpointError, match=WEIGHTS):
-            export_checkpoint(checkpoint, checkpoint.parent / "out", adapters=True)
-        assert not (checkpoint.parent / "out").exists()
+
+
+@pytest.mark.fault("09")
+def test_a_damaged_checkpoint_is_not_exported(checkpoint):
+    damage, code, file = DAMAGES["a bit"]
+    damage(checkpoint)
+    with raises(CheckpointError, code, path=checkpoint / file):
+        export_checkpoint(checkpoint, checkpoint.parent / "out", adapters=True)
+    assert not (checkpoint.parent / "out").exists()
+
+
+def test_a_family_of_a_later_version_is_named(checkpoint):
+    damage, code, _ = DAMAGES["family"]
+    damage(checkpoint)
+    with raises(CheckpointError, code, field="family", value="m4diff", names=list(FAMILIES)):
+        load_model(checkpoint)
+
+
+def add_a_blank(file: Path) -> None:
+    file.write_text(f"{file.read_text()}\n ")
+
+
+EDITED = ("config.json", "tokenizer_config.json", "tokenizer.json", "processor_config.json", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("name", EDITED)
+@pytest.mark.parametrize("inner", ["", ADAPTERS], ids=["whole", "adapters"])
+def test_a_warning_names_what_was_edited_after_training(inner, name, checkpoint, caplog):
+    folder = checkpoint / inner
+    load_model(folder)
+    assert caplog.text == ""
+    add_a_blank(folder / name)
+    load_model(folder)
+    (warning,) = [record.message for record in caplog.records if record.name.endswith("checkpoint")]
+    assert str(folder) in warning
+    assert f" {name};" in warning
+
+
+def test_a_warning_names_a_file_that_was_added_after_training(checkpoint, caplog):
+    (checkpoint / "special_tokens_map.json").write_text("{}")
+    (checkpoint / "notes.txt").write_text("mine")
+    load_model(checkpoint)
+    assert " special_tokens_map.json;" in caplog.text
+    assert "notes.txt" not in caplog.text
+
+
+def test_line_ends_of_another_system_and_what_is_not_read_give_no_warning(checkpoint, caplog):
+    for name in EDITED:
+        text = (checkpoint / name).read_text()
+        (checkpoint / name).write_text(text, newline="\r\n")
+    add_a_blank(checkpoint / ADAPTERS / "config.json")
+    load_model(checkpoint)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+def test_weights_that_the_manifest_does_not_list_are_refused(name, checkpoint):
+    (checkpoint / name).write_bytes((checkpoint / "model.safetensors").read_bytes())
+    with raises(CheckpointError, "models.unlisted_weights", path=checkpoint / name):
+        load_model(checkpoint)
+
+
+def test_an_index_of_weights_is_held_to_its_hash_as_weights_are(checkpoint):
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {}}')
+    facts = {name: value for name, value in read_manifest(checkpoint).items() if name != "files"}
+    write_manifest(checkpoint, **facts)
+    load_model(checkpoint)
+    add_a_blank(index)
+    with raises(CheckpointError, "models.other_digest", path=index):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
+def test_what_was_edited_is_not_exported_under_a_manifest_of_its_own(adapters, checkpoint):
+    file = checkpoint / (ADAPTERS if adapters else "") / "tokenizer_config.json"
+    add_a_blank(file)
+    with raises(CheckpointError, "models.other_digest", path=file):
+        export_checkpoint(checkpoint, checkpoint.parent / "out", adapters)
+    assert not (checkpoint.parent / "out").exists()
+
+
+def test_a_manifest_without_digests_is_refused(checkpoint):
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"files": {"config.json": None}}))
+    with raises(CheckpointError, "models.manifest_without_files", path=checkpoint / MANIFEST):
+        load_model(checkpoint)
 
 
 def test_an_export_overwrites_nothing_and_needs_adapters_to_export_them(base, tmp_path):
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(rank=0))
     assert not (checkpoint / ADAPTERS).exists()
-    with pytest.raises(CheckpointError, match="holds no adapters"):
+    with raises(CheckpointError, "models.no_adapters", path=checkpoint):
         export_checkpoint(checkpoint, tmp_path / "out", adapters=True)
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match="exists"):
+    with raises(CheckpointError, "models.output_exists", path=tmp_path / "out"):
         export_checkpoint(checkpoint, tmp_path / "out", adapters=False)
 
 
@@ -160,33 +255,35 @@ def drop(file: Path, part: str) -> None:
 
 @pytest.mark.fault("28")
 @pytest.mark.parametrize(
-    ("rank", "writer", "file", "part"),
+    ("rank", "writer", "file", "part", "code"),
     [
-        (2, PeftModel, "adapter_model.safetensors", "lora_B"),
-        (2, PreTrainedModel, "model.safetensors", "vision_tower"),
-        (2, PreTrainedModel, "model.safetensors", "k_proj"),
-        (0, PreTrainedModel, "model.safetensors", "k_proj"),
+        (2, PeftModel, "adapter_model.safetensors", "lora_B", "models.trained_weights_not_written"),
+        (2, PreTrainedModel, "model.safetensors", "vision_tower", "models.weight_not_written"),
+        (2, PreTrainedModel, "model.safetensors", "k_proj", "models.weight_not_written"),
+        (0, PreTrainedModel, "model.safetensors", "k_proj", "models.weight_not_written"),
     ],
 )
-def test_a_checkpoint_without_a_trained_weight_is_refused(rank, writer, file, part, base, tmp_path, monkeypatch):
+def test_a_checkpoint_without_a_trained_weight_is_refused(rank, writer, file, part, code, base, tmp_path, monkeypatch):
     original = writer.save_pretrained
 
-    def save_pretrained(self: Any, folder: Path, **given: Any) -> None:
-        original(self, folder, **given)
+    def save_pretrained(self: Any, folder: Path, **options: Any) -> None:
+        original(self, folder, **options)
         drop(Path(folder) / file, part)
 
     monkeypatch.setattr(writer, "save_pretrained", save_pretrained)
-    with pytest.raises(CheckpointError, match=r"weights that trained are missing: |a weight is missing"):
-        tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(rank=rank))
-    with pytest.raises(CheckpointError, match="not written to its end"):
-        verify_manifest(tmp_path / "checkpoint")
+    checkpoint = tmp_path / "checkpoint"
+    with raises(CheckpointError, code, path=checkpoint / ADAPTERS if writer is PeftModel else checkpoint):
+        tiny_checkpoint(base, checkpoint, tiny_settings(rank=rank))
+    with raises(CheckpointError, "models.no_manifest", path=checkpoint):
+        verify_manifest(checkpoint)
 
 
-def test_the_name_is_on_disk_alone_and_the_model_computes_with_the_base_s_strategy(kept, base):
-    for folder in (kept, kept / ADAPTERS):
+def test_the_name_is_on_disk_alone_and_the_model_computes_with_the_base_s_strategy(trained_checkpoint, base):
+    for folder in (trained_checkpoint, trained_checkpoint / ADAPTERS):
         assert json.loads((folder / "config.json").read_text())["vision_feature_select_strategy"] == "mdp"
         for config in (AutoConfig.from_pretrained(folder), load_model(folder)[0].config):
-            assert (config.model_type, config.vision_feature_select_strategy) == ("m3diff", "full")
+            assert config.model_type == "m3diff"
+            assert config.vision_feature_select_strategy == "full"
             assert config.mdp["vision_feature_layers"] == [1, 2]
 
 
@@ -195,10 +292,10 @@ def test_the_name_is_on_disk_alone_and_the_model_computes_with_the_base_s_strate
 )
 def test_a_checkpoint_of_an_earlier_release_still_loads(mdp, field, base, tmp_path):
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(mdp=mdp))
-    want = logits(load_model(checkpoint)[0], base)
+    expected = logits(load_model(checkpoint)[0], base)
     for folder in (checkpoint / ADAPTERS, checkpoint):
         facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
         config = json.loads((folder / "config.json").read_text()) | field
         (folder / "config.json").write_text(json.dumps(config))
         write_manifest(folder, **facts)
-        torch.testing.assert_close(logits(load_model(folder)[0], base), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits(load_model(folder)[0], base), expected, rtol=1e-4, atol=1e-5)

@@ -18,13 +18,15 @@ from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, folder_sha256, is_adapters, load_model, read_manifest
 from m3diff.models.device import Device
 from m3diff.models.family import Family
-from m3diff.models.fused import KERNELS, FusedLora
+from m3diff.models.fused import FusedLora, register_kernels
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.models.settings import Rates
 from m3diff.models.tuning import meta_model, prepare, trainable_names, unwrapped
+from m3diff.records.errors import DataError, ValueFault
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import attention_inputs
 from m3diff.stages.train.packing import pack
+from tests.errors import raises
 from tests.tiny import (
     CASES,
     colour_image,
@@ -77,7 +79,7 @@ def stock_of(case: Case) -> Any:
     ).eval(), stored
 
 
-def test_every_weight_of_the_base_is_loaded_the_module_alone_is_new_and_keeps_no_name_from_others(case, tmp_path):
+def test_the_weights_of_the_base_are_loaded_and_the_module_alone_is_new(case, tmp_path):
     stock, stored = stock_of(case)
     models = []
     for _ in range(2):
@@ -100,8 +102,8 @@ def test_without_its_module_a_model_is_transformers_own_on_the_same_base(case):
     given += ["image_sizes", "batch_num_images"] if "onevision" in stock.config.model_type else []
     inputs = pair_inputs(case.family.load_processor(case.base, plain.config), PAIRS[:2], [QUESTION] * 2)
     with torch.no_grad():
-        want = stock(**{name: inputs[name] for name in given}).logits
-    torch.testing.assert_close(case.logits(plain), want, rtol=1e-5, atol=1e-5)
+        expected = stock(**{name: inputs[name] for name in given}).logits
+    torch.testing.assert_close(case.logits(plain), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_transformers_own_class_refuses_a_module_that_it_would_drop(case, tmp_path):
@@ -139,31 +141,63 @@ def test_every_parameter_is_in_one_part_and_trains_as_the_settings_say(case):
     assert not [name for name in trains if name.startswith(tuple(case.family.frozen) or "none")]
 
 
-def test_the_processor_is_the_protocols(case):
-    config = case.family.planned_config(case.base, case.settings)
-    processor = case.family.load_processor(case.base, config)
+OTHER_QUESTION = "And what else changed there?"
+
+
+@pytest.fixture(scope="module")
+def processor(case: Case) -> Any:
+    return case.family.load_processor(case.base, case.family.planned_config(case.base, case.settings))
+
+
+def test_an_image_is_prepared_as_bytes(processor):
     prepared = np.stack([processor.prepare_image(image) for image in PAIRS[0]])
-    assert (prepared.dtype, prepared.ndim, prepared.shape[3]) == (np.uint8, 4, 3)
-    made = processor.image_inputs(torch.from_numpy(prepared))
+    assert prepared.dtype == np.uint8
+    assert prepared.ndim == 4
+    assert prepared.shape[3] == 3
+
+
+def test_blank_images_have_the_shapes_of_a_pair(processor, case):
+    prepared = np.stack([processor.prepare_image(image) for image in PAIRS[0]])
+    inputs = processor.image_inputs(torch.from_numpy(prepared))
+    config = case.family.planned_config(case.base, case.settings)
     blank = case.family.classes()[0].blank_images(config, "meta")
-    assert blank.keys() == made.keys()
-    assert all((blank[name].shape, blank[name].dtype) == (made[name].shape, made[name].dtype) for name in made)
+    assert blank.keys() == inputs.keys()
+    assert {name: tensor.shape for name, tensor in blank.items()} == {name: x.shape for name, x in inputs.items()}
+    assert {name: tensor.dtype for name, tensor in blank.items()} == {name: x.dtype for name, x in inputs.items()}
     assert blank["pixel_values"].is_meta
-    prompts = [processor.encode_prompt(question) for question in (QUESTION, "And what else changed there?")]
+
+
+def test_a_prompt_has_the_image_tokens_of_a_pair_and_the_question(processor, case):
+    config = case.family.planned_config(case.base, case.settings)
     image = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert [prompt.count(image) for prompt in prompts] == [config.image_tokens] * 2
-    assert (prompts[0] == prompts[1]) == (not case.family.reads_question)
-    inputs = processor.prompt_inputs([QUESTION, "And what else changed there?"])
-    for row, mask, prompt in zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), prompts, strict=True):
+    prompt, other_prompt = (processor.encode_prompt(question) for question in (QUESTION, OTHER_QUESTION))
+    assert prompt.count(image) == config.image_tokens
+    assert other_prompt.count(image) == config.image_tokens
+    assert (prompt == other_prompt) == (not case.family.reads_question)
+
+
+def test_prompts_of_a_batch_are_padded_on_the_left(processor):
+    questions = [QUESTION, OTHER_QUESTION]
+    inputs = processor.prompt_inputs(questions)
+    rows = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), questions, strict=True)
+    for row, mask, question in rows:
+        prompt = list(processor.encode_prompt(question))
         padding = len(row) - len(prompt)
-        assert row == [processor.pad_id] * padding + list(prompt)
+        assert row == [processor.pad_id] * padding + prompt
         assert mask == [0] * padding + [1] * len(prompt)
+
+
+def test_a_reference_ends_with_the_end_token_and_is_decoded_again(processor):
     reference = processor.encode_reference("the red ball moved")
     assert reference[-1] == processor.end_id
     assert processor.decode(torch.tensor([reference[:-1]])) == ["the red ball moved"]
-    if case.family.reads_question:
-        with pytest.raises(ValueError, match="the question has <image>, the mark of an image's place in a prompt"):
-            processor.encode_prompt("What is new in <image>?")
+
+
+def test_a_question_with_the_image_token_is_refused_if_it_is_read(processor, case):
+    if not case.family.reads_question:
+        pytest.skip("the family reads no question")
+    with raises(ValueFault, "models.question_with_image_mark", value="<image>"):
+        processor.encode_prompt("What is new in <image>?")
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "module")], ids=str)
@@ -193,37 +227,43 @@ def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapters"])
 def test_both_exports_load_without_parameters_and_give_the_trained_logits(adapters, case, tmp_path):
-    want = case.logits(unwrapped(tiny_trained(case.base, case.settings)))
+    expected = case.logits(unwrapped(tiny_trained(case.base, case.settings)))
     export_checkpoint(case.checkpoint, tmp_path / "out", adapters)
     loaded, family = load_model(tmp_path / "out")
-    assert (family is case.family, is_adapters(tmp_path / "out")) == (True, adapters)
+    assert family is case.family
+    assert is_adapters(tmp_path / "out") == adapters
     assert not (tmp_path / "out" / ADAPTERS).exists()
     assert not any("lora" in name for name, _ in loaded.named_parameters())
-    torch.testing.assert_close(case.logits(loaded), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(case.logits(loaded), expected, rtol=1e-4, atol=1e-4)
     untrained = case.logits(case.family.load_base(case.base, case.settings, torch.float32, "sdpa"))
-    assert (want - untrained).abs().max() > 1e-2
+    assert (expected - untrained).abs().max() > 1e-2
     manifest = read_manifest(tmp_path / "out")
     assert (tmp_path / "out" / manifest["base"]).resolve() == case.base.resolve()
-    assert (manifest["family"], manifest["base_sha256"]) == (case.settings.family, folder_sha256(case.base))
-    told = "".join(file.read_text() for file in case.checkpoint.rglob("*.json"))
-    assert str(case.base.parent) not in told, "no absolute path"
+    assert manifest["family"] == case.settings.family
+    assert manifest["base_sha256"] == folder_sha256(case.base)
+    written_json = "".join(file.read_text() for file in case.checkpoint.rglob("*.json"))
+    assert str(case.base.parent) not in written_json, "an absolute path"
     config = json.loads((case.checkpoint / ADAPTERS / "lora" / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["auto_mapping"]) == ("../../base", None), "no place of code"
+    assert config["base_model_name_or_path"] == "../../base"
+    assert config["auto_mapping"] is None, "the name of a Python module"
 
 
 def by_hand(captioner: Captioner, pair: Any, question: str) -> str:
     """Greedy decoding of one pair without `generate`: the whole sequence again for every token."""
     inputs = pair_inputs(captioner.processor, [pair], [question])
-    ids, made = inputs.pop("input_ids"), []
+    ids = inputs.pop("input_ids")
+    answer_ids = []
     inputs.pop("attention_mask")
-    while len(made) < captioner.max_new_tokens and (not made or made[-1] != captioner.processor.end_id):
+    while len(answer_ids) < captioner.max_new_tokens and (
+        not answer_ids or answer_ids[-1] != captioner.processor.end_id
+    ):
         with torch.no_grad():
-            step = torch.cat([ids, torch.tensor([made], dtype=torch.long)], dim=1)
-            made.append(int(captioner.model(input_ids=step, **inputs).logits[0, -1].argmax()))
-    return captioner.processor.decode(torch.tensor([made]))[0]
+            step = torch.cat([ids, torch.tensor([answer_ids], dtype=torch.long)], dim=1)
+            answer_ids.append(int(captioner.model(input_ids=step, **inputs).logits[0, -1].argmax()))
+    return captioner.processor.decode(torch.tensor([answer_ids]))[0]
 
 
-def test_captions_are_greedy_decoding_by_hand_whatever_the_company_and_of_either_folder(case):
+def test_captions_are_those_of_greedy_decoding_by_hand_in_any_batch(case):
     captioner = load_captioner(case.checkpoint, 5)
     captions = captioner.caption(PAIRS, QUESTION)
     assert captions == [by_hand(captioner, pair, QUESTION) for pair in PAIRS]
@@ -243,8 +283,9 @@ def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case):
     captions, maps = captioner.answer(images, QUESTION, saliency=True)
     assert len(runs) == 1, "the images are encoded once for both"
     hook.remove()
-    alone, none = captioner.answer(images, QUESTION)
-    assert (captions, none) == (alone, None)
+    captions_alone, no_maps = captioner.answer(images, QUESTION)
+    assert captions == captions_alone
+    assert no_maps is None
     assert maps is not None
     assert maps.dtype == np.float16
     np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
@@ -260,7 +301,7 @@ def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case):
 def trains(case: Case, dtype: torch.dtype, way: str | None = "none") -> Any:
     """A model as it trains, with adapters that have moved; fused but for None."""
     torch.manual_seed(3)
-    model = case.family.load_base(case.base, case.settings, torch.float32, KERNELS)
+    model = case.family.load_base(case.base, case.settings, torch.float32, register_kernels())
     scale_features(model)
     prepare(model, case.family, case.settings)
     with torch.no_grad():
@@ -356,5 +397,5 @@ def test_a_folder_without_a_weight_is_refused(case, tmp_path):
             places = {name: place for name, place in places.items() if part not in name}
             index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
         if "without" not in case.name or source == case.base:
-            with pytest.raises(ValueError, match=r"weights (are )?missing or of another shape"):
+            with raises(DataError, "models.weights_missing", path=folder):
                 case.family.load_base(folder, case.settings, torch.float32, "sdpa")

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from m3diff.commands.export import SHARED, write_model
+from m3diff.commands.export.families import SHARED
+from m3diff.commands.export.hub import write_model
 from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, read_manifest, verify_manifest, write_manifest
 from m3diff.models.decoding import FILE, decoding_settings
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.serving.caption import AskedPair, caption_pairs
 from m3diff.settings.load import load_params
-from m3diff.stages.predict.stage import Job, load
+from m3diff.stages.predict.stage import CaptionJob, load_model
 from tests.tiny import BASE, CASES, colour_image, pair_inputs, tiny, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -122,7 +123,7 @@ def test_predict_caption_and_serve_load_the_same_greedy_model(plain, tmp_path):
     copied = Path(shutil.copytree(plain[0], tmp_path / "copied"))
     add_settings(copied, EVERYTHING)
     compute = load_params(REPOSITORY / "profiles/embedded.yaml").compute
-    predicted = load(Job(copied, MAX_NEW_TOKENS, compute)).caption(images_of_pairs())
+    predicted = load_model(CaptionJob(copied, MAX_NEW_TOKENS, compute)).caption(images_of_pairs())
     pairs = []
     for number, (before, after) in enumerate(images_of_pairs()):
         files = [tmp_path / f"{number}{side}.png" for side in ("a", "b")]

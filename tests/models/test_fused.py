@@ -1,5 +1,6 @@
 """Fused kernels against transformers' and peft's own: the same logits and gradients, and what backward keeps."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
-from m3diff.models.fused import RECURRING, FusedEncoderLayer, SwiGLU, fused_attention, make_fused, recomputing, swiglu
+from m3diff.models.fused import FLEX_BLOCK, FusedEncoderLayer, SwiGLU, fused_attention, make_fused, recomputing, swiglu
 from m3diff.models.tuning import prepare, unwrapped
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import attention_inputs
@@ -21,14 +22,15 @@ from tests.tiny import MDP, SIDE, tiny_model, tiny_settings
 
 def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
     """By the rule as one mask over the whole row, or by the inputs of a kernel."""
-    asked: dict[str, Any] = {"attention_mask": mask_of(packed)}
+    inputs: dict[str, Any] = {"attention_mask": mask_of(packed)}
     if kernel != "rule":
         device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
         batch = complete(MicroBatch(packed, torch.empty(0), torch.empty(0)), device, pad_id=0)
-        packed, asked = batch.packed, attention_inputs(batch, device)
-    asked |= {"pixel_values": pixels, "batch_num_images": [2] * (len(pixels) // 2), "use_cache": False}
-    asked |= {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
-    logits = model(**asked, logits_to_keep=packed.supervised).logits
+        packed = batch.packed
+        inputs = attention_inputs(batch, device)
+    inputs |= {"pixel_values": pixels, "batch_num_images": [2] * (len(pixels) // 2), "use_cache": False}
+    inputs |= {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+    logits = model(**inputs, logits_to_keep=packed.supervised).logits
     return nn.functional.cross_entropy(logits, packed.labels, reduction="sum")
 
 
@@ -54,62 +56,62 @@ def batch(dtype: torch.dtype) -> tuple[Packed, Tensor]:
 
 
 @pytest.mark.parametrize("rank", [0, 2, 5], ids=["without adapters", "added", "folded in fp32"])
-@pytest.mark.parametrize("way", ["none", "selective", "full"])
+@pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 # in float64 the stock norm still rounds to float32
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-6), (torch.float32, 2e-5)])
-def test_every_way_gives_the_stock_loss_and_gradients(way, kernel, rank, dtype, rtol):
-    model, (packed, pixels) = adapted_model(dtype, rank), batch(dtype)
+def test_every_way_gives_the_stock_loss_and_gradients(activation_checkpointing, kernel, rank, dtype, rtol):
+    model = adapted_model(dtype, rank)
+    (packed, pixels) = batch(dtype)
     make_fused(unwrapped(model), stock=True)
-    want_loss = summed_loss(model, packed, pixels)
-    want = gradients(model, want_loss)
-    make_fused(unwrapped(model), way)
-    folds = rank == 5 and way == "none" and dtype == torch.float32
-    llm, encoder = unwrapped(model).model.language_model.layers[0], unwrapped(model).model.vision_tower.encoder
-    assert (llm.folds, llm.selective) == (folds, way == "selective")
+    stock_loss = summed_loss(model, packed, pixels)
+    stock_gradients = gradients(model, stock_loss)
+    make_fused(unwrapped(model), activation_checkpointing)
+    folds = rank == 5 and activation_checkpointing == "none" and dtype == torch.float32
+    llm = unwrapped(model).model.language_model.layers[0]
+    encoder = unwrapped(model).model.vision_tower.encoder
+    assert llm.folds_adapters == folds
+    assert llm.is_selective == (activation_checkpointing == "selective")
     assert isinstance(encoder.layers[0], FusedEncoderLayer) == folds
     loss = summed_loss(model, packed, pixels, kernel)
-    got = gradients(model, loss)
-    torch.testing.assert_close(loss, want_loss, rtol=rtol, atol=0)
-    assert got.keys() == want.keys()
-    whole = torch.stack([gradient.float().norm() for gradient in want.values()]).norm()
-    for name, gradient in want.items():
+    gradients_by_name = gradients(model, loss)
+    torch.testing.assert_close(loss, stock_loss, rtol=rtol, atol=0)
+    assert gradients_by_name.keys() == stock_gradients.keys()
+    total_norm = torch.stack([gradient.float().norm() for gradient in stock_gradients.values()]).norm()
+    for name, gradient in stock_gradients.items():
         # an adapter without its scaling (2 here), or a norm without its weight, is off by half and more
-        assert (got[name] - gradient).norm() <= rtol * max(gradient.norm(), 0.03 * whole), name
+        assert (gradients_by_name[name] - gradient).norm() <= rtol * max(gradient.norm(), 0.03 * total_norm), name
 
 
-def test_what_is_recomputed_is_not_kept_and_swiglu_s_backward_is_right():
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
+def test_a_recomputed_product_is_not_kept_for_backward(is_recomputed):
     down = nn.Linear(8, 4)
+    gate, up = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    product = SwiGLU.apply(gate, up)
+    storage = StorageWeakRef(product.untyped_storage())
+    with recomputing(product, SwiGLU.apply, gate, up) if is_recomputed else nullcontext():
+        out = down(product)
+    del product
+    assert storage.expired() == is_recomputed
+    out.sum().backward()
+    torch.testing.assert_close(down.weight.grad, swiglu(gate, up).sum(0).expand(4, 8))
 
-    def kept(hidden: bool) -> bool:
-        gate, up = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
-        product = SwiGLU.apply(gate, up)
-        storage = StorageWeakRef(product.untyped_storage())
-        if hidden:
-            with recomputing(product, SwiGLU.apply, gate, up):
-                out = down(product)
-        else:
-            out = down(product)
-        del product
-        alive = not storage.expired()
-        out.sum().backward()
-        torch.testing.assert_close(down.weight.grad, swiglu(gate, up).sum(0).expand(4, 8))
-        down.weight.grad = None
-        return alive
 
-    assert kept(hidden=False)
-    assert not kept(hidden=True)
+def test_the_backward_of_swiglu_is_right():
     gate, up = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(SwiGLU.apply, (gate, up))
 
 
-def test_flex_attentions_rule_is_the_dense_mask_and_skips_no_block_of_it():
-    packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)]).rounded_up(RECURRING, pad_id=0)
+def test_flex_attentions_rule_is_the_dense_mask():
+    packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)]).rounded_up(FLEX_BLOCK, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32"))
     rule = create_mask(blocks.mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
     assert torch.equal(rule, mask_of(packed))
+
+
+def test_flex_attention_skips_the_blocks_in_which_no_token_sees_another():
     packed = pack([[([1] * 301, [2] * 200), ([1] * 301, [3] * 200)], [([1] * 150, [2] * 40)]])
-    packed = packed.rounded_up(RECURRING, pad_id=0)
+    packed = packed.rounded_up(FLEX_BLOCK, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32")).to_dense()[0, 0].bool()
     count = packed.tokens // 128
     tiles = mask_of(packed)[0, 0].view(count, 128, count, 128).any(dim=3).any(dim=1)
@@ -118,7 +120,8 @@ def test_flex_attentions_rule_is_the_dense_mask_and_skips_no_block_of_it():
 
 
 def test_only_a_fused_attention_kernel_is_let_run():
-    model, (packed, pixels) = adapted_model(torch.float32), batch(torch.float32)
+    model = adapted_model(torch.float32)
+    (packed, pixels) = batch(torch.float32)
     with fused_attention():
         summed_loss(model, packed, pixels).backward()
         query = torch.randn(1, 2, 4, 8)

@@ -33,7 +33,8 @@ def pair_inputs(pairs: int = 2, seed: int = 0) -> dict:
     torch.manual_seed(seed)
     image = [3] * (PATCHES + 1)
     ids = torch.tensor([[7, *image, *image, 9, 11 + row, 13] for row in range(pairs)])
-    pixels, sizes = torch.randn(2 * pairs, 3, SIDE, SIDE), torch.full((2 * pairs, 2), SIDE)
+    pixels = torch.randn(2 * pairs, 3, SIDE, SIDE)
+    sizes = torch.full((2 * pairs, 2), SIDE)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "image_sizes": sizes}
     return given | {"batch_num_images": torch.full((pairs,), 2)}
 
@@ -41,33 +42,39 @@ def pair_inputs(pairs: int = 2, seed: int = 0) -> dict:
 def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path):
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-    ours = FAMILIES["m3diff"].load_processor(tiny_base(tmp_path)).image_processor
+    image_processor = FAMILIES["m3diff"].load_processor(tiny_base(tmp_path)).image_processor
     stock = LlavaOnevisionImageProcessorPil(
-        size=ours.size, image_mean=ours.image_mean, image_std=ours.image_std, resample=3
+        size=image_processor.size,
+        image_mean=image_processor.image_mean,
+        image_std=image_processor.image_std,
+        resample=3,
     )
     images = [noise_image(1, (60, 37)), noise_image(2, (31, 50))]
-    want = torch.as_tensor(stock([images], return_tensors="np")["pixel_values"]).reshape(2, 3, SIDE, SIDE)
-    got = ours.preprocess(images)["pixel_values"]
+    expected = torch.as_tensor(stock([images], return_tensors="np")["pixel_values"]).reshape(2, 3, SIDE, SIDE)
+    actual = image_processor.preprocess(images)["pixel_values"]
     # one grey level is 0.0078 here; the stock path rounds once more on its way
-    torch.testing.assert_close(got, want.float(), rtol=0, atol=0.016)
+    torch.testing.assert_close(actual, expected.float(), rtol=0, atol=0.016)
 
 
 def test_before_and_after_come_in_turn_and_each_image_keeps_its_place():
     """Against the module by hand on the hidden states that transformers gives."""
-    model, pixels = tiny_model({**MDP, "vision_feature_layers": [0, 2]}), torch.randn(6, 3, SIDE, SIDE)
+    model = tiny_model({**MDP, "vision_feature_layers": [0, 2]})
+    pixels = torch.randn(6, 3, SIDE, SIDE)
     with torch.no_grad():
         states = model.model.vision_tower(pixels, output_hidden_states=True).hidden_states
-        before, after = [0, 2, 4], [1, 3, 5]
+        before = [0, 2, 4]
+        after = [1, 3, 5]
         levels = [states[0], states[2]]
-        one, two = [f[before] for f in levels], [f[after] for f in levels]
-        want_1, want_2 = model.model.mdp(one, two, states[-1][before], states[-1][after])
-        got = model.model.perceive(pixels)
-        torch.testing.assert_close(got[before], want_1)
-        torch.testing.assert_close(got[after], want_2)
+        before_levels = [f[before] for f in levels]
+        after_levels = [f[after] for f in levels]
+        want_1, want_2 = model.model.mdp(before_levels, after_levels, states[-1][before], states[-1][after])
+        actual = model.model.perceive(pixels)
+        torch.testing.assert_close(actual[before], want_1)
+        torch.testing.assert_close(actual[after], want_2)
         maps = saliency_map(model, pixels)
         assert maps.shape == (3, 3, 3)
         with model.model.mdp.recorded_maps() as levels:
-            model.model.mdp(one, two, states[-1][before], states[-1][after])
+            model.model.mdp(before_levels, after_levels, states[-1][before], states[-1][after])
         torch.testing.assert_close(maps.flatten(1), sum(levels) / 2)
 
 
@@ -96,21 +103,25 @@ def test_the_prompt_is_llavas_own(llava):
     stock = AutoProcessor.from_pretrained(llava)
     content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
     text = stock.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    want = stock.tokenizer(text.replace("<image>", "<image>" * 4))["input_ids"]
-    assert list(processor.encode_prompt(QUESTION)) == want
-    assert (processor.end_id, processor.pad_id) == (2, processor.tokenizer.convert_tokens_to_ids("<pad>"))
+    expected = stock.tokenizer(text.replace("<image>", "<image>" * 4))["input_ids"]
+    assert list(processor.encode_prompt(QUESTION)) == expected
+    assert processor.end_id == 2
+    assert processor.pad_id == processor.tokenizer.convert_tokens_to_ids("<pad>")
 
 
 @pytest.mark.parametrize("module", [VDM, SEPARATE | {"projection": "shared"}], ids=["own", "shared"])
 @pytest.mark.parametrize("place", ["after", "between", "before"])
 def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place, module, base):
     model = tiny_trained(base, onediff_settings(module | {"place": place})).get_base_model()
-    config, inner = model.config, model.model
-    each = config.patches + config.newline
-    assert config.places() == ((each, each + 3) if place == "after" else (each + 3, each))
+    config = model.config
+    inner = model.model
+    image_tokens = config.patches + config.newline
+    before_tokens, after_tokens = config.visual_token_counts()
+    assert before_tokens == (image_tokens if place == "after" else image_tokens + 3)
+    assert after_tokens == (image_tokens + 3 if place == "after" else image_tokens)
     processor: Any = ONEDIFF.load_processor(base, config)
     image = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert processor.encode_prompt(QUESTION).count(image) == 2 * each + 3 == config.image_tokens
+    assert processor.encode_prompt(QUESTION).count(image) == 2 * image_tokens + 3 == config.image_tokens
     inputs = inputs_of(processor, PAIRS, [QUESTION] * 2)
     pixels = inputs["pixel_values"]
     with torch.no_grad():
@@ -118,12 +129,14 @@ def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place, module, bas
         images = inner.multi_modal_projector(states[config.vision_feature_layer])
         if config.newline:
             images = torch.cat([images, inner.image_newline.expand(len(images), 1, -1)], dim=1)
-        before, after, taps = images[0::2], images[1::2], [states[layer] for layer in (1, 2)]
+        before = images[0::2]
+        after = images[1::2]
+        taps = [states[layer] for layer in (1, 2)]
         delta = inner.vdm([tap[0::2] for tap in taps], [tap[1::2] for tap in taps])
         delta = inner.multi_modal_projector(delta) if "projection" in module else delta
         order = {"after": [before, after, delta], "between": [before, delta, after], "before": [delta, before, after]}
-        got = inner.get_image_features(pixels, batch_num_images=[2, 2]).pooler_output
-        rows = [torch.cat(list(got[2 * n : 2 * n + 2])) for n in range(2)]
+        actual = inner.get_image_features(pixels, batch_num_images=[2, 2]).pooler_output
+        rows = [torch.cat(list(actual[2 * n : 2 * n + 2])) for n in range(2)]
         torch.testing.assert_close(torch.stack(rows), torch.cat(order[place], dim=1))
         swapped = inputs | {"pixel_values": pixels.unflatten(0, (2, 2)).flip(1).flatten(0, 1)}
         assert (model(**swapped).logits - model(**inputs).logits).abs().max() > 1e-4
@@ -131,17 +144,17 @@ def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place, module, bas
 
 def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision, tmp_path):
     folder = shutil.copytree(onevision, tmp_path / "base")
-    made = onediff_settings(VDM | {"start": "bert", "heads": 3})
-    assert list(ONEDIFF.base_files(made, None)) == ["bert/config.json", "bert/model.safetensors"]
-    assert ONEDIFF.base_files(made, {"vdm": {}}) == ONEDIFF.base_files(onediff_settings(), None) == {}
-    theirs = bert(folder / "bert")
-    model = ONEDIFF.load_base(folder, made, torch.float32, "sdpa")
+    settings = onediff_settings(VDM | {"start": "bert", "heads": 3})
+    assert list(ONEDIFF.base_files(settings, None)) == ["bert/config.json", "bert/model.safetensors"]
+    assert ONEDIFF.base_files(settings, {"vdm": {}}) == ONEDIFF.base_files(onediff_settings(), None) == {}
+    bert_model = bert(folder / "bert")
+    model = ONEDIFF.load_base(folder, settings, torch.float32, "sdpa")
     weight = model.model.vdm.layers[3].mlp[0].weight
-    assert torch.equal(weight, theirs.encoder.layer[3].intermediate.dense.weight)
+    assert torch.equal(weight, bert_model.encoder.layer[3].intermediate.dense.weight)
     with torch.no_grad():
         weight.add_(1.0)
     model.save_pretrained(tmp_path / "trained")
-    again = ONEDIFF.load_base(tmp_path / "trained", made, torch.float32, "sdpa")
+    again = ONEDIFF.load_base(tmp_path / "trained", settings, torch.float32, "sdpa")
     assert torch.equal(again.model.vdm.layers[3].mlp[0].weight, weight)
     shutil.rmtree(folder / "bert")
     bare = ONEDIFF.load(folder, torch.float32, tmp_path / "trained")  # as under adapters, which hold its weights

@@ -17,10 +17,17 @@ from m3diff.models.m3diff import contribution_figures
 from m3diff.models.m3diff_model import BareDifference, DifferentialPerception
 from m3diff.models.onediff_model import VisualDeltaModule
 from m3diff.models.settings import DifferenceConfig, MDPConfig, VDMConfig
+from m3diff.records.errors import DataError
+from tests.errors import raises
 from tests.models import equations
 
 HERE: Any = (torch.float32, "cpu")
-B, N, D, W, T, V = 3, 5, 12, 14, 5, 12
+B = 3
+N = 5
+D = 12
+W = 14
+T = 5
+V = 12
 VDM = {"vision_feature_layers": (1, 2), "tokens": T, "layers": 4, "width": V, "heads": 3, "mlp_ratio": 2}
 
 
@@ -51,8 +58,8 @@ def features(count: int = 3, seed: int = 0) -> list[Tensor]:
     return [torch.randn(B, N, D, dtype=torch.float64, generator=generator) for _ in range(count)]
 
 
-def of_each_pair(function: Callable[..., Any], module: nn.Module, *given: list[Tensor]) -> list[Any]:
-    return [function(module, *([x[b] for x in side] for side in given)) for b in range(B)]
+def of_each_pair(function: Callable[..., Any], module: nn.Module, *arguments: list[Tensor]) -> list[Any]:
+    return [function(module, *([x[b] for x in side] for side in arguments)) for b in range(B)]
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -61,21 +68,24 @@ def of_each_pair(function: Callable[..., Any], module: nn.Module, *given: list[T
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_mdp_module_equals_its_equations(residual, share_levels, score, layers):
     module = mdp(residual=residual, share_levels=share_levels, score=score, layers=layers)
-    before, after, last = features(), features(seed=1), features(2, seed=2)
-    got = module(before, after, *last)
-    for b, want in enumerate(of_each_pair(equations.mdp, module, before, after, last)):
-        torch.testing.assert_close([image[b] for image in got], want, rtol=1e-10, atol=1e-12)
+    before = features()
+    after = features(seed=1)
+    last = features(2, seed=2)
+    actual = module(before, after, *last)
+    for b, expected in enumerate(of_each_pair(equations.mdp, module, before, after, last)):
+        torch.testing.assert_close([image[b] for image in actual], expected, rtol=1e-10, atol=1e-12)
     swapped = module(after, before, last[1], last[0])
-    assert (got[0] - swapped[1]).abs().max() > 1e-3, "equation (3) holds the signed difference"
+    assert (actual[0] - swapped[1]).abs().max() > 1e-3, "equation (3) holds the signed difference"
     assert len(module.levels) == (1 if share_levels else 3)
 
 
 @pytest.mark.parametrize("share_levels", [True, False])
 def test_the_bare_difference_equals_its_equation(share_levels):
-    module, given = bare(share_levels=share_levels), (features(), features(seed=1), features(2, seed=2))
+    module = bare(share_levels=share_levels)
+    arguments = (features(), features(seed=1), features(2, seed=2))
     assert len(module.levels) == (1 if share_levels else 3)
-    got = module(given[0], given[1], *given[2])
-    torch.testing.assert_close(list(got), equations.difference(module, *given))
+    actual = module(arguments[0], arguments[1], *arguments[2])
+    torch.testing.assert_close(list(actual), equations.difference(module, *arguments))
 
 
 @pytest.mark.parametrize("norm", ["post", "pre", "size"])
@@ -83,43 +93,54 @@ def test_the_bare_difference_equals_its_equation(share_levels):
 @pytest.mark.parametrize("cross_attention", ["second", "every"])
 def test_the_vdm_equals_its_equations_and_every_parameter_has_a_gradient(norm, images, cross_attention):
     module = vdm(norm=norm, images=images, cross_attention=cross_attention)
-    before, after = features(2), features(2, seed=1)
-    got = module(before, after)
-    for b, want in enumerate(of_each_pair(equations.vdm, module, before, after)):
-        torch.testing.assert_close(got[b], want, rtol=1e-10, atol=1e-12)
-    assert (got - module(after, before)).abs().max() > 1e-3
-    got.square().sum().backward()
+    before = features(2)
+    after = features(2, seed=1)
+    actual = module(before, after)
+    for b, expected in enumerate(of_each_pair(equations.vdm, module, before, after)):
+        torch.testing.assert_close(actual[b], expected, rtol=1e-10, atol=1e-12)
+    assert (actual - module(after, before)).abs().max() > 1e-3
+    actual.square().sum().backward()
     assert not [name for name, parameter in module.named_parameters() if parameter.grad is None]
 
 
 def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head():
-    side, width, heads, amplitude = 3, 20, 2, 1.5  # 10 channels a head: 2 frequencies, 8 used, 2 left zero
+    # 10 channels a head: 2 frequencies, 8 used, 2 left zero
+    side = 3
+    width = 20
+    heads = 2
+    amplitude = 1.5
     with torch.device("meta"):  # kept for a model with storage after one without
-        got = sincos_positions(side, width, heads, amplitude, *HERE)
-    assert (got.shape, got.device.type) == ((side * side, width), "cpu")
+        actual = sincos_positions(side, width, heads, amplitude, *HERE)
+    assert actual.shape == (side * side, width)
+    assert actual.device.type == "cpu"
     for y in range(side):
         for x in range(side):
             head = [f(c * torch.pi * k) for c in (x, y) for f in (math.sin, math.cos) for k in (1.0, 0.5)] + [0.0, 0.0]
-            torch.testing.assert_close(got[y * side + x], amplitude * torch.tensor(2 * head), rtol=0, atol=1e-5)
+            torch.testing.assert_close(actual[y * side + x], amplitude * torch.tensor(2 * head), rtol=0, atol=1e-5)
+
+
+def test_the_grid_of_positions_is_as_large_as_that_of_the_patches():
     assert torch.equal(grid_positions(torch.randn(B, 4, D), D, 3, 2.0), sincos_positions(2, D, 3, 2.0, *HERE))
     assert grid_positions(torch.randn(B, 4, D), D, 3, 0.0) is None
 
 
-def test_positions_stand_on_queries_and_keys_of_every_grid_after_the_norm():
+def test_positions_are_added_to_queries_and_keys_of_every_grid_after_the_norm():
     layer = mdp(pos_embed_scale=2.0).levels[0].layers[0].cross_attention
-    q, kv, places = features(1)[0], torch.cat(features(3, seed=1), 1), features(1, seed=2)[0][0]
-    want = [equations.attend(q[b], kv[b], layer, places) for b in range(B)]
-    torch.testing.assert_close(layer(q, kv, places), torch.stack(want))
-    reached = [sum(part.norm(dim=-1) for part in equations.brought(q[b], kv[b], layer, places)) for b in range(B)]
-    torch.testing.assert_close(layer.norm_weighted_attention(q, kv, places), torch.stack(reached))
+    q = features(1)[0]
+    kv = torch.cat(features(3, seed=1), 1)
+    positions = features(1, seed=2)[0][0]
+    expected = [equations.attend(q[b], kv[b], layer, positions) for b in range(B)]
+    torch.testing.assert_close(layer(q, kv, positions), torch.stack(expected))
+    reached = [sum(part.norm(dim=-1) for part in equations.brought(q[b], kv[b], layer, positions)) for b in range(B)]
+    torch.testing.assert_close(layer.norm_weighted_attention(q, kv, positions), torch.stack(reached))
 
 
-def maps_of(module: nn.Module, *given: Any) -> list[Tensor]:
+def maps_of(module: nn.Module, *arguments: Any) -> list[Tensor]:
     """The maps of one pass; asking for them changes no number, and the next pass leaves none."""
-    plain = module(*given)
+    plain = module(*arguments)
     with module.recorded_maps() as maps:
-        recorded = module(*given)
-    module(*given)
+        recorded = module(*arguments)
+    module(*arguments)
     torch.testing.assert_close(recorded, plain, rtol=0, atol=0)
     torch.testing.assert_close([one.sum(1) for one in maps], [torch.ones(len(one), dtype=one.dtype) for one in maps])
     return maps
@@ -127,11 +148,14 @@ def maps_of(module: nn.Module, *given: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("share_levels", [False, True])
 def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share_levels):
-    module, before, after = mdp(share_levels=share_levels), features(), features(seed=1)
+    module = mdp(share_levels=share_levels)
+    before = features()
+    after = features(seed=1)
     maps = maps_of(module, before, after, *features(2, seed=2))
     for number, (f1, f2) in enumerate(zip(before, after, strict=True)):
         level = module.level(number)
-        first, reached = level.layers[0], torch.zeros(B, N, dtype=torch.float64)
+        first = level.layers[0]
+        reached = torch.zeros(B, N, dtype=torch.float64)
         with recorded([first], lambda *_, result: result[1]) as differences:
             level(torch.cat([f1, f2]))
         (moving,) = differences
@@ -146,7 +170,9 @@ def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share
 
 @pytest.mark.parametrize("share_levels", [True, False])
 def test_the_bare_differences_maps_are_the_sizes_of_what_each_places_difference_adds(share_levels):
-    module, before, after = bare(share_levels=share_levels), features(), features(seed=1)
+    module = bare(share_levels=share_levels)
+    before = features()
+    after = features(seed=1)
     maps = maps_of(module, before, after, *features(2, seed=2))
     for number, found in enumerate(maps):
         sizes = ((after[number] - before[number]) @ module.level(number).weight.T).norm(dim=-1)
@@ -159,33 +185,56 @@ def test_the_bare_differences_maps_are_the_sizes_of_what_each_places_difference_
 @pytest.mark.parametrize("norm", ["post", "size"])
 @pytest.mark.parametrize("images", ["joined", "separate"])
 def test_the_vdms_maps_are_of_the_places_that_bring_the_difference(images, norm):
-    module, given = vdm(images=images, cross_attention="every", layers=2, norm=norm), (features(2), features(2, 1))
-    maps = maps_of(module, *given)
-    torch.testing.assert_close(maps, equations.vdm_maps(module, *given), rtol=1e-10, atol=1e-12)
+    module = vdm(images=images, cross_attention="every", layers=2, norm=norm)
+    arguments = (features(2), features(2, 1))
+    maps = maps_of(module, *arguments)
+    torch.testing.assert_close(maps, equations.vdm_maps(module, *arguments), rtol=1e-10, atol=1e-12)
     assert [one.shape for one in maps] == [(B, N)] * 2
     assert all((one - 1 / N).abs().max() > 1e-3 for one in maps), "maps that are all alike would show nothing"
 
 
-def test_a_new_module_is_initialised_as_its_docstrings_say():
+WIDTH = 256
+
+
+@pytest.fixture
+def new_level() -> Any:
+    """The only level of a new module that starts as a detector of change."""
     torch.manual_seed(0)
-    width = 256
-    level = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=4, init_gain=2.0), width).levels[0]
+    cfg = MDPConfig(vision_feature_layers=(1,), heads=4, init_gain=2.0)
+    return DifferentialPerception(cfg, WIDTH).levels[0]
+
+
+def test_the_linears_of_a_new_level_are_random_by_their_gain_or_zero(new_level):
+    level = new_level
+    width = WIDTH
     std = {name: p.std().item() for name, p in level.named_parameters() if name.endswith("weight") and p.dim() == 2}
-    wanted = {"gate": (2 * width) ** -0.5, "layers.0.self_attention.q_proj": width**-0.5, "layers.0.mlp.0": width**-0.5}
-    wanted["layers.0.feature_attention.out_proj"] = 2.0 * width**-0.5
-    assert {name: std[f"{name}.weight"] for name in wanted} == pytest.approx(wanted, rel=0.02)
+    expected_std = {
+        "gate": (2 * width) ** -0.5,
+        "layers.0.self_attention.q_proj": width**-0.5,
+        "layers.0.mlp.0": width**-0.5,
+    }
+    expected_std["layers.0.feature_attention.out_proj"] = 2.0 * width**-0.5
+    assert {name: std[f"{name}.weight"] for name in expected_std} == pytest.approx(expected_std, rel=0.02)
     outs = ["layers.0.self_attention.out_proj", "layers.0.cross_attention.out_proj", "layers.1.self_attention.out_proj"]
     outs += ["layers.1.cross_attention.out_proj", "layers.1.mlp.2", "score.2"]
     assert sorted(name for name, value in std.items() if value == 0) == sorted(f"{name}.weight" for name in outs)
+    assert all(not p.any() for name, p in level.named_parameters() if name.endswith("proj.bias"))
+    assert level.layers[1].mlp[0].out_features == 4 * width
+
+
+def test_a_new_level_passes_the_difference_through(new_level):
+    level = new_level
+    width = WIDTH
     passed = level.difference.weight[:, 2 * width :]
     spread = 0.5 / (3 * width) ** 0.5
     assert passed.diagonal().mean().item() == pytest.approx(2.0, abs=0.01)
     assert level.difference.weight[:, : 2 * width].std().item() == pytest.approx(spread, rel=0.02)
     assert (passed - 2 * torch.eye(width)).std().item() == pytest.approx(spread, rel=0.03)
-    direction = level.layers[0].mlp[2].weight.mean(1)  # what the sum of all hidden units adds
-    assert direction.std().item() == pytest.approx(24.0 / (4 * width), rel=0.2)
-    assert all(not p.any() for name, p in level.named_parameters() if name.endswith("proj.bias"))
-    assert level.layers[1].mlp[0].out_features == 4 * width
+
+
+def test_the_first_mlp_of_a_new_level_adds_the_size_of_the_difference(new_level):
+    direction = new_level.layers[0].mlp[2].weight.mean(1)  # what the sum of all hidden units adds
+    assert direction.std().item() == pytest.approx(24.0 / (4 * WIDTH), rel=0.2)
 
 
 def test_by_the_letter_of_the_equations_every_linear_starts_as_a_plain_new_layer():
@@ -241,7 +290,8 @@ def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(residu
     for i in range(3):
         alone = mdp(**fields | {"vision_feature_layers": (1,)})
         alone.levels[0] = module.level(i)
-        updates, scores = [], []
+        updates = []
+        scores = []
         for before, after, last in forwards:
             out = of_each_pair(equations.mdp, alone, before[i : i + 1], after[i : i + 1], last)
             updates += [
@@ -266,32 +316,36 @@ def bert(folder: Path, layers: int = 5) -> BertModel:
 
 def test_a_vdm_that_starts_as_bert_computes_what_bert_computes(tmp_path):
     """With cross-attention silenced, the layers of both give the same of the same tokens."""
-    theirs = bert(tmp_path / "bert").double()
+    bert_model = bert(tmp_path / "bert").double()
     module = VisualDeltaModule(VDMConfig(**VDM | {"start": "bert"}), D, V)
     module.start_as_bert(tmp_path / "bert")
     for part in module.double().modules():
         if isinstance(part, nn.LayerNorm):
             part.eps = 1e-12  # BERT's
-    x = want = torch.randn(2, T, V, dtype=torch.float64)
-    for layer, source in zip(module.layers, theirs.encoder.layer, strict=False):
+    x = expected = torch.randn(2, T, V, dtype=torch.float64)
+    for layer, source in zip(module.layers, bert_model.encoder.layer, strict=False):
         attended = layer._block(0, x, lambda y, m=layer.self_attention: m(y, y))
         x = layer._block(2, attended, layer.mlp)
-        want = source(want)
-        want = want[0] if isinstance(want, tuple) else want
-        torch.testing.assert_close(x, want, rtol=1e-9, atol=1e-12)
+        expected = source(expected)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-12)
+
+
+LOST = "encoder.layer.1.output.dense.weight"
 
 
 @pytest.mark.parametrize(
-    ("changes", "lost", "words"),
+    ("changes", "lost", "code", "fields"),
     [
-        ({"mlp_ratio": 3}, "", r"\(12, 3, 2.0\)"),
-        ({}, "encoder.layer.1.output.dense.weight", r"missing are the weights \['encoder.layer.1.*take"),
+        ({"mlp_ratio": 3}, "", "models.other_bert", {"value": (12, 3, 2.0), "expected": (12, 3, 3)}),
+        ({}, LOST, "models.bert_lacks_weights", {"value": 1, "names": [LOST]}),
     ],
+    ids=["another shape", "a weight"],
 )
-def test_a_bert_that_does_not_fit_is_refused_with_the_remedy(changes, lost, words, tmp_path):
+def test_a_bert_that_does_not_fit_is_refused_with_the_remedy(changes, lost, code, fields, tmp_path):
     bert(tmp_path / "bert")
     weights = load_file(tmp_path / "bert" / "model.safetensors")
     weights.pop(lost, None)
     save_file(weights, tmp_path / "bert" / "model.safetensors")
-    with pytest.raises(ValueError, match=words):
+    with raises(DataError, code, path=tmp_path / "bert", **fields):
         VisualDeltaModule(VDMConfig(**VDM | changes), D, W).start_as_bert(tmp_path / "bert")

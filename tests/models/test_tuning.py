@@ -1,5 +1,6 @@
 """Which parameters train, at which rates, with which adapters; published sizes; images; the contribution."""
 
+import warnings
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,7 +11,17 @@ from m3diff.models import FAMILIES
 from m3diff.models.fused import make_fused
 from m3diff.models.m3diff import LARGE_BASE
 from m3diff.models.settings import Delays, VDMConfig
-from m3diff.models.tuning import parameter_counts, prepare, should_train, trainable_groups, trainable_names, unwrapped
+from m3diff.models.tuning import (
+    parameter_counts,
+    prepare,
+    should_train,
+    trainable_groups,
+    trainable_names,
+    unwrapped,
+    without_renaming_warning,
+)
+from m3diff.records.errors import ValueFault
+from tests.errors import raises
 from tests.models.test_llava import pair_inputs
 from tests.tiny import MDP, onediff_settings, tiny_model, tiny_settings
 from tests.tiny_blip2 import blip2_settings
@@ -54,7 +65,7 @@ def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen, ra
 
 
 @pytest.mark.parametrize(
-    ("rates", "delay", "wanted"),
+    ("rates", "delay", "expected_groups"),
     [
         ((1.0, 2.0, 1.0, 2.0), 0.0, [("vision+projector", 1.0, 0.0), ("module+llm", 2.0, 0.0)]),
         ((1.0, 1.0, 1.0, 1.0), 0.0, [("vision+module+projector+llm", 1.0, 0.0)]),
@@ -63,10 +74,10 @@ def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen, ra
         ((1.0, 1.0, 1.0, 2.0), 0.25, [("vision+projector", 1.0, 0.0), ("module", 1.0, 0.25), ("llm", 2.0, 0.0)]),
     ],
 )
-def test_parts_of_equal_rate_and_delay_share_a_group(rates, delay, wanted):
+def test_parts_of_equal_rate_and_delay_share_a_group(rates, delay, expected_groups):
     model, settings = prepared(**dict(zip(("vision", "module", "projector", "llm"), rates, strict=True)))
     groups = trainable_groups(model, FAMILY, replace(settings, delays=Delays(module=delay)))
-    assert [("+".join(group.parts), group.lr, group.delay) for group in groups] == wanted
+    assert [("+".join(group.parts), group.lr, group.delay) for group in groups] == expected_groups
     for group in groups:
         own = [p for name, p in unwrapped(model).named_parameters() if FAMILY.part_of(name) in group.parts]
         assert [id(p) for p in group.parameters] == [id(p) for p in own if p.requires_grad], "in the model's order"
@@ -80,12 +91,26 @@ def test_a_parameter_that_is_in_no_part_is_noticed():
 def test_adapters_have_the_rank_and_strength_of_the_settings_and_no_dropout():
     model, _ = prepared(rank=3)
     config = model.peft_config["default"]
-    assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (3, 4, 0.0, "none")
+    assert config.r == 3
+    assert config.lora_alpha == 4
+    assert config.lora_dropout == 0.0
+    assert config.bias == "none"
     linear = unwrapped(model).model.language_model.layers[1].mlp.up_proj
     assert linear.lora_A["default"].weight.shape == (3, 16)
     assert linear.scaling["default"] == 4 / 3
     half = prepare(tiny_model(MDP).bfloat16(), FAMILY, tiny_settings())
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_adapters_are_added_without_a_warning_of_the_libraries_to_each_other():
+    prepared(rank=2)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_warning_of_anything_else_is_shown_where_adapters_are_added():
+    with pytest.raises(FutureWarning, match="something else"), without_renaming_warning():
+        warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
 
 
 def moved_adapters(model: torch.nn.Module) -> torch.nn.Module:
@@ -116,18 +141,18 @@ def test_the_gradients_of_the_rest_are_right_where_a_part_is_frozen(frozen, chec
     torch.manual_seed(0)
     model = moved_adapters(prepared()[0])
     make_fused(unwrapped(model), checkpointing)
-    want = gradients(model.train())
+    expected = gradients(model.train())
     for name, parameter in unwrapped(model).named_parameters():
         parameter.requires_grad = parameter.requires_grad and FAMILY.part_of(name) not in frozen
     found = gradients(model)
-    assert found.keys() == {name for name in want if FAMILY.part_of(name) not in frozen}
+    assert found.keys() == {name for name in expected if FAMILY.part_of(name) not in frozen}
     for name, gradient in found.items():
-        torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-8)
 
 
 def test_a_lora_target_that_matches_nothing_is_an_error():
     family = replace(FAMILY, lora_targets={"llm": r"model\.language_model\.none"})
-    with pytest.raises(ValueError, match="LoRA targets of the part llm match 0 linears"):
+    with raises(ValueFault, "models.no_linear_for_adapters", part="llm", value=r"model\.language_model\.none"):
         prepare(tiny_model(MDP), family, tiny_settings())
 
 
@@ -158,15 +183,16 @@ PUBLISHED: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_give_the_published_counts(name, tmp_path):
-    settings, image_tokens, wanted = PUBLISHED[name]
+    settings, image_tokens, expected_counts = PUBLISHED[name]
     family = FAMILIES[settings.family]
     config = family.planned_config(tmp_path / name.partition("/")[2], settings)
-    assert (config.name_or_path, config.image_tokens) == (name, image_tokens)
+    assert config.name_or_path == name
+    assert config.image_tokens == image_tokens
     with torch.device("meta"):
         counts = parameter_counts(prepare(family.build(config), family, settings), family)
     new = counts["llm"] if settings.family == "m3diff" else counts["module"]
     counts["whole"] = counts["trainable"] + counts["frozen"] - new
-    for part, count in wanted.items():
+    for part, count in expected_counts.items():
         assert counts[part] == (pytest.approx(count[0], rel=count[1]) if isinstance(count, tuple) else count), part
 
 

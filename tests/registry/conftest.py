@@ -1,9 +1,12 @@
 """A registered model with versions that hold nothing but scores, and a team that trains and registers in earnest."""
 
+import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
@@ -17,19 +20,21 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from m3diff.commands import rescore as rescoring_of
-from m3diff.registry.decisions import Decision, decisions, faults
+from m3diff.registry.decisions import TAG, Decision, follow_champions, numbering_faults, pending_move, read_decisions
 from m3diff.registry.promote import Promotion, promote, rollback
 from m3diff.registry.versions import CHALLENGER, SCORES
 from m3diff.settings.load import load_params
 from tests import toy
 from tests.toy import REPOSITORY
 
-PROTOCOL, PAIRS = "minichange/total", 200
+PROTOCOL = "minichange/total"
+PAIRS = 200
 
 
 def scores(cider: float, pairs: int = PAIRS, seed: int = 0, protocol: str = PROTOCOL, **columns: float) -> pa.Table:
     """scores.parquet of a model with this mean CIDEr: pairs differ, and two models differ on each by a little."""
-    hard, own = np.random.default_rng(99).normal(0, 0.5, pairs), np.random.default_rng(seed).normal(0, 0.1, pairs)
+    hard = np.random.default_rng(99).normal(0, 0.5, pairs)
+    own = np.random.default_rng(seed).normal(0, 0.1, pairs)
     values = cider + hard - hard.mean() + own - own.mean()
     ids = [f"minichange/{number:06d}.png" for number in range(pairs)]
     more = {name: [value] * pairs for name, value in columns.items()}
@@ -49,10 +54,13 @@ class Registry:
         self.gate(guards={})
 
     def open(self, root: Path) -> None:
-        store, scratch = {"tracking_uri": f"sqlite:///{root}/mlflow.db"}, {"scratch": root / "scratch"}
-        register, compute = self.plain.register_, self.plain.compute
+        store = {"tracking_uri": f"sqlite:///{root}/mlflow.db"}
+        scratch = {"scratch": root / "scratch"}
+        register = self.plain.register_
+        compute = self.plain.compute
         changes = {"register_": register.model_copy(update=store), "compute": compute.model_copy(update=scratch)}
-        self.root, self.params = root, self.plain.model_copy(update=changes)
+        self.root = root
+        self.params = self.plain.model_copy(update=changes)
         self.client = MlflowClient(store["tracking_uri"], store["tracking_uri"])
 
     def copy(self, root: Path) -> "Registry":
@@ -60,7 +68,8 @@ class Registry:
         root.mkdir(exist_ok=True)
         shutil.copy(self.root / "mlflow.db", root)
         shutil.copytree(self.root / ".git", root / ".git")
-        made, promote = copy(self), self.params.promote
+        made = copy(self)
+        promote = self.params.promote
         made.open(root)
         made.params = made.params.model_copy(update={"promote": promote})
         return made
@@ -102,8 +111,8 @@ class Registry:
         return {alias: int(version) for alias, version in self.client.get_registered_model("m3diff").aliases.items()}
 
     def entries(self) -> list[Decision]:
-        assert faults(self.root) == []
-        return decisions(self.root)
+        assert numbering_faults(self.root) == []
+        return read_decisions(self.root)
 
     def record(self) -> list[str]:
         return [entry.outcome for entry in self.entries()]
@@ -165,8 +174,13 @@ class Rescoring:
     """What stands in for the stages: the champion's checkpoint is one of a name, its captions have a known score."""
 
     def __init__(self, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.registry, self.calls, self.places, self.cider = registry, [], [], 1.0
-        self.here, self.error, self.really = "new", None, mlflow.artifacts.download_artifacts
+        self.registry = registry
+        self.calls = []
+        self.places = []
+        self.cider = 1.0
+        self.here = "new"
+        self.error = None
+        self.really = mlflow.artifacts.download_artifacts
         monkeypatch.setattr(rescoring_of, "hash_test_set", lambda paths: self.here)
         monkeypatch.setattr(rescoring_of, "headline", lambda report: report)
         monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
@@ -184,15 +198,18 @@ class Rescoring:
         return str(found)
 
     def predict(self, cfg, compute, mixture, model, out) -> None:
-        assert (compute, mixture) == (self.registry.params.compute, self.registry.params.paths.mixture)
+        assert compute == self.registry.params.compute
+        assert mixture == self.registry.params.paths.mixture
         out.mkdir()
         self.places.append(out)
         (out / "captions.txt").write_text((model / "checkpoint" / "of.txt").read_text())
         self.calls.append(((out / "captions.txt").read_text(), cfg.max_new_tokens, cfg.batch_pairs))
 
-    def evaluate(self, cfg, compute, records, clean, predictions, out) -> dict:
+    def evaluate(self, cfg, compute, records, clean, predictions, out, origin) -> dict:
         params = self.registry.params
-        assert (cfg, records, clean) == (params.evaluate, params.paths.records, params.paths.clean)
+        assert cfg == params.evaluate
+        assert records == params.paths.records
+        assert clean == params.paths.clean
         assert (predictions / "captions.txt").is_file()
         out.mkdir()
         pq.write_table(scores(self.cider), out / SCORES)
@@ -215,8 +232,11 @@ class Team:
     """`project` trains; `origin` and `remote` are what others see of its commits and data; `database` is MLflow's."""
 
     def __init__(self, folder: Path, trained: Path, store: Path) -> None:
-        self.folder, self.project, self.remote = folder, folder / "project", folder / "remote"
-        self.origin, self.database = folder / "origin.git", folder / "mlflow" / "mlflow.db"
+        self.folder = folder
+        self.project = folder / "project"
+        self.remote = folder / "remote"
+        self.origin = folder / "origin.git"
+        self.database = folder / "mlflow" / "mlflow.db"
         shutil.copytree(trained, self.project, symlinks=True)
         self.database.parent.mkdir()
         shutil.copy(store, self.database)
@@ -241,7 +261,8 @@ class Team:
         toy.commit(self.project, f"run {name}")
         toy.run(self.project, "dvc", "push", "--quiet")
         toy.run(self.project, "git", "push", "--quiet", "origin", f"runs/{name}")
-        command, given = [sys.executable, "-m", "m3diff", "register"], os.environ | {"M3DIFF_FLOW_RUN": name}
+        command = [sys.executable, "-m", "m3diff", "register"]
+        given = os.environ | {"M3DIFF_FLOW_RUN": name}
         subprocess.run(command, cwd=self.project, env=given, stdout=subprocess.DEVNULL, check=True)
 
 
@@ -251,3 +272,44 @@ def team(trained_once: Path, empty_store: Path, tmp_path_factory: pytest.TempPat
     made = Team(tmp_path_factory.mktemp("team"), trained_once, empty_store)
     made.run("first")
     return made
+
+
+def anew(registry: Registry) -> None:
+    """The registered model is deleted on MLflow's page; the next registration makes it again."""
+    registry.client.delete_registered_model("m3diff")
+    time.sleep(0.01)  # when it was made tells one from the other, in ms
+    registry.client.create_registered_model("m3diff")
+
+
+def remedies(text: str) -> list[int]:
+    """The versions that the commands in a text make champion."""
+    return [int(version) for version in re.findall(r"m3diff rollback --to (\d+)", text)]
+
+
+def tag(registry: Registry) -> str | None:
+    return registry.client.get_registered_model("m3diff").tags.get(TAG)
+
+
+def agrees(registry: Registry) -> None:
+    """One champion, which is the record's; nothing is left to do."""
+    assert numbering_faults() == []
+    assert pending_move(Path(".")) is None
+    assert follow_champions(read_decisions(), "m3diff").champions[-1] == registry.aliases()["champion"]
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """A process of its own that does this; its id. It collects no garbage: what tests of training left in this process
+    (torch's process groups) waits for threads that a fork does not have."""
+    child = os.fork()
+    if child == 0:
+        gc.disable()
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

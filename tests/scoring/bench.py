@@ -18,15 +18,17 @@ from PIL import Image
 
 from m3diff.datasets import DATASETS
 from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.report.page import Evidence, write_report
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
 from m3diff.scoring.metrics import METRICS, MetricScores, Tokens, Tools
-from m3diff.scoring.pairs import ALL, EvalPair, select
-from m3diff.scoring.run import EvaluateReport, merge, summarise
+from m3diff.scoring.pairs import ALL, EvalPair
+from m3diff.scoring.protocols import select_protocols
+from m3diff.scoring.results import EvaluateReport, score_table, summarise
+from m3diff.scoring.run import merge
 from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
-from m3diff.stages.evaluate.report import Evidence, write_report
-from m3diff.stages.evaluate.stage import evaluate, score_table
+from m3diff.stages.evaluate.stage import evaluate
 from tests.toy import REPOSITORY
 
 GRAMMAR = {
@@ -90,7 +92,8 @@ def digest(path: Path) -> bytes:
 
 
 def pair(prediction, references, change_types, name="0", folder=Path()) -> EvalPair:
-    before, after = (folder / f"{name}_before.png", folder / f"{name}_after.png")
+    before = folder / f"{name}_before.png"
+    after = folder / f"{name}_after.png"
     digests = digest(before), digest(after)
     return EvalPair(f"toy/{name}", "toy", before, after, *digests, references, change_types, prediction, None)
 
@@ -190,7 +193,7 @@ def evidence(root, pairs, specs=None, with_grammar=True, intervals=None, **score
     datasets = dict.fromkeys(pair.dataset for pair in pairs)
     specs = specs or dict.fromkeys(datasets, DATASETS["pairs"])
     metrics = {name: METRICS[name] for name in SHOWN}
-    protocols = select(pairs, specs)
+    protocols = select_protocols(pairs, specs)
     parsed = parse(pairs) if with_grammar else {}
     numbers = {pair.id: float(number) for number, pair in enumerate(pairs)}
     found = {one.name: merge(metrics, one.groups, fixed(one, numbers, parsed, scores)) for one in protocols}

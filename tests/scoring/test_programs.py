@@ -1,5 +1,6 @@
 """Java and its programs: the tokenizer, METEOR beside the stock one, SPICE by a stand-in; some die or hang."""
 
+import io
 import json
 import os
 import random
@@ -8,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections import defaultdict
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +23,26 @@ from pycocoevalcap.tokenizer import ptbtokenizer
 
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.datasets.spec import Protocol
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault
 from m3diff.scoring import run
-from m3diff.scoring.metrics import METRICS, Item, MetricScores, choose_metrics, meteor, spice
+from m3diff.scoring.metrics import METRICS, Item, MetricScores, choose_metrics, java, meteor, paraphrases, parses, spice
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java, sanitise, tokenise
-from m3diff.scoring.pairs import ALL, ProtocolPairs
+from m3diff.scoring.pairs import ALL
+from m3diff.scoring.protocols import ProtocolPairs
+from tests.errors import Message, raises
 from tests.scoring import bench
 from tests.scoring.bench import REAL, fake_java, needs_real, small_table
 
 QUICK = {i: [said, "another reference"] for i, said in {"a": "a red cube", "b": "a blue ball"}.items()}
 
 
-def score(metrics: list[str], limit_s: int = 60, spice_dir: Path | None = None) -> MetricScores:
+def quick_protocol() -> ProtocolPairs:
     pairs = [bench.pair(texts[0], texts, [], i) for i, texts in QUICK.items()]
-    one = ProtocolPairs("toy", Protocol("test", n=None, tokenizer="whitespace"), pairs)
-    return run.compute_metrics(choose_metrics(metrics), [one], {}, spice_dir, limit_s)["toy/test"]
+    return ProtocolPairs("toy", Protocol("test", n=None, tokenizer="whitespace"), pairs)
+
+
+def score(metrics: list[str], limit_s: int = 60, spice_dir: Path | None = None) -> MetricScores:
+    return run.compute_metrics(choose_metrics(metrics), [quick_protocol()], {}, spice_dir, limit_s)["toy/test"]
 
 
 def is_gone(pid: int) -> bool:
@@ -55,7 +64,7 @@ def test_java_is_found_by_its_version_and_what_is_none_names_the_remedy(tmp_path
     assert require_java() >= 8
     assert issubclass(JavaMissing, DataError)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JavaMissing, match="not found on PATH.*apt-get install openjdk-17"):
+    with raises(JavaMissing, "scoring.java_missing", limit=8):
         require_java()
 
     def put_java(script: str) -> None:
@@ -66,17 +75,21 @@ def test_java_is_found_by_its_version_and_what_is_none_names_the_remedy(tmp_path
         put_java(f"echo 'openjdk version \"{line}\"' >&2")
         assert require_java() == major
     put_java("echo Unrecognized option: -Dx >&2; exit 1")
-    with pytest.raises(JavaMissing, match="does not start.*Unrecognized option: -Dx.*install a Java runtime"):
+    java = str(tmp_path / "java")
+    with raises(JavaMissing, "scoring.java_does_not_start", path=java, cause="Unrecognized option: -Dx"):
         require_java()
     put_java("echo 'java version \"1.7.0\"' >&2")
-    with pytest.raises(JavaMissing, match="too old"):
+    with raises(JavaMissing, "scoring.java_version_unusable", path=java, value='java version "1.7.0"'):
         require_java()
 
 
-def test_what_could_end_a_line_or_a_field_becomes_one_space_and_composed_and_decomposed_letters_are_one():
+def test_what_could_end_a_line_or_a_field_becomes_one_space():
     for space in ("\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029", "\0", "\t"):
         assert sanitise(f" a{space}cube ") == "a cube"
     assert sanitise("a ||| b || c") == "a b || c"
+
+
+def test_composed_and_decomposed_letters_are_one():
     assert sanitise("cafe\u0301") == sanitise("caf\u00e9")
 
 
@@ -86,15 +99,22 @@ ODD |= {"cube " * 20_000: " ".join(["cube"] * 20_000), "": "", " \n ": ""}
 
 
 @pytest.mark.fault("17")
-def test_line_ends_inside_captions_move_no_other_caption_and_a_tokenizer_that_slips_is_found(tmp_path, monkeypatch):
+def test_line_ends_inside_captions_move_no_other_caption(tmp_path, monkeypatch):
     seen = tmp_path / "seen"
     fake_java(tmp_path / "bin", monkeypatch, "PTBTokenizer", f"pwd > {seen}")
     assert tokenise(ODD, 60) == ODD
     assert "site-packages" not in seen.read_text(), "it works outside the installed package"
-    for then, reason in (("echo; exec cat captions", r"gave \d+ lines for 9"), ("exit 1", "which there is no score: ")):
-        fake_java(tmp_path / then[:4], monkeypatch, "PTBTokenizer", then)
-        with pytest.raises(ScorerFailed, match=f"the PTB tokenizer.* {reason}"):
-            tokenise(ODD, 60)
+
+
+@pytest.mark.fault("17")
+def test_a_tokenizer_that_slips_by_a_line_or_dies_is_found(tmp_path, monkeypatch):
+    fake_java(tmp_path / "slips", monkeypatch, "PTBTokenizer", "echo; exec cat captions")
+    with raises(ScorerFailed, "scoring.tokenizer_line_count", expected=9):
+        tokenise(ODD, 60)
+    fake_java(tmp_path / "dies", monkeypatch, "PTBTokenizer", "exit 1")
+    cause = Fault("scoring.program_failed", status=1, last_words="none")
+    with raises(ScorerFailed, "scoring.tokenizer_failed", cause=cause):
+        tokenise(ODD, 60)
 
 
 @needs_real
@@ -132,21 +152,25 @@ def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(tmp_
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
-        ("read line; kill -9 $$", "status -9 (killed, as for lack of memory); its last words: none"),
-        ("echo '  at a.B(C)' >&2; echo no memory left >&2; exit 1", "status 1; its last words: no memory left"),
-        ("echo 1.0 2.0; exit 0", "METEOR gave 1 answers to 2 captions"),
-        ("echo Hello; exit 0", "METEOR gave no statistics"),
-        ("echo $$ > PID; exec sleep 1000", "no answer within 2 s (compute.scorer_timeout_s)"),
+        ("read line; kill -9 $$", Message("scoring.program_killed", status=-9, last_words="none")),
+        (
+            "echo '  at a.B(C)' >&2; echo no memory left >&2; exit 1",
+            Message("scoring.program_failed", status=1, last_words="no memory left"),
+        ),
+        ("echo 1.0 2.0; exit 0", Message("scoring.meteor_answer_count", value=1, expected=2)),
+        ("echo 1.0; echo 1.0; exit 0", Message("scoring.meteor_number_count", value=1, expected=23)),
+        ("echo Hello; exit 0", Message("scoring.meteor_no_numbers")),
+        ("echo $$ > PID; exec sleep 1000", Message("scoring.program_timeout", limit=2)),
     ],
-    ids=["killed", "dies", "too few", "no numbers", "hangs"],
+    ids=["killed", "dies", "too few", "too few numbers", "no numbers", "hangs"],
 )
 def test_a_meteor_that_is_killed_dies_or_hangs_costs_only_its_own_score(then, reason, tmp_path: Path, monkeypatch):
     small_table(tmp_path, monkeypatch)
     fake_java(tmp_path / "bin", monkeypatch, "meteor", then.replace("PID", f"{tmp_path}/pid"))
     found = score(["METEOR", "BLEU", "SPICE"], limit_s=2 if "sleep" in then else 60)
     assert found.groups[ALL]["METEOR"] is None
-    assert reason in found.absent["METEOR"]
-    assert "which nothing here downloads" in found.absent["SPICE"]
+    assert reason == found.absent["METEOR"]
+    assert found.absent["SPICE"] == spice.NO_SPICE_DIR
     assert found.groups[ALL]["BLEU-4"] is not None
     if "sleep" in then:
         assert is_gone(int((tmp_path / "pid").read_text()))
@@ -165,25 +189,32 @@ def test_no_program_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest
     assert is_gone(int(pid.read_text()))
 
 
-def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_spice_the_mean_of_the_pairs_that_have_a_score():
-    texts = {"b": "one two three", "a": "one two", "c": "empty", "d": "one two"}
-    groups = {ALL: list(texts), "some": ["b", "a"], "one": ["c"], "nobody": []}
+GROUP_TEXTS = {"b": "one two three", "a": "one two", "c": "empty", "d": "one two"}
+TEXT_GROUPS = {ALL: list(GROUP_TEXTS), "some": ["b", "a"], "one": ["c"], "nobody": []}
 
-    def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
-        of_items = {(text, ("x",)): answer for text, answer in answers.items()}
-        return METRICS[metric].compute([], groups, bench.tools(dict.fromkeys(texts, ["x"]), texts, answers=of_items))
 
+def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
+    """The scores of GROUP_TEXTS from a program's answers by text."""
+    of_items = {(text, ("x",)): answer for text, answer in answers.items()}
+    tools = bench.tools(dict.fromkeys(GROUP_TEXTS, ["x"]), GROUP_TEXTS, answers=of_items)
+    return METRICS[metric].compute([], TEXT_GROUPS, tools)
+
+
+def test_meteor_of_a_group_is_that_of_its_summed_statistics():
     rows = np.random.default_rng(0).integers(1, 9, (3, 23)).astype(float)
-    answers = dict(zip(dict.fromkeys(texts.values()), rows.tolist(), strict=True))
+    answers = dict(zip(dict.fromkeys(GROUP_TEXTS.values()), rows.tolist(), strict=True))
     found = computed("METEOR", answers)
-    for name, ids in list(groups.items())[:3]:
-        sums = np.sum([answers[texts[i]] for i in ids], axis=0)
+    for name, ids in list(TEXT_GROUPS.items())[:3]:
+        sums = np.sum([answers[GROUP_TEXTS[i]] for i in ids], axis=0)
         assert found.groups[name] == {"METEOR": pytest.approx(float(meteor.meteor(sums)))}
     assert found.pairs["a"] == {"METEOR": pytest.approx(float(meteor.meteor(rows[1]))), "METEOR_statistics": [*rows[1]]}
     assert METRICS["METEOR"].resampled["METEOR"] == ("METEOR_statistics", meteor.meteor)
 
+
+def test_spice_of_a_group_is_the_mean_of_its_pairs_that_have_a_score():
     found = computed("SPICE", {"one two three": 0.31, "one two": 0.22, "empty": None})
-    whole, some = pytest.approx((0.31 + 0.22 + 0.22) / 3), pytest.approx((0.31 + 0.22) / 2)
+    whole = pytest.approx((0.31 + 0.22 + 0.22) / 3)
+    some = pytest.approx((0.31 + 0.22) / 2)
     assert found.groups == {ALL: {"SPICE": whole}, "some": {"SPICE": some}, "one": {"SPICE": None}}
     assert [of_pair["SPICE"] for of_pair in found.pairs.values()] == [0.31, 0.22, None, 0.22]
 
@@ -193,28 +224,47 @@ TABLE += [("cube moved", "red shifted"), ("mov\u00e9d", "x"), ("of it", "wh??"),
 
 
 def matching(*items: Item) -> list[tuple[str, str]]:
-    table = "".join(f"0.5\n{one}\n{other}\n" for one, other in TABLE).encode()
-    lines = [line.decode().rstrip("\n") for line in meteor.matching_paraphrases(table, list(items))]
+    text = "".join(f"0.5\n{one}\n{other}\n" for one, other in TABLE).encode()
+    table = paraphrases.index_table(text)
+    lines = paraphrases.matching_paraphrases(table, list(items)).decode().splitlines()
     assert set(lines[::3]) <= {"0.5"}
     return list(zip(lines[1::3], lines[2::3], strict=True))
 
 
-def test_of_the_table_of_paraphrases_is_kept_what_reference_and_prediction_can_match_either_way(monkeypatch):
-    both, shifted, negated, odd = TABLE[:2], [TABLE[2]], [TABLE[3]], TABLE[5:7]
-    for items, kept in (
-        ([("a crimson block", ("the red cube", "y"))], both),
-        ([("the red cube", ("a crimson block",))], both),
-        ([("it shifted", ("it moved",))], shifted),
-        ([("it moved", ("it moved",)), ("shifted", ("y",))], shifted),  # too much does no harm
-        ([("red", ("crimson block",))], []),
-        ([("we do not", ("we don't",))], negated),  # across punctuation, case and entities
-        ([("Red, Cube", ("crimson &quot; block",))], both),
-        ([("red&apos;cube", ("crimson-block",))], both),
-    ):
-        assert matching(*items) == [*kept, *odd], items  # phrases of other characters may match anything
-    for size in range(1, 60):  # the table is read whole whatever the size of its parts
-        monkeypatch.setattr(meteor, "CHUNK", size)
-        assert matching(("a crimson block shifted", ("the red cube moved",))) == [*TABLE[:3], *odd]
+ODD_ENTRIES = TABLE[5:7]  # phrases of other characters may match anything
+MATCHES: dict[str, tuple[list[Item], list[tuple[str, str]]]] = {
+    "predicted the one": ([("a crimson block", ("the red cube", "y"))], TABLE[:2]),
+    "predicted the other": ([("the red cube", ("a crimson block",))], TABLE[:2]),
+    "a word": ([("it shifted", ("it moved",))], [TABLE[2]]),
+    "in two items, too many": ([("it moved", ("it moved",)), ("shifted", ("y",))], [TABLE[2]]),
+    "a part of a phrase": ([("red", ("crimson block",))], []),
+    "both on one side": ([("y", ("moved", "shifted"))], []),
+    "across an apostrophe": ([("we do not", ("we don't",))], [TABLE[3]]),
+    "across case and an entity": ([("Red, Cube", ("crimson &quot; block",))], TABLE[:2]),
+    "across a hyphen": ([("red&apos;cube", ("crimson-block",))], TABLE[:2]),
+    "across the end of a caption": ([("crimson", ("red cube",)), ("block", ("y",))], []),
+}
+
+
+@pytest.mark.parametrize(("items", "entries"), MATCHES.values(), ids=MATCHES.keys())
+def test_an_entry_is_kept_if_a_reference_and_a_prediction_may_hold_its_phrases(items, entries):
+    assert matching(*items) == [*entries, *ODD_ENTRIES]
+
+
+def test_the_table_is_read_whole_whatever_the_size_of_its_chunks(monkeypatch):
+    for size in range(1, 60):
+        monkeypatch.setattr(paraphrases, "CHUNK", size)
+        assert matching(("a crimson block shifted", ("the red cube moved",))) == [*TABLE[:3], *ODD_ENTRIES], size
+
+
+def test_a_damaged_table_of_paraphrases_costs_meteor_alone(tmp_path, monkeypatch):
+    package = small_table(tmp_path, monkeypatch)
+    table = package / "data/paraphrase-en.gz"
+    table.write_bytes(table.read_bytes()[:-5])
+    scores = score(["METEOR", "BLEU"])
+    assert scores.groups[ALL]["METEOR"] is None
+    assert scores.groups[ALL]["BLEU-4"] is not None
+    assert Message("scoring.paraphrases_unreadable", path=table) == scores.absent["METEOR"]
 
 
 CAPTIONS: list[Item] = [
@@ -226,7 +276,18 @@ CAPTIONS: list[Item] = [
     ("the ball 's gone", ("the ball is gone", "there is no ball", "the ball is gone")),
     ("it 's the small caf\u00e9 & the big t-shirt", ("it is the little cafe", "the big shirt")),
     ("a a a b", ("b a a", "a b")),
+    ("the ball is gone", ("the ball 's gone", "the ball is gone")),
+    ("!", ("the ball", "!")),
+    ("The Ball", ("the cube", "The Ball")),
 ]
+
+
+def statistics(items: list[Item]) -> list[list[float]]:
+    """METEOR's answers to the items, in their order."""
+    with closing(meteor.MeteorProgram(None, 60)) as program:
+        program.start(items)
+        answers = program.answers()
+    return [answers[item] for item in items]
 
 
 def ask_java(package: Path, lines: list[str]) -> list[str]:
@@ -238,25 +299,148 @@ def ask_java(package: Path, lines: list[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_statistics_and_scores_of_groups_are_those_of_the_stock_program(tmp_path, monkeypatch):
+def without_chunks(rows: list[list[float]]) -> list[list[float]]:
+    return [[*row[:20], *row[21:]] for row in rows]
+
+
+def test_statistics_are_those_of_the_stock_program(tmp_path, monkeypatch):
     package = small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
-    answers = meteor.program(CAPTIONS, None, 60)
-    found = [answers[item] for item in CAPTIONS]
+    own = statistics(CAPTIONS)
     asked = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
     stock = [[float(number) for number in line.split()] for line in ask_java(package, asked)]
-    assert [one[:20] + one[21:] for one in found] == [one[:20] + one[21:] for one in stock]
-    assert [one[20] for one in found] == [0.0, *(one[20] for one in stock[1:])]  # all words of both sides in one chunk
-    assert stock[0][20:] == [1.0, 4.0, 4.0]
-    assert found[1][16:18] == [2.0, 2.0]  # words of a paraphrase, in prediction and reference
+    assert without_chunks(own) == without_chunks(stock)
+    whole = [meteor.is_complete(row) for row in stock]
+    assert [row[20] for row in own] == [
+        0.0 if is_whole else row[20] for row, is_whole in zip(stock, whole, strict=True)
+    ]
+    assert whole[0]
+    assert own[1][16:18] == [2.0, 2.0]  # words of a paraphrase, in prediction and reference
 
+
+def test_scores_of_groups_are_those_of_the_stock_program(tmp_path, monkeypatch):
+    package = small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
+    own = statistics(CAPTIONS)
+    asked = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
+    stock = ask_java(package, asked)
     rng = random.Random(0)
-    groups = [[i] for i in range(len(found))] + [rng.choices(range(len(found)), k=rng.randint(2, 9)) for _ in range(60)]
-    lines = [" ||| ".join(["EVAL", *(" ".join(map(str, stock[i])) for i in group)]) for group in groups]
+    groups = [[i] for i in range(len(own))] + [rng.choices(range(len(own)), k=rng.randint(2, 9)) for _ in range(60)]
+    lines = [" ||| ".join(["EVAL", *(stock[i] for i in group)]) for group in groups]
     told = iter(ask_java(package, lines))
     wanted = [[float(next(told)) for _ in range(len(group) + 1)][-1] for group in groups]  # after those of its pairs
-    scores = meteor.meteor(np.array([np.array(found)[group].sum(axis=0) for group in groups]))
+    scores = meteor.meteor(np.array([np.array(own)[group].sum(axis=0) for group in groups]))
     assert scores.tolist() == pytest.approx(wanted, rel=1e-15, abs=0)
     assert next(told, None) is None
+
+
+@pytest.fixture
+def four_processes(tmp_path, monkeypatch) -> list[Any]:
+    """METEOR shares few items out, too; the list fills with the programs it starts."""
+    small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
+    monkeypatch.setattr(meteor, "ITEMS_A_PROCESS", 2)
+    monkeypatch.setattr(meteor, "programs_at_once", lambda most: most)
+    started: list[Any] = []
+
+    class Counted(meteor.JavaProgram):
+        def __init__(self, arguments: Any, *rest: Any) -> None:
+            super().__init__(arguments, *rest)
+            started.append((arguments, self))
+
+    monkeypatch.setattr(meteor, "JavaProgram", Counted)
+    return started
+
+
+def test_several_processes_give_the_statistics_of_one(four_processes, monkeypatch):
+    shared = statistics(CAPTIONS)
+    assert len(four_processes) == meteor.MAX_PROCESSES
+    assert 1 <= sum("-norm" in arguments for arguments, _ in four_processes) < meteor.MAX_PROCESSES
+    monkeypatch.setattr(meteor, "ITEMS_A_PROCESS", 500)
+    assert statistics(CAPTIONS) == shared
+    assert len(four_processes) == meteor.MAX_PROCESSES + 1
+
+
+def test_an_identical_reference_that_does_not_match_in_whole_is_no_answer(tmp_path, monkeypatch):
+    small_table(tmp_path, monkeypatch)
+    wanted = statistics(CAPTIONS)
+    monkeypatch.setattr(meteor, "is_exact", lambda row: False)
+    assert statistics(CAPTIONS) == wanted
+
+
+def test_items_are_shared_out_by_length_and_each_once():
+    items: list[Item] = [(f"{'word ' * (number % 7)}{number}", ("x",)) for number in range(100)]
+    items += [(f"it 's {number}", ("x",)) for number in range(10)]
+    parts = meteor.share_out(items, 4)
+    assert sorted(item for part in parts for item in part) == sorted(items)
+    costs = [sum(len(item[0]) * (3 if meteor.needs_normalising(item) else 1) for item in part) for part in parts]
+    assert max(costs) < 1.3 * min(costs)
+    assert [any(map(meteor.needs_normalising, part)) for part in parts] == [False, False, False, True]
+    assert meteor.share_out([], 1) == []
+
+
+ENDS = {"dies": "echo no room >&2; exit 1", "is killed": "kill -9 $$", "says too little": "exit 0"}
+
+
+@pytest.mark.fault("18")
+@pytest.mark.parametrize("then", ENDS.values(), ids=ENDS.keys())
+def test_if_one_of_several_processes_fails_the_others_are_ended(then, four_processes, tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    hang = f'read line; case "$line" in *last*) echo $$ > {pid}; exec sleep 1000;; esac'
+    fake_java(tmp_path / "bin", monkeypatch, "meteor", f"{hang}; {then}")
+    items: list[Item] = [("first first", ("x",)), ("second", ("y",)), ("it 's last", ("x",)), ("it 's last 2", ("y",))]
+    with closing(meteor.MeteorProgram(None, 60)) as program:
+        program.start(items)
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.02)
+        with pytest.raises(ScorerFailed):
+            program.answers()
+    assert len(four_processes) == 2
+    assert is_gone(int(pid.read_text()))
+
+
+def test_meteor_works_beside_the_other_metrics_and_an_interrupt_ends_it(tmp_path, monkeypatch):
+    small_table(tmp_path, monkeypatch)
+    pid = tmp_path / "pid"
+    fake_java(tmp_path / "bin", monkeypatch, "meteor", f"echo $$ > {pid}; exec sleep 1000")
+
+    def interrupted(*_: object) -> MetricScores:
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.02)
+        raise KeyboardInterrupt
+
+    metrics = choose_metrics(["METEOR", "BLEU"])
+    metrics["BLEU"] = replace(metrics["BLEU"], compute=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.compute_metrics(metrics, [quick_protocol()], {}, None, 60)
+    assert is_gone(int(pid.read_text()))
+
+
+def test_no_process_outlives_a_program_that_is_closed_while_it_starts(four_processes, monkeypatch):
+    table = meteor.read_table
+
+    def slow_table(path: Path) -> Any:
+        time.sleep(0.3)
+        return table(path)
+
+    monkeypatch.setattr(meteor, "read_table", slow_table)
+    program = meteor.MeteorProgram(None, 60)
+    program.start([("the ball is gone", ("the ball left",))])
+    program.close()
+    assert [java.process.poll() is None for _, java in four_processes] == [False] * len(four_processes)
+    assert not program.folder.exists()
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("cpus", "free", "processes"),
+    [(8, 64 * GIB, 4), (2, 64 * GIB, 2), (8, 5 * GIB // 2, 2), (8, 0, 1), (1, 64 * GIB, 1)],
+    ids=["most", "CPUs", "memory", "no memory", "one CPU"],
+)
+def test_so_many_programs_run_at_once_as_cpus_and_free_memory_allow(cpus, free, processes, monkeypatch):
+    monkeypatch.setattr(java, "HEAP_MB", 1024)
+    monkeypatch.setattr(java, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(java, "free_memory", lambda available: free)
+    assert java.programs_at_once(4) == processes
 
 
 # SPICE, with a program in Java's place that keeps parsed captions as the real one does
@@ -272,6 +456,7 @@ known = set(json.loads(cache.read_text())) if cache and cache.exists() else set(
 items = json.loads(pathlib.Path(arguments[3]).read_text())
 captions = {text for item in items for text in (item["test"], *item["refs"])}
 run = {"new": len(captions - known), "cache": cache is not None, "command": arguments[:3], "lib": os.listdir("lib")}
+run["items"] = len(items)
 run |= {name: environment.get(name) for name in ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS")}
 with open(LOG, "a") as file:
     print(json.dumps(run), file=file)
@@ -286,12 +471,15 @@ pathlib.Path(option("-out")).write_text(json.dumps(scores))
 
 class Bench:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.monkeypatch, self.jars = folder, monkeypatch, folder / "the jars"
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+        self.jars = folder / "the jars"
         self.jars.mkdir()
         for name in JARS:
             (self.jars / name).touch()
         self.fails("")
-        log, fault = str(folder / "log"), str(folder / "fault.py")
+        log = str(folder / "log")
+        fault = str(folder / "fault.py")
         (folder / "program.py").write_text(f"LOG, FAULT = {log!r}, {fault!r}\n{STAND_IN}")
         then = f'exec {shlex.quote(sys.executable)} {folder / "program.py"} "$@"'
         self.script = fake_java(folder / "bin", monkeypatch, "spice", then)
@@ -318,12 +506,37 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
 
 
-def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none_with_java_s_modules(toy: Bench):
-    toy.monkeypatch.setenv("JDK_JAVA_OPTIONS", "-Dmine=1")
-    first, second = toy.score(), toy.score()
+def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none(toy: Bench):
+    first = toy.score()
+    second = toy.score()
     assert first == second
     assert first.groups[ALL]["SPICE"] == pytest.approx((10 + 11) / 200)
     assert toy.parsed == [3, 0, 0]
+    assert all("-XX:hashCode=3" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
+    assert toy.runs[0]["command"][1] == "-XX:MaxRAMPercentage=75"
+
+
+def test_a_run_that_parses_nothing_has_one_compiler_and_collector(toy: Bench):
+    toy.score()
+    options = [run["JAVA_TOOL_OPTIONS"].split() for run in toy.runs]
+    quick = [{"-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"} & set(of_run) for of_run in options]
+    assert [len(of_run) for of_run in quick] == [0, 2]
+    toy.monkeypatch.setenv("JDK_JAVA_OPTIONS", "-XX:+UseG1GC")  # Java refuses two collectors
+    toy.score()
+    assert "-XX:+UseSerialGC" not in toy.runs[-1]["JAVA_TOOL_OPTIONS"]
+
+
+def test_only_items_with_new_captions_are_parsed(toy: Bench):
+    toy.score()
+    toy.monkeypatch.setitem(QUICK, "c", ["a green ball", "another reference"])
+    toy.score()
+    assert toy.parsed == [3, 0, 1, 0]
+    assert [run["items"] for run in toy.runs] == [2, 2, 1, 3]
+
+
+def test_java_gets_its_modules_and_the_users_options(toy: Bench):
+    toy.monkeypatch.setenv("JDK_JAVA_OPTIONS", "-Dmine=1")
+    toy.score()
     options = toy.runs[0]["JDK_JAVA_OPTIONS"].split()
     assert options[0] == "-Dmine=1"
     modules = options[options.index("--module-path") + 1].split(os.pathsep)
@@ -331,11 +544,83 @@ def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none_with_java
     assert set(JARS) & set(toy.runs[0]["lib"]) == set(spice.JARS)
     assert options[options.index("--add-modules") + 1] == "org.openjdk.nashorn"
     assert "--add-opens=java.base/java.lang=ALL-UNNAMED" in options
-    assert all("-XX:hashCode=3" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
-    assert toy.runs[0]["command"][1] == "-XX:MaxRAMPercentage=75"
+
+
+def test_a_machine_without_lmdb_parses_every_time(toy: Bench):
+    first = toy.score()
     toy.monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert toy.score() == first
-    assert (toy.parsed[3:], toy.runs[-1]["cache"]) == ([3], False), "the program has no LMDB there"
+    assert toy.parsed[2:] == [3]
+    assert not toy.runs[-1]["cache"]
+
+
+def other_corenlp(toy: Bench) -> None:
+    (toy.jars / next(iter(spice.JARS))).write_bytes(b"another version")
+
+
+def other_program(toy: Bench) -> None:
+    toy.monkeypatch.setattr("m3diff.scoring.metrics.parses.version", lambda package: "1.3")
+
+
+def other_system(toy: Bench) -> None:
+    toy.monkeypatch.setattr("platform.system", lambda: "Darwin")
+
+
+def other_java(toy: Bench) -> None:
+    toy.monkeypatch.setattr(spice, "require_java", lambda: 25)
+
+
+@pytest.mark.parametrize("change", [other_corenlp, other_program, other_system, other_java], ids=lambda of: of.__name__)
+def test_what_another_parser_or_java_kept_is_not_used(toy: Bench, change):
+    toy.score()
+    change(toy)
+    toy.score()
+    assert toy.parsed == [3, 0, 3, 0]
+
+
+def damage_in_lmdb(content: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        entry = file.getinfo(parses.LMDB)
+    place = entry.header_offset + 30 + len(parses.LMDB) + entry.compress_size // 2
+    return content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
+
+
+DAMAGES = {
+    "a flipped bit": damage_in_lmdb,
+    "cut short": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "another file": lambda content: b"GIF89a" * 100,
+}
+
+
+@pytest.mark.fault("18")
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_file_of_parses_is_named_and_made_anew(toy: Bench, damage, capsys):
+    first = toy.score()
+    (kept,) = (toy.folder / "cache/m3diff").iterdir()
+    kept.write_bytes(damage(kept.read_bytes()))
+    assert toy.score() == first
+    assert str(kept) in capsys.readouterr().err
+    assert toy.score() == first
+    assert str(kept) not in capsys.readouterr().err
+    assert toy.parsed == [3, 0, 3, 0, 0]
+
+
+def test_a_file_of_too_many_captions_is_made_anew(toy: Bench, capsys):
+    toy.score()
+    toy.monkeypatch.setattr(parses, "MAX_CAPTIONS", 2)
+    toy.score()
+    assert toy.parsed == [3, 0, 3, 0]
+    assert "more than 2 captions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("caption", "is_kept"),
+    [("x" * 500, True), ("x" * 501, False), ("\u4e2d" * 167, False), ("\u4e2d" * 166, True)],
+    ids=["500 bytes", "501 bytes", "501 bytes of Chinese", "498 bytes of Chinese"],
+)
+def test_a_caption_too_long_for_lmdb_is_parsed_in_each_run(caption, is_kept):
+    assert parses.captions_to_parse([caption], parses.ParsedCaptions()) == ({caption} if is_kept else set())
 
 
 @pytest.mark.parametrize(("java", "names"), [(8, []), (14, []), (15, spice.NASHORN)])
@@ -354,7 +639,7 @@ def test_nashorn_is_asked_for_from_java_15_on_before_anything_is_parsed(toy: Ben
 
 FAULTS = {
     "an exception": ("sys.exit('Exception: scriptEngine is null\\n\\tat edu.anu.Main(M.java:1)')", "scriptEngine"),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "lack of memory"),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "-9"),
     "no answer": ("print('the disk is full'); sys.exit()", "the disk is full"),
     "half an answer": ("pathlib.Path(option('-out')).write_text('[{'); sys.exit()", "JSONDecodeError"),
     "no tuple": ("value = lambda item: None", "no caption names an object"),
@@ -378,9 +663,12 @@ def test_a_spice_that_fails_costs_its_own_score_and_drops_what_it_kept(toy: Benc
     assert toy.score().groups[ALL]["SPICE"]
 
 
-def test_a_spice_that_was_asked_for_and_fails_is_refused_and_a_cache_that_cannot_be_written_breaks_nothing(toy, capsys):
+def test_a_cache_that_cannot_be_written_costs_no_score(toy):
     (toy.folder / "cache").write_text("no folder")
     assert toy.score().groups[ALL]["SPICE"]
+
+
+def test_a_spice_that_was_asked_for_and_fails_is_refused(toy, capsys):
     toy.fails("sys.exit('scriptEngine')")
     bench.write_json(toy.folder / "p.json", {"0": "x", "1": "y"})
     rows = [{"image_id": i, "caption": f"the cube {i}"} for i in range(2)]
@@ -388,14 +676,16 @@ def test_a_spice_that_was_asked_for_and_fails_is_refused_and_a_cache_that_cannot
     toy.monkeypatch.setattr("m3diff.commands.score.metrics_of", lambda *_: choose_metrics(["SPICE"]))
     files = [str(toy.folder / "p.json"), "--references", str(toy.folder / "r.json")]
     assert main(["score", *files, "--spice-dir", str(toy.jars)]) == DATA_REFUSED
-    assert "SPICE gave no score: it ended with status 1; its last words: scriptEngine" in capsys.readouterr().err
+    cause = Fault("scoring.program_failed", status=1, last_words="scriptEngine")
+    assert Message("score.spice_failed", path=toy.jars, cause=cause).in_text(capsys.readouterr().err)
 
 
 def test_the_time_limit_of_spice_counts_captions_and_the_cube_of_long_ones(toy: Bench, monkeypatch):
     monkeypatch.setitem(QUICK, "c", ["red " * 59 + "cube", "a cube"])
     monkeypatch.setattr(spice, "SECONDS_A_CAPTION", 0.05)
     toy.fails("time.sleep(9) if run['new'] else None")
-    assert toy.score(limit_s=0).absent["SPICE"].startswith("no answer within 2 s")  # 0.05 * (4 + 3 ** 3)
+    reason = toy.score(limit_s=0).absent["SPICE"]
+    assert Message("scoring.program_timeout", limit=0.05 * (4 + 3**3)) == reason
 
 
 @pytest.mark.skipif(not (REAL / "spice").is_dir(), reason="the jars are not here")

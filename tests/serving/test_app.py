@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import struct
+import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,33 +18,41 @@ from PIL import Image
 
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION
-from m3diff.serving import app
+from m3diff.serving import limits
 from m3diff.serving.batcher import OVERLAY_PX
-from m3diff.serving.server import follow
+from m3diff.serving.model_card import ModelCard, TrainingData
+from m3diff.serving.questions import NOTE
+from m3diff.serving.server import follow_alias
 from tests.serving import toy
-from tests.serving.toy import COMPUTE_S, Service, at, base64_of, chat, form, plain, png, said, source
+from tests.serving.toy import COMPUTE_S, Service, at, base64_of, chat, form, plain, png, source, toy_caption
 from tests.test_images import DAMAGES, damaged
 from tests.tiny import noise_image
 
 TOKEN = "0123456789abcdef0123"
-BEFORE, AFTER = png(plain(10, 20)), png(plain(30, 40))
-PAIR, CAPTION, CHAT = form(BEFORE, AFTER), "/caption", "/v1/chat/completions"
+BEFORE = png(plain(10, 20))
+AFTER = png(plain(30, 40))
+PAIR = form(BEFORE, AFTER)
+CAPTION = "/caption"
+CHAT = "/v1/chat/completions"
 Serve = Callable[..., Service]
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    folder, made = toy.write_toy(tmp_path / "one", "one"), []
+    folder = toy.write_toy(tmp_path / "one", "one")
+    services = []
 
-    def make(ready: bool = True, **changes: Any) -> Service:
-        made.append(Service(**changes))
+    def make_service(ready: bool = True, **changes: Any) -> Service:
+        service = Service(**changes)
+        services.append(service)
         if ready:
-            made[-1].run(made[-1].models.switch(source(folder)))
-        return made[-1]
+            service.run(service.models.switch(source(folder)))
+        return service
 
-    yield make
-    for service in made:
-        assert service.server.under_way == service.server.held == 0, "a request left its place or its memory taken"
+    yield make_service
+    for service in services:
+        assert service.server.capacity.requests == 0, "a request left its place taken"
+        assert service.server.capacity.reserved_bytes == 0, "a request left its memory taken"
         service.runner.close()
 
 
@@ -51,43 +60,75 @@ def content(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
-def test_a_form_json_and_a_chat_of_one_pair_have_one_answer_which_names_its_version(serve):
-    service, want = serve(), said("one", "Is it red?", "10/20/0", "30/40/0")
-    body = {"before": base64_of(BEFORE), "after": base64_of(AFTER), "question": "Is it red?"}
-    for request in (form(BEFORE, AFTER, question="Is it red?"), {"json": body}):
-        answer = service.post(CAPTION, **request)
-        assert answer.json() == {"caption": want, "model": "m3diff/1"}
-        assert answer.headers["x-model-version"] == "m3diff/1"
-    for model in ("m3diff", "m3diff/1"):
-        answer = service.post(CHAT, json=chat(BEFORE, AFTER, "Is it red?", temperature=0, max_tokens=64, model=model))
-        assert answer.headers["x-model-version"] == answer.json()["model"] == "m3diff/1"
-    (choice,), counts = answer.json()["choices"], answer.json()["usage"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (want, "stop")
-    assert counts["total_tokens"] == counts["prompt_tokens"] + counts["completion_tokens"]
-    for one, other, words in ((BEFORE, AFTER, ("10/20/0", "30/40/0")), (AFTER, BEFORE, ("30/40/0", "10/20/0"))):
-        want = said("one", QUESTION, *words)  # without a question, and before comes first
-        assert service.post(CAPTION, **form(one, other)).json()["caption"] == want
-        assert content(service.post(CHAT, json=chat(one, other))) == want
+CAPTION_REQUESTS = {
+    "form": form(BEFORE, AFTER, question="Is it red?"),
+    "JSON": {"json": {"before": base64_of(BEFORE), "after": base64_of(AFTER), "question": "Is it red?"}},
+}
 
 
-def test_many_at_once_share_batches_and_each_has_its_own_answer(serve):
-    service, requests, wanted = serve(batch_pairs=8), [], []
+@pytest.mark.parametrize("request_", CAPTION_REQUESTS.values(), ids=CAPTION_REQUESTS)
+def test_a_form_and_json_are_answered_with_the_caption_and_its_version(request_, serve):
+    answer = serve().post(CAPTION, **request_)
+    caption = toy_caption("one", "Is it red?", "10/20/0", "30/40/0")
+    assert answer.json() == {"caption": caption, "model": "m3diff/1", "note": NOTE}
+    assert answer.headers["x-model-version"] == "m3diff/1"
+
+
+@pytest.mark.parametrize("model", ["m3diff", "m3diff/1"])
+def test_a_chat_is_answered_with_the_caption_and_its_version(model, serve):
+    request = chat(BEFORE, AFTER, "Is it red?", temperature=0, max_tokens=64, model=model)
+    answer = serve().post(CHAT, json=request)
+    assert answer.headers["x-model-version"] == "m3diff/1"
+    assert answer.json()["model"] == "m3diff/1"
+    (choice,) = answer.json()["choices"]
+    assert choice["message"]["content"] == toy_caption("one", "Is it red?", "10/20/0", "30/40/0")
+    assert choice["finish_reason"] == "stop"
+
+
+def test_the_usage_of_a_chat_adds_up(serve):
+    usage = serve().post(CHAT, json=chat(BEFORE, AFTER)).json()["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "colours"),
+    [(BEFORE, AFTER, ("10/20/0", "30/40/0")), (AFTER, BEFORE, ("30/40/0", "10/20/0"))],
+    ids=["in order", "exchanged"],
+)
+def test_the_image_before_comes_first_and_the_question_has_a_default(before, after, colours, serve):
+    service = serve()
+    caption = toy_caption("one", QUESTION, *colours)
+    assert service.post(CAPTION, **form(before, after)).json()["caption"] == caption
+    assert content(service.post(CHAT, json=chat(before, after))) == caption
+
+
+def test_many_requests_share_batches_and_each_gets_its_own_answer(serve):
+    service = serve(batch_pairs=8)
+    requests = []
+    captions = []
+    overlays = []
     for number in range(40):
-        colours = [(each % 256, each // 256, 7) for each in (2 * number, 2 * number + 1)]
-        overlay = {"overlay": "true"} if number % 3 == 0 else {}
-        requests.append(form(*(png(plain(*colour)) for colour in colours), **overlay))
-        wanted.append((said("one", QUESTION, *("/".join(map(str, colour)) for colour in colours)), bool(overlay)))
+        before, after = ((value % 256, value // 256, 7) for value in (2 * number, 2 * number + 1))
+        has_overlay = number % 3 == 0
+        requests.append(form(png(plain(*before)), png(plain(*after)), **({"overlay": "true"} if has_overlay else {})))
+        captions.append(toy_caption("one", QUESTION, "/".join(map(str, before)), "/".join(map(str, after))))
+        overlays.append(has_overlay)
     answers = [answer.json() for answer in service.post_at_once(CAPTION, requests)]
-    assert [(answer["caption"], "overlay" in answer) for answer in answers] == wanted
+    assert [answer["caption"] for answer in answers] == captions
+    assert ["overlay" in answer for answer in answers] == overlays
+    metrics = service.get("/metrics").text
+    assert 'm3diff_batch_pairs_bucket{le="1.0"} 40.0' not in metrics, "no pair shared a batch"
+    assert 'm3diff_batch_pairs_bucket{le="8.0"} 40.0' in metrics, "a batch had more than batch_pairs"
+
+
+def test_overlays_are_large_enough_to_be_seen_and_show_outlines(serve):
     large = png(plain(200, 200, 200, (3000, 1500)))
-    found = service.post(CAPTION, **form(BEFORE, large, overlay="true")).json()["overlay"]
-    before, after = (Image.open(io.BytesIO(base64.b64decode(found[side]))) for side in ("before", "after"))
-    assert (before.size, after.size) == ((32, 24), (OVERLAY_PX, OVERLAY_PX // 2))
+    overlay = serve().post(CAPTION, **form(BEFORE, large, overlay="true")).json()["overlay"]
+    before, after = (Image.open(io.BytesIO(base64.b64decode(overlay[side]))) for side in ("before", "after"))
+    assert before.size == (22 * 32, 22 * 24)
+    assert after.size == (OVERLAY_PX, OVERLAY_PX // 2)
     assert len(after.getcolors() or ()) > 1, "a plain image has no second colour but its outlines"
     assert after.getpixel((2, 2)) == (200, 200, 200)
-    metrics = service.get("/metrics").text
-    assert 'm3diff_batch_pairs_bucket{le="1.0"} 41.0' not in metrics, "no pair shared a batch"
-    assert 'm3diff_batch_pairs_bucket{le="8.0"} 41.0' in metrics, "a batch had more than batch_pairs"
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -115,10 +156,13 @@ def messages(*given: Any, **more: Any) -> dict[str, Any]:
     return {"json": {"model": "m3diff", "messages": list(given)} | more}
 
 
-FORM, BASE64 = "multipart/form-data", base64_of(AFTER)
+FORM = "multipart/form-data"
+BASE64 = base64_of(AFTER)
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
 IMAGE, OTHER = chat(BEFORE, AFTER)["messages"][0]["content"]
-URL, TEXT, USER = IMAGE["image_url"]["url"], {"type": "text", "text": "What?"}, {"role": "user", "content": [IMAGE] * 2}
+URL = IMAGE["image_url"]["url"]
+TEXT = {"type": "text", "text": "What?"}
+USER = {"role": "user", "content": [IMAGE] * 2}
 WHERE = "messages.0.content: before: "
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no image": (form(b"GIF or not", AFTER), "not_an_image", "before: 10 bytes, is text, not an image"),
@@ -157,28 +201,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "chat: a stream": (parts(IMAGE, IMAGE, stream=True), "invalid_field", "stream: True"),
     "chat: a special token": (parts(TEXT | {"text": "<image>"}, IMAGE, IMAGE), "special_token", "'<image>'"),
 }
-"""Request, its code and place."""
+"""A request, the code of its refusal, and words of it."""
+
+REFUSED_CHATS = {name: case for name, case in REFUSED.items() if name.startswith("chat: ")}
+REFUSED_PAIRS = {name: case for name, case in REFUSED.items() if name not in REFUSED_CHATS}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_question_about_two_images_is_refused_with_what_was_found_the_limit_and_the_remedy(name, serve):
-    request, code, words = REFUSED[name]
-    answer = serve().post(CHAT if name.startswith("chat: ") else CAPTION, **request)
+@pytest.mark.parametrize(("request_", "code", "words"), REFUSED_PAIRS.values(), ids=REFUSED_PAIRS)
+def test_a_request_at_fault_is_refused_with_finding_limit_and_remedy(request_, code, words, serve):
+    answer = serve().post(CAPTION, **request_)
     assert answer.status_code == 422, answer.text
-    found = answer.json()
-    if name.startswith("chat: "):  # OpenAI's shape
-        error = found["error"]
-        assert (error["type"], error["code"]) == ("invalid_request_error", code)
-        assert words in error["message"]
-    else:
-        assert code in found["error"]
-        assert words in f"{found['field']}: {found['found']}; {found['limit']}; {found['remedy']}"
-        assert "" not in (found["limit"], found["remedy"])
+    refusal = answer.json()
+    assert code in refusal["error"]
+    assert words in f"{refusal['field']}: {refusal['found']}; {refusal['limit']}; {refusal['remedy']}"
+    assert refusal["limit"] != ""
+    assert refusal["remedy"] != ""
+
+
+@pytest.mark.parametrize(("request_", "code", "words"), REFUSED_CHATS.values(), ids=REFUSED_CHATS)
+def test_a_chat_at_fault_is_refused_in_openais_form(request_, code, words, serve):
+    answer = serve().post(CHAT, **request_)
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == code
+    assert words in error["message"]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["JPEG2000", "PNG", "tiff_lzw"])
-def test_a_damaged_image_is_refused_or_read_and_no_fault_of_the_server(kind, serve):
+def test_a_damaged_image_is_refused_or_read_and_breaks_nothing(kind, serve):
     answers = serve(max_queue=DAMAGES).post_at_once(CAPTION, [form(data, AFTER) for data in damaged(kind)])
     assert {answer.status_code for answer in answers} <= {200, 422}
 
@@ -186,16 +238,18 @@ def test_a_damaged_image_is_refused_or_read_and_no_fault_of_the_server(kind, ser
 LINES = [at(url[:60] + end + url[60:] + end) for url, end in ((URL, "\n"), (OTHER["image_url"]["url"], "\r\n"))]
 
 
-def test_what_changes_nothing_is_answered_as_if_it_were_not_there(serve):
-    service = serve()
-    for request in (
-        parts(IMAGE, OTHER, n=1, stream=False, stop=None, tools=[], temperature=0.7, max_tokens=3),
-        messages({"role": "user", "name": "ann", "content": [at(URL, detail=None), OTHER]}),
-        parts(*LINES),
-    ):
-        answer = service.post(CHAT, **request)
-        assert answer.status_code == 200, answer.text
-        assert content(answer) == said("one", QUESTION, "10/20/0", "30/40/0")
+HARMLESS_CHATS = {
+    "options": parts(IMAGE, OTHER, n=1, stream=False, stop=None, tools=[], temperature=0.7, max_tokens=3),
+    "names and details": messages({"role": "user", "name": "ann", "content": [at(URL, detail=None), OTHER]}),
+    "base64 in lines": parts(*LINES),
+}
+
+
+@pytest.mark.parametrize("request_", HARMLESS_CHATS.values(), ids=HARMLESS_CHATS)
+def test_what_does_not_change_the_caption_of_a_chat_is_accepted(request_, serve):
+    answer = serve().post(CHAT, **request_)
+    assert answer.status_code == 200, answer.text
+    assert content(answer) == toy_caption("one", QUESTION, "10/20/0", "30/40/0")
 
 
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
@@ -285,7 +339,7 @@ HARMLESS_OPTIONS: dict[str, dict[str, Any]] = {
 def test_what_clients_send_by_default_changes_no_caption(options, serve):
     answer = serve().post(CHAT, **parts(IMAGE, OTHER, **options))
     assert answer.status_code == 200, answer.text
-    assert content(answer) == said("one", QUESTION, "10/20/0", "30/40/0")
+    assert content(answer) == toy_caption("one", QUESTION, "10/20/0", "30/40/0")
 
 
 @pytest.mark.parametrize("name", ["m3diff", "m3diff/1", "m3diff%2F1"])
@@ -318,26 +372,103 @@ def test_a_slash_after_the_list_of_models_is_the_list(serve):
     assert service.get("/v1/models/").json() == service.get("/v1/models").json()
 
 
-def test_a_question_to_a_model_that_reads_none_is_refused_and_without_one_it_answers(serve, monkeypatch):
+@pytest.mark.parametrize(
+    ("route", "request_"),
+    [(CAPTION, form(BEFORE, AFTER, question="Is it gone?")), (CHAT, parts(TEXT, IMAGE, IMAGE))],
+    ids=["form", "chat"],
+)
+def test_a_question_to_a_model_that_reads_none_is_refused(route, request_, serve, monkeypatch):
     monkeypatch.setattr(toy.ToyCaptioner, "family", FAMILIES["blip2idc"])
-    service = serve()
-    for route, request in ((CAPTION, form(BEFORE, AFTER, question="Is it gone?")), (CHAT, parts(TEXT, IMAGE, IMAGE))):
-        answer = service.post(route, **request)
-        assert answer.status_code == 422
-        assert "question_not_read" in answer.text
-    for route, request in ((CAPTION, PAIR), (CHAT, parts(IMAGE, IMAGE))):
-        assert service.post(route, **request).status_code == 200
+    answer = serve().post(route, **request_)
+    assert answer.status_code == 422
+    assert "question_not_read" in answer.text
 
 
-def test_what_is_not_there_is_not_found_and_without_a_model_the_server_says_so(serve):
-    service = serve()
-    answer = service.post(CHAT, json=chat(BEFORE, AFTER, model="gpt-4o"))
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    assert [entry["id"] for entry in service.get("/v1/models").json()["data"]] == ["m3diff/1"]
-    assert service.get("/nothing").json()["found"] == "GET /nothing"
-    refused = service.get(CAPTION)
-    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
-    assert service.get("/v1/nothing").json()["error"]["code"] == "no_such_route"
+@pytest.mark.parametrize(("route", "request_"), [(CAPTION, PAIR), (CHAT, parts(IMAGE, IMAGE))], ids=["form", "chat"])
+def test_a_model_that_reads_no_question_answers_without_one(route, request_, serve, monkeypatch):
+    monkeypatch.setattr(toy.ToyCaptioner, "family", FAMILIES["blip2idc"])
+    assert serve().post(route, **request_).status_code == 200
+
+
+QUESTION_REQUESTS = {
+    "form": lambda question: (CAPTION, form(BEFORE, AFTER, question=question)),
+    "JSON": lambda question: (CAPTION, as_json(question=question)),
+    "chat": lambda question: (CHAT, {"json": chat(BEFORE, AFTER, question)}),
+}
+
+
+@pytest.mark.parametrize("kind", QUESTION_REQUESTS)
+@pytest.mark.parametrize(("question", "note"), [("Is a cup gone?", NOTE), ("What has changed?", None)])
+def test_a_question_that_asks_something_else_is_noted_in_the_answer(kind, question, note, serve):
+    route, request = QUESTION_REQUESTS[kind](question)
+    assert serve().post(route, **request).json().get("note") == note
+
+
+@pytest.mark.parametrize(("route", "request_"), [(CAPTION, form(BEFORE, AFTER)), (CHAT, parts(IMAGE, OTHER))], ids=str)
+def test_without_a_question_nothing_is_noted(route, request_, serve):
+    assert "note" not in serve().post(route, **request_).json()
+
+
+def test_the_card_of_the_model_that_answers_is_given(serve):
+    data = TrainingData(dataset="minichange", is_drawn=True, pairs=2564)
+    card = {"family": "m3diff", "date": "2026-11-28", "trained_on": (data,)}
+    given = serve(card=card).get("/model").json()
+    assert given == ModelCard("m3diff/1", **card).as_dict() | {"reads_question": True}
+    assert given["version"] == "1"
+    assert given["knows_photographs"] is False
+
+
+def test_a_model_answers_while_its_card_is_still_looked_up(serve, monkeypatch, tmp_path):
+    service = serve(ready=False)
+    is_looked_up = threading.Event()
+
+    def describe(source: Any) -> ModelCard:
+        is_looked_up.wait(60)
+        return ModelCard(source.name, family="m3diff")
+
+    monkeypatch.setattr(service.models, "describe", describe)
+    service.run(service.models.switch(source(toy.write_toy(tmp_path, "one"))))
+    assert service.post(CAPTION, **PAIR).status_code == 200
+    is_looked_up.set()
+    assert service.get("/model").json()["family"] == "m3diff"
+
+
+def test_before_a_model_is_loaded_there_is_no_card_and_no_pair_to_try(serve):
+    service = serve(ready=False)
+    assert service.get("/model").status_code == 503
+    assert service.get("/examples").json() == []
+
+
+def test_a_model_that_reads_no_question_says_so_in_its_card(serve, monkeypatch):
+    monkeypatch.setattr(toy.ToyCaptioner, "family", FAMILIES["blip2idc"])
+    assert serve().get("/model").json()["reads_question"] is False
+
+
+def test_a_chat_with_another_model_is_not_found(serve):
+    answer = serve().post(CHAT, json=chat(BEFORE, AFTER, model="gpt-4o"))
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_the_list_of_models_has_the_version_that_answers(serve):
+    assert [entry["id"] for entry in serve().get("/v1/models").json()["data"]] == ["m3diff/1"]
+
+
+def test_an_unknown_route_is_named(serve):
+    assert serve().get("/nothing").json()["found"] == "GET /nothing"
+
+
+def test_an_unknown_route_of_openais_api_is_refused_in_its_form(serve):
+    assert serve().get("/v1/nothing").json()["error"]["code"] == "no_such_route"
+
+
+def test_another_method_is_refused_with_the_one_that_is_allowed(serve):
+    answer = serve().get(CAPTION)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_server_without_a_model_is_healthy_and_not_ready(serve):
     service = serve(ready=False)
     assert service.get("/healthz").status_code == 200
     for answer in (service.get("/readyz"), service.get("/v1/models"), service.post(CAPTION, **PAIR)):
@@ -352,95 +483,159 @@ async def sent(part: bytes, count: int, pause_s: float = 0) -> AsyncIterator[byt
         await asyncio.sleep(pause_s)
 
 
-def test_a_request_of_too_many_bytes_or_that_comes_too_slowly_is_refused_and_leaves_its_place(serve, monkeypatch):
+def test_a_request_of_too_many_bytes_is_refused(serve):
     service = serve(max_request_mb=1)
     for body in (bytes(3_000_000), sent(bytes(100_000), 30)):
         answer = service.post(CAPTION, **typed(body))
-        assert (answer.status_code, answer.json()["limit"]) == (413, "at most 1 MB a request (serve.max_request_mb)")
-    answer = service.post(CHAT, content=bytes(3_000_000))
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
-    monkeypatch.setattr(app, "UPLOAD_S", 0.3)
+        assert answer.status_code == 413
+        assert answer.json()["limit"] == "at most 1 MB a request (serve.max_request_mb)"
+
+
+def test_a_chat_of_too_many_bytes_is_refused_in_openais_form(serve):
+    answer = serve(max_request_mb=1).post(CHAT, content=bytes(3_000_000))
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "too_large"
+
+
+def test_a_request_that_comes_too_slowly_is_refused_in_time(serve, monkeypatch):
+    service = serve(max_request_mb=1)
+    monkeypatch.setattr(limits, "UPLOAD_S", 0.3)
     start = time.monotonic()
     answer = service.post(CAPTION, **typed(sent(b"x", 50, 0.05)))
-    assert (answer.status_code, answer.json()["error"]) == (408, "slow_client")
+    assert answer.status_code == 408
+    assert answer.json()["error"] == "slow_client"
     assert answer.headers["connection"] == "close"
     assert time.monotonic() - start < 2, "it waited for the client's end"
 
 
-def test_a_full_queue_refuses_at_once_says_when_to_come_again_and_loses_nobody(serve):
+def test_a_full_queue_refuses_at_once_and_loses_no_other_request(serve):
     service = serve(max_queue=3)
     answers = service.post_at_once(CAPTION, [PAIR] * 12)
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert (len(refused), [answer.status_code for answer in answers].count(200)) == (9, 3)
-    assert refused[0].headers["retry-after"] == "1"
-    assert refused[0].json()["limit"] == "at most 3 at a time (serve.max_queue)"
+    refusals = [answer for answer in answers if answer.status_code == 429]
+    assert len(refusals) == 9
+    assert [answer.status_code for answer in answers].count(200) == 3
+    assert refusals[0].headers["retry-after"] == "1"
+    assert refusals[0].json()["limit"] == "at most 3 at a time (serve.max_queue)"
     assert service.post(CAPTION, **PAIR).status_code == 200
 
 
-def test_requests_that_need_more_memory_than_is_left_are_told_to_come_again_before_they_are_read(serve):
-    large = png(noise_image(1, (500, 500)))  # 0.75 MB, of which a quarter of the limit is one
+def large_image() -> bytes:
+    """An image of 0.75 MB. The four copies of a request with it take 3 MB; seven requests of 1 MB may take 7 MB."""
+    return png(noise_image(1, (500, 500)))
+
+
+def test_requests_that_need_more_memory_than_is_free_are_refused_unread(serve):
     service = serve(max_queue=7, max_request_mb=1)
-    answers = sorted(service.post_at_once(CAPTION, [form(large, BEFORE)] * 6), key=lambda answer: answer.status_code)
+    requests = [form(large_image(), BEFORE)] * 6
+    answers = sorted(service.post_at_once(CAPTION, requests), key=lambda answer: answer.status_code)
     assert [answer.status_code for answer in answers] == [200, 200, 503, 503, 503, 503]
     assert answers[-1].headers["retry-after"]
     assert answers[-1].json()["error"] == "memory_full"
     assert "max_queue x serve.max_request_mb" in answers[-1].json()["limit"]
+
+
+def test_small_requests_need_little_memory(serve):
+    service = serve(max_queue=7, max_request_mb=1)
     assert {answer.status_code for answer in service.post_at_once(CAPTION, [PAIR] * 6)} == {200}
+
+
+def test_requests_of_no_announced_size_need_the_memory_of_the_largest(serve):
+    service = serve(max_queue=7, max_request_mb=1)
     body = json.dumps({"before": base64_of(BEFORE), "after": base64_of(AFTER)}).encode()
     answers = service.post_at_once(CAPTION, [typed(sent(body, 1)) for _ in range(4)])
-    assert sorted(answer.status_code for answer in answers) == [200, 503, 503, 503], "they may be of any size"
-    one = serve(max_queue=1, max_request_mb=1)
-    assert one.post(CAPTION, **form(large, BEFORE)).status_code == 200, "the largest is answered whatever the queue is"
+    assert sorted(answer.status_code for answer in answers) == [200, 503, 503, 503]
+
+
+def test_the_largest_request_is_answered_however_short_the_queue_is(serve):
+    service = serve(max_queue=1, max_request_mb=1)
+    assert service.post(CAPTION, **form(large_image(), BEFORE)).status_code == 200
 
 
 def test_an_answer_that_takes_too_long_is_given_up_and_no_longer_computed(serve, monkeypatch):
-    service, captioned, answer = serve(answer_s=COMPUTE_S / 4, batch_pairs=1), [], toy.ToyCaptioner.answer
+    service = serve(answer_s=COMPUTE_S / 4, batch_pairs=1)
+    captioned = []
+    answer = toy.ToyCaptioner.answer
 
-    def counted(*given: Any) -> Any:
+    def count_and_answer(*arguments: Any) -> Any:
         captioned.append(1)
-        return answer(*given)
+        return answer(*arguments)
 
-    monkeypatch.setattr(toy.ToyCaptioner, "answer", counted)
-    for late in service.post_at_once(CAPTION, [PAIR] * 8):
-        assert (late.status_code, late.json()["error"]) == (503, "timed_out")
-        assert "retry-after" in late.headers
+    monkeypatch.setattr(toy.ToyCaptioner, "answer", count_and_answer)
+    for refusal in service.post_at_once(CAPTION, [PAIR] * 8):
+        assert refusal.status_code == 503
+        assert refusal.json()["error"] == "timed_out"
+        assert "retry-after" in refusal.headers
     service.run(asyncio.sleep(10 * COMPUTE_S))
-    assert service.models.current.under_way == 0
+    assert service.models.current.requests == 0
     assert len(captioned) < 8, "pairs whose clients are gone were captioned"
     service.server.limits = service.cfg.model_copy(update={"answer_s": 60})
     assert service.post(CAPTION, **PAIR).status_code == 200, "the model goes on"
 
 
-def test_a_token_is_needed_for_all_but_the_probes(serve):
+OTHER_TOKENS = {
+    "no token": {},
+    "another token": {"Authorization": f"Bearer {TOKEN}x"},
+    "no scheme": {"Authorization": TOKEN},
+}
+
+
+@pytest.mark.parametrize("headers", OTHER_TOKENS.values(), ids=OTHER_TOKENS)
+@pytest.mark.parametrize("route", ["/", "/metrics", "/v1/models", "/docs", CAPTION, CHAT])
+def test_a_route_is_refused_without_the_token(route, headers, serve):
     service = serve(token=TOKEN)
-    for route in ("/", "/metrics", "/v1/models", "/docs", CAPTION, CHAT):
-        for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": TOKEN}):
-            answer = (service.post if route in (CAPTION, CHAT) else service.get)(route, headers=headers)
-            assert answer.status_code == 401, route
-            assert answer.headers["www-authenticate"] == "Bearer"
-    assert {service.get(route).status_code for route in ("/healthz", "/readyz")} == {200}
-    right = {"Authorization": f"Bearer {TOKEN}", "Host": "captions.example.com"}
-    assert service.post(CAPTION, **PAIR, headers=right).status_code == 200
-    assert service.get("/metrics", headers=right).status_code == 200
+    answer = (service.post if route in (CAPTION, CHAT) else service.get)(route, headers=headers)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_without_a_token_a_page_of_another_site_is_not_let_in(serve):
+@pytest.mark.parametrize("route", ["/healthz", "/readyz"])
+def test_probes_need_no_token(route, serve):
+    assert serve(token=TOKEN).get(route).status_code == 200
+
+
+def test_with_the_token_a_request_by_any_name_is_answered(serve):
+    service = serve(token=TOKEN)
+    headers = {"Authorization": f"Bearer {TOKEN}", "Host": "captions.example.com"}
+    assert service.post(CAPTION, **PAIR, headers=headers).status_code == 200
+    assert service.get("/metrics", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "status"),
+    [
+        ("Host", "evil.example.com", 403),
+        ("Host", "127.0.0.1.example.com:80", 403),
+        ("Origin", "https://evil.example.com", 403),
+        ("Origin", "null", 403),
+        ("Origin", "chrome-extension://127.0.0.1:8000", 403),
+        ("Origin", "http://localhost:8000", 403),
+        ("Host", "localhost:8000", 200),
+        ("Origin", "http://127.0.0.1:8000", 200),
+    ],
+)
+def test_without_a_token_a_page_of_another_site_is_refused(header, value, status, serve):
+    assert serve().post(CAPTION, **PAIR, headers={header: value}).status_code == status
+
+
+def break_down(service: Service) -> list[httpx.Response]:
+    """Send three requests that share a batch in which the model fails."""
+    return service.post_at_once(CAPTION, [form(BEFORE, AFTER, question="Break down?")] * 3)
+
+
+def test_an_error_inside_fails_its_own_batch_and_does_not_name_files_of_this_machine(serve):
     service = serve()
-    foreign = {"Host": ("evil.example.com", "127.0.0.1.example.com:80"), "Origin": ("https://evil.example.com", "null")}
-    own = {"Host": ("localhost:8000",), "Origin": ("http://127.0.0.1:8000",)}
-    for sites, status in ((foreign, 403), (own, 200)):
-        for header, site in [(header, site) for header, given in sites.items() for site in given]:
-            assert service.post(CAPTION, **PAIR, headers={header: site}).status_code == status, site
-
-
-def test_what_breaks_inside_fails_its_own_batch_alone_tells_nothing_of_this_machine_and_all_is_counted(serve):
-    """The batch of a dead worker: each of its requests is answered, and so is the next."""
-    service = serve()
-    for answer in service.post_at_once(CAPTION, [form(BEFORE, AFTER, question="Break down?")] * 3):
-        assert (answer.status_code, answer.json()["error"]) == (500, "failed")
+    for answer in break_down(service):
+        assert answer.status_code == 500
+        assert answer.json()["error"] == "failed"
         assert "/var/model" not in answer.text
-    for request, status in ((PAIR, 200), (form(BEFORE, b""), 422)):
-        assert service.post(CAPTION, **request).status_code == status
+    assert service.post(CAPTION, **PAIR).status_code == 200, "the next batch is captioned"
+
+
+def test_every_answer_is_counted(serve):
+    service = serve()
+    break_down(service)
+    assert service.post(CAPTION, **PAIR).status_code == 200
+    assert service.post(CAPTION, **form(BEFORE, b"")).status_code == 422
     service.get("/some/path/of/a/client")
     lines = service.get("/metrics").text.splitlines()
     for line in (
@@ -475,18 +670,19 @@ def test_a_version_takes_over_while_requests_run_and_none_is_lost(tmp_path, serv
 
     found = {(answer["model"], answer["caption"].partition(":")[0]) for answer in service.run(main())}
     assert found == {("m3diff/1", "one"), ("m3diff/2", "other")}
-    assert [local.removed for local in service.made] == [True, False]
+    assert [replica.removed for replica in service.replicas] == [True, False]
 
 
-def test_the_alias_is_followed_and_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path, serve, capsys):
-    service, alias = serve(), [1]
+def test_the_alias_is_followed_past_versions_that_cannot_be_loaded(tmp_path, serve, capsys):
+    service = serve()
+    alias = [1]
     folders = {n: toy.write_toy(tmp_path / word, word) for n, word in {2: "broken", 3: "cut off", 4: "third"}.items()}
 
     async def main() -> None:
         def find() -> Any:
             return source(folders[alias[0]], alias[0])
 
-        following = asyncio.create_task(follow(service.models, lambda: f"m3diff/{alias[0]}", find, 0.02))
+        following = asyncio.create_task(follow_alias(service.models, lambda: f"m3diff/{alias[0]}", find, 0.02))
         for number, want in ((2, "m3diff/1"), (3, "m3diff/1"), (4, "m3diff/4")):
             alias[0] = number
             await asyncio.sleep(0.3)
@@ -498,4 +694,4 @@ def test_the_alias_is_followed_and_a_version_that_cannot_be_loaded_leaves_the_on
     for told in ("model.safetensors: sha256 differs", "model.safetensors: cut off; fetch"):
         assert printed.err.count(f"goes on with m3diff/1; the next version could not be had: {told}") == 1
     assert printed.out == "m3diff serve: answers now with m3diff/4\n"
-    assert {each.removed for each in service.made[:-1]} == {True}, "no damaged one is left in memory"
+    assert {replica.removed for replica in service.replicas[:-1]} == {True}, "no damaged one is left in memory"

@@ -12,12 +12,15 @@ import pytest
 from PIL import Image
 
 from m3diff.__main__ import DATA_REFUSED, USAGE, main
+from m3diff.images.enlarge import enlarge
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION, load_captioner
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault
 from m3diff.registry import model_source, tracking, versions
-from m3diff.serving.caption import BATCH, AskedPair, caption_pairs, find_pairs
+from m3diff.serving.caption import BATCH_PAIRS, AskedPair, caption_pairs, find_pairs
+from m3diff.serving.questions import NOTE
 from m3diff.settings.section import ParamsError
+from tests.errors import Message, raises
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -32,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    for number in range(BATCH + 5):
+    for number in range(BATCH_PAIRS + 5):
         noise_image(number, (40, 40)).save(tmp_path / f"{number}.png")
     return tmp_path
 
@@ -46,7 +49,8 @@ def caption(checkpoint: Path, *arguments: object) -> int:
 
 
 def test_every_pair_has_its_own_answer_in_order_over_the_batches(checkpoint, images, capsys):
-    captioner, asked = load_captioner(checkpoint), pairs(images, BATCH + 3)
+    captioner = load_captioner(checkpoint)
+    asked = pairs(images, BATCH_PAIRS + 3)
     found = list(caption_pairs(captioner, asked, None, None))
     assert [answer.pair for answer in found] == asked
     alone = [next(caption_pairs(captioner, [pair], None, None)).caption for pair in asked]
@@ -63,28 +67,38 @@ def test_a_pair_that_cannot_be_read_is_said_and_the_others_are_captioned(checkpo
     (images / "t.csv").write_text("before,after\n0.png,1.png\n2.png,bad.png\nthin.png,1.png\n4.png,5.png\n")
     assert caption(checkpoint, images / "t.csv") == DATA_REFUSED
     said = capsys.readouterr()
-    assert [line.split("\t")[0] for line in said.out.splitlines()] == ["00001", "00004"]
-    assert "bad.png: is text, not an image" in said.err
-    assert "thin.png: has 1x30000 pixels, 900,000,000 padded to a square, more than 100,000,000" in said.err
+    assert [line.split("\t")[0] for line in said.out.splitlines()] == ["0", "4"]
+    assert Message("images.text", path=images / "bad.png", kind="text").in_text(said.err)
+    size = {"width": 1, "height": 30_000, "value": 900_000_000, "limit": 100_000_000}
+    assert Message("images.too_large", path=images / "thin.png", **size).in_text(said.err)
     assert caption(checkpoint, images / "t.csv", "--json") == DATA_REFUSED
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["name"] for row in rows] == ["00001", "00002", "00003", "00004"]
+    as_json = capsys.readouterr()
+    summary = Message("command.pairs_without_caption", count=2, pairs=4)
+    assert summary.in_text(as_json.err.splitlines()[-1])
+    rows = [json.loads(line) for line in as_json.out.splitlines()]
+    assert [row["name"] for row in rows] == ["0", "2", "thin", "4"]
     assert rows[0]["before"] == str(images / "0.png")
-    assert rows[1].keys() == {"name", "before", "after", "error"}
+    assert rows[1].keys() == {"name", "before", "after", "error", "model", "version"}
     captions = [" ".join(row["caption"].split()) for row in (rows[0], rows[3])]
     assert captions == [line.split("\t")[1] for line in said.out.splitlines()]
 
 
-def test_a_question_with_the_mark_of_an_image_or_to_a_model_that_reads_none_is_refused(checkpoint, images, capsys):
+def test_a_question_with_the_mark_of_an_image_is_refused(checkpoint, images, capsys):
     question = (images / "0.png", images / "1.png", "--question")
     assert caption(checkpoint, *question, "What is new in <image>?") == USAGE
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "--question 'What is new in <image>?': the question has <image>, the mark of an image's place" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert Message("serving.unusable_question", value="What is new in <image>?").in_text(printed.err)
     assert caption(checkpoint, *question, "What is new?") == 0
+
+
+def test_a_question_to_a_model_that_reads_none_is_refused(images):
     model: Any = SimpleNamespace(family=FAMILIES["blip2idc"])
-    with pytest.raises(ParamsError, match="--question 'Is a cup gone\\?': this model reads no question .* leave it"):
+    with raises(ParamsError, "serving.question_not_read", value="Is a cup gone?"):
         next(caption_pairs(model, pairs(images, 1), "Is a cup gone?", None))
+
+
+SIDE = 13 * 40  # pixels of an image of 40 that is drawn large enough to be seen
 
 
 class Model:
@@ -94,7 +108,8 @@ class Model:
     family = SimpleNamespace(reads_question=True)
 
     def __init__(self, maps: np.ndarray | None) -> None:
-        self.maps, self.asked = maps, list[str]()
+        self.maps = maps
+        self.asked = list[str]()
 
     def answer(self, prepared: list[np.ndarray], question: str, saliency: bool) -> Any:
         self.asked.append(question)
@@ -106,41 +121,62 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
     file = tmp_path / "made" / "out.png"
     noise_image(5, (60, 30)).save(images / "wide.png")
     assert caption(checkpoint, images / "0.png", images / "wide.png", "--overlay", file) == 0
-    assert Image.open(file).size == (40 + 12 + 60, 40)
+    assert Image.open(file).size == (13 * 40 + 12 + 18 * 60, 18 * 30)
     grids = np.full((3, 4, 4), 1 / 16, np.float16)
     grids[1, 0, 0] *= 8
     model: Any = Model(grids)
     list(caption_pairs(model, pairs(images, 3), None, tmp_path / "made"))
     for number in range(3):
         sheet = np.asarray(Image.open(tmp_path / "made" / f"p{number}.png"))
-        before, after = (np.asarray(noise_image(number + n, (40, 40))) for n in (0, 1))
-        for side, image in ((sheet[:, :40], before), (sheet[:, 40 + 12 :], after)):
+        assert sheet.shape[1] == 2 * SIDE + 12
+        before, after = (np.asarray(noise_image(number + n, (40, 40))).repeat(13, 0).repeat(13, 1) for n in (0, 1))
+        for side, image in ((sheet[:, :SIDE], before), (sheet[:, SIDE + 12 :], after)):
             assert np.array_equal(side, image) == (number != 1)
-            assert np.array_equal(side[20:, 20:], image[20:, 20:])
+            assert np.array_equal(side[SIDE // 2 :, SIDE // 2 :], image[SIDE // 2 :, SIDE // 2 :])
 
 
-def test_the_image_before_comes_first_the_question_is_what_changed_and_a_model_without_maps_says_so(images):
+@pytest.mark.parametrize(
+    ("question", "asked"), [(None, QUESTION), ("Is a cup gone?", "Is a cup gone?")], ids=["none", "a question"]
+)
+def test_a_model_is_asked_the_question_or_what_changed(question, asked, images):
     model: Any = Model(None)
-    for question in (None, "Is a cup gone?"):
-        list(caption_pairs(model, pairs(images, 1), question, None))
-    assert model.asked == [QUESTION, "Is a cup gone?"]
-    assert [np.array_equal(image, noise_image(n, (40, 40))) for n, image in enumerate(model.images)] == [True, True]
-    with pytest.raises(ValueError, match="overlay: this model has no saliency maps"):
+    list(caption_pairs(model, pairs(images, 1), question, None))
+    assert model.asked == [asked]
+
+
+def test_a_model_gets_the_image_before_first(images):
+    model: Any = Model(None)
+    list(caption_pairs(model, pairs(images, 1), None, None))
+    before, after = model.images
+    assert np.array_equal(before, noise_image(0, (40, 40)))
+    assert np.array_equal(after, noise_image(1, (40, 40)))
+
+
+def test_overlays_of_a_model_without_maps_are_refused(images):
+    model: Any = Model(None)
+    with raises(DataError, "serving.no_saliency_maps"):
         list(caption_pairs(model, pairs(images, 1), None, images / "o.png"))
+
+
+STORE = ("sqlite:///:memory:", "m3diff")
 
 
 def test_a_version_brings_its_checkpoint_and_its_own_limit_of_tokens(checkpoint, monkeypatch):
     version = SimpleNamespace(version="3", tags={"predict.max_new_tokens": "5"})
-    there = {"3": version}
-    monkeypatch.setattr(versions, "find_version", lambda client, name, model: there[model])
+    registered = {"3": version}
+    monkeypatch.setattr(versions, "find_version", lambda client, name, model: registered[model])
     monkeypatch.setattr(versions, "download_checkpoint", lambda found: checkpoint if found is version else None)
     monkeypatch.setattr(tracking, "connected", lambda uri: nullcontext())
-    store = ("sqlite:///:memory:", "m3diff")
-    found = model_source.find(*store, "3", Path("base"), 64)
-    assert (found.name, found.max_new_tokens) == ("m3diff/3", 5)
-    assert model_source.load(found).max_new_tokens == 5
-    found = model_source.find(*store, str(checkpoint), Path("base"), 64)
-    assert (found.name.startswith("m3diff/sha256-"), found.max_new_tokens) == (True, 64)
+    source = model_source.find(*STORE, "3", Path("base"), 64)
+    assert source.name == "m3diff/3"
+    assert source.max_new_tokens == 5
+    assert model_source.load(source).max_new_tokens == 5
+
+
+def test_a_folder_has_the_limit_of_tokens_of_the_parameters(checkpoint):
+    source = model_source.find(*STORE, str(checkpoint), Path("base"), 64)
+    assert source.name.startswith("m3diff/sha256-")
+    assert source.max_new_tokens == 64
 
 
 @pytest.fixture
@@ -152,48 +188,91 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_folders_are_pairs_by_name_whatever_the_format_and_hidden_files_are_no_images(here):
+def test_two_folders_are_pairs_by_name_in_any_format(here):
+    a = AskedPair("a", here / "one/a.png", here / "other/a.png")
+    b = AskedPair("b", here / "one/b.JPG", here / "other/b.webp")
+    assert find_pairs(here / "one", here / "other") == [a, b]
+
+
+def test_hidden_files_and_folders_are_no_images(here):
     for side in ("one", "other"):
         (here / side / "._a.png").write_bytes(b"\0\5\26\7")
         (here / side / ".hidden").mkdir()
-    a, b = AskedPair("a", here / "one/a.png", here / "other/a.png"), ("b", here / "one/b.JPG", here / "other/b.webp")
-    assert find_pairs(here / "one", here / "other") == [a, b]
+    assert [pair.name for pair in find_pairs(here / "one", here / "other")] == ["a", "b"]
+
+
+def test_one_name_in_two_formats_is_two_images(here):
     for file in ("one/c.png", "one/c.jpg", "other/c.png", "other/c.jpg"):
         (here / file).touch()
     names = [pair.name for pair in find_pairs(here / "one", here / "other")]
-    assert names == ["a", "b", "c.jpg", "c.png"], "one name in two formats is two images"
+    assert names == ["a", "b", "c.jpg", "c.png"]
 
 
-def test_two_images_are_one_pair_and_a_table_names_paths_from_its_own_folder(here):
+def test_two_images_are_one_pair(here):
     assert find_pairs(here / "x.png", here / "y.png") == [AskedPair("x", here / "x.png", here / "y.png")]
+
+
+def test_a_table_names_paths_from_its_own_folder(here):
     text = f"\ufeffid,after,before\n7,y.png,x.png\n8,{here}/x.png,one/a.png\n"
     (here / "pairs.csv").write_text(text, encoding="utf-8")
-    first, second = AskedPair("00001", here / "x.png", here / "y.png"), here / "one/a.png"
-    assert find_pairs(here / "pairs.csv", None) == [first, AskedPair("00002", second, here / "x.png")]
+    assert find_pairs(here / "pairs.csv", None) == [
+        AskedPair("x", here / "x.png", here / "y.png"),
+        AskedPair("a", here / "one/a.png", here / "x.png"),
+    ]
 
 
 NO_PAIR = [
-    ("nowhere", "one", "", "nowhere: no such file or folder; give two images"),
-    ("one", None, "", "one: no pair; give two images, two folders"),
-    ("one", "x.png", "", "one, .*x.png: no pair; give two images"),
-    ("one", "many", "", "11 image.s. in one folder alone: a, b, n0, n1, n2, ...; name both sides alike"),
-    ("empty", "empty", "", "empty: no image"),
-    ("t.csv", None, "first,after\n1,2\n", "t.csv: no column before; found first, after"),
-    ("t.csv", None, "before,after\nx.png,y.png\nx.png\n", "t.csv, line 3: row: has 1 fields, the header 2"),
-    ("t.csv", None, "before,after\n", "t.csv: no row"),
-    ("t.csv", None, "before,after\nx.png,http://[::1]/y.png\n", "t.csv, line 2: after: .*is an address, and nothing"),
-    ("x.png", None, "", "x.png: unknown kind of manifest"),
+    ("nowhere", "one", "", "serving.missing_input", {"path": "{here}/nowhere"}),
+    ("one", None, "", "serving.folder_without_second", {"path": "{here}/one"}),
+    ("one", "x.png", "", "serving.folder_and_image", {"before": "{here}/one", "after": "{here}/x.png"}),
+    ("empty", "empty", "", "serving.no_image", {"path": "{here}/empty"}),
+    (
+        "t.csv",
+        None,
+        "first;after\n1;2\n",
+        "serving.no_image_columns_at_delimiter",
+        {"path": "{here}/t.csv", "columns": "['first', 'after']", "delimiter": ";"},
+    ),
+    ("t.csv", None, "before,after\n", "serving.no_row", {"path": "{here}/t.csv"}),
+    (
+        "t.csv",
+        None,
+        "before,after\nx.png,http://[::1]/y.png\n",
+        "serving.unusable_path",
+        {"path": "{here}/t.csv, line 2", "key": "after"},
+    ),
+    (
+        "x.png",
+        None,
+        "",
+        "serving.image_without_second",
+        {"path": "{here}/x.png", "command": "m3diff caption {here}/x.png AFTER"},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "table", "said"), NO_PAIR)
-def test_what_is_no_pair_is_said_with_what_to_give(here, before, after, table, said):
+@pytest.mark.parametrize(("before", "after", "table", "code", "fields"), NO_PAIR)
+def test_what_is_no_pair_is_refused(here, before, after, table, code, fields):
     (here / "t.csv").write_text(table)
+    with raises(DataError, code) as refused:
+        find_pairs(here / before, after and here / after)
+    values = {name: str(refused.value.fields[name]) for name in fields}
+    assert values == {name: value.format(here=here) for name, value in fields.items()}
+
+
+def test_of_many_names_that_do_not_match_the_first_are_named(here):
     (here / "many").mkdir()
     for number in range(9):
         (here / "many" / f"n{number}.png").touch()
-    with pytest.raises(DataError, match=said):
-        find_pairs(here / before, after and here / after)
+    fault = Fault("serving.unmatched_names", value=11, names=["a", "b", "n0", "n1", "n2", "..."])
+    with raises(DataError, "serving.names_do_not_match", faults=[fault]):
+        find_pairs(here / "one", here / "many")
+
+
+def test_a_row_with_another_number_of_fields_than_the_header_is_refused(here):
+    (here / "t.csv").write_text("before,after\nx.png,y.png\nx.png\n")
+    with pytest.raises(DataError, match="t.csv, line 3"):
+        find_pairs(here / "t.csv", None)
 
 
 @pytest.mark.parametrize("named", ["../x.png", "{here}/x.png", "one/../../x.png", "link.png", "..\\x.png"])
@@ -203,10 +282,189 @@ def test_paths_in_a_table_stay_in_its_folder_unless_another_is_opened(here, name
     (folder / "link.png").symlink_to(here / "x.png")
     (folder / "in.png").touch()
     (folder / "pairs.csv").write_text(f"before,after\nin.png,{named.format(here=here)}\n")
-    with pytest.raises(DataError, match=r"pairs\.csv, line 2: after: text .* out of the .*--image-root"):
+    location = f"{folder / 'pairs.csv'}, line 2"
+    code = "serving.link_out_of_folder" if named == "link.png" else "serving.unusable_path"
+    with raises(DataError, code, path=location, key="after"):
         find_pairs(folder / "pairs.csv", None)
     if "\\" not in named:
-        (found,) = find_pairs(folder / "pairs.csv", None, here)
-        assert (found.before, found.after.resolve()) == (folder / "in.png", here / "x.png")
-    with pytest.raises(DataError, match=re.escape("--image-root")):
+        (pair,) = find_pairs(folder / "pairs.csv", None, here)
+        assert pair.before == folder / "in.png"
+        assert pair.after.resolve() == here / "x.png"
+    with raises(DataError, code, path=location, key="after"):
         find_pairs(folder / "pairs.csv", None, here / "other")
+
+
+def test_the_folders_of_the_readme_are_pairs(tmp_path):
+    for folder, kind in (("images", "default"), ("sc_images", "semantic")):
+        (tmp_path / folder).mkdir()
+        for number in (3, 1, 2):
+            (tmp_path / folder / f"CLEVR_{kind}_{number:06}.png").touch()
+    pairs = find_pairs(tmp_path / "images", tmp_path / "sc_images")
+    assert [pair.name for pair in pairs] == [f"CLEVR_default_{number:06}" for number in (1, 2, 3)]
+    assert [pair.after.name for pair in pairs] == [f"CLEVR_semantic_{number:06}.png" for number in (1, 2, 3)]
+
+
+def test_folders_whose_names_do_not_match_are_refused_with_the_names_and_a_remedy(tmp_path):
+    for folder, numbers in (("a", (1, 2)), ("b", (2, 3))):
+        (tmp_path / folder).mkdir()
+        for number in numbers:
+            (tmp_path / folder / f"IMG_{number}.png").touch()
+    fault = Fault("serving.unmatched_names", value=2, names=["IMG_1", "IMG_3"])
+    folders = {"before": tmp_path / "a", "after": tmp_path / "b"}
+    with raises(DataError, "serving.names_do_not_match", **folders, faults=[fault]):
+        find_pairs(tmp_path / "a", tmp_path / "b")
+
+
+def test_two_names_of_a_folder_that_mean_one_image_are_named(tmp_path):
+    for folder, names in (("a", ("1", "01")), ("b", ("001", "0001"))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / f"{name}.png").touch()
+    fault = Fault("serving.ambiguous_names", names=["0001", "001", "01", "1"])
+    with raises(DataError, "serving.names_do_not_match") as refused:
+        find_pairs(tmp_path / "a", tmp_path / "b")
+    assert fault in refused.value.fields["faults"]
+
+
+def test_a_folder_alone_is_no_pair_and_its_table_is_named(here):
+    (here / "pairs.csv").write_text("before,after\nx.png,y.png\n")
+    command = f"m3diff caption {here / 'pairs.csv'}"
+    with raises(DataError, "serving.table_in_folder", path=here, table="pairs.csv", command=command):
+        find_pairs(here, None)
+
+
+def test_columns_whose_order_is_a_question_are_asked_for_and_taken_as_they_are_named(here):
+    table = here / "t.csv"
+    table.write_text("links;rechts\nx.png;y.png\n")
+    options = ["--before links --after rechts", "--before rechts --after links"]
+    with raises(DataError, "serving.ambiguous_image_columns", path=table, options=options):
+        find_pairs(table, None)
+    (pair,) = find_pairs(table, None, columns={"before": "rechts", "after": "links"})
+    assert pair.before == here / "y.png"
+    assert pair.after == here / "x.png"
+
+
+def test_the_columns_that_are_named_outrank_what_the_names_say(here):
+    (here / "t.csv").write_text("before,after,retouched\nx.png,y.png,one/a.png\n")
+    (pair,) = find_pairs(here / "t.csv", None, columns={"before": "after", "after": "retouched"})
+    assert pair.before == here / "y.png"
+    assert pair.after == here / "one/a.png"
+
+
+def test_a_column_that_the_table_has_not_is_refused_with_its_columns(here):
+    (here / "t.csv").write_text("before,after\nx.png,y.png\n")
+    with pytest.raises(DataError, match="Vorher"):
+        find_pairs(here / "t.csv", None, columns={"before": "Vorher", "after": "after"})
+
+
+@pytest.mark.parametrize(("first", "second"), [("x.png", "y.png"), ("one", "other")], ids=["two images", "two folders"])
+def test_columns_are_of_a_table(first, second, here):
+    with raises(ParamsError, "serving.columns_without_table"):
+        find_pairs(here / first, here / second, columns={"before": "a", "after": "b"})
+
+
+@pytest.mark.parametrize(("side", "other_side"), [("before", "after"), ("after", "before")])
+def test_columns_of_both_images_are_needed(side, other_side, here):
+    (here / "t.csv").write_text("a,b\nx.png,y.png\n")
+    with raises(ParamsError, "serving.one_column", names=[f"--{side}"], expected=f"--{other_side} COLUMN"):
+        find_pairs(here / "t.csv", None, columns={side: "a"})
+
+
+NAMES_OF_PAIRS = {
+    "the files' names": (["v/IMG_20.jpg", "v/IMG_21.jpg"], ["IMG_20", "IMG_21"]),
+    "folders that tell them apart": (["1/before.png", "2/before.png"], ["1/before", "2/before"]),
+    "only where it is needed": (["1/a.png", "2/a.png", "b.png"], ["1/a", "2/a", "b"]),
+    "letters alone that differ in case": (["x/a.png", "y/A.png"], ["x/a", "y/A"]),
+    "one pair twice": (["a.png", "a.png"], ["a-after-row-00001", "a-after-row-00002"]),
+    "a dot in the name": (["IMG.1.png", "IMG.2.png"], ["IMG.1", "IMG.2"]),
+}
+
+
+@pytest.mark.parametrize(("before", "names"), NAMES_OF_PAIRS.values(), ids=NAMES_OF_PAIRS)
+def test_pairs_of_a_table_bear_their_files_names_each_its_own(before, names, tmp_path):
+    rows = "".join(f"{path},after.png\n" for path in before)
+    (tmp_path / "t.csv").write_text(f"before,after\n{rows}")
+    assert [pair.name for pair in find_pairs(tmp_path / "t.csv", None)] == names
+
+
+def test_images_after_tell_pairs_of_one_image_before_apart(tmp_path):
+    (tmp_path / "t.csv").write_text("before,after\na.png,b.png\na.png,c.png\n")
+    assert [pair.name for pair in find_pairs(tmp_path / "t.csv", None)] == ["a-b", "a-c"]
+
+
+def test_a_file_address_into_the_tables_folder_is_a_path_as_for_data_check(here):
+    (here / "t.csv").write_text(f"before,after\nfile://{here}/x.png,{here}/y.png\n")
+    (pair,) = find_pairs(here / "t.csv", None)
+    assert pair.before == here / "x.png"
+    assert pair.after == here / "y.png"
+
+
+def test_json_names_the_model_and_its_version(checkpoint, images, capsys):
+    assert caption(checkpoint, images / "0.png", images / "1.png", "--json") == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["model"] == f"m3diff/{row['version']}"
+    assert re.fullmatch(r"sha256-[0-9a-f]{12}", row["version"])
+
+
+@pytest.mark.parametrize(
+    ("question", "is_noted"),
+    [("Is a cup gone?", True), ("What is the colour of the cup?", True), ("What has changed?", False), (None, False)],
+)
+def test_a_question_that_asks_something_else_than_what_changed_is_noted(question, is_noted, images):
+    model: Any = Model(None)
+    (answer,) = caption_pairs(model, pairs(images, 1), question, None)
+    assert (answer.note is not None) == is_noted
+    assert ("note" in answer.as_dict("m3diff/1")) == is_noted
+
+
+def test_the_note_on_a_question_is_printed_once(checkpoint, images, capsys):
+    (images / "t.csv").write_text("before,after\n0.png,1.png\n2.png,3.png\n")
+    assert caption(checkpoint, images / "t.csv", "--question", "Is a cup gone?") == 0
+    printed = capsys.readouterr()
+    assert printed.err.count(NOTE) == 1
+    assert len(printed.out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "JSON"])
+def test_the_note_on_the_training_is_one_line_beside_the_captions(form, checkpoint, images, capsys, monkeypatch):
+    monkeypatch.setattr("m3diff.serving.model_card.note_on_training", lambda params, source: "drawn scenes alone")
+    assert caption(checkpoint, images / "0.png", images / "1.png", *form) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("m3diff caption: note: drawn scenes alone\n") == 1
+    assert "drawn" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [((128, 128), (512, 512)), ((40, 60), (520, 780)), ((100, 4000), (100, 4000)), ((16, 100), (320, 2000))],
+    ids=["128 px", "a portrait", "a long strip", "a strip"],
+)
+def test_a_small_image_is_enlarged_by_whole_pixels(size, wanted):
+    image = noise_image(1, size)
+    large = enlarge(image)
+    assert large.size == wanted
+    factor = wanted[0] // size[0]
+    assert np.array_equal(np.asarray(large)[::factor, ::factor], np.asarray(image))
+
+
+def test_a_large_image_is_not_enlarged():
+    image = noise_image(1, (600, 512))
+    assert enlarge(image) is image
+
+
+def test_an_unreadable_image_of_a_table_is_named_by_the_table(images):
+    model: Any = Model(None)
+    embedded: Any = SimpleNamespace(manifest="pairs.parquet", name="0", read=lambda: b"no image")
+    (answer,) = caption_pairs(model, [AskedPair("p", embedded, images / "0.png")], None, None)
+    assert answer.fault is not None
+    assert answer.fault.code == "images.text"
+    assert answer.fault.fields["path"] == "pairs.parquet#bytes=0"
+    assert answer.as_dict("m3diff/1")["error"] == str(answer.fault)
+
+
+def test_a_missing_image_is_named_and_the_other_pairs_are_captioned(images):
+    model: Any = Model(None)
+    asked = [*pairs(images, 1), AskedPair("gone", images / "0.png", images / "gone.png")]
+    answers = list(caption_pairs(model, asked, None, None))
+    assert [answer.caption for answer in answers] == ["same", None]
+    assert answers[1].fault == Fault("serving.missing_image", path=images / "gone.png")

@@ -3,42 +3,46 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import polars as pl
 import pytest
 import uvicorn
 from playwright.sync_api import Page, expect
 
-from m3diff.records.errors import DataError
-from m3diff.serving.app import find_examples, read_page
+from m3diff.serving.model_card import NO_PHOTOGRAPHS, Example, TrainingData
+from m3diff.serving.page import read_page
+from m3diff.serving.questions import NOTE
 from tests.browser import Watch, chromium
 from tests.servers import free_port
 from tests.serving.toy import Service, plain, source, write_toy
 
-DESK, PHONE = {"width": 1400, "height": 1000}, {"width": 390, "height": 844}
+DESK = {"width": 1400, "height": 1000}
+PHONE = {"width": 390, "height": 844}
 WANT = "one: 10/20/0 became 30/40/0 (What has changed from the first image to the second?)"
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`before.png`, `after.png`, and a clean table with pairs of them for the test split."""
+    """`before.png` and `after.png`."""
     root = tmp_path_factory.mktemp("images")
     plain(10, 20, size=(320, 240)).save(root / "before.png")
     plain(30, 40, size=(320, 240)).save(root / "after.png")
-    rows = [
-        {"id": f"{name}/{n}", "dataset": name, "split": split, "before": str(root / "before.png")}
-        | {"after": str(root / "after.png"), "references": [f"what {name} says of {n}", "else"]}
-        for name in ("a", "b", "withheld")
-        for n, split in enumerate(("train", "test", "test", "test", "test"))
-    ]
-    pl.DataFrame(rows).write_parquet(root / "records.parquet")
     return root
+
+
+def card_of(images: Path) -> dict[str, Any]:
+    """The facts of a model of drawn scenes, with six pairs to try."""
+    files = {side: images / f"{side}.png" for side in ("before", "after")}
+    examples = [Example(key=f"k{n}", id=f"a/{n}", reference=f"what a says of {n}", **files) for n in range(1, 7)]
+    data = TrainingData(dataset="minichange", is_drawn=True, pairs=2564)
+    return {"family": "m3diff", "date": "2026-11-28", "trained_on": (data,), "examples": tuple(examples)}
 
 
 @pytest.fixture(scope="module")
 def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    service = Service(examples=find_examples(images / "records.parquet", ["a", "b"]))
-    folder, port = write_toy(tmp_path_factory.mktemp("toy"), "one"), free_port()
+    service = Service(card=card_of(images))
+    folder = write_toy(tmp_path_factory.mktemp("toy"), "one")
+    port = free_port()
 
     async def app(scope, receive, send):  # the model is loaded in the loop that asks it
         if service.models.current is None:
@@ -75,7 +79,7 @@ def upload(page: Page, images: Path) -> None:
 
 
 @pytest.mark.slow(30)
-def test_two_images_are_captioned_slid_over_outlined_swapped_asked_about_and_a_refusal_is_said(page, images, tmp_path):
+def test_the_page_captions_two_images_outlines_swaps_and_asks_and_shows_a_refusal(page, images, tmp_path):
     upload(page, images)
     page.get_by_role("button", name="Say what changed").click()
     expect(page.locator("#caption")).to_have_text(WANT)
@@ -101,7 +105,9 @@ def test_two_images_are_captioned_slid_over_outlined_swapped_asked_about_and_a_r
     page.get_by_role("button", name="Say what changed").click()
     alert = page.get_by_role("alert")
     expect(alert).to_contain_text("This cannot be captioned")
-    expect(alert).to_contain_text("after: 8 bytes, is text, not an image (it begins 'no image'). Allowed: an image")
+    expect(alert).to_contain_text(
+        "after: 8 bytes, is text, not an image (it begins with 'no image'). Allowed: an image"
+    )
     page.set_input_files("#after", images / "after.png")
     expect(alert).to_be_hidden()
     page.get_by_label("Question").fill("<image>")
@@ -117,23 +123,42 @@ def test_an_example_is_one_press_away(page):
     expect(page.locator("#reference q")).to_have_text("what a says of 1")
 
 
-def test_examples_are_test_pairs_of_each_dataset_that_may_be_shown_in_turn_and_none_before_a_run(images, tmp_path):
-    found = find_examples(images / "records.parquet", ["a", "b"])
-    assert [example["id"] for example in found] == ["a/1", "b/1", "a/2", "b/2", "a/3", "b/3"]
-    assert find_examples(tmp_path / "records.parquet", ["a"]) == find_examples(images / "records.parquet", []) == []
-    (tmp_path / "records.parquet").write_text("cut off")
-    with pytest.raises(DataError, match=r"records.parquet: cannot be read .*`dvc repro`"):
-        find_examples(tmp_path / "records.parquet", ["a"])
-    service = Service(examples=found)
+@pytest.mark.slow(10)
+def test_the_page_names_the_model_and_what_it_does_not_know(page):
+    card = page.locator("#card")
+    expect(card).to_contain_text("m3diff/1, family m3diff, from 2026-11-28")
+    expect(card).to_contain_text("Trained on 2,564 pairs: minichange (2,564).")
+    expect(card.locator(".warning")).to_have_text(NO_PHOTOGRAPHS)
+
+
+@pytest.mark.slow(10)
+def test_the_page_says_that_a_question_may_have_been_passed_over(page, images):
+    upload(page, images)
+    page.get_by_label("Question").fill("Is a cup gone?")
+    page.get_by_role("button", name="Say what changed").click()
+    expect(page.locator("#note")).to_have_text(f"Note: {NOTE}.")
+    page.get_by_label("Question").fill("What has changed?")
+    page.get_by_role("button", name="Say what changed").click()
+    expect(page.locator("#caption")).to_contain_text("What has changed?")
+    expect(page.locator("#note")).to_be_hidden()
+
+
+def test_pairs_to_try_are_those_of_the_model_that_answers(images, tmp_path):
+    service = Service(card=card_of(images))
+    assert service.get("/examples").json() == []
+    service.run(service.models.switch(source(write_toy(tmp_path, "one"))))
     listed = service.get("/examples").json()[1]
-    assert (listed["id"], listed["reference"], listed["after"]) == ("b/1", "what b says of 1", "/examples/1/after")
+    assert listed["id"] == "a/2"
+    assert listed["reference"] == "what a says of 2"
     assert service.get(listed["after"]).content == (images / "after.png").read_bytes()
-    assert {service.get(f"/examples/{place}").status_code for place in ("6/after", "1/caption")} == {404}
+    for address in ("/examples/k9/after", "/examples/k1/reference", "/examples/k1/key"):
+        assert service.get(address).status_code == 404
     service.runner.close()
 
 
 def test_the_policy_of_the_page_names_no_host_and_allows_no_other_script():
-    (html, policy), service = read_page(), Service()
+    (html, policy) = read_page()
+    service = Service()
     assert service.get("/").headers["content-security-policy"] == policy
     service.runner.close()
     assert "http" not in policy

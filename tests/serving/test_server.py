@@ -26,10 +26,12 @@ from PIL.PngImagePlugin import PngInfo
 from m3diff.__main__ import main
 from m3diff.cluster import NoRoomError
 from m3diff.models.generation import load_captioner
-from m3diff.serving.app import COPIES
+from m3diff.records.errors import Fault
 from m3diff.serving.batcher import deployer
+from m3diff.serving.limits import COPIES
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.stage import SIGNATURE, copy_code
+from tests.errors import Message, raises
 from tests.servers import free_port, started, until
 from tests.serving import toy
 from tests.serving.toy import PARAMS, Running, chat, environment, form, plain, png, running, write_registry
@@ -42,8 +44,9 @@ PATIENCE_S = 400
 
 UPLOAD_S = 3
 TOKEN = "0123456789abcdef0123"
-BEFORE, AFTER = png(plain(10, 20)), png(plain(30, 40))
-CONSTANTS = {"server.POLL_S": 0.5, "app.UPLOAD_S": UPLOAD_S, "batcher.BATCH_WAIT_S": 0.02}
+BEFORE = png(plain(10, 20))
+AFTER = png(plain(30, 40))
+CONSTANTS = {"server.POLL_S": 0.5, "limits.UPLOAD_S": UPLOAD_S, "batcher.BATCH_WAIT_S": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +64,7 @@ def ask(server: Running, number: int) -> tuple[int, str]:
 
 
 @pytest.mark.slow(120)
-def test_replicas_on_a_cluster_lose_no_more_than_a_dead_ones_batch_and_the_cluster_outlives_the_server(
-    tmp_path, monkeypatch
-):
+def test_replicas_on_a_cluster_survive_a_dead_one_and_the_cluster_the_server(tmp_path, monkeypatch):
     client = write_registry(tmp_path, "one", "two")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # the toy's, on every node: a replica may be on the head, too
     with cluster() as hosts:
@@ -77,7 +78,9 @@ def test_replicas_on_a_cluster_lose_no_more_than_a_dead_ones_batch_and_the_clust
             replica.kill()
             statuses = Counter(one.result()[0] for one in asking)
             assert statuses.keys() <= {200, 500}
-            assert statuses[500] <= 4, f"more were lost than the dead one could have been asked: {server.said[-2000:]}"
+            assert statuses[500] <= 4, (
+                f"more were lost than the dead one could have been asked: {server.output[-2000:]}"
+            )
             client.set_registered_model_alias("m3diff", "champion", "2")
             server.wait_for("answers now with m3diff/2")
             assert [ask(server, number)[1][:3] for number in range(4)] == ["two"] * 4
@@ -86,22 +89,43 @@ def test_replicas_on_a_cluster_lose_no_more_than_a_dead_ones_batch_and_the_clust
 
 
 @pytest.mark.slow
-def test_one_process_listens_on_this_machine_alone_answers_openais_client_and_its_errors_have_its_types(server):
-    import openai
-
+def test_one_process_listens_on_this_machine_alone(server):
     (process,) = server.family()
-    listens = [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
-    assert listens == [("127.0.0.1", server.port)]
-    client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+    connections = process.net_connections("inet")
+    addresses = [connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN]
+    assert addresses == [("127.0.0.1", server.port)]
+
+
+@pytest.mark.slow
+def test_openais_client_is_answered(server):
+    client = openai_client(server)
     messages = chat(BEFORE, AFTER, "What is new?")["messages"]
     answer = client.chat.completions.create(model="m3diff", messages=messages)
-    assert answer.choices[0].message.content.endswith(toy.said("", "What is new?", "10/20/0", "30/40/0"))
+    assert answer.choices[0].message.content.endswith(toy.toy_caption("", "What is new?", "10/20/0", "30/40/0"))
     assert [model.id for model in client.models.list()] == [answer.model]
+
+
+@pytest.mark.slow
+def test_a_refusal_is_an_error_of_openais_client(server):
+    import openai
+
+    messages = chat(BEFORE, AFTER, "What is new?")["messages"]
     messages[0]["content"].pop()
     with pytest.raises(openai.UnprocessableEntityError, match="exactly 2 images"):
-        client.chat.completions.create(model="m3diff", messages=messages)
+        openai_client(server).chat.completions.create(model="m3diff", messages=messages)
+
+
+@pytest.mark.slow
+def test_a_client_that_sends_too_much_reads_the_refusal(server):
     answer = httpx.post(f"{server.address}/v1/chat/completions", content=bytes(5_000_000), timeout=PATIENCE_S)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large"), "who sends too much reads why"
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "too_large"
+
+
+def openai_client(server: Running) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
 
 
 def until_closed(port: int, *sent: bytes) -> tuple[bytes, float]:
@@ -119,7 +143,8 @@ def until_closed(port: int, *sent: bytes) -> tuple[bytes, float]:
 
 @pytest.mark.slow
 def test_a_connection_that_says_nothing_or_stops_in_the_middle_is_closed(server):
-    head, get = b"POST /caption HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    head = b"POST /caption HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    get = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     typed = b"Content-Type: application/json\r\nContent-Length: 900\r\n\r\n"
     sent = ((), (head,), (get, head), (head + typed, b"only this"))
     with ThreadPoolExecutor() as at_once:
@@ -143,19 +168,19 @@ def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign,
         while not server.metric("m3diff_queue_length"):
             time.sleep(0.1)
         to(server.process.pid, sign)
-        assert server.process.wait(60) == 0, server.said
+        assert server.process.wait(60) == 0, server.output
         assert answer.result().status_code == 200
         assert psutil.wait_procs(family, 20)[1] == []
-        assert "Traceback" not in server.said
+        assert "Traceback" not in server.output
 
 
 SAYS = """
 import sys
-from m3diff.serving.server import say
-say("one")
+from m3diff.serving.server import print_line
+print_line("one")
 sys.stdin.read()
-say("two")
-say("three", sys.stderr)
+print_line("two")
+print_line("three", sys.stderr)
 sys.exit(3)
 """
 
@@ -163,7 +188,8 @@ sys.exit(3)
 @pytest.mark.fault("W5")
 def test_a_server_whose_output_nobody_reads_any_more_goes_on():
     """`m3diff serve 2>&1 | head -1`."""
-    line, pipe = [sys.executable, "-c", SAYS], subprocess.PIPE
+    line = [sys.executable, "-c", SAYS]
+    pipe = subprocess.PIPE
     process = subprocess.Popen(line, env=environment(), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
     assert process.stdout.readline() == b"m3diff serve: one\n"
     process.stdout.close()
@@ -182,10 +208,20 @@ def unknown(root: Any) -> list[str]:
     return ["--model", "nowhere"]
 
 
-CANNOT: dict[str, tuple[Callable[[Any], list[str]], str, int, str]] = {
-    "open without a token": (lambda root: ["--host", "0.0.0.0"], "", 2, "lets other machines in, and there is no t"),
-    "a short token": (lambda root: ["--host", "127.0.0.1"], "short", 2, "M3DIFF_SERVE_TOKEN has 5 characters; 16 at"),
-    "no such version": (unknown, TOKEN, 3, "model 'm3diff' has no version 'nowhere'; there are [1]; name one of these"),
+CANNOT: dict[str, tuple[Callable[[Any], list[str]], str, int, Message | str]] = {
+    "open without a token": (
+        lambda root: ["--host", "0.0.0.0"],
+        "",
+        2,
+        Message("serving.no_token", host="0.0.0.0", variable="M3DIFF_SERVE_TOKEN"),
+    ),
+    "a short token": (
+        lambda root: ["--host", "127.0.0.1"],
+        "short",
+        2,
+        Message("serving.short_token", variable="M3DIFF_SERVE_TOKEN", value=5, limit=16),
+    ),
+    "no such version": (unknown, TOKEN, 3, "'nowhere'"),
     "a damaged checkpoint": (damaged, "", 3, "/checkpoint/model.safetensors: "),
     "a taken port": (lambda root: [], "", 2, "Address already in use"),
 }
@@ -199,18 +235,23 @@ def test_what_cannot_be_served_is_said_at_once_in_one_line(name, tmp_path, monke
         port = taken.getsockname()[1] if name == "a taken port" else None
         given = toy.command(tmp_path, *options(tmp_path), toy=False, port=port)
         assert main(["--params", str(tmp_path / "params.yaml"), *given[given.index("serve") :]]) == code
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert words.in_text(printed) if isinstance(words, Message) else words in printed
 
 
-def test_several_replicas_without_a_cluster_or_with_one_that_is_gone_are_refused_with_the_remedy(monkeypatch):
+def test_several_replicas_without_a_cluster_are_refused(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cfg = PARAMS.serve.model_copy(update={"replicas": 2})
-    said = "serve.replicas: 2 need a Ray cluster.*start one.*or write 1"
-    with pytest.raises(ParamsError, match=said), deployer(cfg, PARAMS.compute):
+    refused = raises(ParamsError, "serving.replicas_without_cluster", key="serve.replicas", value=2)
+    with refused, deployer(cfg, PARAMS.compute):
         pass
+
+
+def test_replicas_on_a_cluster_that_does_not_answer_are_refused(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    monkeypatch.setattr("m3diff.cluster.ANSWER_S", 1)
-    monkeypatch.setattr("ray.serve.start", lambda **given: pytest.fail("Ray would ask for most of an hour"))
+    monkeypatch.setattr("m3diff.cluster.HEAD_TIMEOUT_S", 1)
+    monkeypatch.setattr("ray.serve.start", lambda **options: pytest.fail("Ray would ask for most of an hour"))
+    cfg = PARAMS.serve.model_copy(update={"replicas": 2})
     with pytest.raises(NoRoomError, match="RAY_ADDRESS=127.0.0.1:9"), deployer(cfg, PARAMS.compute):
         pass
 
@@ -222,7 +263,7 @@ SERVE = PARAMS.serve.model_copy(update={"max_image_mpx": 10, "answer_s": PATIENC
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp("served")
     write_registry(root, "one")
-    constants = {"app.UPLOAD_S": PATIENCE_S}
+    constants = {"limits.UPLOAD_S": PATIENCE_S}
     with running(root, constants=constants, max_image_mpx=SERVE.max_image_mpx, answer_s=PATIENCE_S) as server:
         for _ in range(4):
             httpx.post(f"{server.address}/caption", **form(png(plain(1, 2)), png(plain(3, 4))), timeout=PATIENCE_S)
@@ -237,7 +278,9 @@ def taken(processes: list[psutil.Process]) -> int:
 @contextmanager
 def peak(server: Running, name: str, allowed: float) -> Iterator[None]:
     """Within, the server grows by no more than a tenth over what is allowed."""
-    family, found, ended = server.family(), 0, threading.Event()
+    family = server.family()
+    found = 0
+    ended = threading.Event()
     assert len(family) == 1, "the model is in the server's own process"
     idle = taken(family)
 
@@ -258,7 +301,8 @@ def peak(server: Running, name: str, allowed: float) -> Iterator[None]:
 
 
 def text_bomb() -> bytes:
-    held, info = io.BytesIO(), PngInfo()
+    held = io.BytesIO()
+    info = PngInfo()
     for number in range(63):
         info.add_text(f"k{number}", "x" * 1_000_000, zip=True)
     Image.new("L", (9, 9)).save(held, "PNG", pnginfo=info)
@@ -311,6 +355,17 @@ def register(root: Path, checkpoint: Path) -> str:
     return uri
 
 
+def test_the_code_of_a_version_has_the_wording_of_its_errors(tmp_path):
+    package = copy_code(tmp_path)
+    script = 'import m3diff.records.errors as e; print(e.__file__); print(e.Fault("images.video", path="a.png"))'
+    command = [sys.executable, "-P", "-c", script]
+    printed = subprocess.run(command, env=environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True)
+    assert printed.stdout.splitlines() == [
+        str(package / "records" / "errors.py"),
+        str(Fault("images.video", path="a.png")),
+    ]
+
+
 def is_answered(address: str) -> bool:
     try:
         return httpx.get(f"{address}/ping").status_code == 200
@@ -319,7 +374,7 @@ def is_answered(address: str) -> bool:
 
 
 @pytest.mark.slow(110)
-def test_a_registered_version_says_the_same_by_both_servers_whatever_partner_an_image_has(tmp_path, monkeypatch):
+def test_a_registered_version_gives_the_same_captions_by_both_servers(tmp_path, monkeypatch):
     """A server that caches an image's features must pass this (docs/serving.md): A with B, then A with C."""
     monkeypatch.setattr("tests.servers.PATIENCE_S", 240)
     folder = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
@@ -337,10 +392,12 @@ def test_a_registered_version_says_the_same_by_both_servers_whatever_partner_an_
         with httpx.Client(base_url=server.address, timeout=300) as client:
             for (one, other), caption in zip(pairs, want, strict=True):
                 answer = client.post("/caption", **form(png(one), png(other), overlay="true")).json()
-                assert (answer["caption"], answer["model"]) == (caption, "m3diff/1")
+                assert answer["caption"] == caption
+                assert answer["model"] == "m3diff/1"
                 assert answer["overlay"].keys() == {"before", "after"}
             refused = client.post("/caption", **form(png(images[0]), png(images[1]), question="a <image>"))
-        assert (refused.status_code, refused.json()["error"]) == (422, "special_token")
+        assert refused.status_code == 422
+        assert refused.json()["error"] == "special_token"
     port = free_port()
     line = [str(Path(sys.executable).with_name("mlflow")), "models", "serve", "-m", "models:/m3diff@champion"]
     line += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]

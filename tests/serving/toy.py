@@ -1,10 +1,11 @@
-"""A captioner that says something else of every pair, its word, the question and the colours of both images; the
-application with it, asked through ASGI in this process or as a process of its own with a registry of toys; and the
-bodies of requests.
+"""A toy captioner, the application with it, and bodies of requests.
 
-As a program it is `m3diff serve` with this captioner: `python -m tests.serving.toy [OPTIONS OF m3diff]`. The variable
-TOY_CONSTANTS gives constants of m3diff.serving other values. A toy's folder holds `word.txt`; it takes COMPUTE_S a
-batch, so that others gather meanwhile.
+A caption of the toy has its word, the question and the colours of both images. The application is asked through ASGI in
+this process, or runs as a process of its own with a registry of toys.
+
+`python -m tests.serving.toy [OPTIONS OF m3diff]` is `m3diff serve` with this captioner. TOY_CONSTANTS gives constants
+of m3diff.serving other values. A toy's folder holds `word.txt`. The toy takes COMPUTE_S for a batch, so that others
+gather meanwhile.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
 from m3diff.serving.app import Server
-from m3diff.serving.batcher import BATCH_WAIT_S, Answer, Asked, Fault, Metrics, Models, Replica
+from m3diff.serving.batcher import BATCH_WAIT_S, Asked, Metrics, Models, Replica, ServedAnswer, UndecodableImage
+from m3diff.serving.model_card import ModelCard
 from m3diff.settings.load import load_params
 from tests.servers import free_port
 from tests.toy import REPOSITORY
@@ -42,13 +44,14 @@ from tests.toy import REPOSITORY
 PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
 COMPUTE_S = 0.04
 CONSTANTS = "TOY_CONSTANTS"
-SIDE, CELLS = 16, 4
+SIDE = 16
+CELLS = 4
 SPECIAL = ("<image>", "<|im_end|>")
+# Words of toys that cannot be loaded
 FAULTS = {
     "broken": ValueError("model.safetensors: sha256 differs"),
     "cut off": DataError("model.safetensors: cut off; fetch"),
 }
-"""Words of toys that cannot be loaded."""
 
 
 class ToyCaptioner:
@@ -70,13 +73,13 @@ class ToyCaptioner:
         if question == "Break down?":
             raise RuntimeError("the secret place /var/model is on fire")
         colours = ["/".join(map(str, image[SIDE // 2, SIDE // 2])) for image in images]
-        texts = [said(self.word, question, *pair) for pair in zip(colours[::2], colours[1::2], strict=True)]
+        texts = [toy_caption(self.word, question, *pair) for pair in zip(colours[::2], colours[1::2], strict=True)]
         grids = np.full((len(texts), CELLS, CELLS), 0.5 / (CELLS**2 - 1), np.float16)
         grids[:, 1, 1] = 0.5
         return texts, grids if saliency else None
 
 
-def said(word: str, question: str, before: str, after: str) -> str:
+def toy_caption(word: str, question: str, before: str, after: str) -> str:
     return f"{word}: {before} became {after} ({question})"
 
 
@@ -105,11 +108,11 @@ class ToyReplica(Replica):
 
 
 class Local(ToyReplica):
-    """A replica that is asked while it is there, and removed after its last answer."""
+    """A replica that fails if it is asked after its removal, or removed before its last answer."""
 
     removed = False
 
-    async def ask(self, asked: Asked) -> Answer | Fault:
+    async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
         assert not self.removed, "asked after it was removed"
         answer = await super().ask(asked)
         assert not self.removed, "removed before it gave its last answer"
@@ -121,19 +124,24 @@ class Local(ToyReplica):
 
 
 class Service:
-    """A server without a model yet, with an event loop of its own; `changes` are of the section `serve`."""
+    """A server without a model yet, with an event loop of its own.
 
-    def __init__(self, token: str | None = None, examples: Any = (), **changes: Any) -> None:
+    Args:
+        card: facts of each model's card.
+        changes: of the section `serve`.
+    """
+
+    def __init__(self, token: str | None = None, card: dict[str, Any] | None = None, **changes: Any) -> None:
         self.cfg = PARAMS.serve.model_copy(update=changes)
-        self.made: list[Local] = []
-        self.models = Models(self.deploy, Metrics())
-        self.server = Server(self.cfg, self.models, "m3diff", token, list(examples))
+        self.replicas: list[Local] = []
+        self.models = Models(self.deploy, Metrics(), lambda source: ModelCard(source.name, **(card or {})))
+        self.server = Server(self.cfg, self.models, "m3diff", token)
         self.runner = asyncio.Runner()
         self.run = self.runner.run
 
     def deploy(self, source: Source) -> Local:
-        self.made.append(Local(source, self.cfg.batch_pairs, BATCH_WAIT_S, 1))
-        return self.made[-1]
+        self.replicas.append(Local(source, self.cfg.batch_pairs, BATCH_WAIT_S, 1))
+        return self.replicas[-1]
 
     async def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.server, raise_app_exceptions=False)
@@ -147,10 +155,10 @@ class Service:
         return self.run(self.ask("POST", path, **request))
 
     def post_at_once(self, path: str, requests: Sequence[dict[str, Any]]) -> list[httpx.Response]:
-        async def all_of_them() -> list[httpx.Response]:
+        async def post_all() -> list[httpx.Response]:
             return await asyncio.gather(*(self.ask("POST", path, **request) for request in requests))
 
-        return self.run(all_of_them())
+        return self.run(post_all())
 
 
 def plain(red: int, green: int, blue: int = 0, size: tuple[int, int] = (32, 24)) -> Image.Image:
@@ -158,9 +166,9 @@ def plain(red: int, green: int, blue: int = 0, size: tuple[int, int] = (32, 24))
 
 
 def png(image: Image.Image) -> bytes:
-    held = io.BytesIO()
-    image.save(held, "PNG")
-    return held.getvalue()
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def base64_of(data: bytes) -> str:
@@ -188,35 +196,39 @@ class Running:
     """A server that answers; `root` is its current directory."""
 
     def __init__(self, process: subprocess.Popen, port: int, log: Path, root: Path) -> None:
-        self.process, self.port, self.log, self.root = process, port, log, root
+        self.process = process
+        self.port = port
+        self.log = log
+        self.root = root
         self.address = f"http://127.0.0.1:{port}"
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, words: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while words not in self.said:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+        while words not in self.output:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.1)
 
     def family(self) -> list[psutil.Process]:
-        mine = psutil.Process(self.process.pid)
-        return [mine, *mine.children(recursive=True)]
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
 
     def stop(self, sign: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(sign)
         return self.process.wait(PATIENCE_S)
 
     def metric(self, line: str) -> float:
-        (found,) = [row for row in httpx.get(f"{self.address}/metrics").text.splitlines() if row.startswith(f"{line} ")]
-        return float(found.rpartition(" ")[2])
+        metrics = httpx.get(f"{self.address}/metrics").text.splitlines()
+        (metric,) = [metric for metric in metrics if metric.startswith(f"{line} ")]
+        return float(metric.rpartition(" ")[2])
 
 
 def write_registry(root: Path, *words: str) -> Any:
-    """A registry whose versions 1, 2, ... are toys of these words; the first is champion."""
+    """Write a registry whose versions 1, 2, ... are toys of these words, the first of them the champion; its client."""
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{root}/mlflow.db"
@@ -230,7 +242,11 @@ def write_registry(root: Path, *words: str) -> Any:
 
 
 def command(root: Path, *options: str, toy: bool = True, port: int | None = None, **changes: Any) -> list[str]:
-    """The command line; `changes` are of the section `serve`."""
+    """Return the command line.
+
+    Args:
+        changes: of the section `serve`.
+    """
     values = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
     values["serve"] |= changes
     values["register"]["tracking_uri"] = f"sqlite:///{root}/mlflow.db"
@@ -246,8 +262,14 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def running(root, *options, toy=True, constants=None, there=None, **changes) -> Iterator[Running]:
-    """A server that is ready, then ended with its processes; constants by module and name: `app.UPLOAD_S`."""
-    line, log = command(root, *options, toy=toy, **changes), root / "serve.log"
+    """Yield a server that is ready, and end it with its processes.
+
+    Args:
+        constants: values by module and name, such as `limits.UPLOAD_S`.
+        there: variables of its environment.
+    """
+    line = command(root, *options, toy=toy, **changes)
+    log = root / "serve.log"
     with log.open("w") as out:
         env = environment(**{CONSTANTS: json.dumps(constants or {})} | (there or {}))
         pipes = {"stdout": out, "stderr": subprocess.STDOUT}

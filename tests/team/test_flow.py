@@ -17,8 +17,10 @@ from tests import servers, toy
 from tests.flows.test_services import RAN
 from tests.servers import Machine
 
-TOKEN, PASSWORD = "m3diff:a-token-of-the-test", "a-password-of-the-test"
-DATA, CHECKPOINT = "data/01_raw/minichange", "data/05_model/checkpoint"
+TOKEN = "m3diff:a-token-of-the-test"
+PASSWORD = "a-password-of-the-test"
+DATA = "data/01_raw/minichange"
+CHECKPOINT = "data/05_model/checkpoint"
 
 LOAD = """
 import json, sys
@@ -35,7 +37,10 @@ class Team:
     """The places that its people share: the databases, the data by SSH, the bucket, and `origin.git`."""
 
     def __init__(self, folder: Path, postgres: servers.Postgres, ssh: servers.Ssh, s3: servers.S3) -> None:
-        self.folder, self.postgres, self.ssh, self.s3 = folder, postgres, ssh, s3
+        self.folder = folder
+        self.postgres = postgres
+        self.ssh = ssh
+        self.s3 = s3
         self.machine = Machine(toy.build(folder / "first"), PREFECT_API_AUTH_STRING=TOKEN)
         settings = s3.environment | {
             "PREFECT_API_DATABASE_CONNECTION_URL": postgres.create("prefect").replace("://", "+asyncpg://"),
@@ -98,8 +103,9 @@ def rows_of(postgres: servers.Postgres, database: str, table: str) -> int:
 
 @pytest.mark.team
 @pytest.mark.slow(150)
-def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_that_has_only_the_remotes(team):
-    first, origin = team.machine.root, team.folder / "origin.git"
+def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_with_only_the_remotes(team):
+    first = team.machine.root
+    origin = team.folder / "origin.git"
     team.machine.up()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (team.machine.prefect, team.machine.mlflow))
     assert httpx.post(f"{prefect}/api/deployments/filter", json={}).status_code == 401, "it has no token"
@@ -107,7 +113,8 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_that_has_only_the
     assert httpx.post(create, json={"name": "of a stranger"}).status_code == 401
     assert rows_of(team.postgres, "prefect", "deployment") == len(team.machine.ask("/deployments/filter", {})) > 0
     state, tasks = team.machine.run_deployment("m3diff/full", "first")
-    assert (state, tasks) == ("Completed", RAN | {"push": "Ran"})
+    assert state == "Completed"
+    assert tasks == RAN | {"push": "Ran"}
     (run,) = team.machine.runs("first")
     assert rows_of(team.postgres, "mlflow", "registered_models") == 1
     assert [*first.glob("services/*/*.db")] == [first / "services/mlflow/users.db"]
@@ -118,7 +125,8 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_that_has_only_the
     assert len([path for path in team.ssh.folder.rglob("*") if path.is_file()]) > 20
     (first / ".dvc" / "cache").rename(team.folder / "cache-that-nobody-reaches")
 
-    clone, out = team.folder / "second", team.folder / "out"
+    clone = team.folder / "second"
+    out = team.folder / "out"
     toy.run(team.folder, "git", "clone", "-q", "--single-branch", str(origin), "second")
     team.give_key(clone)
     assert not (clone / ".dvc" / "cache").exists()

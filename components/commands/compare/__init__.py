@@ -1,82 +1,83 @@
-"""Two runs on the same test pairs: the difference of each score with its interval, and a page of the pairs.
+"""Compare two runs on the same test pairs: the difference of each score with its interval, and a page with all pairs.
 
-Each run is a report folder of evaluate; of it scores.parquet alone is read. References, images, grammar and licence are
-those of this checkout's records.
+A run is given by the report folder that evaluate wrote. Only its scores.parquet is read. References, images, grammars
+and licences come from the records of this checkout.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError, readable
+from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.files import write_atomic
+from m3diff.report.gallery import RunPairs, gallery
+from m3diff.report.images import MB, rights_of
+from m3diff.report.tables import Table, TableRow, file_name_of, in_papers_units, text_lines
+from m3diff.report.templates import templates
 from m3diff.scoring import bootstrap
-from m3diff.scoring.grammar import load_grammars, parse_predictions
+from m3diff.scoring.grammar import Grammar, load_grammars, parse_predictions
 from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Metric, PairValue, with_characters
-from m3diff.scoring.pairs import EvalPair, load_specs, read_test_records
-from m3diff.stages.evaluate import report
-from m3diff.stages.evaluate.report import Row, Table, in_papers_units
+from m3diff.scoring.pairs import EvalPair, read_test_records
+from m3diff.scoring.protocols import load_specs
 
-INSIDE_MB = 24  # MB of images that the page holds; of more, all are files of a folder beside it
-Scores = dict[str, dict[str, dict[str, PairValue]]]  # protocol -> pair id -> column -> value
+INSIDE_MB = 24  # limit for images embedded in the page; above it, images are written to a folder next to the page
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """The content of a run's scores.parquet.
+
+    rows: protocol -> pair id -> column -> value.
+    """
+
+    path: Path
+    table: pa.Table
+    rows: dict[str, dict[str, dict[str, PairValue]]]
 
 
 def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) -> dict[str, Table]:
-    """Write the page `out`; its images stand inside it or, where there are many, in `<name>_images` beside it.
+    """Compare two runs and write the page `out`.
+
+    Images are embedded in the page or, if they are too large, written to the folder `<name>_images` next to it.
 
     Args:
-        first, second: folders that hold scores.parquet, or the files themselves.
+        first, second: folders that contain scores.parquet, or the files themselves.
 
     Returns:
-        By protocol a table with a row to each score: both runs, and the second minus the first.
+        One table per protocol with the scores of both runs and the second score minus the first.
 
     Raises:
-        DataError: no scores.parquet, or none that this version writes; the pairs of a protocol are not the same ones;
-            they are not among the test pairs of `clean`; no protocol is in both; an image is missing.
+        DataError: a scores.parquet is missing or was written by another version; the runs have no protocol in common,
+            different pairs or different tokens; the pairs are not test pairs of `clean`; or an image is missing.
     """
-    paths = [path / "scores.parquet" if path.is_dir() else path for path in (first, second)]
-    tables = [read_scores(path) for path in paths]
-    scores: list[Scores] = [{}, {}]
-    for table, found in zip(tables, scores, strict=True):
-        for row in table.to_pylist():
-            found.setdefault(row["protocol"], {})[row["id"]] = row
-    protocols = shared_protocols(paths, scores)
-    folders = [path.parent for path in paths]
-    names = [folder.resolve().name for folder in folders]
-    if names[0] == names[1]:
-        names = [str(folder) for folder in folders]
-    columns = set(tables[0].column_names) & set(tables[1].column_names)
-    refuse_other_tokens(paths, tables, protocols)
-    metrics = {
-        name: metric
-        for name, metric in with_characters(METRICS).items()
-        if metric.columns and set(metric.columns) <= columns
-    }
-    differences = {protocol: difference_table(protocol, names, metrics, *tables) for protocol in protocols}
-    known = read_test_records(clean)
+    runs = [read_run(first), read_run(second)]
+    protocols = shared_protocols(*runs)
+    names = run_names(*runs)
+    refuse_mixed_tokens(runs, protocols)
+    metrics = shared_metrics(*runs)
+    differences = {protocol: difference_table(protocol, names, metrics, *runs) for protocol in protocols}
+    test_pairs = read_test_records(clean)
+    compared_ids: dict[str, None] = {}  # a dict keeps the order
     for protocol in protocols:
-        if missing := [i for i in scores[0][protocol] if i not in known]:
-            raise DataError(f"{clean / 'records.parquet'}: no test pair {missing[0]}, which both runs captioned")
-    specs = load_specs(records, (known[i] for protocol in protocols for i in scores[0][protocol]))
+        compared_ids |= dict.fromkeys(runs[0].rows[protocol])
+    unknown_ids = [pair_id for pair_id in compared_ids if pair_id not in test_pairs]
+    if unknown_ids:
+        raise DataError("compare.unknown_pairs", path=clean / "records.parquet", names=unknown_ids, name=unknown_ids[0])
+    specs = load_specs(records, (test_pairs[pair_id] for pair_id in compared_ids))
     grammars = load_grammars(records, specs)
-    runs = []
-    for name, of_run in zip(names, scores, strict=True):
-        pairs: dict[str, dict[str, EvalPair]] = {
-            of: {i: replace(known[i], prediction=str(row["prediction"])) for i, row in of_run[of].items()}
-            for of in protocols
-        }
-        first_protocols = {i: pair for of in reversed(protocols) for i, pair in pairs[of].items()}
-        runs.append(report.RunPairs(name, pairs, of_run, parse_predictions(grammars, first_protocols.values())))
-    rights = {dataset: report.rights_of(spec) for dataset, spec in specs.items()}
+    rights = {dataset: rights_of(spec) for dataset, spec in specs.items()}
+    run_pairs = [
+        pairs_of_run(name, run, protocols, test_pairs, grammars) for name, run in zip(names, runs, strict=True)
+    ]
     images = out.with_name(f"{out.stem}_images")
-    page = report.templates(Path(__file__).parent).get_template("compare.html.j2")
+    page = templates(Path(__file__).parent).get_template("compare.html.j2")
     text = page.render(
         runs=names,
-        parts=[{"name": name, "id": report.plain(name), "table": table} for name, table in differences.items()],
-        gallery=report.gallery(runs, metrics, rights, {}, images, INSIDE_MB * report.MB),
+        parts=[{"name": name, "id": file_name_of(name), "table": table} for name, table in differences.items()],
+        gallery=gallery(run_pairs, metrics, rights, {}, images, INSIDE_MB * MB),
         gallery_title="Pair by pair",
         gallery_note=f"Differences are {names[1]} minus {names[0]}.",
         image_rights=rights,
@@ -85,74 +86,145 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
     return differences
 
 
-def read_scores(path: Path) -> pa.Table:
-    with readable(path, "name the folder that evaluate wrote for a run, or run `m3diff evaluate` there again"):
-        table = pq.read_table(path)
-        table.select(["protocol", "id", "prediction"])
-    return table
-
-
-def shared_protocols(paths: Sequence[Path], scores: Sequence[Scores]) -> list[str]:
-    """The protocols of both runs, in the first one's order.
+def read_run(path: Path) -> ComparedRun:
+    """Read a run's scores.parquet.
 
     Raises:
-        DataError: there is none, or one has not the same pairs in both.
+        DataError: the file cannot be read, or a column is missing.
     """
-    first, second = scores
-    shared = [name for name in first if name in second]
+    file = path / "scores.parquet" if path.is_dir() else path
+    with data_error_if_unreadable(file, "compare.unreadable_scores"):
+        table = pq.read_table(file)
+        table.select(["protocol", "id", "prediction"])
+    rows: dict[str, dict[str, dict[str, PairValue]]] = {}
+    for row in table.to_pylist():
+        rows.setdefault(row["protocol"], {})[row["id"]] = row
+    return ComparedRun(path=file, table=table, rows=rows)
+
+
+def run_names(first: ComparedRun, second: ComparedRun) -> list[str]:
+    """Return the names of the runs' folders, or their paths if both names are the same."""
+    folders = [first.path.parent, second.path.parent]
+    names = [folder.resolve().name for folder in folders]
+    return [str(folder) for folder in folders] if names[0] == names[1] else names
+
+
+def shared_protocols(first: ComparedRun, second: ComparedRun) -> list[str]:
+    """Return the protocols that both runs have, in the order of the first run.
+
+    Raises:
+        DataError: the runs have no protocol in common, or different pairs for a protocol.
+    """
+    shared = [protocol for protocol in first.rows if protocol in second.rows]
     if not shared:
         raise DataError(
-            f"{paths[1]}: protocols {', '.join(second)}; {paths[0]} has {', '.join(first)}: none is in both"
+            "compare.no_shared_protocol",
+            path=second.path,
+            other=first.path,
+            names=list(second.rows),
+            other_names=list(first.rows),
         )
-    for name in shared:
-        if odd := first[name].keys() ^ second[name].keys():
+    for protocol in shared:
+        first_pairs = first.rows[protocol]
+        second_pairs = second.rows[protocol]
+        unshared_ids = first_pairs.keys() ^ second_pairs.keys()
+        if unshared_ids:
             raise DataError(
-                f"{paths[0]} and {paths[1]}: {name} has {len(first[name])} and {len(second[name])} pairs, "
-                f"{len(odd)} of them in one run alone, such as {min(odd)}; score both runs on the same test pairs"
+                "compare.pairs_differ",
+                path=first.path,
+                other=second.path,
+                protocol=protocol,
+                pairs=len(first_pairs),
+                other_pairs=len(second_pairs),
+                unshared=len(unshared_ids),
+                name=min(unshared_ids),
             )
     return shared
 
 
-def refuse_other_tokens(paths: Sequence[Path], tables: Sequence[pa.Table], protocols: Sequence[str]) -> None:
-    """Refuse two files if one counts the words of a protocol and the other its characters.
+def refuse_mixed_tokens(runs: Sequence[ComparedRun], protocols: Sequence[str]) -> None:
+    """Check that both runs score each protocol on the same kind of tokens, either words or characters.
 
     Raises:
-        DataError: names both files, the protocol and the remedy.
+        DataError: one run uses words, and the other run uses characters.
     """
-    of_characters = [score for metric in METRICS.values() if metric.reads == "tokens" for score in metric.columns]
+    word_columns: list[str] = []
+    for metric in METRICS.values():
+        if metric.reads == "tokens":
+            word_columns += metric.columns
+    character_columns = [f"{column}{BY_CHARACTERS}" for column in word_columns]
     for protocol in protocols:
-        counts_characters = [
-            any(has_values(table, protocol, f"{column}{BY_CHARACTERS}") for column in of_characters) for table in tables
-        ]
-        counts_words = [any(has_values(table, protocol, column) for column in of_characters) for table in tables]
-        for characters, words in ((0, 1), (1, 0)):
-            if counts_characters[characters] and counts_words[words]:
+        for character_run, word_run in (runs, runs[::-1]):
+            has_characters = has_values(character_run.table, protocol, character_columns)
+            if has_characters and has_values(word_run.table, protocol, word_columns):
                 raise DataError(
-                    f"{paths[words]}: {protocol}: its scores count words, those of {paths[characters]} count "
-                    "characters, since the references have no spaces between words; run `m3diff evaluate` again for "
-                    "the first"
+                    "compare.tokens_differ", path=word_run.path, other=character_run.path, protocol=protocol
                 )
 
 
-def has_values(table: pa.Table, protocol: str, column: str) -> bool:
-    """True if a column is there with a value for any pair of the protocol."""
+def has_values(table: pa.Table, protocol: str, columns: Iterable[str]) -> bool:
+    """Return True if any of the columns has a value for at least one pair of the protocol."""
     rows = bootstrap.rows_of(table, protocol)
-    return column in rows.column_names and rows[column].null_count < rows.num_rows
+    return any(column in rows.column_names and rows[column].null_count < rows.num_rows for column in columns)
+
+
+def shared_metrics(first: ComparedRun, second: ComparedRun) -> dict[str, Metric]:
+    """Return the metrics whose columns are all present in both runs."""
+    columns = set(first.table.column_names) & set(second.table.column_names)
+    return {
+        name: metric
+        for name, metric in with_characters(METRICS).items()
+        if metric.columns and set(metric.columns) <= columns
+    }
 
 
 def difference_table(
-    protocol: str, names: Sequence[str], metrics: Mapping[str, Metric], first: pa.Table, second: pa.Table
+    protocol: str, names: Sequence[str], metrics: Mapping[str, Metric], first: ComparedRun, second: ComparedRun
 ) -> Table:
-    """A row to each score: of either run, and the gain of the second with its interval."""
+    """Return a table with one row per score: its value in each run, and the difference with its interval.
+
+    The difference is the second run minus the first.
+    """
     rows = []
     for name, score in bootstrap.resampled_scores(metrics).items():
-        found = bootstrap.compare(second, first, protocol, score)
-        if found is not None:
-            later, earlier, interval = found
-            gain = in_papers_units(later - earlier, interval, signed=True)
-            rows.append(Row(name, (), (in_papers_units(earlier), in_papers_units(later), gain)))
-    return Table(f"{report.plain(protocol)}-difference", ("Score", *names, "difference"), rows)
+        # `bootstrap.compare` returns its first table minus its second, so the runs are swapped
+        comparison = bootstrap.compare(second.table, first.table, protocol, score)
+        if comparison is not None:
+            gain = comparison.first - comparison.second
+            cells = (
+                in_papers_units(comparison.second),
+                in_papers_units(comparison.first),
+                in_papers_units(gain, comparison.interval, is_difference=True),
+            )
+            rows.append(TableRow(name, (), cells))
+    return Table(f"{file_name_of(protocol)}-difference", ("Score", *names, "difference"), rows)
+
+
+def pairs_of_run(
+    name: str,
+    run: ComparedRun,
+    protocols: Sequence[str],
+    test_pairs: Mapping[str, EvalPair],
+    grammars: Mapping[str, Grammar],
+) -> RunPairs:
+    """Return a run's pairs for the gallery. Each prediction is parsed as its first protocol scores it."""
+    pairs: dict[str, dict[str, EvalPair]] = {}
+    pairs_to_parse: dict[str, EvalPair] = {}
+    for protocol in protocols:
+        pairs[protocol] = {
+            pair_id: replace(test_pairs[pair_id], prediction=str(row["prediction"]))
+            for pair_id, row in run.rows[protocol].items()
+        }
+        for pair_id, pair in pairs[protocol].items():
+            pairs_to_parse.setdefault(pair_id, pair)
+    return RunPairs(
+        name=name,
+        pairs=pairs,
+        scores=run.rows,
+        parsed=parse_predictions(grammars, pairs_to_parse.values()),
+    )
 
 
 def as_text(protocol: str, table: Table) -> str:
-    return "\n".join([protocol, *report.text_lines(table)])
+    """Return the table of a protocol as text for the terminal."""
+    return "\n".join([protocol, *text_lines(table)])

@@ -1,23 +1,27 @@
-"""BLIP2IDC's processor as others call it: transformers' own would not stack the images."""
+"""The processor of BLIP2IDC in an exported folder. transformers' processor for BLIP-2 cannot stack images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import ProcessorMixin
 
-from m3diff.commands.export.called import CalledWithPairs
+from m3diff.commands.export.called import CallableWithPairs
 from m3diff.models.blip2idc_model import Blip2IDCImageProcessor, Blip2IDCProcessor
+from m3diff.records.errors import ValueFault
 
 
-class ImagePairProcessor(CalledWithPairs, ProcessorMixin, Blip2IDCProcessor):  # type: ignore[misc]  # ProcessorMixin's files
-    """Pairs of images to what `generate` takes: pixel_values [P, 3, side, side] of both, before on top, and the tokens.
+class ImagePairProcessor(CallableWithPairs, ProcessorMixin, Blip2IDCProcessor):  # type: ignore[misc]  # ProcessorMixin saves the files
+    """Converts image pairs into the inputs of `generate`.
+
+    The inputs are the tokens and pixel_values [P, 3, side, side]. Each pair is one picture with the image before on
+    top.
 
     Attributes:
-        prompt: token ids before a caption: the places of the queries and the start token.
+        prompt: token ids of the prompt: one placeholder per query, followed by the start token.
     """
 
     family = "blip2idc"
-    question = ""  # none is read
+    question = ""  # the model does not read a question
 
     def __init__(
         self,
@@ -30,12 +34,14 @@ class ImagePairProcessor(CalledWithPairs, ProcessorMixin, Blip2IDCProcessor):  #
         self.prompt = tuple(prompt)
 
     def questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
-        """Raises ValueError for a question: it would be answered as if it had not been asked."""
+        """Return an empty question for each pair. Raises ValueFault if `text` is set, as the model would ignore it."""
         if text is not None:
-            raise ValueError(f"text: BLIP2IDC reads no question, it says what changed; leave it out (found {text!r})")
+            raise ValueFault("export.no_question_read", value=text)
         return super().questions(text, pairs)
 
 
-def shared_processor(family: str, known: Any, question: str, config: Mapping[str, Any]) -> ImagePairProcessor:
-    """The processor of a shared folder, from the one that was trained with."""
-    return ImagePairProcessor(known.image_processor, known.tokenizer, known.prompt)
+def shared_processor(
+    family: str, trained_processor: Any, question: str, config: Mapping[str, Any]
+) -> ImagePairProcessor:
+    """Return the processor for an exported folder, based on the processor that the model was trained with."""
+    return ImagePairProcessor(trained_processor.image_processor, trained_processor.tokenizer, trained_processor.prompt)

@@ -1,4 +1,4 @@
-"""The processor of M3Diff and OneDiff as others call it."""
+"""The processor of M3Diff and OneDiff in an exported folder."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,22 +6,26 @@ from typing import Any
 import torch
 from PIL import Image
 
-from m3diff.commands.export.called import CalledWithPairs
+from m3diff.commands.export.called import CallableWithPairs
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 
-OF_PAIRS = ("image_sizes", "batch_num_images")  # inputs of LLaVA-OneVision that LLaVA-1.5's own class does not take
+# Inputs of LLaVA-OneVision that LLaVA-1.5's class does not accept
+ONEVISION_INPUTS = ("image_sizes", "batch_num_images")
 
 
-class ImagePairProcessor(CalledWithPairs, M3DiffProcessor):  # type: ignore[misc]  # as others call it
-    """Pairs of images and questions to what `generate` takes: pixel_values [2 P, 3, side, side] beside the tokens, and
-    where `tells_pairs` is set image_sizes [2 P, 2] and batch_num_images [P].
+class ImagePairProcessor(CallableWithPairs, M3DiffProcessor):  # type: ignore[misc]  # `__call__` differs
+    """Converts image pairs and questions into the inputs of `generate`.
+
+    The inputs are the tokens, pixel_values [2 P, 3, side, side] and, if `tells_pairs` is true, image_sizes [2 P, 2] and
+    batch_num_images [P].
 
     Attributes:
-        question: the default question of a pair.
-        places: tokens in the places of the image before and of the image after.
-        begin_ids: what the tokenizer puts before a text.
-        tells_pairs: whether the model is told which images are a pair; LLaVA-1.5 without a module is not.
-        family: whose file this is.
+        question: the default question.
+        places: number of placeholder tokens for the image before and for the image after.
+        begin_ids: ids of the tokens that the tokenizer puts before a text.
+        tells_pairs: whether the model accepts the inputs that specify which images form a pair. LLaVA-1.5 without a
+            module does not.
+        family: family of the model, `m3diff` or `onediff`.
     """
 
     def __init__(
@@ -38,25 +42,39 @@ class ImagePairProcessor(CalledWithPairs, M3DiffProcessor):  # type: ignore[misc
         **kwargs: Any,
     ) -> None:
         super().__init__(image_processor, tokenizer, num_image_tokens, chat_template)
-        self.question, self.places, self.begin_ids = question, tuple(places), tuple(begin_ids)
-        self.tells_pairs, self.family = tells_pairs, family
+        self.question = question
+        self.places = tuple(places)
+        self.begin_ids = tuple(begin_ids)
+        self.tells_pairs = tells_pairs
+        self.family = family
 
     def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
-        sizes = torch.full((2 * len(pairs), 2), self.image_processor.side)
-        found = {**super().inputs(pairs, questions), "image_sizes": sizes}
-        return {name: value for name, value in found.items() if self.tells_pairs or name not in OF_PAIRS}
+        inputs = super().inputs(pairs, questions)
+        inputs["image_sizes"] = torch.full((2 * len(pairs), 2), self.image_processor.side)
+        if self.tells_pairs:
+            return inputs
+        return {name: value for name, value in inputs.items() if name not in ONEVISION_INPUTS}
 
 
-def shared_processor(family: str, known: Any, question: str, config: Mapping[str, Any]) -> ImagePairProcessor:
-    """The processor of a shared folder, from the one that was trained with and config.json."""
+def shared_processor(
+    family: str, trained_processor: Any, question: str, config: Mapping[str, Any]
+) -> ImagePairProcessor:
+    """Return the processor for an exported folder.
+
+    Args:
+        family: family of the model.
+        trained_processor: the processor that the model was trained with.
+        question: the default question.
+        config: content of the checkpoint's config.json.
+    """
     return ImagePairProcessor(
-        known.image_processor,
-        known.tokenizer,
-        known.num_image_tokens,
-        question,
-        known.places,
-        known.begin_ids,
-        config["model_type"] != "llava",
-        family,
-        known.chat_template,
+        image_processor=trained_processor.image_processor,
+        tokenizer=trained_processor.tokenizer,
+        num_image_tokens=trained_processor.num_image_tokens,
+        question=question,
+        places=trained_processor.places,
+        begin_ids=trained_processor.begin_ids,
+        tells_pairs=config["model_type"] != "llava",
+        family=family,
+        chat_template=trained_processor.chat_template,
     )

@@ -1,33 +1,34 @@
-"""MiniChange: the embedded benchmark, which draws itself: small scenes on a table, one to three changes or none.
+"""MiniChange: the built-in benchmark of generated images. Small scenes on a table have one to three changes, or none.
 
-Page: this folder. Licence: Apache-2.0, as the project's. Written in CLEVR-Change's layout and read by its reader, with
-two files more:
+Page: this folder. Licence: Apache-2.0, like the project. The files have CLEVR-Change's layout and are read by its
+reader. There are two additional files, grammar.json and scenes.json:
 
     images/CLEVR_default_000123.png           before
-    sc_images/CLEVR_semantic_000123.png       after: the changes, and a small move of camera and light
-    nsc_images/CLEVR_nonsemantic_000123.png   after: the small move only
+    sc_images/CLEVR_semantic_000123.png       after: the changes, and a small movement of camera and light
+    nsc_images/CLEVR_nonsemantic_000123.png   distractor: after only a small movement, which is not a change
     change_captions.json      {"CLEVR_default_000123.png": ["at the top the small red box turned blue", ...], ...}
-    no_change_captions.json   the same keys: ["nothing changed", ...]
+    no_change_captions.json   with the same keys: ["nothing changed", ...]
     splits.json               {"train": [123, ...], "val": [...], "test": [...]}
-    type_mapping.json         {"color": ["000123.png", ...], ...}; a pair with several changes stands under each
-    grammar.json              rules that read a caption back into changes: type, object, place, what it was and became
-    scenes.json               what each image shows (`Scenes`): for who edits an image or describes it
+    type_mapping.json         {"color": ["000123.png", ...], ...}; a pair with several changes is listed under each
+    grammar.json              rules that parse a caption into changes: type, object, place, old and new value
+    scenes.json               the content of each image (`Scenes`), for programs that edit or describe images
 
-`scene.py` says how each of OmniDiff's twelve change types is drawn. The number of scenes is a parameter, so no count is
-published. Every byte follows from the seed: each scene has a random generator of its own, so their order and the number
-of processes do not matter.
+`scene.py` describes how each of OmniDiff's twelve change types is drawn. The number of scenes is a parameter, so there
+are no published counts. The seed determines every byte: each scene has its own random generator, so the order of the
+scenes and the number of processes do not matter.
 
-Two levels. *Grid*: three to five objects, each in a cell of its own, under a camera that hardly moves; a change shows
-in the pixels. *Free*: six to eight objects anywhere, overlapping, of three sizes and several textures,
-under a camera and a light that move more between any two images than the smallest changes do. Words and grammar are the
-same but for a third size.
+There are two levels. *Grid*: three to five objects, each in its own cell, and a camera that hardly moves, so a change
+is visible as a difference of pixels. *Free*: six to eight objects anywhere in the frame, which may overlap and have
+three sizes and several textures. Between any two images, the movement of camera and light affects more pixels than the
+smallest changes do. Both levels have the same words and grammar, except for the third size.
 
-With `domain: shifted` the same scenes, changes and words are drawn in other shades, on darker, chequered tables and by
-a turned and tilted camera (`render.LOOKS`). The embedded run draws such a dataset for tests alone,
-`minichange_shifted`: how far its scores fall says how much of what a model learnt is the look of the training images.
+With `domain: shifted`, the same scenes, changes and words are drawn in other shades, on darker, chequered tables, and
+seen by a turned and tilted camera (`render.SHADES`). The profile `embedded` draws such a dataset, `minichange_shifted`,
+only for testing. The drop in scores shows how much the model depends on the look of the training images.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -50,12 +51,12 @@ from m3diff.records.progress import progress
 from m3diff.records.schemas import CHANGE_TYPES
 
 FILE = "scenes.json"
-# Folders of images before, after the changes, and as a distractor, with the word in the names of their files
+# Folders of the images before, the images after the changes, and the distractors, with the word in their file names
 FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
 
 
 class Scenes(NamedTuple):
-    """The scene of each image, by its path in the dataset's root, and the way it was drawn."""
+    """How the images of a dataset were drawn. `of` maps the path of each image, relative to the root, to its scene."""
 
     domain: Domain
     image_px: int
@@ -63,15 +64,15 @@ class Scenes(NamedTuple):
 
 
 def image_paths(number: int) -> list[str]:
-    """Paths of the images of one scene, in the order of FOLDERS."""
+    """Return the paths of a scene's images, in the order of FOLDERS."""
     return [f"{folder}/CLEVR_{word}_{number:06d}.png" for folder, word in FOLDERS.items()]
 
 
 def read_scenes(root: Path) -> Scenes:
-    """The scenes of a MiniChange on disk.
+    """Return the scenes of a MiniChange dataset on disk.
 
     Raises:
-        DataError: there is no such file, or it is no JSON object.
+        DataError: the file is missing or does not contain a JSON object.
     """
     found = read_json(root / FILE, dict)
     scenes = {}
@@ -83,8 +84,10 @@ def read_scenes(root: Path) -> Scenes:
 
 
 def read_singles(root: Path) -> Iterator[Row]:
-    """Every image as a pair with itself, described by its scene, in the order of `splits.json`: before, after,
-    distractor."""
+    """Yield every image as a pair with itself, with a description of its scene as the caption.
+
+    The scenes are in the order of `splits.json`. The images of a scene are in the order before, after, distractor.
+    """
     scenes = read_scenes(root).of
     for split, numbers in read_splits(root / "splits.json").items():
         for number in numbers:
@@ -96,15 +99,22 @@ def read_singles(root: Path) -> Iterator[Row]:
 ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")
 
 
+# Files and folders that MiniChange writes
+OWN_NAMES = {*FOLDERS, *ANNOTATIONS, FILE}
+IMAGE_NAME = re.compile("|".join(f"{folder}/CLEVR_{word}_[0-9]{{6,}}[.]png" for folder, word in FOLDERS.items()))
+
+
 def generate(settings: MiniChange) -> None:
-    """Write `settings.scenes` scenes, each before, after its changes, and as a distractor, with references and splits.
+    """Write a dataset of `settings.scenes` scenes. Each scene has an image before, an image after, and a distractor.
+
+    Files of an earlier dataset in the folder are removed.
 
     Raises:
-        DataError: the folder holds something that MiniChange does not write; nothing is removed then.
+        DataError: the folder contains a file that does not belong to MiniChange. In this case nothing is removed.
     """
     _empty(settings.root)
     train, val, test = (settings.scenes[split] for split in ("train", "val", "test"))
-    total = train + val + test  # training comes last, so that more of it leaves val and test as they are
+    total = train + val + test  # train has the last numbers, so a larger train split does not change val and test
     splits = {"train": range(total - train, total), "val": range(test, test + val), "test": range(test)}
     with ProcessPoolExecutor(max_workers=usable_cpus()) as pool:
         written = pool.map(partial(_write_scene, settings, splits["train"]), range(total), chunksize=32)
@@ -131,9 +141,11 @@ def generate(settings: MiniChange) -> None:
 
 
 def _empty(root: Path) -> None:
-    ours = {*FOLDERS, *ANNOTATIONS, FILE}
-    if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in ours):
-        raise DataError(f"{root}: holds {strange[0]!r}, which MiniChange does not write; name another root")
+    # Hidden files of a file browser, such as .DS_Store, do not count
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if not path.name.startswith("."))
+    foreign_names = [name for name in names if name not in OWN_NAMES and not IMAGE_NAME.fullmatch(name)]
+    if foreign_names:
+        raise DataError("datasets.foreign_file_in_minichange", path=root, value=foreign_names[0])
     shutil.rmtree(root, ignore_errors=True)
     for folder in FOLDERS:
         (root / folder).mkdir(parents=True)
@@ -142,8 +154,9 @@ def _empty(root: Path) -> None:
 def _write_scene(
     settings: MiniChange, training: range, number: int
 ) -> tuple[str, tuple[str, ...], list[str], tuple[Scene, ...]]:
-    """The number in six digits, change types, references, and the scenes of the images that are written."""
-    from m3diff.datasets.minichange.render import render  # Pillow, which a check of the parameters does without
+    """Write the images of a scene. Return its six-digit number, its change types, references, and drawn scenes."""
+    # Imported here, because checking the parameters must not require Pillow
+    from m3diff.datasets.minichange.render import render
 
     rng = np.random.default_rng([settings.seed, number])
     deck = CHANGE_TYPES + (settings.oversample_types if number in training else ())
@@ -165,8 +178,8 @@ SPEC = DatasetSpec(
     files=ANNOTATIONS,
     protocols=(
         Protocol("total", n=None),
-        Protocol("semantic", n=None, ids=r"\d+\.png"),
-        Protocol("distractor", n=None, ids=r"\d+\.png_n"),
+        Protocol("semantic", n=None, ids=r"\d+\.png", pairs="pairs with a change"),
+        Protocol("distractor", n=None, ids=r"\d+\.png_n", pairs="pairs without a change"),
     ),
     grammar=lambda root: read_json(root / "grammar.json", dict),
     singles=read_singles,

@@ -1,8 +1,8 @@
-"""MiniChange in words: exact references from the scene, paraphrased, and the grammar that reads them back.
+"""Write the references of MiniChange, each in several paraphrases, and the grammar that parses them.
 
-A clause has a referring part (where, and which object before the change) and a change part (from what, to what), as
-OmniDiff's captions do. The grammar written beside the data is made from the same templates, so that the change type,
-object, place and what changed from what to what can be read without knowing how the references were made.
+As in OmniDiff's captions, a clause first refers to an object (where it is, and what it was before the change) and then
+describes the change (from what to what). The grammar in the dataset is built from the same templates. It allows
+programs to read the change type, object, place, and old and new value without knowing how references are written.
 """
 
 import re
@@ -17,11 +17,11 @@ CAMERA = {"left": "moved to the left", "right": "moved to the right", "up": "mov
 CAMERA |= {"in": "zoomed in", "out": "zoomed out"}
 LAMP = {"out": "went out", "on": "came on"}
 OPPOSITES = {"left": "right", "right": "left", "up": "down", "down": "up", "in": "out", "out": "in"}
-# How a thing is described by what its kind can show; a doll that waves is waving
+# Descriptions of an object's state, by kind. A waving doll is described as "waving" instead
 STATE = {"arrow": " pointing {}", "doll": " with arms {}", "sign": " reading {}", "die": " with {} dots"}
 
-# What each type is called where the images are swapped; `words`: the opposite of what camera and lamp do. A removal has
-# none: no sentence says that an object took the place of a mark
+# The change type if the two images are swapped. `words` maps each movement of the camera or lamp to the opposite one. A
+# removal has no inverse, because no sentence describes an object that takes the place of a mark
 INVERSE: dict[str, dict] = {
     "viewpoint": {"type": "viewpoint", "words": {CAMERA[one]: CAMERA[other] for one, other in OPPOSITES.items()}},
     "illumination": {"type": "illumination", "words": {LAMP["out"]: LAMP["on"], LAMP["on"]: LAMP["out"]}},
@@ -35,9 +35,9 @@ NO_CHANGE_SENTENCES = (
     "nothing changed between the images",
 )
 
-# A change type, how its paraphrases start, and their five endings, of which one may be empty. Paraphrases of one type
-# start alike and differ towards their ends: a greedy decoder then weighs the types against each other, not one type's
-# single wording against another's five
+# For each change type, the beginning of its paraphrases and their five endings, one of which may be empty. Paraphrases
+# of a type begin alike and differ towards the end. A greedy decoder therefore first decides between the change types,
+# and a type with one frequent wording has no advantage over a type with five equally frequent ones
 WORDING = """
 viewpoint | the camera {camera} | | between the images | and the view changed | so the view changed
   | before the second image
@@ -82,7 +82,7 @@ assert tuple(TEMPLATES) == CHANGE_TYPES, "a wording for each change type, in the
 
 
 def references(changes: tuple[Change, ...], count: int) -> list[str]:
-    """`count` paraphrases of all the changes of a pair; with no change, `count` ways to say so."""
+    """Return `count` paraphrases of all changes of a pair. Without changes, return `count` sentences that say so."""
     if not changes:
         return list(NO_CHANGE_SENTENCES[:count])
     return [
@@ -92,7 +92,8 @@ def references(changes: tuple[Change, ...], count: int) -> list[str]:
 
 
 def _slots(change: Change) -> dict[str, str]:
-    before, after = change.before, change.after
+    before = change.before
+    after = change.after
     slots = {"camera": CAMERA.get(change.word, ""), "lamp": LAMP.get(change.word, "")}
     if before is not None:
         slots |= {"object": name(before), "place": PLACES[before.cell]}
@@ -110,11 +111,17 @@ def _number(state: object) -> str:
 
 
 def grammar(sizes: tuple[str, ...] = SIZES) -> dict:
-    """The references' grammar as JSON, where objects have these sizes: sentences for no change, the separator, per
-    template a regular expression, and what each type becomes where the images are swapped.
+    """Return the grammar of the references as JSON.
 
-    Groups: `object` and `place` (for camera and lamp: the thing and what it did), `before` and `after`: what changed,
-    from what to what, as far as the template says it. Where only the object's name says what it was, `before` is in it.
+    It contains the sentences for no change, the separator between clauses, a regular expression per template, and the
+    inverse of each change type.
+
+    The expressions have these groups: `object` is what changed, and `place` is where it is, or what the camera or lamp
+    did. `before` and `after` are the old and new value, if the template names them. If only the object's name contains
+    the old value, the group `before` is inside the group `object`.
+
+    Args:
+        sizes: names of the sizes that objects have.
     """
     clauses = [
         {"type": change_type, "pattern": _pattern(change_type, template, sizes)}
@@ -126,7 +133,7 @@ def grammar(sizes: tuple[str, ...] = SIZES) -> dict:
 
 
 def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
-    was = _thing(sizes)  # the object before, whose name tells what it was where no other word does
+    was = _thing(sizes)  # the object before; its name contains the old value if no other word does
     if "{old_" not in template and change_type in ("size", "color"):
         was = _thing(sizes, change_type)
     elif change_type == "substitution":
@@ -148,18 +155,22 @@ def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
 
 
 def _thing(sizes: tuple[str, ...], before: str = "") -> str:
-    """Size, colour and kind, of which the one called `before` is a group of that name."""
+    """Return a pattern for an object's size, colour and kind.
+
+    Args:
+        before: the part of the name that becomes the group `before`; empty if there is no such group.
+    """
     parts = {"size": sizes, "color": COLORS, "kind": KINDS}
     return " ".join(f"({'?P<before>' if part == before else '?:'}{'|'.join(known)})" for part, known in parts.items())
 
 
 def describe_scene(scene: Scene) -> str:
-    """The scene in words, thing by thing in reading order: what the base model learns to say of one image."""
+    """Describe a scene object by object in reading order. The base model learns these descriptions of single images."""
     return ", ".join(f"{PLACES[cell]} {text}" for cell, text in describe_things(scene))
 
 
 def describe_things(scene: Scene) -> list[tuple[int, str]]:
-    """Each thing and mark with its place, in reading order: by place, and from left to right within one."""
+    """Return the place and description of each object and mark in reading order, within a place from left to right."""
     told = []
     for thing in scene.things:
         state = STATE[thing.kind].format(_number(thing.state) or thing.state) if thing.kind in STATE else ""
@@ -169,7 +180,7 @@ def describe_things(scene: Scene) -> list[tuple[int, str]]:
 
 
 def describe_cells(scene: Scene) -> dict[int, str]:
-    """The objects at each place, in reading order; empty places are left out."""
+    """Return a description of the objects at each place, in reading order. Empty places are left out."""
     places: dict[int, str] = {}
     for cell, text in describe_things(scene):
         places[cell] = f"{places[cell]} and {text}" if cell in places else text

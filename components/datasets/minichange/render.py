@@ -1,8 +1,8 @@
-"""Paint a MiniChange scene with Pillow: shaded objects with soft shadows on a table, seen by a camera, lit by a lamp.
+"""Paint MiniChange scenes with Pillow: shaded objects with soft shadows on a table, with a camera and a lamp.
 
-The table is painted at three times the size of the image over a margin that the camera may move into, then cut and
-resampled in one step, which is what anti-aliases it. How a red or a table looks and where the camera stands is the
-domain's: a model trained in one is tried in the other.
+The table is painted at three times the size of the image, with a margin into which the camera may move. It is then
+cropped and resampled in one step, which also anti-aliases it. The domain determines the colours, the tables and the
+position of the camera. A model that was trained on one domain is tested on the other.
 """
 
 import math
@@ -14,13 +14,13 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from m3diff.datasets.minichange.scene import KINDS, MARK_WIDTH, WIDTHS, Scene
 
 OVERSAMPLING = 3
-INK = {"yellow": (60, 44, 10), "white": (48, 48, 58)}  # of dots and letters; near white on the other colours
+INK = {"yellow": (60, 44, 10), "white": (48, 48, 58)}  # colour of dots and letters; nearly white on other colours
 SKIN = (238, 200, 166)
 
 Color = tuple[int, int, int]
 
-# Of colours and tables, by domain. The shifted domain has the scenes, words and changes of the other in shades, on
-# chequered tables and by a tilted camera of its own
+# Colours of objects and tables, by domain. The shifted domain has the same scenes, words and changes in other shades,
+# on chequered tables and with a tilted camera
 SHADES: dict[str, dict[str, Color]] = {
     "red": {"standard": (214, 60, 54), "shifted": (182, 22, 50)},
     "green": {"standard": (64, 160, 82), "shifted": (118, 182, 44)},
@@ -35,12 +35,16 @@ SHADES: dict[str, dict[str, Color]] = {
 }
 
 MARGINS = {"standard": 0.3, "shifted": 0.5}
-# The table around the frame, in frames: by domain, and what a level adds whose camera moves more
+# Width of the table around the frame, in frames: the sum of the domain's MARGINS and the level's ROOM. The camera moves
+# more on the level free
 ROOM = {"grid": 0.0, "free": 0.15}
 
-# The camera of the shifted domain: turned, in radians, and what it sees of the table along the far and the near edge of
-# the frame and from one to the other, in frames
-TURN, FAR, NEAR, DEPTH = -0.1, 1.24, 1.06, 1.12
+# The camera of the shifted domain. TURN is its rotation in radians. FAR and NEAR are the widths of the table that it
+# sees at the far and the near edge of the frame, and DEPTH is the distance between these edges, in frames
+TURN = -0.1
+FAR = 1.24
+NEAR = 1.06
+DEPTH = 1.12
 
 PIPS = {
     2: ((0.28, 0.28), (0.72, 0.72)),
@@ -52,7 +56,7 @@ PIPS = {
 
 
 def render(scene: Scene, image_px: int, rng: np.random.Generator, domain: str = "standard") -> Image.Image:
-    """Paint a scene as an RGB image of `image_px` x `image_px`; `rng` gives the sensor noise alone."""
+    """Paint a scene as an RGB image of `image_px` x `image_px`. `rng` is only used for the sensor noise."""
     unit = image_px * OVERSAMPLING
     margin = MARGINS[domain] + ROOM[scene.level]
     cloth = "checks" if domain == "shifted" else scene.cloth
@@ -73,8 +77,9 @@ def render(scene: Scene, image_px: int, rng: np.random.Generator, domain: str = 
 def _photograph(
     table: Image.Image, scene: Scene, image_px: int, rng: np.random.Generator, domain: str, margin: float
 ) -> Image.Image:
-    """Cut what the camera sees, then light it: brightness, a soft gradient towards the lamp, noise."""
-    view, unit = scene.view, image_px * OVERSAMPLING
+    """Crop the table to the camera's view and light it: brightness, a soft gradient towards the lamp, and noise."""
+    view = scene.view
+    unit = image_px * OVERSAMPLING
     half = 0.5 / view.zoom
     left, top = ((0.5 + shift - half + margin) * unit for shift in (view.x, view.y))
     box = (left, top, left + 2 * half * unit, top + 2 * half * unit)
@@ -94,12 +99,16 @@ def _photograph(
 
 
 def _tilted(box: tuple[float, float, float, float]) -> tuple[float, ...]:
-    """Corners, x and y in turn, of what a tilted camera sees that would see `box` from above."""
-    x, y, half = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2, (box[2] - box[0]) / 2
-    cos, sin = math.cos(TURN), math.sin(TURN)
+    """Return the corners of the table area that a tilted camera sees in place of `box`, as alternating x and y."""
+    x = (box[0] + box[2]) / 2
+    y = (box[1] + box[3]) / 2
+    half = (box[2] - box[0]) / 2
+    cos = math.cos(TURN)
+    sin = math.sin(TURN)
     seen: list[float] = []
     for side, end, width in ((-1, -1, FAR), (-1, 1, NEAR), (1, 1, NEAR), (1, -1, FAR)):
-        u, v = side * half * width, end * half * DEPTH
+        u = side * half * width
+        v = end * half * DEPTH
         seen += [x + u * cos - v * sin, y + u * sin + v * cos]
     return tuple(seen)
 
@@ -113,14 +122,14 @@ def _paste(table: Image.Image, tile: Image.Image, center: tuple[float, float]) -
 def _table(color: Color, cloth: str, unit: int, margin: float) -> Image.Image:
     side = round(unit * (1 + 2 * margin))
     at = np.arange(side)
-    if cloth == "weave":  # NumPy's own float32 sine differs in its last bit between CPUs, and so would pixels
+    if cloth == "weave":  # math.sin, because the last bit of NumPy's float32 sine depends on the CPU
         angles = at.astype(np.float32) * 2 * np.pi / (unit / 24)
         wave = 2.0 * np.array([math.sin(angle) for angle in angles.tolist()], dtype=np.float32)
         pattern: np.ndarray = wave[None, :] + wave[:, None]
     elif cloth == "checks":
         odd = at * 9 // unit % 2
         pattern = 9.0 * (odd[None, :] + odd[:, None] - 1)
-    elif cloth == "planks":  # side by side, each of a shade of its own, with a dark joint
+    elif cloth == "planks":  # boards side by side in different shades, with dark gaps
         board, within = np.divmod(at * 11, unit)
         pattern = (board * 7 % 5 * 4 - 8 - 14 * (within < unit // 10))[None, :]
     else:
@@ -136,9 +145,11 @@ def _mark(unit: int) -> Image.Image:
     side = round(MARK_WIDTH * unit)
     tile = Image.new("RGBA", (side, side), (255, 255, 255, 0))
     draw = ImageDraw.Draw(tile)
-    stroke, pale = max(2, side // 10), (252, 250, 244, 215)
+    stroke = max(2, side // 10)
+    pale = (252, 250, 244, 215)
     draw.ellipse((1, 1, side - 2, side - 2), outline=pale, width=stroke)
-    a, b = 0.33 * side, 0.67 * side
+    a = 0.33 * side
+    b = 0.67 * side
     draw.line((a, a, b, b), fill=pale, width=stroke)
     draw.line((a, b, b, a), fill=pale, width=stroke)
     return tile
@@ -157,7 +168,7 @@ def _shadow(width: int) -> Image.Image:
 
 @lru_cache(maxsize=4096)
 def sprite(domain: str, kind: str, color: str, state: object, width: int, texture: str = "plain") -> Image.Image:
-    """An object as an RGBA tile of `width` pixels, its form drawn flat, then shaded from upper left to lower right."""
+    """Return an object as an RGBA tile of `width` pixels, drawn flat and then shaded from upper left to lower right."""
     tile = Image.new("RGBA", (width, width), (0, 0, 0, 0))
     shade_of = SHADES[color][domain]
     PAINTERS[kind](ImageDraw.Draw(tile), width, shade_of, INK.get(color, (250, 248, 240)), state)
@@ -177,10 +188,11 @@ def sprite(domain: str, kind: str, color: str, state: object, width: int, textur
 
 
 def _textured(tile: Image.Image, color: Color, texture: str) -> Image.Image:
-    """The tile with a pattern in a darker shade where it has exactly this colour: sides, letters and dots stay."""
+    """Add a pattern in a darker shade to all pixels of exactly this colour. Sides, letters and dots are unchanged."""
     pixels = np.array(tile)
     across = np.arange(tile.width) * 12 // tile.width
-    x, y = across[None, :], across[:, None]
+    x = across[None, :]
+    y = across[:, None]
     pattern = {
         "striped": (x + y) % 4 < 2,
         "banded": (y + 0 * x) % 4 < 2,
@@ -223,7 +235,8 @@ def _cone(draw: Draw, width: int, color: Color, ink: Color, state: object) -> No
 def _star(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
     points = []
     for k in range(10):
-        radius, angle = (0.5 if k % 2 == 0 else 0.22), math.pi * k / 5 - math.pi / 2
+        radius = 0.5 if k % 2 == 0 else 0.22
+        angle = math.pi * k / 5 - math.pi / 2
         points.append((0.5 + radius * math.cos(angle), 0.52 + radius * math.sin(angle)))
     draw.polygon(_scaled(points, width), fill=color, outline=_shift(color, 0.6), width=max(1, width // 24))
 
@@ -241,7 +254,8 @@ def _arrow(draw: Draw, width: int, color: Color, ink: Color, state: object) -> N
 
 
 def _doll(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
-    dark, stroke = _shift(color, 0.68), max(2, round(width * 0.13))
+    dark = _shift(color, 0.68)
+    stroke = max(2, round(width * 0.13))
     raised = {"up": (True, True), "down": (False, False), "waving": (False, True)}[str(state)]
     for leg in (0.38, 0.62):
         draw.line(_scaled([(0.5, 0.6), (leg, 0.97)], width), fill=dark, width=stroke)
@@ -258,7 +272,8 @@ def _sign(draw: Draw, width: int, color: Color, ink: Color, state: object) -> No
     draw.rectangle((width * 0.44, width * 0.8, width * 0.56, width - 1), fill=(104, 78, 54))
     draw.rounded_rectangle((0, 0, width - 1, width * 0.86), radius=width * 0.1, fill=_shift(color, 0.75))
     draw.rounded_rectangle((width * 0.03, width * 0.03, width * 0.97, width * 0.82), radius=width * 0.08, fill=color)
-    font, stroke = ImageFont.load_default(round(width * 0.8)), max(1, width // 40)
+    font = ImageFont.load_default(round(width * 0.8))
+    stroke = max(1, width // 40)
     at = (width * 0.5, width * 0.43)
     draw.text(at, str(state), font=font, fill=ink, anchor="mm", stroke_width=stroke, stroke_fill=ink)
 
@@ -269,7 +284,8 @@ def _die(draw: Draw, width: int, color: Color, ink: Color, state: object) -> Non
     assert isinstance(state, int)
     radius = width * 0.105
     for x, y in PIPS[state]:
-        center_x, center_y = x * width * 0.95, y * width * 0.95
+        center_x = x * width * 0.95
+        center_y = y * width * 0.95
         draw.ellipse((center_x - radius, center_y - radius, center_x + radius, center_y + radius), fill=ink)
 
 

@@ -1,35 +1,36 @@
-"""Scenes of MiniChange and how they are sampled and changed, as data; `render.py` paints them, `language.py` puts them
-in words.
+"""Sample and change the scenes of MiniChange. `render.py` paints the scenes, `language.py` describes them in words.
 
-A scene is objects on a table under a lamp and a camera. Coordinates are in frame units: the resting camera sees
-[0, 1] x [0, 1], x to the right and y down.
+A scene consists of objects on a table, a lamp and a camera. It also has a distractor: the same objects, seen after a
+small movement of camera and light that does not count as a change. Coordinates are in frame units: the camera at rest
+sees [0, 1] x [0, 1], with x to the right and y down.
 
-The twelve change types of OmniDiff on the grid:
+OmniDiff's twelve change types on the grid:
 
-- *viewpoint*: the camera moves by a fifth of the frame or zooms by 1.4 / 0.72; the jitter of distractors is at most a
-  twentieth of that.
-- *illumination*: the lamp goes out (brightness 0.42) or comes on; jitter of the light stays within 4 %.
-- *addition*: a new object stands in an empty cell.
-- *disappearance*: an object is gone and the table where it stood is clean.
-- *removal*: an object is gone and has left its print, a pale ring with a cross, where it stood. The print is the only
-  thing that tells removal from disappearance. Scenes may hold older prints, so a print alone does not betray a removal.
-- *substitution*: another kind of object stands in the same cell, in a colour of its own.
-- *size*: small becomes large, or large small.
-- *color*: the colour alone differs.
-- *orientation*: an arrow points in another of four directions.
-- *pose*: a doll holds its arms up, down, or waves with one.
-- *ocr*: the letter or number printed on a sign differs.
+- *viewpoint*: the camera moves by a fifth of the frame or zooms by a factor of 1.4 or 0.72. In distractors it moves by
+  at most a twentieth of that.
+- *illumination*: the lamp goes out (brightness 0.42) or comes on. In distractors the brightness varies by at most 4 %.
+- *addition*: a new object appears in an empty cell.
+- *disappearance*: an object is missing, and the table is clean where it stood.
+- *removal*: an object is missing and has left a mark where it stood, a pale ring with a cross. Only the mark
+  distinguishes a removal from a disappearance. Scenes may contain older marks, so a mark alone proves nothing.
+- *substitution*: an object is replaced by an object of another kind, in any colour.
+- *size*: small becomes large, or large becomes small.
+- *color*: only the colour differs.
+- *orientation*: an arrow turns to another of four directions.
+- *pose*: a doll changes its arms, which are both up, both down, or waving.
+- *ocr*: the letter or number on a sign differs.
 - *counting*: the number of dots on a die differs.
 
-The level *free*: six to eight objects anywhere in the frame, overlapping, of three sizes and several textures.
+On the level *free* there are six to eight objects anywhere in the frame, which may overlap and have three sizes and
+several textures.
 
-Places have the same nine words as on the grid: an object is "at the top" whose centre is in that third of the frame as
-the camera before sees it, and several may be. What tells a change from a distractor is not how many pixels differ: from
-one image to the next the camera shifts by up to 5 % of the frame and zooms by up to 5 %, the light changes by up to
-10 % and the lamp goes round by up to 23 degrees. A camera that is said to have moved goes more than four times as far,
-and a lamp that went out leaves less than two thirds of the light.
+Places have the same nine names as on the grid. An object is "at the top" if its centre is in that third of the frame of
+the image before; several objects may share a place. The number of different pixels does not distinguish a change from a
+distractor: from one image to the next the camera shifts by up to 5 % of the frame and zooms by up to 5 %, the light
+changes by up to 10 %, and the lamp turns by up to 23 degrees. A movement of the camera that a reference mentions is
+more than four times as far. After a reference says that the lamp went out, less than two thirds of the light remain.
 
-What a reference speaks of can be seen and told apart in both images: see `_is_clear`.
+Everything that a reference mentions is visible and distinguishable in both images: see `_is_clear`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,24 +41,25 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, field_validator
 
+from m3diff.records.errors import ValueFault
 from m3diff.records.schemas import CHANGE_TYPES, SPLITS, ChangeType, Split
 from m3diff.settings.section import Section
 
 KINDS = ("ball", "box", "cone", "star", "arrow", "doll", "sign", "die")
 COLORS = ("red", "green", "blue", "yellow", "purple", "white")
 Level = Literal["grid", "free"]
-WIDTHS: dict[str, dict[str, float]] = {  # how wide an object of each size is, in frame units, by level
+WIDTHS: dict[str, dict[str, float]] = {  # width of an object of each size, in frame units, by level
     "grid": {"small": 0.185, "large": 0.285},
     "free": {"small": 0.16, "medium": 0.23, "large": 0.32},
 }
 
 MARK_WIDTH = 0.17
 SIZES = tuple(WIDTHS["grid"])
-STATES: dict[str, tuple] = {  # what the kinds with an inner state can show
-    "arrow": ("up", "right", "down", "left"),  # where it points
-    "doll": ("down", "up", "waving"),  # its arms
+STATES: dict[str, tuple] = {  # the states that some kinds of objects can have
+    "arrow": ("up", "right", "down", "left"),  # direction
+    "doll": ("down", "up", "waving"),  # arms
     "sign": tuple("AEKS2479"),
-    "die": (2, 3, 4, 5, 6),  # its dots
+    "die": (2, 3, 4, 5, 6),  # number of dots
 }
 
 PLACES = (
@@ -71,14 +73,17 @@ LIT = 1.0
 
 
 def cell_center(cell: int, dx: float = 0.0, dy: float = 0.0) -> tuple[float, float]:
-    """Centre of a cell of the 3 x 3 grid, or a point at this offset from it, in frame units."""
+    """Return the centre of a cell in the 3 x 3 grid, or a point at an offset from it, in frame units."""
     return 0.5 + 0.3 * (cell % 3 - 1) + dx, 0.5 + 0.3 * (cell // 3 - 1) + dy
 
 
 @dataclass(frozen=True)
 class Thing:
-    """An object: `cell` is its place (index of PLACES), `dx`, `dy` its offset from the cell's centre. No word names
-    its texture."""
+    """An object on the table. Captions never mention its texture.
+
+    cell: the object's place, as an index into PLACES.
+    dx, dy: offset of the object's centre from the cell's centre, in frame units.
+    """
 
     kind: str
     color: str
@@ -91,17 +96,17 @@ class Thing:
 
     @property
     def center(self) -> tuple[float, float]:
-        """In frame units."""
+        """The centre in frame units."""
         return cell_center(self.cell, self.dx, self.dy)
 
 
 def name(thing: Thing) -> str:
-    """Size, colour and kind: "small red box"."""
+    """Return the name of an object in captions, which consists of size, colour and kind: "small red box"."""
     return f"{thing.size} {thing.color} {thing.kind}"
 
 
 class Mark(NamedTuple):
-    """The print of an object taken away, at a place and an offset from its cell's centre."""
+    """The mark that a removed object leaves on the table: its place and its offset from the cell's centre."""
 
     cell: int
     dx: float = 0.0
@@ -109,14 +114,20 @@ class Mark(NamedTuple):
 
     @property
     def center(self) -> tuple[float, float]:
-        """In frame units."""
+        """The centre in frame units."""
         return cell_center(self.cell, self.dx, self.dy)
 
 
 @dataclass(frozen=True)
 class View:
-    """Camera and light: shift in frame units, zoom as a factor, brightness 1 when the lamp is on, lamp angle in
-    radians, and the standard deviation of sensor noise in grey levels."""
+    """Camera and light.
+
+    x, y: shift of the camera in frame units.
+    zoom: zoom factor.
+    brightness: 1 if the lamp is on.
+    lamp: angle of the lamp in radians.
+    noise: standard deviation of the sensor noise in grey levels.
+    """
 
     x: float = 0.0
     y: float = 0.0
@@ -126,27 +137,30 @@ class View:
     noise: float = 0.0
 
     def project(self, point: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The point of this camera's frame where a point of the scene falls; of arrays, their points."""
+        """Return the position in this camera's frame of a point in the scene, or of arrays of points."""
         return (point[0] - self.x - 0.5) * self.zoom + 0.5, (point[1] - self.y - 0.5) * self.zoom + 0.5
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The objects, the table they are on, and the view of them. Of two things that overlap, the later covers the
-    earlier."""
+    """Objects on a table, and the camera's view. If two objects overlap, the later one covers the earlier one."""
 
     things: tuple[Thing, ...]
     marks: tuple[Mark, ...] = ()
     background: str = "linen"
     view: View = field(default_factory=View)
     level: Level = "grid"
-    cloth: str = "weave"  # the table's pattern, which no word names
+    cloth: str = "weave"  # pattern of the table, which is never mentioned in captions
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change: its OmniDiff type, the thing before and after (None where there is none), and for camera and lamp
-    the word that says what happened to it."""
+    """A change between two scenes.
+
+    type: one of OmniDiff's twelve change types.
+    before, after: the object before and after; None if there is none.
+    word: what happened to the camera ("left", "in", ...) or lamp ("on", "out"); empty for a change of an object.
+    """
 
     type: str
     before: Thing | None = None
@@ -155,76 +169,102 @@ class Change:
 
     @property
     def order(self) -> tuple[int, float]:
-        """References name the camera first, then the lamp, then the things in reading order: by place, and from left to
-        right within one."""
+        """Sort key: first the camera, then the lamp, then objects by place and from left to right within a place."""
         thing = self.before or self.after
         if thing is None:
             return (-1 if self.type == "illumination" else -2), 0.0
         return thing.cell, thing.center[0]
 
 
-Domain = Literal["standard", "shifted"]  # how scenes look: `render.LOOKS`
+Domain = Literal["standard", "shifted"]  # look of the scenes: see `render.SHADES`
 
 
 class MiniChange(Section):
-    """The number, size and changes of the scenes that are drawn."""
+    """Settings for generating a MiniChange dataset."""
 
-    root: Path  # the folder to write
+    root: Path
+    """Folder to write."""
+
     seed: int = Field(ge=0)
-    scenes: Mapping[Split, int]  # each gives two pairs: a change and a distractor
+    """Seed of all scenes. A different seed draws a different dataset."""
+
+    scenes: Mapping[Split, int]
+    """Number of scenes per split, 0 or more. Each scene gives two pairs: one with changes, and a distractor."""
+
     image_px: int = Field(ge=32)
-    references: int = Field(ge=1, le=5)  # captions of a pair
-    multi_change_share: float = Field(ge=0, le=1)  # of scenes with two or three changes
-    oversample_types: tuple[ChangeType, ...]  # twice as often as the others in training; val and test stay even
-    level: Level = "grid"  # free: more objects, anywhere and overlapping, under a camera and light that move more
-    domain: Domain = "standard"  # shifted: palette, tables and camera that the standard one does not have
+    """Width and height of an image, in pixels."""
+
+    references: int = Field(ge=1, le=5)
+    """Number of captions per pair."""
+
+    multi_change_share: float = Field(ge=0, le=1)
+    """Share of scenes with two or three changes instead of one."""
+
+    oversample_types: tuple[ChangeType, ...]
+    """Change types that are drawn twice as often as the others in the training split. In val and test, all types are
+    equally frequent."""
+
+    level: Level = "grid"
+    """`grid` places objects on a 3 x 3 grid. `free` has more objects, which may overlap, and larger movements of camera
+    and light."""
+
+    domain: Domain = "standard"
+    """Look of the scenes: the colours, tables and camera of `shifted` differ from those of `standard`."""
 
     @field_validator("scenes")
     @classmethod
     def every_split(cls, scenes: dict[str, int]) -> dict[str, int]:
+        """Require a number of scenes for each split.
+
+        Raises:
+            ValueFault: a split is missing or unknown, a number is negative, or all numbers are 0.
+        """
         if set(scenes) != set(SPLITS) or min(scenes.values()) < 0 or not any(scenes.values()):
-            raise ValueError(f"expected {', '.join(SPLITS)}, each 0 or more and one of them more than 0")
+            raise ValueFault("datasets.no_number_of_scenes", names=list(SPLITS))
         return scenes
 
 
 def pick(rng: np.random.Generator, options: tuple | list) -> Any:
+    """Return a random option. All options are equally likely."""
     return options[int(rng.integers(len(options)))]
 
 
 def other(rng: np.random.Generator, options: tuple, than: object) -> Any:
-    """Pick an option that is not `than`."""
+    """Return a random option that is not `than`."""
     return pick(rng, [option for option in options if option != than])
 
 
-# Types that need an object of a certain kind in the scene
+# Change types that require an object of a certain kind in the scene
 NEEDS = {"orientation": "arrow", "pose": "doll", "ocr": "sign", "counting": "die"}
 
-MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # directions in which a camera moves, by word
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # directions of a camera movement
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A level: its camera, lamp and sizes, and how scenes are sampled.
+    """Samples scenes and changes of a level. The fields are the level's limits for camera and lamp.
 
-    On the free level the camera zooms, and the lamp goes out or on, from what they are.
+    On the level free, zoom and brightness change relative to their current values.
     """
 
     name: str
-    sample_scene: Callable[..., Scene]  # with these kinds in it
+    sample_scene: Callable[..., Scene]  # takes the kinds of objects that the scene must contain
     is_clear: Callable[[Scene, Scene, list[Change]], bool]
-    move: float  # of the camera, in frame units
-    dark: float  # brightness when the lamp is out, or the factor to it
-    tries: int  # to change one scene before another is sampled
-    shift: tuple[float, float, float]  # of a distractor's camera: most in x and in y, least and most in all
-    jitter_by: tuple[float, float, float]  # most of a distractor's zoom, brightness (both a share) and lamp (radians)
+    move: float  # distance of a camera movement, in frame units
+    dark: float  # brightness with the lamp out; on the level free, the factor by which the brightness is multiplied
+    tries: int  # number of attempts to change a scene before another scene is sampled
+    shift: tuple[float, float, float]  # camera shift in `jitter`: maximum in x and y, minimum and maximum distance
+    # Maximum changes in `jitter`: of zoom and brightness relative to their values, of the lamp in radians
+    jitter_by: tuple[float, float, float]
 
     def sample_pair(
         self, rng: np.random.Generator, types: tuple[str, ...]
     ) -> tuple[Scene, Scene, Scene, tuple[Change, ...]]:
         """Sample a scene and change it.
 
-        Returns: the scene before, the scene after the changes of `types`, the distractor (the scene before under
-        another camera and light), and the changes in the order in which references name them.
+        Returns:
+            The scene before, the scene after the changes of `types`, the distractor (the scene before with another
+            camera and light), and the changes in the order in which references mention them.
         """
         while True:
             before = self.sample_scene(rng, tuple(NEEDS[t] for t in types if t in NEEDS))
@@ -235,20 +275,20 @@ class Sampler:
                     return before, after, distractor, tuple(sorted(changes, key=lambda change: change.order))
 
     def moved(self, view: View, word: str) -> View:
-        """The view after the camera has moved or zoomed as the word says."""
+        """Return the view after a camera movement: "left", "right", "up", "down", "in" or "out"."""
         if word in ZOOMS:
             return replace(view, zoom=view.zoom * ZOOMS[word] if self.name == "free" else ZOOMS[word])
         x, y = MOVES[word]
         return replace(view, x=view.x + self.move * x, y=view.y + self.move * y)
 
     def lit(self, view: View, word: str) -> View:
-        """The view after the lamp went "out" or came "on"."""
+        """Return the view after the lamp was switched "on" or "out"."""
         if self.name == "free":
             return replace(view, brightness=view.brightness * (self.dark if word == "out" else 1 / self.dark))
         return replace(view, brightness=self.dark if word == "out" else LIT)
 
     def jitter(self, rng: np.random.Generator, view: View) -> View:
-        """The view after a shift of camera, light and noise that is a distractor and never mentioned."""
+        """Return the view with small changes of camera, light and noise, which references never mention."""
         by, least, most = self.shift
         while True:
             x, y = (float(value) for value in rng.uniform(-by, by, 2))
@@ -267,7 +307,7 @@ class Sampler:
         )
 
     def in_order(self, scene: Scene) -> Scene:
-        """On the grid things are in the order of their places; on the free level a later one covers an earlier one."""
+        """Sort objects and marks by place on the grid. On the level free, keep their order, which decides overlaps."""
         if self.name == "free":
             return scene
         things = sorted(scene.things, key=lambda thing: thing.cell)
@@ -276,18 +316,24 @@ class Sampler:
     def _apply(
         self, rng: np.random.Generator, before: Scene, types: tuple[str, ...]
     ) -> tuple[Scene, list[Change]] | None:
-        """Apply the types to things of their own; None where the scene has no room, or not all can be told apart."""
+        """Apply each change type to a different object, or to the camera or lamp. Return the new scene and the changes.
+
+        Return None if no object fits a change type, or if the changes would not be clear.
+        """
         things: list[Thing | None] = list(before.things)
-        marks, view = list(before.marks), before.view
+        marks = list(before.marks)
+        view = before.view
         untouched = set(range(len(things)))
         changes: list[Change] = []
         for change_type in types:
             if change_type == "illumination":
                 word = "out" if view.brightness > LAMP_ON else "on"
-                view, change = self.lit(view, word), Change(change_type, word=word)
+                view = self.lit(view, word)
+                change = Change(change_type, word=word)
             elif change_type == "viewpoint":
                 word = str(pick(rng, (*MOVES, *ZOOMS)))
-                view, change = self.moved(view, word), Change(change_type, word=word)
+                view = self.moved(view, word)
+                change = Change(change_type, word=word)
             elif change_type == "addition":
                 if self.name == "free":
                     new = sample_free_thing(rng, before.view)
@@ -314,11 +360,14 @@ class Sampler:
         return (after, changes) if self.is_clear(before, after, changes) else None
 
     def mark(self, thing: Thing) -> Mark:
-        """The print that an object leaves which is removed."""
+        """Return the mark that an object leaves when it is removed."""
         return Mark(thing.cell, thing.dx, thing.dy) if self.name == "free" else Mark(thing.cell)
 
     def _changed(self, rng: np.random.Generator, thing: Thing, change_type: str) -> Thing | None:
-        """The object gone, replaced, in another size or colour; by any other type, in another state of its kind."""
+        """Apply a change type to an object. Return the new object, or None if the object disappears or is removed.
+
+        Orientation, pose, ocr and counting change the object's state.
+        """
         if change_type in ("disappearance", "removal"):
             return None
         if change_type == "substitution":
@@ -326,7 +375,8 @@ class Sampler:
             if self.name == "grid":
                 return replace(sample_grid_thing(rng, thing.cell, kind), size=thing.size, dx=thing.dx, dy=thing.dy)
             state = pick(rng, STATES[kind]) if kind in STATES else None
-            color, texture = str(pick(rng, COLORS)), str(pick(rng, TEXTURES))
+            color = str(pick(rng, COLORS))
+            texture = str(pick(rng, TEXTURES))
             return replace(thing, kind=kind, state=state, color=color, texture=texture)
         if change_type == "size":
             return replace(thing, size=str(other(rng, tuple(WIDTHS[self.name]), thing.size)))
@@ -335,13 +385,13 @@ class Sampler:
         return replace(thing, state=other(rng, STATES[thing.kind], thing.state))
 
 
-LAMP_ON = 0.7  # brightness above which a lamp can go out
+LAMP_ON = 0.7  # brightness above which the lamp counts as on
 
 
 def sample_types(
     rng: np.random.Generator, number: int, multi_change_share: float, deck: tuple[str, ...] = CHANGE_TYPES
 ) -> tuple[str, ...]:
-    """Sample one to three distinct change types; the first runs through `deck`, by number."""
+    """Sample one to three distinct change types. The first type is taken from `deck`, by the number of the scene."""
     first = deck[number % len(deck)]
     if rng.random() >= multi_change_share:
         return (first,)
@@ -349,12 +399,12 @@ def sample_types(
     return (first, *(rest[int(k)] for k in rng.choice(len(rest), size=int(rng.integers(1, 3)), replace=False)))
 
 
-# A changed object's centre keeps this distance from the frame's border in both images of the grid, in frame units
+# Minimum distance of a changed object's centre from the edge of the frame in both images, on the grid, in frame units
 VISIBLE = 0.1
 
 
 def sample_grid_thing(rng: np.random.Generator, cell: int, kind: str | None = None) -> Thing:
-    """An object of this kind, or of any, somewhere near the middle of its cell."""
+    """Return an object of the given kind, or of a random kind, near the centre of its cell."""
     kind = kind or str(pick(rng, KINDS))
     state = pick(rng, STATES[kind]) if kind in STATES else None
     dx, dy = rng.uniform(-0.025, 0.025, 2)
@@ -378,26 +428,29 @@ def _in_frame(before: Scene, after: Scene, changes: list[Change]) -> bool:
     return all(VISIBLE < value < 1 - VISIBLE for place in places for value in place)
 
 
-# the level free
+# The level free
 
 TEXTURES = ("plain", "striped", "banded", "chequered", "dotted")
 CLOTHS = ("weave", "checks", "planks", "dots")
 
 THIRDS = (1 / 3, 2 / 3)
-# The centre of what stands in a scene keeps this distance from the borders of the frame's thirds, in frame units
+# Minimum distance of an object's centre from the borders between the thirds of the frame, in frame units
 MARGIN = 0.03
-EDGE = 0.1  # and this from the frame's border
-SEEN = 0.5  # share of any object that nothing covers; of its square, of which a form fills less
-# Share of a changed object, and of its counterpart, that is in the frame and that nothing covers, in both images
+EDGE = 0.1  # minimum distance of an object's centre from the edge of the frame, in frame units
+SEEN = 0.5  # minimum visible share of an object's square. The form itself fills less than its square
+# Minimum share of a changed object, before and after the change, that is in the frame and not covered, in both images
 SEEN_CHANGED = 0.65
-SEEN_STATE = 0.85  # the same where an arrow's direction, a doll's arms, a letter or dots change
-APART = 0.2  # of what came and what went in one pair, the centres are this far apart: else they would be a substitution
+SEEN_STATE = 0.85  # like SEEN_CHANGED, for changes of an arrow's direction, a doll's arms, a letter or dots
+# Minimum distance between added and missing objects in a pair. If they were closer, they would look like a substitution
+APART = 0.2
 TRIES = 60
 
 
 def _freely(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
-    """A scene of six to eight things, `must_hold` naming the kinds that have to be among them; if one of them finds no
-    room, another scene."""
+    """Return a scene of six to eight objects, including one of each kind in `must_hold`.
+
+    If there is no room for an object, another scene is sampled.
+    """
     view = View(
         x=float(rng.uniform(-0.02, 0.02)),
         y=float(rng.uniform(-0.02, 0.02)),
@@ -421,15 +474,16 @@ def _freely(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
         mark = Mark(*_spot(rng, view))
         if _mark_is_clear(mark, things, marks):
             marks.append(mark)
-    background, cloth = str(pick(rng, BACKGROUNDS)), str(pick(rng, CLOTHS))
+    background = str(pick(rng, BACKGROUNDS))
+    cloth = str(pick(rng, CLOTHS))
     return Scene(tuple(things), tuple(marks), background, view, "free", cloth)
 
 
-SEEN_SCENE = 0.6  # as SEEN, where a scene is first laid out: changes may cover a little more
+SEEN_SCENE = 0.6  # like SEEN, for a new scene. After the changes, objects may cover a little more of each other
 
 
 def sample_free_thing(rng: np.random.Generator, view: View, kind: str | None = None) -> Thing:
-    """An object of this kind, or of any, somewhere in this camera's frame."""
+    """Return an object of the given kind, or of a random kind, somewhere in the camera's frame."""
     kind = kind or str(pick(rng, KINDS))
     state = pick(rng, STATES[kind]) if kind in STATES else None
     color, size, texture = (str(pick(rng, options)) for options in (COLORS, tuple(WIDTHS["free"]), TEXTURES))
@@ -438,8 +492,10 @@ def sample_free_thing(rng: np.random.Generator, view: View, kind: str | None = N
 
 
 def _spot(rng: np.random.Generator, view: View) -> tuple[int, float, float]:
-    """A point that this camera sees well inside a third of its frame: the place, and the offset from its cell's centre
-    on the table."""
+    """Sample a point well inside one of the nine fields of the camera's frame.
+
+    Return its place, and its offset in x and y from the centre of the place's cell on the table.
+    """
     while True:
         u, v = (float(value) for value in rng.uniform(EDGE, 1 - EDGE, 2))
         if _inside_third(u) and _inside_third(v):
@@ -451,7 +507,7 @@ def _spot(rng: np.random.Generator, view: View) -> tuple[int, float, float]:
 
 
 def place_of(point: tuple[float, float]) -> int:
-    """Index of PLACES: in which third of the frame a point is, across and down."""
+    """Return the index into PLACES of a point in the frame."""
     across, down = (sum(value > border for border in THIRDS) for value in point)
     return across + 3 * down
 
@@ -472,11 +528,15 @@ POINTS = (np.arange(12) + 0.5) / 12 - 0.5
 
 
 def _seen(what: Thing | Mark, above: Iterable[Thing], view: View | None = None) -> float:
-    """Share of a thing's square that no square above it covers and, where a view is given, that is in its frame."""
+    """Return the share of an object's square that the squares of the objects above it do not cover.
+
+    With a view, only the part inside its frame counts.
+    """
     x, y = (middle + POINTS * _width(what) for middle in what.center)
     clear = np.ones((len(POINTS), len(POINTS)), dtype=bool)
     for each in above:
-        middle, half = each.center, 0.5 * _width(each)
+        middle = each.center
+        half = 0.5 * _width(each)
         clear &= ~((np.abs(y - middle[1]) < half)[:, None] & (np.abs(x - middle[0]) < half)[None, :])
     if view is not None:
         u, v = view.project((x, y))
@@ -485,7 +545,7 @@ def _seen(what: Thing | Mark, above: Iterable[Thing], view: View | None = None) 
 
 
 def are_open(things: Sequence[Thing], least: float) -> bool:
-    """True if at least this share of each thing is covered by none of the later ones."""
+    """Return True if later objects leave at least the share `least` of every object uncovered."""
     return all(_seen(thing, things[place + 1 :]) >= least for place, thing in enumerate(things))
 
 
@@ -499,12 +559,12 @@ def _distance(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def _is_clear(before: Scene, after: Scene, changes: list[Change]) -> bool:
-    """True if a person can see what changed, and know which object and place a reference means.
+    """Return True if a person can see the changes and know which object and place a reference means.
 
-    Every object is partly open in both scenes and every mark mostly. A changed object and its counterpart are mostly
-    open and in the frame in both images, touch nothing of their own colour, have a name that no other object at their
-    place has, and are in the same third of both frames, unless the camera is said to have moved. What came and what
-    went are apart.
+    The requirements are: Every object is partly visible in both scenes, and every mark is mostly visible. A changed
+    object is mostly visible in both images, before and after the change. It does not touch an object of the same
+    colour, and no other object at its place has the same name. Unless the camera moved, it is in the same third of both
+    frames. Added and missing objects are not close to each other.
     """
     if not all(are_open(scene.things, SEEN) for scene in (before, after)):
         return False
@@ -528,7 +588,7 @@ def _is_clear(before: Scene, after: Scene, changes: list[Change]) -> bool:
 
 
 def _stands_out(scene: Scene, thing: Thing, least: float, views: tuple[View, View]) -> bool:
-    """Open enough in both frames, touching nothing of its colour, and the only one of its name at its place."""
+    """Return True if an object is visible in both frames, unique at its place, and touches no object of its colour."""
     others = [each for each in scene.things if each != thing]
     if any((each.cell, name(each)) == (thing.cell, name(thing)) for each in others):
         return False

@@ -1,137 +1,119 @@
-"""Metrics: the only list, the types of its entries, and what they are computed from.
+"""The list of all metrics, the types that describe a metric, and the inputs of metrics.
 
-A new metric is a file beside this one and a line in METRICS. Light to import: packages that compute are imported inside
-`compute`.
+To add a metric, write a file next to this one and add a line to METRICS. Importing this file is cheap because metrics
+import the packages they need inside `compute`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from m3diff.records import Lazy
+from m3diff.records import LazyMapping
 from m3diff.scoring.grammar import ParsedCaption
+from m3diff.scoring.metrics.ngrams import Ngrams, SharedNgrams
 from m3diff.scoring.pairs import EvalPair, Groups
 
 T = TypeVar("T")
 
-ORDERS = 4  # n-grams have one to so many words
-BY_CHARACTERS = "-char"  # ends the name of every score whose tokens are characters
+BY_CHARACTERS = "-char"  # suffix of the names of scores that are computed on characters
 ENGLISH_ONLY = "it reads English alone, and the references are in a script without spaces between words"
 
 Value = int | float | None
 PairValue = float | str | bool | list[float] | None
 
-# Tokens of a prediction and of its references: all that a caption metric knows of a pair
+# Tokens of a prediction, and tokens of each of its references: all that a caption metric needs to score a pair
 Item = tuple[str, tuple[str, ...]]
-
-
-class Ngrams:
-    """Counts of each distinct caption's n-grams: one entry per caption and n-gram, by caption.
-
-    `lengths` [captions] in words; of each entry its caption, n-gram (numbered over all n), order (n - 1) and count;
-    `starts` [captions + 1] says where a caption's entries begin.
-    """
-
-    def __init__(self, captions: Iterable[str]) -> None:
-        self.number = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
-        split = [caption.split() for caption in self.number]
-        self.lengths = np.array([len(words) for words in split], np.int64)
-        known: dict[str, int] = {}
-        words = np.array([known.setdefault(word, len(known)) for caption in split for word in caption], np.int64)
-        caption = np.repeat(np.arange(len(split)), self.lengths)
-        left = np.repeat(np.cumsum(self.lengths), self.lengths) - np.arange(len(words))  # words to the caption's end
-        entries, self.size, ngram = [], 0, words
-        for order in range(ORDERS):
-            at = np.flatnonzero(left > order)
-            if order:
-                _, numbers = np.unique(ngram[at] * len(known) + words[at + order], return_inverse=True)
-                ngram = np.zeros(len(words), np.int64)
-                ngram[at] = numbers
-            of_order = int(ngram[at].max(initial=-1)) + 1
-            keys, counts = np.unique(caption[at] * max(1, of_order) + ngram[at], return_counts=True)
-            found, ngrams = np.divmod(keys, max(1, of_order))
-            entries.append((found, ngrams + self.size, np.full(len(keys), order), counts))
-            self.size += of_order
-        columns = [np.concatenate(column) for column in zip(*entries, strict=True)]
-        by_caption = np.argsort(columns[0], kind="stable")
-        self.caption, self.ngram, self.order, self.count = (column[by_caption] for column in columns)
-        self.starts = np.searchsorted(self.caption, np.arange(len(split) + 1))
-
-    def entries(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The entries of each caption, one caption after another, and whose they are: an index into `captions`."""
-        sizes = self.starts[captions + 1] - self.starts[captions]
-        owner = np.repeat(np.arange(len(captions)), sizes)
-        first = np.cumsum(sizes) - sizes
-        return np.arange(len(owner)) - first[owner] + self.starts[captions][owner], owner
-
-
-class Shared:
-    """The n-grams that each pair's prediction shares with each of its references.
-
-    Row r compares pair `pair[r]`'s prediction with one reference: `prediction[r]`, `reference[r]` are captions of
-    `ngrams`. Of each shared n-gram: its row, its entries in the prediction and in the reference.
-    """
-
-    def __init__(self, ngrams: Ngrams, predictions: Mapping[str, str], references: Mapping[str, list[str]]) -> None:
-        number = ngrams.number
-        self.ngrams, self.pairs = ngrams, {pair: place for place, pair in enumerate(predictions)}
-        self.predictions = np.array([number[text] for text in predictions.values()], np.int64)
-        self.reference = np.array([number[text] for pair in predictions for text in references[pair]], np.int64)
-        self.references = np.array([len(references[pair]) for pair in predictions], np.int64)
-        self.pair = np.repeat(np.arange(len(self.pairs)), self.references)
-        self.prediction = self.predictions[self.pair]
-        of_prediction, row = ngrams.entries(self.prediction)
-        keys = ngrams.caption * ngrams.size + ngrams.ngram  # ascending
-        wanted = self.reference[row] * ngrams.size + ngrams.ngram[of_prediction]
-        place = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
-        shared = keys[place] == wanted if len(keys) else np.zeros(0, bool)
-        self.row, self.of_prediction, self.of_reference = row[shared], of_prediction[shared], place[shared]
-
-    def places(self, pairs: Iterable[str]) -> np.ndarray:
-        return np.array([self.pairs[pair] for pair in pairs], np.int64)
-
-
-def sum_by_order(rows: np.ndarray, orders: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Values added up by row and order: [size, ORDERS]."""
-    cells = rows * ORDERS + orders
-    return np.bincount(cells, values.astype(float), minlength=size * ORDERS).astype(float).reshape(-1, ORDERS)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens joined by spaces, by pair id; `shuffled` of some or all pairs, None where there are none."""
+    """The tokens of captions by pair id. The tokens of one caption are joined by spaces.
+
+    shuffled: captions written for the before-image and another pair's after-image, for some or all pairs. None if
+        predict did not write such captions.
+    """
 
     references: dict[str, list[str]]
     predictions: dict[str, str]
     shuffled: dict[str, str] | None
 
     @cached_property
-    def shared(self) -> Shared:
-        """The n-grams of all captions, counted once for every metric, and what predictions share with references."""
-        references = chain.from_iterable(self.references.values())
-        ngrams = Ngrams([*self.predictions.values(), *references, *(self.shuffled or {}).values()])
-        return Shared(ngrams, self.predictions, self.references)
+    def shared(self) -> SharedNgrams:
+        """N-grams of all captions, and n-grams that predictions share with references. Counted once for all metrics."""
+        captions = list(self.predictions.values())
+        for references in self.references.values():
+            captions += references
+        if self.shuffled is not None:
+            captions += self.shuffled.values()
+        return SharedNgrams(Ngrams(captions), self.predictions, self.references)
 
-    def item(self, pair: str) -> Item:
-        return self.predictions[pair], tuple(self.references[pair])
+    def item(self, pair_id: str) -> Item:
+        """Return the tokens of a pair's prediction and references."""
+        return self.predictions[pair_id], tuple(self.references[pair_id])
+
+
+class Program(ABC):
+    """A metric's Java program. It is created before captions are tokenised, so that it can read its files meanwhile."""
+
+    @abstractmethod
+    def start(self, items: Sequence[Item]) -> None:
+        """Start scoring the distinct items of all protocols. Other metrics are computed in the meantime.
+
+        Raises:
+            ScorerFailed: the program cannot be started.
+        """
+
+    @abstractmethod
+    def answers(self) -> Mapping[Item, Any]:
+        """Wait for the program and return its answer for each item.
+
+        Raises:
+            ScorerFailed: the program did not start or gave no answer.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop all processes that are still running and remove their files."""
+
+
+class JudgeVerdict(NamedTuple):
+    """A judge's verdict on a prediction.
+
+    is_right: whether the prediction is right. None if the judge gave no verdict.
+    answer: text of the judge's answer, or the reason why there is no answer.
+    """
+
+    is_right: bool | None
+    answer: str
 
 
 class Tools(NamedTuple):
-    """Inputs of a metric beside the pairs of a protocol."""
+    """Inputs of a metric in addition to the pairs of a protocol.
 
-    tokens: Tokens  # none where no metric needs Java
-    answers: Mapping[Item, Any]  # what the metric's `program` gave
-    parsed: Mapping[str, ParsedCaption]  # by pair id; only pairs whose references a grammar understands
-    judge: Callable[[list[EvalPair]], Mapping[str, tuple[bool | None, str]]] | None = None  # id -> verdict, answer
+    tokens: tokens of the pairs' captions. Empty if no metric needs Java.
+    answers: answers of the metric's `program`.
+    parsed: parsed predictions by pair id, for pairs whose references a grammar can read.
+    judge: function that returns verdicts by pair id for some of the pairs. None if no judge is configured.
+    """
+
+    tokens: Tokens
+    answers: Mapping[Item, Any]
+    parsed: Mapping[str, ParsedCaption]
+    judge: Callable[[list[EvalPair]], Mapping[str, JudgeVerdict]] | None = None
 
 
 class MetricScores(NamedTuple):
-    """The result of `compute`. A score that is not there is null; `absent` says why, by the score's name."""
+    """The result of `Metric.compute`.
+
+    groups: group -> score -> value. A missing score is null in the files.
+    pairs: pair id -> column of scores.parquet -> value.
+    absent: score -> reason why it is null.
+    """
 
     groups: Mapping[str, Mapping[str, Value]]
     pairs: Mapping[str, Mapping[str, PairValue]]
@@ -139,57 +121,78 @@ class MetricScores(NamedTuple):
 
 
 class Resampled(NamedTuple):
-    """The way from a column of scores.parquet, summed over a set of pairs, to a score of that set."""
+    """How to compute a score of a set of pairs from a column of scores.parquet, summed over the pairs.
 
-    column: str  # list<double>: a row of k statistics per pair
-    score: Callable[[np.ndarray], np.ndarray]  # sums [..., k] -> score [...]; NaN where the set has none
+    column: name of the column, which holds k statistics per pair (list<double>) or a plain value.
+    score: function from sums [..., k] to scores [...]. A score is NaN if it is undefined for the set.
+    """
+
+    column: str
+    score: Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. Every table of the report and every column of scores.parquet follows from these fields.
+    """A metric. The report's tables and the columns of scores.parquet are derived from these fields.
 
-    `compute` and `program` raise ScorerFailed where they can give no score at all; that costs the other metrics
-    nothing.
+    `compute` and `program` raise ScorerFailed if they cannot produce any score. The other metrics are still computed.
+
+    Attributes:
+        compute: function that scores the pairs of one protocol.
+        headline: score that is shown where there is room for only one score per metric.
+        scores: names of the scores of every group of pairs. Papers print them times 100.
+        overall: names of the scores that exist only for all pairs of a protocol together.
+        columns: columns of scores.parquet for the scores of a pair: name -> Arrow type.
+        resampled: score -> how to compute it from summed statistics, which its bootstrap interval requires.
+        lower_is_better: scores for which a lower value is better. The gate does not support them.
+        java: whether the metric needs Java, for its tokens or for its program.
+        program: function that creates the metric's Java program. Its arguments are SPICE's folder and the time limit in
+            seconds. None if the metric does not have a Java program.
+        needs_grammar: whether the metric needs a grammar to read the captions. A dataset without one has no score.
+        optional: whether tables of the report leave the metric out if it was not computed.
+        reads: the input of the metric: tokens of any language, English tokens, or something else.
     """
 
-    compute: Callable[[list[EvalPair], Groups, Tools], MetricScores]  # of one protocol's pairs
-    headline: str  # the score that stands for the metric where there is room for one
-    scores: tuple[str, ...]  # of every group of pairs, as papers print them divided by 100
-    overall: tuple[str, ...] = ()  # of all pairs of a protocol together only
-    columns: Mapping[str, str] = field(default_factory=dict)  # of scores.parquet: score of a pair -> Arrow type
-    resampled: Mapping[str, Resampled] = field(default_factory=dict)  # score -> its statistics, for intervals
-    lower_is_better: tuple[str, ...] = ()  # no score for the gate
-    java: bool = True  # uses tokens or a Java program
-    # runs once for the distinct items of all protocols, with SPICE's folder and seconds for each Java program
-    program: Callable[[list[Item], Path | None, int], Mapping[Item, Any]] | None = None
-    needs_grammar: bool = False  # reads captions: there is no score of a dataset without a grammar
-    optional: bool = False  # left out of the page's tables where it is absent
-    # what it is made of: tokens of any language, English ones, or something else than tokens
+    compute: Callable[[list[EvalPair], Groups, Tools], MetricScores]
+    headline: str
+    scores: tuple[str, ...]
+    overall: tuple[str, ...] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    resampled: Mapping[str, Resampled] = field(default_factory=dict)
+    lower_is_better: tuple[str, ...] = ()
+    java: bool = True
+    program: Callable[[Path | None, int], Program] | None = None
+    needs_grammar: bool = False
+    optional: bool = False
     reads: Literal["tokens", "English", "other"] = "other"
 
 
 def of_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
-    """Results of `compute` on the ids of every group that has pairs."""
+    """Call `compute` on the pair ids of each group that is not empty, and return the results by group."""
     return {name: compute(ids) for name, ids in groups.items() if ids}
 
 
 def mean_of(column: str) -> Resampled:
-    """The mean over the pairs of a column of [value, 1], or of plain values."""
+    """Return how to compute the mean of a column over pairs. The column holds plain values or lists [value, 1]."""
     return Resampled(column, ratio(0, 1))
 
 
 def ratio(part: int, whole: int) -> Callable[[np.ndarray], np.ndarray]:
-    """A sum over another; NaN where the other is 0."""
+    """Return a function that divides one sum by another. The result is NaN where the divisor is 0.
 
-    def of(sums: np.ndarray) -> np.ndarray:
+    Args:
+        part, whole: indices of the dividend and of the divisor in the last dimension of the sums.
+    """
+
+    def divide(sums: np.ndarray) -> np.ndarray:
         wholes = sums[..., whole]
         return np.divide(sums[..., part], wholes, where=wholes != 0, out=np.full(wholes.shape, np.nan))
 
-    return of
+    return divide
 
 
-METRICS: Lazy[Metric] = Lazy(  # by the name that `evaluate.metrics` gives, in the order of the files and the page
+# Metrics by their names in `evaluate.metrics`, in the order in which the files and the page list them
+METRICS: LazyMapping[Metric] = LazyMapping(
     "METRIC",
     {
         "CIDEr": "m3diff.scoring.metrics.cider",
@@ -205,59 +208,70 @@ METRICS: Lazy[Metric] = Lazy(  # by the name that `evaluate.metrics` gives, in t
 
 
 def by_characters(metric: Metric) -> Metric:
-    """The same metric of tokens that are characters: each of its scores and columns has a name that ends so."""
-
-    def renamed(values: Mapping[str, T]) -> dict[str, T]:
-        return {f"{name}{BY_CHARACTERS}": value for name, value in values.items()}
+    """Return a variant of the metric that is computed on characters. Its scores and columns have names with -char."""
 
     def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
         scores = metric.compute(pairs, groups, tools)
-        of_groups = {group: renamed(values) for group, values in scores.groups.items()}
-        of_pairs = {pair: renamed(values) for pair, values in scores.pairs.items()}
-        return MetricScores(of_groups, of_pairs, renamed(scores.absent))
+        return MetricScores(
+            groups={group: rename_keys(values) for group, values in scores.groups.items()},
+            pairs={pair_id: rename_keys(values) for pair_id, values in scores.pairs.items()},
+            absent=rename_keys(scores.absent),
+        )
 
-    resampled = {name: of._replace(column=f"{of.column}{BY_CHARACTERS}") for name, of in metric.resampled.items()}
+    resampled = {
+        name: statistics._replace(column=f"{statistics.column}{BY_CHARACTERS}")
+        for name, statistics in metric.resampled.items()
+    }
     return replace(
         metric,
         compute=compute,
         headline=f"{metric.headline}{BY_CHARACTERS}",
         scores=tuple(f"{name}{BY_CHARACTERS}" for name in metric.scores),
         overall=tuple(f"{name}{BY_CHARACTERS}" for name in metric.overall),
-        columns=renamed(metric.columns),
-        resampled=renamed(resampled),
+        columns=rename_keys(metric.columns),
+        resampled=rename_keys(resampled),
         lower_is_better=tuple(f"{name}{BY_CHARACTERS}" for name in metric.lower_is_better),
     )
 
 
+def rename_keys(values: Mapping[str, T]) -> dict[str, T]:
+    """Append -char to the names of the values."""
+    return {f"{name}{BY_CHARACTERS}": value for name, value in values.items()}
+
+
 def with_characters(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """These metrics, and after each that reads tokens of any language the one of characters."""
-    chosen = {}
+    """Return the metrics, each followed by its variant for characters if it reads tokens of any language."""
+    all_metrics = {}
     for name, metric in metrics.items():
-        chosen[name] = metric
+        all_metrics[name] = metric
         if metric.reads == "tokens":
-            chosen[f"{name}{BY_CHARACTERS}"] = by_characters(metric)
-    return chosen
+            all_metrics[f"{name}{BY_CHARACTERS}"] = by_characters(metric)
+    return all_metrics
 
 
 def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:
-    """The named metrics, in the order of METRICS."""
-    wanted = set(names)
-    assert wanted <= METRICS.keys(), f"unknown metrics {sorted(wanted - METRICS.keys())}; known: {', '.join(METRICS)}"
-    return {name: METRICS[name] for name in METRICS if name in wanted}
+    """Return the named metrics in the order of METRICS."""
+    chosen = set(names)
+    assert chosen <= METRICS.keys(), f"unknown metrics {sorted(chosen - METRICS.keys())}; known: {', '.join(METRICS)}"
+    return {name: METRICS[name] for name in METRICS if name in chosen}
 
 
 def needs_java(metrics: Mapping[str, Metric]) -> bool:
+    """Return True if any of the metrics needs Java."""
     return any(metric.java for metric in metrics.values())
 
 
 def gate_metrics(chosen: Iterable[str] | None = None) -> list[str]:
-    """Scores that may stand in `promote.metric` where `evaluate.metrics` is `chosen` (None: all of METRICS).
+    """Return the names of the scores that the gate can use, which are the valid values of `promote.metric`.
 
-    The gate takes the greater score for the better one, and compares two models pair by pair.
+    The gate compares two models pair by pair and treats a higher score as better.
+
+    Args:
+        chosen: names of `evaluate.metrics`, or None for all metrics.
     """
-    return [
-        score
-        for metric in with_characters(choose_metrics(METRICS if chosen is None else chosen)).values()
-        for score in metric.scores + metric.overall
-        if score in metric.resampled and score not in metric.lower_is_better
-    ]
+    scores: list[str] = []
+    for metric in with_characters(choose_metrics(METRICS if chosen is None else chosen)).values():
+        for score in metric.scores + metric.overall:
+            if score in metric.resampled and score not in metric.lower_is_better:
+                scores.append(score)
+    return scores

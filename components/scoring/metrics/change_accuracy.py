@@ -1,15 +1,16 @@
-"""Accuracy of predictions as a dataset's grammar reads them: by the type of change, its object and place, and from what
-to what.
+"""Compute the accuracy of predictions that a grammar can read, at three levels of increasing strictness.
 
-Three readings, each stricter than the one before: *type*; *place*: type, object and place; *exact*: what changed from
-what to what as well (colour, size, kind, direction, pose, letter, count).
+type: the change types are right.
+place: the object and place of every change are also right.
+exact: the states before and after every change are also right (colour, size, kind, direction, pose, letter, count).
 """
 
 from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
-from m3diff.scoring.grammar import ParsedCaption, Readings
+from m3diff.scoring.grammar import Correctness, ParsedCaption
 from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, Value, ratio
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
@@ -20,142 +21,237 @@ NO_GRAMMAR = (
 NO_REVERSED = (
     "there are no predictions of swapped images (predictions_reversed.json) for pairs of one change that has an inverse"
 )
-MOST = 0.5  # above this share of captions that the grammar does not know, no score is made of what it reads
-READINGS = Readings._fields
-STATISTICS = "change_statistics"
-# Numbers of a pair, to sum over pairs. `several_*` count clauses of pairs of several changes, `told` changes in clauses
-# that the grammar knows.
-NAMES = (
-    "captions", "unreadable", "single", "single_type", "single_place", "single_exact", "distractors",
-    "distractors_unchanged", "changed", "changed_unchanged", "several_told", "several_true", "several_place",
-    "several_exact", "told", "false", "reversed", "reversed_exact",
-)  # fmt: skip
+# If the grammar cannot read more than this share of the captions, the remaining captions are not scored either
+MAX_UNREADABLE_SHARE = 0.5
+READINGS = Correctness._fields
+STATISTICS = "change_statistics"  # column of scores.parquet that holds `PairStatistics`
+
+
+@dataclass(frozen=True)
+class PairStatistics:
+    """Counts of one pair. The scores of all pairs are computed from the sums of these counts.
+
+    scores.parquet stores the counts in the order of the fields.
+
+    Attributes:
+        captions: always 1, so that the sum is the number of captions.
+        unreadable: 1 if the grammar cannot read at least one clause of the prediction.
+        single: 1 for a pair with exactly one change. `single_*_right` is 1 if its prediction is also right.
+        distractors: 1 for a pair without a change.
+        distractors_called_unchanged: 1 for a pair without a change if the prediction says that nothing changed.
+        changed: 1 for a pair with at least one change.
+        changed_called_unchanged: 1 for a pair with a change if the prediction says that nothing changed.
+        multi_clauses: number of predicted clauses, for a pair with several changes.
+        multi_changes: number of changes, for a pair with several changes. `multi_*_right` is how many of these
+            changes the prediction names.
+        claimed_changes: number of changes that the prediction claims in clauses that the grammar can read.
+        false_changes: how many claimed changes have a wrong type, object or place, or repeat an earlier change.
+        reversed_captions: 1 if the caption of the swapped images is scored. `reversed_exact_right` is 1 if it is right.
+    """
+
+    captions: int = 1
+    unreadable: int = 0
+    single: int = 0
+    single_type_right: int = 0
+    single_place_right: int = 0
+    single_exact_right: int = 0
+    distractors: int = 0
+    distractors_called_unchanged: int = 0
+    changed: int = 0
+    changed_called_unchanged: int = 0
+    multi_clauses: int = 0
+    multi_changes: int = 0
+    multi_place_right: int = 0
+    multi_exact_right: int = 0
+    claimed_changes: int = 0
+    false_changes: int = 0
+    reversed_captions: int = 0
+    reversed_exact_right: int = 0
+
+    def as_row(self) -> list[float]:
+        """Return the counts in the format of scores.parquet."""
+        return [float(count) for count in astuple(self)]
+
+
+COUNTS = [field.name for field in fields(PairStatistics)]
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """Fractions over the pairs whose references a grammar understands; each kind of group has its own.
+    """Score the pairs whose references a grammar can read. Which scores a group has depends on the kind of group.
 
-    All but `unreadable` are absent where most captions are written in words that the grammar does not know: it would
-    call them wrong without having read them.
+    If the grammar cannot read most captions, all scores except `unreadable` are absent. Otherwise, captions that the
+    grammar cannot read would count as wrong.
     """
-    of_protocol = {i: tools.parsed[i] for i in groups[ALL] if i in tools.parsed}
-    unreadable = fraction(caption.unreadable for caption in of_protocol.values())
-    readable = of_protocol if unreadable is None or unreadable <= MOST else {}
+    parsed = {pair_id: tools.parsed[pair_id] for pair_id in groups[ALL] if pair_id in tools.parsed}
+    unreadable_share = fraction(caption.is_unreadable for caption in parsed.values())
+    is_judged = unreadable_share is None or unreadable_share <= MAX_UNREADABLE_SHARE
+    judged = parsed if is_judged else {}
     scores: dict[str, dict[str, Value]] = {
-        group: group_scores(group, [readable[i] for i in ids if i in readable])
+        group: group_scores(group, [judged[pair_id] for pair_id in ids if pair_id in judged])
         for group, ids in groups.items()
         if group != ALL
     }
-    sums = np.sum([statistics(caption) for caption in readable.values()] or np.zeros((1, len(NAMES))), axis=0)
-    found = {name: float(score(sums)) for name, (_, score) in RESAMPLED.items()}
-    scores[ALL] = {name: None if np.isnan(value) else value for name, value in found.items()}
-    scores[ALL]["unreadable"] = unreadable
-    of_pairs = {i: pair_values(parsed, i in readable) for i, parsed in of_protocol.items()}
+    scores[ALL] = overall_scores(judged.values()) | {"unreadable": unreadable_share}
+    pair_scores = {pair_id: pair_values(caption, is_judged) for pair_id, caption in parsed.items()}
     absent = {"reversal": NO_REVERSED} if scores[ALL]["reversal"] is None else {}
-    if unreadable is None:
+    if unreadable_share is None:
         absent = {METRIC.headline: NO_GRAMMAR}
-    elif not readable:
-        share = f"{100 * unreadable:.0f} % of the captions"
-        reason = f"the grammar does not know the words of {share}, so nothing can be read from them"
-        absent = dict.fromkeys((name for name in METRIC.overall if name != "unreadable"), reason)
-    return MetricScores(scores, of_pairs, absent)
+    elif not is_judged:
+        percentage = f"{100 * unreadable_share:.0f} % of the captions"
+        reason = f"the grammar does not know the words of {percentage}, so nothing can be read from them"
+        absent = {score: reason for score in METRIC.overall if score != "unreadable"}
+    return MetricScores(scores, pair_scores, absent)
 
 
 def fraction(flags: Iterable[bool]) -> float | None:
-    """The share that is true; None of none."""
-    known = list(flags)
-    return sum(known) / len(known) if known else None
+    """Return the share of flags that are true, or None if there are no flags."""
+    values = list(flags)
+    return sum(values) / len(values) if values else None
 
 
-def group_scores(group: str, parsed: list[ParsedCaption]) -> dict[str, Value]:
-    """Scores of a group's pairs, by the group's name.
+def overall_scores(captions: Iterable[ParsedCaption]) -> dict[str, Value]:
+    """Return the scores of all pairs of a protocol. A score is None if no pair counts towards it."""
+    rows = [statistics_of(caption).as_row() for caption in captions]
+    sums = np.sum(rows or np.zeros((1, len(COUNTS))), axis=0)
+    values = {name: float(resampled.score(sums)) for name, resampled in RESAMPLED.items()}
+    return {name: None if np.isnan(value) else value for name, value in values.items()}
 
-    Of pairs of several changes: precision, recall and F1 over their clauses, and the fractions of pairs wholly right;
-    of a change type, a number of changes or a length: the fractions. False changes are those told in words that the
-    grammar knows that did not happen: no change of the pair has their type, object and place, or a clause before told
-    it; their share of all, and how many there are to a pair.
+
+def group_scores(group: str, captions: list[ParsedCaption]) -> dict[str, Value]:
+    """Return the scores of a group of pairs. The group's name decides which scores it has.
+
+    The group of pairs with several changes has precision, recall and F1 over clauses, and the shares of pairs that are
+    entirely right. Groups by change type, number of changes and length have accuracies. Every group has the share of
+    false changes: claims that match no change of the pair in type, object and place, or that repeat an earlier claim.
     """
-    right = {reading: fraction(getattr(caption.right, reading) for caption in parsed) for reading in READINGS}
+    right_shares = {
+        "type": fraction(caption.correct.type for caption in captions),
+        "place": fraction(caption.correct.place for caption in captions),
+        "exact": fraction(caption.correct.exact for caption in captions),
+    }
     scores: dict[str, Value] = {}
     if group == "multi_change":
-        told = sum(len(caption.predicted_clauses) for caption in parsed)
-        scores["changes"] = changes = sum(caption.true_types.total() for caption in parsed)
-        for reading in READINGS:
-            found = sum(getattr(caption.changes_found, reading) for caption in parsed)
-            scores[f"{reading}_precision"] = found / told if told else None
-            scores[f"{reading}_recall"] = found / changes if changes else None
-            scores[f"{reading}_f1"] = 2 * found / (told + changes) if changes else None
-        names = ("all_types_right", "all_places_right", "all_exact_right")
-        scores |= dict(zip(names, right.values(), strict=True))
+        scores |= clause_scores(captions)
+        scores["all_types_right"] = right_shares["type"]
+        scores["all_places_right"] = right_shares["place"]
+        scores["all_exact_right"] = right_shares["exact"]
     elif group not in ("change", "distractors"):
-        scores |= {f"{reading}_accuracy": value for reading, value in right.items()}
-    told = sum(caption.changes_told for caption in parsed)
-    false = sum(caption.changes_told - caption.changes_found.place for caption in parsed)
-    return scores | {
-        "false_changes": false / told if told else None,
-        "false_changes_per_pair": false / len(parsed) if parsed else None,
+        scores |= {f"{reading}_accuracy": share for reading, share in right_shares.items()}
+    claimed = sum(caption.claimed_changes for caption in captions)
+    false = sum(count_false_changes(caption) for caption in captions)
+    scores["false_changes"] = false / claimed if claimed else None
+    scores["false_changes_per_pair"] = false / len(captions) if captions else None
+    return scores
+
+
+def clause_scores(captions: list[ParsedCaption]) -> dict[str, Value]:
+    """Return the number of changes, and precision, recall and F1 over clauses, for pairs with several changes."""
+    clauses = sum(len(caption.predicted_clauses) for caption in captions)
+    changes = sum(caption.true_types.total() for caption in captions)
+    named_changes = {
+        "type": sum(caption.named_changes.type for caption in captions),
+        "place": sum(caption.named_changes.place for caption in captions),
+        "exact": sum(caption.named_changes.exact for caption in captions),
+    }
+    scores: dict[str, Value] = {"changes": changes}
+    for reading, named in named_changes.items():
+        scores[f"{reading}_precision"] = named / clauses if clauses else None
+        scores[f"{reading}_recall"] = named / changes if changes else None
+        scores[f"{reading}_f1"] = 2 * named / (clauses + changes) if changes else None
+    return scores
+
+
+def count_false_changes(caption: ParsedCaption) -> int:
+    """Count the changes that a prediction claims although they did not happen or it has already named them."""
+    return caption.claimed_changes - caption.named_changes.place
+
+
+def pair_values(caption: ParsedCaption, is_judged: bool) -> dict[str, PairValue]:
+    """Return the columns of scores.parquet for a pair.
+
+    `predicted_type` is the change type that the prediction names, or "none", "several" or "unreadable". If the
+    predictions are not judged, the columns that say whether they are right are null, and only unreadable predictions
+    are counted.
+    """
+    statistics = statistics_of(caption) if is_judged else PairStatistics(unreadable=caption.is_unreadable)
+    return {
+        "predicted_type": caption.predicted_type,
+        "type_right": caption.correct.type if is_judged else None,
+        "place_right": caption.correct.place if is_judged else None,
+        "exact_right": caption.correct.exact if is_judged else None,
+        STATISTICS: statistics.as_row(),
     }
 
 
-def pair_values(parsed: ParsedCaption, judged: bool) -> dict[str, PairValue]:
-    """`predicted_type`: the change type that the prediction names, or "none", "several", "unreadable". Of captions that
-    are not judged the others are null, and only two statistics are counted."""
-    right = {f"{reading}_right": value if judged else None for reading, value in parsed.right._asdict().items()}
-    counts = statistics(parsed)
-    counted = counts if judged else counts[:2] + [0.0] * (len(NAMES) - 2)
-    return {"predicted_type": parsed.predicted_type, **right, STATISTICS: counted}
-
-
-def statistics(parsed: ParsedCaption) -> list[float]:
-    """The numbers called `NAMES`."""
-    changes = len(parsed.pair.changes)
-    single, several, distractor = changes == 1, changes > 1, parsed.pair.is_distractor
-    unchanged, found, swapped = parsed.says_no_change, parsed.changes_found, parsed.reversed
-    values = (
-        *(True, parsed.unreadable),
-        *(single, *(single and right for right in parsed.right)),
-        *(distractor, distractor and unchanged, changes > 0, changes > 0 and unchanged),
-        *(several * len(parsed.predicted_clauses), several * parsed.true_types.total()),
-        *(several * found.place, several * found.exact),
-        *(parsed.changes_told, parsed.changes_told - found.place),
-        *(swapped is not None, swapped is not None and swapped.right.exact),
+def statistics_of(caption: ParsedCaption) -> PairStatistics:
+    """Return the counts of a pair from which the scores of all pairs are computed."""
+    changes = len(caption.pair.changes)
+    is_single = changes == 1
+    is_multi = changes > 1
+    is_distractor = caption.pair.is_distractor
+    return PairStatistics(
+        unreadable=caption.is_unreadable,
+        single=is_single,
+        single_type_right=is_single and caption.correct.type,
+        single_place_right=is_single and caption.correct.place,
+        single_exact_right=is_single and caption.correct.exact,
+        distractors=is_distractor,
+        distractors_called_unchanged=is_distractor and caption.says_no_change,
+        changed=changes > 0,
+        changed_called_unchanged=changes > 0 and caption.says_no_change,
+        multi_clauses=len(caption.predicted_clauses) if is_multi else 0,
+        multi_changes=caption.true_types.total() if is_multi else 0,
+        multi_place_right=caption.named_changes.place if is_multi else 0,
+        multi_exact_right=caption.named_changes.exact if is_multi else 0,
+        claimed_changes=caption.claimed_changes,
+        false_changes=count_false_changes(caption),
+        reversed_captions=caption.reversed is not None,
+        reversed_exact_right=caption.reversed is not None and caption.reversed.correct.exact,
     )
-    return [float(value) for value in values]
 
 
-def share(part: str, whole: str) -> Resampled:
-    return Resampled(STATISTICS, ratio(NAMES.index(part), NAMES.index(whole)))
+def share(part: str, total: str) -> Resampled:
+    """Return how to compute a ratio: the sum of the count `part` divided by the sum of the count `total`."""
+    return Resampled(STATISTICS, ratio(COUNTS.index(part), COUNTS.index(total)))
 
 
-def f1(found: str) -> Resampled:
-    """The harmonic mean of precision and recall over the clauses of pairs of several changes, from their sums."""
-    part, told, true = (NAMES.index(name) for name in (found, "several_told", "several_true"))
+def clause_f1(right: str) -> Resampled:
+    """Return how to compute F1 over the clauses of pairs with several changes.
 
-    def of(sums: np.ndarray) -> np.ndarray:
-        pairs = np.stack([2 * sums[..., part], sums[..., told] + sums[..., true]], axis=-1)
-        return np.where(sums[..., true] > 0, ratio(0, 1)(pairs), np.nan)
+    Args:
+        right: name of the count of `PairStatistics` for correctly named changes.
+    """
+    right_column = COUNTS.index(right)
+    clauses_column = COUNTS.index("multi_clauses")
+    changes_column = COUNTS.index("multi_changes")
 
-    return Resampled(STATISTICS, of)
+    def score(sums: np.ndarray) -> np.ndarray:
+        clauses_and_changes = sums[..., clauses_column] + sums[..., changes_column]
+        fractions = np.stack([2 * sums[..., right_column], clauses_and_changes], axis=-1)
+        return np.where(sums[..., changes_column] > 0, ratio(0, 1)(fractions), np.nan)
+
+    return Resampled(STATISTICS, score)
 
 
 RESAMPLED = {
-    "change_type_accuracy": share("single_type", "single"),
-    "change_place_accuracy": share("single_place", "single"),
-    "change_exact_accuracy": share("single_exact", "single"),
-    "no_change_recall": share("distractors_unchanged", "distractors"),
-    "false_no_change": share("changed_unchanged", "changed"),
-    "multi_change_place_f1": f1("several_place"),
-    "multi_change_exact_f1": f1("several_exact"),
-    "false_changes": share("false", "told"),
+    "change_type_accuracy": share("single_type_right", "single"),
+    "change_place_accuracy": share("single_place_right", "single"),
+    "change_exact_accuracy": share("single_exact_right", "single"),
+    "no_change_recall": share("distractors_called_unchanged", "distractors"),
+    "false_no_change": share("changed_called_unchanged", "changed"),
+    "multi_change_place_f1": clause_f1("multi_place_right"),
+    "multi_change_exact_f1": clause_f1("multi_exact_right"),
+    "false_changes": share("false_changes", "claimed_changes"),
     "unreadable": share("unreadable", "captions"),
-    "reversal": share("reversed_exact", "reversed"),
+    "reversal": share("reversed_exact_right", "reversed_captions"),
 }
 METRIC = Metric(
     compute,
     headline="change_type_accuracy",
     scores=(),
     overall=tuple(RESAMPLED),
-    columns={"predicted_type": "string", **{f"{reading}_right": "bool" for reading in READINGS}}
+    columns={"predicted_type": "string"}
+    | {f"{reading}_right": "bool" for reading in READINGS}
     | {STATISTICS: "list<double>"},
     resampled=RESAMPLED,
     lower_is_better=("false_no_change", "false_changes", "unreadable"),

@@ -1,8 +1,9 @@
-"""CIDEr-D (Vedantam et al., CVPR 2015) as pycocoevalcap computes it, and its control: shuffled pairs' predictions."""
+"""Compute CIDEr-D (Vedantam et al., CVPR 2015) as in pycocoevalcap, and a control with shuffled after-images."""
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricScores, Shared, Tools, Value, mean_of, sum_by_order
+from m3diff.scoring.metrics import Metric, MetricScores, Tools, Value, mean_of
+from m3diff.scoring.metrics.ngrams import SharedNgrams, sum_by_order
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 NO_SHUFFLED = "there are no predictions of shuffled pairs (predictions_shuffled.json), or only one pair"
@@ -11,58 +12,80 @@ SIGMA = 6.0
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """0 to 10. Word weights come from the references of the group itself, so groups do not average to the whole."""
+    """Score each group from 0 to 10.
+
+    N-grams are weighted by the references of the group, so the groups' scores do not average to the score of all pairs.
+    """
     tokens = tools.tokens
-    shared, shuffled = tokens.shared, tokens.shuffled
-    of_groups = {name: cider(shared, shared.places(ids)) for name, ids in groups.items() if ids}
-    scores: dict[str, dict[str, Value]] = {name: {"CIDEr": corpus_score(found)} for name, found in of_groups.items()}
-    control = None
-    if shuffled and len(groups[ALL]) > 1:
-        of_shuffled = Shared(shared.ngrams, shuffled, tokens.references)
-        idf = weights(shared, shared.places(groups[ALL]))
-        control = corpus_score(cider(of_shuffled, np.arange(len(shuffled)), idf))
-    scores[ALL]["CIDEr_shuffled"] = control
-    absent = {} if control is not None else {"CIDEr_shuffled": NO_SHUFFLED}
-    if absent and len(pairs) == 1:
-        absent["CIDEr"] = ONE_PAIR
-    of_pairs = zip(groups[ALL], of_groups[ALL].tolist(), strict=True)
-    return MetricScores(scores, {pair: {"CIDEr": value} for pair, value in of_pairs}, absent)
+    shared = tokens.shared
+    pair_scores = {group: cider(shared, shared.pair_numbers(ids)) for group, ids in groups.items() if ids}
+    scores: dict[str, dict[str, Value]] = {
+        group: {"CIDEr": corpus_score(values)} for group, values in pair_scores.items()
+    }
+    shuffled_score = None
+    if tokens.shuffled and len(groups[ALL]) > 1:
+        shared_of_shuffled = SharedNgrams(shared.ngrams, tokens.shuffled, tokens.references)
+        idf = inverse_frequencies(shared, shared.pair_numbers(groups[ALL]))
+        shuffled_score = corpus_score(cider(shared_of_shuffled, np.arange(len(tokens.shuffled)), idf))
+    scores[ALL]["CIDEr_shuffled"] = shuffled_score
+    absent = {}
+    if shuffled_score is None:
+        absent["CIDEr_shuffled"] = NO_SHUFFLED
+        if len(pairs) == 1:
+            absent["CIDEr"] = ONE_PAIR
+    values_of_pairs = zip(groups[ALL], pair_scores[ALL].tolist(), strict=True)
+    return MetricScores(scores, {pair_id: {"CIDEr": value} for pair_id, value in values_of_pairs}, absent)
 
 
-def corpus_score(of_pairs: np.ndarray) -> float | None:
-    """The mean. Word weights come from the set itself, so of one pair there is none."""
-    return float(np.mean(of_pairs)) if len(of_pairs) > 1 else None
+def corpus_score(pair_scores: np.ndarray) -> float | None:
+    """Return the mean of the pairs' scores. It is None for a single pair, where all n-grams have weight 0."""
+    return float(np.mean(pair_scores)) if len(pair_scores) > 1 else None
 
 
-def weights(shared: Shared, places: np.ndarray) -> np.ndarray:
-    """log(pairs / pairs whose references have it) of each n-gram, over the pairs at `places`; 0 of a single pair."""
-    chosen = np.zeros(len(shared.pairs), bool)
-    chosen[places] = True
-    rows = np.flatnonzero(chosen[shared.pair])
-    entries, owner = shared.ngrams.entries(shared.reference[rows])
-    keys = np.unique(shared.pair[rows][owner] * shared.ngrams.size + shared.ngrams.ngram[entries])
-    pairs_with = np.bincount(keys % max(1, shared.ngrams.size), minlength=shared.ngrams.size)
-    return np.log(float(len(places))) - np.log(np.maximum(1.0, pairs_with))
+def inverse_frequencies(shared: SharedNgrams, pairs: np.ndarray) -> np.ndarray:
+    """Return the weight of each n-gram, [n-grams]: log(pairs / pairs with the n-gram in a reference).
+
+    All weights are 0 for a single pair.
+
+    Args:
+        pairs: numbers of the pairs.
+    """
+    is_chosen = np.zeros(len(shared.pairs), bool)
+    is_chosen[pairs] = True
+    rows = np.flatnonzero(is_chosen[shared.pair])
+    in_references = shared.ngrams.entries(shared.reference[rows])
+    pair = shared.pair[rows][in_references.owners]
+    # a pair counts only once, even if several of its references contain the n-gram
+    keys = np.unique(pair * shared.ngrams.size + shared.ngrams.ngram[in_references.entries])
+    pairs_with_ngram = np.bincount(keys % max(1, shared.ngrams.size), minlength=shared.ngrams.size)
+    return np.log(float(len(pairs))) - np.log(np.maximum(1.0, pairs_with_ngram))
 
 
-def cider(shared: Shared, places: np.ndarray, idf: np.ndarray | None = None) -> np.ndarray:
-    """CIDEr-D of the pairs at `places`, by the weights of their own references or by others'."""
+def cider(shared: SharedNgrams, pairs: np.ndarray, idf: np.ndarray | None = None) -> np.ndarray:
+    """Return the CIDEr-D of each pair, [pairs].
+
+    Args:
+        pairs: numbers of the pairs.
+        idf: weights of n-grams. If None, they are computed from the references of these pairs.
+    """
     ngrams = shared.ngrams
-    idf = weights(shared, places) if idf is None else idf
+    if idf is None:
+        idf = inverse_frequencies(shared, pairs)
     squares = (ngrams.count * idf[ngrams.ngram]) ** 2
     norms = np.sqrt(sum_by_order(ngrams.caption, ngrams.order, squares, len(ngrams.lengths)))
-    of_reference = ngrams.count[shared.of_reference]
-    products = np.minimum(ngrams.count[shared.of_prediction], of_reference) * of_reference
-    products = products * idf[ngrams.ngram[shared.of_reference]] ** 2
-    similar = sum_by_order(shared.row, ngrams.order[shared.of_reference], products, len(shared.pair))
-    both = norms[shared.prediction] * norms[shared.reference]
-    similar = np.divide(similar, both, where=both != 0, out=similar)
-    bigrams = np.maximum(0, ngrams.lengths - 1)  # pycocoevalcap's length
-    apart = (bigrams[shared.prediction] - bigrams[shared.reference]).astype(float)
-    similar = similar.mean(axis=1) * np.exp(-(apart**2) / (2 * SIGMA**2))
-    total = np.bincount(shared.pair, similar, minlength=len(shared.pairs))
-    found: np.ndarray = (10.0 * total / shared.references)[places]
-    return found
+    reference_counts = ngrams.count[shared.reference_entry]
+    # CIDEr-D clips n-grams that the prediction repeats more often than the reference
+    products = np.minimum(ngrams.count[shared.prediction_entry], reference_counts) * reference_counts
+    products = products * idf[ngrams.ngram[shared.reference_entry]] ** 2
+    similarities = sum_by_order(shared.row, ngrams.order[shared.reference_entry], products, len(shared.pair))
+    norm_products = norms[shared.prediction] * norms[shared.reference]
+    similarities = np.divide(similarities, norm_products, where=norm_products != 0, out=similarities)
+    bigrams = np.maximum(0, ngrams.lengths - 1)  # pycocoevalcap measures length in bigrams
+    length_differences = (bigrams[shared.prediction] - bigrams[shared.reference]).astype(float)
+    similarities = similarities.mean(axis=1) * np.exp(-(length_differences**2) / (2 * SIGMA**2))
+    totals = np.bincount(shared.pair, similarities, minlength=len(shared.pairs))
+    scores: np.ndarray = 10.0 * totals / shared.reference_counts
+    return scores[pairs]
 
 
 METRIC = Metric(

@@ -1,9 +1,9 @@
-"""A judge: another model, asked through an OpenAI-compatible endpoint whether a caption says what its references say.
+"""Ask a judge whether captions match their references. The judge is a model behind an OpenAI-compatible endpoint.
 
-The score is the share of captions that it calls right, of those that it has a verdict on.
+The score is the share of captions that the judge calls right, out of the captions with a verdict.
 
-Nothing is asked unless `evaluate.metrics` names it. Texts alone are sent, never an image. Every question is stored with
-its answer, so that no text is judged twice and anyone can read why a caption was called wrong.
+The endpoint is used only if `evaluate.metrics` contains `judge`. It receives text but no images. Every question is
+stored with its answer, so no text is judged twice and you can read why a caption was called wrong.
 """
 
 import hashlib
@@ -13,8 +13,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from m3diff.endpoint import REUSE_OPTION, Answer, Endpoint, EndpointUrl, OtherServerError, Question
-from m3diff.scoring.metrics import Metric, MetricScores, Tools, Value, mean_of, of_each_group
+from m3diff.endpoint.answers import EndpointAnswer, OtherServerError
+from m3diff.endpoint.client import REUSE_OPTION, Endpoint
+from m3diff.endpoint.questions import EndpointQuestion
+from m3diff.endpoint.url import EndpointUrl
+from m3diff.records.errors import cause_of
+from m3diff.scoring.metrics import JudgeVerdict, Metric, MetricScores, PairValue, Tools, Value, mean_of, of_each_group
 from m3diff.scoring.metrics.java import ScorerFailed
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 from m3diff.settings.section import ParamsError, Section
@@ -29,27 +33,37 @@ Written by a model:
 
 Does the model's description name the same change or changes as the people's, and nothing that did not happen? Wording
 does not count. Answer with JSON alone: {{"right": true or false, "reason": "one short sentence"}}"""
-# Right, None where the judge gave no verdict; and what it said, or why there is nothing
-Verdict = tuple[bool | None, str]
 NO_VERDICT = "the judge gave no verdict that could be read; its answers stand in scores.parquet"
 
 
 class JudgeSettings(Section):
-    """Another model that reads captions beside their references, at an OpenAI-compatible endpoint."""
+    """Settings of the judge, another model that compares captions with their references."""
 
-    url: EndpointUrl  # up to and with /v1
+    url: EndpointUrl
+    """URL of the OpenAI-compatible endpoint, up to and including /v1."""
+
     model: str = Field(min_length=1)
-    pairs: int = Field(default=200, ge=1)  # of each protocol at most
+    """Name of the model at the endpoint."""
+
+    pairs: int = Field(default=200, ge=1)
+    """Maximum number of pairs to judge per protocol. More pairs give a narrower interval but need more questions."""
+
     timeout_s: int = Field(default=60, ge=1)
-    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
-    # Stored answers that are not known to be of this server. null: refuse them; true: use them; false: ask anew
+    """Maximum time to wait for an answer, in seconds."""
+
+    key_variable: str = "OPENAI_API_KEY"
+    """Name of the environment variable that holds the API key. The key itself is never written to a file."""
+
     reuse_answers: bool | None = None
+    """What to do with stored answers that may come from another server. null stops with an error, true uses them, and
+    false asks again."""
 
 
 class Judge:
-    """The endpoint, with what it has answered so far in `folder`/judge.jsonl."""
+    """The judge's endpoint and the answers stored so far."""
 
     def __init__(self, settings: JudgeSettings, folder: Path) -> None:
+        """Prepare the endpoint. Its answers are stored in `folder`/judge.jsonl."""
         self.settings = settings
         self.endpoint = Endpoint(
             url=settings.url,
@@ -61,76 +75,81 @@ class Judge:
             option=f"{REUSE_OPTION} (evaluate.judge)",
         )
 
-    def __call__(self, pairs: list[EvalPair]) -> dict[str, Verdict]:
-        """The verdicts on a sample of the pairs, by id."""
-        chosen = sample(pairs, self.settings.pairs)
+    def __call__(self, pairs: list[EvalPair]) -> dict[str, JudgeVerdict]:
+        """Judge a sample of the pairs and return the verdicts by pair id."""
+        sampled_pairs = sample(pairs, self.settings.pairs)
         questions = []
-        for pair in chosen:
+        for pair in sampled_pairs:
             references = "\n".join(f"- {reference}" for reference in pair.references)
             questions.append(PROMPT.format(prediction=pair.prediction, references=references))
-        return dict(zip((pair.id for pair in chosen), self.ask(questions), strict=True))
+        return dict(zip((pair.id for pair in sampled_pairs), self.ask(questions), strict=True))
 
-    def ask(self, questions: Sequence[str]) -> list[Verdict]:
-        """The verdict on each question, in order.
+    def ask(self, questions: Sequence[str]) -> list[JudgeVerdict]:
+        """Ask the questions and return a verdict for each, in order.
 
         Raises:
-            ScorerFailed: the endpoint cannot be reached, or refuses the key or the model.
-            OtherServerError: stored answers are of another server. It ends the stage: a score that is absent because
-                a parameter is would be published as a result.
+            ScorerFailed: the endpoint cannot be reached, or rejects the key or the model.
+            OtherServerError: stored answers come from another server. This stops the stage. Otherwise, the report would
+                lack the score only because `reuse_answers` is not set.
         """
         try:
-            answers = self.endpoint.ask([Question(text) for text in questions], "evaluate: judge")
+            answers = self.endpoint.ask([EndpointQuestion(text) for text in questions], "evaluate: judge")
         except OtherServerError:
             raise
         except (ParamsError, ConnectionError) as error:
-            told = f"see evaluate.judge and the environment variable {self.settings.key_variable}"
-            raise ScorerFailed(f"{error}; {told}") from error
+            variable = self.settings.key_variable
+            raise ScorerFailed("scoring.judge_not_asked", cause=cause_of(error), variable=variable) from error
         return [read_verdict(answer) for answer in answers]
 
 
-def read_verdict(answer: Answer) -> Verdict:
-    """The judge's verdict; a refusal and anything but the JSON asked for is none."""
-    if answer.kind in ("refused", "empty"):
-        return None, f"refused: {answer.text}" if answer.kind == "refused" else "no answer"
-    said = answer.text
+def read_verdict(answer: EndpointAnswer) -> JudgeVerdict:
+    """Return the verdict in the judge's answer. A refusal or an answer without the requested JSON gives no verdict."""
+    if answer.kind == "refused":
+        return JudgeVerdict(None, f"refused: {answer.text}")
+    if answer.kind == "empty":
+        return JudgeVerdict(None, "no answer")
+    text = answer.text
     try:
-        right = json.loads(said[said.find("{") : said.rfind("}") + 1])["right"]
+        is_right = json.loads(text[text.find("{") : text.rfind("}") + 1])["right"]
     except (ValueError, KeyError, TypeError):
-        right = None
-    return right if isinstance(right, bool) else None, said or "no answer"
+        is_right = None
+    return JudgeVerdict(is_right if isinstance(is_right, bool) else None, text or "no answer")
 
 
 def sample(pairs: list[EvalPair], count: int) -> list[EvalPair]:
-    """`count` of the pairs, or all, in their order; by the hash of their ids, so that a run chooses as the last did."""
-    ranked = sorted(pairs, key=lambda pair: hashlib.sha256(pair.id.encode()).digest())
-    chosen = {pair.id for pair in ranked[:count]}
-    return [pair for pair in pairs if pair.id in chosen]
+    """Return a sample of `count` pairs in their original order, or all pairs if there are fewer.
+
+    Pairs are chosen by the hash of their ids, so every run judges the same pairs.
+    """
+    by_hash = sorted(pairs, key=lambda pair: hashlib.sha256(pair.id.encode()).digest())
+    sampled_ids = {pair.id for pair in by_hash[:count]}
+    return [pair for pair in pairs if pair.id in sampled_ids]
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """Over a sample of at most `evaluate.judge.pairs` pairs of the protocol.
+    """Score a sample of at most `evaluate.judge.pairs` pairs of the protocol.
 
     Raises:
-        ScorerFailed: no judge is named, or it cannot be asked.
+        ScorerFailed: no judge is configured, or its endpoint fails.
     """
     if tools.judge is None:
-        raise ScorerFailed("no judge is named: set evaluate.judge to {url: ..., model: ...}")
+        raise ScorerFailed("scoring.no_judge")
     verdicts = tools.judge(pairs)
 
     def scores(ids: list[str]) -> dict[str, Value]:
-        rights = [verdicts[i][0] for i in ids if i in verdicts]
-        known = [right for right in rights if right is not None]
+        sampled_verdicts = [verdicts[pair_id].is_right for pair_id in ids if pair_id in verdicts]
+        given_verdicts = [is_right for is_right in sampled_verdicts if is_right is not None]
         return {
-            "judge": sum(known) / len(known) if known else None,
-            "judge_answered": len(known) / len(rights) if rights else None,
+            "judge": sum(given_verdicts) / len(given_verdicts) if given_verdicts else None,
+            "judge_answered": len(given_verdicts) / len(sampled_verdicts) if sampled_verdicts else None,
         }
 
-    found = of_each_group(groups, scores)
-    return MetricScores(
-        found,
-        {i: {"judge": right, "judge_answer": answer} for i, (right, answer) in verdicts.items()},
-        {} if found[ALL]["judge"] is not None else {"judge": NO_VERDICT},
-    )
+    group_scores = of_each_group(groups, scores)
+    pair_scores: dict[str, dict[str, PairValue]] = {
+        pair_id: {"judge": verdict.is_right, "judge_answer": verdict.answer} for pair_id, verdict in verdicts.items()
+    }
+    absent = {} if group_scores[ALL]["judge"] is not None else {"judge": NO_VERDICT}
+    return MetricScores(group_scores, pair_scores, absent)
 
 
 METRIC = Metric(

@@ -1,119 +1,220 @@
-"""METEOR 1.5 (Denkowski and Lavie, 2014): the alignments by pycocoevalcap's Java program, the score from their counts.
+"""Compute METEOR 1.5 (Denkowski and Lavie, 2014). pycocoevalcap's Java program aligns captions; this file scores them.
 
-The program gives 23 statistics of a pair: words and function words of prediction and reference; four counts for each of
-the matchers exact, stem, synonym and paraphrase; chunks and matched words. A group's score follows from their sums, so
-it costs nothing and can be resampled.
+The program returns 23 statistics per pair: words and function words of prediction and reference; four counts for each
+of the matchers exact, stem, synonym and paraphrase; chunks (runs of matched words in the same order) and matched words.
+A group's score is computed from the sums of its pairs' statistics, so it can be resampled without another run of the
+program. The statistics of a pair do not depend on other pairs, so splitting the pairs between processes does not change
+any score.
 """
 
 import gzip
-import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from m3diff.records.copies import link_or_copy
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Resampled, Tools, of_each_group
-from m3diff.scoring.metrics.java import ScorerFailed, run
+from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics.java import JavaProgram, ScorerFailed, programs_at_once
+from m3diff.scoring.metrics.paraphrases import matching_paraphrases, read_table
 from m3diff.scoring.pairs import EvalPair, Groups
 
-ALPHA, BETA, GAMMA, DELTA = 0.85, 0.2, 0.6, 0.75  # the program's for English
-WEIGHTS = (1.0, 0.6, 0.8, 0.6)  # of matches that are exact, by stem, by synonym, by paraphrase
+# The program's parameters for English
+ALPHA = 0.85
+BETA = 0.2
+GAMMA = 0.6
+DELTA = 0.75
+WEIGHTS = (1.0, 0.6, 0.8, 0.6)  # weights of exact, stem, synonym and paraphrase matches
 STATISTICS = 23
-COMMAND = ("-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm", "-a", "paraphrases.gz")
-LONGEST_PHRASE = 7  # words; of the table
-CHUNK = 1 << 13  # bytes of the table, read at once
-USUAL = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"  # in the table
-MARKED = bytes(byte if byte in USUAL else 0 for byte in range(256))
-WORD, ENTITY = re.compile(rb"[a-z0-9]+"), re.compile("&(quot|apos|lt|gt|amp);")
+COMMAND = ("-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-a", "paraphrases.gz")
+MAX_PROCESSES = 4
+ITEMS_A_PROCESS = 500  # minimum; for fewer items, starting another process takes longer than it saves
+# The program's normaliser takes a third of the time. It changes only punctuation and capitals, so texts that match this
+# pattern do not need it
+NORMAL = re.compile("[a-z0-9 ]*")
+# Relative time for an item that needs the normaliser. The item itself takes 2.7 times as long as another item, and the
+# option also slows down the other items of the process
+NORMALISED_COST = 3.0
 
 
-def program(items: list[Item], spice_dir: Path | None, limit_s: int) -> dict[Item, list[float]]:
-    """The 23 statistics of each item, of its best reference, ready to be summed.
+@dataclass(frozen=True)
+class MeteorProcess:
+    """A running process and the items that it scores."""
 
-    The program keeps its whole paraphrase table in memory, 5 million entries that take it 15 s to read, so it gets a
-    table of the entries that can match here. METEOR counts no chunk where all words of both sides match in one.
+    items: Sequence[Item]
+    java: JavaProgram
+
+
+class MeteorProgram(Program):
+    """METEOR in one or more processes.
+
+    A thread reads the paraphrase table while captions are tokenised, and then starts the processes. In the meantime,
+    the caller computes the metrics that do not need Java.
+    """
+
+    def __init__(self, spice_dir: Path | None, limit_s: int) -> None:
+        from pycocoevalcap.meteor import meteor as module
+
+        self.limit_s = limit_s
+        self.jar = Path(module.__file__).with_name(module.METEOR_JAR)
+        self.running = ExitStack()
+        self.thread = self.running.enter_context(ThreadPoolExecutor(1))
+        self.table = self.thread.submit(read_table, self.jar.with_name("data") / "paraphrase-en.gz")
+        self.folder = Path(self.running.enter_context(TemporaryDirectory(prefix="m3diff-meteor-")))
+        # item -> item that is sent to a process instead
+        self.asked_items: dict[Item, Item] = {}
+        self.processes: list[MeteorProcess] = []
+        self.started: Future[None] | None = None
+
+    def close(self) -> None:
+        """Stop the processes and the thread, and remove the folder."""
+        # without this wait, a process could start after its context is closed, and nothing would stop it
+        if self.started and not self.started.cancel():
+            wait([self.started])
+        self.running.close()
+
+    def start(self, items: Sequence[Item]) -> None:
+        """Make the thread start the processes, and return immediately. `answers` raises errors from starting them."""
+        self.started = self.thread.submit(self.start_processes, items)
+
+    def start_processes(self, items: Sequence[Item]) -> None:
+        """Start the processes. Their number depends on the CPUs, the memory and the number of items."""
+        self.asked_items = {item: without_needless_references(item) for item in items}
+        link_or_copy(self.jar, self.folder / self.jar.name)
+        with gzip.open(self.folder / "paraphrases.gz", "wb", compresslevel=1) as file:
+            file.write(matching_paraphrases(self.table.result(), items))
+        distinct_items = list(dict.fromkeys(self.asked_items.values()))
+        useful_processes = min(MAX_PROCESSES, max(1, len(distinct_items) // ITEMS_A_PROCESS))
+        shares = share_out(distinct_items, programs_at_once(useful_processes))
+        self.processes = [self.start_process(share) for share in shares]
+
+    def answers(self) -> dict[Item, list[float]]:
+        """Wait for the processes and return the 23 statistics of each item with its best reference, ready to be summed.
+
+        Raises:
+            ScorerFailed: the paraphrase table cannot be read, or a process gave no statistics.
+        """
+        if self.started:
+            self.started.result()
+        statistics: dict[Item, list[float]] = {}
+        for process in self.processes:
+            statistics |= statistics_of(process)
+        # so far, a reference that equals the prediction has always matched completely. If it does not, another
+        # reference could be better, so the item is scored with all its references
+        doubtful_items = [
+            item
+            for item, asked_item in self.asked_items.items()
+            if item != asked_item and not is_exact(statistics[asked_item])
+        ]
+        if doubtful_items:
+            statistics |= statistics_of(self.start_process(doubtful_items))
+        answers = {}
+        for item, asked_item in self.asked_items.items():
+            numbers = statistics.get(item) or statistics[asked_item]
+            # METEOR does not penalise the single chunk of a complete match
+            answers[item] = [*numbers[:20], 0.0, *numbers[21:]] if is_complete(numbers) else numbers
+        return answers
+
+    def start_process(self, items: Sequence[Item]) -> MeteorProcess:
+        """Start a process that scores the items."""
+        lines = []
+        for prediction, references in items:
+            # the program uses the first of the best references, so duplicates can be left out
+            distinct_references = dict.fromkeys(references)
+            lines.append(" ||| ".join(("SCORE", *distinct_references, prediction)) + "\n")
+        command = [*COMMAND, "-norm"] if any(map(needs_normalising, items)) else COMMAND
+        java = JavaProgram(command, self.folder, self.limit_s, "".join(lines))
+        return MeteorProcess(items, self.running.enter_context(java))
+
+
+def without_needless_references(item: Item) -> Item:
+    """Remove the references that cannot be the best match of the prediction.
+
+    The statistics come from the best reference only. A reference that equals the prediction scores 1, so the others are
+    not needed.
+    """
+    prediction, references = item
+    is_same = prediction in references and any(character.isalnum() for character in prediction)
+    return (prediction, (prediction,)) if is_same else item
+
+
+def is_complete(statistics: Sequence[float]) -> bool:
+    """Return True if all words of prediction and reference match, in one chunk."""
+    return list(statistics[20:]) == [1.0, *statistics[:2]]
+
+
+def is_exact(statistics: Sequence[float]) -> bool:
+    """Return True if all words of prediction and reference match exactly, in one chunk. The score is then 1."""
+    content_and_function_words = [statistics[4] + statistics[6], statistics[5] + statistics[7]]
+    return is_complete(statistics) and content_and_function_words == list(statistics[:2])
+
+
+def needs_normalising(item: Item) -> bool:
+    """Return True if the program's normaliser could change a text of the item."""
+    prediction, references = item
+    return not all(NORMAL.fullmatch(text) for text in (prediction, *references))
+
+
+def share_out(items: Sequence[Item], processes: int) -> list[list[Item]]:
+    """Divide the items into shares that take about the same time.
+
+    Items that need the normaliser are kept together, because it is enabled for a whole process.
+    """
+    is_normalised = {item: needs_normalising(item) for item in items}
+    ordered = sorted(items, key=is_normalised.__getitem__)
+    characters = [len(prediction) + sum(map(len, references)) for prediction, references in ordered]
+    weights = [NORMALISED_COST if is_normalised[item] else 1.0 for item in ordered]
+    ends = np.cumsum([0.0, *np.multiply(characters, weights)])
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(processes + 1) / processes).tolist()
+    cuts[-1] = len(ordered)
+    return [ordered[start:end] for start, end in pairwise(cuts) if start < end]
+
+
+def statistics_of(process: MeteorProcess) -> dict[Item, list[float]]:
+    """Wait for a process and return the statistics of its items.
 
     Raises:
-        ScorerFailed: the program gave no statistics.
+        ScorerFailed: the process failed, or its output is not one line of 23 numbers per item.
     """
-    from pycocoevalcap.meteor import meteor as module
-
-    home = Path(module.__file__).parent
-    with gzip.open(home / "data" / "paraphrase-en.gz") as file:
-        table = file.read()
-    # of the best references it takes the first, so one that comes again changes nothing
-    lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), said)) + "\n" for said, references in items]
-    with TemporaryDirectory(prefix="m3diff-meteor-") as name:
-        folder = Path(name)
-        link_or_copy(home / module.METEOR_JAR, folder / module.METEOR_JAR)
-        with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
-            file.writelines(matching_paraphrases(table, items))
-        answer = run(COMMAND, folder, limit_s, "".join(lines))
+    answer = process.java.result()
     try:
         statistics = [[float(number) for number in line.split()] for line in answer.splitlines()]
     except ValueError as error:
-        raise ScorerFailed(f"METEOR gave no statistics: {error}") from error
-    if len(statistics) != len(lines) or any(len(numbers) != STATISTICS for numbers in statistics):
-        raise ScorerFailed(f"METEOR gave {len(statistics)} answers to {len(lines)} captions")
+        raise ScorerFailed("scoring.meteor_no_numbers", cause=str(error)) from error
+    if len(statistics) != len(process.items):
+        raise ScorerFailed("scoring.meteor_answer_count", value=len(statistics), expected=len(process.items))
     for numbers in statistics:
-        if numbers[20:] == [1.0, *numbers[:2]]:
-            numbers[20] = 0.0
-    return dict(zip(items, statistics, strict=True))
-
-
-def matching_paraphrases(table: bytes, items: Sequence[Item]) -> Iterator[bytes]:
-    """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
-
-    The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
-    compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits. A phrase with
-    other characters (one in 140) may stand anywhere: too many entries change nothing.
-    """
-    of_references = phrases(reference for _, references in items for reference in references)
-    of_predictions = phrases(prediction for prediction, _ in items)
-
-    def matches(one: bytes, other: bytes) -> bool:
-        return (one in of_references and other in of_predictions) or (one in of_predictions and other in of_references)
-
-    is_known = (of_references | of_predictions).__contains__
-    file = io.BytesIO(table)
-    while lines := file.readlines(CHUNK):
-        lines += [file.readline() for _ in range(-len(lines) % 3)]
-        ones, others = lines[1::3], lines[2::3]
-        kept = {at for at in compress(range(len(ones)), map(is_known, ones)) if matches(ones[at], others[at])}
-        marked = b"".join(lines).translate(MARKED).split(b"\n")
-        kept.update(place // 3 for place, line in enumerate(marked) if b"\0" in line)
-        for at in sorted(kept):
-            yield from lines[3 * at : 3 * at + 3]
-
-
-def phrases(texts: Iterable[str]) -> set[bytes]:
-    """All runs of none to LONGEST_PHRASE words of ASCII letters and digits, a line each."""
-    lowered = {text.lower() for text in texts}
-    captions = {tuple(WORD.findall(text.encode())) for text in lowered | {ENTITY.sub(" ", text) for text in lowered}}
-    longest = {words[start : start + LONGEST_PHRASE] for words in captions for start in range(len(words))}
-    return {b"\n"} | {b" ".join(run[:size]) + b"\n" for run in longest for size in range(1, len(run) + 1)}
+        if len(numbers) != STATISTICS:
+            raise ScorerFailed("scoring.meteor_number_count", value=len(numbers), expected=STATISTICS)
+    return dict(zip(process.items, statistics, strict=True))
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """A group's score is aggregated from its pairs' statistics, as METEOR does; it is no mean."""
-    answers, tokens = tools.answers, tools.tokens
-    statistics = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
-    scores = zip(statistics, meteor(np.array(list(statistics.values()))).tolist(), strict=True)
-    of_groups = of_each_group(
-        groups, lambda ids: {"METEOR": float(meteor(np.sum([statistics[pair] for pair in ids], axis=0)))}
-    )
-    of_pairs = {pair: {"METEOR": score, "METEOR_statistics": statistics[pair]} for pair, score in scores}
-    return MetricScores(of_groups, of_pairs)
+    """Score pairs and groups. As in METEOR, a group's score is computed from summed statistics and is not a mean."""
+    tokens = tools.tokens
+    statistics = {pair_id: tools.answers[tokens.item(pair_id)] for pair_id in tokens.predictions}
+
+    def score_group(pair_ids: list[str]) -> dict[str, float]:
+        sums = np.sum([statistics[pair_id] for pair_id in pair_ids], axis=0)
+        return {"METEOR": float(meteor(sums))}
+
+    scores = meteor(np.array(list(statistics.values()))).tolist()
+    pair_scores = {}
+    for (pair_id, numbers), score in zip(statistics.items(), scores, strict=True):
+        pair_scores[pair_id] = {"METEOR": score, "METEOR_statistics": numbers}
+    return MetricScores(of_each_group(groups, score_group), pair_scores)
 
 
 def meteor(sums: np.ndarray) -> np.ndarray:
-    """The score of summed statistics [..., 23] -> [...]: weighted F of precision and recall, less for many chunks."""
+    """Return the scores for summed statistics, [..., 23] -> [...]: weighted F-score with a fragmentation penalty."""
     words, reference_words, functions, reference_functions = (sums[..., i] for i in range(4))
-    matches = sums[..., 4:20].reshape(*sums.shape[:-1], 4, 4)  # matcher; content and function words of both sides
+    matches = sums[..., 4:20].reshape(*sums.shape[:-1], 4, 4)  # [matcher, content and function words of each side]
     chunks, matched, reference_matched = (sums[..., i] for i in range(20, 23))
     with np.errstate(divide="ignore", invalid="ignore"):
         precision = weighted(matches[..., 0], matches[..., 2]) / weighted_length(words, functions)
@@ -125,15 +226,16 @@ def meteor(sums: np.ndarray) -> np.ndarray:
 
 
 def weighted(content: np.ndarray, function: np.ndarray) -> np.ndarray:
-    """Matches [..., matcher] of both kinds of words, weighed by matcher and kind, added in METEOR's order."""
+    """Return the weighted sum of content and function word matches in METEOR's order, [..., matcher] -> [...]."""
     total = np.zeros(content.shape[:-1])
-    for kind, weight in ((content, DELTA), (function, 1.0 - DELTA)):
-        for matcher, of_matcher in enumerate(WEIGHTS):
-            total = total + kind[..., matcher] * of_matcher * weight
+    for matches, kind_weight in ((content, DELTA), (function, 1.0 - DELTA)):
+        for matcher, matcher_weight in enumerate(WEIGHTS):
+            total = total + matches[..., matcher] * matcher_weight * kind_weight
     return total
 
 
 def weighted_length(words: np.ndarray, functions: np.ndarray) -> np.ndarray:
+    """Return the weighted number of words. Function words have a lower weight."""
     return DELTA * (words - functions) + (1.0 - DELTA) * functions
 
 
@@ -143,6 +245,6 @@ METRIC = Metric(
     scores=("METEOR",),
     columns={"METEOR": "double", "METEOR_statistics": "list<double>"},
     resampled={"METEOR": Resampled("METEOR_statistics", meteor)},
-    program=program,
+    program=MeteorProgram,
     reads="English",
 )

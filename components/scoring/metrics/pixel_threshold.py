@@ -1,78 +1,91 @@
-"""A control that reads nothing: a threshold on how much two images differ, as a detector of change.
+"""Compute a control score without captions: detect changes by a threshold on the difference between two images.
 
-A benchmark on which it does well can be had by comparing pixels. It is given as the area under its ROC curve: how often
-a pair with a change differs more than a pair without one, 0.5 where the difference tells nothing.
+If the score is high on a benchmark, comparing pixels is enough to detect changes there. The score is the area under the
+ROC curve: how often a pair with a change differs more than a pair without a change. Random guesses score 0.5.
 """
 
 import numpy as np
 
 from m3diff.images.open import load_image
+from m3diff.records.errors import ValueFault
 from m3diff.scoring.metrics import Metric, MetricScores, Tools
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 KINDS = ("mean", "window")
 ONE_KIND = "a threshold tells pairs with a change from those without, and these are all of one kind"
-WINDOW = 16  # a side of the frame has this many windows (8 x 8 pixels of 128 x 128)
+WINDOW = 16  # windows per side of the frame (8 x 8 pixels each in a frame of 128 x 128)
 
 
 def differences(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
-    """The mean absolute difference of two RGB images in grey levels, over pixels and channels: `mean` of the frame, and
-    the largest of a `window`, where windows overlap by half.
+    """Return the mean absolute difference of two RGB images, in grey levels, over pixels and channels.
+
+    Returns:
+        mean: mean over the frame.
+        window: highest mean over any window. Neighbouring windows overlap by half.
 
     Raises:
-        ValueError: the sizes of the images differ.
+        ValueFault: the images have different sizes.
     """
     if before.shape != after.shape:
-        sizes = f"{before.shape[1::-1]} and {after.shape[1::-1]}"
-        raise ValueError(f"images of one size expected, found {sizes}; resize one of them")
+        before_size, after_size = (f"{image.shape[1]}x{image.shape[0]}" for image in (before, after))
+        raise ValueFault("scoring.image_sizes_differ", before=before_size, after=after_size)
     difference = np.abs(before.astype(np.float64) - after)
     by_pixel = difference.mean(-1)
     height, width = (max(1, side // WINDOW) for side in by_pixel.shape)
+    # a summed-area table gives the sum over any window from four of its values
     sums = np.pad(by_pixel.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     top = np.arange(0, by_pixel.shape[0] - height + 1, max(1, height // 2))[:, None]
     left = np.arange(0, by_pixel.shape[1] - width + 1, max(1, width // 2))[None, :]
-    bottom, right = top + height, left + width
+    bottom = top + height
+    right = left + width
     totals = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
     return {"mean": float(difference.mean()), "window": float(totals.max() / (height * width))}
 
 
 def roc_auc(changed: list[float], unchanged: list[float]) -> float:
-    """Area under the ROC curve of a detector's scores on pairs with and without a change, some of each; ties count
-    half."""
-    low = np.sort(np.asarray(unchanged))
-    below = np.searchsorted(low, changed, side="left") + np.searchsorted(low, changed, side="right")
-    return float(below.mean() / (2 * len(low)))
+    """Return the area under the ROC curve of a detector. Ties count half.
+
+    Args:
+        changed, unchanged: scores of pairs with and without a change. Neither list is empty.
+    """
+    ascending = np.sort(np.asarray(unchanged))
+    below = np.searchsorted(ascending, changed, side="left") + np.searchsorted(ascending, changed, side="right")
+    return float(below.mean() / (2 * len(ascending)))
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """The areas over all pairs of which it is known whether something changed; a property of the images, not of the
-    model. Absent where images cannot be compared."""
+    """Compute the areas over all pairs with known change types. The areas depend on the images, not on the model.
+
+    The areas are absent if the two images of a pair cannot be compared.
+    """
     del groups, tools
-    known = [pair for pair in pairs if pair.change_types]
-    if len({pair.is_distractor for pair in known}) < 2:
+    judged_pairs = [pair for pair in pairs if pair.change_types]
+    if len({pair.is_distractor for pair in judged_pairs}) < 2:
         return MetricScores({}, {}, dict.fromkeys(METRIC.overall, ONE_KIND))
-    found: dict[str, dict[str, float]] = {}
-    for pair in known:
+    pair_scores: dict[str, dict[str, float]] = {}
+    for pair in judged_pairs:
         try:
-            differ = differences(*(np.asarray(load_image(path)) for path in (pair.before, pair.after)))
+            before = np.asarray(load_image(pair.before))
+            after = np.asarray(load_image(pair.after))
+            pair_differences = differences(before, after)
         except ValueError as error:
             return MetricScores({}, {}, dict.fromkeys(METRIC.overall, f"{pair.id}: {error}"))
-        found[pair.id] = {f"pixel_{name}_difference": value for name, value in differ.items()}
+        pair_scores[pair.id] = {f"pixel_{kind}_difference": value for kind, value in pair_differences.items()}
     areas = {}
-    for name in KINDS:
-        values: dict[bool, list[float]] = {False: [], True: []}
-        for pair in known:
-            values[pair.is_distractor].append(found[pair.id][f"pixel_{name}_difference"])
-        areas[f"pixel_{name}_auc"] = roc_auc(values[False], values[True])
-    return MetricScores({ALL: areas}, found)
+    for kind in KINDS:
+        column = f"pixel_{kind}_difference"
+        changed = [pair_scores[pair.id][column] for pair in judged_pairs if not pair.is_distractor]
+        unchanged = [pair_scores[pair.id][column] for pair in judged_pairs if pair.is_distractor]
+        areas[f"pixel_{kind}_auc"] = roc_auc(changed, unchanged)
+    return MetricScores({ALL: areas}, pair_scores)
 
 
 METRIC = Metric(
     compute,
     headline="pixel_window_auc",
     scores=(),
-    overall=tuple(f"pixel_{name}_auc" for name in KINDS),
-    columns={f"pixel_{name}_difference": "double" for name in KINDS},
+    overall=tuple(f"pixel_{kind}_auc" for kind in KINDS),
+    columns={f"pixel_{kind}_difference": "double" for kind in KINDS},
     java=False,
     optional=True,
 )

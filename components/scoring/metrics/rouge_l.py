@@ -1,6 +1,6 @@
-"""ROUGE-L (Lin, 2004), to the bit as pycocoevalcap computes it: F of the longest common subsequence.
+"""Compute ROUGE-L (Lin, 2004), the F-score of the longest common subsequence, bit-identical to pycocoevalcap.
 
-Recall is weighed 1.2 times. Best precision and best recall may come from different references.
+Recall is weighted 1.2 times. The best precision and the best recall may come from different references.
 """
 
 import numpy as np
@@ -12,39 +12,49 @@ BETA = 1.2
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """A group's score is the mean of its pairs'."""
+    """Score the pairs. The score of a group is the mean over its pairs."""
     tokens = tools.tokens
-    rouge = {pair: rouge_l(prediction, tokens.references[pair]) for pair, prediction in tokens.predictions.items()}
-    means = of_each_group(groups, lambda ids: {"ROUGE-L": float(np.mean([rouge[pair] for pair in ids]))})
-    return MetricScores(means, {pair: {"ROUGE-L": value} for pair, value in rouge.items()})
+    pair_scores = {
+        pair_id: rouge_l(prediction, tokens.references[pair_id]) for pair_id, prediction in tokens.predictions.items()
+    }
+    means = of_each_group(groups, lambda ids: {"ROUGE-L": float(np.mean([pair_scores[pair_id] for pair_id in ids]))})
+    return MetricScores(means, {pair_id: {"ROUGE-L": value} for pair_id, value in pair_scores.items()})
 
 
 def rouge_l(prediction: str, references: list[str]) -> float:
-    """ROUGE-L of captions of words joined by single spaces; one without words counts as one empty word."""
+    """Return the ROUGE-L of a prediction. Words are joined by single spaces. An empty caption is one empty word."""
     words = prediction.split(" ")
-    masks: dict[str, int] = {}  # of each word a number whose bits are its places
-    for place, word in enumerate(words):
-        masks[word] = masks.get(word, 0) | 1 << place
-    precision = recall = 0.0
+    positions: dict[str, int] = {}  # word -> integer whose bits are the positions of the word
+    for position, word in enumerate(words):
+        positions[word] = positions.get(word, 0) | 1 << position
+    precision = 0.0
+    recall = 0.0
     for reference in references:
-        others = reference.split(" ")
-        common = common_subsequence(masks, len(words), others)
-        precision, recall = max(precision, common / len(words)), max(recall, common / len(others))
+        reference_words = reference.split(" ")
+        common = common_subsequence(positions, len(words), reference_words)
+        precision = max(precision, common / len(words))
+        recall = max(recall, common / len(reference_words))
     if precision == 0 or recall == 0:
         return 0.0
     return ((1 + BETA**2) * precision * recall) / (recall + BETA**2 * precision)
 
 
-def common_subsequence(masks: dict[str, int], size: int, others: list[str]) -> int:
-    """Length of the longest common subsequence with `size` words whose places are `masks` (Hyyro, 2004).
+def common_subsequence(positions: dict[str, int], length: int, words: list[str]) -> int:
+    """Return the length of the longest common subsequence of two captions (Hyyro, 2004).
 
-    A row of the table of lengths is one number: a bit is 0 where the length grows by one.
+    A row of the table of lengths is stored as one integer. A bit is 0 where the length increases by one.
+
+    Args:
+        positions: positions of each word in the first caption, as bits.
+        length: number of words of the first caption.
+        words: words of the second caption.
     """
-    full = row = (1 << size) - 1
-    for word in others:
-        hits = row & masks.get(word, 0)
-        row = ((row + hits) | (row - hits)) & full
-    return size - row.bit_count()
+    all_bits = (1 << length) - 1
+    row = all_bits
+    for word in words:
+        matches = row & positions.get(word, 0)
+        row = ((row + matches) | (row - matches)) & all_bits
+    return length - row.bit_count()
 
 
 METRIC = Metric(

@@ -1,209 +1,277 @@
-"""SPICE (Anderson et al., ECCV 2016), pycocoevalcap's Java program and jars that come from elsewhere.
+"""Compute SPICE (Anderson et al., ECCV 2016) with pycocoevalcap's Java program and jars that the user downloads.
 
-The program parses captions for minutes and scores them in seconds. What it parsed, LMDB's file, is kept in the user's
-cache folder. A run works on a copy and puts that in the file's place, so no lock is needed, a kill leaves the file
-whole, and LMDB never works on a network's disk.
+The program takes minutes to parse captions but only seconds to score them, so parses are cached (`parses.py`).
 
-Scores come from a run that parses nothing, so they do not depend on what was known before: SPICE merges words in the
-order of Java's identity hashes, which threads that parse draw in another order each time.
+The scores come from a run in which all captions are already parsed, so they do not depend on which captions were cached
+before. SPICE merges words in the order of Java's identity hashes, and threads that parse or compile change this order
+from run to run.
 """
 
 import json
+import math
 import os
-import platform
 import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from m3diff.records.copies import link_or_copy
-from m3diff.records.files import write_atomic
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Tools, mean_of, of_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Tools, mean_of, of_each_group
 from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run
+from m3diff.scoring.metrics.parses import (
+    LMDB,
+    ParsedCaptions,
+    captions_to_parse,
+    keep_parses,
+    kept_file,
+    read_parses,
+)
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 JARS = dict.fromkeys(
     ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar"), "edu/stanford/nlp/stanford-corenlp/3.6.0"
 )
-# The JavaScript with which SPICE writes its answer, and what it needs; Java had its own until 14
+# SPICE writes its output with a JavaScript engine, which Java included up to version 14. Later versions need these jars
 NASHORN = {"nashorn-core-15.4.jar": "org/openjdk/nashorn/nashorn-core/15.4"} | {
     f"{name}-7.3.1.jar": f"org/ow2/asm/{name}/7.3.1"
     for name in ("asm", "asm-analysis", "asm-commons", "asm-tree", "asm-util")
 }
-MAVEN = "https://repo1.maven.org/maven2"  # the address that the folders of `JARS` and `NASHORN` are below
+# Not in messages.toml, because metrics.json contains this text, and a change of wording must not change an output
+NO_SPICE_DIR = (
+    f"needs {' and '.join(JARS)}, which nothing here downloads: take them from "
+    "http://nlp.stanford.edu/software/stanford-corenlp-full-2015-12-09.zip (384 MB) and name their folder in "
+    "compute.spice_dir"
+)
+MAVEN = "https://repo1.maven.org/maven2"  # base URL of the folders in `JARS` and `NASHORN`
 FIRST_WITHOUT_JAVASCRIPT = 15
-# Packages of java.base that SPICE's serialiser looks into, which Java 16 and later forbid
-PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
-# The time limit's seconds for each caption of up to 20 words, beside its fixed part; of a longer one the cube of its
-# length, up to LONGEST_S. Two idle cores parse 50 of 10 words a second, two that other work shares 4.
-SECONDS_A_CAPTION, LONGEST_S = 1, 900
+# Packages of java.base that SPICE's serialiser accesses by reflection, which Java 16 and later forbid by default
+REFLECTED_PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
+# Seconds that each caption of up to 20 words adds to the time limit. A longer caption adds more, in proportion to the
+# cube of its length, up to MAX_SECONDS_A_CAPTION. Two idle cores parse 50 captions of 10 words per second, two busy
+# cores parse 4
+SECONDS_A_CAPTION = 1
+MAX_SECONDS_A_CAPTION = 900
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
 TRIAL_S = 600
-LMDB = "data.mdb"
 COUNTED_HASHES = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=3"
+# Used if nothing is parsed: Java's second compiler would take longer than it saves, and change the counted hashes
+ONE_COMPILER = "-XX:TieredStopAtLevel=1"
+SERIAL_COLLECTOR = "-XX:+UseSerialGC"
 
 
-def program(items: list[Item], spice_dir: Path | None, limit_s: int) -> dict[Item, float | None]:
-    """F of each item; None where neither side has a tuple.
+class SpiceProgram(Program):
+    """SPICE's Java program. It needs most of the memory, so it runs only inside `answers`, when METEOR has finished."""
 
-    Raises:
-        ScorerFailed: the jars are missing, or the program gave no result.
-    """
-    return dict(zip(items, score(items, find_jars(spice_dir), kept_file(), limit_s), strict=True))
+    def __init__(self, spice_dir: Path | None, limit_s: int) -> None:
+        self.spice_dir = spice_dir
+        self.limit_s = limit_s
+        self.items: Sequence[Item] = ()
+
+    def start(self, items: Sequence[Item]) -> None:
+        """Store the items for `answers`."""
+        self.items = items
+
+    def answers(self) -> dict[Item, float | None]:
+        """Run the program and return the F-score of each item.
+
+        The score is None if neither the prediction nor the references contain a SPICE tuple.
+
+        Raises:
+            ScorerFailed: jars are missing, or the program gave no result.
+        """
+        jars = find_jars(self.spice_dir)
+        values = score(self.items, jars, kept_file(parser_jars(jars), require_java()), self.limit_s)
+        return dict(zip(self.items, values, strict=True))
+
+    def close(self) -> None:
+        """Do nothing, because the program runs only inside `answers`."""
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """A group's score is the mean F of those of its pairs that have one."""
-    answers, tokens = tools.answers, tools.tokens
-    values = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
+    """Score pairs and groups. A group's score is the mean F-score of its pairs that have one."""
+    tokens = tools.tokens
+    pair_scores = {pair_id: tools.answers[tokens.item(pair_id)] for pair_id in tokens.predictions}
 
-    def mean(ids: list[str]) -> dict[str, float | None]:
-        known = [values[i] for i in ids if values[i] is not None]
-        return {"SPICE": sum(known) / len(known) if known else None}
+    def mean(pair_ids: list[str]) -> dict[str, float | None]:
+        scores = [pair_scores[pair_id] for pair_id in pair_ids if pair_scores[pair_id] is not None]
+        return {"SPICE": sum(scores) / len(scores) if scores else None}
 
-    found = of_each_group(groups, mean)
-    absent = {} if found[ALL]["SPICE"] is not None else {"SPICE": "no caption names an object, attribute or relation"}
-    return MetricScores(found, {pair: {"SPICE": value} for pair, value in values.items()}, absent)
+    means = of_each_group(groups, mean)
+    absent = {} if means[ALL]["SPICE"] is not None else {"SPICE": "no caption names an object, attribute or relation"}
+    return MetricScores(means, {pair_id: {"SPICE": score} for pair_id, score in pair_scores.items()}, absent)
 
 
 def try_spice(spice_dir: Path | None, limit_s: int) -> float:
-    """F of one pair, parsed anew, so that every part of the program is needed.
+    """Score one pair without cached parses, so that every part of the program runs, and return its F-score.
 
     Raises:
-        ScorerFailed: SPICE cannot be computed here; the text says why.
+        ScorerFailed: SPICE does not work on this machine.
     """
     (value,) = score([TRIAL], find_jars(spice_dir), None, limit_s)
     if value is None:
-        raise ScorerFailed(f"its program found nothing to compare in {TRIAL[0]!r}")
+        raise ScorerFailed("scoring.spice_found_nothing", value=TRIAL[0])
     return value
 
 
-def kept_file() -> Path | None:
-    """The file of the captions that were parsed before; None on machines for which the program brings no LMDB."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return None
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "m3diff" / f"spice-{version('pycocoevalcap')}.mdb"
-
-
 def score(items: Sequence[Item], jars: Sequence[Path], kept: Path | None, limit_s: int) -> list[float | None]:
-    """F of each item, by what the file `kept` holds of captions parsed before; it gets those that are parsed now.
+    """Return the F-score of each item.
+
+    Args:
+        kept: cache file of parsed captions, which is updated. None to parse all captions without a cache.
 
     Raises:
-        ScorerFailed: the program gave no result. What it kept may be the reason, and is dropped.
+        ScorerFailed: the program gave no result. The cache file is removed, because it may be the cause.
     """
     with TemporaryDirectory(prefix="m3diff-spice-") as name:
-        folder, cache = Path(name), Path(name, "cache")
-        options = lay_out(folder, jars)
+        folder = Path(name)
+        lay_out(folder, jars)
         if kept is None:
-            return ask(folder, options, items, limit_s)
+            return ask(folder, java_options(jars, is_parsing=True), items, limit_s)
+        cache = folder / "cache"
         cache.mkdir()
-        known = b""
-        with suppress(OSError):
-            known = kept.read_bytes()
-            (cache / LMDB).write_bytes(known)
+        parses = read_parses(kept)
+        if parses.lmdb:
+            (cache / LMDB).write_bytes(parses.lmdb)
         try:
-            found = ask(folder, options, items, limit_s, cache)
-            parsed = (cache / LMDB).read_bytes()
-            if parsed == known:
-                return found
-            with suppress(OSError):
-                write_atomic(kept, parsed)
-            return ask(folder, options, items, limit_s, cache)
+            new_captions = captions_to_parse(captions_of(items), parses)
+            if new_captions:
+                items_to_parse = [item for item in items if not new_captions.isdisjoint(captions_of([item]))]
+                ask(folder, java_options(jars, is_parsing=True), items_to_parse, limit_s, cache)
+                keep_parses(kept, ParsedCaptions(parses.captions | new_captions, (cache / LMDB).read_bytes()))
+            return ask(folder, java_options(jars, is_parsing=False), items, limit_s, cache)
         except ScorerFailed:
             with suppress(OSError):
                 kept.unlink()
             raise
 
 
-def lay_out(folder: Path, jars: Sequence[Path]) -> dict[str, str]:
-    """Put the program and its jars into the folder; returns Java's options.
+def captions_of(items: Sequence[Item]) -> list[str]:
+    """Return the predictions and references of the items."""
+    captions = []
+    for prediction, references in items:
+        captions += [prediction, *references]
+    return captions
 
-    Nashorn's jars are modules, each by its name: a folder that holds CoreNLP too would be two modules of one name.
-    Identity hashes are counted, so that they come in the same order each time where nothing is parsed in threads.
+
+def lay_out(folder: Path, jars: Sequence[Path]) -> None:
+    """Put the program and its jars into the folder.
+
+    Nashorn's jars are modules and need a separate folder. In a shared folder, CoreNLP's two jars would also be loaded
+    as modules, and both would have the same name.
     """
-    from pycocoevalcap import spice as package
-
-    jar = Path(package.__file__).with_name("spice-1.0.jar")
-    shutil.copyfile(jar, folder / jar.name)  # Java looks for its libraries beside the file that a link points to
+    jar = spice_jar()
+    # not a link, because Java would look for the program's libraries next to the target of the link
+    shutil.copyfile(jar, folder / jar.name)
     (folder / "lib").mkdir()
     (folder / "modules").mkdir()
     for path in jar.with_name("lib").iterdir():
         link_or_copy(path, folder / "lib" / path.name)
     for path in jars:
         link_or_copy(path, folder / ("lib" if path.name in JARS else "modules") / path.name)
-    options = [os.environ.get("JDK_JAVA_OPTIONS", "")]
-    options += [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in PACKAGES]
+
+
+def spice_jar() -> Path:
+    """Return the path of the program's main jar, which is part of pycocoevalcap."""
+    from pycocoevalcap import spice as package
+
+    return Path(package.__file__).with_name("spice-1.0.jar")
+
+
+def parser_jars(jars: Sequence[Path]) -> list[Path]:
+    """Return the jars that determine how a caption is parsed: CoreNLP's jars in `jars` and the jars of the program."""
+    program_jar = spice_jar()
+    corenlp_jars = [jar for jar in jars if jar.name in JARS]
+    return [*corenlp_jars, program_jar, *sorted(program_jar.with_name("lib").iterdir())]
+
+
+def java_options(jars: Sequence[Path], is_parsing: bool) -> dict[str, str]:
+    """Return Java's options as environment variables.
+
+    Identity hashes are taken from a counter. They have the same order in every run unless threads parse or compile.
+    """
+    users_options = os.environ.get("JDK_JAVA_OPTIONS", "")
+    options = [users_options]
+    options += [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in REFLECTED_PACKAGES]
     modules = [str(Path("modules", path.name)) for path in jars if path.name in NASHORN]
     if modules:
         options += ["--module-path", os.pathsep.join(modules), "--add-modules", "org.openjdk.nashorn"]
-    return {"JAVA_TOOL_OPTIONS": f"{OPTIONS} {COUNTED_HASHES}", "JDK_JAVA_OPTIONS": " ".join(options)}
+    machine_options = [OPTIONS, COUNTED_HASHES]
+    if not is_parsing:
+        machine_options.append(ONE_COMPILER)
+        if "GC" not in users_options:  # Java does not accept two collectors
+            machine_options.append(SERIAL_COLLECTOR)
+    return {"JAVA_TOOL_OPTIONS": " ".join(machine_options), "JDK_JAVA_OPTIONS": " ".join(options)}
 
 
 def ask(
     folder: Path, options: dict[str, str], items: Sequence[Item], limit_s: float, cache: Path | None = None
 ) -> list[float | None]:
-    """The program's answer to items; captions that the cache does not hold are parsed and put into it.
+    """Run the program and return the F-score of each item. Captions missing from the cache are added.
 
     Raises:
-        ScorerFailed: it gave none.
+        ScorerFailed: the program gave no result.
     """
-    captions = set(chain.from_iterable((prediction, *references) for prediction, references in items))
+    captions = set(captions_of(items))
     lengths = (len(caption.split()) / 20 for caption in captions)
-    limit_s += sum(SECONDS_A_CAPTION * min(max(1, length**3), LONGEST_S) for length in lengths)
-    rows = [{"image_id": f"{i:09}", "test": test, "refs": refs} for i, (test, refs) in enumerate(items)]
+    limit_s += sum(SECONDS_A_CAPTION * min(max(1, length**3), MAX_SECONDS_A_CAPTION) for length in lengths)
+    rows = [
+        {"image_id": f"{number:09}", "test": prediction, "refs": references}
+        for number, (prediction, references) in enumerate(items)
+    ]
     (folder / "items.json").write_text(json.dumps(rows), encoding="utf-8")
     command = ["-jar", "-XX:MaxRAMPercentage=75", "spice-1.0.jar", str(folder / "items.json")]
     command += ["-cache", str(cache)] if cache else []
     command += ["-out", str(folder / "scores.json"), "-subset", "-silent"]
-    said = run(command, folder, limit_s, options=options)
+    output = run(command, folder, limit_s, options=options)
     try:
-        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
-        values = {one["image_id"]: one["scores"]["All"]["f"] for one in scores}
-        found = [values[row["image_id"]] for row in rows]
+        results = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+        score_by_id = {result["image_id"]: result["scores"]["All"]["f"] for result in results}
+        scores = [score_by_id[row["image_id"]] for row in rows]
     except (OSError, ValueError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ScorerFailed(f"it wrote no scores ({reason}); its last words: {last_words(said)}") from error
-    return [None if f is None or f != f else float(f) for f in found]
+        raise ScorerFailed("scoring.spice_no_scores", cause=reason, last_words=last_words(output)) from error
+    return [None if score is None or math.isnan(score) else float(score) for score in scores]
 
 
 def find_jars(spice_dir: Path | None) -> list[Path]:
-    """The jars that the Java on PATH needs, absolute.
+    """Return the absolute paths of the jars that SPICE needs with the installed version of Java.
 
     Raises:
-        ScorerFailed: no folder is named, or a jar is missing in it; the text says how to get them.
+        ScorerFailed: `spice_dir` is None, or a jar is missing from this folder.
     """
     if spice_dir is None:
-        raise ScorerFailed(
-            f"needs {' and '.join(JARS)}, which nothing here downloads: take them from "
-            "http://nlp.stanford.edu/software/stanford-corenlp-full-2015-12-09.zip (384 MB) and name their folder in "
-            "compute.spice_dir"
-        )
+        raise ScorerFailed("scoring.not_configured", cause=NO_SPICE_DIR)
     names = JARS | NASHORN if require_java() >= FIRST_WITHOUT_JAVASCRIPT else JARS
     jars = [spice_dir.absolute() / name for name in names]
-    if missing := [jar.name for jar in jars if not jar.is_file()]:
-        raise ScorerFailed(
-            f"{spice_dir}: has no {' and no '.join(missing)}; `m3diff score --check-spice --spice-dir "
-            f"{shlex.quote(str(spice_dir))}` prints the commands that fetch them"
-        )
+    missing = [jar.name for jar in jars if not jar.is_file()]
+    if missing:
+        raise ScorerFailed("scoring.spice_jars_missing", path=spice_dir, names=missing)
     return jars
 
 
-def check_spice(spice_dir: Path | None) -> tuple[list[str], bool]:
-    """Lines that say what SPICE lacks, with the commands that fetch its jars; and whether one pair could be scored."""
+class SpiceCheck(NamedTuple):
+    """The result of `check_spice`: lines to print, and whether SPICE could score a pair."""
+
+    lines: list[str]
+    works: bool
+
+
+def check_spice(spice_dir: Path | None) -> SpiceCheck:
+    """Try to score one pair with SPICE. If that fails, the lines include the commands that download its jars."""
     folder = spice_dir or Path("spice")
     try:
-        return [f"works   one pair scored {try_spice(folder, TRIAL_S):.3f}"], True
+        return SpiceCheck([f"works   one pair scored {try_spice(folder, TRIAL_S):.3f}"], works=True)
     except (JavaMissing, ScorerFailed) as error:
-        places = {folder / name: f"{MAVEN}/{place}/{name}" for name, place in (JARS | NASHORN).items()}
-        missing = {jar: place for jar, place in places.items() if not jar.is_file()}
-        fetch = [f"curl -fL --create-dirs -o {shlex.quote(str(jar))} {place}" for jar, place in missing.items()]
-        name = "name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir"
-        return [f"FAILED  {error}", *fetch, name], False
+        lines = [f"FAILED  {error}"]
+        for name, address in (JARS | NASHORN).items():
+            jar = folder / name
+            if not jar.is_file():
+                lines.append(f"curl -fL --create-dirs -o {shlex.quote(str(jar))} {MAVEN}/{address}/{name}")
+        lines.append("name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir")
+        return SpiceCheck(lines, works=False)
 
 
 METRIC = Metric(
@@ -212,7 +280,7 @@ METRIC = Metric(
     scores=("SPICE",),
     columns={"SPICE": "double"},
     resampled={"SPICE": mean_of("SPICE")},
-    program=program,
+    program=SpiceProgram,
     optional=True,
     reads="English",
 )

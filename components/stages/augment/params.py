@@ -1,4 +1,7 @@
-"""The section `augment`: datasets made from others, by name. Each writes a raw folder that the reader `pairs` reads."""
+"""The section `augment`: datasets that are made from other datasets, by name.
+
+Each synthetic dataset is a folder of raw data that ingest reads with the reader `pairs`.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +9,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from m3diff.endpoint import EndpointUrl
+from m3diff.endpoint.url import EndpointUrl
+from m3diff.records.errors import ValueFault
 from m3diff.records.files import sha256_of_folder
 from m3diff.records.schemas import Split
 from m3diff.settings.section import ParamsError, Section
@@ -15,127 +19,193 @@ from m3diff.stages.ingest.params import RawDataset
 MANIFEST = "pairs.jsonl"
 
 
-class Source(RawDataset):
-    """A raw dataset as ingest would read it."""
+class RawSource(RawDataset):
+    """A raw dataset to make pairs from. It has the same settings as a dataset that ingest reads."""
 
-    splits: tuple[Split, ...] = ("train", "val", "test")  # that something is made from; it stays in its split
+    splits: tuple[Split, ...] = ("train", "val", "test")
+    """Splits to make pairs from. A new pair is in the same split as the images that it is made from."""
 
 
 class LocalModel(Section):
-    """Weights in a folder, as safetensors."""
+    """A model on disk, with weights in the safetensors format."""
 
     model: Path
-    # of the folder, which must have it; the report says what it is. null: any
+    """Folder of the model, with config.json or model_index.json."""
+
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """Expected SHA-256 over all files in the folder. null accepts any model. The report contains the actual digest."""
 
     def identity(self) -> str:
-        """The digest of the folder of weights.
+        """Return the digest of the model's folder.
 
         Raises:
-            ParamsError: it is no folder, or not the one that the parameters name.
+            ParamsError: the folder does not contain a model, or its digest differs from `sha256`.
         """
         folder = self.model
         if not any((folder / name).is_file() for name in ("model_index.json", "config.json")):
-            raise ParamsError(
-                f"{folder}: holds no config.json or model_index.json; fetch the model or correct the path"
-            )
-        found = sha256_of_folder(folder)
-        if self.sha256 not in (None, found):
-            raise ParamsError(
-                f"{folder}: has the sha256 {found}, the parameters say {self.sha256}; correct one of them"
-            )
-        return found
+            raise ParamsError("settings.no_model_in_folder", path=folder)
+        digest = sha256_of_folder(folder)
+        if self.sha256 not in (None, digest):
+            raise ParamsError("settings.other_model_in_folder", path=folder, value=digest, expected=self.sha256)
+        return digest
 
 
-class Drawn(Section):
-    """Carries instructions in MiniChange's words out on the scenes of a MiniChange."""
+class DrawnEditorSettings(Section):
+    """Edits images of MiniChange by drawing changed scenes. Instructions must be in MiniChange's vocabulary."""
 
     kind: Literal["drawn"]
+    """Kind of the editor."""
 
 
 class InstructPix2Pix(LocalModel):
-    """diffusers' StableDiffusionInstructPix2PixPipeline."""
+    """Edits images with diffusers' StableDiffusionInstructPix2PixPipeline."""
 
     kind: Literal["instruct_pix2pix"]
+    """Kind of the editor."""
+
     steps: int = Field(default=50, ge=1)
-    guidance: float = Field(default=7.5, ge=1)  # towards the instruction
-    image_guidance: float = Field(default=1.5, ge=1)  # towards the original
-    image_px: int = Field(default=512, ge=8)  # the longer side while it is edited; the edit has the original's size
+    """Number of denoising steps per edit. More steps take more time."""
+
+    guidance: float = Field(default=7.5, ge=1)
+    """Guidance scale for the instruction. With larger values, edits follow the instruction more closely and change more
+    of the image."""
+
+    image_guidance: float = Field(default=1.5, ge=1)
+    """Guidance scale for the original image. With larger values, more of the image stays unchanged."""
+
+    image_px: int = Field(default=512, ge=8)
+    """Longer side of the image during the edit, in pixels. The result is scaled back to the original size."""
 
 
-class Grammar(Section):
-    """MiniChange's own templates: other words for an instruction, and the difference of two descriptions."""
+class GrammarWriterSettings(Section):
+    """Paraphrases instructions and describes differences with MiniChange's sentence templates."""
 
     kind: Literal["grammar"]
+    """Kind of the writer."""
 
 
-class Remote(Section):
-    """A language model behind an OpenAI-compatible endpoint."""
+class EndpointWriterSettings(Section):
+    """Paraphrases instructions and describes differences with a language model behind an OpenAI-compatible endpoint."""
 
     kind: Literal["endpoint"]
-    url: EndpointUrl  # up to and with /v1
+    """Kind of the writer."""
+
+    url: EndpointUrl
+    """URL of the endpoint, up to and including /v1."""
+
     model: str = Field(min_length=1)
+    """Name of the model at the endpoint."""
+
     timeout_s: int = Field(default=60, ge=1)
-    max_tokens: int = Field(default=512, ge=1)  # of an answer; one that is cut is not used
-    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no file holds it
-    # Stored answers that are not known to be of this server. null: refuse them; true: use them; false: ask anew
+    """Maximum time to wait for an answer, in seconds."""
+
+    max_tokens: int = Field(default=512, ge=1)
+    """Maximum length of an answer, in tokens. Truncated answers are not used."""
+
+    key_variable: str = "OPENAI_API_KEY"
+    """Name of the environment variable with the API key. The key itself is not stored in any file."""
+
     reuse_answers: bool | None = None
+    """What to do with stored answers that may come from another server: true uses them, false asks the endpoint again,
+    null stops with an error."""
 
 
 class FeatureModel(LocalModel):
-    """The vision encoder of a LLaVA-OneVision base: features of all places, joined; or the image embedding of a CLIP or
-    SigLIP."""
+    """A model that computes image features, by which similar images are found."""
 
     kind: Literal["encoder", "clip"]
+    """Kind of features: `encoder` concatenates the features of all patches, computed by the vision encoder of a
+    LLaVA-OneVision base model; `clip` uses the image embedding of a CLIP or SigLIP model."""
 
 
-Editor = Annotated[Drawn | InstructPix2Pix, Field(discriminator="kind")]
-Writer = Annotated[Grammar | Remote, Field(discriminator="kind")]
+Editor = Annotated[DrawnEditorSettings | InstructPix2Pix, Field(discriminator="kind")]
+Writer = Annotated[GrammarWriterSettings | EndpointWriterSettings, Field(discriminator="kind")]
 
 
-class Made(Section):
-    """The fields of every kind of synthetic data."""
+class SyntheticDataset(Section):
+    """Settings that all kinds of synthetic datasets share."""
 
-    manifest: ClassVar = MANIFEST  # in `root`, as ingest is told
-    source: Source
-    root: Path  # the folder to write; its report is next to it, with .json after the name
+    manifest: ClassVar = MANIFEST  # ingest must read `root` with this value of the option `manifest`
+
+    source: RawSource
+    """Raw dataset whose images and captions are used to make the pairs."""
+
+    root: Path
+    """Folder to write to. Every run replaces it. The report is written to `<root>.json`, next to the folder."""
+
     seed: int = Field(ge=0)
+    """Seed of all random draws."""
 
 
-class Edits(Made):
-    """Each original edited by its own instruction, which is the caption (Syned)."""
+class Edits(SyntheticDataset):
+    """Pairs of an image and an edited copy (Syned). The instruction for the edit becomes the caption."""
 
     kind: Literal["edits"]
+    """Kind of the synthetic data."""
+
     editor: Editor
+    """Model or program that edits images according to instructions."""
+
     writer: Writer
-    edits: int = Field(ge=1)  # of each original, by seeds of their own
-    paraphrases: Mapping[Split, Annotated[int, Field(ge=0)]]  # further references of a pair, by split; else none
+    """Writer that paraphrases the instructions."""
+
+    edits: int = Field(ge=1)
+    """Number of edits per original image, each with a different seed."""
+
+    paraphrases: Mapping[Split, Annotated[int, Field(ge=0)]]
+    """Number of paraphrases per split. Each pair gets them as additional references. Pairs in splits that are not
+    listed do not get paraphrases. An original image with fewer usable paraphrases is left out."""
 
 
-class Neighbours(Made):
-    """Images that are alike but not the same, with a caption of the difference (DiffCap)."""
+class Neighbours(SyntheticDataset):
+    """Pairs of similar images with a caption that describes their difference (DiffCap)."""
 
     kind: Literal["neighbours"]
+    """Kind of the synthetic data."""
+
     features: FeatureModel
+    """Model whose image features are compared."""
+
     writer: Writer
-    candidates: int = Field(ge=1)  # nearest images that are looked at, of each image
-    band: tuple[float, float]  # lowest and highest cosine of a pair's features
-    max_text_similarity: float = Field(ge=0, le=1)  # share of words that the two captions may have in common
-    references: int = Field(ge=1)  # captions of a pair
+    """Writer that describes the difference between two images, given their captions."""
+
+    candidates: int = Field(ge=1)
+    """Number of most similar images to consider per image. A larger number gives more pairs, but their images are less
+    similar."""
+
+    band: tuple[float, float]
+    """Minimum and maximum cosine similarity between the features of two paired images, in [-1, 1]. Below the minimum,
+    images have too little in common. Above the maximum, they show the same scene without a change."""
+
+    max_text_similarity: float = Field(ge=0, le=1)
+    """Maximum share of words that the captions of two paired images have in common. 1 accepts all pairs with different
+    captions."""
+
+    references: int = Field(ge=1)
+    """Number of captions per pair. A pair with fewer usable captions is left out."""
 
     @field_validator("band")
     @classmethod
-    def rising(cls, band: tuple[float, float]) -> tuple[float, float]:
+    def require_rising_cosines(cls, band: tuple[float, float]) -> tuple[float, float]:
+        """Check that the cosines are in [-1, 1] and that the first is lower than the second.
+
+        Raises:
+            ValueFault: a number is outside the range, or the first is not lower than the second.
+        """
         if not -1 <= band[0] < band[1] <= 1:
-            raise ValueError(f"expected two numbers of -1 to 1, the lower first, found {list(band)}")
+            raise ValueFault("settings.cosines_do_not_rise", value=list(band))
         return band
 
 
-class CoupledSamples(Made):
-    """Two unrelated images with their captions as one pair (OneDiff's Coupled Sample Training)."""
+class CoupledSamples(SyntheticDataset):
+    """Pairs of unrelated images whose captions are joined (OneDiff's Coupled Sample Training)."""
 
     kind: Literal["coupled_samples"]
-    separator: str = " "  # between the two captions
+    """Kind of the synthetic data."""
+
+    separator: str = " "
+    """Text between the two captions."""
 
 
-MadeDataset = Annotated[Edits | Neighbours | CoupledSamples, Field(discriminator="kind")]  # an entry of the section
+# An entry of the section
+AnySyntheticDataset = Annotated[Edits | Neighbours | CoupledSamples, Field(discriminator="kind")]

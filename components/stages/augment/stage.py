@@ -1,34 +1,35 @@
-"""augment: a raw dataset made from another, in the layout that the reader `pairs` reads; what follows knows no other.
+"""Stage `augment`: make synthetic pairs from a raw dataset, and write them in the layout of the reader `pairs`.
 
     pairs.jsonl    {"id": "000123.png-0", "split": "train", "scene": "000123", "before": "images/1c0f....png", "after":
                     "images/77ab....png", "captions": ["..."], "change_types": ["color"], "made": {"seed": 7, ...}}
-    images/        originals, copied, and edits; by their content
+    images/        copies of the originals and the edits, named by their content
 
-*Edits* (Syned, Evennou et al., WACV 2025, section 4.3): each original edited several times by its own instruction,
-which is the caption; a writer's paraphrases are further references. Edits of one original differ by their seed alone.
-They share its scene, its split and its types of change. An edit that shows the original, or what an earlier one shows,
-pixel by pixel, is none; a pair whose paraphrases are fewer than asked for is left out, since scores move with the
-number of references.
+*Edits* (Syned, Evennou et al., WACV 2025, section 4.3): each original image is edited several times according to its
+instruction, and the instruction becomes the caption. A writer paraphrases the instruction, and the paraphrases become
+additional references. The edits of an original use different seeds, and have the scene, split and change types of the
+original. An edit is rejected if its pixels equal those of the original or of an earlier edit. A pair with too few
+paraphrases is also rejected, because scores depend on the number of references.
 
-*Neighbours* (DiffCap's retrieved pairs, OneDiff, arXiv 2407.05645, section 3.2): images that are alike but not the
-same, whose captions differ, with a caption of the difference that is written from the two. Each image is a query and
-the others of its split are searched, so that no pair crosses splits. The caption is written from texts alone: what no
-caption tells (on MiniChange camera and lamp) is not in it.
+*Neighbours* (DiffCap's retrieved pairs, OneDiff, arXiv 2407.05645, section 3.2): two similar images with different
+captions become a pair. A writer describes the difference, given both captions. The two images are always from the same
+split. Differences that the captions do not mention (in MiniChange, camera and lamp) are missing from the description.
 
-*Coupled samples* (OneDiff, section 4.2): two unrelated images with their captions become one pair, whose caption is
-both captions, so that a new module learns to read both images before it learns to compare them. Within a split, in a
-random order by the seed; each image is used once.
+*Coupled samples* (OneDiff, section 4.2): two unrelated images become a pair, and their captions are joined. With such
+pairs, the new parts of a model learn to read two images before they learn to compare them. Images are paired at random
+within a split, and each image is used at most once.
 
-A made pair stays in the split of what it is made from. Where a source has a scene in two splits, the higher one (test,
-val, train) keeps it, as validate decides. Rows that are not usable are counted by reason.
+A synthetic pair is in the same split as the images that it is made from. If a scene of the source is in several splits,
+only its rows in the highest split (test, then val, then train) are used, as in validate. Unusable rows are counted by
+reason.
 
-Edits and writers' answers are kept in `compute.scratch`, which several runs and worktrees may share, by what decides
-them, for the run that goes on after a kill and for every later one:
+Edits and answers of writers are cached in `compute.scratch`. A new run after a killed run continues from this cache,
+and later runs reuse it. Several runs and worktrees may share the folder:
 
-    edits/drawn-9e1c40d2a7b35f68/77ab....png    by what decides an edit: the editor; original, instruction and seed
-    augment-k3x9/                               a run's own, while it goes on
+    edits/drawn-9e1c40d2a7b35f68/77ab....png    <editor and its settings>/<original, instruction and seed>
+    augment-k3x9/                               temporary files of a run
 
-Equal settings, sources and models give equal bytes; of an endpoint's model that is what its kept answers are.
+The same settings, source and models always produce the same bytes. With an endpoint, this requires the same stored
+answers.
 """
 
 import hashlib
@@ -50,37 +51,39 @@ from pydantic import Field
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, fault_of_path, is_inside
-from m3diff.datasets.spec import Row, check_licence, unpacked
+from m3diff.datasets.spec import Row, check_licence, unexpected, unpack_images
+from m3diff.endpoint.questions import replace_surrogates
 from m3diff.images.check import OK, check_images
 from m3diff.images.open import load_image
 from m3diff.models.device import Device
 from m3diff.provenance.cache import is_cached_object
 from m3diff.provenance.code import key_of
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault
 from m3diff.records.files import StageReport, new_folder, sha256, write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.schemas import NO_CHANGE, SPLITS, Split
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.minichange import DrawnEditor
-from m3diff.stages.augment.params import MANIFEST, CoupledSamples, Edits, MadeDataset, Neighbours, Source
+from m3diff.stages.augment.params import MANIFEST, AnySyntheticDataset, CoupledSamples, Edits, Neighbours, RawSource
 from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest
 from m3diff.stages.augment.writers import GrammarWriter, LanguageModel, Writer
 
 IMAGES = "images"
-# The files that augment writes, of earlier versions too: images by their content; and hidden ones
-OURS = re.compile(rf"{re.escape(MANIFEST)}|{IMAGES}(/[0-9a-f]{{32}}(\..*)?)?|(.*/)?\.[^/]*").fullmatch
+# The stage replaces a folder only if all files in the folder match this pattern: the manifest, images named by their
+# content, and hidden files that other programs create (.gitignore, .DS_Store)
+WRITTEN_FILE = re.compile(rf"{re.escape(MANIFEST)}|{IMAGES}(/[0-9a-f]{{32}}(\.\w+)?)?|(.*/)?\.[^/]*")
 
-PLAIN = re.compile(r"\.\w+").fullmatch  # a suffix that stays
-MAX_PIXELS = 100_000_000  # a larger image is not used
+PLAIN_SUFFIX = re.compile(r"\.\w+")
+MAX_PIXELS = 100_000_000  # maximum number of pixels after padding to a square; larger images are not used
 
 
-# `identity`: the digest of what decides its edits in addition to the parameters. `edit` returns the edited image, RGB,
-# of the original's size; None where it cannot carry the instruction out
+# `identity` is a digest of everything besides the parameters that determines an edit. `edit` returns the edited image
+# in RGB and in the size of the original, or None if the editor cannot carry out the instruction
 Editor = DrawnEditor | Pix2PixEditor
 
 
 class Pair(NamedTuple):
-    """A pair of images with its captions. `made` says how it came about, for people: the reader passes over it."""
+    """A row of the manifest. `made` documents how the pair was made. The reader ignores it."""
 
     id: str
     split: str
@@ -93,18 +96,19 @@ class Pair(NamedTuple):
 
 
 @dataclass
-class Made:
-    """Pairs in order, and what was not made.
+class AugmentResult:
+    """The new pairs, and the number of pairs that could not be made.
 
     Attributes:
-        each: pairs that a row of the source would have given.
-        rejected: counts of pairs that were not made, by reason.
-        examples: for each reason in the source, the first row or image, and its fault.
-        dropped_texts: counts of texts that a writer gave in vain, by reason.
-        models: digests of what made the pairs, by its part.
+        pairs_per_row: number of pairs that are made from a row of the source.
+        pairs: the pairs in order.
+        rejected: number of pairs that could not be made, by reason.
+        examples: for each reason that is a fault of the source, the first row or image with this fault.
+        dropped_texts: number of unusable texts of a writer, by reason.
+        models: identity of each model that was used, by role.
     """
 
-    each: int = 1
+    pairs_per_row: int = 1
     pairs: list[Pair] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -112,311 +116,459 @@ class Made:
     models: dict[str, str] = field(default_factory=dict)
 
     def reject(self, reason: str, example: str) -> None:
-        """Count a row of the source from which nothing is made."""
-        self.rejected[reason] += self.each
+        """Count a row of the source that cannot be used, and keep the first example for each reason."""
+        self.rejected[reason] += self.pairs_per_row
         self.examples.setdefault(reason, example)
 
 
 class Original(NamedTuple):
-    """An image of the source with its text: the instruction to edit it by, or a caption of its own."""
+    """An image of the source with its text.
+
+    Attributes:
+        name: name of the row.
+        split: split of the row.
+        scene: scene of the row.
+        image: path of the image.
+        digest: digest of the image file.
+        text: an instruction to edit the image, or its caption.
+        change_types: change types of the instruction.
+        caption: caption of the image, or None if the source does not have captions of single images.
+    """
 
     name: str
     split: Split
     scene: str
     image: Path
-    digest: str  # of the image file
+    digest: str
     text: str
     change_types: Sequence[str] = ()
-    caption: str | None = None  # of the image, where the text is an instruction and the source has one
+    caption: str | None = None
 
 
 def read_originals(
-    source: Source, unpack_to: Path, image_cache: Path, made: Made, use: Literal["instruction", "caption"]
+    source: RawSource, unpack_to: Path, image_cache: Path, result: AugmentResult, use: Literal["instruction", "caption"]
 ) -> list[Original]:
-    """The usable images of the source's splits with their first texts; of each other row a reason is counted in `made`.
+    """Return the usable images in the source's splits, each with its first text. Other rows are counted as rejected.
 
-    An instruction is a reference of a pair, whose image before it edits. Captions are those of single images that the
-    source's dataset describes, else of its pairs of an image with itself (the reader `pairs` with one column for both
-    images).
+    The text is an instruction or a caption. Instructions are the references of pairs, and are used to edit the before
+    images. Captions are taken from the source's captions of single images. If the source does not have any, they are
+    taken from pairs in which both images are the same (the reader `pairs` with the same column for both images).
 
     Args:
-        unpack_to: the folder for images that are in a Parquet file.
-        image_cache: what is known of images by content; it changes nothing of what is found.
+        source: the source dataset.
+        unpack_to: folder to which images inside a Parquet file are extracted.
+        image_cache: Parquet file that caches verdicts by content. It does not change the result.
+        result: collects the rejected rows.
+        use: whether the texts are instructions or captions.
 
     Raises:
-        DataError: the source is not there, its annotation files cannot be used, or captions are wanted and it has none
-            of single images.
+        DataError: the source does not exist, its annotation files cannot be used, or captions are required but single
+            images have none.
     """
-    singles = DATASETS[source.reader].singles
-    rows = list(singles(source.root)) if singles else []
-    captions = {place_of(source, row.before): _first(row.references) for row in rows}
+    read_single_images = DATASETS[source.reader].singles
+    rows = list(read_single_images(source.root)) if read_single_images else []
+    captions = {image_path(source, row.before): _first_text(row.references) for row in rows}
     if use == "instruction" or not rows:
         rows = list(_rows(source, unpack_to))
     if use == "caption" and not any(row.fault or row.before == row.after for row in rows):
-        raise DataError(
-            f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
-            "with options {columns: {before: image, after: image, captions: caption}}"
-        )
-    found = [(row, place_of(source, row.before)) for row in _usable(rows, source, made, use)]
-    paths = pl.Series([str(image) for _, image in found if image], dtype=pl.String)
+        raise DataError("augment.no_captions_of_images", path=source.root)
+    usable_rows = [(row, image_path(source, row.before)) for row in _usable_rows(rows, source, result, use)]
+    paths = pl.Series([str(image) for _, image in usable_rows if image], dtype=pl.String)
     checked = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
-    known = {Path(path): (verdict, digest) for path, verdict, digest in checked.iter_rows()}
+    checks = {Path(path): (verdict, digest) for path, verdict, digest in checked.iter_rows()}
     originals = []
-    for row, image in found:
-        fault = f"{describe(row.before)} is no path inside {source.root}; correct the path; a link needs follow_links"
-        if image is not None:
-            verdict, digest = known[image]
-            if verdict == OK:
-                text = _first(row.references)
-                originals.append(Original(*row[:3], image, digest.hex(), text, row.change_types, captions.get(image)))
-                continue
-            fault = f"{image}: {verdict}; {'restore it or save it anew' if image.exists() else 'fetch it'}"
-        made.reject("image cannot be read", f"{row.source}: {fault}")
+    for row, image in usable_rows:
+        if image is None:
+            fault = Fault("augment.image_outside_source", path=source.root, value=describe(row.before))
+            result.reject("image cannot be read", f"{row.source}: {fault}")
+            continue
+        verdict, digest = checks[image]
+        if verdict != OK:
+            result.reject("image cannot be read", f"{row.source}: {image}: {verdict}")
+            continue
+        original = Original(
+            name=row.name,
+            split=row.split,
+            scene=row.scene,
+            image=image,
+            digest=digest.hex(),
+            text=_first_text(row.references),
+            change_types=row.change_types,
+            caption=captions.get(image),
+        )
+        originals.append(original)
     return originals
 
 
-def _usable(rows: Sequence[Row], source: Source, made: Made, use: str) -> Iterator[Row]:
-    highest: dict[str, int] = {}
+def _usable_rows(rows: Sequence[Row], source: RawSource, result: AugmentResult, use: str) -> Iterator[Row]:
+    """Yield the rows from which pairs can be made, and count all other rows in the source's splits as rejected."""
+    highest_split: dict[str, int] = {}  # by scene
     for row in rows:
         if row.split in SPLITS and isinstance(row.scene, str):
-            highest[row.scene] = max(SPLITS.index(row.split), highest.get(row.scene, 0))
+            highest_split[row.scene] = max(SPLITS.index(row.split), highest_split.get(row.scene, 0))
     for row in rows:
         if row.split in SPLITS and row.split not in source.splits:
             continue
-        if fault := row.fault or _ill_typed(row):
-            made.reject("row cannot be read", f"{row.source}: {fault}")
-        elif SPLITS.index(row.split) < highest[row.scene]:
-            made.reject("scene is in a higher split", f"{row.source}: {row.scene} is in {SPLITS[highest[row.scene]]}")
+        fault = row.fault or _type_fault(row)
+        if fault:
+            result.reject("row cannot be read", f"{row.source}: {fault}")
+        elif SPLITS.index(row.split) < highest_split[row.scene]:
+            split = SPLITS[highest_split[row.scene]]
+            result.reject("scene is in a higher split", f"{row.source}: {row.scene} is in {split}")
         elif use == "caption" and row.before != row.after:
-            made.reject("is a pair of two images", row.source)
+            result.reject("is a pair of two images", row.source)
         elif use == "instruction" and row.change_types == [NO_CHANGE]:
-            made.reject("nothing is to change", row.source)
-        elif not _first(row.references):
-            made.reject(f"no {use}", row.source)
+            result.reject("nothing is to change", row.source)
+        elif not _first_text(row.references):
+            result.reject(f"no {use}", row.source)
         else:
             yield row
 
 
-def _ill_typed(row: Row) -> str | None:
+def _type_fault(row: Row) -> Fault | None:
+    """Return a fault if the row has an unknown split, or a name or scene that is not text, otherwise None."""
     if row.split not in SPLITS:
-        return f"split: expected one of {', '.join(SPLITS)}, found {describe(row.split)}"
-    wrong = [name for name in ("name", "scene") if not isinstance(getattr(row, name), str)]
-    return f"{wrong[0]}: expected a text, found {describe(getattr(row, wrong[0]))}" if wrong else None
+        return unexpected("split", f"one of {', '.join(SPLITS)}", row.split)
+    for field_name, value in (("name", row.name), ("scene", row.scene)):
+        if not isinstance(value, str):
+            return unexpected(field_name, "text", value)
+    return None
 
 
-def known_pairs(source: Source, unpack_to: Path) -> set[frozenset[Path | None]]:
-    """The two images of each pair that the source has already."""
-    return {frozenset((place_of(source, row.before), place_of(source, row.after))) for row in _rows(source, unpack_to)}
+def read_source_pairs(source: RawSource, unpack_to: Path) -> set[frozenset[Path | None]]:
+    """Return the existing pairs in the source, each as the set of its two image paths."""
+    pairs = set()
+    for row in _rows(source, unpack_to):
+        pairs.add(frozenset((image_path(source, row.before), image_path(source, row.after))))
+    return pairs
 
 
-def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
+def _rows(source: RawSource, unpack_to: Path) -> Iterator[Row]:
+    """Read the captioned rows of the source. Extract images inside a Parquet file to `unpack_to`."""
     if not source.root.is_dir():
-        raise DataError(f"{source.root}: is no folder; fetch the source or correct its root")
+        raise DataError("augment.no_source_folder", path=source.root)
     rows = DATASETS[source.reader].read(source.root, **source.options)
-    return unpacked((Row._make(map(_whole, row)) for row in rows if not row.without_caption), unpack_to)
+    captioned_rows = (Row._make(map(_without_surrogates, row)) for row in rows if not row.without_caption)
+    return unpack_images(captioned_rows, unpack_to)
 
 
-def _whole(value: Any) -> Any:
-    """The value with ? for half a character, as a cut JSON escape leaves it ("\\ud83d"): no file can hold that."""
+def _without_surrogates(value: Any) -> Any:
+    """Return the value with lone surrogates in its texts replaced by question marks.
+
+    Lone surrogates result from truncated JSON escapes ("\\ud83d") and cannot be written to a file.
+    """
     if isinstance(value, list):
-        return [*map(_whole, value)]
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        return [_without_surrogates(item) for item in value]
+    return replace_surrogates(value) if isinstance(value, str) else value
 
 
-def place_of(source: Source, image: Any) -> Path | None:
-    """The path of an image; None where it would be outside the root, or no file can be called so."""
+def image_path(source: RawSource, image: Any) -> Path | None:
+    """Return the path of an image, or None if it is not a valid path or is outside the source's root."""
     if isinstance(image, Path):
         return image
     if not isinstance(image, str) or not image or fault_of_path(image, source.root):
         return None
     path = source.root / image
-    is_own = source.follow_links or is_inside(path, source.root) or is_cached_object(str(path))
-    return path if is_own else None
+    is_allowed = source.follow_links or is_inside(path, source.root) or is_cached_object(str(path))
+    return path if is_allowed else None
 
 
-def _first(texts: Any) -> str:
-    found = texts if isinstance(texts, list) else []
-    return next((" ".join(text.split()) for text in found if isinstance(text, str) and text.strip()), "")
+def _first_text(texts: Any) -> str:
+    """Return the first non-blank text with single spaces, or an empty string if there is none."""
+    if isinstance(texts, list):
+        for text in texts:
+            if isinstance(text, str) and text.strip():
+                return " ".join(text.split())
+    return ""
 
 
 def seed_of(*facts: object) -> int:
-    """A seed of 32 bits that follows from the facts."""
+    """Return a 32-bit seed that depends only on the given facts."""
     return int.from_bytes(hashlib.sha256("\0".join(map(str, facts)).encode()).digest()[:4])
 
 
-def make_edits(cfg: Edits, originals: list[Original], made: Made, editor: Editor, writer: Writer, into: Path) -> None:
-    """Make the pairs of all originals.
+def make_edits(
+    cfg: Edits, originals: list[Original], result: AugmentResult, editor: Editor, writer: Writer, edits_folder: Path
+) -> None:
+    """Make the edited pairs for all originals and add them to the result.
 
     Args:
-        into: the folder of this editor's edits. What another run has left there is not edited again.
+        cfg: settings of the dataset.
+        originals: images with instructions.
+        result: collects the pairs and counts.
+        editor: edits the images.
+        writer: paraphrases the instructions.
+        edits_folder: folder that caches the edits of this editor. Edits from earlier runs are reused.
     """
-    made.models = {"editor": editor.identity, "writer": writer.identity}
-    texts = {at: [original.text] for at, original in enumerate(originals)}
+    result.models = {"editor": editor.identity, "writer": writer.identity}
+    texts = [[original.text] for original in originals]
     for split, count in cfg.paraphrases.items():
-        places = [at for at, original in enumerate(originals) if original.split == split] if count else []
-        asked = [originals[at] for at in places]
-        facts = [{"text": one.text} | ({"first": one.caption} if one.caption else {}) for one in asked]
-        for at, written in zip(places, writer.write("paraphrase", facts, count), strict=True):
-            texts[at] += written.texts
-            made.dropped_texts += written.dropped
-    for at, original in progress(enumerate(originals), "augment: edits", len(originals), "original"):
-        if len(texts[at]) <= cfg.paraphrases.get(original.split, 0):
-            made.rejected["too few paraphrases"] += cfg.edits
+        numbers = [number for number, original in enumerate(originals) if original.split == split] if count else []
+        facts = [_facts_for_paraphrase(originals[number]) for number in numbers]
+        for number, written in zip(numbers, writer.write("paraphrase", facts, count), strict=True):
+            texts[number] += written.texts
+            result.dropped_texts += written.dropped
+    for number, original in progress(enumerate(originals), "augment: edits", len(originals), "original"):
+        if len(texts[number]) <= cfg.paraphrases.get(original.split, 0):
+            result.rejected["too few paraphrases"] += cfg.edits
         else:
-            _edit(cfg, original, texts[at], made, editor, into)
+            _edit(cfg, original, texts[number], result, editor, edits_folder)
 
 
-def _edit(cfg: Edits, original: Original, texts: list[str], made: Made, editor: Editor, into: Path) -> None:
-    """Make the pairs of one original. A file of an edit is named by the content that is edited, how and by which
-    seed."""
-    name, split, scene, image, digest, instruction, kinds, _ = original
-    shown = {_pixels(image)}
+def _facts_for_paraphrase(original: Original) -> dict[str, str]:
+    facts = {"text": original.text}
+    if original.caption:
+        facts["first"] = original.caption
+    return facts
+
+
+def _edit(
+    cfg: Edits, original: Original, texts: list[str], result: AugmentResult, editor: Editor, edits_folder: Path
+) -> None:
+    """Make the edited pairs for one original and add them to the result.
+
+    The name of an edit's file is a hash of the original's content, the instruction and the seed.
+    """
+    known_pixels = {_digest_of_pixels(original.image)}
     for number in range(cfg.edits):
-        seed = seed_of(cfg.seed, name, number)
-        facts = f"{digest}\0{instruction}\0{seed}"
-        file = into / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.png"
+        seed = seed_of(cfg.seed, original.name, number)
+        facts = f"{original.digest}\0{original.text}\0{seed}"
+        file = edits_folder / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.png"
         if not file.exists():
-            edited = editor.edit(image, instruction, seed)
+            edited = editor.edit(original.image, original.text, seed)
             if edited is None:
-                made.rejected["cannot be carried out"] += 1
+                result.rejected["cannot be carried out"] += 1
                 continue
             png = io.BytesIO()
             edited.save(png, "PNG", compress_level=4)
             write_atomic(file, png.getvalue())
-        if (pixels := _pixels(file)) in shown:
-            made.rejected["shows what another shows"] += 1
+        pixels = _digest_of_pixels(file)
+        if pixels in known_pixels:
+            result.rejected["shows what another shows"] += 1
             continue
-        shown.add(pixels)
-        made.pairs.append(Pair(f"{name}-{number}", split, scene, image, file, texts, kinds, {"of": name, "seed": seed}))
+        known_pixels.add(pixels)
+        pair = Pair(
+            id=f"{original.name}-{number}",
+            split=original.split,
+            scene=original.scene,
+            before=original.image,
+            after=file,
+            captions=texts,
+            change_types=original.change_types,
+            made={"of": original.name, "seed": seed},
+        )
+        result.pairs.append(pair)
 
 
-def _pixels(image: Path) -> bytes:
+def _digest_of_pixels(image: Path) -> bytes:
     return hashlib.sha256(load_image(image).tobytes()).digest()
 
 
 def make_neighbours(
     cfg: Neighbours,
     captioned: list[Original],
-    known: set[frozenset],
-    made: Made,
+    source_pairs: set[frozenset],
+    result: AugmentResult,
     features: Features,
     writer: Writer,
 ) -> None:
-    """Make the pairs of all splits, with `cfg.references` captions each.
+    """Make pairs of similar images in all splits and add them to the result. Each pair has `cfg.references` captions.
 
     Args:
-        known: pairs of image paths that the source has already.
+        cfg: settings of the dataset.
+        captioned: images with captions.
+        source_pairs: image paths of the existing pairs in the source.
+        result: collects the pairs and counts.
+        features: computes the image features that are compared.
+        writer: describes the difference between two images from their captions.
     """
-    made.models = {"features": features.identity, "writer": writer.identity}
-    chosen: dict[tuple[str, frozenset], tuple[Original, Original, float]] = {}
+    result.models = {"features": features.identity, "writer": writer.identity}
+    neighbours: list[NeighbourPair] = []
     for split in SPLITS:
-        images = [each for each in captioned if each.split == split]
-        if len(images) < 2:
-            made.rejected.update({"alone in its split": 1} if images else {})
-            continue
-        cosines, numbers = nearest(features.features([each.image for each in images]), cfg.candidates)
-        for query, alike, others in zip(images, cosines.tolist(), numbers.tolist(), strict=True):
-            for cosine, number in zip(alike, others, strict=True):
-                found = images[number]
-                both = frozenset((query.image, found.image))
-                if reason := _no_pair(cfg, query, found, cosine):
-                    made.rejected[reason] += 1
-                elif both in known or (split, both) in chosen:
-                    made.rejected["is a pair of the source" if both in known else "was found the other way round"] += 1
-                else:
-                    chosen[split, both] = (query, found, cosine)
-    facts = [{"first": query.text, "second": found.text} for query, found, _ in chosen.values()]
+        images = [original for original in captioned if original.split == split]
+        if len(images) == 1:
+            result.rejected["alone in its split"] += 1
+        elif images:
+            neighbours += _find_neighbours(cfg, images, source_pairs, result, features)
+    facts = [{"first": pair.query.text, "second": pair.neighbour.text} for pair in neighbours]
     texts = writer.write("difference", facts, cfg.references)
-    for (query, found, cosine), written in zip(chosen.values(), texts, strict=True):
-        made.dropped_texts += written.dropped
+    for neighbour_pair, written in zip(neighbours, texts, strict=True):
+        result.dropped_texts += written.dropped
         if len(written.texts) < cfg.references:
-            made.rejected["too few captions"] += 1
+            result.rejected["too few captions"] += 1
             continue
-        # of two scenes, which are in one split, the pair has a scene of its own
-        scene = query.scene if query.scene == found.scene else f"{query.scene}+{found.scene}"
-        name, how = f"{query.name}+{found.name}", {"cosine": round(cosine, 4)}
-        made.pairs.append(Pair(name, query.split, scene, query.image, found.image, list(written.texts), [], how))
+        query = neighbour_pair.query
+        neighbour = neighbour_pair.neighbour
+        # a pair of images from two different scenes forms a new scene
+        scene = query.scene if query.scene == neighbour.scene else f"{query.scene}+{neighbour.scene}"
+        pair = Pair(
+            id=f"{query.name}+{neighbour.name}",
+            split=query.split,
+            scene=scene,
+            before=query.image,
+            after=neighbour.image,
+            captions=list(written.texts),
+            change_types=[],
+            made={"cosine": round(neighbour_pair.cosine, 4)},
+        )
+        result.pairs.append(pair)
 
 
-def _no_pair(cfg: Neighbours, query: Original, found: Original, cosine: float) -> str | None:
+class NeighbourPair(NamedTuple):
+    """Two similar images, and the cosine similarity of their features."""
+
+    query: Original
+    neighbour: Original
+    cosine: float
+
+
+def _find_neighbours(
+    cfg: Neighbours, images: list[Original], source_pairs: set[frozenset], result: AugmentResult, features: Features
+) -> list[NeighbourPair]:
+    """Return the distinct pairs of similar images in one split. Unsuitable candidates are counted as rejected."""
+    pairs: dict[frozenset, NeighbourPair] = {}
+    all_cosines, all_numbers = nearest(features.features([original.image for original in images]), cfg.candidates)
+    for query, cosines, numbers in zip(images, all_cosines.tolist(), all_numbers.tolist(), strict=True):
+        for cosine, number in zip(cosines, numbers, strict=True):
+            neighbour = images[number]
+            paths = frozenset((query.image, neighbour.image))
+            reason = _reason_against(cfg, query, neighbour, cosine)
+            if reason is not None:
+                result.rejected[reason] += 1
+            elif paths in source_pairs:
+                result.rejected["is a pair of the source"] += 1
+            elif paths in pairs:
+                result.rejected["was found the other way round"] += 1
+            else:
+                pairs[paths] = NeighbourPair(query=query, neighbour=neighbour, cosine=cosine)
+    return list(pairs.values())
+
+
+def _reason_against(cfg: Neighbours, query: Original, neighbour: Original, cosine: float) -> str | None:
+    """Return the reason why two images are not suitable as a pair, or None if they are suitable."""
     low, high = cfg.band
-    if not low <= cosine <= high:
-        return "too alike" if cosine > high else "too unlike"
-    if query.digest == found.digest:
+    if cosine > high:
+        return "too alike"
+    if not cosine >= low:  # also true if the cosine is NaN
+        return "too unlike"
+    if query.digest == neighbour.digest:
         return "same image"
-    # the share of the words of both that both have, each as often as it occurs (Jaccard of multisets)
-    one, other = (Counter(re.findall(r"\w+", each.text.lower())) for each in (query, found))
-    if (one & other).total() / max(1, (one | other).total()) > cfg.max_text_similarity or query.text == found.text:
+    if query.text == neighbour.text or _text_similarity(query.text, neighbour.text) > cfg.max_text_similarity:
         return "captions are alike"
     return None
 
 
-def make_coupled_samples(cfg: CoupledSamples, captioned: list[Original], made: Made) -> None:
-    """Make the pairs of all splits. What is not usable counts as a pair that is not made, as does a last odd image."""
+def _text_similarity(first: str, second: str) -> float:
+    """Return the share of words that two texts have in common (Jaccard index of multisets of words)."""
+    first_words = Counter(re.findall(r"\w+", first.lower()))
+    second_words = Counter(re.findall(r"\w+", second.lower()))
+    return (first_words & second_words).total() / max(1, (first_words | second_words).total())
+
+
+def make_coupled_samples(cfg: CoupledSamples, captioned: list[Original], result: AugmentResult) -> None:
+    """Make pairs of unrelated images in all splits and add them to the result.
+
+    Two images of the same scene count as rejected. So does an image that is left over because the number of images is
+    odd.
+    """
     for split in SPLITS:
-        images = [each for each in captioned if each.split == split]
+        images = [original for original in captioned if original.split == split]
         random.Random(seed_of(cfg.seed, split)).shuffle(images)
-        made.rejected.update({"no partner is left": 1} if len(images) % 2 else {})
-        for one, two in zip(images[::2], images[1::2], strict=False):
-            if one.scene == two.scene:
-                made.rejected["both are of one scene"] += 1
+        if len(images) % 2:
+            result.rejected["no partner is left"] += 1
+        for before, after in zip(images[::2], images[1::2], strict=False):
+            if before.scene == after.scene:
+                result.rejected["both are of one scene"] += 1
                 continue
-            caption, scene = f"{one.text}{cfg.separator}{two.text}", f"{one.scene}+{two.scene}"
-            made.pairs.append(Pair(f"{one.name}+{two.name}", split, scene, one.image, two.image, [caption], [], {}))
+            pair = Pair(
+                id=f"{before.name}+{after.name}",
+                split=split,
+                scene=f"{before.scene}+{after.scene}",
+                before=before.image,
+                after=after.image,
+                captions=[f"{before.text}{cfg.separator}{after.text}"],
+                change_types=[],
+                made={},
+            )
+            result.pairs.append(pair)
 
 
 class AugmentReport(StageReport):
-    """Counts of one source's synthetic data. `rows_in` are the pairs that were tried: those made and those rejected."""
+    """Counts of one synthetic dataset. `rows_in` counts all attempted pairs, including rejected pairs.
+
+    Attributes:
+        dataset: name of the dataset.
+        kind: kind of the synthetic data.
+        pairs: number of pairs per split.
+        references: number of captions per split.
+        rejected: number of pairs that could not be made, by reason.
+        dropped_texts: number of unusable texts of a writer, by reason.
+        models: identity of each model that was used, by role. The identity is a digest, or the model's name for an
+            endpoint.
+        examples: the first row or image for each reason. Examples are printed, but not written to the report file.
+    """
 
     dataset: str
     kind: str
-    pairs: dict[str, int]  # by split
+    pairs: dict[str, int]
     references: dict[str, int]
-    rejected: dict[str, int]  # pairs, by reason
-    dropped_texts: dict[str, int]  # of a writer's answers, by reason
-    models: dict[str, str]  # digests of the editor's, writer's and encoder's weights; of an endpoint, the model's name
-    examples: dict[str, str] = Field(default_factory=dict, exclude=True)  # by reason; for people, and in no file
+    rejected: dict[str, int]
+    dropped_texts: dict[str, int]
+    models: dict[str, str]
+    examples: dict[str, str] = Field(default_factory=dict, exclude=True)
 
     def reasons(self) -> Iterator[str]:
-        """Counts of rejected pairs with the reason and, where that is in the source, the first row and its fault."""
+        """Yield one line per reason with the number of rejected pairs.
+
+        If the reason is a fault of the source, the line includes the first example.
+        """
         for reason, pairs in self.rejected.items():
-            first = f"; the first: {self.examples[reason]}" if reason in self.examples else ""
-            yield f"{pairs:,}: {reason}{first}"
+            example = f"; the first: {self.examples[reason]}" if reason in self.examples else ""
+            yield f"{pairs:,}: {reason}{example}"
 
 
-def augment(name: str, cfg: MadeDataset, compute: Compute) -> AugmentReport:
-    """Write the dataset `name` of `params.yaml` to `cfg.root`, and the report to `<root>.json`.
+def augment(name: str, cfg: AnySyntheticDataset, compute: Compute) -> AugmentReport:
+    """Write a synthetic dataset to `cfg.root` and its report to `<root>.json`.
+
+    Args:
+        name: name of the dataset in the section `augment`.
+        cfg: settings of the dataset.
+        compute: the section `compute`.
 
     Raises:
-        DataError: the source cannot be used, its licence excludes training, no pair could be made, or the root holds
-            files of someone else.
-        ParamsError: a model is not there or not the one that was named, or an endpoint refuses key or model.
-        OtherServerError: stored answers are of another server, and the writer does not say what to do with them.
-        ConnectionError: an endpoint cannot be reached or gives no answer in time; the next run goes on from there.
+        DataError: the source cannot be used, its licence does not allow training, no pairs could be made, or the root
+            contains files that this stage did not write.
+        ParamsError: a model is missing or has an unexpected digest, or an endpoint rejects the key or the model.
+        OtherServerError: stored answers may come from another server, and the writer's settings do not specify what to
+            do with them.
+        ConnectionError: an endpoint cannot be reached or does not answer in time. The next run reuses the answers that
+            were received.
     """
-    if notice := check_licence(DATASETS[cfg.source.reader], "train"):
+    notice = check_licence(DATASETS[cfg.source.reader], "train")
+    if notice:
         print(f"augment: {name}: made from {notice}", flush=True)
-    _require_ours(cfg.root)
+    _refuse_foreign_files(cfg.root)
     compute.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=compute.scratch, prefix="augment-") as images:
-        made = Made(each=cfg.edits if isinstance(cfg, Edits) else 1)
-        originals = _make(cfg, compute, Path(images), made)
-        report = _report(name, cfg.kind, made)
-        if not made.pairs:
-            rejected = "".join(f"\n  rejected: {reason}" for reason in report.reasons())
-            raise DataError(f"augment.{name}: no pair could be made of {cfg.source.root}{rejected}")
+        result = AugmentResult(pairs_per_row=cfg.edits if isinstance(cfg, Edits) else 1)
+        originals = _make_pairs(cfg, compute, Path(images), result)
+        report = _report(name, cfg.kind, result)
+        if not result.pairs:
+            raise DataError("augment.no_pair", dataset=name, path=cfg.source.root, reasons=list(report.reasons()))
         with new_folder(cfg.root) as folder:
-            _fill(folder, made.pairs, {each.image: each.digest for each in originals})
+            _write_dataset(folder, result.pairs, {original.image: original.digest for original in originals})
     return report.write(Path(f"{cfg.root}.json"))
 
 
-def _make(cfg: MadeDataset, compute: Compute, images: Path, made: Made) -> Sequence[Original]:
-    """Make the pairs, and return what they are made of; `images`: the folder for those that the source has in a Parquet
-    file."""
+def _make_pairs(cfg: AnySyntheticDataset, compute: Compute, images: Path, result: AugmentResult) -> Sequence[Original]:
+    """Make all pairs, add them to the result, and return the original images.
+
+    Images in a Parquet file are extracted to the folder `images`.
+    """
     use: Literal["instruction", "caption"] = "instruction" if isinstance(cfg, Edits) else "caption"
-    originals = read_originals(cfg.source, images, compute.image_cache, made, use)
+    originals = read_originals(cfg.source, images, compute.image_cache, result, use)
     if isinstance(cfg, CoupledSamples):
-        make_coupled_samples(cfg, originals, made)
+        make_coupled_samples(cfg, originals, result)
         return originals
     answers = compute.scratch / "answers.jsonl"
     writer: Writer
@@ -425,36 +577,46 @@ def _make(cfg: MadeDataset, compute: Compute, images: Path, made: Made) -> Seque
     if isinstance(cfg, Edits):
         editor: Editor
         editor = DrawnEditor(cfg.source.root) if cfg.editor.kind == "drawn" else Pix2PixEditor(cfg.editor, device)
-        make_edits(cfg, originals, made, editor, writer, kept_edits(cfg, editor, compute.scratch))
+        make_edits(cfg, originals, result, editor, writer, cached_edits_folder(cfg, editor, compute.scratch))
     else:
-        make_neighbours(cfg, originals, known_pairs(cfg.source, images), made, Features(cfg.features, device), writer)
+        pairs = read_source_pairs(cfg.source, images)
+        make_neighbours(cfg, originals, pairs, result, Features(cfg.features, device), writer)
     return originals
 
 
-def kept_edits(cfg: Edits, editor: Editor, scratch: Path) -> Path:
-    """The folder of this editor's edits, whoever asked for them: by its settings, the identity of its weights wherever
-    they are, and its code."""
+def cached_edits_folder(cfg: Edits, editor: Editor, scratch: Path) -> Path:
+    """Return the cache folder for edits. Runs with the same editor settings, weights and code share this folder."""
     settings = cfg.editor.model_dump(mode="json", exclude={"model", "sha256"})
     key = key_of({"settings": settings, "model": editor.identity}, Path(getfile(type(editor))))
     return scratch / "edits" / f"{cfg.editor.kind}-{key}"
 
 
-def _require_ours(root: Path) -> None:
-    """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names."""
+def _refuse_foreign_files(root: Path) -> None:
+    """Check that the folder to be replaced contains only files that this stage wrote.
+
+    Raises:
+        DataError: the folder is a link or a file, or it contains files of another program. A manifest without the key
+            `made` counts as such a file.
+    """
     if root.is_symlink() or (root.exists() and not root.is_dir()):
-        raise DataError(f"{root}: is a link or a file; name another root, or the folder that the link leads to")
+        raise DataError("augment.root_is_no_folder", path=root)
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*"))
-    if strange := [name for name in names if not OURS(name)]:
-        raise DataError(f"{root}: holds {strange[0]!r}, which augment does not write; name another root")
+    foreign_names = [name for name in names if not WRITTEN_FILE.fullmatch(name)]
+    if foreign_names:
+        raise DataError("augment.foreign_file", path=root, value=foreign_names[0])
     manifest = root / MANIFEST
     if manifest.exists():
         with manifest.open(encoding="utf-8", errors="replace") as file:
             if '"made": ' not in file.readline():
-                raise DataError(f"{manifest}: its rows say nothing of how they were made; name another root")
+                raise DataError("augment.foreign_manifest", path=manifest)
 
 
-def _fill(folder: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
-    """Write images, each once, and the manifest last. An image keeps a plain suffix of its name."""
+def _write_dataset(folder: Path, pairs: list[Pair], digests: Mapping[Path, str]) -> None:
+    """Copy each image once, then write the manifest.
+
+    The copies are named by their content. The suffix of the original name is kept if it consists of letters, digits and
+    underscores.
+    """
     (folder / IMAGES).mkdir(parents=True)
     names: dict[Path, str] = {}
     lines = []
@@ -462,27 +624,28 @@ def _fill(folder: Path, pairs: list[Pair], known: Mapping[Path, str]) -> None:
         for path in (pair.before, pair.after):
             if path in names:
                 continue
-            suffix = path.suffix.lower() if PLAIN(path.suffix) else ""
-            names[path] = f"{IMAGES}/{(known.get(path) or sha256(path))[:32]}{suffix}"
+            suffix = path.suffix.lower() if PLAIN_SUFFIX.fullmatch(path.suffix) else ""
+            digest = digests.get(path) or sha256(path)
+            names[path] = f"{IMAGES}/{digest[:32]}{suffix}"
             shutil.copyfile(path, folder / names[path])
         row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_atomic(folder / MANIFEST, "".join(lines))
 
 
-def _report(name: str, kind: str, made: Made) -> AugmentReport:
-    counts = {split: [len(pair.captions) for pair in made.pairs if pair.split == split] for split in SPLITS}
-    rejected = {reason: times for reason, times in sorted(made.rejected.items()) if times}
+def _report(name: str, kind: str, result: AugmentResult) -> AugmentReport:
+    caption_counts = {split: [len(pair.captions) for pair in result.pairs if pair.split == split] for split in SPLITS}
+    rejected = {reason: count for reason, count in sorted(result.rejected.items()) if count}
     return AugmentReport(
         stage="augment",
-        rows_in=len(made.pairs) + sum(rejected.values()),
-        rows_out=len(made.pairs),
+        rows_in=len(result.pairs) + sum(rejected.values()),
+        rows_out=len(result.pairs),
         dataset=name,
         kind=kind,
-        pairs={split: len(captions) for split, captions in counts.items() if captions},
-        references={split: sum(captions) for split, captions in counts.items() if captions},
+        pairs={split: len(counts) for split, counts in caption_counts.items() if counts},
+        references={split: sum(counts) for split, counts in caption_counts.items() if counts},
         rejected=rejected,
-        dropped_texts=dict(sorted(made.dropped_texts.items())),
-        models={part: digest for part, digest in made.models.items() if digest},
-        examples=made.examples,
+        dropped_texts=dict(sorted(result.dropped_texts.items())),
+        models={role: identity for role, identity in result.models.items() if identity},
+        examples=result.examples,
     )

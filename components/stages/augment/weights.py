@@ -1,9 +1,12 @@
-"""Synthetic data by weights: InstructPix2Pix (Brooks et al., CVPR 2023), as diffusers has it and without a safety
-checker; features that two images are compared by, and each image's nearest others by their cosine.
+"""Models for synthetic data: the editor InstructPix2Pix, and models whose features are used to find similar images.
 
-A base's own encoder gives the features of all places, joined. Their mean would not do: on MiniChange it calls any two
-scenes alike (cosine of the nearest other scene 0.93 in the mean), joined they are not (0.58), and OneDiff's band of
-0.75 to 0.94 holds what has changed. CLIP and SigLIP give the embedding that they were trained for.
+InstructPix2Pix (Brooks et al., CVPR 2023) runs in diffusers' pipeline, without a safety checker.
+
+For a base model's vision encoder, the features of an image are the concatenated features of all patches. The mean over
+all patches does not work: on MiniChange, the average cosine similarity to the nearest other scene is then 0.93, so any
+two scenes look alike. With concatenated features, this average is 0.58, and images with a similarity in OneDiff's band
+of 0.75 to 0.94 show changed scenes. For CLIP and SigLIP, the features are the image embedding that the model was
+trained for.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from m3diff.images.open import load_image
+from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.records.progress import progress
 from m3diff.stages.augment.params import FeatureModel, InstructPix2Pix
 
@@ -28,54 +32,61 @@ if TYPE_CHECKING:
 
     Embed = Callable[[list[Image.Image]], Tensor]
 
-Matrix = NDArray[np.float32]  # [images, width], rows of length 1
+FeatureMatrix = NDArray[np.float32]  # [images, width], rows of length 1
 
 BATCH = 32
-BLOCK = 1024  # images whose similarities to all others are held at once, at most
-CELLS = 2**25  # similarities that are held at once, of 12 bytes each
-MULTIPLE = 8  # of the sides that a latent diffusion model takes, in pixels
+MAX_BLOCK_ROWS = 1024  # maximum number of images that are compared with all others at once
+MAX_BLOCK_CELLS = 2**25  # maximum number of similarities in memory at once; each takes 12 bytes
+SIDE_MULTIPLE_PX = 8  # a latent diffusion model requires sides that are a multiple of this
 
 
 class Features:
-    """The features of a model in a folder. `identity` is the digest of what decides them.
+    """Computes image features with a model on disk. `identity` is the digest of the model's folder.
 
     Raises:
-        ParamsError: the model is not there or another one.
+        ParamsError: the folder does not contain a model, or its digest differs from `sha256` in the settings.
     """
 
     def __init__(self, cfg: FeatureModel, device: Device) -> None:
-        self.cfg, self.device, self.identity = cfg, device, cfg.identity()
+        self.cfg = cfg
+        self.device = device
+        self.identity = cfg.identity()
 
-    def features(self, images: Sequence[Path]) -> Matrix:
-        """[images, width], float32, rows of length 1.
+    def features(self, images: Sequence[Path]) -> FeatureMatrix:
+        """Return the features of images as float32 [images, width], with rows of length 1.
 
         Raises:
+            ForeignCodeError: the folder refers to code, a pickle or files outside the folder.
             ImageError: an image cannot be read.
-            OSError, ValueError: transformers finds no model of the kind in the folder.
+            OSError, ValueError: the folder does not contain a model of this kind that transformers can load.
         """
         import torch
 
+        refuse_foreign_code(Path(self.cfg.model))
         embed = EMBEDDERS[self.cfg.kind](str(self.cfg.model), self.device)
-        found = np.empty((0, 0), np.float32)
+        all_features = np.empty((0, 0), np.float32)
         starts = range(0, len(images), BATCH)
         for start in progress(starts, "augment: features", len(starts), "batch"):
             with torch.inference_mode():
                 batch = embed([load_image(path) for path in images[start : start + BATCH]]).flatten(1).float()
             if start == 0:
-                found = np.empty((len(images), batch.shape[1]), np.float32)
-            found[start : start + BATCH] = torch.nn.functional.normalize(batch, dim=1).cpu().numpy()
-        return found
+                all_features = np.empty((len(images), batch.shape[1]), np.float32)
+            all_features[start : start + BATCH] = torch.nn.functional.normalize(batch, dim=1).cpu().numpy()
+        return all_features
 
 
 def _encoder(folder: str, device: Device) -> Embed:
-    """[images, places, width] of the layer that the base's LLM is shown."""
+    """Return a function that computes patch features with a base model's vision encoder, [images, patches, width].
+
+    The features come from the encoder layer that the base model's LLM reads.
+    """
     from transformers import LlavaOnevisionForConditionalGeneration
 
     from m3diff.models.processing import M3DiffImageProcessor
 
-    processor = M3DiffImageProcessor.from_pretrained(folder)
+    processor = M3DiffImageProcessor.from_pretrained(folder, trust_remote_code=False)
     model = LlavaOnevisionForConditionalGeneration.from_pretrained(
-        folder, dtype=device.dtype, local_files_only=True, use_safetensors=True
+        folder, dtype=device.dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
     layer: Any = model.config.vision_feature_layer
     encoder: Any = model.model.vision_tower.to(device.torch).eval()
@@ -88,76 +99,87 @@ def _encoder(folder: str, device: Device) -> Embed:
 
 
 def _clip(folder: str, device: Device) -> Embed:
-    """[images, width] of the space that images and texts share."""
+    """Return a function that computes image embeddings with a CLIP or SigLIP model, [images, width]."""
     from transformers import AutoImageProcessor, AutoModelForZeroShotImageClassification
 
-    processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     loaded: Any = AutoModelForZeroShotImageClassification.from_pretrained(
-        folder, dtype=device.dtype, local_files_only=True, use_safetensors=True
+        folder, dtype=device.dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
     model = loaded.to(device.torch).eval()
 
     def embed(images: list[Image.Image]) -> Tensor:
         pixels = processor(images=images, return_tensors="pt")["pixel_values"]
-        found = model.get_image_features(pixel_values=pixels.to(device.torch, device.dtype))
-        return getattr(found, "pooler_output", found)
+        output = model.get_image_features(pixel_values=pixels.to(device.torch, device.dtype))
+        return getattr(output, "pooler_output", output)  # CLIP and SigLIP return different types
 
     return embed
 
 
-# Kind of features -> (folder, device) -> the model's function from images to their features, flattened afterwards
+# Kind of features -> function that loads a model from a folder to a device, and returns a function that embeds images
 EMBEDDERS = {"encoder": _encoder, "clip": _clip}
 
 
-def nearest(features: Matrix, count: int) -> tuple[Matrix, NDArray[np.int64]]:
-    """Each row's most similar others: cosines and row numbers, both [images, count or one less than there are], the
-    most similar first. Equal settings and features give the same."""
+def nearest(features: FeatureMatrix, count: int) -> tuple[FeatureMatrix, NDArray[np.int64]]:
+    """For each row, find the most similar other rows. Return their cosine similarities and row numbers.
+
+    Both arrays are [rows, count], or [rows, rows - 1] if there are fewer rows. The most similar row comes first. Equal
+    features give equal results.
+    """
     count = min(count, len(features) - 1)
     if count < 1:
         return np.empty((len(features), 0), np.float32), np.empty((len(features), 0), np.int64)
-    similarities, numbers = [], []
-    size = min(BLOCK, max(1, CELLS // len(features)))
-    for start in range(0, len(features), size):
-        block = features[start : start + size]
-        negative = -block @ features.T  # the nearest have the least, so that no copy of all is made
+    similarities = []
+    numbers = []
+    block_rows = min(MAX_BLOCK_ROWS, max(1, MAX_BLOCK_CELLS // len(features)))
+    for start in range(0, len(features), block_rows):
+        block = features[start : start + block_rows]
+        # negate while multiplying, because argpartition finds the smallest values and another copy would double the
+        # memory
+        negative = -block @ features.T
         rows = np.arange(len(block))
-        negative[rows, rows + start] = np.inf
+        negative[rows, rows + start] = np.inf  # exclude the row itself
         best = np.argpartition(negative, count - 1, axis=1)[:, :count]
-        found = np.take_along_axis(negative, best, axis=1)
-        order = np.lexsort((best, found), axis=1)
-        similarities.append(-np.take_along_axis(found, order, axis=1))
+        best_values = np.take_along_axis(negative, best, axis=1)
+        order = np.lexsort((best, best_values), axis=1)
+        similarities.append(-np.take_along_axis(best_values, order, axis=1))
         numbers.append(np.take_along_axis(best, order, axis=1))
     return np.concatenate(similarities), np.concatenate(numbers)
 
 
 class Pix2PixEditor:
-    """Each edit has a random state of its own: the same seed gives the same edit, whatever was edited before."""
+    """Edits images with InstructPix2Pix. The same seed gives the same edit, regardless of earlier edits."""
 
     def __init__(self, cfg: InstructPix2Pix, device: Device) -> None:
-        self.cfg, self.identity, self.device = cfg, cfg.identity(), device
+        self.cfg = cfg
+        self.identity = cfg.identity()
+        self.device = device
 
     def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None:
+        """Return the edited image in RGB, scaled to the size of the original."""
         import torch
 
         original = load_image(image)
-        made = self.pipeline(
+        output = self.pipeline(
             instruction,
-            image=original.resize(fitted(original.size, self.cfg.image_px), Image.Resampling.LANCZOS),
+            image=original.resize(size_for_editor(original.size, self.cfg.image_px), Image.Resampling.LANCZOS),
             num_inference_steps=self.cfg.steps,
             guidance_scale=self.cfg.guidance,
             image_guidance_scale=self.cfg.image_guidance,
-            generator=torch.Generator("cpu").manual_seed(seed),  # the same numbers on every device
+            generator=torch.Generator("cpu").manual_seed(seed),  # gives the same random numbers on every device
         )
-        return made.images[0].convert("RGB").resize(original.size, Image.Resampling.BICUBIC)
+        return output.images[0].convert("RGB").resize(original.size, Image.Resampling.BICUBIC)
 
     @cached_property
     def pipeline(self) -> Any:
-        """It is loaded for the first edit, since a run that goes on may have none to make."""
+        """The loaded pipeline of diffusers. It is loaded by the first edit, because a resumed run may not need it."""
         import torch
         from diffusers import StableDiffusionInstructPix2PixPipeline
 
+        refuse_foreign_code(Path(self.cfg.model))
         pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(
             str(self.cfg.model),
+            trust_remote_code=False,
             torch_dtype=torch.float16 if self.device.gpu else torch.float32,
             local_files_only=True,
             use_safetensors=True,
@@ -168,8 +190,8 @@ class Pix2PixEditor:
         return pipeline
 
 
-def fitted(size: tuple[int, int], longer: int) -> tuple[int, int]:
-    """Width and height with the longer side as given, both multiples of 8 and nearest to the shape."""
-    scale = longer / max(size)
-    width, height = (max(MULTIPLE, round(side * scale / MULTIPLE) * MULTIPLE) for side in size)
+def size_for_editor(size: tuple[int, int], longest_px: int) -> tuple[int, int]:
+    """Return a width and height whose longer side is about `longest_px`, rounded to multiples of SIDE_MULTIPLE_PX."""
+    scale = longest_px / max(size)
+    width, height = (max(1, round(side * scale / SIDE_MULTIPLE_PX)) * SIDE_MULTIPLE_PX for side in size)
     return width, height

@@ -1,11 +1,13 @@
-"""Writers: facts to texts. A new one has its settings in `params.py`, a class here and a line in `stage.py`. Its
-`identity` names what decides its texts in addition to the parameters; `write` gives at most `n` texts for each of the
-facts, in order.
+"""Writers, which paraphrase instructions or describe the difference between two captioned images.
 
-`GrammarWriter` has MiniChange's templates: exact, and silent about what is not in MiniChange's words. `LanguageModel`
-asks an endpoint, whose answers are kept by their content (components/endpoint.py), and uses those texts of an answer
-that are usable; others are counted by reason. The papers' prompts are not published but for Syned's, in sense; these
-are the project's own.
+To add a writer, add its settings to `params.py`, a class to this module and a line to `stage.py`. The class needs an
+attribute `identity`, which identifies everything besides the parameters that determines the texts, and a method
+`write`, which returns at most `count` texts per set of facts, in order.
+
+`GrammarWriter` uses MiniChange's sentence templates. Its texts are always correct, but it does not write any about
+facts outside MiniChange's vocabulary. `LanguageModel` asks an endpoint, stores the answers (components/endpoint) and
+uses the valid texts in them. Invalid texts are counted by reason. We wrote the prompts ourselves, because only one of
+the papers (Syned) describes its prompt.
 """
 
 import json
@@ -15,17 +17,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from m3diff.endpoint import REUSE_OPTION, Answer, Endpoint, Question, in_unicode
+from m3diff.endpoint.answers import EndpointAnswer
+from m3diff.endpoint.client import REUSE_OPTION, Endpoint
+from m3diff.endpoint.questions import EndpointQuestion, replace_surrogates
 from m3diff.stages.augment.minichange import difference, paraphrase
-from m3diff.stages.augment.params import Remote
+from m3diff.stages.augment.params import EndpointWriterSettings
 
-# *paraphrase*: {"text": an instruction} in other words, as Syned's references; {"first": a caption of the image before}
-# may be there, too. *difference*: {"first", "second": captions of two images} -> how the second image differs, as
-# DiffCap's
-Task = Literal["paraphrase", "difference"]
+# paraphrase: reword the instruction `text`, as in Syned. `first` may be a caption of the before image.
+# difference: describe how the second image differs from the first, as in DiffCap, given their captions `first` and
+# `second`
+WriterTask = Literal["paraphrase", "difference"]
 
 Facts = Mapping[str, str]
-SYSTEM: dict[Task, str] = {
+SYSTEM_PROMPTS: dict[WriterTask, str] = {
     "paraphrase": (
         "You vary instructions for an image editing model. Keep their meaning and every object, colour, number, text "
         "and place; be neutral and concise. Answer with a JSON list of strings alone."
@@ -35,7 +39,7 @@ SYSTEM: dict[Task, str] = {
         "that changed, from what and to what, and nothing that is not told. Answer with a JSON list of strings alone."
     ),
 }
-ASKED: dict[Task, str] = {
+PROMPTS: dict[WriterTask, str] = {
     "paraphrase": "INSTRUCTION: {text}\n\nWrite {n} variations of it, each worded in another way.",
     "difference": "FIRST IMAGE: {first}\nSECOND IMAGE: {second}\n\nWrite {n} descriptions of the difference.",
 }
@@ -43,25 +47,30 @@ NUMBERED = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+(.+?)\s*$", re.MULTILINE)
 
 
 class Written(NamedTuple):
-    """A writer's texts for one set of facts, all different, in order; and how many others were dropped, by reason."""
+    """A writer's texts for one set of facts, without repetitions, and the number of dropped texts by reason."""
 
     texts: tuple[str, ...]
     dropped: Counter[str]
 
 
 class GrammarWriter:
-    identity = ""  # the parameters decide all
+    """Writes texts with MiniChange's sentence templates."""
 
-    def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:
+    identity = ""  # the texts depend only on the parameters
+
+    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[Written]:
+        """Return at most `count` texts per set of facts."""
         if task == "paraphrase":
-            texts = [paraphrase(each["text"], each.get("first")) for each in facts]
+            all_texts = [paraphrase(entry["text"], entry.get("first")) for entry in facts]
         else:
-            texts = [difference(each["first"], each["second"], n) for each in facts]
-        return [Written(tuple(of[:n]), Counter()) for of in texts]
+            all_texts = [difference(entry["first"], entry["second"], count) for entry in facts]
+        return [Written(texts=tuple(texts[:count]), dropped=Counter()) for texts in all_texts]
 
 
 class LanguageModel:
-    def __init__(self, cfg: Remote, seed: int, store: Path) -> None:
+    """Writes texts with a language model behind an OpenAI-compatible endpoint. Its answers are stored in a file."""
+
+    def __init__(self, cfg: EndpointWriterSettings, seed: int, store: Path) -> None:
         self.endpoint = Endpoint(
             url=cfg.url,
             model=cfg.model,
@@ -72,50 +81,71 @@ class LanguageModel:
             reuse=cfg.reuse_answers,
             option=f"{REUSE_OPTION} (the entry's writer in `augment`)",
         )
-        self.seed, self.identity = seed, cfg.model
+        self.seed = seed
+        self.identity = cfg.model
 
-    def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:
-        texts = [ASKED[task].format_map({**each, "n": n}) for each in facts]
-        questions = [Question(text, system=SYSTEM[task], seed=self.seed) for text in texts]
+    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[Written]:
+        """Return at most `count` texts per set of facts.
+
+        Raises:
+            ParamsError: the endpoint rejects the key or the model.
+            OtherServerError: stored answers may come from another server, and the settings do not specify what to do
+                with them.
+            ConnectionError: the endpoint cannot be reached or does not answer in time.
+        """
+        prompts = [PROMPTS[task].format_map({**entry, "n": count}) for entry in facts]
+        questions = [EndpointQuestion(prompt, system=SYSTEM_PROMPTS[task], seed=self.seed) for prompt in prompts]
         answers = self.endpoint.ask(questions, "augment: writer")
-        return [usable(answer, n, each.get("text", "")) for answer, each in zip(answers, facts, strict=True)]
+        return [
+            usable_texts(answer, count, original=entry.get("text", ""))
+            for answer, entry in zip(answers, facts, strict=True)
+        ]
 
 
 Writer = GrammarWriter | LanguageModel
 
 
-def usable(answer: Answer, n: int, given: str) -> Written:
-    """The texts of an answer, and how many were dropped: one that is empty, repeats another or what was given, or the
-    whole of an answer that is refused, truncated or in no form that can be read."""
+def usable_texts(answer: EndpointAnswer, count: int, original: str) -> Written:
+    """Return the valid texts in an answer and the number of dropped texts by reason.
+
+    A text is dropped if it is empty, or if it repeats the original or another text. No texts are taken from an answer
+    that is a refusal, is truncated or has an unknown format.
+
+    Args:
+        answer: answer of an endpoint.
+        count: maximum number of texts to return.
+        original: the text to paraphrase, or an empty string if there is none.
+    """
     dropped: Counter[str] = Counter()
     texts = read_texts(answer.text) if answer.kind == "text" else []
     if not texts:
         dropped["unreadable" if answer.kind == "text" else answer.kind] += 1
-    kept: dict[str, str] = {}
+    valid_texts: dict[str, str] = {}  # keys are the texts in lowercase without punctuation
     for text in texts:
-        plain = _plain(text)
-        if not plain:
+        words = _words(text)
+        if not words:
             dropped["empty"] += 1
-        elif plain in kept or plain == _plain(given):
+        elif words in valid_texts or words == _words(original):
             dropped["repeated"] += 1
-        elif len(kept) == n:
+        elif len(valid_texts) == count:
             dropped["more than asked for"] += 1
         else:
-            kept[plain] = " ".join(in_unicode(text).split())
-    return Written(tuple(kept.values()), dropped)
+            valid_texts[words] = " ".join(replace_surrogates(text).split())
+    return Written(texts=tuple(valid_texts.values()), dropped=dropped)
 
 
-def _plain(text: str) -> str:
+def _words(text: str) -> str:
+    """Return the text in lowercase and without punctuation."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def read_texts(said: str) -> list[str]:
-    """The first list of texts in JSON, wherever it is; else the lines of a numbered list."""
-    for bracket in re.finditer(r"\[", said):
+def read_texts(answer: str) -> list[str]:
+    """Return the strings in the first JSON list of an answer, or else the items of a numbered or bulleted list."""
+    for bracket in re.finditer(r"\[", answer):
         try:
-            found, _ = json.JSONDecoder().raw_decode(said, bracket.start())
+            value, _ = json.JSONDecoder().raw_decode(answer, bracket.start())
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
-            return found
-    return [line.strip('"') for line in NUMBERED.findall(said)]
+        if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+            return value
+    return [line.strip('"') for line in NUMBERED.findall(answer)]

@@ -1,4 +1,4 @@
-"""The section `convert`: how clean records become question-answer samples."""
+"""The section `convert`: how clean records are turned into question-answer samples."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,26 +9,53 @@ from pydantic import Field
 from m3diff.settings.section import Section
 
 
-class Source(Section):
-    """A dataset's way into the training mixture; validation and test splits always enter whole."""
+class MixtureSource(Section):
+    """How much of a dataset is used for training. Validation and test splits are always used completely."""
 
-    task: str | None = None  # which questions of the file `questions`; null: the dataset's own task
-    weight: float = Field(default=1.0, ge=0)  # how often each pair is used: 0.5 half of the pairs, 2 each pair twice
+    task: str | None = None
+    """Name of a task in the file `questions`. The questions of this task are asked about the pairs. null uses the task
+    of the dataset's reader."""
+
+    weight: float = Field(default=1.0, ge=0)
+    """How often each pair is used: 0.5 uses half of the pairs, 2 uses each pair twice, 0 leaves the dataset out."""
+
     max_pairs: int | None = Field(default=None, ge=0)
-    samples: Literal["each", "one", "joined"] = "each"  # of a pair: each reference, one sampled, or all joined
-    references_per_pair: Annotated[int, Field(ge=1)] | Literal["all"] | None = None  # null: as the section says
+    """Maximum number of training pairs, drawn with the seed. null uses all pairs. The limit applies before `weight`
+    repeats pairs."""
+
+    samples: Literal["each", "one", "joined"] = "each"
+    """Which samples are made from a pair: `each` makes one sample per reference, `one` makes one sample with a random
+    reference, `joined` makes one sample whose answer contains all references."""
+
+    references_per_pair: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
+    """Maximum number of training samples per pair of this dataset. `all` removes the limit, null uses the section's
+    `references_per_pair`."""
 
 
 class Convert(Section):
-    seed: int = Field(ge=0)
-    questions: Path
-    references_per_pair: int | None = Field(ge=1)  # at most so many training samples of one pair; null: all
-    no_change_share: float = Field(ge=0, le=1)  # share of no-change pairs that train
-    sources: Mapping[str, Source]  # by dataset; one that is not named enters with the defaults
+    """Selection of pairs, references and questions for the training mixture."""
 
-    def most_references(self, source: Source) -> int | None:
-        """Return the most training samples of a pair of this dataset; None: all."""
+    seed: int = Field(ge=0)
+    """Seed of all random draws: pairs, references, questions and order. Each draw depends only on the seed and the
+    pair's id, so adding a dataset to the mixture does not change the draws for other datasets."""
+
+    questions: Path
+    """YAML file with the questions for each task."""
+
+    references_per_pair: int | None = Field(ge=1)
+    """Maximum number of training samples per pair. null makes one sample per reference. Validation and test splits keep
+    all references."""
+
+    no_change_share: float = Field(ge=0, le=1)
+    """Share of the pairs without a change that are used for training. 1 uses all of them. With too many such pairs, a
+    model learns to deny changes."""
+
+    sources: Mapping[str, MixtureSource]
+    """Settings of individual datasets, by name. Datasets that are not listed use the defaults."""
+
+    def most_references(self, source: MixtureSource) -> int | None:
+        """Return the maximum number of training samples per pair of a dataset, or None for no limit."""
         if source.samples == "one":
             return 1
-        own = self.references_per_pair if source.references_per_pair is None else source.references_per_pair
-        return None if own == "all" else own
+        limit = self.references_per_pair if source.references_per_pair is None else source.references_per_pair
+        return None if limit == "all" else limit

@@ -1,19 +1,23 @@
-"""convert: clean records -> question-answer samples, deterministic for a seed, in Parquet shards grouped by pair.
+"""Stage `convert`: turn clean records into question-answer samples in Parquet shards.
 
-Validation and test keep every pair and every reference, empty ones too. Training leaves out empty references and
-repeats within a pair, samples at most `references_per_pair` of the rest, and thins no-change pairs. All references of a
-pair share one question, so that they can be packed behind one prefix.
+A pair is two images with reference captions. Each sample has one question and one answer, and the samples of a pair are
+consecutive. The same seed gives the same samples. The validation and test splits keep every pair and every reference,
+even empty ones. The training split omits empty and repeated references of a pair, draws at most `references_per_pair`
+of the remaining references, and keeps only a share of the pairs without a change. All references of a pair are answers
+to the same question, so that training can process the images and the question once for all of them.
 
-Random numbers depend on the seed and an id alone. Neither other records nor a library's version change them, which the
-hashes of polars and Python do not promise.
+Random numbers depend only on the seed and an id, not on other records or the version of a library. The hash functions
+of polars and Python do not guarantee that, so this module implements a hash function.
 
-Each split has a folder of its own: training depends on `train` and `val`, prediction on `test` alone.
+Each split has a separate folder, so that DVC can track that training depends on `train` and `val`, and prediction on
+`test`.
 """
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -25,35 +29,58 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from m3diff.datasets import DATASETS
-from m3diff.records.errors import DataError
+from m3diff.datasets.spec import SplitCount
+from m3diff.records.errors import DataError, ParamsError, data_error_if_unreadable
 from m3diff.records.files import StageReport
 from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table
-from m3diff.settings.section import ParamsError
-from m3diff.stages.convert.params import Convert, Source
+from m3diff.stages.convert.params import Convert, MixtureSource
 from m3diff.stages.ingest.params import DatasetEntry
 
 COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
 
-# M3Diff's training mixture, as the paper prints it (section 5.2): "145k pairs and 896k question-answer samples"
-SAMPLES = 896_000
+# Size of M3Diff's training mixture according to the paper (section 5.2): "145k pairs and 896k question-answer samples"
+PAPER_SAMPLES = 896_000
 
-# Its datasets, by the names that `profiles/paper.yaml` gives them. The paper's table of the counts by source is not
-# known to us. What is known: the official splits of each source; train and val together come to 145k pairs
-SOURCES = ("omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc")
+# Datasets of the paper's mixture, by their names in `profiles/paper.yaml`. The paper does not give counts per dataset.
+# The official training and validation splits of these datasets add up to the paper's 145k pairs
+PAPER_DATASETS = (
+    "omnidiff_real",
+    "omnidiff_render",
+    "spot_the_diff",
+    "iedit",
+    "birds_to_words",
+    "clevr_change",
+    "clevr_dc",
+)
 
-# The numbers of an id's key, by the decision that each takes
-QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)
+
+class Draw(IntEnum):
+    """Numbers that identify the random draws for an id. Draws with different numbers are independent."""
+
+    QUESTION = 0
+    NO_CHANGE_PAIR = 1
+    EXTRA_COPY = 2
+    MAX_PAIRS = 3
+    ORDER = 4
+    REFERENCE = 5
+
 
 SHARD_SAMPLES = 100_000
-ROW_GROUP = 16_384  # small enough that a reader of one pair unpacks little, large enough to compress well
+ROW_GROUP = 16_384  # rows per row group: few enough to read one pair quickly, enough to compress well
 
-IMAGE = "<image>"  # the place of an image in a prompt, which a question would give a second one
+IMAGE_MARK = "<image>"  # placeholder for an image in a prompt; questions must not contain it
 
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
 
 
 class ConvertCounts(BaseModel):
-    """Counts of a dataset: pairs and samples by split, and what training left out."""
+    """Counts of one dataset.
+
+    Attributes:
+        pairs: number of pairs per split.
+        samples: number of samples per split.
+        left_out: number of training pairs and references that are left out, by reason.
+    """
 
     pairs: dict[str, int]
     samples: dict[str, int]
@@ -61,53 +88,64 @@ class ConvertCounts(BaseModel):
 
 
 class ConvertReport(StageReport):
+    """The stage's report.json.
+
+    Attributes:
+        pairs: number of pairs per split.
+        samples: number of samples per split.
+        datasets: counts per dataset.
+        published: `training_counts` if the mixture consists of exactly the paper's datasets, otherwise empty.
+    """
+
     pairs: dict[str, int]
     samples: dict[str, int]
     datasets: dict[str, ConvertCounts]
-    published: dict[str, dict[str, tuple[int, int | None]]]  # `training_counts`, where the datasets are the paper's
+    published: dict[str, dict[str, tuple[int, int | None]]]
 
 
 def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out: Path) -> ConvertReport:
     """Write `out/{train,val,test}/NNNNN.parquet` (SAMPLE_SCHEMA) and `out/report.json`.
 
-    A split without a sample has an empty folder.
+    The folder of a split without samples is empty.
 
     Args:
-        entries: the datasets of the run; their readers tell what their pairs are asked.
+        cfg: the section `convert`.
+        entries: the datasets of the run. A dataset's reader determines its task, and thereby the questions, unless
+            `cfg.sources` sets a task for the dataset.
+        clean: folder with the clean records that validate wrote.
+        out: folder to write to.
 
     Raises:
         DataError: the clean records cannot be used.
         ParamsError: the file of questions cannot be used.
     """
-    path = clean / "records.parquet"
-    empty = ", all are in quarantine.parquet beside it; fix the data"
-    records = pl.DataFrame(load_table(path, RECORD_SCHEMA, "validate", empty))
-    if foreign := set(records["dataset"]) - entries.keys():
-        raise DataError(
-            f"{path}: has records of {', '.join(sorted(foreign))}, not in ingest.datasets; run `m3diff validate` again"
-        )
+    records = _load_records(clean / "records.parquet", entries)
     names = records["dataset"].unique().sort().to_list()
     questions = load_questions(cfg.questions)
-    keyed = records.with_row_index("row").with_columns(id_keys(cfg.seed, records["id"]))
-    parts, counts = [], {}
+    pairs = records.with_row_index("row").with_columns(id_keys(cfg.seed, records["id"]))
+    samples_by_dataset = []
+    counts = {}
     for name in names:
-        pairs, source = keyed.filter(dataset=name), cfg.sources.get(name, Source())
-        asked = questions[source.task or DATASETS[entries[name].reader].task]
-        train, others = pairs.filter(split="train"), pairs.filter(pl.col("split") != "train")
-        if not entries[name].train_on:  # it may have a training split all the same
-            source = Source(weight=0)
-        training, left_out = training_samples(train, asked, source, cfg)
-        part = pl.concat([training, evaluation_samples(others, asked)])
-        by_split = {split: part.filter(split=split)["pair"] for split in SPLITS}
+        source = cfg.sources.get(name, MixtureSource())
+        task = source.task or DATASETS[entries[name].reader].task
+        if not entries[name].train_on:  # do not train on this dataset, even if its files contain a training split
+            source = MixtureSource(weight=0)
+        pairs_of_dataset = pairs.filter(dataset=name)
+        training_pairs = pairs_of_dataset.filter(split="train")
+        evaluation_pairs = pairs_of_dataset.filter(pl.col("split") != "train")
+        training, left_out = training_samples(training_pairs, questions[task], source, cfg)
+        dataset_samples = pl.concat([training, evaluation_samples(evaluation_pairs, questions[task])])
+        pair_ids = {split: dataset_samples.filter(split=split)["pair"] for split in SPLITS}
         counts[name] = ConvertCounts(
-            pairs={split: used.n_unique() for split, used in by_split.items()},
-            samples={split: used.len() for split, used in by_split.items()},
+            pairs={split: ids.n_unique() for split, ids in pair_ids.items()},
+            samples={split: ids.len() for split, ids in pair_ids.items()},
             left_out=left_out,
         )
-        parts.append(part)
-    samples = pl.concat(parts)
+        samples_by_dataset.append(dataset_samples)
+    samples = pl.concat(samples_by_dataset)
     for split in SPLITS:
         _write_shards(samples.filter(split=split), out / split)
+    is_paper_mixture = set(PAPER_DATASETS) == set(names)
     return ConvertReport(
         stage="convert",
         rows_in=records.height,
@@ -115,124 +153,202 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
         samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
         datasets=counts,
-        published={name: training_counts()[name] for name in names} if set(SOURCES) == set(names) else {},
+        published={name: training_counts()[name] for name in names} if is_paper_mixture else {},
     ).write(out / "report.json")
 
 
-def load_questions(path: Path) -> dict[str, list[str]]:
-    """Return the questions by task.
+def _load_records(path: Path, entries: Mapping[str, DatasetEntry]) -> pl.DataFrame:
+    """Return the clean records, and check that all of them belong to datasets of the run."""
+    records = pl.DataFrame(load_table(path, RECORD_SCHEMA, "validate", if_empty="convert.no_clean_record"))
+    foreign_datasets = set(records["dataset"]) - entries.keys()
+    if foreign_datasets:
+        raise DataError("convert.foreign_datasets", path=path, names=sorted(foreign_datasets))
+    return records
+
+
+def require_test_pairs(mixture: Path, protocol: str) -> None:
+    """Check before a training run that its model can be evaluated.
+
+    A mixture without a folder `test` passes, because it may be on a machine that is only used for training.
+
+    Args:
+        mixture: folder that convert wrote.
+        protocol: name of the protocol with which the gate scores models, as "<dataset>/<protocol>".
 
     Raises:
-        ParamsError: the file is missing, no YAML, or not lists of questions by task, or a question has the mark of an
-            image's place.
+        DataError: the mixture contains no test pairs of the protocol's dataset.
+    """
+    folder = mixture / "test"
+    dataset = protocol.partition("/")[0]
+    if not folder.is_dir():
+        return
+    for shard in sorted(folder.glob("*.parquet")):
+        with data_error_if_unreadable(shard):
+            names = pq.read_table(shard, columns=["dataset"])["dataset"].unique().to_pylist()
+        if dataset in names:
+            return
+    raise DataError("ingest.no_test_pair", path=folder, dataset=dataset, protocol=protocol)
+
+
+def load_questions(path: Path) -> dict[str, list[str]]:
+    """Read the questions from a YAML file and return them by task.
+
+    Raises:
+        ParamsError: the file is missing, is not valid YAML or does not list questions by task, or a question contains
+            the placeholder for an image.
     """
     try:
         questions = Questions.validate_python(yaml.safe_load(path.read_text("utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
-        raise ParamsError(f"convert.questions {path}: expected questions by task: {error}") from error
-    if marked := [question for asked in questions.values() for question in asked if IMAGE in question]:
-        raise ParamsError(
-            f"convert.questions {path}: {marked[0]!r} has {IMAGE}, the mark of an image's place in a prompt; write it "
-            "without: both images come before the question by themselves"
-        )
+        raise ParamsError("convert.no_questions_by_task", path=path, cause=str(error)) from error
+    for question in chain.from_iterable(questions.values()):
+        if IMAGE_MARK in question:
+            raise ParamsError("convert.image_mark_in_question", path=path, value=question, mark=IMAGE_MARK)
     return questions
 
 
 def _write_shards(samples: pl.DataFrame, folder: Path) -> None:
-    """A new folder with shards of about SHARD_SAMPLES, cut between pairs; none for no sample."""
+    """Write the samples to a new folder. Each shard has about SHARD_SAMPLES samples, and a pair is never split."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     rows = np.argsort(samples["order"].to_numpy(), kind="stable")
     order = samples["order"].gather(rows).to_numpy()
-    ends = np.append(np.flatnonzero(order[1:] != order[:-1]) + 1, len(order))
-    cuts = np.unique([0, *ends[np.searchsorted(ends, np.arange(SHARD_SAMPLES, len(order), SHARD_SAMPLES))], len(order)])
-    for number, (start, end) in enumerate(pairwise(cuts)):  # one shard at a time: a sorted copy of all would double it
+    pair_ends = np.append(np.flatnonzero(order[1:] != order[:-1]) + 1, len(order))
+    wanted_cuts = np.arange(SHARD_SAMPLES, len(order), SHARD_SAMPLES)
+    cuts = pair_ends[np.searchsorted(pair_ends, wanted_cuts)]
+    boundaries = np.unique([0, *cuts, len(order)])
+    # gather one shard at a time, because a sorted copy of all samples would double the memory
+    for number, (start, end) in enumerate(pairwise(boundaries)):
         shard = samples.select(SAMPLE_SCHEMA.names)[rows[start:end]].to_arrow().cast(SAMPLE_SCHEMA)
         pq.write_table(shard, folder / f"{number:05d}.parquet", compression="zstd", row_group_size=ROW_GROUP)
 
 
 def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFrame:
-    """Every reference of every pair, empty ones too, in the records' order; COLUMNS."""
-    asked = pairs.with_columns(question=pl.lit(questions[0]), order=pl.col("row").cast(pl.UInt64))
-    return _samples(_explode(asked.with_columns(copy=pl.lit(0))))
+    """Return one sample per reference of every pair, including empty references, in the order of the records.
+
+    The samples have the columns in COLUMNS.
+
+    Args:
+        pairs: records with their `row` and `key`.
+        questions: questions of the task. Only the first is asked.
+    """
+    with_question = pairs.with_columns(
+        question=pl.lit(questions[0]), order=pl.col("row").cast(pl.UInt64), copy=pl.lit(0)
+    )
+    return _samples(_one_row_per_reference(with_question))
 
 
 def training_samples(
-    pairs: pl.DataFrame, questions: list[str], source: Source, cfg: Convert
+    pairs: pl.DataFrame, questions: list[str], source: MixtureSource, cfg: Convert
 ) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Samples of the pairs that are sampled, pairs in shuffled order (COLUMNS), and counts of what is left out: pairs,
-    and references of the pairs that were sampled."""
-    sampled = _sample_pairs(pairs, source, cfg.no_change_share)
-    # one question a pair: its references can then share a prefix
-    chosen = random_bits(sampled["key"], QUESTION) % len(questions)
-    references = _explode(sampled.with_columns(question=pl.Series(questions, dtype=pl.String).gather(chosen)))
-    full = references.filter(pl.col("reference") != "")
-    distinct = full.filter(pl.struct("row", "copy", "reference").is_first_distinct())
-    if joined := source.samples == "joined":  # all references of a pair are the sentences of one
-        sentence = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
-        others = pl.all().exclude("reference", "row", "copy", "number").first()
-        kept = distinct.group_by("row", "copy", maintain_order=True).agg(sentence, others, number=pl.lit(0).first())
-    else:
-        kept = _cap(distinct, cfg.most_references(source))
-    return _samples(kept), {
-        "pairs_not_sampled": pairs.height - sampled["row"].n_unique(),
-        "pairs_without_reference": sampled["row"].n_unique() - kept["row"].n_unique(),
-        "empty_references": references.height - full.height,
-        "repeated_references": full.height - distinct.height,
-        "references_over_cap": 0 if joined else distinct.height - kept.height,
+    """Return a dataset's training samples in shuffled order, and counts of the pairs and references that are left out.
+
+    The samples have the columns in COLUMNS.
+
+    Args:
+        pairs: records with their `row` and `key`.
+        questions: questions of the task.
+        source: settings of the dataset.
+        cfg: the section `convert`.
+
+    Returns:
+        The samples, and counts of what is left out, by reason. The counts cover pairs, and references of sampled pairs.
+    """
+    sampled_pairs = _sample_pairs(pairs, source, cfg.no_change_share)
+    # all references of a pair get the same question, so that they can share one prompt
+    question_numbers = random_bits(sampled_pairs["key"], Draw.QUESTION) % len(questions)
+    question = pl.Series(questions, dtype=pl.String).gather(question_numbers)
+    references = _one_row_per_reference(sampled_pairs.with_columns(question=question))
+    nonempty = references.filter(pl.col("reference") != "")
+    distinct = nonempty.filter(pl.struct("row", "copy", "reference").is_first_distinct())
+    is_joined = source.samples == "joined"
+    training = _join_references(distinct) if is_joined else _sample_references(distinct, cfg.most_references(source))
+    left_out = {
+        "pairs_not_sampled": pairs.height - sampled_pairs["row"].n_unique(),
+        "pairs_without_reference": sampled_pairs["row"].n_unique() - training["row"].n_unique(),
+        "empty_references": references.height - nonempty.height,
+        "repeated_references": nonempty.height - distinct.height,
+        "references_over_cap": 0 if is_joined else distinct.height - training.height,
     }
+    return _samples(training), left_out
 
 
-def _sample_pairs(pairs: pl.DataFrame, source: Source, no_change_share: float) -> pl.DataFrame:
-    """The pairs that train, each as often as its weight says (`copy` counts from 0), with their shuffled `order`."""
-    no_change = pairs["change_types"].list.contains(NO_CHANGE).to_numpy()
-    thinned = no_change & (uniform(random_bits(pairs["key"], NO_CHANGE_KEPT)) >= no_change_share)
-    whole, part = divmod(source.weight, 1)
-    copies = whole + (uniform(random_bits(pairs["key"], EXTRA_COPY)) < part)
-    rank = random_bits(pairs["key"], MAX_PAIRS)
-    kept = pairs.with_columns(copies=pl.Series(np.where(thinned, 0, copies)), rank=rank).filter(pl.col("copies") > 0)
+def _join_references(references: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per copy of a pair. All references of the pair are joined into one text, as sentences."""
+    joined = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
+    other_columns = pl.all().exclude("reference", "row", "copy", "number").first()
+    return references.group_by("row", "copy", maintain_order=True).agg(joined, other_columns, number=pl.lit(0).first())
+
+
+def _sample_pairs(pairs: pl.DataFrame, source: MixtureSource, no_change_share: float) -> pl.DataFrame:
+    """Return the pairs to train on, one row per copy.
+
+    The dataset's weight determines the number of copies. The column `copy` numbers the copies of a pair from 0, and the
+    column `order` contains random numbers. Sorting by `order` shuffles the rows.
+    """
+    has_no_change = pairs["change_types"].list.contains(NO_CHANGE).to_numpy()
+    is_thinned = has_no_change & (uniform(random_bits(pairs["key"], Draw.NO_CHANGE_PAIR)) >= no_change_share)
+    full_copies, extra_copy_share = divmod(source.weight, 1)
+    has_extra_copy = uniform(random_bits(pairs["key"], Draw.EXTRA_COPY)) < extra_copy_share
+    copies = pl.Series(np.where(is_thinned, 0, full_copies + has_extra_copy))
+    rank = random_bits(pairs["key"], Draw.MAX_PAIRS)
+    training_pairs = pairs.with_columns(copies=copies, rank=rank).filter(pl.col("copies") > 0)
     if source.max_pairs is not None:
-        kept = kept.sort("rank", "id").head(source.max_pairs)
-    repeated = kept.with_columns(copy=pl.int_ranges(pl.col("copies").cast(pl.Int64))).explode("copy")
-    return repeated.with_columns(order=random_bits(random_bits(repeated["key"], ORDER), repeated["copy"]))
+        training_pairs = training_pairs.sort("rank", "id").head(source.max_pairs)
+    repeated = training_pairs.with_columns(copy=pl.int_ranges(pl.col("copies").cast(pl.Int64))).explode("copy")
+    order = random_bits(random_bits(repeated["key"], Draw.ORDER), repeated["copy"])
+    return repeated.with_columns(order=order)
 
 
-def _explode(pairs: pl.DataFrame) -> pl.DataFrame:
+def _one_row_per_reference(pairs: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per reference of each pair. The column `number` counts the references of a pair from 0."""
     numbered = pairs.with_columns(number=pl.int_ranges(pl.col("references").list.len().cast(pl.Int64)))
     return numbered.explode("references", "number").rename({"references": "reference"})
 
 
-def _cap(references: pl.DataFrame, most: int | None) -> pl.DataFrame:
-    if most is None:
+def _sample_references(references: pl.DataFrame, limit: int | None) -> pl.DataFrame:
+    """Draw at most `limit` references per copy of a pair. If `limit` is None, return all references."""
+    if limit is None:
         return references
-    bits = random_bits(random_bits(references["key"], REFERENCE), references["number"] + 2**32 * references["copy"])
-    place = pl.col("bits").rank("ordinal").over("row", "copy")
-    return references.with_columns(bits=bits).filter(place <= most).drop("bits")
+    copy_and_number = references["number"] + 2**32 * references["copy"]
+    bits = random_bits(random_bits(references["key"], Draw.REFERENCE), copy_and_number)
+    rank = pl.col("bits").rank("ordinal").over("row", "copy")
+    return references.with_columns(bits=bits).filter(rank <= limit).drop("bits")
 
 
 def _samples(references: pl.DataFrame) -> pl.DataFrame:
-    """COLUMNS, the samples of a pair side by side; a pair's second use has an id of its own."""
-    use = pl.when(pl.col("copy") > 0).then(pl.format("x{}", "copy")).otherwise(pl.lit(""))
+    """Convert references to samples with the columns in COLUMNS. The samples of a pair are consecutive.
+
+    If a pair is used several times, the ids of the second copy end in `x1`, those of the third in `x2`, and so on.
+    """
+    copy_suffix = pl.when(pl.col("copy") > 0).then(pl.format("x{}", "copy")).otherwise(pl.lit(""))
     return (
         references.sort("order", "row", "copy", "number")
-        .with_columns(id=pl.format("{}#{}{}", "id", "number", use), pair="id")
+        .with_columns(id=pl.format("{}#{}{}", "id", "number", copy_suffix), pair="id")
         .select(COLUMNS)
     )
 
 
 def id_keys(seed: int, ids: Iterable[str]) -> pl.Series:
-    """64 bits per id, from blake2b keyed by the seed; UInt64 [ids]."""
-    hasher = hashlib.blake2b(digest_size=8, key=str(seed).encode())
+    """Return a 64-bit hash of each id as a series of UInt64. The hash is BLAKE2b, with the seed as its key."""
+    keyed_hash = hashlib.blake2b(digest_size=8, key=str(seed).encode())
     digests = []
-    for name in ids:
-        one = hasher.copy()
-        one.update(name.encode())
-        digests.append(one.digest())
+    for sample_id in ids:
+        id_hash = keyed_hash.copy()
+        id_hash.update(sample_id.encode())
+        digests.append(id_hash.digest())
     return pl.Series("key", np.frombuffer(b"".join(digests), dtype="<u8"), dtype=pl.UInt64)
 
 
 def random_bits(keys: pl.Series, number: pl.Series | int) -> pl.Series:
-    """Independent 64 bits per key and number: the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Return 64 random bits for each combination of a key and a number.
+
+    The bits are computed by the finalizer of splitmix64 (Steele et al., OOPSLA 2014).
+
+    Args:
+        keys: keys as UInt64.
+        number: a single number for all keys, or a series with one number per key.
+    """
     with np.errstate(over="ignore"):
         z = keys.to_numpy() + (np.asarray(number, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -241,25 +357,48 @@ def random_bits(keys: pl.Series, number: pl.Series | int) -> pl.Series:
 
 
 def uniform(bits: pl.Series) -> NDArray[np.float64]:
-    """64 bits as a number in [0, 1)."""
+    """Convert each value of 64 random bits to a number in [0, 1)."""
     return (bits.to_numpy() >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
 def training_counts() -> dict[str, dict[str, tuple[int, int | None]]]:
-    """Return of each of SOURCES the published `train` and `train_val` (both together) pairs and references with words.
+    """Return how many pairs and non-empty references each dataset in PAPER_DATASETS has according to its paper.
 
-    References are counted, else by the pairs' share of the dataset's published sum to the nearest ten (CLEVR-Change's
-    paper gives 493,735 captions in all and none by split), else None (of CLEVR-DC's no count is published).
+    Returns:
+        For each dataset, the counts of pairs and references for `train` and for `train_val` (the training and
+        validation splits together). Some papers give only a total number of references, such as 493,735 for
+        CLEVR-Change. The number per split is then estimated from the share of pairs and rounded to the nearest ten. If
+        a paper does not count references at all, as for CLEVR-DC, the number is None.
     """
-    specs = {part.part: (spec.references, part) for spec in DATASETS.values() for part in spec.published}
-    found: dict[str, dict[str, tuple[int, int | None]]] = {}
-    for name in SOURCES:
-        total, part = specs[name]
-        for splits, counts in (("train", (part.train,)), ("train_val", (part.train, part.val))):
-            pairs = sum(count.pairs for count in counts)
-            counted = [count.references - count.empty for count in counts if count.references is not None]
-            references = sum(counted) if len(counted) == len(counts) else None
-            if references is None and total is not None:
-                references = 10 * round(total * pairs / sum(part.pairs().values()) / 10)
-            found.setdefault(name, {})[splits] = (pairs, references)
-    return found
+    published = {}
+    totals = {}
+    for spec in DATASETS.values():
+        for part in spec.published:
+            published[part.part] = part
+            totals[part.part] = spec.references
+    counts: dict[str, dict[str, tuple[int, int | None]]] = {}
+    for name in PAPER_DATASETS:
+        part = published[name]
+        total_pairs = sum(part.pairs().values())
+        counts[name] = {
+            "train": _count_references([part.train], totals[name], total_pairs),
+            "train_val": _count_references([part.train, part.val], totals[name], total_pairs),
+        }
+    return counts
+
+
+def _count_references(
+    splits: Sequence[SplitCount], total_references: int | None, total_pairs: int
+) -> tuple[int, int | None]:
+    """Return the total numbers of pairs and non-empty references in the given splits.
+
+    If the number of references is not published per split, it is estimated from the totals of the dataset. The number
+    is None if no total is published either.
+    """
+    pairs = sum(split.pairs for split in splits)
+    references = [split.references - split.empty for split in splits if split.references is not None]
+    if len(references) == len(splits):
+        return pairs, sum(references)
+    if total_references is None:
+        return pairs, None
+    return pairs, 10 * round(total_references * pairs / total_pairs / 10)

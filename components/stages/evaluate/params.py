@@ -1,4 +1,4 @@
-"""The section `evaluate`: which metrics, and what the report shows."""
+"""The section `evaluate` of the settings: metrics to compute, and limits of the report."""
 
 from typing import Annotated
 
@@ -10,7 +10,18 @@ from m3diff.settings.section import Section, one_of
 
 
 class Evaluate(Section):
+    """Metrics to compute, and limits of the report."""
+
     metrics: tuple[Annotated[str, one_of(METRICS)], ...] = Field(min_length=1)
-    gallery: int = Field(ge=0)  # MB of images that report.html holds; of more, all are files of the folder images
-    judge: JudgeSettings | None  # asked where `metrics` has judge, and then only
-    allow_fewer_pairs: bool  # score a protocol that has fewer pairs than papers score, marked in every table
+    """Names of the metrics to compute. SPICE takes the longest and needs the folder `compute.spice_dir`. If it is not
+    set, the report marks SPICE as absent."""
+
+    gallery: int = Field(ge=0)
+    """Limit in MB for images embedded in report.html. Above it, all images are written to the folder `images`."""
+
+    judge: JudgeSettings | None
+    """Endpoint of the language model for the metric `judge`. It is used only if `metrics` contains `judge`."""
+
+    allow_fewer_pairs: bool
+    """Whether to score protocols with fewer pairs than in papers, and mark them in every table. If false, evaluate
+    fails for such a protocol."""

@@ -1,107 +1,107 @@
-"""evaluate: score the predictions for the test pairs, each dataset by its own protocols, and draw the report.
+"""evaluate: score the predictions for the test pairs with the protocols of each dataset, and write the report.
 
-Predictions and references -> metrics.json (scores by protocol), headline.json (those that runs are compared by),
+Predictions and references -> metrics.json (scores by protocol), headline.json (the scores for comparing runs),
 scores.parquet (one row per protocol and pair), report.html and its images.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError
-from m3diff.records.files import atomic, write_atomic
+from m3diff.records.errors import DataError, Fault
+from m3diff.records.files import open_atomically, write_atomic
+from m3diff.report.origin import Origin
+from m3diff.report.page import Evidence, write_report
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import load_grammars, parse_predictions
-from m3diff.scoring.marks import OTHER_SCRIPT, notes_of_marks
-from m3diff.scoring.metrics import Metric, MetricScores, choose_metrics, needs_java
+from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import ProtocolPairs, load_pairs, load_specs, note_of_scripts, select
-from m3diff.scoring.run import EvaluateReport, compute_metrics, headline, metrics_of_all, summarise
+from m3diff.scoring.notes import notes_of_texts
+from m3diff.scoring.pairs import load_pairs
+from m3diff.scoring.protocols import ProtocolPairs, load_specs, select_protocols
+from m3diff.scoring.results import EvaluateReport, headline, score_table, summarise
+from m3diff.scoring.run import compute_metrics, metrics_of_all
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
-from m3diff.stages.evaluate.report import Evidence, write_report
 
 
 def evaluate(
-    cfg: Evaluate, compute: Compute, records: Path, clean: Path, predictions: Path, out: Path
+    cfg: Evaluate,
+    compute: Compute,
+    records: Path,
+    clean: Path,
+    predictions: Path,
+    out: Path,
+    origin: Origin | None = None,
 ) -> EvaluateReport:
-    """Score `predictions` against `clean` and draw the page.
+    """Score `predictions` against the references in `clean` and write the scores and the report to `out`.
+
+    Args:
+        origin: the model that wrote the captions, for the top of the page. None if it is not known.
 
     Raises:
-        JavaMissing: a chosen metric needs Java and there is none; said before any work.
-        DataError: records, predictions, grammar or images cannot be used; a protocol has fewer pairs than papers
-            score, where `cfg.allow_fewer_pairs` does not allow it.
-        ScorerFailed: the tokenizer gave up.
+        JavaMissing: a chosen metric needs Java, which is not installed. This is checked first.
+        DataError: records, predictions, grammars or images cannot be used; or a protocol has fewer pairs than in
+            papers, and `cfg.allow_fewer_pairs` is false.
+        ScorerFailed: the tokenizer failed.
     """
     metrics = choose_metrics(cfg.metrics)
     if needs_java(metrics):
         require_java()
-    pairs, test_pairs = load_pairs(clean, predictions)
+    captioned = load_pairs(clean, predictions)
+    pairs = captioned.pairs
     specs = load_specs(records, pairs)
     parsed = parse_predictions(load_grammars(records, specs), pairs)
-    protocols = select(pairs, specs)
+    protocols = select_protocols(pairs, specs)
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
-    notes = [note for one in protocols for note in note_of_scripts(one)]
-    # letters of these scripts are what the references ask for
-    usual = [OTHER_SCRIPT] if any(one.counts_characters for one in protocols) else []
-    notes += notes_of_marks((pair.prediction for pair in pairs), without=usual)
+    notes = notes_of_texts(protocols, metrics, predictions=[pair.prediction for pair in pairs])
     for note in notes:
         print(f"evaluate: note: {note}", flush=True)
     judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
     metrics = metrics_of_all(metrics, protocols)
     table = score_table(metrics, protocols, scores)
-    bounds = {one.name: intervals(table, metrics, one.name) for one in protocols}
-    report = summarise(test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")
+    bounds = {protocol.name: intervals(table, metrics, protocol.name) for protocol in protocols}
+    report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")
     write_atomic(out / "headline.json", json.dumps(headline(report), indent=1) + "\n")
-    with atomic(out / "scores.parquet") as file:
+    with open_atomically(out / "scores.parquet") as file:
         pq.write_table(table, file, compression="zstd")
     evidence = Evidence(
         metrics=metrics,
         report=report,
         protocols=protocols,
-        pair_scores={name: of.pairs for name, of in scores.items()},
+        pair_scores={name: protocol_scores.pairs for name, protocol_scores in scores.items()},
         parsed=parsed,
         specs=specs,
         saliency=predictions / "saliency.npz",
         notes=notes,
+        origin=origin or Origin(),
     )
     write_report(evidence, out, cfg.gallery)
     return report
 
 
 def check_complete(protocols: Iterable[ProtocolPairs]) -> None:
-    """Raises DataError where a protocol has fewer pairs than papers score: its scores do not compare with theirs."""
-    short = [
-        f"{one.name}: {len(one.pairs)} pairs, papers score {one.protocol.n}"
-        for one in protocols
-        if one.protocol.n is not None and len(one.pairs) < one.protocol.n
-    ]
-    if short:
-        raise DataError(
-            f"{'; '.join(short)}: such scores stand beside no published ones. See quarantine.parquet of validate "
-            "and predict.limit; or set evaluate.allow_fewer_pairs to true, and every table will say so"
-        )
+    """Check that every protocol has as many pairs as in papers, so that its scores can be compared with published ones.
 
-
-def score_table(
-    metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs], scores: Mapping[str, MetricScores]
-) -> pa.Table:
-    """scores.parquet: a row per protocol and pair, in the records' order: the prediction as the protocol scored it,
-    and what each metric gives of a pair."""
-    known = {"id": "string", "dataset": "string", "change_types": "list<string>", "prediction": "string"}
-    columns = {"protocol": "string"} | known
-    columns |= {name: arrow for metric in metrics.values() for name, arrow in metric.columns.items()}
-    rows = [
-        {"protocol": one.name} | {name: getattr(pair, name) for name in known} | dict(scores[one.name].pairs[pair.id])
-        for one in protocols
-        for pair in one.pairs
-    ]
-    lists = {f"list<{name}>": pa.list_(pa.type_for_alias(name)) for name in ("string", "double")}  # pyarrow has none
-    types = [(name, lists.get(arrow) or pa.type_for_alias(arrow)) for name, arrow in columns.items()]
-    return pa.Table.from_pylist(rows, schema=pa.schema(types))
+    Raises:
+        DataError: a protocol has fewer pairs than in papers.
+    """
+    incomplete = []
+    for protocol in protocols:
+        published_pairs = protocol.protocol.n
+        if published_pairs is not None and len(protocol.pairs) < published_pairs:
+            incomplete.append(
+                Fault(
+                    "evaluate.incomplete_protocol",
+                    protocol=protocol.name,
+                    value=len(protocol.pairs),
+                    expected=published_pairs,
+                )
+            )
+    if incomplete:
+        raise DataError("evaluate.incomplete_protocols", faults=incomplete)

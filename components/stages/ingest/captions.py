@@ -1,44 +1,32 @@
-"""Captions that no person wrote: words of a chat model, roles, wrong encodings, and one caption on many pairs.
+"""Find captions that were probably not written by a person.
 
-They are counted by kind. In training splits they are shown with what mends them; in a test split, where every model is
-scored by them, the entry has to confirm them.
+Examples are phrases of a chat model, role names, wrong encodings, and one caption that many pairs share. The captions
+are counted by kind. In a training split, odd captions are only reported, with a remedy. In a test split, every model is
+scored against them, so the dataset's entry in `params.yaml` must confirm that they are intended.
 """
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 
+from m3diff.datasets.odd_captions import ODD_KINDS, OddCaptions
 from m3diff.datasets.spec import Row
 from m3diff.records.schemas import NO_CHANGE
 from m3diff.scoring.marks import SUSPECT, mark_of
 
-REMEDIES = {  # kind -> what it is, and what mends it
-    "refusals": ("are a refusal or another answer of a chat model", "write them anew, or take the rows out"),
-    "roles": ("hold a role or a prompt of a chat", "keep the answer alone"),
-    "chat": ("hold words of a chat model to its user, or a heading", "keep the caption alone"),
-    "tokens": ("hold special tokens or tags", "remove them"),
-    "literals": ("hold JSON or another literal", "write the text that is in it"),
-    "markup": ("hold Markdown, LaTeX or HTML", "write plain text"),
-    "encoding": (
-        "hold text that was read in a wrong encoding",
-        "write the file again from its source as UTF-8; `ftfy` can mend what is left",
-    ),
-    "escapes": ("hold escape sequences or control characters", "write the sign that is meant"),
-    "repeats": ("are one text", "let each caption say what changed in its pair"),
-}
-
-# A repeated text: of MIN_PAIRS or more pairs with a change, at least MIN_REPEATS and MIN_SHARE have it, and
-# TIMES_THE_MEAN as many as an average text has, since a small vocabulary repeats all its captions. From SHARE_OF_ONE on
-# the average does not matter
+# A caption counts as repeated under three conditions. At least MIN_REPEATS pairs with a change have the caption, these
+# pairs are at least MIN_REPEATED_SHARE of all pairs with a change, and the caption is at least MIN_TIMES_THE_MEAN times
+# as frequent as the average caption. The last condition spares datasets with a small vocabulary, which repeat all of
+# their captions. It does not apply if the share is at least DOMINANT_SHARE. With fewer than MIN_PAIRS pairs, nothing is
+# reported
 MIN_PAIRS = 16
 MIN_REPEATS = 6
-MIN_SHARE = 0.2
-TIMES_THE_MEAN = 3
-SHARE_OF_ONE = 0.5
+MIN_REPEATED_SHARE = 0.2
+MIN_TIMES_THE_MEAN = 3
+DOMINANT_SHARE = 0.5
 SAYS_NO_CHANGE = re.compile(
     r"\b(?:no|not|nothing|none|never|without|same|identical|unchanged|alike|similar|\w+n['’]t|keine?|nichts|unverändert"
     r"|aucune?|pas|rien|sin|ningún|ninguna?|nenhuma?|nessuna?|без|нет|ничего)\b|没有|没|无|不变|変化な|なし|없",
@@ -46,108 +34,113 @@ SAYS_NO_CHANGE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class OddCaptions:
-    """Captions of one kind in a dataset."""
-
-    kind: str  # a key of `REMEDIES`, by which an entry confirms it
-    captions: int
-    tested: int  # of them in a test split
-    total: int  # captions of the dataset; of `repeats`, pairs with a change
-    source: str  # file and row of the first one
-    example: str
-
-    def __str__(self) -> str:
-        what, _ = REMEDIES[self.kind]
-        counted = "pairs with a change" if self.kind == "repeats" else "captions"
-        in_test = f", {self.tested:,} of them in test" if self.tested else ""
-        return f"{self.captions:,} of {self.total:,} {counted} {what}{in_test}: {self.source}: {self.example[:70]!r}"
-
-    @property
-    def remedy(self) -> str:
-        return REMEDIES[self.kind][1]
-
-
 def find_odd_captions(rows: Sequence[Row]) -> list[OddCaptions]:
-    """What of a dataset's captions no person seems to have written, by kind; a caption is counted once."""
-    listed = [row for row in rows if isinstance(row.references, list)]
-    texts = [text for row in listed for text in row.references]
-    owners = [row for row in listed for _ in row.references]
-    # words first, for all captions at once: the patterns, one caption after another, take ten times as long
+    """Count the captions that were probably not written by a person, by kind.
+
+    A caption with several suspicious marks, such as role names or broken characters, is counted only once.
+    """
+    rows_with_captions = [row for row in rows if isinstance(row.references, list)]
+    texts: list[Any] = []
+    row_of_text: list[Row] = []
+    for row in rows_with_captions:
+        texts += row.references
+        row_of_text += [row] * len(row.references)
+
+    # One search over all captions finds the suspects. Matching every pattern with every caption takes ten times as long
     suspects = _as_series(texts).str.contains(SUSPECT).arg_true().to_list()
-    kinds = {text: mark_of(text) for text in {texts[place] for place in suspects}}
-    by_kind: dict[str, list[tuple[Row, str]]] = {}
-    for place in suspects:
-        if kind := kinds[texts[place]]:
-            by_kind.setdefault(kind, []).append((owners[place], texts[place]))
-    odd = [_counted(kind, by_kind[kind], len(texts)) for kind in REMEDIES if kind in by_kind]
-    return [*odd, *_repeats(listed)]
+    kind_of_text = {text: mark_of(text) for text in {texts[index] for index in suspects}}
+    captions_of_kind: dict[str, list[tuple[Row, str]]] = {}
+    for index in suspects:
+        kind = kind_of_text[texts[index]]
+        if kind:
+            captions_of_kind.setdefault(kind, []).append((row_of_text[index], texts[index]))
+
+    odd_captions = [
+        _count(kind, captions_of_kind[kind], total=len(texts)) for kind in ODD_KINDS if kind in captions_of_kind
+    ]
+    repeated = _find_repeated_caption(rows_with_captions)
+    if repeated is not None:
+        odd_captions.append(repeated)
+    return odd_captions
 
 
 def _as_series(texts: Sequence[Any]) -> pl.Series:
-    """The texts; null for what is no text, "?" for half a surrogate pair. Both are faults of their rows."""
+    """Return the texts as a series, with null for a value that is not a string.
+
+    Lone surrogates become "?". Ingest reports both kinds of values as faults of their rows.
+    """
     try:
         return pl.Series(texts, dtype=pl.String)
     except (TypeError, UnicodeEncodeError):
+        # Polars rejects a text with a lone surrogate, so the surrogate becomes "?"
         usable = [text.encode("utf-8", "replace").decode() if isinstance(text, str) else None for text in texts]
         return pl.Series(usable, dtype=pl.String)
 
 
-def _counted(kind: str, captions: Sequence[tuple[Row, str]], total: int) -> OddCaptions:
-    tested = [(row, text) for row, text in captions if row.split == "test"]
-    row, text = (tested or captions)[0]
+def _count(kind: str, captions: Sequence[tuple[Row, str]], total: int) -> OddCaptions:
+    """Count the captions of one kind and choose an example, from a test split if possible.
+
+    Args:
+        kind: kind of the captions.
+        captions: tuples of a row and a caption of that row.
+        total: number of all captions that were searched, as in `OddCaptions`.
+    """
+    test_captions = [(row, text) for row, text in captions if row.split == "test"]
+    example_row, example = (test_captions or captions)[0]
     return OddCaptions(
         kind=kind,
-        captions=len(captions),
-        tested=len(tested),
+        count=len(captions),
+        test_count=len(test_captions),
         total=total,
-        source=row.source.split(" and ")[0],
-        example=text,
+        source=example_row.source.split(" and ")[0],
+        example=example,
     )
 
 
-def _repeats(rows: Sequence[Row]) -> Iterator[OddCaptions]:
-    """Find a text that many pairs with a change share. A sentence which says that nothing changed may repeat."""
-    changed = [row for row in rows if NO_CHANGE not in row.change_types]
-    pairs_by_spelling = Counter(text for row in changed for text in _distinct(row.references))
-    pairs_by_text = _by_one_spelling(pairs_by_spelling)
-    for text, pairs in pairs_by_text.most_common(10) if len(changed) >= MIN_PAIRS else ():
-        if pairs < MIN_REPEATS or pairs < MIN_SHARE * len(changed):
-            return
-        mean = pairs_by_text.total() / len(pairs_by_text)
-        is_one = pairs >= SHARE_OF_ONE * len(changed) or pairs >= TIMES_THE_MEAN * mean
-        if is_one and isinstance(text, str) and text.strip() and not SAYS_NO_CHANGE.search(text):
-            plain = _plain(text)
-            spellings = {spelt for spelt in pairs_by_spelling if _plain(spelt) == plain}
-            having = [(row, text) for row in changed if not spellings.isdisjoint(_distinct(row.references))]
-            yield _counted("repeats", having, len(changed))
-            return
+def _find_repeated_caption(rows: Sequence[Row]) -> OddCaptions | None:
+    """Return the most common caption that too many pairs share, or None. Only pairs with a change are examined.
 
-
-def _by_one_spelling(pairs_by_text: Counter[str]) -> Counter[str]:
-    """The counts of texts, repeated ones that differ only in capitals, white space and signs at their ends as one.
-
-    A text that stands on one pair is not compared, which saves most of the time.
+    Captions that say that nothing changed are ignored, because they may repeat.
     """
-    spellings: dict[str, list[str]] = {}
-    for text, pairs in pairs_by_text.items():
+    changed = [row for row in rows if NO_CHANGE not in row.change_types]
+    if len(changed) < MIN_PAIRS:
+        return None
+    pairs_by_spelling = Counter[str]()
+    for row in changed:
+        pairs_by_spelling.update(_distinct_texts(row.references))
+    pairs_by_text = _merge_spellings(pairs_by_spelling)
+    mean = pairs_by_text.total() / len(pairs_by_text) if pairs_by_text else 0.0
+    for text, pairs in pairs_by_text.most_common(10):
+        if pairs < MIN_REPEATS or pairs < MIN_REPEATED_SHARE * len(changed):
+            return None
+        is_repeated = pairs >= DOMINANT_SHARE * len(changed) or pairs >= MIN_TIMES_THE_MEAN * mean
+        if is_repeated and text.strip() and not SAYS_NO_CHANGE.search(text):
+            spellings = {spelling for spelling in pairs_by_spelling if _plain(spelling) == _plain(text)}
+            repeats = [(row, text) for row in changed if not spellings.isdisjoint(_distinct_texts(row.references))]
+            return _count("repeats", repeats, total=len(changed))
+    return None
+
+
+def _merge_spellings(pairs_by_spelling: Counter[str]) -> Counter[str]:
+    """Add up the counts of texts that differ only in case, white space or punctuation at the ends.
+
+    Texts that occur in only one pair are not compared, which saves most of the time.
+    """
+    spellings_of_text: dict[str, list[str]] = {}
+    for spelling, pairs in pairs_by_spelling.items():
         if pairs > 1:
-            spellings.setdefault(_plain(text), []).append(text)
-    merged = pairs_by_text.copy()
-    for first, *others in spellings.values():
-        for text in others:
-            merged[first] += merged.pop(text)
+            spellings_of_text.setdefault(_plain(spelling), []).append(spelling)
+    merged = pairs_by_spelling.copy()
+    for main_spelling, *variants in spellings_of_text.values():
+        for variant in variants:
+            merged[main_spelling] += merged.pop(variant)
     return merged
 
 
 def _plain(text: str) -> str:
+    """Return the text in lowercase with single spaces, and without punctuation at the ends."""
     return " ".join(text.casefold().split()).strip(" .!\"'")
 
 
-def _distinct(references: Sequence[Any]) -> set[str]:
+def _distinct_texts(references: Sequence[Any]) -> set[str]:
     return {text for text in references if isinstance(text, str)}
-
-
-def unconfirmed(odd: Sequence[OddCaptions], confirmed: Collection[str]) -> list[OddCaptions]:
-    """Those in a test split that the entry does not confirm."""
-    return [captions for captions in odd if captions.tested and captions.kind not in confirmed]

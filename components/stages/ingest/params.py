@@ -1,4 +1,4 @@
-"""The section `ingest`: which datasets enter, by name, and how each lies on disk."""
+"""The section `ingest`: the datasets of a run, their locations on disk and how to read them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,10 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from m3diff.datasets import DATASETS
+from m3diff.records.errors import Fault, ValueFault
 from m3diff.records.schemas import SPLITS, Split
 from m3diff.settings.section import Section, one_of
 
-ExpectedPairs = Annotated[  # pairs by split, or the word `published` for the counts that the dataset's file has
+# Remedy for a dataset without test pairs. Other errors include it as a field
+HOW_TO_TEST = Fault("settings.how_to_test")
+
+# Number of pairs per split, or the word `published` for the counts in the dataset's module
+ExpectedPairs = Annotated[
     Annotated[Literal["published"], Tag("[word]")]
     | Annotated[Mapping[Split, Annotated[int, Field(ge=0)]], Tag("[counts]")],
     Discriminator(lambda value: "[counts]" if isinstance(value, Mapping) else "[word]"),
@@ -18,31 +23,52 @@ ExpectedPairs = Annotated[  # pairs by split, or the word `published` for the co
 
 
 class RawDataset(Section):
-    """A dataset's place on disk and the way to read it; DVC watches its root."""
+    """The location of a dataset on disk and how to read it. DVC watches its root."""
 
     reader: Annotated[str, one_of(DATASETS)]
-    root: Path  # folder of its annotation files and images
-    options: Mapping[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
-    follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
+    """Name of the reader: a dataset in `components/datasets`, or `pairs` for your own table."""
+
+    root: Path
+    """Folder with the annotation files and the images."""
+
+    options: Mapping[str, Any] = Field(default_factory=dict, validate_default=True)
+    """Options of the reader: the arguments of its function after `root`."""
+
+    follow_links: bool = False
+    """If true, images may be symbolic links to files outside the root, as in a shared DVC cache."""
 
 
 class DatasetEntry(RawDataset):
-    """A dataset of a run; its name is the namespace of its ids."""
+    """A dataset of a run. The dataset's name is the prefix of the ids of its pairs."""
 
-    train_on: tuple[Split, ...] = ("train",)  # its own splits that train; [] of a dataset that is tested only
-    image_root: Path | None = None  # a folder outside the root that images may be in; DVC does not watch it
-    expected_pairs: ExpectedPairs | None = None  # of its own splits, what validate requires once bad rows are out
+    train_on: tuple[Split, ...] = ("train",)
+    """Splits that are used for training: [train], [train, val], or [] for a dataset that is only used for testing."""
+
+    image_root: Path | None = None
+    """Folder outside the root that may contain images. DVC does not watch it: after a change there, force ingest to
+    run."""
+
+    expected_pairs: ExpectedPairs | None = None
+    """Number of pairs per split that must remain after bad rows are removed, or `published` for the counts in the
+    dataset's paper. validate fails if a count differs. null accepts any number."""
 
     @field_validator("train_on")
     @classmethod
-    def possible(cls, splits: tuple[Split, ...]) -> tuple[Split, ...]:
+    def require_train_and_spare_test(cls, splits: tuple[Split, ...]) -> tuple[Split, ...]:
+        """Check that test is not used for training, and val only together with train.
+
+        Raises:
+            ValueFault: the splits contain test, or val without train.
+        """
         if "test" in splits:
-            raise ValueError(f"a test split must not train; choose from {', '.join(SPLITS[:2])}")
+            raise ValueFault("settings.test_trains", value=list(splits), names=list(SPLITS[:2]))
         if splits and "train" not in splits:
-            raise ValueError("val trains beside train alone; write [train, val], or [] where nothing trains")
+            raise ValueFault("settings.val_trains_alone", value=list(splits))
         return splits
 
 
 class Ingest(Section):
-    # by name, which is a part of ids and files
+    """The datasets that a run reads."""
+
     datasets: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], DatasetEntry] = Field(min_length=1)
+    """Datasets of the run, by name. The name is used in ids and file names."""

@@ -6,8 +6,17 @@ from m3diff.settings.section import Section
 
 
 class Predict(Section):
-    """Batches and lengths. A batch holds pairs of one question, so its size changes no caption."""
+    """Settings for captioning the test split.
+
+    All pairs of a batch have the same question, so the batch size does not change any caption.
+    """
 
     batch_pairs: int = Field(ge=1)
+    """Number of pairs that one worker captions together. Larger batches are faster and take more memory."""
+
     max_new_tokens: int = Field(ge=1)
-    limit: int = Field(ge=0)  # pairs of the test split; 0 is all
+    """Maximum length of a caption, in tokens. Longer captions are cut off. A batch takes as long as its longest
+    caption."""
+
+    limit: int = Field(ge=0)
+    """Number of test pairs to caption; 0 captions all. Scores on fewer pairs are not comparable to published scores."""

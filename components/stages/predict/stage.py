@@ -1,15 +1,17 @@
-"""Caption the test split: batched greedy decoding, saliency maps, and two controls on a sample of the pairs.
+"""Caption the test split, compute saliency maps, and caption two controls that show whether the model uses both images.
 
-The one pairs the image before with the image after of another pair: a model that looks at both images must lose its
-score there. The other swaps the two images: the inverse change must be named. Captions are kept as they come, so that a
-killed run goes on with what is missing. Run: `m3diff predict`.
+Captions are decoded greedily in batches. The controls use a sample of the test pairs. The shuffled control combines
+each before-image with the after-image of another pair: the scores of a model that looks at both images must drop. The
+reversed control swaps the images of each pair: the model must describe the inverse change. Every caption is immediately
+written to a journal, so that the next run continues where a killed run stopped. Run: `m3diff predict`.
 
-They are made in this process, or in Ray workers with a GPU each (`compute.gpu`, `compute.workers`). Each worker loads
-the checkpoint and takes its part of the batches. When one dies, the batches without an answer are dealt to new workers.
+The model runs in this process or in Ray workers with one GPU each (`compute.gpu`, `compute.workers`). Each worker loads
+the checkpoint and captions its part of the batches. If a worker dies, new workers caption the remaining batches.
 Threads read, check and resize the images of the next batches while the model computes.
 
-At 7B shapes a pair takes 21.9 TFLOP to read, vision encoder and MDP module included. Its saliency map, from the same
-pass, takes 0.13 more: 401 PFLOP for the paper's 16.2k test pairs and two controls of 1,000.
+For a 7B model, reading a pair takes 21.9 TFLOP, including the vision encoder and the MDP module. The saliency map,
+computed in the same pass, takes another 0.13 TFLOP. The paper's 16.2k test pairs and two controls of 600 pairs each
+take 383 PFLOP.
 """
 
 import base64
@@ -27,35 +29,41 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 import numpy as np
 import pyarrow.parquet as pq
 
-from m3diff.cluster import NoRoomError, per_worker, start_ray, wait_for_room
+from m3diff.cluster import NoRoomError, start_ray, wait_for_room, worker_resources
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
-from m3diff.models.device import Device, environment
+from m3diff.models.device import Device, process_environment
 from m3diff.provenance.code import key_of
-from m3diff.records.errors import DataError, readable
+from m3diff.records.errors import CodedError, DataError, ParamsError, data_error_if_unreadable
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
-from m3diff.records.progress import ahead, progress
+from m3diff.records.progress import prefetch, progress
+from m3diff.runtime import prepare
 from m3diff.settings.compute import Compute
-from m3diff.settings.section import ParamsError
 from m3diff.stages.predict.params import Predict
 
 if TYPE_CHECKING:
     from m3diff.models.generation import Captioner
     from m3diff.models.processing import PairProcessor
 
-PREDICTIONS, SHUFFLED, REVERSED = "predictions", "predictions_shuffled", "predictions_reversed"
+PREDICTIONS = "predictions"
+SHUFFLED = "predictions_shuffled"
+REVERSED = "predictions_reversed"
 CONTROL_SEED = 0
-CONTROL_PAIRS = 600  # pairs of each control at most, sampled from all
+CONTROL_PAIRS = 600  # maximum number of pairs per control, sampled from all pairs
 
-AHEAD = 2  # batches whose images are prepared beforehand
-ROOM_S = 60  # within which Ray must have nodes for every worker
+PREPARED_BATCHES = 2  # number of batches whose images are prepared while the model computes
+NODES_TIMEOUT_S = 60  # seconds to wait until Ray has enough nodes for all workers
 
-Key = tuple[str, str]  # name of the set of pairs (predictions, control), id of the pair
+PredictionKey = tuple[str, str]  # name of the set (predictions or a control) and id of the pair
 
 
 class PairSample(NamedTuple):
-    """A pair of the test split; digests as in the samples, 32 bytes."""
+    """An image pair of the test split with its question.
+
+    Attributes:
+        before_sha256, after_sha256: SHA-256 digests of the image files (32 bytes), as in the samples.
+    """
 
     id: str
     before: str
@@ -69,26 +77,31 @@ COLUMNS = ["pair", *PairSample._fields[1:]]
 
 
 class Batch(NamedTuple):
-    """Pairs of one question, numbered among the batches of the run; `saliency` asks for the maps, too."""
+    """Pairs with the same question.
+
+    Attributes:
+        number: index among all batches of the run.
+        saliency: whether saliency maps are needed as well.
+    """
 
     number: int
     pairs: list[PairSample]
     saliency: bool
 
 
-class Answer(NamedTuple):
-    """The model's caption of a pair, and where it looks: [rows, columns] float16, where asked for."""
+class Prediction(NamedTuple):
+    """The model's caption of a pair, and its saliency map ([rows, columns] float16) if one was requested."""
 
     caption: str
     saliency: np.ndarray | None
 
 
-Answered = tuple[int, list[Answer]]  # the number of a batch, and its answers in the order of its pairs
+BatchPredictions = tuple[int, list[Prediction]]  # number of the batch, and predictions in the order of its pairs
 
 
 @dataclass(frozen=True)
-class Job:
-    """The work that a worker is sent."""
+class CaptionJob:
+    """The checkpoint, the maximum caption length in tokens, and the hardware settings of a captioning run."""
 
     checkpoint: Path
     max_new_tokens: int
@@ -96,27 +109,40 @@ class Job:
 
 
 class PredictReport(StageReport):
-    """Pairs of the test split in, captions out; `words` is the mean length of a caption; `control` counts the captions
-    of pairs with another pair's image after, `reversed` those of pairs with their images swapped."""
+    """Report of the stage. `rows_in` counts test pairs, and `rows_out` counts their captions.
+
+    Attributes:
+        words: mean number of words per caption.
+        control: number of captions of the shuffled control.
+        reversed: number of captions of the reversed control.
+    """
 
     words: float
     control: int
     reversed: int
 
 
+class JournalInUseError(CodedError, BlockingIOError):
+    """Another process is captioning the same pairs."""
+
+
+class WorkersDiedError(CodedError, ConnectionError):
+    """More Ray workers died than `compute.max_failures` allows."""
+
+
 class Journal:
-    """A file with a line of JSON for each answer. Within `with`, no other process has it.
+    """A file with one line of JSON per prediction. As a context manager, it locks the file against other processes.
 
     Attributes:
-        answers: all that the file holds.
+        predictions: all predictions in the file.
 
     Raises:
-        BlockingIOError: another process writes it.
+        JournalInUseError: another process has locked the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.answers: dict[Key, Answer] = {}
+        self.predictions: dict[PredictionKey, Prediction] = {}
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,17 +151,20 @@ class Journal:
             lock_exclusively(self.file, wait=False)
         except BlockingIOError as error:
             self.file.close()
-            raise BlockingIOError(f"{self.path}: another process captions the same pairs; wait for its end") from error
+            raise JournalInUseError("predict.journal_in_use", path=self.path) from error
         self.file.seek(0)
         self.file.truncate(self._read(self.file.read()))
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.file.close()
 
     def _read(self, data: bytes) -> int:
-        """Take the answers of whole lines; return the length of these. What follows a torn line was never finished."""
-        whole = 0
+        """Read all complete lines and return their total length in bytes.
+
+        A killed run may leave a partial last line.
+        """
+        complete_bytes = 0
         for line in data.splitlines(keepends=True):
             try:
                 if not line.endswith(b"\n"):
@@ -144,54 +173,59 @@ class Journal:
                 saliency = None
                 if "saliency" in row:
                     saliency = np.frombuffer(base64.b64decode(row["saliency"]), np.float16).reshape(row["shape"])
-                self.answers[row["set"], row["pair"]] = Answer(row["caption"], saliency)
+                self.predictions[row["set"], row["pair"]] = Prediction(row["caption"], saliency)
             except ValueError:
                 break
-            whole += len(line)
-        return whole
+            complete_bytes += len(line)
+        return complete_bytes
 
-    def add(self, answers: Iterable[tuple[Key, Answer]]) -> None:
-        """Write the answers that are not there yet, down to the disk."""
-        for key, answer in answers:
-            if key not in self.answers:
-                self.answers[key] = answer
-                row: dict[str, Any] = {"set": key[0], "pair": key[1], "caption": answer.caption}
-                if answer.saliency is not None:
-                    row["shape"] = answer.saliency.shape
-                    row["saliency"] = base64.b64encode(answer.saliency.tobytes()).decode()
+    def add(self, predictions: Iterable[tuple[PredictionKey, Prediction]]) -> None:
+        """Write the predictions that are not yet in the file, and flush them to the disk."""
+        for key, prediction in predictions:
+            if key not in self.predictions:
+                self.predictions[key] = prediction
+                set_name, pair_id = key
+                row: dict[str, Any] = {"set": set_name, "pair": pair_id, "caption": prediction.caption}
+                if prediction.saliency is not None:
+                    row["shape"] = prediction.saliency.shape
+                    row["saliency"] = base64.b64encode(prediction.saliency.tobytes()).decode()
                 self.file.write(json.dumps(row).encode() + b"\n")
         self.file.flush()
         flush_to_disk(self.file.fileno())
 
 
 def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Path) -> PredictReport:
-    """Write predictions.json and those of both controls, saliency.npz and report.json to `out`.
+    """Write the predictions of the test pairs and the two controls, saliency.npz and report.json to `out`.
 
     Raises:
-        DataError: no test pair; an image that is unreadable or not the one that ingest saw; or a checkpoint that is
+        DataError: the test split is empty, an image is unreadable or has changed since ingest, or the checkpoint is
             incomplete.
-        ParamsError: GPUs are asked for that are not there.
-        BlockingIOError: another process captions the same pairs.
-        ConnectionError: Ray workers died more often than `compute.max_failures`; the next run goes on from there.
+        ParamsError: there are fewer GPUs than `compute` requires.
+        JournalInUseError: another process is captioning the same pairs.
+        WorkersDiedError: more Ray workers died than `compute.max_failures` allows. The next run continues this one.
     """
-    mixture, model, out, scratch = mixture.resolve(), model.resolve(), out.resolve(), compute.scratch.resolve()
+    mixture = mixture.resolve()
+    model = model.resolve()
+    out = out.resolve()
+    scratch = compute.scratch.resolve()
     pairs = read_test_pairs(mixture)[: cfg.limit or None]
-    sets = dict(zip((PREDICTIONS, SHUFFLED, REVERSED), (pairs, *control_pairs(pairs)), strict=True))
-    journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, model / 'checkpoint')}.jsonl")
+    shuffled, swapped = control_pairs(pairs)
+    sets = {PREDICTIONS: pairs, SHUFFLED: shuffled, REVERSED: swapped}
+    job = CaptionJob(checkpoint=model / "checkpoint", max_new_tokens=cfg.max_new_tokens, compute=compute)
+    journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, job.checkpoint)}.jsonl")
     with journal:
-        caption_missing(Job(model / "checkpoint", cfg.max_new_tokens, compute), sets, cfg.batch_pairs, journal)
-        answers = {name: [journal.answers[name, pair.id] for pair in chosen] for name, chosen in sets.items()}
-        for name, chosen in sets.items():
-            found = zip(chosen, answers[name], strict=True)
-            rows = [{"image_id": pair.id, "caption": answer.caption} for pair, answer in found]
+        caption_missing(job, sets, cfg.batch_pairs, journal)
+        for name, set_pairs in sets.items():
+            rows = [{"image_id": pair.id, "caption": journal.predictions[name, pair.id].caption} for pair in set_pairs]
             write_atomic(out / f"{name}.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-        _write_saliency(out / "saliency.npz", pairs, answers[PREDICTIONS])
-        words = round(float(np.mean([len(answer.caption.split()) for answer in answers[PREDICTIONS]])), 2)
+        predictions = [journal.predictions[PREDICTIONS, pair.id] for pair in pairs]
+        _write_saliency(out / "saliency.npz", pairs, predictions)
+        mean_words = np.mean([len(prediction.caption.split()) for prediction in predictions])
         report = PredictReport(
             stage="predict",
             rows_in=len(pairs),
             rows_out=len(pairs),
-            words=words,
+            words=round(float(mean_words), 2),
             control=len(sets[SHUFFLED]),
             reversed=len(sets[REVERSED]),
         ).write(out / "report.json")
@@ -200,214 +234,265 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
 
 
 def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
-    """Names a run: the hash of the parameters, samples, checkpoint and code that decide its captions; of no path.
+    """Return the name of a run: a hash of the parameters, samples, checkpoint and code that determine its captions.
+
+    Paths do not affect the hash.
 
     Raises:
-        DataError: the checkpoint was not written to its end.
+        DataError: the checkpoint is incomplete.
     """
     manifest = read_manifest(checkpoint)
-    facts = {
+    inputs = {
         "predict": cfg.model_dump(mode="json"),
         "checkpoint": manifest["files"],
         "samples": [f"{file.name} {sha256(file)}" for file in sorted((mixture / "test").glob("*.parquet"))],
     }
-    family = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
-    return key_of(facts, Path(__file__), family)
+    family_modules = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
+    return key_of(inputs, Path(__file__), family_modules)
 
 
-def caption_missing(job: Job, sets: dict[str, list[PairSample]], batch_pairs: int, journal: Journal) -> None:
-    """Caption what the journal does not hold, in the batches that an undisturbed run has."""
-    named = [(name, batch) for name, pairs in sets.items() for batch in batches(pairs, batch_pairs)]
-    todo = [
+def caption_missing(job: CaptionJob, sets: dict[str, list[PairSample]], batch_pairs: int, journal: Journal) -> None:
+    """Caption the pairs that are not yet in the journal.
+
+    A resumed run uses the same batches as an uninterrupted one, so that it computes the same captions.
+    """
+    all_batches: list[tuple[str, list[PairSample]]] = []  # each with the name of its set
+    for name, pairs in sets.items():
+        all_batches += [(name, batch) for batch in batches(pairs, batch_pairs)]
+    missing_batches = [
         Batch(number, batch, saliency=name == PREDICTIONS)
-        for number, (name, batch) in enumerate(named)
-        if any((name, pair.id) not in journal.answers for pair in batch)
+        for number, (name, batch) in enumerate(all_batches)
+        if any((name, pair.id) not in journal.predictions for pair in batch)
     ]
-    if journal.answers:
-        print(f"predict: resumed; {len(journal.answers)} captions of an earlier run are kept", flush=True)
-    if not todo:
+    earlier_captions = len(journal.predictions)
+    if earlier_captions:
+        print(f"predict: resumed; {earlier_captions} captions of an earlier run are kept", flush=True)
+    if not missing_batches:
         return
-    started, before = time.monotonic(), len(journal.answers)
-    for number, answers in progress(caption(job, todo), "predict", total=len(todo), unit="batch"):
-        name, batch = named[number]
-        journal.add(((name, pair.id), answer) for pair, answer in zip(batch, answers, strict=True))
-    seconds, made = time.monotonic() - started, len(journal.answers) - before
-    print(f"predict: {made} captions in {seconds:.0f} s, {made / seconds:.1f} a second", flush=True)
+    started = time.monotonic()
+    stream = caption_batches(job, missing_batches)
+    for number, predictions in progress(stream, "predict", total=len(missing_batches), unit="batch"):
+        name, batch = all_batches[number]
+        keys = [(name, pair.id) for pair in batch]
+        journal.add(zip(keys, predictions, strict=True))
+    seconds = time.monotonic() - started
+    captions = len(journal.predictions) - earlier_captions
+    print(f"predict: {captions} captions in {seconds:.0f} s, {captions / seconds:.1f} a second", flush=True)
 
 
 def read_test_pairs(mixture: Path) -> list[PairSample]:
-    """The test split's pairs, each once, in the mixture's order.
+    """Return the distinct pairs of the test split, in the order of the mixture.
 
     Raises:
-        DataError: there is none.
+        DataError: the test split is empty, or a file cannot be read.
     """
     pairs: dict[str, PairSample] = {}
     for file in sorted((mixture / "test").glob("*.parquet")):
-        with readable(file):
+        with data_error_if_unreadable(file):
             table = pq.read_table(file, columns=COLUMNS).to_pydict()
         for row in zip(*(table[column] for column in COLUMNS), strict=True):
             pairs.setdefault(row[0], PairSample(*row))
     if not pairs:
-        raise DataError(f"{mixture / 'test'}: no sample of the test split; run `m3diff convert` and read its report")
+        raise DataError("predict.no_test_sample", path=mixture / "test")
     return list(pairs.values())
 
 
 def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> tuple[list[PairSample], list[PairSample]]:
-    """Return two controls of `count` pairs (all where there are fewer), sampled by a seed, in order.
+    """Return the pairs of the shuffled control and of the reversed control.
 
-    In the first, each has the image after of another pair, half the list on: of any two or more pairs none keeps its
-    own, and the partners come from the whole list. In the second, each has its own two images swapped. A smaller count
-    gives a part of a larger one.
+    Both controls use the same random sample of `pairs`, in their original order. A smaller sample is a subset of a
+    larger sample.
+
+    Args:
+        count: maximum number of pairs in each control.
     """
+    # Take the after-image from the pair half a list away, so that no pair keeps its own after-image
     shift = max(1, len(pairs) // 2)
-    shuffled, swapped = [], []
-    for number in sorted(np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count]):
-        one, other = pairs[number], pairs[(number + shift) % len(pairs)]
-        shuffled.append(one._replace(after=other.after, after_sha256=other.after_sha256))
-        swapped.append(PairSample(one.id, one.after, one.before, one.after_sha256, one.before_sha256, one.question))
+    sample = np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count]
+    shuffled = []
+    swapped = []
+    for number in sorted(sample):
+        pair = pairs[number]
+        partner = pairs[(number + shift) % len(pairs)]
+        shuffled.append(pair._replace(after=partner.after, after_sha256=partner.after_sha256))
+        swapped.append(
+            pair._replace(
+                before=pair.after,
+                after=pair.before,
+                before_sha256=pair.after_sha256,
+                after_sha256=pair.before_sha256,
+            )
+        )
     return shuffled, swapped
 
 
 def batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:
-    """Up to `size` pairs of one question each: without padding, no pair changes another's caption."""
+    """Split the pairs into batches of at most `size` pairs with the same question.
+
+    Prompts of equal length need no padding, so no pair affects the caption of another.
+    """
     by_question: dict[str, list[PairSample]] = {}
     for pair in pairs:
         by_question.setdefault(pair.question, []).append(pair)
-    return [same[at : at + size] for same in by_question.values() for at in range(0, len(same), size)]
+    chunks = []
+    for question_pairs in by_question.values():
+        chunks += [question_pairs[start : start + size] for start in range(0, len(question_pairs), size)]
+    return chunks
 
 
-def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """Return the answers of all batches: in their order, or as they come from Ray's workers.
+def caption_batches(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchPredictions]:
+    """Return the predictions of all batches: in order, or as they are finished if Ray workers caption them.
 
     Raises:
-        DataError: the checkpoint is incomplete; an image is unreadable or not the one that ingest saw.
-        DeviceError: a GPU is asked for and there is none.
-        ParamsError: Ray cannot place as many workers.
-        ConnectionError: Ray workers died more often than `compute.max_failures`.
+        DataError: the checkpoint is incomplete, or an image is unreadable or has changed since ingest.
+        DeviceError: `compute.gpu` is set, but no GPU is available.
+        ParamsError: Ray's nodes do not have enough resources for the workers.
+        WorkersDiedError: more Ray workers died than `compute.max_failures` allows.
     """
     if job.compute.gpu and job.compute.workers:
         return caption_on_ray(job, batches)
-    return answers_of(load(job), batches, job.compute.cpus_per_worker)
+    return caption_in_order(load_model(job), batches, job.compute.cpus_per_worker)
 
 
-def answers_of(captioner: "Captioner", batches: Sequence[Batch], threads: int) -> Iterator[Answered]:
-    """Yield the answers of the batches, in their order."""
-    for batch, images in zip(batches, images_ahead(batches, captioner.processor, threads), strict=True):
+def caption_in_order(captioner: "Captioner", batches: Sequence[Batch], threads: int) -> Iterator[BatchPredictions]:
+    """Yield the predictions of each batch, in the order of the batches.
+
+    Args:
+        threads: number of threads that prepare images.
+    """
+    for batch, images in zip(batches, prepare_images(batches, captioner.processor, threads), strict=True):
         captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
-        shown = [None] * len(captions) if maps is None else maps
-        yield batch.number, [Answer(*answer) for answer in zip(captions, shown, strict=True)]
+        saliency_maps = [None] * len(captions) if maps is None else maps
+        predictions = [Prediction(*fields) for fields in zip(captions, saliency_maps, strict=True)]
+        yield batch.number, predictions
 
 
-def load(job: Job) -> "Captioner":
-    """Return the model with fused kernels, in the precision that it was trained in."""
+def load_model(job: CaptionJob) -> "Captioner":
+    """Load the model with fused kernels, in the precision it was trained in."""
     from m3diff.models.generation import load_captioner
 
-    config = job.checkpoint / "config.json"
-    dtype = json.loads(config.read_text(encoding="utf-8")).get("dtype") if config.is_file() else None
+    config_file = job.checkpoint / "config.json"
+    dtype = json.loads(config_file.read_text(encoding="utf-8")).get("dtype") if config_file.is_file() else None
     device = Device(job.compute.gpu, "bf16" if dtype == "bfloat16" else "fp32")
     captioner = load_captioner(job.checkpoint, job.max_new_tokens, device)
     captioner.family.fuse(captioner.model, "none")
     return captioner
 
 
-def images_ahead(batches: Sequence[Batch], processor: "PairProcessor", threads: int) -> Iterator[list[np.ndarray]]:
-    """Yield each batch's images as the processor prepares them, before, after, before, after, ...; those of the next
-    AHEAD batches are on the way."""
+def prepare_images(batches: Sequence[Batch], processor: "PairProcessor", threads: int) -> Iterator[list[np.ndarray]]:
+    """Yield the prepared images of each batch: before, after, before, after, ...
 
-    def prepared(path: str, sha256: bytes | None) -> np.ndarray:
+    Meanwhile, threads prepare the images of the next PREPARED_BATCHES batches.
+    """
+
+    def prepare(path: str, sha256: bytes | None) -> np.ndarray:
         return processor.prepare_image(load_image(path, sha256))
 
     def submit(batch: Batch) -> list[Future[np.ndarray]]:
-        files = [((pair.before, pair.before_sha256), (pair.after, pair.after_sha256)) for pair in batch.pairs]
-        return [pool.submit(prepared, *file) for both in files for file in both]
+        images = []
+        for pair in batch.pairs:
+            images.append(pool.submit(prepare, pair.before, pair.before_sha256))
+            images.append(pool.submit(prepare, pair.after, pair.after_sha256))
+        return images
 
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        yield from ahead(submit, batches, AHEAD)
+        yield from prefetch(submit, batches, PREPARED_BATCHES)
 
 
-class Worker:
-    """A Ray actor: a model, and the batches that it is dealt."""
+class CaptionWorker:
+    """A Ray actor that loads the model and captions batches."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CaptionJob) -> None:
+        prepare()
         self.job = job
 
-    def caption(self, batches: list[Batch]) -> Iterator[Answered]:
+    def caption(self, batches: list[Batch]) -> Iterator[BatchPredictions]:
+        """Load the model, then yield the predictions of each batch in order."""
         import torch
 
         threads = self.job.compute.cpus_per_worker
         torch.set_num_threads(threads)
-        yield from answers_of(load(self.job), batches, threads)
+        yield from caption_in_order(load_model(self.job), batches, threads)
 
 
-def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """Yield the answers as they come from `compute.workers` workers, to which the batches are dealt by turns."""
+def caption_on_ray(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchPredictions]:
+    """Yield predictions as `compute.workers` workers finish them. If a worker dies, new workers take over."""
     import ray
 
-    left, failures, most = {batch.number: batch for batch in batches}, 0, job.compute.max_failures
+    missing = {batch.number: batch for batch in batches}
+    failures = 0
+    max_failures = job.compute.max_failures
     start_ray(job.compute)
     try:
-        while left:
+        while missing:
             try:
-                for number, answers in _as_they_come(job, list(left.values())):
-                    del left[number]
-                    yield number, answers
+                for number, predictions in _caption_by_new_workers(job, list(missing.values())):
+                    del missing[number]
+                    yield number, predictions
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayActorError as error:
-                if failures == most:
-                    raise ConnectionError(
-                        f"a worker died ({error}) and compute.max_failures: {most} allows no more; "
-                        "run `m3diff predict` again: what is captioned so far is kept"
-                    ) from error
+                if failures == max_failures:
+                    raise WorkersDiedError("predict.workers_died", cause=str(error), limit=max_failures) from error
                 failures += 1
                 print(
-                    f"predict: a worker died ({textwrap.shorten(str(error), 160)}); {len(left)} unanswered batches go "
-                    f"to new workers (failure {failures} of {most} that compute.max_failures allows)",
+                    f"predict: a worker died ({textwrap.shorten(str(error), 160)}); {len(missing)} unanswered batches "
+                    f"go to new workers (failure {failures} of {max_failures} that compute.max_failures allows)",
                     flush=True,
                 )
     finally:
         ray.shutdown()
 
 
-def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """Yield the answers of new workers, each with CPUs and a GPU of its own, whichever is first.
+def _caption_by_new_workers(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchPredictions]:
+    """Start workers, distribute the batches among them, and yield predictions as they finish.
 
     Raises:
-        ParamsError: the nodes of Ray are too small for them.
+        ParamsError: Ray's nodes do not have enough resources for the workers.
     """
     import ray
 
-    count, needs = min(job.compute.workers, len(batches)), per_worker(job.compute)
+    count = min(job.compute.workers, len(batches))
+    resources = worker_resources(job.compute)
     try:
-        wait_for_room(job.compute.model_copy(update={"workers": count}), ROOM_S)
+        wait_for_room(job.compute.model_copy(update={"workers": count}), NODES_TIMEOUT_S)
     except NoRoomError as error:
-        raise ParamsError(f"compute.workers: {error}") from error
-    place = {"env_vars": environment(job.compute.gpu)}
-    remote = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), runtime_env=place)(Worker)
-    workers: list[Any] = [remote.remote(job) for _ in range(count)]
+        raise ParamsError("predict.no_room_for_workers", cause=str(error)) from error
+    remote_class = ray.remote(
+        num_cpus=resources["CPU"],
+        num_gpus=resources.get("GPU", 0),
+        runtime_env={"env_vars": process_environment(job.compute.gpu)},
+    )(CaptionWorker)
+    workers: list[Any] = [remote_class.remote(job) for _ in range(count)]
     streams = [worker.caption.remote(batches[rank::count]) for rank, worker in enumerate(workers)]
     try:
         while streams:
-            first: Any = ray.wait(streams, num_returns=1)[0][0]
+            ready_streams, _ = ray.wait(streams, num_returns=1)
+            stream: Any = ready_streams[0]
             try:
-                answered = ray.get(next(first))
+                predictions = ray.get(next(stream))
             except StopIteration:
-                streams.remove(first)
+                streams.remove(stream)
             else:
-                yield answered
+                yield predictions
     finally:
         for worker in workers:
-            ray.kill(worker)  # one that is only out of reach answers nothing twice
+            # An unreachable worker may still be running. Kill it so that it does not caption batches that new workers
+            # take over
+            ray.kill(worker)
 
 
-def _write_saliency(path: Path, pairs: Sequence[PairSample], answers: Sequence[Answer]) -> None:
-    """`ids` and `maps` [pairs, rows, columns] float16, in the order of the pairs; both empty where the model's family
-    has no maps. NumPy's compressed archive; what NumPy writes itself has other headers, and so another hash, under
-    Python 3.11.2 than under 3.11.7."""
-    maps = [answer.saliency for answer in answers if answer.saliency is not None]
+def _write_saliency(path: Path, pairs: Sequence[PairSample], predictions: Sequence[Prediction]) -> None:
+    """Write a compressed NumPy archive with `ids` and `maps` ([pairs, rows, columns] float16), in the pairs' order.
+
+    Both are empty if the model's family does not compute saliency maps.
+    """
+    maps = [prediction.saliency for prediction in predictions if prediction.saliency is not None]
     assert len(maps) in (0, len(pairs)), f"{len(maps)} saliency maps of {len(pairs)} pairs"
     ids = np.array([pair.id for pair in pairs[: len(maps)]], dtype=str)
     archive = io.BytesIO()
+    # np.savez_compressed is not used because its headers, and thus the file's hash, differ between Python 3.11.2 and
+    # 3.11.7
     with zipfile.ZipFile(archive, "w") as file:
         for name, array in (("ids", ids), ("maps", np.stack(maps) if maps else np.empty((0, 0, 0), np.float16))):
             content = io.BytesIO()

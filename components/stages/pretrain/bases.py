@@ -1,11 +1,13 @@
-"""The tiny bases: a LLaVA-OneVision of 1.4 M parameters for M3Diff and OneDiff, a BLIP-2 of 2 M for BLIP2IDC.
+"""The tiny base models: a LLaVA-OneVision for M3Diff and OneDiff (1.4 M parameters), and a BLIP-2 for BLIP2IDC (2 M).
 
-Each says how a base is made, fed and written. As BLIP-2 did, the BLIP-2 joins a vision encoder and an LLM that have
-been trained, those of the LLaVA-OneVision, by a Q-Former that has not. Patches of another size and their positions are
-resized and learn to see again; unlike BLIP-2's, the LLM trains along, since it has read 25 patches an image and no
-query. It captions a picture behind the queries and a start token, without a question, as BLIP2IDC is asked; where a
-task asks for something, the question follows the start token. A picture is one image, stretched; of two images, each is
-stretched to half of the square and they are stacked, as in `components/models/blip2idc_model.py`.
+Each class defines how to create a base, how it reads samples and how to save it.
+
+Like the original, this BLIP-2 connects a trained vision encoder and a trained LLM with a new Q-Former. The encoder and
+the LLM are taken from the tiny LLaVA-OneVision. The patch size is different, so the encoder's filters and positions are
+resized and trained again. Unlike in the original, the LLM is also trained, because so far it has only read patches, not
+queries. To caption a picture, the LLM reads the queries and a start token, without a question, as in BLIP2IDC. Other
+questions follow the start token. A picture contains one image, stretched to a square, or two stacked images, each
+stretched to half of the square as in `components/models/blip2idc_model.py`.
 """
 
 import json
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
+from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 from m3diff.stages.pretrain.params import Pretrain
 
@@ -35,7 +38,8 @@ CHAT_TEMPLATE = (
     "{% for part in message['content'] if part['type'] == 'text' %}\n{{ part['text'] }}{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-QUESTIONS = (  # what fine-tuning will ask (profiles/questions.yaml, task `difference`; a test compares the two)
+# The questions used in fine-tuning: the task `difference` in profiles/questions.yaml. A test compares the two lists.
+QUESTIONS = (
     "What has changed from the first image to the second?",
     "Describe the difference between the two images.",
     "Compare the two images and say what changed.",
@@ -46,57 +50,65 @@ QUESTIONS = (  # what fine-tuning will ask (profiles/questions.yaml, task `diffe
 
 DESCRIBE = ("Describe the image.", "Describe both images.")
 
-CAPTION = {*DESCRIBE, *QUESTIONS}  # questions that BLIP-2 answers without being asked
+CAPTION_QUESTIONS = {*DESCRIBE, *QUESTIONS}  # BLIP-2 answers these with a caption and does not read the question
 
-# Sizes of a BLIP-2's vision encoder, those of the LLaVA-OneVision's
-OF_THE_ENCODER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
+# Fields of the vision encoder's configuration that are copied from the LLaVA-OneVision to the BLIP-2
+ENCODER_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
 
 
 @dataclass(frozen=True)
 class LlavaOneVision:
-    """A LLaVA-OneVision: how it is made, fed and written."""
+    """Creates a LLaVA-OneVision, runs it on samples and saves it."""
 
     cfg: Pretrain
     processor: M3DiffProcessor
 
     def make_model(self) -> LlavaOnevisionForConditionalGeneration:
+        """Return a new model with random weights."""
         config = llava_config(self.cfg, self.processor)
         return LlavaOnevisionForConditionalGeneration._from_config(config, attn_implementation="sdpa")
 
     def encoder(self, model: Any) -> nn.Module:
+        """Return the vision encoder of the model."""
         return model.model.vision_tower
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """[side, side, 3] uint8."""
+        """Resize an image to the encoder's input size and return it as uint8 [side, side, 3]."""
         return self.processor.prepare_image(image)
 
     def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
-        """[pictures, patches, width], as the LLM gets them."""
+        """Return the patch features that the LLM reads, [pictures, patches, width]. `images` is ignored."""
         return encoder(pixel_values=self.pixels(prepared), output_hidden_states=True).hidden_states[-1]
 
     def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
+        """Return the token ids of a prompt with this number of images and a question."""
         return self.processor.encode_prompt(question, images)
 
     def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
-        """[supervised tokens, vocabulary]."""
+        """Return the logits at the supervised positions, [supervised tokens, vocabulary]."""
         inputs: dict[str, object] = {}
         if prepared is not None:
             sizes = torch.full((len(prepared), 2), self.processor.image_processor.side)
             inputs = {"pixel_values": self.pixels(prepared), "image_sizes": sizes}
-            inputs["batch_num_images"] = [len(prepared)]  # the multi-image path: one crop an image
+            inputs["batch_num_images"] = [len(prepared)]  # makes transformers use a single crop of each image
         return model(input_ids=ids, logits_to_keep=supervised, use_cache=False, **inputs).logits
 
     def pixels(self, prepared: np.ndarray) -> Tensor:
+        """Normalise prepared images and return them as [pictures, 3, side, side]."""
         return self.processor.image_processor.to_pixels(torch.from_numpy(prepared))
 
     def write(self, model: Any, folder: Path) -> None:
-        """Write the model, the tokenizer with its chat template, and the files of LLaVA-OneVision's own processor:
-        `AutoProcessor` then finds it, and the project's reads the same files."""
+        """Save the model, the tokenizer with its chat template, and the files of LLaVA-OneVision's processor.
+
+        Both `AutoProcessor` and this project's processor can load these files.
+        """
         model.save_pretrained(folder)
         self.processor.tokenizer.save_pretrained(folder)
-        images, count = self.processor.image_processor, self.processor.num_image_tokens
+        images = self.processor.image_processor
+        count = self.processor.num_image_tokens
         pixels = {"size": images.size, "image_mean": images.image_mean, "image_std": images.image_std}
-        kind, grid = "LlavaOnevisionImageProcessor", model.config.image_grid_pinpoints
+        kind = "LlavaOnevisionImageProcessor"
+        grid = model.config.image_grid_pinpoints
         files: dict[str, dict[str, Any]] = {
             "preprocessor_config.json": {"image_processor_type": kind, "image_grid_pinpoints": grid, **pixels},
             "video_preprocessor_config.json": {"video_processor_type": "LlavaOnevisionVideoProcessor", **pixels},
@@ -108,7 +120,7 @@ class LlavaOneVision:
 
 
 def llava_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionConfig:
-    """A SigLIP vision encoder, a projector and a Qwen2 language model, all of one width."""
+    """Return the configuration of a SigLIP vision encoder, a projector and a Qwen2 LLM, all with the same width."""
     token = processor.tokenizer.convert_tokens_to_ids
     width = cfg.width
     return LlavaOnevisionConfig(
@@ -139,52 +151,64 @@ def llava_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionCon
 
 @dataclass(frozen=True)
 class Blip2Base:
-    """A BLIP-2: how it is made, fed and written."""
+    """Creates a BLIP-2, runs it on samples and saves it."""
 
     config: Blip2IDCConfig
     llava: LlavaOnevisionForConditionalGeneration
     processor: Blip2IDCProcessor
 
     def make_model(self) -> Blip2ForConditionalGeneration:
+        """Return a BLIP-2 with a new Q-Former. The vision encoder and the LLM are copied from the LLaVA-OneVision."""
         model = Blip2ForConditionalGeneration._from_config(self.config, attn_implementation="sdpa")
-        nn.init.normal_(model.query_tokens, std=0.02)  # transformers starts all alike, and alike they would stay
-        take_vision_encoder(model.vision_model, self.llava.model.vision_tower)
+        # transformers initialises all queries to the same values, and identical queries would stay identical
+        nn.init.normal_(model.query_tokens, std=0.02)
+        copy_vision_encoder(model.vision_model, self.llava.model.vision_tower)
         llm = model.language_model
         llm.model.load_state_dict(self.llava.model.language_model.state_dict())
         llm.tie_weights()
         return model
 
     def encoder(self, model: Any) -> nn.Module:
+        """Return the vision encoder of the model."""
         return model.vision_model
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """Return it as it is drawn: a picture of one image and one of two are resized differently."""
+        """Return an image in its original size. `pixels` resizes it, depending on the images per picture."""
         return np.asarray(image.convert("RGB"))
 
     def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
-        """[pictures, patches, width], without the class token."""
+        """Return the patch features, without the class token, of pictures with `images` images each.
+
+        The result is [pictures, patches, width].
+        """
         return encoder(pixel_values=self.pixels(prepared, images)).last_hidden_state[:, 1:]
 
     def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
-        """The places of the queries, if there is a picture, the start token, and what is asked for."""
+        """Return the token ids of a prompt: placeholders for the queries, the start token and the question.
+
+        The placeholders are omitted if there are no images. The question is omitted if it asks for a caption.
+        """
         start = self.processor.prompt if images else self.processor.prompt[-1:]
-        if question in CAPTION:
+        if question in CAPTION_QUESTIONS:
             return start
         return (*start, *self.processor.tokenizer(f"{question}\n", add_special_tokens=False)["input_ids"])
 
     def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
-        """[supervised tokens, vocabulary]."""
+        """Return the logits at the supervised positions, [supervised tokens, vocabulary]."""
         embeds = model.get_input_embeddings()(ids)
         if prepared is not None:
             patches = model.vision_model(pixel_values=self.pixels(prepared, images)).last_hidden_state
             queries = model.query_tokens.expand(len(patches), -1, -1)
-            read = model.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
-            places = ids == model.config.image_token_index
-            embeds = embeds.masked_scatter(places[..., None], model.language_projection(read))
+            visual_tokens = model.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
+            is_query = ids == model.config.image_token_index
+            embeds = embeds.masked_scatter(is_query[..., None], model.language_projection(visual_tokens))
         return model.language_model(inputs_embeds=embeds, logits_to_keep=supervised, use_cache=False).logits
 
     def pixels(self, prepared: np.ndarray, images: int) -> Tensor:
-        """[pictures, 3, side, side], of so many images each, the first on top."""
+        """Stack groups of `images` images into pictures, with the first image on top, and normalise the pictures.
+
+        The result is [pictures, 3, side, side].
+        """
         side = self.processor.image_processor.side
         size = (side, side // images)
         resized = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in prepared]
@@ -192,35 +216,44 @@ class Blip2Base:
         return self.processor.image_processor.to_pixels(torch.from_numpy(pictures))
 
     def write(self, model: Any, folder: Path) -> None:
+        """Save the model and its processor."""
         model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
 
 
 @torch.no_grad()
-def take_vision_encoder(mine: Any, theirs: Any) -> None:
-    """Copy a SigLIP's layers into BLIP-2's, whose queries, keys and values are one linear. Patches and positions are
-    resized to BLIP-2's by a bicubic filter, filters so that they are about as large in sum; a class token stays new."""
-    for layer, other in zip(mine.encoder.layers, theirs.encoder.layers, strict=True):
-        attention = other.self_attn
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        layer.self_attn.qkv.weight.copy_(torch.cat([each.weight for each in projections]))
-        layer.self_attn.qkv.bias.copy_(torch.cat([each.bias for each in projections]))
-        layer.self_attn.projection.load_state_dict(attention.out_proj.state_dict())
-        for name in ("layer_norm1", "layer_norm2", "mlp"):
-            getattr(layer, name).load_state_dict(getattr(other, name).state_dict())
-    mine.post_layernorm.load_state_dict(theirs.post_layernorm.state_dict())
+def copy_vision_encoder(target: Any, source: Any) -> None:
+    """Copy the weights of a SigLIP encoder to the vision encoder of a BLIP-2, except for the class token.
 
-    def resized(grid: Tensor, side: int) -> Tensor:
+    BLIP-2 computes queries, keys and values with one linear layer. The patch filters and the positions are resized by
+    bicubic interpolation, and the filters are scaled so that their sum stays about the same.
+
+    Args:
+        target: vision encoder of the BLIP-2.
+        source: the SigLIP encoder.
+    """
+    for target_layer, source_layer in zip(target.encoder.layers, source.encoder.layers, strict=True):
+        attention = source_layer.self_attn
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        target_layer.self_attn.qkv.weight.copy_(torch.cat([projection.weight for projection in projections]))
+        target_layer.self_attn.qkv.bias.copy_(torch.cat([projection.bias for projection in projections]))
+        target_layer.self_attn.projection.load_state_dict(attention.out_proj.state_dict())
+        for name in ("layer_norm1", "layer_norm2", "mlp"):
+            getattr(target_layer, name).load_state_dict(getattr(source_layer, name).state_dict())
+    target.post_layernorm.load_state_dict(source.post_layernorm.state_dict())
+
+    def resize(grid: Tensor, side: int) -> Tensor:
         return nn.functional.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
 
-    new, filters = mine.embeddings, theirs.embeddings.patch_embedding.weight
-    smaller = (filters.shape[-1] / new.patch_size) ** 2
-    new.patch_embedding.weight.copy_(smaller * resized(filters, new.patch_size))
-    new.patch_embedding.bias.copy_(theirs.embeddings.patch_embedding.bias)
-    positions = theirs.embeddings.position_embedding.weight
+    embeddings = target.embeddings
+    filters = source.embeddings.patch_embedding.weight
+    scale = (filters.shape[-1] / embeddings.patch_size) ** 2
+    embeddings.patch_embedding.weight.copy_(scale * resize(filters, embeddings.patch_size))
+    embeddings.patch_embedding.bias.copy_(source.embeddings.patch_embedding.bias)
+    positions = source.embeddings.position_embedding.weight
     side = round(len(positions) ** 0.5)
-    grid = resized(positions.T.reshape(1, -1, side, side), new.image_size // new.patch_size)
-    new.position_embedding[:, 1:].copy_(grid.flatten(2).transpose(1, 2))
+    grid = resize(positions.T.reshape(1, -1, side, side), embeddings.image_size // embeddings.patch_size)
+    embeddings.position_embedding[:, 1:].copy_(grid.flatten(2).transpose(1, 2))
 
 
 def _sizes(width: int, layers: int) -> dict[str, int]:
@@ -232,28 +265,38 @@ Architecture = LlavaOneVision | Blip2Base
 
 
 def architecture_of(cfg: Pretrain, tokenizer: Any) -> Architecture:
-    """Return the base that `cfg` asks for, fed with the tokenizer or, a BLIP-2, that of its start.
+    """Return the architecture that the settings describe, which creates, runs and saves the base.
 
-    A BLIP-2's `start` is a LLaVA-OneVision of the recipe's width, or torch refuses its weights.
+    Args:
+        cfg: the section `pretrain`. The LLaVA-OneVision that a BLIP-2 starts from must have the same width.
+        tokenizer: tokenizer for a LLaVA-OneVision. For a BLIP-2, this tokenizer is ignored, and the tokenizer of the
+            LLaVA-OneVision is used.
     """
-    size, own = {"height": cfg.vision_px, "width": cfg.vision_px}, cfg.blip2
-    if own is None:
-        tokenizer.chat_template, patches = CHAT_TEMPLATE, (cfg.vision_px // cfg.patch_px) ** 2
-        images, text = M3DiffImageProcessor(size=size), {"chat_template": CHAT_TEMPLATE}
+    size = {"height": cfg.vision_px, "width": cfg.vision_px}
+    blip2 = cfg.blip2
+    if blip2 is None:
+        tokenizer.chat_template = CHAT_TEMPLATE
+        patches = (cfg.vision_px // cfg.patch_px) ** 2
+        images = M3DiffImageProcessor(size=size)
+        text = {"chat_template": CHAT_TEMPLATE}
         return LlavaOneVision(cfg, M3DiffProcessor(images, tokenizer, num_image_tokens=patches, **text))
-    llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
-    tokenizer = AutoTokenizer.from_pretrained(own.start)
-    vision, text = llava.config.vision_config, llava.config.text_config.to_dict()
+    refuse_foreign_code(blip2.start)
+    llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(
+        blip2.start, use_safetensors=True, trust_remote_code=False
+    )
+    tokenizer = AutoTokenizer.from_pretrained(blip2.start, trust_remote_code=False)
+    vision = llava.config.vision_config
+    text = llava.config.text_config.to_dict()
     config = Blip2IDCConfig(
         vision_config={
-            **{name: getattr(vision, name) for name in OF_THE_ENCODER},
+            **{name: getattr(vision, name) for name in ENCODER_FIELDS},
             "image_size": cfg.vision_px,
             "patch_size": cfg.patch_px,
             "initializer_range": 0.02,
         },
-        qformer_config={**_sizes(cfg.width, own.qformer_layers), "encoder_hidden_size": vision.hidden_size},
+        qformer_config={**_sizes(cfg.width, blip2.qformer_layers), "encoder_hidden_size": vision.hidden_size},
         text_config=text | {"bos_token_id": tokenizer.convert_tokens_to_ids("<|im_start|>")},
-        num_query_tokens=own.queries,
+        num_query_tokens=blip2.queries,
         image_token_index=llava.config.image_token_id,
     )
     pixels = Blip2IDCImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)

@@ -1,4 +1,7 @@
-"""The section `pretrain`: sizes and schedule of the tiny base model that the embedded run starts from."""
+"""Parameters in the section `pretrain`: sizes and training schedule of the tiny base model.
+
+The quick-start runs (profiles `embedded*`) start from this base.
+"""
 
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,36 +16,90 @@ TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
 
 class Blip2(Section):
-    """Sizes of a BLIP-2, beside those of `Pretrain`. Its vision encoder's layers, LLM and tokenizer are those of a
-    LLaVA-OneVision as `pretrain` makes it, its Q-Former is new."""
+    """Sizes of a BLIP-2, in addition to those in `Pretrain`.
 
-    start: Path  # the folder of that LLaVA-OneVision
+    The vision encoder, LLM and tokenizer are taken from a LLaVA-OneVision created by `pretrain`. The Q-Former is new.
+    """
+
+    start: Path
+    """Folder of the LLaVA-OneVision to start from."""
+
     queries: int = Field(ge=1)
-    qformer_layers: int = Field(ge=2)  # every second one reads the picture
-    stacked: bool  # its encoder sees two images as one picture, too; false: tasks of one image alone
+    """Number of learnt queries of the Q-Former, which are the visual tokens that the LLM reads."""
+
+    qformer_layers: int = Field(ge=2)
+    """Number of layers of the Q-Former. Every second layer reads the picture."""
+
+    stacked: bool
+    """Whether the encoder learns to segment pictures of two stacked images in addition to pictures of one image."""
 
 
 class Pretrain(Section):
-    """A LLaVA-OneVision of 1.4 M parameters, or a BLIP-2 of 2 M."""
+    """Settings of a LLaVA-OneVision with 1.4 M parameters or a BLIP-2 with 2 M."""
 
     seed: int = Field(ge=0)
-    image_px: int = Field(ge=32)  # as MiniChange is drawn
-    levels: tuple[Level, ...] = Field(("grid",), min_length=1)  # of MiniChange, of which scenes are drawn in turn
-    tasks: tuple[TaskName, ...] = TASKS  # of `stage.curriculum`, "image" among them; fewer make a control
+    """Random seed of the scenes, the initial weights and the order of training."""
+
+    image_px: int = Field(ge=32)
+    """Side of a rendered image, in pixels. Use the image size of MiniChange."""
+
+    levels: tuple[Level, ...] = Field(("grid",), min_length=1)
+    """Levels of MiniChange. Scenes are drawn from each level in turn."""
+
+    tasks: tuple[TaskName, ...] = TASKS
+    """Tasks from `stage.curriculum` to learn. They should include `image`. Leave out tasks to create a base for a
+    control run."""
+
     vision_px: int = Field(ge=8)
-    patch_px: int = Field(ge=4)  # 24: 9 patches, one to a place of the 3 x 3 grid
+    """Side of the image that the vision encoder reads, in pixels."""
+
+    patch_px: int = Field(ge=4)
+    """Side of a patch, in pixels. The number of visual tokens is (vision_px / patch_px) squared."""
+
     width: int = Field(ge=8)
+    """Hidden size of the vision encoder, the projector and the LLM."""
+
     vision_layers: int = Field(ge=1)
+    """Number of transformer layers of the vision encoder."""
+
     text_layers: int = Field(ge=1)
+    """Number of transformer layers of the LLM."""
+
     scenes: int = Field(ge=1)
-    held_out: int = Field(ge=1)  # scenes that do not train
+    """Number of scenes to draw. All images are kept in memory."""
+
+    held_out: int = Field(ge=1)
+    """Number of scenes that are excluded from training and used to measure the accuracy in the log."""
+
     images_per_batch: int = Field(ge=1)
-    segmentation_steps: int = Field(0, ge=0)  # of the vision encoder alone, before `steps` of the whole model
+    """Number of images per optimizer step."""
+
+    segmentation_steps: int = Field(0, ge=0)
+    """Number of steps in which the vision encoder alone learns to segment scenes. They precede the `steps` of the whole
+    model."""
+
     steps: int = Field(ge=1)
-    first_task_steps: int = Field(ge=0)  # the first task alone; with all from the start, shapes are not learnt (LOG.md)
+    """Number of optimizer steps of the whole model."""
+
+    first_task_steps: int = Field(ge=0)
+    """Number of initial steps in which only the first task is trained. If all tasks are trained from the start, the
+    model does not learn shapes (LOG.md)."""
+
     lr_matrices: float = Field(gt=0)
+    """Peak learning rate of Muon, which optimizes the matrices."""
+
     lr: float = Field(gt=0)
+    """Peak learning rate of AdamW, which optimizes the embeddings, convolutions, norms and biases."""
+
     warmup_steps: int = Field(ge=1)
+    """Number of steps in which both learning rates increase from zero to their peak."""
+
     weight_decay: float = Field(ge=0)
-    blip2: Blip2 | None = None  # without it: a LLaVA-OneVision
-    threads: int = Field(ge=1)  # two are a third faster, no more, and the sums then depend on the machine
+    """Decoupled weight decay of both optimizers, Muon and AdamW."""
+
+    blip2: Blip2 | None = None
+    """Sizes of a BLIP-2 to create, or null to create a LLaVA-OneVision."""
+
+    threads: int = Field(ge=1)
+    """Number of threads that torch uses. Two threads are only a third faster than one thread, and make sums depend on
+    the machine."""

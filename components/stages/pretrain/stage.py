@@ -1,22 +1,23 @@
-"""pretrain: the tiny base, a LLaVA-OneVision or a BLIP-2 of transformers' own classes that can describe MiniChange
-images.
+"""pretrain: train the tiny base model, a LLaVA-OneVision or BLIP-2, to describe images of MiniChange.
 
-The real recipes start from models that have seen images but no differences. So do the embedded ones: they learn to
-describe images, whole, place by place, or the things that are asked for. Two images of a task are always unrelated
-(OneDiff's Coupled Sample Training, arXiv 2407.05645): the base is never shown a difference. Asking for a thing by its
-looks teaches the way from looks to place and, where there is none, to "nothing"; without that way a short fine-tuning
-run does not find the place of a change (see LOG.md).
+The published recipes start from models that have seen images but no differences. The quick-start recipes of this
+project (profiles `embedded*`) do the same. The base learns to describe a whole image, an image place by place, or the
+objects that a question asks for. If a sample has two images, they are always unrelated (OneDiff's Coupled Sample
+Training, arXiv 2407.05645), so the base never sees a difference. Questions that describe an object teach the base to
+find the object's place, and to answer "nothing" if there is no such object. Without these questions, a short
+fine-tuning does not learn to find the place of a change (LOG.md).
 
-Before them the vision encoder may learn to segment a scene, through a linear head that is dropped: each patch says, of
-POINTS x POINTS points in it, what lies there, nothing, a mark or an object of which kind, colour, size and state. An
-encoder that learns from descriptions alone gets as far in ten times as long (LOG.md); LLaVA-OneVision starts from an
-encoder that can see, too.
+Before the base learns descriptions, its vision encoder can be trained to segment scenes with a linear head that is
+discarded afterwards. For each of POINTS x POINTS points in a patch, the head predicts whether the point shows nothing,
+an object (with its kind, colour, size and state), or a mark, which a removed object leaves behind. An encoder that
+learns only from descriptions takes ten times as long (LOG.md). LLaVA-OneVision also started from a trained vision
+encoder.
 
-Deterministic; run: `make base`, `make base FAMILY=blip2idc`.
+The result is deterministic. Run this stage with `make base` or `make base FAMILY=blip2idc`.
 
-torch orthogonalises every update of Muon in bf16. Where a processor has to emulate it, that takes 24 times as long as
-in fp32 (54 and 2.3 ms for a matrix of 128 x 256 on an AMD EPYC), five sixths of a step of the tiny base. So it is
-done in fp32 there.
+torch orthogonalizes each update of Muon in bf16. On a processor that emulates bf16, this takes 24 times as long as in
+fp32 (54 instead of 2.3 ms for a 128 x 256 matrix on an AMD EPYC), which is five sixths of a training step. On such
+processors, `orthogonalize` replaces torch's function.
 """
 
 import csv
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from torch.optim import _muon as theirs
+from torch.optim import _muon as torch_muon
 from transformers import Qwen2Tokenizer
 
 from m3diff.datasets.minichange.language import describe_cells, describe_scene, describe_things, references
@@ -59,97 +61,122 @@ from m3diff.stages.pretrain.bases import DESCRIBE, QUESTIONS, SPECIAL, Architect
 from m3diff.stages.pretrain.params import TASKS, Pretrain, TaskName
 
 LOG_EVERY = 200  # steps
-ASKED_FOR = 4  # things a question names
+OBJECTS_PER_QUESTION = 4
 
 
 @dataclass(frozen=True)
-class Task:
-    """`images` scenes make one sample: a question and its answer."""
+class PretrainTask:
+    """A type of question that the base learns to answer.
+
+    Attributes:
+        name: name of the task in the log.
+        images: number of images per sample.
+        ask: function that creates a question and its answer from the scenes of a sample.
+    """
 
     name: TaskName
     images: int
     ask: Callable[[np.random.Generator, list[Scene]], tuple[str, str]]
 
 
-def whole(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """Each image in reading order."""
+def ask_for_images(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """Return a question that asks to describe each image, and the answer with the objects in reading order."""
     if len(scenes) == 1:
         return DESCRIBE[0], describe_scene(scenes[0])
-    return DESCRIBE[1], "; ".join(f"image {k}: {describe_scene(s)}" for k, s in enumerate(scenes, start=1))
+    descriptions = [f"image {number}: {describe_scene(scene)}" for number, scene in enumerate(scenes, start=1)]
+    return DESCRIBE[1], "; ".join(descriptions)
 
 
-def side_by_side(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """Both images, place by place in any order."""
+def ask_for_places(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """Return a question that asks to describe two images by place, and the answer with the places in random order."""
     first, second = (describe_cells(scene) for scene in scenes)
     cells = rng.permutation(sorted({*first, *second}))
-    parts = [f"{PLACES[c]} {first.get(c, 'nothing')} then {second.get(c, 'nothing')}" for c in cells]
+    parts = [f"{PLACES[cell]} {first.get(cell, 'nothing')} then {second.get(cell, 'nothing')}" for cell in cells]
     return "Describe both images place by place.", ", ".join(parts)
 
 
-def asked_for(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """Some things, named by looks that at most one thing of the images has: where each is, or that there is none."""
-    things = [thing for scene in scenes for thing in describe_things(scene)]
-    here = [(f"{PLACES[cell]} {text}", tuple(text.split()[1:4])) for cell, text in things]  # `a small red box ...`
+def ask_for_objects(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """Return a question about objects with a given appearance, and the answer.
+
+    For each object, the answer contains its place and description, or "nothing". Each appearance matches at most one
+    object in the images.
+    """
+    # an appearance consists of the words after the article in `a small red box ...`, or of `mark`
+    described: list[tuple[str, tuple[str, ...]]] = []
+    for scene in scenes:
+        for cell, text in describe_things(scene):
+            described.append((f"{PLACES[cell]} {text}", tuple(text.split()[1:4])))
     answers: dict[str, str] = {}
-    while len(answers) < ASKED_FOR:
-        asked = _question(rng, [looks for _, looks in here])
-        fitting = [answer for answer, looks in here if set(asked.split()) <= set(looks)]
-        if len(fitting) < 2 and (fitting or rng.random() < 0.5):
-            answers[asked] = fitting[0] if fitting else "nothing"
+    while len(answers) < OBJECTS_PER_QUESTION:
+        name = _sample_name(rng, [looks for _, looks in described])
+        matching = [answer for answer, looks in described if set(name.split()) <= set(looks)]
+        if len(matching) < 2 and (matching or rng.random() < 0.5):
+            answers[name] = matching[0] if matching else "nothing"
     return f"Describe the {', the '.join(answers)}.", ", ".join(answers.values())
 
 
-def _question(rng: np.random.Generator, here: list[tuple[str, ...]]) -> str:
+def _sample_name(rng: np.random.Generator, all_looks: list[tuple[str, ...]]) -> str:
+    """Return a name such as `red box`, which may refer to an object in the images or to no object."""
     if rng.random() < 0.4:
         return f"{pick(rng, COLORS)} {pick(rng, KINDS)}" if rng.random() < 0.8 else "mark"
-    looks = pick(rng, here)
+    looks = pick(rng, all_looks)
     if len(looks) == 1:
         return looks[0]
     size, color, kind = looks
-    return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", *2 * (f"{size} {color} {kind}",)))
+    full_name = f"{size} {color} {kind}"
+    return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", full_name, full_name))
 
 
-def sentence(levels: tuple[Level, ...], rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """A caption without any image, of one of the levels: fine-tuning leaves embeddings and head frozen, so the base
-    must know the words, those of the questions, too."""
+def ask_without_images(levels: tuple[Level, ...], rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """Return a fine-tuning question without images, and a caption of a random change as the answer.
+
+    Fine-tuning freezes the embeddings and the head, so the base must learn the words of captions and questions.
+    """
     level = levels[0] if len(levels) == 1 else pick(rng, levels)
     types = sample_types(rng, int(rng.integers(12)), multi_change_share=0.3)
     changes = LEVELS[level].sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
     return str(pick(rng, QUESTIONS)), references(changes, 5)[int(rng.integers(5))]
 
 
-def curriculum(levels: tuple[Level, ...], tasks: tuple[TaskName, ...] = TASKS) -> tuple[Task, ...]:
-    """The tasks of these names in turn, one a step; what asks of two images comes twice."""
-    every = (
-        Task("image", 1, whole),
-        Task("asked for in two", 2, asked_for),
-        Task("side by side", 2, side_by_side),
-        Task("asked for", 1, asked_for),
-        Task("two images", 2, whole),
-        Task("asked for in two", 2, asked_for),
-        Task("side by side", 2, side_by_side),
-        Task("sentence", 0, partial(sentence, levels)),
+def curriculum(levels: tuple[Level, ...], names: tuple[TaskName, ...] = TASKS) -> tuple[PretrainTask, ...]:
+    """Return the tasks with these names, in the order in which training alternates between them.
+
+    The tasks `asked for in two` and `side by side` occur twice, so they are trained twice as often.
+    """
+    tasks = (
+        PretrainTask("image", 1, ask_for_images),
+        PretrainTask("asked for in two", 2, ask_for_objects),
+        PretrainTask("side by side", 2, ask_for_places),
+        PretrainTask("asked for", 1, ask_for_objects),
+        PretrainTask("two images", 2, ask_for_images),
+        PretrainTask("asked for in two", 2, ask_for_objects),
+        PretrainTask("side by side", 2, ask_for_places),
+        PretrainTask("sentence", 0, partial(ask_without_images, levels)),
     )
-    return tuple(task for task in every if task.name in tasks)
+    return tuple(task for task in tasks if task.name in names)
 
 
 def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
-    """A byte-level BPE of Qwen2's kind on MiniChange's sentences: its words are single tokens, all text has tokens.
+    """Train a byte-level BPE tokenizer in the style of Qwen2 on MiniChange's sentences.
 
-    It is the same whichever tasks the base is taught.
+    MiniChange's words become single tokens, and any other text can also be encoded. The tokenizer does not depend on
+    the tasks that the base learns.
     """
     tasks = curriculum(levels)
     rng = np.random.default_rng(seed)
     texts = ["system user assistant"] * 50
     texts += references((), 5) * 50
     for number in range(6_000):
-        task, level = tasks[number % len(tasks)], LEVELS[levels[number // len(tasks) % len(levels)]]
+        task = tasks[number % len(tasks)]
+        level = LEVELS[levels[number // len(tasks) % len(levels)]]
         question, answer = task.ask(rng, [level.sample_scene(rng) for _ in range(task.images)])
         changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],))[3]
         texts += [f"{question} {answer}", references(changes, 5)[number % 5]]
     bpe = Tokenizer(models.BPE())
     stock: Any = Qwen2Tokenizer().backend_tokenizer
-    bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = stock.normalizer, stock.pre_tokenizer, stock.decoder
+    bpe.normalizer = stock.normalizer
+    bpe.pre_tokenizer = stock.pre_tokenizer
+    bpe.decoder = stock.decoder
     trainer = trainers.BpeTrainer(
         vocab_size=700,
         min_frequency=20,
@@ -168,44 +195,50 @@ def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
     )
 
 
-POINTS = 4  # a side of a patch
-NONE = -1
-SIZES = tuple(dict.fromkeys(size for widths in WIDTHS.values() for size in widths))
-SHOWN = tuple((kind, state) for kind, states in STATES.items() for state in states)
-MARK = 1 + len(KINDS)
-# How many there are of what (0 is nothing, then KINDS, then a mark), of colours, of sizes and of states
-CLASSES = (MARK + 1, len(COLORS), len(SIZES), len(SHOWN))
+POINTS = 4  # number of points along the side of a patch
+NOT_APPLICABLE = -1
+SIZES = tuple(dict.fromkeys(chain.from_iterable(WIDTHS.values())))
+KIND_STATES = tuple((kind, state) for kind, states in STATES.items() for state in states)
+MARK_CLASS = 1 + len(KINDS)
+# Number of classes for the kind (0 is nothing, followed by KINDS and a mark), the colour, the size and the state
+CLASSES = (MARK_CLASS + 1, len(COLORS), len(SIZES), len(KIND_STATES))
 
 
 def segment(scene: Scene, rows: int, columns: int) -> np.ndarray:
-    """Return what the frame shows at rows x columns points, an object as wide and as high as its size.
+    """Return the classes at rows x columns points of a scene. An object covers a square of its size.
 
-    Returns: [rows, columns, 4] int8, the classes of CLASSES, rows from the top; NONE where a class does not apply.
+    Returns:
+        The classes in the order of CLASSES, [rows, columns, 4] int8, with rows from the top. Classes that do not apply,
+        such as the colour of a mark, are NOT_APPLICABLE.
     """
-    found = np.full((rows, columns, len(CLASSES)), NONE, dtype=np.int8)
-    found[..., 0] = 0
-    points = (np.arange(rows) + 0.5) / rows, (np.arange(columns) + 0.5) / columns
+    classes = np.full((rows, columns, len(CLASSES)), NOT_APPLICABLE, dtype=np.int8)
+    classes[..., 0] = 0
+    row_centers = (np.arange(rows) + 0.5) / rows
+    column_centers = (np.arange(columns) + 0.5) / columns
     for mark in scene.marks:
-        found[_covered(scene, mark.center, MARK_WIDTH, points)] = (MARK, NONE, NONE, NONE)
+        covered = _covered(scene, mark.center, MARK_WIDTH, row_centers, column_centers)
+        classes[covered] = (MARK_CLASS, NOT_APPLICABLE, NOT_APPLICABLE, NOT_APPLICABLE)
     for thing in scene.things:
-        state = SHOWN.index((thing.kind, thing.state)) if thing.kind in STATES else NONE
-        classes = (1 + KINDS.index(thing.kind), COLORS.index(thing.color), SIZES.index(thing.size), state)
-        found[_covered(scene, thing.center, WIDTHS[scene.level][thing.size], points)] = classes
-    return found
+        covered = _covered(scene, thing.center, WIDTHS[scene.level][thing.size], row_centers, column_centers)
+        kind = 1 + KINDS.index(thing.kind)
+        state = KIND_STATES.index((thing.kind, thing.state)) if thing.kind in STATES else NOT_APPLICABLE
+        classes[covered] = (kind, COLORS.index(thing.color), SIZES.index(thing.size), state)
+    return classes
 
 
 def _covered(
-    scene: Scene, center: tuple[float, float], width: float, points: tuple[np.ndarray, np.ndarray]
+    scene: Scene, center: tuple[float, float], width: float, row_centers: np.ndarray, column_centers: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    (left, top), (right, bottom) = (
-        scene.view.project((center[0] + half, center[1] + half)) for half in (-width / 2, width / 2)
-    )
-    down, across = points
-    return np.ix_((down > top) & (down < bottom), (across > left) & (across < right))
+    """Return the indices of the points covered by a square around a center, as seen by the scene's camera."""
+    left, top = scene.view.project((center[0] - width / 2, center[1] - width / 2))
+    right, bottom = scene.view.project((center[0] + width / 2, center[1] + width / 2))
+    is_row_covered = (row_centers > top) & (row_centers < bottom)
+    is_column_covered = (column_centers > left) & (column_centers < right)
+    return np.ix_(is_row_covered, is_column_covered)
 
 
 class Segmentation(nn.Module):
-    """The vision encoder, which trains along, and the head on its patches."""
+    """The vision encoder and a linear head that classifies points in the encoder's patches."""
 
     def __init__(self, encoder: nn.Module, width: int) -> None:
         super().__init__()
@@ -213,113 +246,154 @@ class Segmentation(nn.Module):
         self.head = nn.Linear(width, POINTS * POINTS * sum(CLASSES))
 
     def loss(self, patches: Tensor, scenes: list[Scene], images: int) -> tuple[Tensor, float]:
-        """The classes' mean losses added up, and the share of points on objects and marks whose kind is right. Each
-        picture shows so many of the scenes, one below the other.
+        """Return the loss, and the accuracy of the predicted kind at points on objects and marks.
+
+        The loss is the sum of the mean losses for kind, colour, size and state.
 
         Args:
-            patches: [pictures, patches, width].
+            patches: patch features, [pictures, patches, width].
+            scenes: the scenes in the pictures.
+            images: number of scenes per picture, which are stacked from top to bottom.
         """
-        count = round(patches.shape[1] ** 0.5)  # patches a side
-        cells, side = self.head(patches).view(len(patches), count, count, POINTS, POINTS, -1), count * POINTS
-        logits = cells.permute(0, 1, 3, 2, 4, 5).reshape(len(patches), side, side, -1).split(CLASSES, -1)
-        shown = np.stack([segment(scene, side // images, side) for scene in scenes])
-        truth = torch.from_numpy(shown).long().view(-1, side, side, len(CLASSES))
-        losses = [
-            nn.functional.cross_entropy(each.flatten(0, 2), truth[..., k].flatten(), ignore_index=NONE)
-            for k, each in enumerate(logits)
-        ]
+        patches_per_side = round(patches.shape[1] ** 0.5)
+        points_per_side = patches_per_side * POINTS
+        cells = self.head(patches).view(len(patches), patches_per_side, patches_per_side, POINTS, POINTS, -1)
+        points = cells.permute(0, 1, 3, 2, 4, 5).reshape(len(patches), points_per_side, points_per_side, -1)
+        logits = points.split(CLASSES, -1)
+        segmented = np.stack([segment(scene, points_per_side // images, points_per_side) for scene in scenes])
+        truth = torch.from_numpy(segmented).long().view(-1, points_per_side, points_per_side, len(CLASSES))
+        losses = []
+        for number, class_logits in enumerate(logits):
+            target = truth[..., number].flatten()
+            losses.append(nn.functional.cross_entropy(class_logits.flatten(0, 2), target, ignore_index=NOT_APPLICABLE))
         kinds = truth[..., 0]
-        right = (logits[0].argmax(-1) == kinds)[kinds > 0]
-        return torch.stack(losses).sum(), float(right.float().mean())
+        is_right = (logits[0].argmax(-1) == kinds)[kinds > 0]
+        return torch.stack(losses).sum(), float(is_right.float().mean())
 
 
 def pretrain(cfg: Pretrain, out: Path) -> None:
-    """Train the base and write it to `out`: a LLaVA-OneVision or BLIP-2 directory in Hugging Face layout, with the
-    recipe and the log of the run that made it."""
+    """Train the base and save it to `out` as a LLaVA-OneVision or BLIP-2 in Hugging Face format.
+
+    The parameters and the training logs are saved in the same folder.
+    """
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
-    of = architecture_of(cfg, None if cfg.blip2 else train_tokenizer(cfg.seed, cfg.levels))
-    bank = render_bank(cfg, of)
-    model = of.make_model()
-    print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.scenes):,} scenes")
-    segmentation = _learn_to_segment(of, model, bank, cfg) if cfg.segmentation_steps else ""
-    training = _learn(of, model, bank, cfg)
-    of.write(model, out)
-    if segmentation:
-        write_atomic(out / "segmentation_log.csv", segmentation)
-    write_atomic(out / "training_log.csv", training)
+    tokenizer = None if cfg.blip2 else train_tokenizer(cfg.seed, cfg.levels)
+    architecture = architecture_of(cfg, tokenizer)
+    bank = render_bank(cfg, architecture)
+    model = architecture.make_model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"base: {parameters:,} parameters, {len(bank.scenes):,} scenes")
+    segmentation_log = _learn_to_segment(architecture, model, bank, cfg) if cfg.segmentation_steps else ""
+    training_log = _learn_to_describe(architecture, model, bank, cfg)
+    architecture.write(model, out)
+    if segmentation_log:
+        write_atomic(out / "segmentation_log.csv", segmentation_log)
+    write_atomic(out / "training_log.csv", training_log)
     write_atomic(out / "recipe.json", json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
-class Bank:
-    """Scenes, of the levels in turn, and their images. The last `held_out` of them do not train."""
+class SceneBank:
+    """Scenes and their images.
 
-    pixels: np.ndarray  # [scenes, side, side, 3] uint8, as `prepare_image` gives them
+    Attributes:
+        pixels: images as returned by `prepare_image`, [scenes, side, side, 3] uint8.
+        scenes: the scenes, alternating between the levels.
+        levels: levels of MiniChange.
+        held_out: number of scenes at the end of `scenes` that are not used for training.
+    """
+
+    pixels: np.ndarray
     scenes: list[Scene]
     levels: tuple[Level, ...]
     held_out: int
 
     def sample(self, rng: np.random.Generator, turn: int, count: int) -> np.ndarray:
-        """Return numbers of `count` scenes that train, all of the level whose turn it is."""
-        every = len(self.levels)
-        level = turn % every
-        trains = range(level, len(self.scenes) - self.held_out, every)
-        return level + every * rng.choice(len(trains), count, replace=False)
+        """Return the indices of `count` random training scenes, all of the same level. `turn` selects the level."""
+        stride = len(self.levels)
+        level = turn % stride
+        training_scenes = range(level, len(self.scenes) - self.held_out, stride)
+        return level + stride * rng.choice(len(training_scenes), count, replace=False)
 
     def held_out_of(self, level: Level) -> np.ndarray:
-        """Return numbers of the scenes of a level that do not train."""
+        """Return the indices of a level's scenes that are not used for training."""
         numbers = np.arange(len(self.scenes))[-self.held_out :]
         return numbers[numbers % len(self.levels) == self.levels.index(level)]
 
 
-def render_bank(cfg: Pretrain, of: Architecture) -> Bank:
-    """Draw the scenes, a fifth of them in the dark; each is a function of seed and number."""
-    pixels, scenes = list[np.ndarray](), list[Scene]()
+def render_bank(cfg: Pretrain, architecture: Architecture) -> SceneBank:
+    """Draw the scenes, about a fifth of them in the dark. Each scene depends only on the seed and its number."""
+    pixels = list[np.ndarray]()
+    scenes = list[Scene]()
     for number in progress(range(cfg.scenes), "render", total=cfg.scenes, unit="scene"):
         rng = np.random.default_rng([cfg.seed, number])
         level = LEVELS[cfg.levels[number % len(cfg.levels)]]
         scene = level.sample_scene(rng)
         if rng.random() < 0.2:
             scene = replace(scene, view=replace(scene.view, brightness=level.dark))
-        pixels.append(of.prepare_image(render(scene, cfg.image_px, rng)))
+        pixels.append(architecture.prepare_image(render(scene, cfg.image_px, rng)))
         scenes.append(scene)
-    return Bank(np.stack(pixels), scenes, cfg.levels, cfg.held_out)
+    return SceneBank(pixels=np.stack(pixels), scenes=scenes, levels=cfg.levels, held_out=cfg.held_out)
 
 
-def orthogonalised(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return the Newton-Schulz iteration of torch's Muon, in the precision of `grad`, [rows, columns]."""
+def orthogonalize(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Orthogonalize a matrix with the same Newton-Schulz iteration as torch's Muon, but in the precision of `grad`.
+
+    Args:
+        grad: the matrix, [rows, columns].
+        coefficients: coefficients of the quintic polynomial that is iterated.
+        steps: number of iterations.
+        eps: minimum norm to divide by.
+    """
     a, b, c = coefficients
-    wide = grad.T if grad.size(0) > grad.size(1) else grad
-    found = wide / wide.norm().clamp(min=eps)
+    is_tall = grad.size(0) > grad.size(1)
+    wide = grad.T if is_tall else grad
+    update = wide / wide.norm().clamp(min=eps)
     for _ in range(steps):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if grad.size(0) > grad.size(1) else found
+        gram = update @ update.T
+        update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
+    return update.T if is_tall else update
 
 
-if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-    theirs._zeropower_via_newtonschulz = orthogonalised  # type: ignore[assignment]  # its parameters' names
+def avoid_emulated_bf16() -> None:
+    """Make torch's Muon orthogonalize in fp32 if this processor would emulate bf16 (see the top of this file).
+
+    torch 2.13 does not have an argument for the precision. This can be removed when torch adds one.
+    """
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if not has_bf16:
+        torch_muon._zeropower_via_newtonschulz = orthogonalize  # type: ignore[assignment]  # parameter names differ
 
 
 class Optimizer:
-    """Muon for the matrices and AdamW for the rest, with warm-up, a plateau and cosine to the end. From nothing, Muon
-    gets as far in half the steps (see LOG.md)."""
+    """Optimizes matrices with Muon and all other parameters with AdamW.
+
+    The learning rates have a warm-up, a plateau and a cosine decay.
+
+    Starting from random weights, Muon needs half as many steps as AdamW (LOG.md).
+    """
 
     def __init__(self, model: nn.Module, cfg: Pretrain, steps: int) -> None:
-        self.model, self.steps = model, steps
-        matrices: list[Tensor] = []  # of linear layers; the rest: embeddings, convolutions, norms and biases
-        rest: list[Tensor] = []
-        for name, p in model.named_parameters():
-            (matrices if p.ndim == 2 and "embed" not in name else rest).append(p)
-        decay, shape = cfg.weight_decay, partial(plateau, cfg.warmup_steps, steps)
+        avoid_emulated_bf16()
+        self.model = model
+        self.steps = steps
+        matrices: list[Tensor] = []  # weights of linear layers
+        other_parameters: list[Tensor] = []  # embeddings, convolutions, norms and biases
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "embed" not in name:
+                matrices.append(parameter)
+            else:
+                other_parameters.append(parameter)
+        decay = cfg.weight_decay
+        rate_factor = partial(plateau, cfg.warmup_steps, steps)
         muon = torch.optim.Muon(matrices, lr=cfg.lr_matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        adamw = torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=decay)
+        adamw = torch.optim.AdamW(other_parameters, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=decay)
         self.optimizers = (muon, adamw)
-        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, shape) for optimizer in self.optimizers]
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor) for optimizer in self.optimizers]
 
     def __call__(self, loss: Tensor) -> float:
-        """Take one step; the loss as a number."""
+        """Take one optimizer step and return the loss as a float."""
         self.model.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -330,115 +404,150 @@ class Optimizer:
 
 
 def plateau(warmup: int, steps: int, step: int) -> float:
-    """Return the factor of the learning rate: up to 1, there for half the run, then down a cosine to 0.01."""
+    """Return the factor of the learning rate at a step.
+
+    The factor rises to 1 during the warm-up, stays at 1 until the middle of the run, and then decays to 0.01 along a
+    cosine.
+    """
     if step < warmup:
         return (step + 1) / warmup
-    done = max(0.0, 2 * step / steps - 1)
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    decay_progress = max(0.0, 2 * step / steps - 1)
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(decay_progress, 1.0)))
 
 
-def _learn_to_segment(of: Architecture, model: nn.Module, bank: Bank, cfg: Pretrain) -> str:
-    """Train the vision encoder alone (see the head of this file); return the log."""
-    encoder = of.encoder(model)
+def _learn_to_segment(architecture: Architecture, model: nn.Module, bank: SceneBank, cfg: Pretrain) -> str:
+    """Train the vision encoder to segment scenes, without the rest of the model, and return the log as CSV."""
+    encoder = architecture.encoder(model)
     segmentation = Segmentation(encoder, cfg.width)
-    rng, stacked = np.random.default_rng([cfg.seed, 1]), cfg.blip2 is not None and cfg.blip2.stacked
+    rng = np.random.default_rng([cfg.seed, 1])
+    is_stacked = cfg.blip2 is not None and cfg.blip2.stacked
 
-    def loss(chosen: np.ndarray, images: int) -> tuple[Tensor, float]:
-        patches = of.patches(encoder, bank.pixels[chosen], images)
-        return segmentation.loss(patches, [bank.scenes[number] for number in chosen], images)
+    def loss_and_accuracy(numbers: np.ndarray, images: int) -> tuple[Tensor, float]:
+        patches = architecture.patches(encoder, bank.pixels[numbers], images)
+        return segmentation.loss(patches, [bank.scenes[number] for number in numbers], images)
 
-    def work(step: int) -> tuple[str, Tensor, int]:
-        chosen = bank.sample(rng, step, cfg.images_per_batch)
-        images = 1 + step % 2 if stacked else 1  # pictures of one image and of two in turn
-        return "segmentation", loss(chosen, images)[0], len(chosen)
+    def train_step(step: int) -> tuple[str, Tensor, int]:
+        numbers = bank.sample(rng, step, cfg.images_per_batch)
+        images = 1 + step % 2 if is_stacked else 1  # alternate between pictures of one and two images
+        loss, _ = loss_and_accuracy(numbers, images)
+        return "segmentation", loss, len(numbers)
 
-    def right(level: Level) -> float:
-        return loss(bank.held_out_of(level), 1)[1]
+    def held_out_accuracy(level: Level) -> float:
+        _, accuracy = loss_and_accuracy(bank.held_out_of(level), 1)
+        return accuracy
 
     optimizer = Optimizer(segmentation, cfg, cfg.segmentation_steps)
-    return _run(optimizer, ["segmentation"], work, cfg.levels, "held_out_kind_accuracy", right)
+    return _train(optimizer, ["segmentation"], train_step, cfg.levels, "held_out_kind_accuracy", held_out_accuracy)
 
 
-def _learn(of: Architecture, model: nn.Module, bank: Bank, cfg: Pretrain) -> str:
-    """Train on the first task alone, then on one task a step, in turn; return the log. An encoder that can segment is
-    frozen until the language model has learnt to read it. The accuracy is the share of held-out scenes whose whole
-    description is right, token by token, under teacher forcing."""
+def _learn_to_describe(architecture: Architecture, model: nn.Module, bank: SceneBank, cfg: Pretrain) -> str:
+    """Train the model on the first task and then on all tasks, one per step in turn. Return the log as CSV.
+
+    If the vision encoder has learnt to segment, it is frozen while only the first task is trained, so that the language
+    model learns to read the encoder's features. The accuracy is the share of held-out scenes for which every token of
+    the description is correct under teacher forcing.
+    """
     rng = np.random.default_rng(cfg.seed)
     tasks = curriculum(cfg.levels, cfg.tasks)
 
-    def work(step: int) -> tuple[str, Tensor, int]:
-        alone = step <= cfg.first_task_steps
-        task = tasks[0 if alone else step % len(tasks)]
-        of.encoder(model).requires_grad_(not (alone and cfg.segmentation_steps))
-        chosen = bank.sample(rng, step // len(tasks), cfg.images_per_batch)
-        loss, _ = _loss(of, model, bank, chosen, task, rng)
-        return task.name, loss, len(chosen) if task.images else 0
+    def train_step(step: int) -> tuple[str, Tensor, int]:
+        is_first_phase = step <= cfg.first_task_steps
+        task = tasks[0 if is_first_phase else step % len(tasks)]
+        is_frozen = is_first_phase and cfg.segmentation_steps > 0
+        architecture.encoder(model).requires_grad_(not is_frozen)
+        numbers = bank.sample(rng, step // len(tasks), cfg.images_per_batch)
+        loss, _ = _loss(architecture, model, bank, numbers, task, rng)
+        return task.name, loss, len(numbers) if task.images else 0
 
-    def right(level: Level) -> float:
-        chosen, (first, *_) = bank.held_out_of(level), curriculum((level,))
-        return float(_loss(of, model, bank, chosen, first, np.random.default_rng(0))[1].float().mean())
+    def held_out_accuracy(level: Level) -> float:
+        describe_image = curriculum((level,))[0]
+        numbers = bank.held_out_of(level)
+        _, is_right = _loss(architecture, model, bank, numbers, describe_image, np.random.default_rng(0))
+        return float(is_right.float().mean())
 
+    optimizer = Optimizer(model, cfg, cfg.steps)
     names = [task.name for task in tasks]
-    return _run(Optimizer(model, cfg, cfg.steps), names, work, cfg.levels, "held_out_scene_accuracy", right)
+    return _train(optimizer, names, train_step, cfg.levels, "held_out_scene_accuracy", held_out_accuracy)
 
 
-def _run(
+def _train(
     optimizer: Optimizer,
     tasks: Iterable[str],
-    work: Callable[[int], tuple[str, Tensor, int]],
+    train_step: Callable[[int], tuple[str, Tensor, int]],
     levels: tuple[Level, ...],
-    accuracy: str,
-    right: Callable[[Level], float],
+    accuracy_name: str,
+    held_out_accuracy: Callable[[Level], float],
 ) -> str:
-    """Take the steps. Return the run as CSV, which is printed too: the mean loss of each task since the last row, and
-    the share that is `right` of scenes that do not train, by level.
+    """Run all optimizer steps, print the log and return it as CSV.
+
+    Each row contains the mean loss of each task since the previous row, and the accuracy on the held-out scenes of each
+    level.
 
     Args:
-        work: a step's task, loss and number of images.
+        optimizer: the optimizer, which takes a step for a loss.
+        tasks: names of the tasks. A name may occur twice.
+        train_step: function that returns the task, the loss and the number of images of a step.
+        levels: levels of MiniChange.
+        accuracy_name: name of the accuracy in the column names.
+        held_out_accuracy: function that returns the accuracy on the held-out scenes of a level.
     """
-    text, began, seen = io.StringIO(), time.monotonic(), 0
-    recent: dict[str, list[float]] = {task: [] for task in tasks}
-    columns = [accuracy] if len(levels) == 1 else [f"{accuracy}: {level}" for level in levels]
+    log = io.StringIO()
+    start = time.monotonic()
+    images_seen = 0
+    losses_by_task: dict[str, list[float]] = {task: [] for task in tasks}
+    accuracy_columns = [accuracy_name] if len(levels) == 1 else [f"{accuracy_name}: {level}" for level in levels]
+    loss_columns = [f"loss: {task}" for task in losses_by_task]
 
-    def row(*values: object) -> None:
-        csv.writer(text, lineterminator="\n").writerow(values)
+    def write_row(*values: object) -> None:
+        csv.writer(log, lineterminator="\n").writerow(values)
         print(*values, flush=True)
 
-    row("step", "images_seen", *(f"loss: {task}" for task in recent), *columns, "seconds")
+    write_row("step", "images_seen", *loss_columns, *accuracy_columns, "seconds")
     for step in progress(range(1, optimizer.steps + 1), "base", total=optimizer.steps, unit="step"):
-        task, loss, images = work(step)
-        recent[task].append(optimizer(loss))
-        seen += images
+        task, loss, images = train_step(step)
+        losses_by_task[task].append(optimizer(loss))
+        images_seen += images
         if step % LOG_EVERY == 0 or step == optimizer.steps:
-            losses = [round(float(np.mean(losses)), 4) if losses else "" for losses in recent.values()]
+            means = [round(float(np.mean(losses)), 4) if losses else "" for losses in losses_by_task.values()]
             with torch.no_grad():
-                accuracies = [round(right(level), 4) for level in levels]
-            row(step, seen, *losses, *accuracies, round(time.monotonic() - began, 1))
-            recent = {task: [] for task in recent}
-    return text.getvalue()
+                accuracies = [round(held_out_accuracy(level), 4) for level in levels]
+            write_row(step, images_seen, *means, *accuracies, round(time.monotonic() - start, 1))
+            losses_by_task = {task: [] for task in losses_by_task}
+    return log.getvalue()
 
 
 def _loss(
-    of: Architecture, model: nn.Module, bank: Bank, chosen: np.ndarray, task: Task, rng: np.random.Generator
+    architecture: Architecture,
+    model: nn.Module,
+    bank: SceneBank,
+    numbers: np.ndarray,
+    task: PretrainTask,
+    rng: np.random.Generator,
 ) -> tuple[Tensor, Tensor]:
-    groups = chosen.reshape(-1, task.images or 1)
-    asked = [task.ask(rng, [bank.scenes[number] for number in group]) for group in groups]
-    ids, supervised = _encode(of, asked, task.images)
-    logits = of.logits(model, bank.pixels[chosen] if task.images else None, task.images, ids, supervised)
-    labels = ids.roll(-1, dims=1)[supervised]
-    right = torch.ones(len(groups), dtype=torch.bool)
-    right[supervised.nonzero()[:, 0][logits.detach().argmax(-1) != labels]] = False
-    return nn.functional.cross_entropy(logits, labels), right
+    """Return the loss of a task on scenes with these indices, and for each sample whether all tokens are correct."""
+    groups = numbers.reshape(-1, task.images or 1)
+    samples = [task.ask(rng, [bank.scenes[number] for number in group]) for group in groups]
+    ids, is_supervised = _encode(architecture, samples, task.images)
+    pixels = bank.pixels[numbers] if task.images else None
+    logits = architecture.logits(model, pixels, task.images, ids, is_supervised)
+    labels = ids.roll(-1, dims=1)[is_supervised]
+    sample_of_token = is_supervised.nonzero()[:, 0]
+    is_wrong_token = logits.detach().argmax(-1) != labels
+    is_right = torch.ones(len(groups), dtype=torch.bool)
+    is_right[sample_of_token[is_wrong_token]] = False
+    return nn.functional.cross_entropy(logits, labels), is_right
 
 
-def _encode(of: Architecture, asked: list[tuple[str, str]], images: int) -> tuple[Tensor, Tensor]:
-    """Token ids [samples, tokens] of questions and answers, padded on the right, and a mask of the places whose next
-    token is the answer's."""
-    prompts = [of.encode_prompt(question, images) for question, _ in asked]
-    answers = [of.processor.encode_reference(answer) for _, answer in asked]
+def _encode(architecture: Architecture, samples: list[tuple[str, str]], images: int) -> tuple[Tensor, Tensor]:
+    """Return the token ids of questions and answers, padded on the right, and a mask, both [samples, tokens].
+
+    The mask selects the positions whose next token belongs to the answer.
+    """
+    prompts = [architecture.encode_prompt(question, images) for question, _ in samples]
+    answers = [architecture.processor.encode_reference(answer) for _, answer in samples]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(asked), length), of.processor.pad_id)
-    supervised = torch.zeros((len(asked), length), dtype=torch.bool)
+    ids = torch.full((len(samples), length), architecture.processor.pad_id)
+    supervised = torch.zeros((len(samples), length), dtype=torch.bool)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
         supervised[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = True

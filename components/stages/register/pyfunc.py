@@ -1,8 +1,11 @@
-"""The registered model: `mlflow.pyfunc.load_model("models:/m3diff@champion").predict([{"before": ..., "after": ...}])`.
+"""Caption images with a registered model that MLflow loads.
 
-This file travels with the model (MLflow's models from code), together with `components/models` and the checkpoint,
-so it loads in a fresh process outside the checkout. A version that keeps adapters alone needs its base where it lay as
-it was registered, or `load_model(..., model_config={"base": FOLDER})`; its sha256 is compared.
+Use it as `mlflow.pyfunc.load_model("models:/m3diff@champion").predict([{"before": ..., "after": ...}])`.
+
+MLflow stores this file with the model ("models from code"), together with `components/models` and the checkpoint, so
+the model can be loaded in a new process without the checkout. A version that stores only adapters (the trained weights)
+also needs its base model. By default, the base is loaded from the folder where it was at registration. Another folder
+can be set with `load_model(..., model_config={"base": FOLDER})`. The sha256 of the base is checked.
 """
 
 import base64
@@ -20,48 +23,56 @@ BATCH_PAIRS = 16
 
 
 class PyfuncCaptioner(PythonModel):
-    """Two images in, a sentence of what changed out."""
+    """Captions pairs of images with a sentence that describes what changed."""
 
     def load_context(self, context: PythonModelContext) -> None:
+        """Load the checkpoint. Adapters are loaded on top of their base model."""
+        from m3diff.runtime import prepare
+
+        prepare()
         from m3diff.models.generation import load_captioner
 
-        checkpoint, cfg = Path(context.artifacts["checkpoint"]), context.model_config
-        of_adapters: dict[str, Any] = {"base": Path(cfg["base"])} if cfg.get("base") else {}
-        self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], **of_adapters)
+        checkpoint = Path(context.artifacts["checkpoint"])
+        cfg = context.model_config
+        base: dict[str, Any] = {"base": Path(cfg["base"])} if cfg.get("base") else {}
+        self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], **base)
 
     def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> list[str]:
-        """Caption each row.
+        """Return a caption for each row.
 
-        Columns `before` and `after` hold an image's path or its bytes in base64; `question`, where given, is what the
-        model is asked instead of its usual question. Rows of one question share batches, as in the predict stage.
+        Args:
+            model_input: a table with one pair of images per row. The columns `before` and `after` contain the path of
+                each image or its bytes in base64. The optional column `question` replaces the model's default question.
+                Rows with the same question are batched together.
         """
         rows = model_input.reset_index(drop=True).reindex(columns=["before", "after", "question"]).fillna("")
         captions: dict[int, str] = {}
-        for question, same in rows.groupby("question", sort=False):
-            asked = {"question": str(question)} if question else {}
-            for start in range(0, len(same), BATCH_PAIRS):
-                batch = same.iloc[start : start + BATCH_PAIRS]
+        for question, group in rows.groupby("question", sort=False):
+            options = {"question": str(question)} if question else {}
+            for start in range(0, len(group), BATCH_PAIRS):
+                batch = group.iloc[start : start + BATCH_PAIRS]
                 pairs = [
                     (read(before), read(after)) for before, after in zip(batch["before"], batch["after"], strict=True)
                 ]
-                captions |= dict(zip(batch.index, self.captioner.caption(pairs, **asked), strict=True))
+                captions |= dict(zip(batch.index, self.captioner.caption(pairs, **options), strict=True))
         return [captions[row] for row in range(len(rows))]
 
 
 def read(value: str) -> Image.Image:
-    """Open an image given as a path or in base64.
+    """Open an image, given its path or its bytes in base64.
 
     Raises:
-        ValueError: it is neither.
+        ValueFault: `value` is neither the path of an image nor an image in base64.
     """
     from m3diff.images.open import load_image
+    from m3diff.records.errors import ValueFault
 
     try:
         if len(value) <= LONGEST_PATH and Path(value).is_file():
             return load_image(value)
         return load_image(io.BytesIO(base64.b64decode(value, validate=True)))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{value[:60]!r}: neither the path of an image nor an image in base64 ({error})") from error
+        raise ValueFault("registry.neither_path_nor_base64", value=value[:60], cause=str(error)) from error
 
 
 set_model(PyfuncCaptioner())

@@ -1,11 +1,12 @@
-"""The samples of a split, and micro-batches of them: which reference trains when, packed how, made ahead of the step.
+"""Read training samples, arrange them into optimizer steps, and prepare micro-batches ahead of the training loop.
 
-Each worker holds the columns in memory.
+A sample is one reference caption of an image pair. A sequence packs one or more references of the same pair behind its
+images and question (see `packing.py`). Each worker keeps the columns of its split in memory.
 
-The schedule follows from the seed alone, so a run that resumes at step n sees what an undisturbed one would, and any
-number of workers or micro-batches sees the same global batches. A family's augmentation of a pair's images follows from
-seed, epoch and sequence in the same way. Each reference comes once per epoch. A micro-batch leaves the threads
-complete: the step copies it to its device, and waits for nothing.
+The order of the sequences depends only on the seed. A resumed run therefore sees the same batches as an uninterrupted
+run, and neither the number of workers nor the micro-batch size changes a global batch. Image augmentation depends only
+on the seed, the epoch and the sequence. Each reference is used once per epoch. Threads prepare micro-batches ahead, so
+that a training step only has to copy them to its device.
 """
 
 import math
@@ -24,14 +25,14 @@ from torch import Tensor
 
 from m3diff.images.open import load_image
 from m3diff.models.device import Device
-from m3diff.models.fused import RECURRING, Layout
+from m3diff.models.fused import FLEX_BLOCK, Layout
 from m3diff.models.processing import PairProcessor
-from m3diff.records.errors import DataError, readable
-from m3diff.records.progress import ahead
+from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.progress import prefetch
 from m3diff.stages.train.job import DatasetFilter
 from m3diff.stages.train.packing import Packed, pack
 
-SCHEMA = pl.Schema(  # the columns of a split that training reads (components/records/schemas.py)
+SCHEMA = pl.Schema(  # columns of a split that training reads (components/records/schemas.py)
     dict.fromkeys(("pair", "dataset", "before", "after", "question", "reference"), pl.String)
     | {"before_sha256": pl.Binary, "after_sha256": pl.Binary}
 )
@@ -39,34 +40,35 @@ SCHEMA = pl.Schema(  # the columns of a split that training reads (components/re
 ALL = DatasetFilter()
 
 CACHED_BYTES = 1 << 30
-PREFETCHED = 4  # micro-batches made ahead
+PREFETCHED = 4  # micro-batches prepared ahead of the current step
 
-Weighted = tuple[np.ndarray, int]  # a sequence (row numbers of one pair) and its weight: 0 only fills up a batch
+Weighted = tuple[np.ndarray, int]  # row numbers of a sequence, and its weight: 1, or 0 if it only pads a batch
 
-Visit = tuple[int, int]  # seed and epoch: with a sequence's first row, the seed of the random numbers of its images
+Visit = tuple[int, int]  # seed and epoch; with a sequence's first row number, they seed its image augmentation
 
-AUGMENTED = 1  # other random numbers than those of an epoch's order
+AUGMENTED = 1  # extra seed, so that the augmentation does not reuse the random numbers of the epoch's order
 
 
 class Samples:
-    """The samples of a split, column by column. Samples of one pair are neighbours.
+    """The samples of a split as columns. Samples of the same pair are adjacent.
 
     Args:
-        table: the columns of SCHEMA.
+        table: table with the columns of SCHEMA.
 
     Attributes:
-        starts: the first row of each pair.
+        starts: first row of each pair.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
-        self.table, pair = table, table["pair"]
+        self.table = table
+        pair = table["pair"]
         self.starts = (pair != pair.shift()).fill_null(True).arg_true().to_numpy()
 
     def __len__(self) -> int:
         return len(self.table)
 
     def value(self, column: str, row: int) -> Any:
-        """Return one value of a column of SCHEMA."""
+        """Return the value of a column of SCHEMA in one row."""
         return self.table[column][int(row)]
 
     def pairs(self) -> list[np.ndarray]:
@@ -75,7 +77,7 @@ class Samples:
         return [rows[start:end] for start, end in pairwise([*self.starts, len(self)])]
 
     def images(self, row: int) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
-        """Return path and digest of the image before and of the image after."""
+        """Return the path and digest of the before-image and of the after-image."""
         value = self.value
         return (
             (value("before", row), value("before_sha256", row)),
@@ -84,36 +86,48 @@ class Samples:
 
 
 def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
-    """Return the samples of the chosen datasets of a split: every Parquet file of its folder, in the order of names.
+    """Read a split's Parquet files in the order of their names and return the samples of the chosen datasets.
+
+    The result is empty if there are no such samples.
 
     Raises:
         DataError: a file cannot be read.
     """
     tables = [SCHEMA.to_frame()]
     for file in sorted(folder.glob("*.parquet")):
-        with readable(file):
+        with data_error_if_unreadable(file):
             tables.append(pl.read_parquet(file, columns=SCHEMA.names()).select(SCHEMA.names()))
     named = pl.col("dataset").is_in(chosen.names)
-    return Samples(pl.concat(tables).filter(~named if chosen.others else named).rechunk())
+    return Samples(pl.concat(tables).filter(~named if chosen.excludes else named).rechunk())
 
 
 def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL) -> Samples:
-    """Return the training split of the chosen datasets.
+    """Return the training samples of the chosen datasets.
 
     Raises:
-        DataError: it has no sample.
+        DataError: there are no such samples.
     """
     samples = read_samples(mixture / "train", chosen)
     if not len(samples):
-        raise DataError(
-            f"{mixture / 'train'}: no sample of split 'train'{chosen}; run `m3diff convert` and read its report"
-        )
+        code = "train.no_sample"
+        if chosen.names:
+            code = "train.no_sample_of_other_datasets" if chosen.excludes else "train.no_sample_of_datasets"
+        raise DataError(code, path=mixture / "train", names=chosen.names)
     return samples
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Steps of a run: `global_batch` sequences a step, dealt to `ranks` workers in micro-batches."""
+    """Assigns sequences to the optimizer steps of a run.
+
+    Each step has `global_batch` sequences. They are distributed to `ranks` workers, which process them in
+    micro-batches.
+
+    Attributes:
+        max_captions: maximum number of references per sequence; None allows all references of a pair.
+        micro_batch: number of sequences per micro-batch.
+        ranks: number of workers.
+    """
 
     samples: Samples
     max_captions: int | None
@@ -125,17 +139,22 @@ class Schedule:
 
     @cached_property
     def steps_per_epoch(self) -> int:
+        """Number of optimizer steps per epoch. The last one may have fewer than `global_batch` sequences."""
         sizes = np.diff(self.samples.starts, append=len(self.samples))
         sequences = np.ceil(sizes / self.max_captions).sum() if self.max_captions else len(sizes)
         return math.ceil(sequences / self.global_batch)
 
     @property
     def steps(self) -> int:
+        """Number of optimizer steps of the run, rounded up."""
         return math.ceil(self.epochs * self.steps_per_epoch)
 
-    @lru_cache(maxsize=2)  # noqa: B019  # the epoch that trains, and the next one decoded ahead
+    @lru_cache(maxsize=2)  # noqa: B019  # the current epoch, and the next one while it is prefetched
     def epoch(self, epoch: int) -> list[np.ndarray]:
-        """Return its sequences in training order, each up to `max_captions` rows of one pair (None: all)."""
+        """Return the row numbers of each sequence of an epoch, in training order.
+
+        A sequence has up to `max_captions` rows, all of the same pair.
+        """
         rng = np.random.default_rng([self.seed, epoch])
         sequences: list[np.ndarray] = []
         for rows in self.samples.pairs():
@@ -145,18 +164,18 @@ class Schedule:
         return [sequences[number] for number in rng.permutation(len(sequences))]
 
     def global_sequences(self, step: int) -> list[np.ndarray]:
-        """Return the sequences of one step over all workers; an epoch's last step has fewer than `global_batch`."""
+        """Return the sequences of a step for all workers. An epoch's last step may have fewer than `global_batch`."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         return self.epoch(epoch)[batch * self.global_batch : (batch + 1) * self.global_batch]
 
     def captions(self, steps: int) -> int:
-        """Count the references that the first `steps` steps train on, over all workers."""
+        """Return the number of references that the first `steps` steps train on, over all workers."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
         begun = self.epoch(epochs)[: rest * self.global_batch] if rest else []
         return epochs * len(self.samples) + sum(len(rows) for rows in begun)
 
     def micro_batches(self, step: int, rank: int) -> list[list[Weighted]]:
-        """Return one worker's part of a step; sequences of weight 0 fill up the last batch of an epoch."""
+        """Return one worker's micro-batches of a step. Sequences of weight 0 pad the last batch of an epoch."""
         chosen = self.global_sequences(step)
         weighted = [(rows, 1) for rows in chosen]
         weighted += [(chosen[0], 0)] * (self.global_batch - len(chosen))
@@ -169,10 +188,10 @@ class MicroBatch:
     """Model inputs of B sequences.
 
     Attributes:
-        packed: the text.
-        images: [2 B, rows, columns, 3] uint8, before and after by turns.
-        weights: [supervised tokens]; 0 on sequences that only fill up the batch.
-        layout: of the text, for SDPA; None for FlexAttention, and before the micro-batch is complete.
+        packed: packed text of the sequences.
+        images: [2 B, rows, columns, 3] uint8; before-images and after-images alternate.
+        weights: [supervised tokens]; weight of each token in the loss: 0 in sequences that only pad the batch, else 1.
+        layout: layout of the text for SDPA; None for FlexAttention, and before `complete` is called.
     """
 
     packed: Packed
@@ -182,24 +201,28 @@ class MicroBatch:
 
     @property
     def supervised_tokens(self) -> int:
+        """Number of tokens that count in the loss. Sequences that only pad the batch have none."""
         return int(self.weights.sum())
 
 
 def complete(batch: MicroBatch, device: Device, pad_id: int) -> MicroBatch:
-    """Return the micro-batch as a step on the device takes it: its row rounded up for FlexAttention, laid out for SDPA,
-    and every tensor in memory that a GPU copies from by itself."""
+    """Return a copy of the micro-batch that is ready for a training step on the device.
+
+    The row of tokens is padded for FlexAttention or arranged in rectangles for SDPA. If the device is a GPU, all
+    tensors are copied to pinned memory.
+    """
     flex = device.attention == "flex"
-    packed = batch.packed.rounded_up(RECURRING, pad_id) if flex else batch.packed
-    layout = None if flex else packed.layout().each(device.pinned)
+    packed = batch.packed.rounded_up(FLEX_BLOCK, pad_id) if flex else batch.packed
+    layout = None if flex else packed.layout().map_tensors(device.pinned)
     return MicroBatch(packed.each(device.pinned), device.pinned(batch.images), device.pinned(batch.weights), layout)
 
 
 class Loader:
-    """Builds micro-batches in threads ahead of the step; Pillow and the tokenizer release the interpreter's lock.
+    """Prepares micro-batches in threads, because Pillow and the tokenizer release the global interpreter lock.
 
     Args:
-        device: the device that the micro-batches are made complete for.
-        augment: changes the images of a pair [2, rows, columns, 3] in a visit; None: they stay.
+        device: device for which the micro-batches are prepared.
+        augment: function that randomly changes the images of a pair, [2, rows, columns, 3]; None disables augmentation.
     """
 
     def __init__(
@@ -210,7 +233,10 @@ class Loader:
         device: Device,
         augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
     ) -> None:
-        self.samples, self.processor, self.device, self.augment = samples, processor, device, augment
+        self.samples = samples
+        self.processor = processor
+        self.device = device
+        self.augment = augment
         self.pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="load")
         bytes_each = self._prepared(*samples.images(0)[0]).nbytes if len(samples) else CACHED_BYTES
         self.prepared = lru_cache(maxsize=max(2, CACHED_BYTES // bytes_each))(self._prepared)
@@ -220,19 +246,20 @@ class Loader:
         return self.processor.prepare_image(load_image(path, sha256))
 
     def pairs_of(self, rows: np.ndarray) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Return (prompt, reference) token ids of each row."""
-        value, encode_prompt = self.samples.value, self.processor.encode_prompt
+        """Return the token ids of the prompt and of the reference for each row."""
+        value = self.samples.value
+        encode_prompt = self.processor.encode_prompt
         return [(encode_prompt(value("question", row)), self.reference(value("reference", row))) for row in rows]
 
     def images_of(self, row: int, visit: Visit | None) -> list[np.ndarray]:
-        """Return the images of a row's pair, before and after; without a visit as they are."""
+        """Return the before- and after-image of a row's pair. They are augmented only if `visit` is given."""
         pair = [self.prepared(*file) for file in self.samples.images(row)]
         if visit is None or self.augment is None:
             return pair
         return list(self.augment(np.stack(pair), np.random.default_rng([*visit, row, AUGMENTED])))
 
     def read(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
-        """Return it decoded and tokenised, not yet complete: the form that takes least memory to keep."""
+        """Decode and tokenise a micro-batch. It takes less memory until `complete` prepares it for the device."""
         groups = [self.pairs_of(rows) for rows, _ in micro_batch]
         weights: list[int] = []
         for group, (_, weight) in zip(groups, micro_batch, strict=True):
@@ -241,14 +268,15 @@ class Loader:
         return MicroBatch(pack(groups), torch.from_numpy(np.stack(images)), torch.tensor(weights, dtype=torch.float32))
 
     def build(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
+        """Return a micro-batch that is ready for a training step: decoded, tokenised and prepared for the device."""
         return complete(self.read(micro_batch, visit), self.device, self.processor.pad_id)
 
     def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[MicroBatch]]:
-        """Return the micro-batches of each step from `first_step` to the end of the run."""
+        """Return an iterator over this worker's micro-batches: one list per step, starting with `first_step`."""
 
         def submit(step: int) -> list[Future[MicroBatch]]:
             visit = (schedule.seed, step // schedule.steps_per_epoch)
             return [self.pool.submit(self.build, each, visit) for each in schedule.micro_batches(step, rank)]
 
         steps = max(1, PREFETCHED * schedule.micro_batch * schedule.ranks // schedule.global_batch)
-        return ahead(submit, range(first_step, schedule.steps), steps)
+        return prefetch(submit, range(first_step, schedule.steps), steps)

@@ -1,8 +1,9 @@
-"""The DeepSpeed engine around a model, the loss of a micro-batch, and one optimizer step over a global batch.
+"""Create the DeepSpeed engine, compute the loss of a micro-batch, and take an optimizer step over a global batch.
 
-The loss is the sum over the supervised tokens divided by their number in the whole global batch, over all micro-batches
-and workers, so that neither changes the gradient. DeepSpeed takes its accelerator when it is imported:
-`job.choose_accelerator` tells it which, before this module is.
+The loss is summed over the supervised tokens and divided by the number of supervised tokens in the global batch, so
+neither the size of a micro-batch nor the number of workers changes the gradient.
+
+DeepSpeed chooses its accelerator when it is imported, so call `job.choose_accelerator` before importing this module.
 """
 
 import math
@@ -26,111 +27,138 @@ from m3diff.stages.train.params import Train
 
 
 def deepspeed_config(cfg: Train, compute: Compute) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, without an optimizer or scheduler: DeepSpeed's own would merge the groups.
+    """Return DeepSpeed's configuration. It does not set an optimizer or a learning rate schedule.
 
-    With ZeRO 2 and 3, gradients of micro-batches in bf16 are added up in fp32, on one GPU too: in bf16 a sum loses each
-    gradient below 1/512 of it. DeepSpeed knows no such sum without ZeRO, and for ZeRO 1 it takes another optimizer
-    (`BF16_Optimizer`), whose state is held otherwise and whose sums are whole on every GPU.
+    `build_engine` creates the optimizer, because the one that DeepSpeed builds would merge the parameter groups.
+
+    With ZeRO 2 and 3, the bf16 gradients of micro-batches are accumulated in fp32, even on one GPU: a bf16 sum does not
+    change if the gradient added to it is smaller than 1/512 of the sum. DeepSpeed does not support fp32 accumulation
+    without ZeRO. With ZeRO 1, it would use `BF16_Optimizer`, which has a different state layout and keeps the whole sum
+    on every GPU.
     """
-    sums_in_fp32 = cfg.precision == "bf16" and compute.zero_stage >= 2
+    accumulates_in_fp32 = cfg.precision == "bf16" and compute.zero_stage >= 2
     return {
-        "train_batch_size": cfg.global_batch,  # of which follows how many micro-batches a worker adds up
+        # DeepSpeed derives the number of micro-batches per worker from these two
+        "train_batch_size": cfg.global_batch,
         "train_micro_batch_size_per_gpu": compute.micro_batch,
-        "gradient_clipping": cfg.max_grad_norm or 0.0,  # 0: none
+        "gradient_clipping": cfg.max_grad_norm or 0.0,  # 0 disables clipping
         "bf16": {"enabled": cfg.precision == "bf16"},
         "zero_optimization": {"stage": compute.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "data_types": {"grad_accum_dtype": "fp32" if sums_in_fp32 else None},
+        "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32 else None},
         "steps_per_print": 2**31,
-        "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU twice a micro-batch
+        # the timer would wait for the GPU twice per micro-batch
+        "timers": {"throughput": {"enabled": False}},
     }
 
 
 def build_engine(cfg: Train, compute: Compute, model: nn.Module, groups: list[TrainableGroup]) -> DeepSpeedEngine:
-    """Wrap the model with AdamW over its groups; `torch.distributed` must be up."""
-    # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
+    """Return a DeepSpeed engine for the model, with AdamW over the parameter groups.
+
+    `torch.distributed` must be initialized.
+    """
+    # Otherwise DeepSpeed 0.19 would compile a shared-memory collective on first use. On CPUs, gloo is used instead,
+    # which does not need a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # each rate is set before each step; 0 until then
+    # `take_step` sets the actual rates
     parameters = [{"params": group.parameters, "lr": 0.0} for group in groups]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute), dist_init_required=False
     )
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # it has taken a step of no gradient, which AdamW counts
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        # the constructor of this optimizer calls `step` without gradients, which AdamW would count as a step
         engine.basic_optimizer.state.clear()
     return engine
 
 
 def warmup_steps(steps: int, warmup_share: float) -> int:
+    """Return the number of warm-up steps of a run, at least one."""
     return max(1, round(warmup_share * steps))
 
 
 def rate_factor(cfg: Train, step: int, steps: int, delay: float = 0.0) -> float:
-    """Return the factor on a group's learning rate at `step` of `steps`: linear up, then 1, or a half cosine to zero.
+    """Return the factor that scales a parameter group's learning rate at `step` of `steps`, counted from 0.
 
-    A group with a `delay`, a share of `steps`, has 0 until then, and its own warm-up under the same cosine.
+    The factor rises linearly during the warm-up. After that, it stays at 1 (`constant`) or falls to 0 along a half
+    cosine (`cosine`).
+
+    Args:
+        delay: share of `steps` before the group starts to train. The group's warm-up begins then, and its cosine is the
+            same as for the other groups.
     """
-    warmup, own = warmup_steps(steps, cfg.warmup_share), step - round(delay * steps)
-    rise = 0.0 if own < 0 else min(1.0, (own + 1) / warmup)
+    warmup = warmup_steps(steps, cfg.warmup_share)
+    steps_since_delay = step - round(delay * steps)
+    rise = 0.0 if steps_since_delay < 0 else min(1.0, (steps_since_delay + 1) / warmup)
     if cfg.schedule == "constant":
         return rise
-    return 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup))) * rise
+    progress = max(0, step - warmup) / max(1, steps - warmup)
+    return 0.5 * (1 + math.cos(math.pi * progress)) * rise
 
 
 def take_step(
     engine: DeepSpeedEngine,
-    batches: list[MicroBatch],
+    micro_batches: list[MicroBatch],
     processor: PairProcessor,
     device: Device,
     rates: Sequence[float],
     ranks: int,
 ) -> tuple[float, float]:
-    """Take one optimizer step over a global batch; return its mean loss per supervised token and the gradient's norm.
+    """Take one optimizer step and return the mean loss per supervised token and the gradient norm.
 
     Args:
-        rates: learning rates of the optimizer's groups, in their order.
+        micro_batches: this worker's part of the global batch.
+        rates: learning rates of the optimizer's groups, in the optimizer's order.
     """
-    for slot, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-        slot["lr"] = rate
-    tokens = sum_over_ranks(torch.tensor(float(sum(batch.supervised_tokens for batch in batches))), ranks)
-    total, norm = torch.zeros((), device=device.torch), 0.0  # stays there: reading it would wait for the GPU
-    for number, batch in enumerate(batches, start=1):
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    own_tokens = sum(batch.supervised_tokens for batch in micro_batches)
+    tokens = sum_over_ranks(torch.tensor(float(own_tokens)), ranks)
+    # the sum stays on the device because reading it after each micro-batch would wait for the GPU
+    loss_sum = torch.zeros((), device=device.torch)
+    grad_norm = 0.0
+    for number, batch in enumerate(micro_batches, start=1):
         loss = token_loss(engine, batch, processor, device)
-        total += loss.detach()
-        engine.backward(loss * (ranks * len(batches)) / float(tokens))  # DeepSpeed divides by both
-        if number < len(batches):
+        loss_sum += loss.detach()
+        # DeepSpeed divides the gradient by the number of workers and the number of micro-batches
+        engine.backward(loss * (ranks * len(micro_batches)) / float(tokens))
+        if number < len(micro_batches):
             engine.step()
         else:
-            norm = apply_step(engine)
-    return float(sum_over_ranks(total.cpu(), ranks) / tokens), norm
+            grad_norm = apply_step(engine)
+    return float(sum_over_ranks(loss_sum.cpu(), ranks) / tokens), grad_norm
 
 
 def apply_step(engine: DeepSpeedEngine) -> float:
-    """Call `engine.step()` after the last backward of a step; return the gradient's norm over all groups and workers,
-    unclipped.
+    """Call `engine.step()` after the last backward pass of a step and return the norm of the gradient before clipping.
 
-    DeepSpeed's optimizers keep the norm that they clip by, infinite where the gradient is not finite. With ZeRO 0 in
-    fp32 the optimizer is torch's own, which knows none: there every worker holds the whole gradient, summed over the
-    workers.
+    DeepSpeed's optimizers compute the norm in order to clip the gradient. The norm is infinite if the gradient is not
+    finite. With ZeRO 0 in fp32, torch's optimizer is used, which does not compute a norm. In that case, the norm is
+    computed here from the full gradient, which every worker holds.
     """
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         engine.step()
         return float(engine.get_global_grad_norm())
-    norm = float(torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
+    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    grad_norm = float(torch.nn.utils.get_total_norm(gradients))
     engine.step()
-    return norm
+    return grad_norm
 
 
 def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, device: Device) -> Tensor:
-    """Return the summed cross-entropy over the weighted supervised tokens of a complete micro-batch, which is copied to
-    the device here; the model computes logits on those positions alone."""
+    """Return the weighted cross-entropy of a micro-batch, summed over its supervised tokens.
+
+    `batches.complete` must have prepared the micro-batch. It is copied to the device here. Logits are computed only at
+    the supervised positions.
+    """
     packed = batch.packed
     with fused_attention():
         logits = model(
             input_ids=device.move(packed.input_ids),
             position_ids=device.move(packed.position_ids),
-            tokens=packed.input_ids,  # on the CPU, as the next: places are known without waiting for a GPU
+            # these two stay on the CPU, so that looking up positions in them does not wait for the GPU
+            tokens=packed.input_ids,
             logits_to_keep=packed.supervised,
             use_cache=False,
             **attention_inputs(batch, device),
@@ -141,16 +169,19 @@ def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, de
 
 
 def attention_inputs(batch: MicroBatch, device: Device) -> dict[str, Any]:
-    """Return the mask, which chooses the kernel (`m3diff.models.fused`), and the layout that SDPA needs."""
+    """Return the model's attention arguments: the mask and, for SDPA, the layout.
+
+    The mask selects the kernel (see `m3diff.models.fused`).
+    """
     if device.attention == "flex":
         return {"attention_mask": batch.packed.block_mask(device)}
     assert batch.layout is not None, "a micro-batch that is not complete"
-    layout = batch.layout.each(device.move)
+    layout = batch.layout.map_tensors(device.move)
     return {"attention_mask": layout.attention_mask(), "layout": layout}
 
 
 def sum_over_ranks(value: Tensor, ranks: int) -> Tensor:
-    """Add up `value`, on the CPU, in place over the workers, and return it."""
+    """Sum a CPU tensor over all workers in place and return it."""
     if ranks > 1:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         summed = value.to(device)

@@ -1,6 +1,8 @@
-"""The work that a training worker is sent, what ends its attempt early, and the process group that it computes in.
+"""Define a training worker's job, the two ways to end an attempt early, and the worker's process group.
 
-Light: a worker unpickles it before it imports torch.
+An attempt is one try at training a run. If it fails, the next attempt resumes from the newest checkpoint.
+
+This module has no heavy imports, because a worker unpickles its job before it imports torch.
 """
 
 import os
@@ -13,52 +15,59 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from m3diff.models.device import environment
+from m3diff.models.device import process_environment
 from m3diff.models.settings import Settings
+from m3diff.records.errors import CodedError
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.params import Train
 
 CURVES = "curves.csv"
 
-# Files in the run's folder: the number of the newest attempt, and the request to end
-GENERATION, STOP = "generation", "stop"
+# File in `compute.scratch` with the speed of the last training run, which `m3diff plan` reads
+SPEED_FILE = "train_speed.json"
 
-# Seconds between two looks at the generation; a network file system may show a new number some seconds later
-LOOK_S = 2.0
+# Files in the run's folder: the number of the newest attempt, and the request to stop
+GENERATION = "generation"
+STOP = "stop"
 
-GRACE_S = 18.0  # seconds for the current step and its checkpoint; a cancelled flow is killed after 20
+# Seconds between checks for a newer attempt. On a network file system, the new number may appear a few seconds late.
+CHECK_INTERVAL_S = 2.0
 
-TERMINATED = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended
+# Seconds that a run may take after SIGTERM to finish its step and its checkpoint. A cancelled flow is killed after 20
+# seconds.
+GRACE_S = 18.0
+
+# Exit code of a process ended by SIGTERM
+TERMINATED = 128 + signal.SIGTERM
 
 
-class StoppedError(Exception):
+class StoppedError(CodedError):
     """The run was asked to end and has written its checkpoint."""
 
 
-class SupersededError(BlockingIOError):
-    """A later attempt trains this run, or the run has ended; this one writes nothing more."""
+class SupersededError(CodedError, BlockingIOError):
+    """A later attempt has taken over this run, or the run has ended. This attempt must not write anything more."""
 
 
 @dataclass(frozen=True)
 class DatasetFilter:
-    """The datasets whose samples a phase takes: `names`, or, with `others`, all but these."""
+    """The datasets that a phase trains on: `names`, or all except `names` if `excludes` is true."""
 
     names: tuple[str, ...] = ()
-    others: bool = True
-
-    def __str__(self) -> str:
-        return f" of {'datasets other than ' if self.others else ''}{', '.join(self.names)}" if self.names else ""
+    excludes: bool = True
 
 
 @dataclass(frozen=True)
 class Job:
-    """A phase of a training. `run_dir` is on storage that every worker sees.
+    """One phase of a training run: the fine-tuning, or the alignment that precedes it for some models.
 
     Attributes:
-        weights: the folder that the phase begins with; None: the base, `cfg.base`.
-        datasets: the datasets whose samples it takes.
-        generation: the attempt's number (`begin`).
+        run_dir: folder of the run's checkpoints, on storage that every worker can access.
+        base_sha256: digest of the base's content.
+        weights: folder to load instead of the base; None loads `cfg.base`.
+        datasets: datasets that the phase trains on.
+        attempt: number of the attempt, as returned by `begin_attempt`.
     """
 
     cfg: Train
@@ -70,21 +79,22 @@ class Job:
     base_sha256: str
     weights: Path | None = None
     datasets: DatasetFilter = DatasetFilter()
-    generation: int = 0
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """A worker's place among the workers."""
+class WorkerContext:
+    """The rank of a worker and the number of workers."""
 
     rank: int = 0
     ranks: int = 1
 
     def say(self, text: str) -> None:
+        """Print a line on the first worker only."""
         if self.rank == 0:
             print(f"train: {text}", flush=True)
 
-    def agree(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the first worker's `value` on every worker."""
         if self.ranks == 1:
             return value
@@ -95,133 +105,155 @@ class Runtime:
         return values[0]
 
 
-def of_alignment(cfg: Train, settings: Settings) -> tuple[Train, Settings]:
-    """Return the section `train` and the model's settings with which the alignment of `settings` trains."""
+def alignment_sections(cfg: Train, settings: Settings) -> tuple[Train, Settings]:
+    """Return the section `train` and the model's settings for the alignment phase described in `settings.align`."""
     align = settings.align
     assert align is not None, "a model without an alignment"
-    own = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
+    cfg_changes = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
     changes: dict[str, Any] = {"rates": align.rates, "delays": type(settings.delays)(), "align": None}
-    return cfg.model_copy(update=own), replace(settings, **changes)  # type: ignore[type-var]
+    return cfg.model_copy(update=cfg_changes), replace(settings, **changes)  # type: ignore[type-var]
 
 
-def newest(run_dir: Path) -> int:
-    """Return the newest attempt's number; 0 where none has begun, or the run has ended and its folder is gone."""
+def newest_attempt(run_dir: Path) -> int:
+    """Return the number of the newest attempt, or 0 if no attempt has begun or the run has ended.
+
+    The number is stored in the run's folder, which is removed when the run ends.
+    """
     try:
         return int((run_dir / GENERATION).read_text())
     except FileNotFoundError:
         return 0
 
 
-def begin(run_dir: Path) -> int:
-    """Number a new attempt; from here on older ones end."""
-    number = newest(run_dir) + 1
+def begin_attempt(run_dir: Path) -> int:
+    """Record a new attempt and return its number. Older attempts end as soon as they notice the new number."""
+    number = newest_attempt(run_dir) + 1
     write_atomic(run_dir / GENERATION, f"{number}\n")
     return number
 
 
-def require_newest(run_dir: Path, number: int) -> None:
-    """Raise SupersededError where attempt `number` is not the newest."""
-    if (found := newest(run_dir)) != number:
-        then = f"attempt {found} goes on" if found else "the run has ended"
-        raise SupersededError(f"{run_dir.name}: attempt {number} ends here and writes nothing more: {then}")
+def require_newest_attempt(run_dir: Path, number: int) -> None:
+    """Raise SupersededError unless attempt `number` is the newest one."""
+    newest = newest_attempt(run_dir)
+    if newest != number:
+        code = "train.superseded" if newest else "train.run_has_ended"
+        raise SupersededError(code, run=run_dir.name, attempt=number, newest=newest)
 
 
 @contextmanager
 def ended_when_superseded(run_dir: Path, number: int) -> Iterator[None]:
-    """End this process within the block when attempt `number` is no longer the newest, whatever it waits for.
+    """End this process if a later attempt replaces attempt `number` while the block runs.
 
-    An attempt whose host is cut off from the others lives on there while the next one trains elsewhere; a collective
-    operation with workers that are gone would hold it for half an hour, and Ray cannot end it. It is also ended where
-    another worker ended first and an operation with that one fails.
+    If a host is cut off from the other hosts, its workers keep running while the next attempt trains elsewhere. They
+    may wait half an hour in a collective operation for workers that no longer exist, and Ray cannot end them. Therefore
+    a thread checks for a later attempt and ends this process even while it waits. The process also ends if the block
+    fails because another worker of this attempt was ended first.
     """
-    over = threading.Event()
+    block_ended = threading.Event()
 
-    def look() -> None:
+    def exit_if_superseded() -> None:
         try:
-            require_newest(run_dir, number)
+            require_newest_attempt(run_dir, number)
         except SupersededError as error:
             print(f"train: {error}", flush=True)
             os._exit(1)
         except OSError:
-            return  # the disk is away, and this attempt can write nothing either
+            return  # the disk is unavailable, so this attempt cannot write anything either
 
     def watch() -> None:
-        while not over.wait(LOOK_S):
-            look()
+        while not block_ended.wait(CHECK_INTERVAL_S):
+            exit_if_superseded()
 
     threading.Thread(target=watch, name="generation", daemon=True).start()
     try:
         yield
     except BaseException:
-        look()
+        exit_if_superseded()
         raise
     finally:
-        over.set()
+        block_ended.set()
 
 
 @contextmanager
 def stop_on_sigterm(run_dir: Path, grace_s: float = GRACE_S) -> Iterator[None]:
-    """Let SIGTERM ask the run to end, and end this process where it has not ended within the grace time.
+    """Turn SIGTERM into a request to end the run, and end this process if it is still training after the grace time.
 
-    The signal reaches the process that began the run; its workers, on other machines too, see the file STOP.
+    Only the process that started the run receives the signal. Its workers, which may be on other machines, check for
+    the file STOP.
     """
-    file = run_dir / STOP
-    file.unlink(missing_ok=True)
+    stop_file = run_dir / STOP
+    stop_file.unlink(missing_ok=True)
 
-    def ask(*_: Any) -> None:
-        if not file.exists():  # a second signal gives no more time
-            file.touch()
+    def request_stop(*_: Any) -> None:
+        if not stop_file.exists():  # a second signal does not extend the grace time
+            stop_file.touch()
             signal.setitimer(signal.ITIMER_REAL, grace_s)
 
-    def end(*_: Any) -> None:
+    def terminate(*_: Any) -> None:
         raise SystemExit(TERMINATED)
 
-    before = {number: signal.signal(number, on) for number, on in ((signal.SIGTERM, ask), (signal.SIGALRM, end))}
+    previous_handlers = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, request_stop),
+        signal.SIGALRM: signal.signal(signal.SIGALRM, terminate),
+    }
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-        file.unlink(missing_ok=True)
+        stop_file.unlink(missing_ok=True)
 
 
 def choose_accelerator(gpu: bool) -> None:
-    """Tell DeepSpeed where this process computes, and a GPU's allocator how, before DeepSpeed chooses by itself."""
-    there = environment(gpu)
-    os.environ.update(there if gpu else {"DS_ACCELERATOR": there["DS_ACCELERATOR"]})
+    """Make DeepSpeed use the GPU or the CPU, and configure the GPU's allocator.
+
+    Call this before anything imports DeepSpeed, which otherwise chooses an accelerator itself at import.
+    """
+    variables = process_environment(gpu)
+    if gpu:
+        os.environ.update(variables)
+    else:
+        # the other variables must be set before torch is imported, so they only take effect in new processes
+        os.environ["DS_ACCELERATOR"] = variables["DS_ACCELERATOR"]
     from deepspeed.accelerator import get_accelerator
 
     chosen = get_accelerator().device_name()
     assert chosen == os.environ["DS_ACCELERATOR"], f"DeepSpeed took {chosen} before compute.gpu was read"
 
 
-def loopback() -> dict[str, str]:
-    """Return environment variables by which torch's workers of one machine listen on its loopback interface alone."""
-    name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))  # Linux, macOS
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+def loopback_environment() -> dict[str, str]:
+    """Return environment variables that make torch's workers on one machine listen on the loopback interface only."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    loopback = next(name for name in interfaces if name in ("lo", "lo0"))  # Linux, macOS
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
 @contextmanager
-def only_worker(gpu: bool) -> Iterator[None]:
-    """Bring up `torch.distributed` with this process alone, and the environment that says so. Afterwards the process
-    computes as before: ZeRO 3 puts a linear of DeepSpeed's in the place of torch's, which rounds otherwise."""
+def single_worker_group(gpu: bool) -> Iterator[None]:
+    """Set up `torch.distributed` and its environment variables with this process as the only worker.
+
+    The environment and `torch.nn.functional.linear` are restored afterwards. ZeRO 3 replaces torch's `linear` with a
+    version that rounds differently and would change later results in this process.
+    """
     choose_accelerator(gpu)
     import deepspeed
     import torch.distributed as dist
     from torch.nn import functional
 
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()}
-    before, linear = {name: os.environ.pop(name) for name in place if name in os.environ}, functional.linear
-    os.environ.update(place)
-    # in memory: a file's name would be the next group's, and is removed when this group's store is collected
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback_environment()}
+    previous_variables = {name: os.environ.pop(name) for name in variables if name in os.environ}
+    torch_linear = functional.linear
+    os.environ.update(variables)
+    # The store is in memory because a file store of the next group would have the same file name, and the file would be
+    # deleted when this group's store is garbage-collected
     dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
-        # DeepSpeed keeps groups of its own, which outlive torch's unless it ends them itself
+        # DeepSpeed has process groups that would outlive torch's if DeepSpeed did not destroy them itself
         (deepspeed.comm if deepspeed.comm.is_initialized() else dist).destroy_process_group()
-        functional.linear = linear
-        for name in place:
+        functional.linear = torch_linear
+        for name in variables:
             os.environ.pop(name)
-        os.environ.update(before)
+        os.environ.update(previous_variables)

@@ -1,9 +1,11 @@
-"""Shared-prefix packing: the references of one pair in one sequence, as branches on the prefix they share.
+"""Pack all references of an image pair into one sequence, so that its images and question are processed only once.
 
-The images and the question are read once; each reference is a branch that attends to the prefix and to itself, never to
-its siblings, and whose positions restart where the prefix ends. Loss and gradients equal those of one sequence per
-reference. The B sequences of a micro-batch lie end to end in one row of T tokens, so no token is padding but for a few
-at its end where lengths are to recur.
+The images and the question are the prefix of the sequence. Each reference is a branch, which attends to the prefix and
+to itself but not to other branches. Its positions continue from the end of the prefix. Loss and gradients equal those
+of one sequence per reference.
+
+The B sequences of a micro-batch are concatenated into one row of T tokens. Padding is only needed for FlexAttention, at
+the end of the row, where it reduces the number of distinct row lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,22 +20,27 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from m3diff.models.device import Device
 from m3diff.models.fused import Layout
 
-PREFIX, PAD = 0, -1
+PREFIX = 0
+PAD = -1
 
-# Limits of a micro-batch for SDPA: more rectangles have less padding and more kernels
-MOST_RECTANGLES, FEWEST_SEQUENCES = 4, 4
+# SDPA requires rectangles, each made of sequences that are padded to the same length. These are the maximum number of
+# rectangles per micro-batch and the minimum number of sequences per rectangle. More rectangles mean less padding but
+# more kernel launches
+MOST_RECTANGLES = 4
+FEWEST_SEQUENCES = 4
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Model inputs of B packed sequences, end to end.
+    """Model inputs of B packed sequences, concatenated into one row of T tokens.
 
     Attributes:
         input_ids, position_ids: [1, T].
-        sequences: [T]; the number of each token's sequence, rising; -1 padding at the end of the row.
-        segments: [T]; 0 the shared prefix, 1, 2, ... the branches, -1 padding.
-        supervised: [1, T] bool; positions whose next token is part of an answer.
-        labels: [supervised tokens], in the order of `supervised`.
+        sequences: [T]; the number of the sequence that each token belongs to, ascending; -1 for padding at the end of
+            the row.
+        segments: [T]; 0 for the shared prefix; 1, 2, ... for the branches; -1 for padding.
+        supervised: [1, T] bool; true at positions whose next token is part of an answer.
+        labels: [supervised tokens]; the next token at each supervised position.
     """
 
     input_ids: Tensor
@@ -45,22 +52,28 @@ class Packed:
 
     @property
     def tokens(self) -> int:
-        """Return T, padding included."""
+        """Number of tokens T, including padding."""
         return self.input_ids.shape[1]
 
     def rounded_up(self, multiple: int, pad_id: int) -> "Packed":
-        """Return it with padding at the end of the row, so that T is a multiple and shapes recur."""
+        """Return a copy whose row is padded to a multiple of `multiple` tokens, which limits the number of shapes."""
         extra = -self.tokens % multiple
         values = {"input_ids": pad_id, "position_ids": 0, "sequences": PAD, "segments": PAD, "supervised": 0}
         padded = {name: F.pad(getattr(self, name), (0, extra), value=value) for name, value in values.items()}
         return replace(self, **padded) if extra else self
 
     def layout(self) -> Layout:
-        """Return the sequences in rectangles, for attention kernels that know no other shape; padding is in none."""
+        """Return a layout that arranges the sequences in rectangles, as SDPA's kernels require.
+
+        Padding at the end of the row is dropped.
+        """
         lengths = torch.bincount(self.sequences[self.sequences != PAD])
         starts = lengths.cumsum(0) - lengths
         count = max(1, min(MOST_RECTANGLES, len(lengths) // FEWEST_SEQUENCES))
-        rows, inside, shapes, masks = [], [], [], []
+        rows = []
+        inside = []
+        shapes = []
+        masks = []
         for chosen in lengths.argsort(stable=True).tensor_split(count):
             place = torch.arange(int(lengths[chosen].max()))
             there = place < lengths[chosen, None]
@@ -70,31 +83,42 @@ class Packed:
             masks.append(dense(prefix_rule(segments), *segments.shape) if int(segments.max()) > 1 else None)
             rows.append(tokens.flatten())
             inside.append(there.flatten())
-        tokens, there = torch.cat(rows), torch.cat(inside)
+        tokens = torch.cat(rows)
+        there = torch.cat(inside)
         places = torch.empty(int(lengths.sum()), dtype=torch.long)
         places[tokens[there]] = there.nonzero().flatten()
         return Layout(tokens, places, tuple(shapes), tuple(masks))
 
     def each(self, taken: Callable[[Tensor], Tensor]) -> "Packed":
+        """Return a copy with the function `taken` applied to each tensor."""
         return Packed(**{field.name: taken(getattr(self, field.name)) for field in fields(self)})
 
     def block_mask(self, device: Device) -> BlockMask:
-        """Return the rule over the whole row for FlexAttention, which skips the blocks where no token sees another.
-        Made on the device, which it keeps busy and does not wait for."""
+        """Return the FlexAttention mask of the row. The kernel skips blocks in which no token attends to another token.
+
+        The mask is created on the device, without waiting for the device to finish.
+        """
         rule = row_rule(device.move(self.sequences), device.move(self.segments))
         return create_block_mask(rule, None, None, self.tokens, self.tokens, device=str(device.torch))
 
 
-# A function of batch, head, query and key indices that broadcast, as FlexAttention's `mask_mod` takes them
+# Says whether a query token attends to a key token, given broadcastable batch, head, query and key indices, as
+# FlexAttention's `mask_mod` does
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def prefix_rule(segments: Tensor) -> Rule:
-    """Return the rule of [B, S] segments: each token sees the prefix and its own branch, up to itself. Padding sees
-    itself, so that no row is empty."""
+    """Return the rule for padded sequences: a token attends to itself and to earlier tokens of its prefix and branch.
+
+    Padding tokens attend to themselves, so that no row of the mask is empty.
+
+    Args:
+        segments: [B, S]; the segment of each token, as in `Packed`.
+    """
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        of_query, of_key = segments[batch, query], segments[batch, key]
+        of_query = segments[batch, query]
+        of_key = segments[batch, key]
         branch = ((of_key == PREFIX) | (of_key == of_query)) & (of_key != PAD)
         return ((key <= query) & branch) | (key == query)
 
@@ -102,7 +126,7 @@ def prefix_rule(segments: Tensor) -> Rule:
 
 
 def row_rule(sequences: Tensor, segments: Tensor) -> Rule:
-    """Return the rule over sequences end to end: a token sees its own sequence alone."""
+    """Return the rule for a row of concatenated sequences: `prefix_rule`, but no attention between sequences."""
     within = prefix_rule(segments[None])
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -112,16 +136,18 @@ def row_rule(sequences: Tensor, segments: Tensor) -> Rule:
 
 
 def dense(rule: Rule, sequences: int, length: int) -> Tensor:
-    """Return a rule as a mask, [B, 1, S, S] bool."""
-    batch, place = torch.arange(sequences)[:, None, None, None], torch.arange(length)
+    """Return a rule as a boolean mask, [B, 1, S, S], for B sequences of S tokens."""
+    batch = torch.arange(sequences)[:, None, None, None]
+    place = torch.arange(length)
     return rule(batch, batch, place[:, None], place)
 
 
 def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Packed:
     """Pack each group of (prompt, answer) token ids into one sequence.
 
-    The prefix is the part that all prompts of the group share, less the last prompt token: that is repeated in every
-    branch, or no branch could be asked for its first answer token.
+    The prefix consists of the first tokens that all prompts of the group share, but never includes a prompt's last
+    token. The rest of each prompt belongs to the branch, because the last prompt token predicts the first token of the
+    answer.
     """
     lists: list[list[int]] = [[] for _ in range(6)]
     ids, positions, segments, supervised, labels, lengths = lists

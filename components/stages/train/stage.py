@@ -1,9 +1,12 @@
-"""Fine-tune a model on the mixture: Ray Train around the loop of `loop.py`, or the loop alone (`compute.workers: 0`).
+"""Fine-tune a model on the mixture, with the loop of `loop.py` in Ray Train workers or in this process.
 
-A run is named by the hash of what decides its weights (samples, parameters, base, code), so a killed run goes on from
-its newest valid checkpoint, also after `compute` was changed, and nothing else ever does. An attempt that fails is
-followed by another from there: out of memory, at half the micro-batch and the same global batch; after anything else
-that the next one may not meet, such as a dead worker, `compute.max_failures` times. Run: `m3diff train`.
+A run is named after the hash of everything that determines its weights: samples, parameters, base and code. A killed
+run therefore resumes from its newest valid checkpoint, even after `compute` has changed, and no other run uses that
+checkpoint.
+
+If an attempt fails, the next one starts from the newest checkpoint. After an out-of-memory error, the next attempt uses
+half the micro-batch size and the same global batch. After other errors that may not recur, such as a dead worker, up to
+`compute.max_failures` further attempts are made. Run: `m3diff train`.
 """
 
 import errno
@@ -11,7 +14,7 @@ import gc
 import json
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,52 +28,80 @@ from m3diff.models import FAMILIES
 from m3diff.models.device import DeviceError
 from m3diff.models.settings import Settings
 from m3diff.provenance.code import key_of
-from m3diff.records.errors import DataError, readable
+from m3diff.records.errors import CodedError, DataError, Fault, data_error_if_unreadable
 from m3diff.records.files import StageReport, lock_exclusively, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.job import (
     CURVES,
+    SPEED_FILE,
     TERMINATED,
     DatasetFilter,
     Job,
-    Runtime,
     StoppedError,
     SupersededError,
-    begin,
-    of_alignment,
-    only_worker,
+    WorkerContext,
+    alignment_sections,
+    begin_attempt,
+    single_worker_group,
     stop_on_sigterm,
 )
 from m3diff.stages.train.params import Train
+from m3diff.stages.train.verdict import TrainingEnd, judge_learning
 
-# Figures of all attempts of a run. In no report: a resumed run's is that of one that was left alone.
-SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours", "device", "devices")
+# Figures over all attempts of a run, written to SPEED_FILE. They are not in the report because a resumed run must write
+# the same report as an uninterrupted one.
+SPEED_FIGURES = (
+    "seconds",
+    "captions_per_s",
+    "waiting_share",
+    "device_hours",
+    "device",
+    "devices",
+    "flops",  # on all devices, excluding recomputation
+    "model_parameters",
+)
 
-ALIGNMENT = "alignment"  # the alignment's folder in the run's
+# Folder of the alignment phase inside the run's folder
+ALIGNMENT = "alignment"
 
-# An attempt: runs the loop to its end, where `compute.workers` says, and returns the figures
-Run = Callable[[Job], dict[str, Any]]
+# Runs the loop of one attempt to its end and returns its figures
+Attempt = Callable[[Job], dict[str, Any]]
 
-# Errors that are not retried: another attempt would meet them again, or shall not be made
-FINAL = (DataError, ParamsError, DeviceError, StoppedError, SupersededError, NoRoomError)
 
-# Errors of Ray whose workers do not start: on one machine the next attempt's would not either
-NOT_STARTED = {"WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"}
+class RunInProgressError(CodedError, BlockingIOError):
+    """Another process is training the same run."""
 
-# Words of CUDA and NCCL, of torch's allocator on a CPU, and of Ray's watch of a node's memory, in any error
-NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+class DiskFullError(CodedError, BlockingIOError):
+    """A disk or the user's quota is full."""
+
+
+# Errors that are not retried: they would recur, or the run was asked to end
+FINAL_ERRORS = (DataError, ParamsError, DeviceError, StoppedError, SupersededError, NoRoomError)
+
+# Errors that Ray raises if workers do not start. On one machine, the next attempt would fail in the same way.
+STARTUP_ERRORS = {"WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"}
+
+# Phrases in out-of-memory errors of CUDA, NCCL, torch's CPU allocator and Ray's memory monitor
+OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "running low on memory")
+
+DISK_FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TrainReport(StageReport):
-    """Counts and final losses of a training run. `rows_in` are training samples, `rows_out` samples trained on.
+    """Counts and final losses of a training run.
 
-    `parameters` that train by part. `val_cider` is null where nothing was captioned; `exported_step` is the step whose
-    weights are the output. `module`: what the family's module contributed when it was measured last, by the names of
-    the curve's columns; empty without one. `alignment`: steps, samples and final loss of the phase before; empty
-    without one. `warnings`: what the end of the run found wrong, in sentences.
+    Attributes:
+        rows_in: number of training samples.
+        rows_out: number of samples trained on, over all epochs.
+        parameters: number of trained parameters of each part.
+        val_cider: CIDEr of the validation captions; null if nothing was captioned.
+        exported_step: step whose weights are the output.
+        module: last measured contribution of the family's module, by column of the curves; empty without a module.
+        alignment: steps, captions and final loss of the alignment phase; empty without an alignment phase.
+        warnings: warnings about risks known before the run, then warnings about problems found at its end.
+        settings: settings that determined the weights, for human readers; empty in reports of earlier versions.
     """
 
     steps: int
@@ -85,9 +116,11 @@ class TrainReport(StageReport):
     module: dict[str, float]
     alignment: dict[str, float]
     warnings: list[str]
+    settings: dict[str, Any] = {}
 
 
-# Given a run's key and the file of its curves up to the last checkpoint; entered around the training
+# Shows the curves of a run. The function takes the run's key and the path of the curves up to the newest checkpoint,
+# and returns a context manager that is entered for the duration of the run
 Follow = Callable[[str, Path], AbstractContextManager[object]]
 
 
@@ -98,99 +131,213 @@ def train(
     mixture: Path,
     out: Path,
     follow: Follow = lambda key, curves: nullcontext(),
+    warnings: Sequence[str] = (),
 ) -> TrainReport:
-    """Train on `mixture`/train and write `out`: checkpoint/, curves.csv, report.json.
+    """Train on `mixture`/train and write checkpoint/, curves.csv and report.json to `out`.
 
     Args:
-        follow: shows the curves while it trains.
+        follow: shows the curves during training; see `Follow`.
+        warnings: warnings known before the run, to include in the report.
 
     Raises:
-        BlockingIOError: the same run is being trained elsewhere, or a disk is full; try again.
-        DataError: the mixture has no training sample, an image is not the one that ingest saw, or the base's tokenizer
-            is damaged.
-        ParamsError: the best checkpoint is asked for and none would be scored.
-        NoRoomError: Ray's nodes have no room for the workers.
-        SystemExit: SIGTERM asked the run to end; the next call goes on from where it was.
+        RunInProgressError: another process is training the same run; try again later.
+        DiskFullError: a disk is full; free some space and try again.
+        DataError: the mixture has no training samples, an image has changed since ingest, or the base's tokenizer is
+            damaged.
+        ParamsError: `train.export` is best, but no checkpoint would be scored.
+        NoRoomError: Ray's nodes do not have enough resources for the workers.
+        SystemExit: SIGTERM asked the run to end; the next call resumes it.
     """
     if cfg.export == "best" and not compute.caption_val_pairs:
-        raise ParamsError(
-            "train.export: best needs captions of validation pairs; set compute.caption_val_pairs above 0"
-        )
+        raise ParamsError("train.best_without_captions", key="train.export")
+    settings = settings_for_readers(cfg, model)
     cfg = cfg.model_copy(update={"base": cfg.base.resolve()})
-    mixture, out, scratch = mixture.resolve(), out.resolve(), compute.scratch.resolve()
+    mixture = mixture.resolve()
+    out = out.resolve()
+    scratch = compute.scratch.resolve()
     base_sha256 = sha256_of_folder(cfg.base)
-    if (tokenizer := cfg.base / "tokenizer.json").is_file():
-        with readable(tokenizer, "fetch it again"):  # transformers would not name the file
-            Tokenizer.from_file(str(tokenizer))
+    _require_readable_tokenizer(cfg.base / "tokenizer.json")
     run_dir = scratch / "train" / run_key(cfg, model, mixture, base_sha256)
     run_dir.mkdir(parents=True, exist_ok=True)
+    job = Job(
+        cfg=cfg,
+        model=model,
+        compute=compute,
+        mixture=mixture,
+        out=out,
+        run_dir=run_dir,
+        base_sha256=base_sha256,
+    )
     with _only_trainer(run_dir), follow(run_dir.name, run_dir / CURVES):
         try:
-            figures, before = run_phases(Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+            figures, alignment = run_phases(job)
         except StoppedError as stopped:
             print(f"train: {stopped}", flush=True)
             raise SystemExit(TERMINATED) from stopped
-        fields = {name: figures[name] for name in TrainReport.model_fields if name in figures}
-        alignment = {"steps": before["steps"], "captions": before["rows_out"], "loss": before["loss"]} if before else {}
-        report = TrainReport(stage="train", alignment=alignment, **fields).write(out / "report.json")
-        speed = {name: round(value, 4) if isinstance(value := figures[name], float) else value for name in SPEED}
-        write_atomic(scratch / "train_speed.json", json.dumps(speed) + "\n")
+        verdict = judge_end(cfg, compute, figures, mixture)
+        report = make_report(figures, alignment, settings, warnings, verdict).write(out / "report.json")
+        speed = rounded_speed(figures)
+        write_atomic(scratch / SPEED_FILE, json.dumps(speed) + "\n")
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
+        if verdict is not None:
+            print(f"train: warning: {verdict}", flush=True)
     shutil.rmtree(run_dir)
     return report
 
 
-def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run the fine-tuning, and before it the alignment where the model has one; return the figures of both, `{}`
-    without it. Times and hours are of both.
+def _require_readable_tokenizer(tokenizer: Path) -> None:
+    """Raise DataError if the base's tokenizer file exists but cannot be read.
 
-    Each phase is a run of the loop on datasets of its own, with a folder, checkpoints and a schedule of its own, so
-    each goes on by itself where it was killed: an alignment that had ended exports its last checkpoint again. The
-    fine-tuning begins with its weights.
-
-    Raises: as `with_retries`.
+    The error that transformers would raise does not name the file.
     """
-    run: Run = run_local
+    if tokenizer.is_file():
+        with data_error_if_unreadable(tokenizer, "files.unreadable"):
+            Tokenizer.from_file(str(tokenizer))
+
+
+def make_report(
+    figures: Mapping[str, Any],
+    alignment: Mapping[str, Any],
+    settings: dict[str, Any],
+    warnings: Sequence[str],
+    verdict: Fault | None,
+) -> TrainReport:
+    """Return the report of a training run.
+
+    Args:
+        figures: figures that the loop returned.
+        alignment: figures of the alignment phase; empty without an alignment phase.
+        settings: result of `settings_for_readers`.
+        warnings: risks known before the run.
+        verdict: warning that the model has not learned anything yet, or None.
+    """
+    all_warnings = [*warnings, *figures["warnings"]]
+    if verdict is not None:
+        all_warnings.append(str(verdict))
+    alignment_fields: dict[str, Any] = {}
+    if alignment:
+        alignment_fields = {
+            "steps": alignment["steps"],
+            "captions": alignment["rows_out"],
+            "loss": alignment["loss"],
+        }
+    fields = {name: figures[name] for name in TrainReport.model_fields if name in figures}
+    fields["warnings"] = all_warnings
+    return TrainReport(stage="train", alignment=alignment_fields, settings=settings, **fields)
+
+
+def rounded_speed(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the SPEED_FIGURES of a run, rounded for SPEED_FILE."""
+    speed = {}
+    for name in SPEED_FIGURES:
+        value = figures[name]
+        speed[name] = round(value, 4) if isinstance(value, float) else value
+    return speed
+
+
+def judge_end(cfg: Train, compute: Compute, figures: Mapping[str, Any], mixture: Path) -> Fault | None:
+    """Return a warning if the model has not learned anything yet, else None."""
+    end = TrainingEnd(
+        steps=figures["steps"],
+        epochs=cfg.epochs,
+        loss=figures["loss"] if figures["val_loss"] is None else figures["val_loss"],
+        val_cider=figures["val_cider"],
+        model=cfg.model,
+    )
+    return judge_learning(end, mixture, cfg.base / "tokenizer.json", compute.caption_val_pairs)
+
+
+def settings_for_readers(cfg: Train, model: Settings) -> dict[str, Any]:
+    """Return the settings that matter to a reader of the scores: model, base, epochs, batch, adapters and rates."""
+    return {
+        "model": cfg.model,
+        "family": model.family,
+        "base": str(cfg.base),
+        "seed": cfg.seed,
+        "epochs": cfg.epochs,
+        "global_batch": cfg.global_batch,
+        "lora": asdict(model.lora),
+        "rates": {part: rate for part, rate in model.rates.items() if rate is not None},
+    }
+
+
+def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the alignment, if the model has one, and then the fine-tuning.
+
+    Each phase runs the loop on different datasets, with a separate folder, checkpoints and schedule, and resumes
+    independently. If a run resumes after its alignment has ended, the alignment exports its last checkpoint again and
+    the fine-tuning loads it.
+
+    Returns:
+        The figures of the fine-tuning, then the figures of the alignment. If there is no alignment, the second
+        dictionary is empty. If there is one, the seconds, device hours and FLOPs of the fine-tuning include those of
+        the alignment.
+
+    Raises: see `with_retries`.
+    """
+    run: Attempt = run_local
     if job.compute.workers:
         from m3diff.stages.train.on_ray import run_on_ray as run
-    align, folder = job.model.align, job.run_dir / ALIGNMENT
+    align = job.model.align
     if align is None:
         return with_retries(run, job), {}
+    folder = job.run_dir / ALIGNMENT
     folder.mkdir(exist_ok=True)
-    (cfg, settings), out = of_alignment(job.cfg, job.model), folder / "out"
-    chosen = DatasetFilter(align.datasets, others=False)
-    before = with_retries(run, replace(job, cfg=cfg, model=settings, out=out, run_dir=folder, datasets=chosen))
-    figures = with_retries(run, replace(job, weights=out / "checkpoint", datasets=DatasetFilter(align.datasets)))
-    join_curves(out / CURVES, job.out / CURVES)
-    return figures | {name: figures[name] + before[name] for name in ("seconds", "device_hours")}, before
+    cfg, settings = alignment_sections(job.cfg, job.model)
+    alignment_job = replace(
+        job,
+        cfg=cfg,
+        model=settings,
+        out=folder / "out",
+        run_dir=folder,
+        datasets=DatasetFilter(align.datasets, excludes=False),
+    )
+    alignment = with_retries(run, alignment_job)
+    fine_tuning_job = replace(
+        job,
+        weights=alignment_job.out / "checkpoint",
+        datasets=DatasetFilter(align.datasets, excludes=True),
+    )
+    figures = with_retries(run, fine_tuning_job)
+    join_curves(alignment_job.out / CURVES, job.out / CURVES)
+    totals = {name: figures[name] + alignment[name] for name in ("seconds", "device_hours", "flops")}
+    return figures | totals, alignment
 
 
 def join_curves(alignment: Path, curves: Path) -> None:
-    """Put the rows of the alignment's curves before those of `curves`, in place: its last step is 0."""
-    first, second = (pl.read_csv(file, infer_schema=False) for file in (alignment, curves))
+    """Insert the alignment's rows at the start of the file `curves`.
+
+    The alignment's steps are shifted so that its last step is 0.
+    """
+    alignment_rows = pl.read_csv(alignment, infer_schema=False)
+    rows = pl.read_csv(curves, infer_schema=False)
     step = pl.col("step").cast(int)
-    first = first.with_columns((step - step.last()).cast(str))
-    write_atomic(curves, pl.concat([second.clear(), first, second], how="diagonal").write_csv())
+    alignment_rows = alignment_rows.with_columns((step - step.last()).cast(str))
+    # the empty table comes first so that its columns come first
+    joined = pl.concat([rows.clear(), alignment_rows, rows], how="diagonal")
+    write_atomic(curves, joined.write_csv())
 
 
-def with_retries(run: Run, job: Job) -> dict[str, Any]:
-    """Return `run(job)`, attempted as often as the head of this file says.
+def with_retries(run: Attempt, job: Job) -> dict[str, Any]:
+    """Return the result of `run(job)`, retrying it as described at the top of this file.
 
     Raises:
-        DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
-        BlockingIOError: a disk is full.
+        DataError, ParamsError: an attempt or one of its workers raised this error, or memory is not sufficient even for
+            one sequence at a time.
+        DiskFullError: a disk is full.
         StoppedError: the run was asked to end.
-        SupersededError: another process makes a later attempt.
-        NoRoomError: Ray's nodes cannot take the workers, or these do not start.
-        Exception: the last attempt's.
+        SupersededError: another process has started a later attempt.
+        NoRoomError: Ray's nodes do not have enough resources for the workers, or the workers do not start.
+        Exception: the error of the last attempt.
     """
     failures = 0
     while True:
         try:
-            return run(replace(job, generation=begin(job.run_dir)))
+            return run(replace(job, attempt=begin_attempt(job.run_dir)))
         except Exception as error:
             job, failures = _next_attempt(error, job, failures)
-        gc.collect()  # not before the error is gone: it holds the frames that hold the model
+        # This must come after the `except` block, in which the error keeps the frames alive that hold the model
+        gc.collect()
         if not job.compute.workers:
             from deepspeed.accelerator import get_accelerator
 
@@ -198,97 +345,128 @@ def with_retries(run: Run, job: Job) -> dict[str, Any]:
 
 
 def _next_attempt(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
-    """Return the next attempt's job and the failures so far; raise where there is no next attempt."""
-    met = causes(error)
-    names = {type(cause).__name__ for cause in met}
-    if final := next((cause for cause in met if isinstance(cause, FINAL)), None):
-        raise final from (error if final is not error else error.__cause__)
-    if full := next(filter(is_disk_full, met), None):
-        free = shutil.disk_usage(job.run_dir).free
-        raise BlockingIOError(
-            f"{_first_line(full)}: a disk is full ({free:,} bytes are free in {job.run_dir}); make room and run again, "
-            "which goes on from the newest checkpoint"
-        ) from error
-    if on_one_machine() and names & NOT_STARTED:
-        raise NoRoomError(f"Ray's workers do not start: {_first_line(met[-1])}; see {logs()}/worker-*.err") from error
-    if "FailOnRecompileLimitHit" in names:  # shapes do not recur (components/models/fused.py)
-        raise ParamsError(
-            "torch.compile makes a graph for each length; set compute.attention to sdpa, and report it"
-        ) from error
-    if any(map(is_out_of_memory, met)):
-        smaller = with_smaller_micro_batch(job, error)
-        before, after = job.compute.micro_batch, smaller.compute.micro_batch
+    """Return the job of the next attempt and the number of failures so far.
+
+    Raises the error if it must not be retried.
+    """
+    causes = causes_of(error)
+    _raise_if_final(error, causes, job)
+    if any(is_out_of_memory(cause) for cause in causes):
+        smaller_job = with_smaller_micro_batch(job, error)
+        before = job.compute.micro_batch
+        after = smaller_job.compute.micro_batch
         print(
             f"train: out of memory with {before} sequences a micro-batch; goes on from the newest checkpoint with "
             f"{after} and the same {job.cfg.global_batch} a step (compute.micro_batch: {after} starts so)",
             flush=True,
         )
-        return smaller, failures
+        return smaller_job, failures
     if failures == job.compute.max_failures:
         raise error
-    allowed = f"(failure {failures + 1} of {job.compute.max_failures} that compute.max_failures allows)"
-    print(f"train: {_first_line(met[-1])}; goes on from the newest checkpoint {allowed}", flush=True)
+    allowance = f"(failure {failures + 1} of {job.compute.max_failures} that compute.max_failures allows)"
+    print(f"train: {_first_line(causes[-1])}; goes on from the newest checkpoint {allowance}", flush=True)
     return job, failures + 1
 
 
-def causes(error: BaseException) -> list[BaseException]:
-    """Return the error, the errors that Ray's workers raised, and the errors that each of these was raised from."""
-    found: list[BaseException] = []
-    waiting: list[Any] = [error]
-    while waiting:
-        cause = waiting.pop(0)
-        if cause is not None and cause not in found:
-            found.append(cause)
-            waiting += getattr(cause, "worker_failures", {}).values()
-            waiting += [getattr(cause, name, None) for name in ("controller_failure", "_base_exc")]  # Ray's wrappers
-            waiting.append(cause.__cause__ or cause.__context__)
-    return found
+def _raise_if_final(error: Exception, causes: list[BaseException], job: Job) -> None:
+    """Raise the error that ends the run if one of `causes` must not be retried."""
+    for cause in causes:
+        if isinstance(cause, FINAL_ERRORS):
+            raise cause from (error if cause is not error else error.__cause__)
+    full_disk = next((cause for cause in causes if is_disk_full(cause)), None)
+    if full_disk is not None:
+        free_bytes = shutil.disk_usage(job.run_dir).free
+        raise DiskFullError(
+            "train.disk_full", cause=_first_line(full_disk), value=free_bytes, path=job.run_dir
+        ) from error
+    class_names = {type(cause).__name__ for cause in causes}
+    if on_one_machine() and class_names & STARTUP_ERRORS:
+        raise NoRoomError("train.workers_do_not_start", cause=_first_line(causes[-1]), logs=logs()) from error
+    if "FailOnRecompileLimitHit" in class_names:
+        # dynamo recompiles for every length if shapes do not recur; `compiled` in models/fused.py turns that into an
+        # error
+        raise ParamsError("train.graph_for_each_length", key="compute.attention") from error
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return the error, the errors of Ray workers that it contains, and the causes of all these errors."""
+    causes: list[BaseException] = []
+    queue: list[Any] = [error]
+    while queue:
+        cause = queue.pop(0)
+        if cause is None or cause in causes:
+            continue
+        causes.append(cause)
+        queue += getattr(cause, "worker_failures", {}).values()
+        # attributes of Ray's wrapper exceptions
+        queue.append(getattr(cause, "controller_failure", None))
+        queue.append(getattr(cause, "_base_exc", None))
+        queue.append(cause.__cause__ or cause.__context__)
+    return causes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU or the machine has no memory. torch's own error is a RuntimeError, known by its text."""
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY)
+    """Return whether an error means that the GPU or the machine is out of memory.
+
+    torch raises a plain RuntimeError, which is recognised by its text.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    return any(phrase in text for phrase in OUT_OF_MEMORY_PHRASES)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether a disk, or the user's part of it, is full. Safetensors' error has the number in its text alone."""
-    number = getattr(error, "errno", None)
-    return number in DISK_FULL or any(f"(os error {full})" in str(error) for full in DISK_FULL)
+    """Return whether an error means that a disk or the user's quota is full.
+
+    Errors of safetensors have the error number only in their text.
+    """
+    if getattr(error, "errno", None) in DISK_FULL_NUMBERS:
+        return True
+    return any(f"(os error {number})" in str(error) for number in DISK_FULL_NUMBERS)
 
 
 def with_smaller_micro_batch(job: Job, error: BaseException) -> Job:
-    """Return the job with the largest micro-batch of at most half that divides a worker's share of the global batch.
+    """Return the job with a micro-batch of at most half the current size.
+
+    The new size is the largest one that divides a worker's share of the global batch.
 
     Raises:
-        ParamsError: it is 1 already; names what else to change.
+        ParamsError: the micro-batch is already 1. The error names other settings to change.
     """
-    cfg, compute = job.cfg, job.compute
-    share = cfg.global_batch // max(compute.workers, 1)
-    sizes = [size for size in range(1, compute.micro_batch // 2 + 1) if share % size == 0]
+    cfg = job.cfg
+    compute = job.compute
+    sequences_per_worker = cfg.global_batch // max(compute.workers, 1)
+    sizes = [size for size in range(1, compute.micro_batch // 2 + 1) if sequences_per_worker % size == 0]
     if not sizes:
         raise ParamsError(
-            f"out of memory with one sequence a micro-batch; raise compute.zero_stage (now {compute.zero_stage}), set "
-            f"compute.activation_checkpointing to full (now {compute.activation_checkpointing}) or lower "
-            f"train.max_captions_per_sequence (now {cfg.max_captions_per_sequence or 'null'})"
+            "train.out_of_memory",
+            zero_stage=compute.zero_stage,
+            activation_checkpointing=compute.activation_checkpointing,
+            max_captions_per_sequence=cfg.max_captions_per_sequence or "null",
         ) from error
     return replace(job, compute=compute.model_copy(update={"micro_batch": sizes[-1]}))
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {textwrap.shorten(str(error).strip().partition(chr(10))[0], 160)}"
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {textwrap.shorten(line, 160)}"
 
 
 def run_local(job: Job) -> dict[str, Any]:
-    """Run the loop as the only worker, in this process, and return its figures."""
-    with only_worker(job.compute.gpu), stop_on_sigterm(job.run_dir):
+    """Run the loop in this process as the only worker and return its figures."""
+    with single_worker_group(job.compute.gpu), stop_on_sigterm(job.run_dir):
         from m3diff.stages.train.loop import Training
 
-        return Training(job, Runtime()).run()
+        return Training(job, WorkerContext()).run()
 
 
 def run_key(cfg: Train, model: Settings, mixture: Path, base_sha256: str) -> str:
-    """Name a run: the hash of the parameters, samples, base and code that decide its weights, and of no path."""
-    samples = [file for split in ("train", "val") for file in sorted((mixture / split).glob("*.parquet"))]
+    """Return the name of a run: a hash of the parameters, samples, base and code that determine its weights.
+
+    The hash does not depend on any path.
+    """
+    samples = [*sorted((mixture / "train").glob("*.parquet")), *sorted((mixture / "val").glob("*.parquet"))]
     facts = {
         "train": cfg.model_dump(mode="json", exclude={"base"}),
         "model": asdict(model),  # type: ignore[call-overload]  # every family's settings are a dataclass
@@ -300,9 +478,10 @@ def run_key(cfg: Train, model: Settings, mixture: Path, base_sha256: str) -> str
 
 @contextmanager
 def _only_trainer(run_dir: Path) -> Iterator[None]:
+    """Hold the run's lock while the block runs. Raise RunInProgressError if another process holds the lock."""
     with (run_dir.parent / f"{run_dir.name}.lock").open("a") as lock:
         try:
             lock_exclusively(lock, wait=False)
         except BlockingIOError as error:
-            raise BlockingIOError(f"{lock.name}: another training of this run is alive; wait for its end") from error
+            raise RunInProgressError("train.run_in_progress", path=lock.name) from error
         yield

@@ -1,9 +1,10 @@
-"""Checkpoints that a run resumes from, on any number of workers, with any micro-batch and ZeRO stage.
+"""Save and load the checkpoints of a run.
 
-DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
-parameter name: the fp32 master weights and AdamW's two moments, in safetensors, next to the curves and a manifest of
-hashes. The first worker writes them; the frozen base is no part of it. Folders are called `step-<steps done>`, which is
-AdamW's count of steps too.
+A run can resume from them with any number of workers, micro-batch size and ZeRO stage. DeepSpeed's own ZeRO checkpoints
+can only be loaded on the number of workers that wrote them. The checkpoints here store whole tensors by parameter name
+in safetensors files: the fp32 master weights and AdamW's two moments, without the frozen base. Each checkpoint also has
+the curves and a manifest of file hashes. The first worker writes them. Folders are named `step-<steps done>`; AdamW's
+step count is the same number.
 """
 
 import csv
@@ -30,49 +31,68 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+from m3diff.records.errors import CodedError
 from m3diff.records.files import flush_to_disk, write_atomic
 from m3diff.stages.train.job import CURVES
 
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-FILES = {f"{moment or 'weights'}.safetensors": moment for moment in (None, *MOMENTS)}
-VALIDATION, PREFIX = "validation.json", "step-"
 
-NEWEST, BEST = 2, 1  # checkpoints that are kept: the newest, and of those with a CIDEr the best
+# Tensor files of a checkpoint, and the moment that each file holds; None stands for the weights
+FILES = {"weights.safetensors": None, "exp_avg.safetensors": "exp_avg", "exp_avg_sq.safetensors": "exp_avg_sq"}
+
+VALIDATION = "validation.json"
+FOLDER_PREFIX = "step-"
+
+# Number of checkpoints to keep: the newest two, and the one with the highest CIDEr
+KEPT_NEWEST = 2
+KEPT_BEST = 1
+
+EXAMPLES = 3  # maximum number of parameter names in an error message
 
 
 class Curve:
-    """The run's curves, a row of text per step; what a step does not have stays empty. They travel with each
-    checkpoint, so that a resumed run loses none."""
+    """The curves of a run: one row of text values per step, with an empty string for each missing value.
+
+    The curves are saved with each checkpoint, so that a resumed run keeps all rows.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names, self.rows = tuple(names), list[dict[str, str]]()
+        self.names = tuple(names)
+        self.rows = list[dict[str, str]]()
 
     def add(self, values: Mapping[str, float | None]) -> None:
-        self.rows.append({name: "" for name in self.names})
+        """Add a row with the given values by column name."""
+        self.rows.append(dict.fromkeys(self.names, ""))
         self.fill(values)
 
     def fill(self, values: Mapping[str, float | None]) -> None:
-        """Fill in more values of the last row."""
+        """Set further values in the last row."""
         self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
 
-    def last(self, column: str) -> float:
-        """Return the last value of a column, NaN where it has none."""
-        return next((float(row[column]) for row in reversed(self.rows) if row[column]), float("nan"))
+    def last_value(self, column: str) -> float:
+        """Return the last value of a column, or NaN if the column is empty."""
+        for row in reversed(self.rows):
+            if row[column]:
+                return float(row[column])
+        return float("nan")
 
-    def latest(self, wanted: Iterable[str]) -> dict[str, float]:
-        """Return `step` and the columns of the last row that has a value in all of them; nothing where no row has."""
-        wanted = ("step", *wanted)
-        found = next((row for row in reversed(self.rows) if all(row[name] for name in wanted)), None)
-        return {name: float(found[name]) for name in wanted} if found else {}
+    def latest(self, columns: Iterable[str]) -> dict[str, float]:
+        """Return `step` and the given columns from the last row that has all of them, or an empty dictionary."""
+        names = ("step", *columns)
+        for row in reversed(self.rows):
+            if all(row[name] for name in names):
+                return {name: float(row[name]) for name in names}
+        return {}
 
     def read(self, path: Path) -> None:
-        """Take the rows of an earlier part of the run; columns that are not this run's are left out."""
+        """Replace the rows with the rows of a file. Columns that this run does not have are dropped."""
         with path.open(newline="", encoding="utf-8") as file:
             self.rows = [{name: row.get(name, "") for name in self.names} for row in csv.DictReader(file)]
 
     def write(self, path: Path) -> None:
+        """Write the rows as CSV. The file is replaced atomically."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.names, restval="", lineterminator="\n")
         writer.writeheader()
@@ -81,106 +101,127 @@ class Curve:
 
 
 class MasterState:
-    """Fp32 weights and AdamW moments of an engine, whole, whatever the ZeRO stage. Every worker calls each method.
+    """Reads and writes the fp32 weights and AdamW moments of an engine as whole tensors, for every ZeRO stage.
 
-    Moments are those that the engine has when this is made: after a step, or after `start_moments`.
+    Every worker must call each method. Create the object only when the optimizer has moments: after a step, or after
+    `start_moments`.
+
+    Attributes:
+        parameters: trained parameters by name.
+        masters: fp32 weight of each parameter. Empty with ZeRO, because no worker then holds all weights.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        self.engine, optimizer = engine, engine.optimizer
+        self.engine = engine
+        optimizer = engine.optimizer
         self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        self.whole: dict[nn.Parameter, Tensor] = {}  # masters that each worker holds so, without ZeRO
+        self.masters: dict[nn.Parameter, Tensor] = {}
         if isinstance(optimizer, FP16_UnfusedOptimizer):  # ZeRO 0 in bf16
-            for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-                self.whole |= zip(low, high, strict=True)
+            for parameters, fp32_weights in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                self.masters |= zip(parameters, fp32_weights, strict=True)
         elif isinstance(optimizer, torch.optim.Optimizer):  # ZeRO 0 in fp32
-            self.whole = {p: p for group in optimizer.param_groups for p in group["params"]}
+            self.masters = {parameter: parameter for parameter in self.parameters.values()}
         elif hasattr(optimizer, "single_partition_of_fp32_groups") and engine.basic_optimizer.state:
-            # ZeRO 1 and 2: DeepSpeed links a parameter to its moments after the first group's first step, before the
-            # other groups have any
-            for low, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
-                lazy_init_hp_params_optimizer_state(low, flat, engine.basic_optimizer.state)
+            # ZeRO 1 and 2: DeepSpeed 0.19 links parameters to their moments after the first step of the first group,
+            # when the other groups do not have moments yet
+            flat_weights = optimizer.single_partition_of_fp32_groups
+            for parameters, flat in zip(optimizer.bit16_groups, flat_weights, strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, flat, engine.basic_optimizer.state)
 
     def get(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
-        """Return the whole fp32 weight, or one of MOMENTS of it."""
-        if parameter in self.whole:
-            master = self.whole[parameter]
+        """Return the whole tensor of a parameter's fp32 weight or, if `moment` is given, of that moment."""
+        if parameter in self.masters:
+            master = self.masters[parameter]
             return (self.engine.basic_optimizer.state[master][moment] if moment else master).detach()
-        found = safe_get_full_optimizer_state(parameter, moment) if moment else safe_get_full_fp32_param(parameter)
-        assert found is not None, "DeepSpeed holds no state of a parameter that trains"
-        return found
+        tensor = safe_get_full_optimizer_state(parameter, moment) if moment else safe_get_full_fp32_param(parameter)
+        assert tensor is not None, "DeepSpeed holds no state of a parameter that trains"
+        return tensor
 
     @torch.no_grad()
     def set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
-        """Set the fp32 weight, and the one that the model computes with, or a moment."""
-        partitioned, rank = hasattr(parameter, "ds_id"), torch.distributed.get_rank()
-        if parameter in self.whole:
+        """Set a parameter's `moment`.
+
+        If `moment` is None, set the fp32 weight and the weight used in the forward pass instead.
+        """
+        is_partitioned = hasattr(parameter, "ds_id")  # ZeRO 3
+        rank = torch.distributed.get_rank()
+        if parameter in self.masters:
             self.get(parameter, moment).copy_(value)
-        elif not partitioned:
+        elif not is_partitioned:
             set_full_hp_param(parameter, value, moment)
-        else:  # ZeRO 3, where `safe_set_full_*` fails: this worker's part, zeros behind the last element
+        else:
+            # DeepSpeed's `safe_set_full_*` functions fail with ZeRO 3. The end of this worker's partition is padded
+            # with zeros.
             size = parameter.ds_tensor.numel()
-            mine, part = value.flatten()[rank * size : (rank + 1) * size], torch.zeros(size)
-            part[: mine.numel()] = mine
-            self.engine.optimizer.set_local_hp_param(part, parameter, moment)
+            own_values = value.flatten()[rank * size : (rank + 1) * size]
+            own_part = torch.zeros(size)
+            own_part[: own_values.numel()] = own_values
+            self.engine.optimizer.set_local_hp_param(own_part, parameter, moment)
         if moment is None:
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
-                if not partitioned or rank == 0:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=is_partitioned):
+                if not is_partitioned or rank == 0:
                     parameter.data.copy_(value)
 
 
 def start_moments(engine: deepspeed.DeepSpeedEngine, steps: int) -> None:
-    """Set moments of zero, as AdamW makes them at its first step, and its count of steps: fused, it reads the count on
-    the weights' device."""
+    """Set AdamW's moments to zero, as its first step does, and its step count to `steps`."""
     adamw = engine.basic_optimizer
     masters = [master for group in adamw.param_groups for master in group["params"]]
-    for flat in getattr(engine.optimizer, "fp32_partitioned_groups_flat", masters):
-        count = torch.tensor(float(steps), device=flat.device)
-        adamw.state[flat] = {"step": count, **{name: torch.zeros_like(flat) for name in MOMENTS}}
+    # ZeRO 3 keeps its flat weights in a separate attribute
+    for weight in getattr(engine.optimizer, "fp32_partitioned_groups_flat", masters):
+        # fused AdamW requires the count on the same device as the weights
+        count = torch.tensor(float(steps), device=weight.device)
+        moments = {name: torch.zeros_like(weight) for name in MOMENTS}
+        adamw.state[weight] = {"step": count, **moments}
 
 
 def whole_state(engine: deepspeed.DeepSpeedEngine, keep: bool) -> dict[str, dict[str, Tensor]]:
-    """Return the state by file and parameter, on the CPU, on a worker that is to `keep` it. Every worker calls this."""
+    """Return the tensors of a checkpoint on the CPU, by file and parameter name.
+
+    Every worker must call this function. Only workers with `keep` get the tensors; for the others, the dictionary of
+    each file is empty.
+    """
     state = MasterState(engine)
     tensors: dict[str, dict[str, Tensor]] = {file: {} for file in FILES}
     for file, moment in FILES.items():
         for name, parameter in state.parameters.items():
-            whole = state.get(parameter, moment)
+            tensor = state.get(parameter, moment)
             if keep:
-                tensors[file][name] = whole.cpu().contiguous()
+                tensors[file][name] = tensor.cpu().contiguous()
     return tensors
 
 
 def write_state(run_dir: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], curve: Curve) -> None:
-    """Write a state, read it back, and only then remove all but the newest two checkpoints and the best.
+    """Write and verify a checkpoint, then remove all checkpoints except the newest two and the best.
 
     Args:
-        tensors: by file and by parameter.
+        tensors: tensors by file and parameter.
 
     Raises:
-        CheckpointError: what was written does not read back; nothing older was removed.
+        CheckpointError: the new checkpoint cannot be verified. No older checkpoint was removed.
     """
-    folder, writing = folder_of(run_dir, step), run_dir / "writing"
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
-    for file, named in tensors.items():
-        save_file(dict(named), writing / file)
-    curve.write(writing / CURVES)
-    write_manifest(writing, step=step)
-    for path in (*writing.iterdir(), writing):
+    folder = folder_of(run_dir, step)
+    temporary = run_dir / "writing"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file, file_tensors in tensors.items():
+        save_file(dict(file_tensors), temporary / file)
+    curve.write(temporary / CURVES)
+    write_manifest(temporary, step=step)
+    for path in (*temporary.iterdir(), temporary):
         _flush(path)
     shutil.rmtree(folder, ignore_errors=True)
-    writing.rename(folder)
+    temporary.rename(folder)
     _flush(run_dir)
     verify_manifest(folder)
-    keep = {*checkpoints(run_dir)[-NEWEST:], *best_first(run_dir)[:BEST]}
-    for older in checkpoints(run_dir):
-        if older not in keep:
-            shutil.rmtree(older)
+    kept_folders = {*checkpoints(run_dir)[-KEPT_NEWEST:], *best_first(run_dir)[:KEPT_BEST]}
+    for checkpoint in checkpoints(run_dir):
+        if checkpoint not in kept_folders:
+            shutil.rmtree(checkpoint)
 
 
 def _flush(path: Path) -> None:
-    """Have a file, or the names in a folder, on disk before what follows."""
+    """Flush a file, or the entries of a folder, to the disk, so that they survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         flush_to_disk(handle)
@@ -189,72 +230,87 @@ def _flush(path: Path) -> None:
 
 
 def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
-    """Restore a verified checkpoint on every worker; return the number of steps it was saved after.
+    """Restore a verified checkpoint on every worker and return the number of steps it was saved after.
 
     Raises:
-        CheckpointError: it holds other parameters than the model trains.
+        CheckpointError: the checkpoint's parameters differ from the trained parameters of the model.
     """
     start_moments(engine, step_of(folder))
     state = MasterState(engine)
     for file, moment in FILES.items():
         with safe_open(folder / file, framework="pt") as tensors:
-            if odd := sorted({*tensors.keys()} ^ state.parameters.keys()):
-                raise CheckpointError(f"{folder / file}: {len(odd)} parameters are not those that train: {odd[:3]}")
+            unmatched = sorted({*tensors.keys()} ^ state.parameters.keys())
+            if unmatched:
+                raise CheckpointError(
+                    "train.other_parameters", path=folder / file, value=len(unmatched), names=unmatched[:EXAMPLES]
+                )
             for name, parameter in state.parameters.items():
                 state.set(parameter, tensors.get_tensor(name).to(state.get(parameter).device), moment)
     return step_of(folder)
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    return run_dir / f"{PREFIX}{step:08d}"
+    """Return the folder of the checkpoint that is saved after `step` steps."""
+    return run_dir / f"{FOLDER_PREFIX}{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix(PREFIX))
+    """Return the number of steps after which a checkpoint was saved, as given by its folder name."""
+    return int(folder.name.removeprefix(FOLDER_PREFIX))
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Return the folders of checkpoints, oldest first."""
-    return sorted(path for path in run_dir.glob(f"{PREFIX}*") if path.is_dir())
+    """Return the checkpoint folders, oldest first."""
+    return sorted(path for path in run_dir.glob(f"{FOLDER_PREFIX}*") if path.is_dir())
 
 
 def latest_valid_checkpoint(run_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose manifest verifies. Newer ones are removed, with a warning."""
+    """Return the newest intact checkpoint, or None. Damaged checkpoints that are newer are removed with a warning."""
     for folder in reversed(checkpoints(run_dir)):
-        if _is_whole(folder, "it is removed, and the run goes on from an older one or starts over"):
+        if _is_intact(folder, "it is removed, and the run goes on from an older one or starts over"):
             return folder
         shutil.rmtree(folder)
     return None
 
 
-def _is_whole(folder: Path, then: str) -> bool:
-    """Return whether a checkpoint's manifest verifies; warn where it does not."""
+def _is_intact(folder: Path, consequence: str) -> bool:
+    """Return whether a checkpoint matches its manifest. If not, log a warning that ends with `consequence`."""
     try:
         verify_manifest(folder)
     except (ValueError, KeyError) as error:
-        fault = str(error).partition(";")[0]  # a remedy is of no use here
-        logger.warning("train: checkpoint %s is damaged (%s); %s", folder.name, fault, then)
+        damage = str(error)
+        if isinstance(error, CodedError):  # leave out the remedy, which does not apply to checkpoints of a run
+            damage = error.fault.summary
+        logger.warning("train: checkpoint %s is damaged (%s); %s", folder.name, damage, consequence)
         return False
     return True
 
 
 def read_validation(folder: Path) -> dict[str, float] | None:
-    """Return the scores of the validation after a checkpoint; None where the run ended between the two."""
+    """Return the validation scores of a checkpoint, or None if the run ended before it was validated."""
     file = folder / VALIDATION
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def best_first(run_dir: Path) -> list[Path]:
-    """Return the checkpoints with a CIDEr, highest first; of equal ones the earlier."""
-    scores: dict[Path, Any] = {each: (read_validation(each) or {}).get("val_cider") for each in checkpoints(run_dir)}
-    return sorted((each for each, score in scores.items() if score is not None), key=lambda each: -scores[each])
+    """Return the checkpoints that have a CIDEr score, best first. Equal scores are sorted by step."""
+    scores: dict[Path, float] = {}
+    for folder in checkpoints(run_dir):
+        cider = (read_validation(folder) or {}).get("val_cider")
+        if cider is not None:
+            scores[folder] = cider
+    return sorted(scores, key=lambda folder: -scores[folder])
 
 
 def checkpoint_to_export(run_dir: Path, export: str) -> Path | None:
-    """Return the checkpoint whose weights become the output: None for the last, which the engine holds."""
+    """Return the checkpoint to export, or None to export the engine's current weights.
+
+    None is returned if `export` is `last` or if no intact checkpoint has a CIDEr score.
+    """
     if export == "last":
         return None
-    best = next((folder for folder in best_first(run_dir) if _is_whole(folder, "the next best is exported")), None)
-    if best is None:
-        logger.warning("train: no checkpoint has a CIDEr, so the last is exported; has the mixture a validation split?")
-    return best
+    for folder in best_first(run_dir):
+        if _is_intact(folder, "the next best is exported"):
+            return folder
+    logger.warning("train: no checkpoint has a CIDEr, so the last is exported; has the mixture a validation split?")
+    return None

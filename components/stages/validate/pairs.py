@@ -1,7 +1,8 @@
-"""What the two images of a pair can show: a change or none, one that the model sees, a picture or a placeholder.
+"""Compare the two images of a pair, to find pairs that do not show the change that their captions describe.
 
-A pair that shows no change under a caption of one is a bad row. Everything else here is counted and shown, since sound
-data may have it: no pair goes to quarantine for it.
+A pair whose captions describe a change but whose images are the same is a bad row. Other unusual properties are
+findings: they are counted and reported, but pairs are not quarantined because of them, because valid data may have
+these properties, too.
 """
 
 from collections.abc import Iterator
@@ -14,28 +15,30 @@ from pydantic import BaseModel
 
 from m3diff.images.check import COLOR, GREY
 from m3diff.images.compare import EQUAL, FAINT, NOISE, compare_pairs
-from m3diff.stages.validate.no_change import tell_a_change
+from m3diff.stages.validate.no_change import captions_describe_change
 
-# Levels by which thumbnails may differ for the images to be compared: JPEG of quality 30 changes them by 4
+# Two images are compared in full only if no grey level of their thumbnails differs by more than this. JPEG of quality
+# 30 changes levels by 4
 ALIKE_LEVELS = 6
 
-# A placeholder is plain: so many of its 64 cells are within so many levels of the median. Drawn scenes on a coloured
-# ground are plain, too, so a picture in colour must be nearly uniform
+# Placeholders are usually plain: at least PLAIN_CELLS of the 64 cells of the thumbnail are within PLAIN_LEVELS of their
+# median. Scenes drawn on a coloured background are plain, too, so a colour picture must be nearly uniform
 PLAIN_CELLS = 48
 PLAIN_LEVELS = 8
 UNIFORM_CELLS = 60
 UNIFORM_LEVELS = 2
-# A picture that is not plain, such as a logo, may be one if it is after this share of all pairs, and after so many
-# pairs at least
+# Some placeholders, such as a logo, are not plain. A picture counts as frequent if it is the after image in at least
+# this share of a dataset's pairs and in at least FREQUENT_PAIRS pairs
 FREQUENT_SHARE = 0.1
 FREQUENT_PAIRS = 5
-# It is on one side of so many pairs, and looks unlike the other side: the mean of the cells' differences in levels
+# A plain or frequent picture is a placeholder if it is paired with at least this many different, dissimilar images.
+# Images are dissimilar if the grey levels of their thumbnails differ by more than UNLIKE_LEVELS on average
 PLACEHOLDER_PAIRS = 3
 UNLIKE_LEVELS = 16
 
-ASPECT_TOLERANCE = 0.02  # a share: less comes from rounding when an image is resized
+ASPECT_TOLERANCE = 0.02  # relative difference; smaller differences come from rounding when an image is resized
 
-FIRST = 5  # places that a finding names
+LISTED_ROWS = 5  # maximum number of rows that a finding lists
 
 REMEDY = (
     "under a caption of a change; name the right image, or mark pairs without a change: change_types: none, or "
@@ -50,74 +53,92 @@ REASONS = {
 
 
 class Finding(BaseModel):
-    """Something of a dataset that is counted and not refused."""
+    """An unusual property of a dataset. It is counted and reported, but does not cause data to be rejected.
+
+    Attributes:
+        dataset: name of the dataset.
+        kind: hidden_changes, placeholders, sides_differ or before_in_several_splits.
+        count: number of pairs; for before_in_several_splits, number of images.
+        sentence: description of the finding, with numbers and a remedy.
+        first: file and row of the first rows with this property.
+    """
 
     dataset: str
-    kind: str  # hidden_changes, placeholders, sides_differ or before_in_several_splits
+    kind: str
     count: int
-    sentence: str  # what was found, with its numbers and a remedy
-    first: list[str]  # places of the first rows
+    sentence: str
+    first: list[str]
 
 
 def likeness_of(pairs: pl.DataFrame, table: pl.DataFrame, compare_px: int, cache: Path, stage: str) -> pl.DataFrame:
-    """`row`, `likeness` (as `compare_pairs` says) and `unshown`, why a pair shows no change, else null.
-
-    Only pairs whose captions tell a change and whose thumbnails are alike are compared, and only they have a row.
+    """Compare the images of pairs whose captions describe a change and whose thumbnails are similar.
 
     Args:
-        pairs: as `sound_pairs` makes them.
-        table: all records.
+        pairs: as `sound_pairs` returns them.
+        table: all records, with RAW_SCHEMA.
+        compare_px: side of the square image that the model sees, in pixels.
+        cache: Parquet file that caches comparisons by content.
+        stage: name of the stage, for the progress line.
+
+    Returns:
+        One row per compared pair, with the columns `row`, `likeness` (as `compare_pairs` returns it) and `unshown`.
+        `unshown` is the reason why the pair does not show a change, or null if it shows one.
     """
-    alike = pairs.filter(_thumbnails_alike(pairs))
+    alike = pairs.filter(_have_similar_thumbnails(pairs))
     texts = table[alike["row"]].select("references", "change_types")
-    tells = [tell_a_change(references, types) for references, types in texts.iter_rows()]
-    candidates = alike.filter(pl.Series(tells, dtype=pl.Boolean))
+    describes_change = [captions_describe_change(references, types) for references, types in texts.iter_rows()]
+    candidates = alike.filter(pl.Series(describes_change, dtype=pl.Boolean))
     digests = table[candidates["row"]].select("before_sha256", "after_sha256")
     compared = candidates.select("row", "before", "after").hstack(digests)
     likeness = compare_pairs(compared, compare_px, cache, stage)
-    same_bytes = compared["before_sha256"] == compared["after_sha256"]
-    key = pl.when(same_bytes).then(pl.lit(SAME_BYTES)).otherwise(likeness)
-    reasons = [
-        pl.when(key == kind).then(pl.format(f"{reason}, {{}}", "after", "before", pl.lit(REMEDY)))
-        for kind, reason in REASONS.items()
-    ]
+    has_same_bytes = compared["before_sha256"] == compared["after_sha256"]
+    kind = pl.when(has_same_bytes).then(pl.lit(SAME_BYTES)).otherwise(likeness)
+    reasons = []
+    for unchanged_kind, reason in REASONS.items():
+        reason_with_remedy = pl.format(f"{reason}, {{}}", "after", "before", pl.lit(REMEDY))
+        reasons.append(pl.when(kind == unchanged_kind).then(reason_with_remedy))
     return compared.select("row", likeness=likeness, unshown=pl.coalesce(reasons))
 
 
-def _thumbnails_alike(pairs: pl.DataFrame) -> pl.Series:
+def _have_similar_thumbnails(pairs: pl.DataFrame) -> pl.Series:
+    """Return for each pair whether the thumbnails of its images differ by at most ALIKE_LEVELS."""
     difference = np.abs(_levels(pairs["thumb"]) - _levels(pairs["thumb_after"]))
     return pl.Series(difference.max(axis=1, initial=0) <= ALIKE_LEVELS, dtype=pl.Boolean)
 
 
 def _levels(thumbs: pl.Series) -> NDArray[np.int16]:
-    """Grey levels, [thumbnails, 64]."""
+    """Return the grey levels of thumbnails, [thumbnails, 64]."""
     return np.frombuffer(b"".join(thumbs), dtype=np.uint8).reshape(-1, 64).astype(np.int16)
 
 
 def findings(
     pairs: pl.DataFrame, likeness: pl.DataFrame, bad: pl.DataFrame, table: pl.DataFrame, images: pl.DataFrame
 ) -> list[Finding]:
-    """What is counted and shown, in the order of the datasets.
+    """Return the findings of all kinds, in the order of the datasets.
 
     Args:
-        pairs: as `sound_pairs` makes them.
-        likeness: as `likeness_of` makes it.
-        bad: the rows in quarantine. Of their pairs, too, the images are looked at; only clean ones repeat an image.
+        pairs: as `sound_pairs` returns them.
+        likeness: as `likeness_of` returns it.
+        bad: the quarantined rows. Their images are examined, too, except in the search for images that occur in several
+            splits.
+        table: all records, with RAW_SCHEMA.
+        images: verdicts on image files, as `check_images` returns them.
     """
-    places = table[pairs["row"]].select("dataset", "source", "before_sha256")
-    placed = pairs.hstack(places)
-    shown = placed.join(likeness.filter(pl.col("unshown").is_not_null()), on="row", how="anti", maintain_order="left")
-    listed = [
-        *_hidden_changes(placed.join(likeness, on="row")),
-        *_placeholders(shown, images),
-        *_sides_that_differ(shown, images),
-        *_before_in_several_splits(placed.join(bad, on="row", how="anti", maintain_order="left")),
-    ]
+    sources = table[pairs["row"]].select("dataset", "source", "before_sha256")
+    pairs = pairs.hstack(sources)
+    unchanged = likeness.filter(pl.col("unshown").is_not_null())
+    changed_pairs = pairs.join(unchanged, on="row", how="anti", maintain_order="left")
+    clean_pairs = pairs.join(bad, on="row", how="anti", maintain_order="left")
+    all_findings = list(_hidden_changes(pairs.join(likeness, on="row")))
+    all_findings += _placeholders(changed_pairs, images)
+    all_findings += _sides_that_differ(changed_pairs, images)
+    all_findings += _before_in_several_splits(clean_pairs)
     order = {name: number for number, name in enumerate(table["dataset"].unique(maintain_order=True))}
-    return sorted(listed, key=lambda finding: order[finding.dataset])
+    return sorted(all_findings, key=lambda finding: order[finding.dataset])
 
 
 def _hidden_changes(pairs: pl.DataFrame) -> Iterator[Finding]:
+    """Yield a finding per dataset with changes that are invisible at the model's resolution."""
     for (dataset,), faint in pairs.filter(likeness=FAINT).group_by("dataset", maintain_order=True):
         yield Finding(
             dataset=str(dataset),
@@ -127,91 +148,116 @@ def _hidden_changes(pairs: pl.DataFrame) -> Iterator[Finding]:
                 f"{faint.height:,} pairs differ by nothing that is seen at validate.compare_px, the resolution of the "
                 "model; crop their images around the change, or train a model of more pixels"
             ),
-            first=faint["source"].head(FIRST).to_list(),
+            first=faint["source"].head(LISTED_ROWS).to_list(),
         )
 
 
 def _placeholders(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding]:
-    """One plain or very frequent picture beside several others that it has nothing in common with.
+    """Yield a finding for each plain or frequent picture that is paired with several different, dissimilar images.
 
-    A background with several edits, a still of a fixed camera and a template look like their other side.
+    Pictures that look like the images that they are paired with are not placeholders. Examples are a background with
+    several edits, a frame of a fixed camera and a template.
     """
-    shared = ["row", "dataset", "source"]
+    sides = _sides(pairs)
+    suspects = pl.concat([_plain_thumbs(sides, images), _frequent_thumbs(sides)]).unique(maintain_order=True)
+    sides = sides.filter(pl.col("thumb").is_in(suspects.implode()))
+    mean_difference = np.abs(_levels(sides["thumb"]) - _levels(sides["other_thumb"])).mean(axis=1)
+    unlike = sides.filter(pl.Series(mean_difference > UNLIKE_LEVELS, dtype=pl.Boolean))
+    for (dataset, _), uses in unlike.group_by(["dataset", "thumb"], maintain_order=True):
+        if uses["other_content"].n_unique() < PLACEHOLDER_PAIRS:
+            continue
+        count = uses["row"].n_unique()
+        yield Finding(
+            dataset=str(dataset),
+            kind="placeholders",
+            count=count,
+            sentence=(
+                f"{count:,} pairs have one picture on a side, such as {uses['path'][0]}: perhaps a "
+                "placeholder for an image that was not there; fetch the images again or leave these rows out"
+            ),
+            first=uses["source"].unique(maintain_order=True).head(LISTED_ROWS).to_list(),
+        )
+
+
+def _sides(pairs: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per image of each pair. Each row also has the content and thumbnail of the pair's other image."""
+    columns = ["row", "dataset", "source"]
     before = pairs.select(
-        *shared, path="before", thumb="thumb", own="content", other="content_after", other_thumb="thumb_after"
+        *columns,
+        path="before",
+        content="content",
+        thumb="thumb",
+        other_content="content_after",
+        other_thumb="thumb_after",
+        side=pl.lit("before"),
     )
     after = pairs.select(
-        *shared, path="after", thumb="thumb_after", own="content_after", other="content", other_thumb="thumb"
+        *columns,
+        path="after",
+        content="content_after",
+        thumb="thumb_after",
+        other_content="content",
+        other_thumb="thumb",
+        side=pl.lit("after"),
     )
-    sides = pl.concat([before.with_columns(side=pl.lit("before")), after.with_columns(side=pl.lit("after"))])
+    return pl.concat([before, after])
+
+
+def _plain_thumbs(sides: pl.DataFrame, images: pl.DataFrame) -> pl.Series:
+    """Return the thumbnails of plain grey pictures and of nearly uniform colour pictures."""
     thumbs = sides["thumb"].unique(maintain_order=True)
     levels = _levels(thumbs)
     from_median = np.abs(levels - np.median(levels, axis=1, keepdims=True))
-    in_color = thumbs.is_in(images.filter(color=COLOR)["thumb"].implode()).to_numpy()
-    is_plain = ((from_median <= PLAIN_LEVELS).sum(axis=1) >= PLAIN_CELLS) & ~in_color
-    is_plain |= (from_median <= UNIFORM_LEVELS).sum(axis=1) >= UNIFORM_CELLS
-    plain = thumbs.filter(pl.Series(is_plain, dtype=pl.Boolean))
-    plain = pl.concat([plain, _frequent_thumbs(sides)]).unique(maintain_order=True)
-    sides = sides.filter(pl.col("thumb").is_in(plain.implode()))
-    unlike = np.abs(_levels(sides["thumb"]) - _levels(sides["other_thumb"])).mean(axis=1) > UNLIKE_LEVELS
-    sides = sides.filter(pl.Series(unlike, dtype=pl.Boolean))
-    for (dataset, _), uses in sides.group_by(["dataset", "thumb"], maintain_order=True):
-        if uses["other"].n_unique() >= PLACEHOLDER_PAIRS:
-            count = uses["row"].n_unique()
-            yield Finding(
-                dataset=str(dataset),
-                kind="placeholders",
-                count=count,
-                sentence=(
-                    f"{count:,} pairs have one picture on a side, such as {uses['path'][0]}: perhaps a "
-                    "placeholder for an image that was not there; fetch the images again or leave these rows out"
-                ),
-                first=uses["source"].unique(maintain_order=True).head(FIRST).to_list(),
-            )
+    is_colored = thumbs.is_in(images.filter(color=COLOR)["thumb"].implode()).to_numpy()
+    is_plain = (from_median <= PLAIN_LEVELS).sum(axis=1) >= PLAIN_CELLS
+    is_uniform = (from_median <= UNIFORM_LEVELS).sum(axis=1) >= UNIFORM_CELLS
+    return thumbs.filter(pl.Series((is_plain & ~is_colored) | is_uniform, dtype=pl.Boolean))
 
 
 def _frequent_thumbs(sides: pl.DataFrame) -> pl.Series:
-    """Thumbnails of the pictures that are after a large share of a dataset's pairs, and before none.
+    """Return the thumbnails of pictures that are frequent after images in a dataset, but never before images.
 
-    One image before many others is a scene with several edits.
+    A frequent before image is not a placeholder, but a scene with several edits.
     """
-    uses = sides.group_by("dataset", "own", maintain_order=True).agg(
-        count=pl.len(), is_after=(pl.col("side") == "after").all(), thumb=pl.col("thumb").first()
+    uses = sides.group_by("dataset", "content", maintain_order=True).agg(
+        count=pl.len(), is_always_after=(pl.col("side") == "after").all(), thumb=pl.col("thumb").first()
     )
     pairs = sides.group_by("dataset", maintain_order=True).agg(pairs=pl.len() / 2)
-    least = pl.max_horizontal(pl.lit(FREQUENT_PAIRS), FREQUENT_SHARE * pl.col("pairs"))
-    is_frequent = pl.col("is_after") & (pl.col("count") >= least)
+    frequent_count = pl.max_horizontal(pl.lit(FREQUENT_PAIRS), FREQUENT_SHARE * pl.col("pairs"))
+    is_frequent = pl.col("is_always_after") & (pl.col("count") >= frequent_count)
     return uses.join(pairs, on="dataset", maintain_order="left").filter(is_frequent)["thumb"]
 
 
 def _sides_that_differ(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding]:
-    shape = images.select("path", "width", "height", "bits", "color")
-    shaped = pairs.join(shape, left_on="before", right_on="path", maintain_order="left")
-    shaped = shaped.join(shape, left_on="after", right_on="path", suffix="_2", maintain_order="left")
+    """Yield a finding per dataset with pairs whose images differ in size, aspect ratio, colour or bit depth."""
+    shapes = images.select("path", "width", "height", "bits", "color")
+    pairs = pairs.join(shapes, left_on="before", right_on="path", maintain_order="left")
+    pairs = pairs.join(shapes, left_on="after", right_on="path", suffix="_after", maintain_order="left")
     aspect = pl.col("width") / pl.col("height")
-    aspect_after = pl.col("width_2") / pl.col("height_2")
-    larger_aspect = pl.max_horizontal(aspect, aspect_after)
+    aspect_after = pl.col("width_after") / pl.col("height_after")
+    before_is_grey = (pl.col("color") == GREY) & (pl.col("color_after") == COLOR)
+    after_is_grey = (pl.col("color") == COLOR) & (pl.col("color_after") == GREY)
     differs = {
-        "size": pl.any_horizontal(pl.col("width") != pl.col("width_2"), pl.col("height") != pl.col("height_2")),
-        "aspect": (aspect - aspect_after).abs() > ASPECT_TOLERANCE * larger_aspect,
-        "mode (one in colour, one grey)": (pl.min_horizontal("color", "color_2") == COLOR)
-        & (pl.max_horizontal("color", "color_2") == GREY),
-        "bit depth": pl.col("bits") != pl.col("bits_2"),
+        "size": (pl.col("width") != pl.col("width_after")) | (pl.col("height") != pl.col("height_after")),
+        "aspect": (aspect - aspect_after).abs() > ASPECT_TOLERANCE * pl.max_horizontal(aspect, aspect_after),
+        "mode (one in colour, one grey)": before_is_grey | after_is_grey,
+        "bit depth": pl.col("bits") != pl.col("bits_after"),
     }
-    flagged = shaped.with_columns(**differs).filter(pl.any_horizontal(*differs))
+    flagged = pairs.with_columns(**differs).filter(pl.any_horizontal(*differs))
     for (dataset,), rows in flagged.group_by("dataset", maintain_order=True):
-        numbers = {name: int(rows[name].sum()) for name in differs}
-        counts = ", ".join(f"{number:,} in {name}" for name, number in numbers.items() if number)
+        counts = {property_name: int(rows[property_name].sum()) for property_name in differs}
+        listed = ", ".join(f"{count:,} in {property_name}" for property_name, count in counts.items() if count)
         yield Finding(
             dataset=str(dataset),
             kind="sides_differ",
             count=rows.height,
-            sentence=f"the sides of {rows.height:,} pairs differ: {counts}; a model takes that for the change",
-            first=rows["source"].head(FIRST).to_list(),
+            sentence=f"the sides of {rows.height:,} pairs differ: {listed}; a model takes that for the change",
+            first=rows["source"].head(LISTED_ROWS).to_list(),
         )
 
 
 def _before_in_several_splits(pairs: pl.DataFrame) -> Iterator[Finding]:
+    """Yield a finding per dataset that uses the same before image in several splits."""
     by_image = pairs.group_by("dataset", "before_sha256", maintain_order=True).agg(
         splits=pl.col("split").n_unique(),
         train=(pl.col("split") == "train").sum(),
@@ -226,9 +272,9 @@ def _before_in_several_splits(pairs: pl.DataFrame) -> Iterator[Finding]:
             kind="before_in_several_splits",
             count=befores.height,
             sentence=(
-                f"{befores.height:,} images are before pairs of several splits, {tested.height:,} of them of "
-                f"{tested['train'].sum():,} train and {tested['test'].sum():,} test pairs; give such pairs one "
-                "`scene`, so that they share a split"
+                f"{befores.height:,} images are the before-image of pairs in several splits; {tested.height:,} of "
+                f"these are in both train ({tested['train'].sum():,} pairs) and test ({tested['test'].sum():,} pairs). "
+                "Give the pairs of an image the same `scene`, so that they share a split"
             ),
-            first=rows["source"].head(FIRST).to_list(),
+            first=rows["source"].head(LISTED_ROWS).to_list(),
         )

@@ -1,265 +1,291 @@
-"""Rules of a good record: each once, as the sign of a bad row (for polars) and as an expectation (for GX).
+"""The rules for clean records. Each rule is written once, for two engines: polars and great-expectations.
 
-The rules read *facts*: one row per record with the columns that `facts` computes, so that 896k references cost a few
-vectorised passes. polars finds the bad rows; great-expectations, an independent engine, judges by the same rules, one
-suite and one validation with SUMMARY results. A COMPLETE result would cost seconds on a tenth of bad rows, and an empty
-table would pass every column rule, hence the row count.
-
-One fact is a leak: a pair of one split that is also in another, of its own dataset or any, under whatever name. Two
-pairs are the same when both their images are: by content (sha256, and so by path), or by look (their 8x8 grey
-thumbnails differ nowhere by more than some levels: re-encoding and resizing change 1 or 2 levels, an object that moved
-changes more). The direction does not matter. A single shared image is no leak: datasets share them between splits.
+Rules read *facts*: the columns of the table that `facts` computes, which has one row per record. This way, only a few
+vectorised passes over the 896k references are required. polars finds the bad rows (`bad_rows`), and great-expectations
+checks the same rules (`suite.py`). One of the facts is whether a training pair is also in a test set (`twins.py`).
 """
 
-import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
-from scipy.spatial import cKDTree
 
+from m3diff.datasets.tables import SIDES
 from m3diff.images.check import OK
 from m3diff.records.schemas import SPLITS
 
-# Where one pair lies in two splits, the lower one gives it up: a test set stays whole
+# If a pair is in two splits, it is removed from the split with the lower rank, so that test sets stay complete
 RANK = {"train": 0, "val": 1, "test": 2}
 
-# HTML, and the special tokens of chat templates (`<image>`, `<|im_end|>`), which would change what a prompt means
+# HTML, and special tokens of chat templates (`<image>`, `<|im_end|>`), which would change the meaning of a prompt
 MARKUP = r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);"
 
-COMPARED_AT_ONCE = 200_000  # candidate pairs that are held next to each other; 150 MB with their thumbnails
+NOT_GIVEN = "is not given"  # verdict used if the row does not name an image
+TOO_LARGE = ["images.too_large", "images.tiles_too_large"]  # codes of the faults of images that exceed the pixel limit
 
-Thumbs = NDArray[np.int16]  # [pairs, 128]: the grey levels of the image before, then of the image after
-
-ExpectedPairs = Mapping[str, Mapping[Any, int]]  # pairs by dataset and split, as the dataset's own files call it
-
-REMEDY = "; (?:fetch|restore|save|unpack) it "  # in a verdict on an image that names what mends it
-
-LOOKS_THE_SAME = "looks the same"  # how a leaked pair is like its twin, if their images are not the same files
-
-LEAK = "not_in_test"  # the one rule that a sound row can break; its rows do not count towards the share of bad rows
+# The only rule that a valid row can break. Rows that break only this rule do not count towards the share of bad rows
+LEAK = "not_in_test"
 
 
-class Rule(NamedTuple):
-    name: str  # as the quarantine's `rules` and the report call it
-    column: str  # the fact it reads
-    bad: pl.Expr  # true for a row that goes to quarantine
-    reason: pl.Expr  # what is wrong and how to fix it, in words
-    expectation: str  # the class in great_expectations.expectations
-    arguments: dict[str, Any]
+@dataclass(frozen=True)
+class Rule:
+    """A rule that every clean row satisfies.
 
+    Attributes:
+        name: name of the rule in the report and in the column `rules` of the quarantine.
+        column: the fact that the rule reads.
+        is_broken: polars expression that is true for a row that breaks the rule.
+        reason: polars expression that describes what is wrong and how to fix it. It is null if the row's `fault`
+            already describes that.
+        expectation: name of a class in `great_expectations.expectations`.
+        arguments: keyword arguments of the expectation, in addition to the column.
+    """
 
-NULL, NOT_NULL, UNIQUE, IN_SET, BETWEEN = (  # classes in great_expectations.expectations
-    f"ExpectColumnValuesTo{rule}" for rule in ("BeNull", "NotBeNull", "BeUnique", "BeInSet", "BeBetween")
-)
+    name: str
+    column: str
+    is_broken: pl.Expr
+    reason: pl.Expr
+    expectation: str
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 def rules(max_chars: int) -> list[Rule]:
-    """Every rule over the rows, in the order in which reasons are named."""
-    col, form, rank = pl.col, pl.format, pl.col("rank")
-    repeats = col("id").is_not_null() & (col("turn") != col("turn").min().over("id"))
-    repeated = form("id: {} occurs more than once; the first of the highest split (test, val, train) stays", "id")
-    is_lower = (col("scene_splits") > 1) & (rank < rank.max().over("scene"))
-    scene = form("split: scene {} is also in a higher split (test, val, train), which keeps it", "scene")
-    leak = form("leak: test pair {} {}, so this one may not train", "twin", "how")
-    none = _alone("references: there is none; a pair needs at least one, which may be empty")
-    length, markup = col("longest_reference"), col("markup_references")
-    long = form("references: one has {} characters, more than validate.max_caption_chars = {}", length, max_chars)
-    marked = form("references: {} hold HTML or a special token; write plain text", markup)
-    unknown = form("split: {} is none of train, val, test", "split")
+    """Return all rules. If a row breaks several rules, its reasons are listed in this order.
+
+    Args:
+        max_chars: maximum length of a reference, in characters.
+    """
+    return _row_rules() + _split_rules() + _reference_rules(max_chars) + _image_rules()
+
+
+def _row_rules() -> list[Rule]:
+    has_repeated_id = pl.col("id").is_not_null() & (pl.col("turn") != pl.col("turn").min().over("id"))
+    repeated_id = "id: {} occurs more than once; the first of the highest split (test, val, train) stays"
     return [
-        Rule("readable", "fault", col("fault").is_not_null(), col("fault"), NULL, {}),
-        Rule("id_given", "id", col("id").is_null(), _alone("id: is missing"), NOT_NULL, {}),
-        Rule("id_unique", "id", repeats, repeated, UNIQUE, {}),
-        Rule("split_given", "split", col("split").is_null(), _alone("split: is missing"), NOT_NULL, {}),
-        Rule("split_known", "split", ~col("split").is_in(SPLITS), unknown, IN_SET, {"value_set": list(SPLITS)}),
-        Rule("scene_in_one_split", "scene_splits", is_lower, scene, IN_SET, {"value_set": [1]}),
-        Rule(LEAK, "twin", col("twin").is_not_null(), leak, NULL, {}),
-        Rule("references_given", "references", col("references") == 0, none, BETWEEN, {"min_value": 1}),
-        Rule("reference_length", "longest_reference", length > max_chars, long, BETWEEN, {"max_value": max_chars}),
-        Rule("no_markup", "markup_references", markup > 0, marked, IN_SET, {"value_set": [0]}),
-        Rule("shows_a_change", "unshown", col("unshown").is_not_null(), col("unshown"), NULL, {}),
-        *(
-            Rule(
-                f"{side}_decodes", f"{side}_image", col(f"{side}_image") != OK, _told(side), IN_SET, {"value_set": [OK]}
-            )
-            for side in ("before", "after")
+        Rule(
+            name="readable",
+            column="fault",
+            is_broken=pl.col("fault").is_not_null(),
+            reason=pl.col("fault"),
+            expectation="ExpectColumnValuesToBeNull",
+        ),
+        Rule(
+            name="id_given",
+            column="id",
+            is_broken=pl.col("id").is_null(),
+            reason=_unless_unreadable("id: is missing"),
+            expectation="ExpectColumnValuesToNotBeNull",
+        ),
+        Rule(
+            name="id_unique",
+            column="id",
+            is_broken=has_repeated_id,
+            reason=pl.format(repeated_id, "id"),
+            expectation="ExpectColumnValuesToBeUnique",
         ),
     ]
 
 
-def _told(side: str) -> pl.Expr:
-    """The verdict on an image, with the remedy that it does not name itself."""
-    verdict = pl.col(f"{side}_image")
-    is_large, has_remedy = verdict.str.contains(" padded to a square, "), verdict.str.contains(REMEDY)
-    limit, restore = pl.lit(", or raise validate.max_image_pixels"), pl.lit("; restore the file")
-    remedy = pl.when(is_large).then(limit).when(has_remedy).then(pl.lit("")).otherwise(restore)
-    told = pl.format(f"{side}: {{}} {{}}{{}}", side, verdict, remedy)
-    return pl.when(pl.col(side).is_not_null()).then(told).otherwise(_alone(f"{side}: is not given"))
+def _split_rules() -> list[Rule]:
+    rank = pl.col("rank")
+    is_in_lower_split = (pl.col("scene_splits") > 1) & (rank < rank.max().over("scene"))
+    return [
+        Rule(
+            name="split_given",
+            column="split",
+            is_broken=pl.col("split").is_null(),
+            reason=_unless_unreadable("split: is missing"),
+            expectation="ExpectColumnValuesToNotBeNull",
+        ),
+        Rule(
+            name="split_known",
+            column="split",
+            is_broken=~pl.col("split").is_in(SPLITS),
+            reason=pl.format("split: {} is none of train, val, test", "split"),
+            expectation="ExpectColumnValuesToBeInSet",
+            arguments={"value_set": list(SPLITS)},
+        ),
+        Rule(
+            name="scene_in_one_split",
+            column="scene_splits",
+            is_broken=is_in_lower_split,
+            reason=pl.format("split: scene {} is also in a higher split (test, val, train), which keeps it", "scene"),
+            expectation="ExpectColumnValuesToBeInSet",
+            arguments={"value_set": [1]},
+        ),
+        Rule(
+            name=LEAK,
+            column="twin",
+            is_broken=pl.col("twin").is_not_null(),
+            reason=pl.format("leak: test pair {} {}, so this one may not train", "twin", "how"),
+            expectation="ExpectColumnValuesToBeNull",
+        ),
+    ]
 
 
-def _alone(reason: str) -> pl.Expr:
+def _reference_rules(max_chars: int) -> list[Rule]:
+    length = pl.col("longest_reference")
+    marked_references = pl.col("markup_references")
+    return [
+        Rule(
+            name="references_given",
+            column="references",
+            is_broken=pl.col("references") == 0,
+            reason=_unless_unreadable("references: there is none; a pair needs at least one, which may be empty"),
+            expectation="ExpectColumnValuesToBeBetween",
+            arguments={"min_value": 1},
+        ),
+        Rule(
+            name="reference_length",
+            column="longest_reference",
+            is_broken=length > max_chars,
+            reason=pl.format(
+                "references: one has {} characters, more than validate.max_caption_chars = {}", length, max_chars
+            ),
+            expectation="ExpectColumnValuesToBeBetween",
+            arguments={"max_value": max_chars},
+        ),
+        Rule(
+            name="no_markup",
+            column="markup_references",
+            is_broken=marked_references > 0,
+            reason=pl.format("references: {} hold HTML or a special token; write plain text", marked_references),
+            expectation="ExpectColumnValuesToBeInSet",
+            arguments={"value_set": [0]},
+        ),
+    ]
+
+
+def _image_rules() -> list[Rule]:
+    image_rules = [
+        Rule(
+            name="shows_a_change",
+            column="unshown",
+            is_broken=pl.col("unshown").is_not_null(),
+            reason=pl.col("unshown"),
+            expectation="ExpectColumnValuesToBeNull",
+        ),
+        Rule(
+            name="images_present",
+            column="absent_images",
+            is_broken=pl.col("absent_images").is_not_null(),
+            reason=_reason_for_absent_images(),
+            expectation="ExpectColumnValuesToBeNull",
+        ),
+    ]
+    for side in SIDES:
+        image_rules.append(
+            Rule(
+                name=f"{side}_decodes",
+                column=f"{side}_unreadable",
+                is_broken=pl.col(f"{side}_unreadable").is_not_null(),
+                reason=_reason_of_verdict(side),
+                expectation="ExpectColumnValuesToBeNull",
+            )
+        )
+    return image_rules
+
+
+def _unless_unreadable(reason: str) -> pl.Expr:
+    """Return the reason, or null for a row that could not be read. All values of such a row are missing anyway."""
     return pl.when(pl.col("fault").is_null()).then(pl.lit(reason))
 
 
-def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame, likeness: pl.DataFrame) -> pl.DataFrame:
-    """`row`, the record's plain columns, and the facts that the rules read."""
-    texts = records["references"].to_frame("text").with_row_index("row").explode("text", empty_as_null=True)
+def _is_absent(side: str) -> pl.Expr:
+    """Return an expression that is true if the row does not name an image or the image file does not exist.
+
+    An image file that is damaged is not absent. Other rules report it.
+    """
+    is_missing = pl.col(f"{side}_code").eq_missing(pl.lit("images.missing"))
+    return is_missing | (pl.col(f"{side}_image") == NOT_GIVEN)
+
+
+def _reason_for_absent_images() -> pl.Expr:
+    """Return the verdicts on the absent images, or null if the row's fault already describes them."""
+    verdicts = [pl.when(_is_absent(side)).then(_reason_of_verdict(side)) for side in SIDES]
+    joined = pl.concat_str(verdicts, separator="; ", ignore_nulls=True)
+    # polars joins nulls to an empty string, and an empty reason would leave a stray "; "
+    return pl.when(joined != "").then(joined)
+
+
+def _reason_of_verdict(side: str) -> pl.Expr:
+    """Return the verdict on an image. For an image that is too large, add that the limit can be raised."""
+    is_too_large = pl.col(f"{side}_code").is_in(TOO_LARGE)
+    raise_limit = pl.when(is_too_large).then(pl.lit(", or raise validate.max_image_pixels")).otherwise(pl.lit(""))
+    reason = pl.format(f"{side}: {{}} {{}}{{}}", side, f"{side}_image", raise_limit)
+    return pl.when(pl.col(side).is_not_null()).then(reason).otherwise(_unless_unreadable(f"{side}: is not given"))
+
+
+def facts(records: pl.DataFrame, images: pl.DataFrame, leaks: pl.DataFrame, likeness: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per record, with the columns that the rules read.
+
+    The columns are `row`, the columns of the records except lists, and the computed facts.
+
+    Args:
+        records: records with RAW_SCHEMA.
+        images: verdicts by path, as `check_images` returns them.
+        leaks: `row`, `twin` and `how` of the training pairs that are also in a test set, as `find_twins` returns them.
+        likeness: `row` and `unshown` of pairs with similar images, as `likeness_of` returns them.
+    """
+    rows = records.drop("references", "change_types").with_row_index("row")
+    rows = rows.hstack(_reference_facts(records["references"]))
+    for side in SIDES:
+        verdict = pl.col("verdict").alias(f"{side}_image")
+        verdicts = images.select(pl.col("path").alias(side), verdict, pl.col("code").alias(f"{side}_code"))
+        rows = rows.join(verdicts, on=side, how="left")
+    rows = rows.join(leaks, on="row", how="left")
+    rows = rows.join(likeness.select("row", "unshown"), on="row", how="left")
+    rank = pl.col("split").replace_strict(RANK, default=-1, return_dtype=pl.Int64)
+    is_unreadable = pl.col("fault").is_not_null()
+    scene_splits = pl.col("split").n_unique().over("scene")
+    rows = rows.sort("row").with_columns(
+        pl.col("before_image", "after_image").fill_null(NOT_GIVEN),
+        rank=rank,
+        # Among rows with the same id, only the row with the lowest turn is kept. Readable rows come first, then higher
+        # splits, then earlier rows
+        turn=(2 - rank + 3 * is_unreadable) * records.height + pl.col("row"),
+        scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
+    )
+    return rows.with_columns(
+        absent_images=_names_of_absent_images(),
+        before_unreadable=_verdict_if_unreadable("before"),
+        after_unreadable=_verdict_if_unreadable("after"),
+    )
+
+
+def _reference_facts(references: pl.Series) -> pl.DataFrame:
+    """Return the number of references, the length of the longest reference, and the number with markup, per record."""
+    texts = references.to_frame("text").with_row_index("row").explode("text", empty_as_null=True)
     text = pl.col("text")
-    of_references = texts.group_by("row", maintain_order=True).agg(
+    by_row = texts.group_by("row", maintain_order=True).agg(
         references=text.count().cast(pl.Int64),
         longest_reference=text.str.len_chars().max().fill_null(0).cast(pl.Int64),
         markup_references=text.str.contains(MARKUP).sum().cast(pl.Int64),
     )
-    found = records.drop("references", "change_types").with_row_index("row").hstack(of_references.drop("row"))
-    for side in ("before", "after"):
-        verdicts = images.select(pl.col("path").alias(side), pl.col("verdict").alias(f"{side}_image"))
-        found = found.join(verdicts, on=side, how="left")
-    rank = pl.col("split").replace_strict(RANK, default=-1, return_dtype=pl.Int64)
-    scene_splits = pl.col("split").n_unique().over("scene")
-    unshown = likeness.select("row", "unshown")
-    sorted_rows = found.join(twins, on="row", how="left").join(unshown, on="row", how="left").sort("row")
-    return sorted_rows.with_columns(
-        pl.col("before_image", "after_image").fill_null("is not given"),
-        rank=rank,
-        turn=(2 - rank + 3 * pl.col("fault").is_not_null()) * records.height + pl.col("row"),
-        scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
-    )
+    return by_row.drop("row")
 
 
-def bad_rows(found: pl.DataFrame, all_rules: list[Rule]) -> pl.DataFrame:
-    """`row`, `rules` (names) and `reason` of every row that breaks a rule."""
-    flags = found.select("row", *(rule.bad.alias(f"bad_{rule.name}") for rule in all_rules))
-    broken = found.hstack(flags.drop("row")).filter(pl.any_horizontal(pl.col("^bad_.*$")))
-    hit = [pl.when(f"bad_{rule.name}") for rule in all_rules]
+def _names_of_absent_images() -> pl.Expr:
+    """Return which images are absent, such as "before, after", or null if both images are present."""
+    names = [pl.when(_is_absent(side)).then(pl.lit(side)) for side in SIDES]
+    joined = pl.concat_str(names, separator=", ", ignore_nulls=True)
+    return pl.when(pl.any_horizontal(_is_absent(side) for side in SIDES)).then(joined)
+
+
+def _verdict_if_unreadable(side: str) -> pl.Expr:
+    """Return the verdict on an existing file that is not a valid image, or null for a valid or absent image."""
+    verdict = pl.col(f"{side}_image")
+    return pl.when((verdict != OK) & ~_is_absent(side)).then(verdict)
+
+
+def bad_rows(row_facts: pl.DataFrame, all_rules: list[Rule]) -> pl.DataFrame:
+    """Return `row`, `rules` (the names of the broken rules) and `reason` for every row that breaks a rule."""
+    flagged = row_facts.with_columns(rule.is_broken.alias(f"bad_{rule.name}") for rule in all_rules)
+    broken = flagged.filter(pl.any_horizontal(pl.col("^bad_.*$")))
+    names = [pl.when(f"bad_{rule.name}").then(pl.lit(rule.name)) for rule in all_rules]
+    reasons = [pl.when(f"bad_{rule.name}").then(rule.reason) for rule in all_rules]
     return broken.select(
         "row",
-        rules=pl.concat_list(w.then(pl.lit(r.name)) for w, r in zip(hit, all_rules, strict=True)).list.drop_nulls(),
-        reason=pl.concat_str(
-            [w.then(r.reason) for w, r in zip(hit, all_rules, strict=True)], separator="; ", ignore_nulls=True
-        ),
+        rules=pl.concat_list(names).list.drop_nulls(),
+        reason=pl.concat_str(reasons, separator="; ", ignore_nulls=True),
     )
-
-
-def find_twins(pairs: pl.DataFrame, split: str, other: str, max_diff: int | None) -> pl.DataFrame:
-    """`row`, `twin`, `how` of the rows of `split` with a twin in `other`; by content only where max_diff is None."""
-    ours, theirs = pairs.filter(split=split), pairs.filter(split=other)
-    twins = theirs.unique(["low", "high"], keep="first", maintain_order=True).select("low", "high", twin="id")
-    same = ours.join(twins, on=["low", "high"]).select("row", "twin", how=pl.lit("has the same images")).sort("row")
-    ours = ours.join(same, on="row", how="anti")
-    if max_diff is None or not (ours.height and theirs.height):
-        return same
-    return pl.concat([same, _same_look(ours, theirs, max_diff)]).sort("row")
-
-
-def sound_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
-    """Rows whose images are both sound, with a number for each content (`low`, `high`) and both thumbnails."""
-    sound = images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
-    both = ("content", "content_after")
-    return (
-        records.with_row_index("row")
-        .select("row", "id", "split", "before", "after")
-        .join(sound, left_on="before", right_on="path")
-        .join(sound, left_on="after", right_on="path", suffix="_after")
-        .with_columns(low=pl.min_horizontal(both), high=pl.max_horizontal(both))
-        .sort("row")
-    )
-
-
-def _same_look(ours: pl.DataFrame, theirs: pl.DataFrame, max_diff: int) -> pl.DataFrame:
-    """Candidates by the mean levels of the quarters, which differ no more than single levels do; then all levels.
-
-    Thumbnails that repeat are compared once, and rows in slices whose candidates number COMPARED_AT_ONCE at most
-    (unless one row has more), so that a fixed camera's memory is bounded.
-    """
-    look = ["thumb", "thumb_after"]
-    some, others = (pairs.unique(look, keep="first", maintain_order=True) for pairs in (ours, theirs))
-    our_thumbs, thumbs = _thumbs(some), _thumbs(others)
-    both_ways = np.concatenate([thumbs, np.roll(thumbs, 64, axis=1)])
-    tree, quarters = cKDTree(_quarters(both_ways)), _quarters(our_thumbs)
-    counts = tree.query_ball_point(quarters, max_diff, p=np.inf, return_length=True)
-    rows = np.flatnonzero(counts)
-    cuts = np.flatnonzero(np.diff(np.cumsum(counts[rows]) // COMPARED_AT_ONCE)) + 1
-    at: list[int] = []
-    twin: list[int] = []
-    for part in np.split(rows, cuts) if len(rows) else []:
-        near = tree.query_ball_point(quarters[part], max_diff, p=np.inf, return_sorted=True)
-        a, b = np.repeat(part, counts[part]), np.concatenate([np.asarray(one, dtype=np.int64) for one in near])
-        close = np.abs(our_thumbs[a] - both_ways[b]).max(axis=1) <= max_diff
-        found, first = np.unique(a[close], return_index=True)
-        at += found.tolist()
-        twin += (b[close][first] % others.height).tolist()
-    twins = some[at].select(*look, twin=others["id"].gather(twin))
-    return ours.join(twins, on=look).select("row", "twin", how=pl.lit(LOOKS_THE_SAME)).sort("row")
-
-
-def _thumbs(pairs: pl.DataFrame) -> Thumbs:
-    joined = b"".join(half for pair in pairs.select("thumb", "thumb_after").iter_rows() for half in pair)
-    return np.frombuffer(joined, dtype=np.uint8).reshape(-1, 128).astype(np.int16)
-
-
-def _quarters(thumbs: Thumbs) -> NDArray[np.float64]:
-    """Mean level of each quarter of both images, [pairs, 8]."""
-    return thumbs.reshape(-1, 2, 2, 4, 2, 4).mean(axis=(3, 5)).reshape(-1, 8)
-
-
-class Check(NamedTuple):
-    """An expectation and what great-expectations found of it: the number of rows that break it, or of those there."""
-
-    dataset: str
-    rule: str  # or "pairs of <split>"
-    expectation: str
-    met: bool
-    found: int
-
-
-def run_suite(found: pl.DataFrame, all_rules: list[Rule], expected: ExpectedPairs) -> tuple[list[Check], list[str]]:
-    """Validate the facts, with their column `counts` (1 where a row counts as there).
-
-    Returns:
-        Each expectation with its result, and a sentence for each expected count that does not hold.
-    """
-    os.environ["GX_ANALYTICS_ENABLED"] = "false"
-    import great_expectations as gx  # seconds of import
-
-    columns = dict.fromkeys(["dataset", "own_split", "counts", *(rule.column for rule in all_rules)])
-    # categorical, since conditions copy rows
-    frame = found.select(*columns).with_columns(pl.selectors.string().cast(pl.Categorical)).to_pandas()
-    context: Any = gx.get_context(mode="ephemeral")
-    context.variables.progress_bars = {"globally": False}
-    asset = context.data_sources.add_pandas("records").add_dataframe_asset("records")
-    batch = asset.add_batch_definition_whole_dataframe("all").get_batch({"dataframe": frame})
-    suite = gx.ExpectationSuite(name="records", expectations=_expectations(found, all_rules, expected))
-    checks, miscounts = [], []
-    for result in batch.validate(suite, result_format="SUMMARY").results:
-        config = result.expectation_config
-        assert not result.exception_info.get("raised_exception"), (config.meta, result.exception_info)
-        rows = result.result.get("unexpected_count", result.result.get("observed_value"))
-        check = Check(**config.meta, expectation=config.type, met=result.success, found=rows)
-        checks.append(check)
-        if not check.met and check.expectation == "expect_table_row_count_to_equal":
-            split, wanted = check.rule.removeprefix("pairs of "), config.kwargs["value"]
-            miscounts.append(f"{check.dataset} {split}: {rows} pairs, but {wanted} are expected")
-    return checks, miscounts
-
-
-def _expectations(found: pl.DataFrame, all_rules: list[Rule], expected: ExpectedPairs) -> list[Any]:
-    """The rules of each dataset (a condition on its rows) in one suite, so that GX computes shared metrics once."""
-    import great_expectations.expectations as gxe
-    from great_expectations.expectations.row_conditions import Column
-
-    expectations: list[Any] = [gxe.ExpectTableRowCountToBeBetween(min_value=1, meta={"dataset": "all", "rule": "rows"})]
-    for dataset in found["dataset"].unique().sort():
-        condition: Any = Column("dataset") == dataset
-        for rule in all_rules:
-            meta = {"rule": rule.name, "dataset": dataset}
-            build = getattr(gxe, rule.expectation)
-            expectations.append(build(column=rule.column, row_condition=condition, meta=meta, **rule.arguments))
-    for dataset, splits in expected.items():
-        for split, pairs in splits.items():
-            rows = (Column("dataset") == dataset) & (Column("own_split") == split) & (Column("counts") == 1)
-            meta = {"dataset": dataset, "rule": f"pairs of {split}"}
-            expectations.append(gxe.ExpectTableRowCountToEqual(value=pairs, row_condition=rows, meta=meta))
-    return expectations

@@ -1,12 +1,14 @@
-"""validate: records -> clean records and a quarantine with reasons; rows in = rows out + quarantined, always.
+"""Stage `validate`: divide records into clean records and quarantined records. Each quarantined record has a reason.
 
-It judges the images whose digests the records have. A file that is another one by now is refused: what validate writes
-follows from the records alone, so DVC watches them and no image folder.
+The number of input rows always equals the number of clean rows plus the number of quarantined rows. The stage checks
+the images whose digests are in the records, and fails if an image has changed since ingest. Its outputs therefore
+depend only on the records, and DVC does not watch image folders.
 """
 
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,188 +21,305 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel
 
 from m3diff.datasets import DATASETS
+from m3diff.datasets.tables import SIDES
 from m3diff.images.check import OK, check_images
-from m3diff.records.errors import DataError, command_to_read_again
+from m3diff.records.errors import DataError, Fault, command_to_read_again
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.pairs import Finding, findings, likeness_of
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import LEAK, Check, Rule, bad_rows, facts, find_twins, rules, run_suite, sound_pairs
+from m3diff.stages.validate.rules import LEAK, RANK, Rule, bad_rows, facts, rules
+from m3diff.stages.validate.suite import ExpectationResult, run_suite, unexpected_count
+from m3diff.stages.validate.twins import find_twins, sound_pairs
+from m3diff.stages.validate.words import worded_result, words_of
 
 QUARANTINE_SCHEMA = pa.schema(
     [*RECORD_SCHEMA, pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
 )
 
-# Which splits are held against which. Only what trains and is in a test set is removed.
-LINKS = (("train", "test"), ("val", "test"), ("train", "val"))
+# For these splits, report how many pairs of the first are also in the second. Only training pairs that are in a test
+# set are removed
+COMPARED_SPLITS = (("train", "test"), ("val", "test"), ("train", "val"))
 
-EMPTY = "; look at ingest.datasets in params.yaml"
+# A single bad row in a small split exceeds any share, but does not indicate that other rows are bad. See `allowed_rows`
+ROWS_ALWAYS_ALLOWED = 1
 
-SHOWN, PAGE_ROWS = 5, 200  # rows of a kind that a message shows, and of each broken rule that the page shows
+PAGE_ROWS = 200  # maximum number of rows that the page shows per broken rule
 
-# White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
-# line separator in a reference makes the reference tokenizer emit an extra line, and later ones meet the wrong pair
+# White space, line and paragraph separators, control characters and invisible spaces. Any sequence of these characters
+# is replaced by one space. A line separator in a reference would make the tokenizer of the metrics emit an extra line,
+# and all later pairs would be scored against the references of other pairs
 SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
 
 
 class ValidateCounts(BaseModel):
-    """Counts of one dataset: clean pairs and references by split, rows in quarantine by rule (some break several)."""
+    """Counts of one dataset.
+
+    Attributes:
+        pairs: number of clean pairs per split.
+        references: number of references of the clean pairs, per split.
+        quarantined: number of quarantined rows.
+        broken_rules: number of quarantined rows per rule. A row can break several rules.
+        lost_test_pairs: "<id or source>: <reason>" for each quarantined test pair.
+    """
 
     pairs: dict[str, int]
     references: dict[str, int]
     quarantined: int
     broken_rules: dict[str, int]
-    lost_test_pairs: list[str]  # "<id or place>: <reason>" of each test pair that is in quarantine
+    lost_test_pairs: list[str]
 
 
 class ValidateReport(StageReport):
+    """The stage's report.json.
+
+    Attributes:
+        quarantined: number of quarantined rows.
+        leaks: number of training pairs that are quarantined only because they are in a test set.
+        overlaps: number of pairs in one split that are also in another split, by "<split> in <split>". Clean and
+            quarantined pairs are counted.
+        references_respaced: number of references whose white space was changed.
+        images: number of distinct image files.
+        bad_images: number of image files that are missing or invalid.
+        mislabelled_images: number of valid image files whose format does not match the file name.
+        findings: unusual properties that do not cause rejection. Reports of earlier versions do not contain this field.
+        datasets: counts per dataset.
+    """
+
     quarantined: int
-    leaks: int  # of them training pairs that are in a test set and are else sound
-    overlaps: dict[str, int]  # pairs of one split that are also in another, kept or not
+    leaks: int
+    overlaps: dict[str, int]
     references_respaced: int
     images: int
     bad_images: int
-    mislabelled_images: int  # the content is sound, of another format than the file's name says
-    findings: list[Finding] = []  # counted and shown, not refused; reports of earlier versions have none
+    mislabelled_images: int
+    findings: list[Finding] = []
     datasets: dict[str, ValidateCounts]
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """All rows with what is wrong with them, before anything is written."""
+    """The results of all checks, before anything is written.
 
-    table: pl.DataFrame  # RAW_SCHEMA
-    images: pl.DataFrame  # as `check_images` makes it
+    Attributes:
+        records: all rows, with RAW_SCHEMA.
+        images: verdicts on image files, as `check_images` returns them.
+        facts: facts about each row, as `facts` returns them.
+        rules: the rules that were checked.
+        bad_rows: rows that break a rule, as `bad_rows` returns them.
+        overlaps: numbers of pairs in several splits, as in the report.
+        findings: unusual properties, as in the report.
+    """
+
+    records: pl.DataFrame
+    images: pl.DataFrame
     facts: pl.DataFrame
     rules: list[Rule]
-    bad: pl.DataFrame  # as `bad_rows` makes it
+    bad_rows: pl.DataFrame
     overlaps: dict[str, int]
     findings: list[Finding]
 
 
+@dataclass(frozen=True)
+class SplitRows:
+    """The checked rows, divided into clean and bad rows.
+
+    Attributes:
+        clean: clean rows, with normalized white space in the references.
+        quarantine: bad rows, with the broken rules and the reason.
+        respaced: number of references whose white space was changed.
+    """
+
+    clean: pl.DataFrame
+    quarantine: pl.DataFrame
+    respaced: int
+
+
 def validate(
-    cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path, out: Path
+    cfg: Validate,
+    entries: Mapping[str, DatasetEntry],
+    image_cache: Path,
+    records: Path,
+    out: Path,
+    protocol: str | None = None,
 ) -> ValidateReport:
-    """Write `records.parquet` (clean), `quarantine.parquet`, `docs/index.html` (the page) and `report.json`.
+    """Write `records.parquet` (clean rows), `quarantine.parquet`, `docs/index.html` (the web page) and `report.json`.
 
     Args:
-        entries: the datasets of the run; `records/<name>/records.parquet` is read of these, in their order.
-        image_cache: what is known of images by content; it changes no output.
+        cfg: the section `validate`.
+        entries: the datasets of the run. For each, `records/<name>/records.parquet` is read, in this order.
+        image_cache: Parquet file that caches verdicts by content. It does not change the output.
+        records: folder with the records that ingest wrote.
+        out: folder to write to.
+        protocol: name of the protocol with which the gate scores models, as "<dataset>/<protocol>". Its dataset must
+            have test pairs. The protocol does not change the output.
 
     Raises:
-        DataError: an image changed since ingest; or of some dataset's split more than `cfg.max_quarantined_share` of
-            the rows are bad, of some dataset's training rows more than `cfg.max_leaked_share` are in a test set,
-            expected counts do not hold once the bad rows are out, or a test pair is lost. In the latter cases all
-            outputs are written before, so that the page and the quarantine can be read.
+        DataError: an image has changed since ingest, or the data is rejected. Data is rejected if too many rows of a
+            split are bad, too many training rows of a dataset are in a test set, a number of pairs is not as expected,
+            a test pair is quarantined, or the dataset of `protocol` has no test pairs. All outputs are then written
+            before the error is raised, so that the user can read the page and the quarantine.
     """
     out.mkdir(parents=True, exist_ok=True)
-    judged = judge(cfg, entries, image_cache, records)
-    table = judged.table
-    bad = judged.bad
-    counted = judged.facts.with_columns(counts=counting(judged.facts, bad, cfg.allow_lost_test_pairs))
+    judgement = judge(cfg, entries, image_cache, records)
+    row_facts = judgement.facts.with_columns(counts=count_flags(judgement, cfg.allow_lost_test_pairs))
     shutil.rmtree(out / "docs", ignore_errors=True)
-    with ThreadPoolExecutor(1) as meanwhile:  # polars leaves the interpreter to great-expectations
-        parts = meanwhile.submit(_split_and_write, table, bad, out)
-        checks, miscounts = run_suite(counted, judged.rules, expected_pairs(entries))
-    clean, quarantine, respaced = parts.result()
-    broken = {check.rule for check in checks if not check.met} & {rule.name for rule in judged.rules}
-    assert broken == set(bad["rules"].explode().drop_nulls()), (broken, bad["rules"])  # two engines, one judgement
-    report = _report(judged, clean, quarantine, respaced)
-    assert report.rows_in == table.height == report.rows_out + report.quarantined, report
+    with ThreadPoolExecutor(1) as writer:  # polars releases the GIL, so great-expectations runs at the same time
+        writing = writer.submit(_split_and_write, judgement, out)
+        results, miscounts = run_suite(row_facts, judgement.rules, expected_pairs(entries))
+    rows = writing.result()
+    _require_agreement(results, judgement)
+    report = _report(judgement, rows)
+    assert report.rows_in == judgement.records.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
-    write_page(report, checks, quarantine, out / "docs")
+    faults = refusals(cfg, report, rows, miscounts)
+    faults += missing_test_pairs(protocol, entries, rows.clean)
+    write_page(report, results, rows.quarantine, out / "docs", faults)
     for finding in report.findings:
         print(f"validate: {finding.dataset}: {finding.sentence}; first {finding.first[0]}")
-    if faults := refusals(cfg, report, clean, quarantine, miscounts):
-        where = f"all rows with reasons: {out / 'quarantine.parquet'}; as a page: {out / 'docs/index.html'}"
-        raise DataError("\n  ".join(["the data is refused:", *faults, where]))
+    if rows.clean.filter(split="test").is_empty():
+        print("validate: no dataset has a test pair, so no model can be scored")
+    if faults:
+        page = out / "docs" / "index.html"
+        raise DataError("validate.data_refused", faults=faults, quarantine=out / "quarantine.parquet", page=page)
+    if rows.quarantine.height:
+        bad_row = rows.quarantine.row(0, named=True)
+        print(f"validate: {rows.quarantine.height:,} rows are left out, first {bad_row['source']}: {bad_row['reason']}")
     return report
 
 
+def _require_agreement(results: Sequence[ExpectationResult], judgement: Judgement) -> None:
+    """Check that great-expectations and polars agree on which rules are broken."""
+    unmet = {result.rule for result in results if not result.is_met}
+    unmet_rules = unmet & {rule.name for rule in judgement.rules}
+    broken_rules = set(judgement.bad_rows["rules"].explode().drop_nulls())
+    assert unmet_rules == broken_rules, (unmet_rules, judgement.bad_rows["rules"])
+
+
 def judge(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path) -> Judgement:
-    """Judge every row of `records/<name>/records.parquet`; nothing is written but the cache.
+    """Check every row in `records/<name>/records.parquet`. This writes caches, but no outputs.
 
     Raises:
-        DataError: records cannot be read, or an image changed since ingest.
+        DataError: records cannot be read, or an image has changed since ingest.
     """
     files = [records / name / "records.parquet" for name in entries]
-    table = pl.concat([pl.DataFrame(load_table(file, RAW_SCHEMA, "ingest", EMPTY)) for file in files])
+    tables = [load_table(file, RAW_SCHEMA, "ingest", if_empty="validate.no_record") for file in files]
+    table = pl.concat([pl.DataFrame(table) for table in tables])
     images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
-    _refuse_changed(table, images, entries)
+    _refuse_changed_images(table, images, entries)
     pairs = sound_pairs(table, images)
     pair_cache = image_cache.with_name(f"pairs_of_{image_cache.name}")
     likeness = likeness_of(pairs, table, cfg.compare_px, pair_cache, "validate")
-    twins = {link: find_twins(pairs, *link, cfg.near_duplicate_max_diff) for link in LINKS}
-    leaks = twins["train", "test"].clear() if cfg.allow_test_leakage else twins["train", "test"]
+    twins = {
+        (split, reference_split): find_twins(pairs, split, reference_split, cfg.near_duplicate_max_diff)
+        for split, reference_split in COMPARED_SPLITS
+    }
+    leaks = twins["train", "test"]
+    if cfg.allow_test_leakage:
+        leaks = leaks.clear()
     row_facts = facts(table, images, leaks, likeness)
     all_rules = rules(cfg.max_caption_chars)
     bad = bad_rows(row_facts, all_rules)
     return Judgement(
-        table=table,
+        records=table,
         images=images,
         facts=row_facts,
         rules=all_rules,
-        bad=bad,
-        overlaps={f"{split} in {other}": twins[split, other].height for split, other in LINKS},
+        bad_rows=bad,
+        overlaps={f"{split} in {reference_split}": rows.height for (split, reference_split), rows in twins.items()},
         findings=findings(pairs, likeness, bad, table, images),
     )
 
 
-def refusals_of(cfg: Validate, entries: Mapping[str, DatasetEntry], judged: Judgement) -> list[str]:
-    """The reasons for which `validate` refuses these rows. It writes nothing and asks no second engine."""
-    clean, quarantine, respaced = _split(judged.table, judged.bad)
-    counts = counting(judged.facts, judged.bad, cfg.allow_lost_test_pairs)
-    counted = judged.facts.filter(counts == 1)
+def refusals_of(
+    cfg: Validate,
+    entries: Mapping[str, DatasetEntry],
+    judgement: Judgement,
+    protocol: str | None = None,
+    rows_always_allowed: int = ROWS_ALWAYS_ALLOWED,
+) -> list[Fault]:
+    """Return the faults for which `validate` would reject the checked data.
+
+    Nothing is written, and great-expectations is not used.
+
+    Args:
+        cfg: the section `validate`.
+        entries: the datasets of the run.
+        judgement: the results of all checks, as `judge` returns them.
+        protocol: "<dataset>/<protocol>" with which the gate scores models.
+        rows_always_allowed: number of bad rows that is allowed in each group, regardless of their share.
+    """
+    rows = _split_rows(judgement)
+    counted_rows = judgement.facts.filter(count_flags(judgement, cfg.allow_lost_test_pairs) == 1)
     miscounts = []
     for dataset, splits in expected_pairs(entries).items():
         for split, expected in splits.items():
-            rows = counted.filter(dataset=dataset, own_split=split).height
-            if rows != expected:
-                miscounts.append(f"{dataset} {split}: {rows} pairs, but {expected} are expected")
-    return refusals(cfg, _report(judged, clean, quarantine, respaced), clean, quarantine, miscounts)
+            count = counted_rows.filter(dataset=dataset, own_split=split).height
+            if count != expected:
+                miscounts.append(unexpected_count(dataset, split, count, expected=expected))
+    faults = refusals(cfg, _report(judgement, rows), rows, miscounts, rows_always_allowed)
+    faults += missing_test_pairs(protocol, entries, rows.clean)
+    return faults
 
 
-def counting(found: pl.DataFrame, bad: pl.DataFrame, lost_may_be_lost: bool) -> pl.Series:
-    """1 for every row that counts towards the expected pairs, 0 for a bad one.
+def count_flags(judgement: Judgement, allow_lost_test_pairs: bool) -> pl.Series:
+    """Return 1 for each row that counts towards the expected number of pairs, and 0 for each bad row.
 
-    A training pair that is left out because it is in a test set counts: the dataset is whole. So does a test pair
-    whose loss the user allows, of which the report tells.
+    A training pair that is quarantined because it is in a test set counts, because it is not missing from the dataset.
+    A quarantined test pair counts if `allow_lost_test_pairs` is true. The report lists such pairs.
     """
-    gone = pl.col("row").is_in(bad.filter(pl.col("rules") != [LEAK])["row"].to_list())
-    if lost_may_be_lost:
-        gone &= pl.col("own_split").ne_missing("test")
-    return found.select((~gone).cast(pl.Int64).alias("counts"))["counts"]
+    bad = judgement.bad_rows.filter(pl.col("rules") != [LEAK])
+    is_missing = pl.col("row").is_in(bad["row"].to_list())
+    if allow_lost_test_pairs:
+        is_missing &= pl.col("own_split").ne_missing("test")
+    return judgement.facts.select(counts=(~is_missing).cast(pl.Int64))["counts"]
 
 
-def _refuse_changed(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:
-    digests = images.select("path", found="digest")
-    for side in ("before", "after"):
-        noted = table.select("source", "dataset", path=side, noted=f"{side}_sha256").drop_nulls("path")
-        changed = noted.join(digests, on="path", how="left", maintain_order="left").filter(
-            pl.col("noted").ne_missing(pl.col("found"))
-        )
-        if changed.height:
-            first = changed.row(0, named=True)
-            of_dataset = changed.filter(dataset=first["dataset"])["path"].unique().to_list()
-            command = _command_to_ingest_again(first["dataset"], entries[first["dataset"]], of_dataset)
-            raise DataError(
-                f"{first['source']}: {side}: {first['path']} changed since ingest, with {changed.height - 1} others; "
-                f"run `m3diff ingest {first['dataset']}` again, with DVC: {command}"
-            )
+def _refuse_changed_images(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:
+    """Raise a DataError if the digest of any image differs from the digest in the records."""
+    current_digests = images.select("path", current="digest")
+    recorded = pl.concat(
+        table.select("source", "dataset", side=pl.lit(side), path=side, recorded=f"{side}_sha256") for side in SIDES
+    )
+    compared = recorded.drop_nulls("path").join(current_digests, on="path", how="left", maintain_order="left")
+    changed = compared.filter(pl.col("recorded").ne_missing(pl.col("current")))
+    if changed.is_empty():
+        return
+    row = changed.row(0, named=True)
+    dataset = row["dataset"]
+    paths = changed.filter(dataset=dataset)["path"].unique().to_list()
+    raise DataError(
+        "validate.image_changed",
+        source=row["source"],
+        side=row["side"],
+        path=row["path"],
+        count=changed["path"].n_unique(),
+        dataset=dataset,
+        command=_command_to_ingest_again(dataset, entries[dataset], paths),
+    )
 
 
 def _command_to_ingest_again(name: str, entry: DatasetEntry, paths: list[str]) -> str:
-    """The command by which DVC runs ingest again after images were edited, be it with their size and mtime kept."""
-    parents = [os.path.dirname(path) for path in paths]
-    is_watched = all(Path(os.path.abspath(path)).is_relative_to(os.path.abspath(entry.root)) for path in paths)
-    if entry.image_root and not is_watched:  # DVC knows nothing of this folder
+    """Return the command that makes DVC ingest a dataset again after images were edited.
+
+    The command works even if the size and modification time of the images are unchanged.
+    """
+    root = os.path.abspath(entry.root)
+    is_watched = all(Path(os.path.abspath(path)).is_relative_to(root) for path in paths)
+    if entry.image_root and not is_watched:  # DVC does not watch `image_root`, so --force is required
         return f"`dvc repro --single-item --force ingest@{name} && dvc repro`"
-    return command_to_read_again(paths[0] if len(paths) == 1 else os.path.commonpath(parents) or ".")
+    if len(paths) == 1:
+        return command_to_read_again(paths[0])
+    folders = [os.path.dirname(path) for path in paths]
+    return command_to_read_again(os.path.commonpath(folders) or ".")
 
 
 def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, int]]:
-    """Pairs by dataset and split, as published or as `params.yaml` says, the split as the dataset's files call it."""
+    """Return the expected number of pairs per dataset and split, as published or as set in `params.yaml`.
+
+    Splits are named as in the dataset's files, before `train_on` is applied.
+    """
     expected: dict[str, dict[str, int]] = {}
     for name, entry in entries.items():
         if entry.expected_pairs == "published":
@@ -212,127 +331,219 @@ def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, i
     return expected
 
 
-def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple[pl.DataFrame, pl.DataFrame, int]:
-    clean, quarantine, respaced = _split(table, bad)
-    for name, frame, schema in (("records", clean, RECORD_SCHEMA), ("quarantine", quarantine, QUARANTINE_SCHEMA)):
-        pq.write_table(frame.select(schema.names).to_arrow().cast(schema), out / f"{name}.parquet", compression="zstd")
-    return clean, quarantine, respaced
+def _split_and_write(judgement: Judgement, out: Path) -> SplitRows:
+    rows = _split_rows(judgement)
+    _write_table(rows.clean, RECORD_SCHEMA, out / "records.parquet")
+    _write_table(rows.quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
+    return rows
 
 
-def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int]:
-    rows = table.with_row_index("row")
-    clean = rows.join(bad, on="row", how="anti").sort("row")
+def _write_table(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
+    table = frame.select(schema.names).to_arrow().cast(schema)
+    pq.write_table(table, path, compression="zstd")
+
+
+def _split_rows(judgement: Judgement) -> SplitRows:
+    """Divide the checked rows into clean and bad rows, and normalize the white space in references of clean rows."""
+    rows = judgement.records.with_row_index("row")
+    clean = rows.join(judgement.bad_rows, on="row", how="anti").sort("row")
+    quarantine = rows.join(judgement.bad_rows, on="row", how="inner").sort("row")
     references = clean.select("row", "references").explode("references", empty_as_null=False)
-    spaced = references.with_columns(new=pl.col("references").str.replace_all(SPACE, " ").str.strip_chars(" "))
-    grouped = spaced.group_by("row", maintain_order=True).agg(references="new")
-    assert grouped.height == clean.height, (grouped.height, clean.height)
-    respaced = spaced.select((pl.col("new") != pl.col("references")).sum()).item()
-    clean = clean.with_columns(grouped["references"])
-    quarantine = rows.join(bad, on="row", how="inner").sort("row")
-    return clean, quarantine, respaced
+    respaced = pl.col("references").str.replace_all(SPACE, " ").str.strip_chars(" ")
+    references = references.with_columns(respaced=respaced)
+    by_row = references.group_by("row", maintain_order=True).agg(references="respaced")
+    assert by_row.height == clean.height, (by_row.height, clean.height)
+    return SplitRows(
+        clean=clean.with_columns(by_row["references"]),
+        quarantine=quarantine,
+        respaced=references.select((pl.col("respaced") != pl.col("references")).sum()).item(),
+    )
 
 
-def _report(judged: Judgement, clean: pl.DataFrame, quarantine: pl.DataFrame, respaced: int) -> ValidateReport:
-    images = judged.images
-    names = pl.concat([clean["dataset"], quarantine["dataset"]]).unique().sort()
-    suffix = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
+def _report(judgement: Judgement, rows: SplitRows) -> ValidateReport:
+    images = judgement.images
+    is_sound = pl.col("verdict") == OK
+    named_format = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
     datasets = {}
-    for name in names:
-        some, bad = clean.filter(pl.col("dataset") == name), quarantine.filter(pl.col("dataset") == name)
-        counts = (
-            some.group_by("split").agg(pairs=pl.len(), references=pl.col("references").list.len().sum()).sort("split")
-        )
-        datasets[name] = ValidateCounts(
-            pairs=dict(counts.select("split", "pairs").iter_rows()),
-            references=dict(counts.select("split", "references").iter_rows()),
-            quarantined=bad.height,
-            broken_rules=dict(bad["rules"].explode().value_counts().sort("rules").iter_rows()),
-            lost_test_pairs=lost_test_pairs(some, bad),
-        )
+    for name in pl.concat([rows.clean["dataset"], rows.quarantine["dataset"]]).unique().sort():
+        datasets[name] = _counts_of(rows.clean.filter(dataset=name), rows.quarantine.filter(dataset=name))
     return ValidateReport(
         stage="validate",
-        rows_in=clean.height + quarantine.height,
-        rows_out=clean.height,
-        quarantined=quarantine.height,
-        leaks=quarantine.filter(pl.col("rules") == [LEAK]).height,
-        references_respaced=respaced,
-        overlaps=judged.overlaps,
-        findings=judged.findings,
+        rows_in=rows.clean.height + rows.quarantine.height,
+        rows_out=rows.clean.height,
+        quarantined=rows.quarantine.height,
+        leaks=rows.quarantine.filter(pl.col("rules") == [LEAK]).height,
+        references_respaced=rows.respaced,
+        overlaps=judgement.overlaps,
+        findings=judgement.findings,
         images=images.height,
-        bad_images=images.filter(pl.col("verdict") != OK).height,
-        mislabelled_images=images.filter(pl.col("verdict") == OK, suffix.ne_missing(pl.col("format"))).height,
+        bad_images=images.filter(~is_sound).height,
+        mislabelled_images=images.filter(is_sound, named_format.ne_missing(pl.col("format"))).height,
         datasets=datasets,
     )
 
 
-def write_page(report: ValidateReport, checks: list[Check], quarantine: pl.DataFrame, site: Path) -> None:
-    """Write `site`/index.html: counts by dataset, the expectations, and the first rows that break each rule.
+def _counts_of(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
+    """Return the counts of one dataset, from its clean and bad rows."""
+    references = pl.col("references").list.len().sum()
+    by_split = clean.group_by("split").agg(pairs=pl.len(), references=references).sort("split")
+    return ValidateCounts(
+        pairs=dict(by_split.select("split", "pairs").iter_rows()),
+        references=dict(by_split.select("split", "references").iter_rows()),
+        quarantined=quarantine.height,
+        broken_rules=dict(quarantine["rules"].explode().value_counts().sort("rules").iter_rows()),
+        lost_test_pairs=lost_test_pairs(clean, quarantine),
+    )
 
-    The page is our own: that of great-expectations loads nine content networks and shows clock times and random ids.
+
+def write_page(
+    report: ValidateReport,
+    results: Sequence[ExpectationResult],
+    quarantine: pl.DataFrame,
+    site: Path,
+    faults: Sequence[Fault] = (),
+) -> None:
+    """Write `site`/index.html with counts per dataset, the results in words, and the first rows that break each rule.
+
+    The page is used instead of the page that great-expectations creates. That page loads files from nine content
+    delivery networks, and contains times and random ids.
 
     Args:
-        quarantine: as `quarantine.parquet`.
+        report: the stage's report.
+        results: results of the expectations, as `run_suite` returns them.
+        quarantine: the rows of `quarantine.parquet`.
+        site: folder of the page.
+        faults: the faults for which the data is rejected. They are listed at the top of the page.
     """
     loader = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    rules = quarantine["rules"].explode().drop_nulls().unique().sort()
-    broken = {rule: quarantine.filter(pl.col("rules").list.contains(rule)).to_dicts() for rule in rules}
-    page = pages.get_template("docs.html.j2").render(report=report, checks=checks, broken=broken, shown=PAGE_ROWS)
+    pages.filters["lower_first"] = lower_first
+    broken_rules = quarantine["rules"].explode().drop_nulls().unique().sort()
+    splits = dict.fromkeys(split for counts in report.datasets.values() for split in counts.pairs)
+    page = pages.get_template("docs.html.j2").render(
+        report=report,
+        faults=faults,
+        checks=[worded_result(result) for result in results],
+        unmet=sum(not result.is_met for result in results),
+        broken={rule: quarantine.filter(pl.col("rules").list.contains(rule)).to_dicts() for rule in broken_rules},
+        words={rule: words_of(rule) for rule in broken_rules},
+        splits=sorted(splits, key=lambda split: RANK.get(split, len(RANK))),
+        shown=PAGE_ROWS,
+    )
     write_atomic(site / "index.html", page)
 
 
-def lost_test_pairs(clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
-    """`<id>: <reason>` of every test pair that is not among the clean ones; its place where it has no id.
+def lower_first(text: str) -> str:
+    """Convert the first letter to lowercase, except in abbreviations such as HTML."""
+    is_abbreviation = text[1:2].isupper()
+    return text if is_abbreviation else text[:1].lower() + text[1:]
 
-    A row whose id stands in another row that is clean is no lost pair.
+
+def lost_test_pairs(clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
+    """Return `<id>: <reason>` for each test pair in quarantine, or `<source>: <reason>` if the row has no id.
+
+    A quarantined row with the same id as a clean row is not listed. The dataset repeats that pair, so it is not lost.
     """
-    lost = quarantine.filter(
-        pl.col("own_split") == "test", pl.col("id").is_null() | ~pl.col("id").is_in(clean["id"].to_list())
-    )
+    is_repeated = pl.col("id").is_not_null() & pl.col("id").is_in(clean["id"].to_list())
+    lost = quarantine.filter(pl.col("own_split") == "test", ~is_repeated)
     return [f"{row['id'] or row['source']}: {row['reason']}" for row in lost.iter_rows(named=True)]
 
 
 def refusals(
-    cfg: Validate, report: ValidateReport, clean: pl.DataFrame, quarantine: pl.DataFrame, miscounts: list[str]
-) -> list[str]:
-    """The reasons for which the data is refused, a sentence with the first rows for each; none: it is accepted."""
-    faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
-    faults += too_many(cfg, clean, quarantine)
-    lost = {name: counts.lost_test_pairs for name, counts in report.datasets.items() if counts.lost_test_pairs}
-    faults += [
-        f"{name}: {len(pairs)} test pairs are lost, and scores of a part of a test set compare with no others; restore "
-        f"them, or set validate.allow_lost_test_pairs to true:\n{_first(pairs)}"
-        for name, pairs in ({} if cfg.allow_lost_test_pairs else lost).items()
-    ]
+    cfg: Validate,
+    report: ValidateReport,
+    rows: SplitRows,
+    miscounts: list[Fault],
+    rows_always_allowed: int = ROWS_ALWAYS_ALLOWED,
+) -> list[Fault]:
+    """Return the faults for which the data is rejected, or an empty list if the data is accepted."""
+    faults = list(miscounts)
+    faults += shares_above_limits(cfg, rows.clean, rows.quarantine, rows_always_allowed)
+    if cfg.allow_lost_test_pairs:
+        return faults
+    for name, counts in report.datasets.items():
+        lost = counts.lost_test_pairs
+        if lost:
+            faults.append(Fault("validate.lost_test_pairs", dataset=name, value=len(lost), rows=lost))
     return faults
 
 
-def too_many(cfg: Validate, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
-    """A sentence for each dataset's split with a larger share of bad rows than `cfg` allows, and for each dataset of
-    whose training rows, whatever its files call them, a larger share is in a test set.
+@dataclass(frozen=True)
+class ShareLimit:
+    """A limit on the share of faulty rows in each group of rows.
 
-    A leak is no fault of a row. Rows of no split, which are all bad, are a share of the dataset's.
+    Attributes:
+        share: maximum share, from 0 to 1.
+        group_by: columns by which the rows are grouped.
+        code: code of the fault for a group above the limit.
+    """
+
+    share: float
+    group_by: tuple[str, ...]
+    code: str
+
+
+def shares_above_limits(
+    cfg: Validate, clean: pl.DataFrame, quarantine: pl.DataFrame, rows_always_allowed: int = ROWS_ALWAYS_ALLOWED
+) -> Iterator[Fault]:
+    """Yield a fault for each share of bad or leaked rows that is above its limit.
+
+    The share of bad rows is limited in each split of each dataset. The share of leaked rows, which are in a test set,
+    is limited in all training rows of a dataset. A leaked row does not count as a bad row. Rows without a split are
+    always bad, and their share is computed in the whole dataset.
     """
     columns = ["dataset", "split", "own_split"]
-    every = pl.concat([clean.select(columns), quarantine.select(columns)])
-    bad, leaked = quarantine.filter(pl.col("rules") != [LEAK]), quarantine.filter(pl.col("rules").list.contains(LEAK))
-    train, leaks = every.filter(split="train"), "training pairs are in a test set"
-    remedy = ", so its splits do not hold; remove these pairs from its training split and run `m3diff ingest` again"
-    for limit, some, of, by, what, then in (
-        ("max_quarantined_share", bad, every, ["dataset", "own_split"], "rows are bad", ""),
-        ("max_leaked_share", leaked, train, ["dataset"], leaks, remedy),
-    ):
-        share = getattr(cfg, limit)
-        for key, found in some.group_by(by, maintain_order=True):
-            conditions = [pl.col(name) == value for name, value in zip(by, key, strict=True) if value is not None]
-            total = of.filter(conditions).height
-            if found.height > Fraction(str(share)) * total:
-                first = _first([f"{row['source']}: {row['reason']}" for row in found.iter_rows(named=True)])
-                name = " ".join(value or "without a split" for value in key)
-                count = f"{name}: {found.height} of {total} {what}, more than validate.{limit} = {share}"
-                yield f"{count}{then}; the first:\n{first}"
+    all_rows = pl.concat([clean.select(columns), quarantine.select(columns)])
+    bad_limit = ShareLimit(
+        share=cfg.max_quarantined_share,
+        group_by=("dataset", "own_split"),
+        code="validate.too_many_bad_rows",
+    )
+    leak_limit = ShareLimit(
+        share=cfg.max_leaked_share,
+        group_by=("dataset",),
+        code="validate.too_many_leaks",
+    )
+    bad = quarantine.filter(pl.col("rules") != [LEAK])
+    leaked = quarantine.filter(pl.col("rules").list.contains(LEAK))
+    yield from _groups_above_limit(bad_limit, bad, all_rows, rows_always_allowed)
+    yield from _groups_above_limit(leak_limit, leaked, all_rows.filter(split="train"), rows_always_allowed)
 
 
-def _first(lines: list[str]) -> str:
-    more = [f"    and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return "\n".join([*(f"    {line}" for line in lines[:SHOWN]), *more])
+def _groups_above_limit(
+    limit: ShareLimit, faulty_rows: pl.DataFrame, all_rows: pl.DataFrame, rows_always_allowed: int
+) -> Iterator[Fault]:
+    """Yield a fault for each group of rows in which the share of faulty rows is above the limit."""
+    for key, group in faulty_rows.group_by(limit.group_by, maintain_order=True):
+        values = dict(zip(limit.group_by, key, strict=True))
+        in_group = [pl.col(column) == value for column, value in values.items() if value is not None]
+        total = all_rows.filter(in_group).height
+        if group.height <= allowed_rows(limit.share, total, rows_always_allowed):
+            continue
+        name = " ".join(str(value) if value else "without a split" for value in key)
+        reasons = [f"{row['source']}: {row['reason']}" for row in group.iter_rows(named=True)]
+        yield Fault(limit.code, group=name, value=group.height, total=total, limit=limit.share, rows=reasons)
+
+
+def allowed_rows(share: float, rows: int, rows_always_allowed: int = ROWS_ALWAYS_ALLOWED) -> int:
+    """Return how many rows of a group may be bad or in a test set.
+
+    At least `rows_always_allowed` rows are allowed, because in a small group a single row exceeds any sensible share,
+    and quarantined rows are not used for training. However, at least one row of the group must remain. A share of 0
+    does not allow any rows, because a user who sets 0 wants to know about every row.
+    """
+    by_share = math.floor(Fraction(str(share)) * rows)
+    if share > 0 and rows > rows_always_allowed:
+        return max(by_share, rows_always_allowed)
+    return by_share
+
+
+def missing_test_pairs(
+    protocol: str | None, entries: Mapping[str, DatasetEntry], clean: pl.DataFrame
+) -> Iterator[Fault]:
+    """Yield a fault if the dataset with which the gate scores models has no clean test pairs."""
+    if protocol is None:
+        return
+    dataset = protocol.partition("/")[0]
+    if dataset in entries and clean.filter(dataset=dataset, split="test").is_empty():
+        yield Fault("ingest.no_test_pair", dataset=dataset, protocol=protocol)

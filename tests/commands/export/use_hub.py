@@ -2,11 +2,11 @@
 
     python -P use_hub.py REQUESTS ANSWERS
 
-A request is {"folder", "images", "text"}: its answer is {"tokens"} of each pair, without padding, or {"error"}. Other
-requests are {"folder", "load": a class of transformers}, {"folder", "save": a new folder, "options"}, {"folder",
-"prompt": images}, answered by {"input_ids"} and the names of all "inputs", {"folder", "chat": messages}, answered by
-the tokens, {"folder", "pipeline": messages}, answered by the text of transformers' own pipeline, and {"folder", "run":
-a script}, answered by what the script prints beside the folder.
+A request is {"folder", "images", "text"}: its answer is {"tokens"} of each pair, without padding, or {"error"}, with
+"code" and "fields" if the error has them. Other requests are {"folder", "load": a class of transformers}, {"folder",
+"save": a new folder, "options"}, {"folder", "prompt": images}, answered by {"input_ids"} and the names of all "inputs",
+{"folder", "chat": messages}, answered by the tokens, {"folder", "pipeline": messages}, answered by the text of
+transformers' own pipeline, and {"folder", "run": a script}, answered by what the script prints beside the folder.
 """
 
 import importlib.util
@@ -90,11 +90,12 @@ def answer(request):
             return {"input_ids": inputs["input_ids"].tolist(), "inputs": sorted(inputs)}
         return captions(**request)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        coded = {"code": error.code, "fields": error.fields} if hasattr(error, "fields") else {}
+        return {"error": f"{type(error).__name__}: {error}", **coded}
 
 
 if __name__ == "__main__":
     requests, answers = map(Path, sys.argv[1:])
     missing = [name for name in sorted(HIDDEN) if importlib.util.find_spec(name) is None]
     told = {"answers": [answer(request) for request in json.loads(requests.read_text())], "missing": missing}
-    answers.write_text(json.dumps(told))
+    answers.write_text(json.dumps(told, default=str))  # fields of errors may be paths

@@ -103,7 +103,7 @@ def test_a_folder_that_is_called_sound_passes_both_stages_with_the_printed_entry
     assert sound, lines
     ((name, printed),) = yaml.safe_load(lines[-1]).items()
     entry = DatasetEntry.model_validate(printed)
-    monkeypatch.setattr("m3diff.images.check._over_cores", None)  # ingest finds every image in the cache
+    monkeypatch.setattr("m3diff.images.check._check_on_cores", None)  # ingest finds every image in the cache
     if case not in ("emu_edit", "magicbrush", "syned"):  # their images are unpacked to another folder
         ingest(name, entry, tmp_path / "cache.parquet", tmp_path / "records")
         validate(limits, {name: entry}, tmp_path / "cache.parquet", tmp_path / "records", tmp_path / "clean")
@@ -148,7 +148,7 @@ def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeyp
     params.write_text(yaml.safe_dump(profile))
     shutil.copy(root / "0.png", root / "1.png")
     assert main(["--params", str(params), "data", "check", str(root)]) == 0
-    assert "1 images are before pairs of several splits" in capsys.readouterr().out
+    assert "1 images are the before-image of pairs in several splits" in capsys.readouterr().out
     assert (tmp_path / "runs/image_cache.parquet").is_file()
     (root / "5.png").write_bytes(POINTER)
     assert main(["--params", str(params), "data", "check", str(root)]) == DATA_REFUSED

@@ -8,18 +8,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from m3diff.commands.plan.memory import LOGITS, ONE_LAYER, OnShapes, count_activations, recomputed_layers
+from m3diff.commands.plan.memory import LOGITS, RECOMPUTED_LAYER, OnShapes, count_activations, recomputed_layers
 from m3diff.models import FAMILIES
 from m3diff.models.fused import fused_attention
 from m3diff.models.tuning import meta_model, prepare
 from tests import tiny_blip2
 from tests.tiny import MDP, tiny_config, tiny_settings
 
-FAMILY, BLIP2 = FAMILIES["m3diff"], FAMILIES["blip2idc"]
-TOKENS, SUPERVISED = 90, 30
+FAMILY = FAMILIES["m3diff"]
+BLIP2 = FAMILIES["blip2idc"]
+TOKENS = 90
+SUPERVISED = 30
 WAYS = ("none", "selective", "full")
 TOY = FAMILY, tiny_config(MDP), tiny_settings(), 20  # family, config, settings, places of the images
-SETTINGS, PLACES = tiny_blip2.blip2_settings(), tiny_blip2.QUERIES
+SETTINGS = tiny_blip2.blip2_settings()
+PLACES = tiny_blip2.QUERIES
 BLIPS = {llm: (BLIP2, tiny_blip2.tiny_config(llm), SETTINGS, PLACES) for llm in tiny_blip2.TEXTS}
 CASES = [(TOY, way) for way in WAYS] + [(BLIPS["opt"], "none"), (BLIPS["qwen2"], "selective")]
 
@@ -64,15 +67,15 @@ def test_what_is_counted_on_shapes_is_what_a_real_forward_pass_leaves_allocated(
     left = sum(event.self_cpu_memory_usage for event in profile.key_averages())
     left -= len(recomputed_layers(model)) * torch.get_rng_state().nbytes  # each layer's, on the CPU on a GPU too
     held = counted(case, way, precision)
-    lasting = sum(size for name, size in held.items() if name not in (LOGITS, ONE_LAYER))
+    lasting = sum(size for name, size in held.items() if name not in (LOGITS, RECOMPUTED_LAYER))
     assert lasting == pytest.approx(left - logits.untyped_storage().nbytes(), rel=0.03 if case is TOY else 0.05)
 
 
-def test_recomputation_lowers_what_is_kept_and_names_the_layer_that_is_computed_again():
+def test_recomputation_holds_less_and_names_the_recomputed_layer():
     held = {way: counted(TOY, way) for way in WAYS}
     assert held["none"]["llm"] > held["selective"]["llm"] > held["full"]["llm"]
     assert held["none"]["vision"] == held["selective"]["vision"] > held["full"]["vision"]
     assert held["none"]["module"] == held["full"]["module"]
-    assert [ONE_LAYER in held[way] for way in WAYS] == [False, False, True]
+    assert [RECOMPUTED_LAYER in held[checkpointing] for checkpointing in WAYS] == [False, False, True]
     bare = counted(TOY, "none", vision=None, module=None, projector=None)
     assert {"vision", "module", "projector"} & bare.keys() == set(), "what does not train keeps nothing below it"

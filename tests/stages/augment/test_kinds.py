@@ -10,57 +10,61 @@ from PIL import Image
 
 from m3diff.datasets.minichange import image_paths, read_scenes
 from m3diff.datasets.minichange.language import describe_scene
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault
 from m3diff.records.files import sha256
-from m3diff.stages.augment.params import Source
+from m3diff.stages.augment.params import RawSource
 from m3diff.stages.augment.stage import (
-    Made,
+    AugmentResult,
     Original,
-    known_pairs,
     make_coupled_samples,
     make_edits,
     make_neighbours,
     read_originals,
+    read_source_pairs,
 )
+from tests.errors import Message, raises
 from tests.stages.augment.toys import SCENES, ToyEditor, ToyFeatures, ToyWriter, captioned, draw, edits, entry, original
 
 
-def rejected(reason: str, each: int = 1) -> Made:
+def rejected(reason: str, pairs_per_row: int = 1) -> AugmentResult:
     """A row of the source was rejected."""
-    made = Made(each)
-    made.reject(reason, "row 1")
-    return made
+    result = AugmentResult(pairs_per_row)
+    result.reject(reason, "row 1")
+    return result
 
 
-def made_edits(tmp_path: Path, editor: ToyEditor, writer: ToyWriter, **changes: Any) -> Made:
+def made_edits(tmp_path: Path, editor: ToyEditor, writer: ToyWriter, **changes: Any) -> AugmentResult:
     texts = {"one": ("make it red",), "two": ("add a cat", "test", "a sofa"), "three": ("add a dog", "val")}
     originals = [original(tmp_path, name, *values) for name, values in texts.items()]
     cfg = edits(tmp_path, tmp_path / "out", **({"edits": 3} | changes))
-    made = rejected("no instruction", 3)
-    make_edits(cfg, originals, made, editor, writer, tmp_path / "into")
-    return made
+    result = rejected("no instruction", 3)
+    make_edits(cfg, originals, result, editor, writer, tmp_path / "into")
+    return result
 
 
-def test_each_original_is_edited_by_its_own_instruction_and_keeps_scene_split_and_types(tmp_path):
+def test_each_original_is_edited_by_its_instruction_and_keeps_scene_and_split(tmp_path):
     editor = ToyEditor()
-    made = made_edits(tmp_path, editor, ToyWriter())
-    assert [pair.id for pair in made.pairs] == [f"{name}-{at}" for name in ("one", "two", "three") for at in range(3)]
-    for pair, (image, instruction, seed) in zip(made.pairs, editor.asked, strict=True):
+    result = made_edits(tmp_path, editor, ToyWriter())
+    assert [pair.id for pair in result.pairs] == [f"{name}-{at}" for name in ("one", "two", "three") for at in range(3)]
+    for pair, (image, instruction, seed) in zip(result.pairs, editor.calls, strict=True):
         name = pair.id.partition("-")[0]
-        assert (pair.scene, pair.before.stem, image) == (f"scene {name}", name, f"{name}.png")
-        assert (pair.captions[0], pair.change_types) == (instruction, ["color"])
+        assert pair.scene == f"scene {name}"
+        assert pair.before.stem == name
+        assert image == f"{name}.png"
+        assert pair.captions[0] == instruction
+        assert pair.change_types == ["color"]
         assert pair.made == {"of": name, "seed": seed}
         assert Image.open(pair.after).getpixel((0, 0)) == (seed & 255, seed >> 8 & 255, seed >> 16 & 255)
-    assert {pair.split for pair in made.pairs if pair.id.startswith("two")} == {"test"}
-    assert len({seed for *_, seed in editor.asked}) == 9
-    assert made.rejected == {"no instruction": 3}, "a row that is not usable counts for all its edits"
+    assert {pair.split for pair in result.pairs if pair.id.startswith("two")} == {"test"}
+    assert len({seed for *_, seed in editor.calls}) == 9
+    assert result.rejected == {"no instruction": 3}, "a row that is not usable counts for all its edits"
 
 
-def test_paraphrases_are_written_where_the_split_asks_for_them_behind_the_instruction(tmp_path):
+def test_paraphrases_follow_the_instruction_in_the_splits_that_ask_for_them(tmp_path):
     writer = ToyWriter()
-    made = made_edits(tmp_path, ToyEditor(), writer, paraphrases={"test": 2, "val": 0})
-    assert writer.asked == [("paraphrase", {"text": "add a cat", "first": "a sofa"}, 2)]
-    texts = {pair.id: pair.captions for pair in made.pairs}
+    result = made_edits(tmp_path, ToyEditor(), writer, paraphrases={"test": 2, "val": 0})
+    assert writer.calls == [("paraphrase", {"text": "add a cat", "first": "a sofa"}, 2)]
+    texts = {pair.id: pair.captions for pair in result.pairs}
     assert texts["two-1"] == ["add a cat", "paraphrase 0: add a cat / a sofa", "paraphrase 1: add a cat / a sofa"]
     assert texts["one-0"] == ["make it red"]
 
@@ -74,51 +78,60 @@ def test_paraphrases_are_written_where_the_split_asks_for_them_behind_the_instru
     ],
     ids=["paraphrases", "editor", "equal edits"],
 )
-def test_a_pair_without_references_or_a_seen_change_is_counted(editor, short, ids, counts, tmp_path):
-    made = made_edits(tmp_path, editor, ToyWriter(short), paraphrases={"test": 2, "val": 2})
-    assert {pair.id.partition("-")[0] for pair in made.pairs} == ids
-    assert made.rejected == {"no instruction": 3} | counts
-    assert made.dropped_texts == ({"refused": 1} if short == "dog" else {})
-    assert short != "dog" or all("dog" not in asked[1] for asked in editor.asked), "nothing is edited in vain"
+def test_a_pair_without_references_or_a_visible_change_is_rejected(editor, short, ids, counts, tmp_path):
+    result = made_edits(tmp_path, editor, ToyWriter(short), paraphrases={"test": 2, "val": 2})
+    assert {pair.id.partition("-")[0] for pair in result.pairs} == ids
+    assert result.rejected == {"no instruction": 3} | counts
+    assert result.dropped_texts == ({"refused": 1} if short == "dog" else {})
+    assert short != "dog" or all("dog" not in call[1] for call in editor.calls), "nothing is edited in vain"
 
 
-def test_what_an_earlier_run_has_edited_is_edited_again_only_for_another_instruction_image_or_seed(tmp_path):
+def test_an_edit_is_repeated_only_for_another_instruction_image_or_seed(tmp_path):
     one = original(tmp_path, "one", "make it red")
     changes = [({}, 3, 2), ({}, 3, 0), ({"text": "make it blue"}, 3, 2), ({"digest": "of another image"}, 3, 2)]
     for change, seed, edited in [*changes, ({}, 4, 2)]:
-        cfg, editor, made = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={}, seed=seed), ToyEditor(), Made()
-        make_edits(cfg, [one._replace(**change)], made, editor, ToyWriter(), tmp_path / "into")
-        assert (len(editor.asked), len(made.pairs)) == (edited, 2)
+        cfg = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={}, seed=seed)
+        editor = ToyEditor()
+        result = AugmentResult()
+        make_edits(cfg, [one._replace(**change)], result, editor, ToyWriter(), tmp_path / "into")
+        assert len(editor.calls) == edited
+        assert len(result.pairs) == 2
 
 
-def made_neighbours(images: list[Original], known: Any = (), **changes: Any) -> Made:
+def made_neighbours(images: list[Original], source_pairs: Any = (), **changes: Any) -> AugmentResult:
     """Cosines: of 30 degrees 0.87, 10 degrees 0.98, 60 degrees 0.5."""
     values = {"candidates": 2, "band": (0.75, 0.94), "max_text_similarity": 0.7, "references": 1}
     cfg = entry("neighbours", Path("source"), Path("out"), **(values | changes))
-    made = rejected("no caption")
-    make_neighbours(cfg, images, set(known), made, ToyFeatures(), ToyWriter(short="dog"))
-    return made
+    result = rejected("no caption")
+    make_neighbours(cfg, images, set(source_pairs), result, ToyFeatures(), ToyWriter(short="dog"))
+    return result
 
 
 def test_images_within_the_band_make_one_pair_with_the_difference_of_their_captions():
-    made = made_neighbours([captioned(0, "a red cup"), captioned(30, "two men"), captioned(90, "the sea")])
-    (pair,) = made.pairs
-    assert (pair.id, pair.before, pair.after) == ("n0+n30", Path("0.png"), Path("30.png"))
-    assert (pair.captions, pair.made) == (["difference 0: a red cup / two men"], {"cosine": 0.866})
-    assert (pair.split, pair.scene, pair.change_types) == ("train", "s0+s30", [])
-    assert made.rejected == {"no caption": 1, "too unlike": 4, "was found the other way round": 1}
+    result = made_neighbours([captioned(0, "a red cup"), captioned(30, "two men"), captioned(90, "the sea")])
+    (pair,) = result.pairs
+    assert pair.id == "n0+n30"
+    assert pair.before == Path("0.png")
+    assert pair.after == Path("30.png")
+    assert pair.captions == ["difference 0: a red cup / two men"]
+    assert pair.made == {"cosine": 0.866}
+    assert pair.split == "train"
+    assert pair.scene == "s0+s30"
+    assert pair.change_types == []
+    assert result.rejected == {"no caption": 1, "too unlike": 4, "was found the other way round": 1}
     (pair,) = made_neighbours([captioned(0, "a", scene="s"), captioned(30, "b", scene="s")]).pairs
     assert pair.scene == "s", "of one scene a pair keeps the scene"
 
 
 def test_no_pair_crosses_splits():
     images = [captioned(0, "a cup"), captioned(25, "two men", "test"), captioned(30, "sea"), captioned(50, "x", "test")]
-    made = made_neighbours(images)
-    assert [(pair.id, pair.split) for pair in made.pairs] == [("n0+n30", "train"), ("n25+n50", "test")]
+    result = made_neighbours(images)
+    assert [(pair.id, pair.split) for pair in result.pairs] == [("n0+n30", "train"), ("n25+n50", "test")]
     assert made_neighbours(images[:2]).rejected == {"no caption": 1, "alone in its split": 2}
 
 
-CUP, KNOWN = "a red cup on a table", {frozenset((Path("0.png"), Path("30.png")))}
+CUP = "a red cup on a table"
+SOURCE_PAIRS = {frozenset((Path("0.png"), Path("30.png")))}
 
 
 @pytest.mark.parametrize(
@@ -133,44 +146,47 @@ CUP, KNOWN = "a red cup on a table", {frozenset((Path("0.png"), Path("30.png")))
         ("red cup cup table", {"max_text_similarity": 0.42}, "captions are alike", 2),
         (CUP, {"max_text_similarity": 1}, "captions are alike", 2),
         ("!", {"max_text_similarity": 0}, None, 0),
-        ("two men", {"known": KNOWN}, "is a pair of the source", 2),
+        ("two men", {"source_pairs": SOURCE_PAIRS}, "is a pair of the source", 2),
         ("a dog", {}, "too few captions", 1),
     ],
 )
-def test_two_images_that_make_no_pair_are_counted_by_the_reason(caption, changes, reason, count):
-    made = made_neighbours([captioned(0, CUP), captioned(30, caption)], **changes)
-    assert len(made.pairs) == (reason is None)
-    assert reason is None or made.rejected[reason] == count
-    assert made.dropped_texts == ({"refused": 1} if caption == "a dog" else {})
+def test_two_images_that_make_no_pair_are_counted_by_reason(caption, changes, reason, count):
+    result = made_neighbours([captioned(0, CUP), captioned(30, caption)], **changes)
+    assert len(result.pairs) == (reason is None)
+    assert reason is None or result.rejected[reason] == count
+    assert result.dropped_texts == ({"refused": 1} if caption == "a dog" else {})
 
 
 def test_every_candidate_is_made_or_counted_and_equal_images_make_no_pair():
     images = [captioned(angle, f"text {angle}") for angle in range(0, 180, 7)]
-    made = made_neighbours(images, candidates=5)
-    assert len(made.pairs) + sum(made.rejected.values()) == 5 * len(images) + 1
+    result = made_neighbours(images, candidates=5)
+    assert len(result.pairs) + sum(result.rejected.values()) == 5 * len(images) + 1
     same = made_neighbours([captioned(0, CUP), captioned(30, "two men")._replace(digest="d0")])
     assert same.rejected["same image"] == 2
 
 
-def made_coupled(images: list[Original], **changes: Any) -> Made:
-    made = Made()
-    make_coupled_samples(entry("coupled_samples", Path("in"), Path("out"), **changes), images, made)
-    return made
+def made_coupled(images: list[Original], **changes: Any) -> AugmentResult:
+    result = AugmentResult()
+    make_coupled_samples(entry("coupled_samples", Path("in"), Path("out"), **changes), images, result)
+    return result
 
 
 def test_each_image_is_in_one_couple_of_its_split_with_both_captions_by_the_seed():
     images = [captioned(number, f"text {number}", "test" if number % 3 else "train") for number in range(21)]
-    made = made_coupled(images, separator=" | ")
-    assert set(Counter(path for pair in made.pairs for path in (pair.before, pair.after)).values()) == {1}
-    of = {each.image: each for each in images}
-    for pair in made.pairs:
-        first, second = of[pair.before], of[pair.after]
+    result = made_coupled(images, separator=" | ")
+    assert set(Counter(path for pair in result.pairs for path in (pair.before, pair.after)).values()) == {1}
+    of = {image.image: image for image in images}
+    for pair in result.pairs:
+        first = of[pair.before]
+        second = of[pair.after]
         assert pair.captions == [f"{first.text} | {second.text}"]
         assert pair.split == first.split == second.split
         assert pair.scene == f"{first.scene}+{second.scene}"
-    assert (len(made.pairs), made.rejected) == (7 + 3, {"no partner is left": 1})
+    assert len(result.pairs) == 7 + 3
+    assert result.rejected == {"no partner is left": 1}
     scene = made_coupled([captioned(0, "a", scene="s"), captioned(1, "b", scene="s")])
-    assert (scene.pairs, scene.rejected) == ([], {"both are of one scene": 1})
+    assert scene.pairs == []
+    assert scene.rejected == {"both are of one scene": 1}
     images = [captioned(number, "text") for number in range(20)]
     first, again, other = ({pair.id for pair in made_coupled(images, seed=seed).pairs} for seed in (1, 1, 2))
     assert first == again != other
@@ -180,25 +196,26 @@ def test_each_image_is_in_one_couple_of_its_split_with_both_captions_by_the_seed
 ONE_IMAGE = {"columns": {"before": "image", "after": "image", "captions": "caption"}}
 
 
-def write(root: Path, rows: list[dict[str, Any]], **options: Any) -> Source:
+def write(root: Path, rows: list[dict[str, Any]], **options: Any) -> RawSource:
     """A manifest of these rows, with an image a.png to e.png of its own, and one that is none."""
     root.mkdir()
     for number, letter in enumerate("abcde"):
         Image.new("RGB", (8, 8), (number * 40, 0, 0)).save(root / f"{letter}.png")
     (root / "none.png").write_text("none")
     (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Source(reader="pairs", root=root, options={"manifest": "pairs.jsonl"} | options)
+    return RawSource(reader="pairs", root=root, options={"manifest": "pairs.jsonl"} | options)
 
 
-def read(source: Source, use: Any = "instruction", **changes: Any) -> tuple[list[Original], Made]:
-    folder, made = source.root.parent, Made()
+def read(source: RawSource, use: Any = "instruction", **changes: Any) -> tuple[list[Original], AugmentResult]:
+    folder = source.root.parent
+    result = AugmentResult()
     source = source.model_copy(update=changes)
-    return read_originals(source, folder / "unpacked", folder / "cache.parquet", made, use), made
+    return read_originals(source, folder / "unpacked", folder / "cache.parquet", result, use), result
 
 
 def row(number: int, **changes: Any) -> dict[str, Any]:
-    known = {"id": f"p{number}", "split": "train", "before": "a.png", "after": "b.png", "captions": ["add a cat", "x"]}
-    return known | changes
+    fields = {"id": f"p{number}", "split": "train", "before": "a.png", "after": "b.png", "captions": ["add a cat", "x"]}
+    return fields | changes
 
 
 ROWS = [
@@ -220,26 +237,30 @@ ROWS = [
 def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path):
     source = write(tmp_path / "raw", ROWS)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")  # outside the root, where p6 leads
-    found, made = read(source)
+    found, result = read(source)
     assert [(each.name, each.split, each.scene, each.text) for each in found] == [
         ("p0", "train", "s0", "add a cat"),
         ("p1", "train", "p1", "make it red"),
         ("p8", "test", "s7", "add a cat"),
         ("p10", "val", "p10", "add a cat"),
     ]
-    assert (found[0].change_types, found[0].digest, found[0].caption) == (["add"], sha256(source.root / "a.png"), None)
+    assert found[0].change_types == ["add"]
+    assert found[0].digest == sha256(source.root / "a.png")
+    assert found[0].caption is None
     reasons = {"no instruction": 1, "nothing is to change": 1, "image cannot be read": 3}
-    assert made.rejected == reasons | {"scene is in a higher split": 1, "row cannot be read": 2}
-    assert made.examples == {
+    assert result.rejected == reasons | {"scene is in a higher split": 1, "row cannot be read": 2}
+    row_fault = result.examples.pop("row cannot be read")
+    assert row_fault.startswith("pairs.jsonl, line 12: before, after, captions: ")
+    verdict = Fault("images.missing")
+    assert result.examples == {
         "no instruction": "pairs.jsonl, line 3",
         "nothing is to change": "pairs.jsonl, line 4",
-        "image cannot be read": f"pairs.jsonl, line 5: {source.root}/gone.png: is missing; fetch it",
+        "image cannot be read": f"pairs.jsonl, line 5: {source.root}/gone.png: {verdict}",
         "scene is in a higher split": "pairs.jsonl, line 8: s7 is in test",
-        "row cannot be read": "pairs.jsonl, line 12: before, after, captions: is missing",
     }
-    found, made = read(source, splits=("train",))
+    found, result = read(source, splits=("train",))
     assert [each.name for each in found] == ["p0", "p1"]
-    assert made.rejected["scene is in a higher split"] == 1, "p7 is a test scene"
+    assert result.rejected["scene is in a higher split"] == 1, "p7 is a test scene"
 
 
 @pytest.mark.parametrize("path", ["../a.png", "{top}/a.png", "..\\a.png", "http://127.0.0.1/a.png", "link.png"])
@@ -247,9 +268,10 @@ def test_an_image_outside_the_source_is_not_used(path, tmp_path):
     source = write(tmp_path / "raw", [row(0, before=path.format(top=tmp_path))])
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "raw/link.png").symlink_to(tmp_path / "a.png")
-    found, made = read(source)
+    found, result = read(source)
     assert found == []
-    assert f"is no path inside {source.root}; correct the path" in made.examples["image cannot be read"]
+    fault = Message("augment.image_outside_source", path=source.root)
+    assert fault.in_text(result.examples["image cannot be read"])
     assert len(read(source, follow_links=True)[0]) == (path == "link.png")
 
 
@@ -257,40 +279,45 @@ def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path)
     texts = [("a.png", "a cat"), ("b.png", ""), ("none.png", "x"), ("c.png", "c")]
     rows = [{"id": str(n), "image": image, "caption": text, "split": "train"} for n, (image, text) in enumerate(texts)]
     source = write(tmp_path / "raw", rows, **ONE_IMAGE)
-    found, made = read(source, "caption")
+    found, result = read(source, "caption")
     assert [(of.name, of.image.name, of.text) for of in found] == [("0", "a.png", "a cat"), ("3", "c.png", "c")]
-    assert made.rejected == {"no caption": 1, "image cannot be read": 1}
+    assert result.rejected == {"no caption": 1, "image cannot be read": 1}
 
 
-def test_a_pair_of_two_images_between_single_ones_is_counted_and_where_all_are_the_source_refused(tmp_path):
+def test_pairs_of_two_images_are_rejected_and_a_source_without_single_images_refused(tmp_path):
     source = write(tmp_path / "raw", [row(0, after="a.png"), row(1), row(2, scene="p0", split="test")])
-    found, made = read(source, "caption")
-    assert (found, made.rejected) == ([], {"is a pair of two images": 2, "scene is in a higher split": 1})
-    assert made.examples["is a pair of two images"] == "pairs.jsonl, line 2"
-    with pytest.raises(DataError, match="no captions of single images; .*columns: {before: image, after: image"):
+    found, result = read(source, "caption")
+    assert found == []
+    assert result.rejected == {"is a pair of two images": 2, "scene is in a higher split": 1}
+    assert result.examples["is a pair of two images"] == "pairs.jsonl, line 2"
+    with raises(DataError, "augment.no_captions_of_images", path=tmp_path / "two"):
         read(write(tmp_path / "two", [row(0)]), "caption")
-    with pytest.raises(DataError, match="gone: is no folder; fetch the source or correct its root"):
-        read(Source(reader="pairs", root=tmp_path / "gone"))
+    with raises(DataError, "augment.no_source_folder", path=tmp_path / "gone"):
+        read(RawSource(reader="pairs", root=tmp_path / "gone"))
 
 
 def test_half_a_character_is_a_question_mark_wherever_a_row_has_it(tmp_path):
     half = "\ud83d"  # as a cut JSON escape leaves it; no file can hold it
     whole = row(0, id=f"p{half}", scene=f"s{half}", captions=[f"add a cup {half}"], change_types=[f"add{half}"])
-    (found,), made = read(write(tmp_path / "raw", [whole, row(1, before=f"{half}.png")]))
-    assert (found.name, found.scene, found.text, found.change_types) == ("p?", "s?", "add a cup ?", ["add?"])
-    assert made.rejected == {"image cannot be read": 1}
+    (found,), result = read(write(tmp_path / "raw", [whole, row(1, before=f"{half}.png")]))
+    assert found.name == "p?"
+    assert found.scene == "s?"
+    assert found.text == "add a cup ?"
+    assert found.change_types == ["add?"]
+    assert result.rejected == {"image cannot be read": 1}
 
 
-def test_minichange_gives_originals_with_what_they_show_and_every_image_with_its_description(tmp_path):
-    source = Source(reader="minichange", root=draw(tmp_path / "raw"))
-    originals, made = read(source)
+def test_minichange_gives_captions_of_originals_and_of_every_image(tmp_path):
+    source = RawSource(reader="minichange", root=draw(tmp_path / "raw"))
+    originals, result = read(source)
     scenes = {source.root / path: scene for path, scene in read_scenes(source.root).of.items()}
-    assert (len(originals), made.rejected) == (SCENES, {"nothing is to change": SCENES})
+    assert len(originals) == SCENES
+    assert result.rejected == {"nothing is to change": SCENES}
     images, _ = read(source, "caption")
     assert len(images) == 3 * SCENES
     assert all(each.caption == describe_scene(scenes[each.image]) for each in originals)
     assert all(each.text == describe_scene(scenes[each.image]) and each.scene in each.image.name for each in images)
-    pairs = known_pairs(source, tmp_path / "unpacked")
+    pairs = read_source_pairs(source, tmp_path / "unpacked")
     first, second, third = (source.root / path for path in image_paths(0))
     assert len(pairs) == 2 * SCENES
     assert {frozenset((first, second)), frozenset((first, third))} < pairs

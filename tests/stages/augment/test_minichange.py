@@ -40,7 +40,7 @@ def looks(thing: Thing) -> tuple:
 
 
 @each_level
-def test_every_reference_is_read_as_its_changes_and_has_the_other_wordings_where_its_image_is_described(level):
+def test_every_reference_is_read_back_as_its_changes_and_has_other_wordings(level):
     for before, _, changes in pairs(level):
         texts = references(changes, 5)
         for text in texts:
@@ -54,7 +54,7 @@ def test_every_reference_is_read_as_its_changes_and_has_the_other_wordings_where
 
 
 @each_level
-def test_every_description_is_read_as_its_scene_and_two_tell_every_change_but_camera_and_lamp(level):
+def test_descriptions_are_read_back_and_two_give_all_changes_but_camera_and_lamp(level):
     exact = 0
     for before, after, changes in pairs(level):
         for scene in (before, after):
@@ -91,7 +91,8 @@ def said(*things: Thing) -> str:
     return ", ".join(f"{PLACES[thing.cell]} a {thing.size} {thing.color} {thing.kind}" for thing in told)
 
 
-BALL, BOX = Thing("ball", "red", "small", 0), Thing("box", "blue", "large", 4)
+BALL = Thing("ball", "red", "small", 0)
+BOX = Thing("box", "blue", "large", 4)
 CONES = tuple(Thing("cone", "red", "small", cell) for cell in range(4))
 MARK = "at the top left a mark"
 
@@ -174,9 +175,10 @@ def test_what_cannot_be_carried_out_is_not(scene, text):
 
 
 @pytest.mark.parametrize("changes", [{}, {"level": "free"}, {"domain": "shifted"}], ids=str)
-def test_the_scenes_that_are_written_draw_the_images_and_the_seed_decides_what_is_left_open(changes, tmp_path):
+def test_written_scenes_draw_the_images_and_the_seed_decides_open_details(changes, tmp_path):
     root = draw(tmp_path / "raw", **changes)
-    scenes, same = read_scenes(root), 0
+    scenes = read_scenes(root)
+    same = 0
     for path, scene in scenes.of.items():
         if not scene.view.noise:
             drawn = render(scene, scenes.image_px, np.random.default_rng(0), scenes.domain)
@@ -184,7 +186,8 @@ def test_the_scenes_that_are_written_draw_the_images_and_the_seed_decides_what_i
             same += 1
     assert same > 40
     assert len(scenes.of) == 120
-    editor, path = DrawnEditor(root), root / image_paths(0)[0]
+    editor = DrawnEditor(root)
+    path = root / image_paths(0)[0]
     first, again, other = (editor.edit(path, "the camera moved up", seed) for seed in (1, 1, 2))
     assert first.tobytes() == again.tobytes() != other.tobytes()
     assert first.size == Image.open(path).size

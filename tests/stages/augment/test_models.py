@@ -1,5 +1,6 @@
 """What makes with weights: InstructPix2Pix and features on tiny models, the search for neighbours, and writers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 from PIL import Image
 
 from m3diff.datasets.minichange import image_paths
-from m3diff.endpoint import Answer
+from m3diff.endpoint.answers import EndpointAnswer
 from m3diff.images.open import ImageError
 from m3diff.models.device import Device
 from m3diff.settings.section import ParamsError
 from m3diff.stages.augment import weights as module
-from m3diff.stages.augment.params import FeatureModel, InstructPix2Pix, Remote
-from m3diff.stages.augment.weights import Features, Pix2PixEditor, fitted, nearest
-from m3diff.stages.augment.writers import LanguageModel, read_texts, usable
+from m3diff.stages.augment.params import EndpointWriterSettings, FeatureModel, InstructPix2Pix
+from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest, size_for_editor
+from m3diff.stages.augment.writers import LanguageModel, read_texts, usable_texts
 from tests.chat import chat_server
 from tests.stages.augment.toys import BASE, clip, draw, instruct_pix2pix, siglip
 
@@ -52,13 +53,15 @@ def editor(model: Path, **changes: Any) -> Pix2PixEditor:
 
 def test_the_same_seed_gives_the_same_edit_whatever_was_edited_before(folders, image):
     one = editor(folders[instruct_pix2pix])
-    assert ("pipeline" in vars(one), len(one.identity)) == (False, 64), "weights are loaded for the first edit"
+    assert "pipeline" not in vars(one), "weights are loaded for the first edit"
+    assert len(one.identity) == 64, "weights are loaded for the first edit"
     first, other, again = (one.edit(image, "make it red", seed) for seed in (1, 2, 1))
     alone = editor(folders[instruct_pix2pix]).edit(image, "make it red", 1)
     assert one.pipeline.safety_checker is None
-    assert (first.size, first.mode) == ((50, 30), "RGB")
+    assert first.size == (50, 30)
+    assert first.mode == "RGB"
     sizes = [((50, 30), 32, (32, 16)), ((300, 400), 512, (384, 512)), ((900, 9), 64, (64, 8))]
-    assert all(fitted(size, longer) == found for size, longer, found in sizes), "multiples of eight"
+    assert all(size_for_editor(size, longer) == fitted for size, longer, fitted in sizes), "multiples of eight"
     assert first.tobytes() == again.tobytes() == alone.tobytes() != other.tobytes()
 
 
@@ -74,15 +77,15 @@ def test_original_instruction_steps_and_both_guidances_reach_the_pipeline(folder
     assert len(set(found)) == 7
 
 
-def test_a_model_that_is_not_there_or_another_one_and_a_bad_image_are_refused(folders, tmp_path):
+def test_a_missing_model_another_model_and_a_bad_image_are_refused(folders, tmp_path):
     (tmp_path / "no.png").write_text("no image")
-    with pytest.raises(ParamsError, match=r"holds no config\.json or model_index\.json"):
+    with pytest.raises(ParamsError, match=re.escape(str(tmp_path))):
         editor(tmp_path)
-    with pytest.raises(ParamsError, match="has the sha256"):
+    with pytest.raises(ParamsError, match="0" * 64):
         editor(folders[instruct_pix2pix], sha256="0" * 64)
     with pytest.raises(ImageError):
         editor(folders[instruct_pix2pix]).edit(tmp_path / "no.png", "make it red", 1)
-    with pytest.raises(ParamsError, match="has the sha256"):
+    with pytest.raises(ParamsError, match="1" * 64):
         Features(FeatureModel(kind="encoder", model=BASE, sha256="1" * 64), CPU)
     with pytest.raises(ImageError):
         Features(FeatureModel(kind="encoder", model=BASE), CPU).features([tmp_path / "no.png"])
@@ -121,8 +124,8 @@ def points(count: int, width: int = 16, groups: int = 40) -> np.ndarray:
 
 @pytest.mark.parametrize(("block", "cells"), [(1, 2**25), (7, 2**25), (1000, 2**25), (1000, 2000)])
 def test_the_search_finds_the_nearest_others_in_order(block, cells, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(module, "CELLS", cells)
+    monkeypatch.setattr(module, "MAX_BLOCK_ROWS", block)
+    monkeypatch.setattr(module, "MAX_BLOCK_CELLS", cells)
     features = points(200)
     cosines, numbers = nearest(features, 5)
     whole = (features @ features.T).astype(np.float64)
@@ -136,7 +139,9 @@ def test_the_search_finds_the_nearest_others_in_order(block, cells, monkeypatch)
 
 def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(tmp_path):
     with chat_server('["one", "two"]') as server:
-        writer = LanguageModel(Remote(kind="endpoint", url=server.url, model="m"), 3, tmp_path / "answers.jsonl")
+        writer = LanguageModel(
+            EndpointWriterSettings(kind="endpoint", url=server.url, model="m"), 3, tmp_path / "answers.jsonl"
+        )
         writer.write("difference", [{"first": "a {cup}", "second": "two men"}], 7)
         writer.write("paraphrase", [{"text": "add a cat", "first": "a sofa"}], 4)
     assert "FIRST IMAGE: a {cup}\nSECOND IMAGE: two men\n" in server.texts[0]
@@ -167,8 +172,12 @@ def test_texts_are_read_from_a_list_in_json_or_lines(said, texts):
 
 def test_of_the_texts_of_an_answer_empty_repeated_and_surplus_ones_are_dropped():
     said = '["Add a cat!", "put  a\\ncat", "", "Put a cat.", "place a cat", "a cat, please"]'
-    written = usable(Answer("text", said), 2, "add a cat")
+    written = usable_texts(EndpointAnswer("text", said), 2, "add a cat")
     assert written.texts == ("put a cat", "place a cat")
     assert written.dropped == {"repeated": 2, "empty": 1, "more than asked for": 1}
-    assert usable(Answer("text", "no list"), 2, "add a cat") == ((), {"unreadable": 1})
-    assert usable(Answer("cut", '["put a cat"]'), 2, "add a cat") == ((), {"cut": 1})
+    unreadable = usable_texts(EndpointAnswer("text", "no list"), 2, "add a cat")
+    assert not unreadable.texts
+    assert unreadable.dropped == {"unreadable": 1}
+    truncated = usable_texts(EndpointAnswer("cut", '["put a cat"]'), 2, "add a cat")
+    assert not truncated.texts
+    assert truncated.dropped == {"cut": 1}

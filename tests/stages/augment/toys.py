@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from m3diff.datasets.minichange import generate
 from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.settings.compute import Compute
-from m3diff.stages.augment.params import MadeDataset
+from m3diff.stages.augment.params import AnySyntheticDataset
 from m3diff.stages.augment.stage import Original
 from m3diff.stages.augment.writers import Written
 from tests.scoring import bench
@@ -41,7 +41,7 @@ def draw(root: Path, **changes: Any) -> Path:
 def entry(kind: str, source: Path, root: Path, /, **changes: Any) -> Any:
     """An entry of the section, typed."""
     values = {"kind": kind, "source": {"reader": "minichange", "root": source}, "root": root, "seed": 3}
-    return TypeAdapter(MadeDataset).validate_python(values | KINDS[kind] | changes)
+    return TypeAdapter(AnySyntheticDataset).validate_python(values | KINDS[kind] | changes)
 
 
 def edits(source: Path, root: Path, /, **changes: Any) -> Any:
@@ -58,11 +58,13 @@ class ToyEditor:
     identity = "toy"
 
     def __init__(self, refuses: str = "never", same: str = "never", paint: int | None = None) -> None:
-        self.refuses, self.same, self.paint = refuses, same, paint
-        self.asked: list[tuple[str, str, int]] = []
+        self.refuses = refuses
+        self.same = same
+        self.paint = paint
+        self.calls: list[tuple[str, str, int]] = []
 
     def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None:
-        self.asked.append((image.name, instruction, seed))
+        self.calls.append((image.name, instruction, seed))
         if self.refuses in instruction:
             return None
         if self.same in instruction:
@@ -77,11 +79,12 @@ class ToyWriter:
     identity = "toy"
 
     def __init__(self, short: str = "never") -> None:
-        self.short, self.asked = short, []
+        self.short = short
+        self.calls = []
 
     def write(self, task, facts, n) -> list[Written]:
-        self.asked += [(task, dict(each), n) for each in facts]
-        return [self.of(task, each, n) for each in facts]
+        self.calls += [(task, dict(entry), n) for entry in facts]
+        return [self.of(task, entry, n) for entry in facts]
 
     def of(self, task, facts, n) -> Written:
         fewer = any(self.short in text for text in facts.values())
@@ -141,7 +144,8 @@ def instruct_pix2pix(folder: Path) -> Path:
 
     torch.manual_seed(0)
     blocks = {"block_out_channels": (4, 8), "layers_per_block": 1, "norm_num_groups": 2}
-    ups, downs = ("CrossAttnUpBlock2D", "UpBlock2D"), ("DownBlock2D", "CrossAttnDownBlock2D")
+    ups = ("CrossAttnUpBlock2D", "UpBlock2D")
+    downs = ("DownBlock2D", "CrossAttnDownBlock2D")
     sizes = {"sample_size": 8, "in_channels": 8, "out_channels": 4, "cross_attention_dim": 8, "attention_head_dim": 2}
     unet = UNet2DConditionModel(down_block_types=downs, up_block_types=ups, **sizes, **blocks)
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}

@@ -8,13 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, ParamsError
 from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
-from m3diff.settings.section import ParamsError
 from m3diff.stages.convert import stage
 from m3diff.stages.convert.params import Convert
-from m3diff.stages.convert.stage import SOURCES as PAPER
-from m3diff.stages.convert.stage import ConvertReport, convert, load_questions
+from m3diff.stages.convert.stage import PAPER_DATASETS, ConvertReport, convert, load_questions, require_test_pairs
+from tests.errors import raises
 from tests.layouts import make_entry
 
 QUESTIONS = Path("profiles/questions.yaml")
@@ -72,7 +71,8 @@ SOURCES = {
 
 
 def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
-    references, count = ("It fell.", "a b", "c", "d...", "It fell.", ""), 60
+    references = ("It fell.", "a b", "c", "d...", "It fell.", "")
+    count = 60
     names = [*SOURCES, "edits", "birds"]
     records = [record(str(n), references=references, dataset=name) for name in names for n in range(count)]
     samples, report = run(tmp_path, records, references_per_pair=2, sources=SOURCES)
@@ -97,7 +97,7 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
 
 
 def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path):
-    _, report = run(tmp_path, [record("a", dataset=name) for name in PAPER])
+    _, report = run(tmp_path, [record("a", dataset=name) for name in PAPER_DATASETS])
     assert report.published["clevr_dc"] == {"train": (40_800, None), "train_val": (43_200, None)}
     assert sum(given["train_val"][0] for given in report.published.values()) == 145_377
     assert run(tmp_path, [record("a", dataset="iedit")])[1].published == {}
@@ -134,15 +134,16 @@ def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
             continue
         copies = 1 + (plain_share(3, name, EXTRA_COPY) < 0.3)
         uses += [(plain_bits(3, name, ORDER, copy), name, copy) for copy in range(copies)]
-    questions, wanted = load_questions(QUESTIONS)["difference"], []
+    questions = load_questions(QUESTIONS)["difference"]
+    expected = []
     for _, name, copy in sorted(uses):
         question = questions[plain_bits(3, name, QUESTION) % len(questions)]
         by_bits = sorted(range(5), key=lambda k, name=name, copy=copy: plain_bits(3, name, REFERENCE, k + 2**32 * copy))
         for k in sorted(by_bits[:2]):
-            wanted.append((f"{name}#{k}" + ("x1" if copy else ""), name, question, "abcde"[k]))
-    assert samples.select("id", "pair", "question", "reference").rows() == wanted
+            expected.append((f"{name}#{k}" + ("x1" if copy else ""), name, question, "abcde"[k]))
+    assert samples.select("id", "pair", "question", "reference").rows() == expected
     assert any(name.endswith("x1") for name in samples["id"])
-    assert len(wanted) < 2 * 1.3 * 40
+    assert len(expected) < 2 * 1.3 * 40
     assert run(tmp_path, records, no_change_share=0.0)[1].pairs["train"] == 20
     assert run(tmp_path, records, no_change_share=1.0)[1].pairs["train"] == 40
 
@@ -177,7 +178,8 @@ def test_every_count_of_the_report(tmp_path):
     _, report = run(tmp_path, records, references_per_pair=2, no_change_share=0.0, sources=sources)
     kinds = ("pairs_not_sampled", "pairs_without_reference", "empty_references", "repeated_references")
     one = dict.fromkeys((*kinds, "references_over_cap"), 1)
-    tested, joined = {"val": 1, "test": 1}, {"train": 1, "val": 0, "test": 0}
+    tested = {"val": 1, "test": 1}
+    joined = {"train": 1, "val": 0, "test": 0}
     d = {"pairs": {"train": 1, **tested}, "samples": {"train": 2, "val": 1, "test": 3}}
     counts = {"pairs": {"train": 2, **tested}, "samples": {"train": 3, "val": 1, "test": 3}, "published": {}}
     of = {"d": d | {"left_out": one | {"empty_references": 4}}}
@@ -186,7 +188,7 @@ def test_every_count_of_the_report(tmp_path):
     assert ConvertReport.model_validate_json((tmp_path / "mixture/report.json").read_text()) == report
 
 
-def test_every_split_has_a_folder_an_empty_one_no_shard_and_old_shards_do_not_survive(tmp_path):
+def test_every_split_has_a_folder_and_old_shards_do_not_survive(tmp_path):
     for _ in range(2):
         run(tmp_path, [record("a", "test")])
         assert sorted(path.name for path in (tmp_path / "mixture").iterdir()) == ["report.json", "test", "train", "val"]
@@ -195,7 +197,8 @@ def test_every_split_has_a_folder_an_empty_one_no_shard_and_old_shards_do_not_su
 
 
 def test_a_dataset_that_is_only_tested_changes_no_byte_of_what_trains(tmp_path):
-    records, trained = mixed(20, *SPLITS), []
+    records = mixed(20, *SPLITS)
+    trained = []
     for more in ([], [record(f"{n}{split}", split, dataset="tested") for n in range(5) for split in SPLITS]):
         run(tmp_path, more + records)
         trained.append([(tmp_path / f"mixture/{split}/00000.parquet").read_bytes() for split in ("train", "val")])
@@ -210,35 +213,37 @@ def test_shards_hold_whole_pairs_and_about_as_many_samples_as_asked(tmp_path, mo
     assert pairs == {f"0000{number}.parquet": shard for number, shard in enumerate(shards)}
 
 
-MARK = r"'What is new in <image>\?' has <image>, the mark of an image's place"
+@pytest.mark.parametrize("text", ["", "difference: []", "- a", "a: [", "difference: ['']"])
+def test_a_file_without_questions_is_refused(tmp_path, text):
+    file = tmp_path / "questions.yaml"
+    file.write_text(text)
+    with raises(ParamsError, "convert.no_questions_by_task", path=file):
+        run(tmp_path, [record("a")], questions=file)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [(text, "expected questions by task") for text in ("", "difference: []", "- a", "a: [", "difference: ['']")]
-    + [("difference:\n- What changed?\nedit:\n- What is new in <image>?\n", MARK)],
-)
-def test_a_file_without_questions_or_with_an_image_in_one_is_refused(tmp_path, text, words):
-    (tmp_path / "questions.yaml").write_text(text)
-    with pytest.raises(ParamsError, match=rf"questions\.yaml: {words}"):
-        run(tmp_path, [record("a")], questions=tmp_path / "questions.yaml")
+def test_a_question_with_the_mark_of_an_image_is_refused(tmp_path):
+    file = tmp_path / "questions.yaml"
+    file.write_text("difference:\n- What changed?\nedit:\n- What is new in <image>?\n")
+    fields = {"path": file, "value": "What is new in <image>?", "mark": "<image>"}
+    with raises(ParamsError, "convert.image_mark_in_question", **fields):
+        run(tmp_path, [record("a")], questions=file)
 
 
 @pytest.mark.fault("14")
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "code", "fields"),
     [
-        (lambda file: file.write_bytes(b"half"), r"(?s:cannot be read.*; run `m3diff validate` again)"),
-        (pl.DataFrame({"id": ["a"]}).write_parquet, "not the columns that validate writes; run `m3diff validate` ag"),
-        (lambda file: pq.write_table(RECORD_SCHEMA.empty_table(), file), r"holds no record, all are in quarantine"),
-        (lambda file: None, r"has records of old, not in ingest\.datasets"),
+        (lambda file: file.write_bytes(b"half"), "files.unreadable_stage_output", {"writer": "validate"}),
+        (pl.DataFrame({"id": ["a"]}).write_parquet, "files.other_columns", {"writer": "validate"}),
+        (lambda file: pq.write_table(RECORD_SCHEMA.empty_table(), file), "convert.no_clean_record", {}),
+        (lambda file: None, "convert.foreign_datasets", {"names": ["old"]}),
     ],
     ids=["half", "columns", "empty", "dataset"],
 )
-def test_records_that_validate_did_not_write_for_these_datasets_are_refused(tmp_path, damage, words):
+def test_records_of_other_datasets_or_programs_are_refused(tmp_path, damage, code, fields):
     run(tmp_path, [record("a", dataset="old"), record("a", dataset="d")])
     damage(tmp_path / "clean/records.parquet")
-    with pytest.raises(DataError, match=rf"records\.parquet: {words}"):
+    with raises(DataError, code, path=tmp_path / "clean/records.parquet", **fields):
         convert(Convert(**LIMITS), {"d": make_entry("pairs", tmp_path)}, tmp_path / "clean", tmp_path / "mixture")
 
 
@@ -252,3 +257,22 @@ def test_a_section_that_means_nothing_is_refused(given):
     (field,) = given["sources"]["d"] if "sources" in given else given
     with pytest.raises(ValueError, match=field):
         Convert.model_validate(LIMITS | given)
+
+
+def test_a_mixture_without_test_pairs_of_the_gates_dataset_is_refused(tmp_path):
+    run(tmp_path, [record("1"), record("2", "test", dataset="other")])
+    require_test_pairs(tmp_path / "mixture", "other/test")
+    folder = tmp_path / "mixture/test"
+    with raises(DataError, "ingest.no_test_pair", path=folder, dataset="d", protocol="d/test"):
+        require_test_pairs(tmp_path / "mixture", "d/test")
+
+
+def test_a_training_is_refused_by_a_mixture_without_any_test_pair(tmp_path):
+    run(tmp_path, [record("1"), record("2", "val")])
+    with raises(DataError, "ingest.no_test_pair", dataset="d"):
+        require_test_pairs(tmp_path / "mixture", "d/test")
+
+
+def test_a_machine_that_has_only_the_training_split_may_train(tmp_path):
+    (tmp_path / "mixture/train").mkdir(parents=True)
+    require_test_pairs(tmp_path / "mixture", "d/test")

@@ -11,17 +11,21 @@ import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
-from m3diff.endpoint import OtherServerError
-from m3diff.records.errors import DataError
+from m3diff.endpoint.answers import OtherServerError
+from m3diff.records.errors import DataError, Fault
 from m3diff.scoring import bootstrap, run
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
 from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample
-from m3diff.scoring.pairs import ALL, ProtocolPairs
-from m3diff.scoring.run import HEADLINE, EvaluateReport, compute_metrics, headline
-from m3diff.stages.evaluate.stage import evaluate, score_table
+from m3diff.scoring.pairs import ALL
+from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.results import HEADLINE, EvaluateReport, headline, score_table
+from m3diff.scoring.run import compute_metrics
+from m3diff.stages.evaluate.stage import evaluate
+from tests import errors
 from tests.chat import Server, chat_server
+from tests.errors import raises
 from tests.scoring import bench
 
 PROTOCOL = "toy/test"
@@ -31,7 +35,7 @@ def written(out: Path) -> dict[str, Any]:
     return json.loads((out / "metrics.json").read_text())["protocols"][PROTOCOL]
 
 
-def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_with_a_reason(tmp_path, monkeypatch):
+def test_without_optional_inputs_and_with_a_hanging_meteor_scores_are_null_with_a_reason(tmp_path, monkeypatch):
     folders = bench.write(tmp_path)
     bench.small_table(tmp_path / "table", monkeypatch)
     bench.fake_java(tmp_path / "bin", monkeypatch, "meteor", "exec sleep 1000")
@@ -47,8 +51,9 @@ def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_wi
         assert metrics[name] is None
     assert metrics["CIDEr"] is not None
     assert absent.keys() == {"change_type_accuracy", "CIDEr_shuffled", "METEOR", "SPICE"}
-    assert absent["METEOR"] == "no answer within 1 s (compute.scorer_timeout_s)"
-    assert absent["SPICE"].startswith(f"{tmp_path}: has no stanford-corenlp-3.6.0.jar and no ")
+    assert errors.Message("scoring.program_timeout", limit=1) == absent["METEOR"]
+    assert errors.Message("scoring.spice_jars_missing", path=tmp_path) == absent["SPICE"]
+    assert "stanford-corenlp-3.6.0.jar" in absent["SPICE"]
     assert "<dt>METEOR</dt><dd>Absent." in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -60,10 +65,14 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     whole = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert whole == report.model_dump(mode="json")
     assert (tmp_path / "out" / "headline.json").read_text() == json.dumps(headline(report), indent=1) + "\n"
-    assert (whole["rows_in"], whole["rows_out"], list(whole["protocols"])) == (6, 6, [PROTOCOL])
+    assert whole["rows_in"] == 6
+    assert whole["rows_out"] == 6
+    assert list(whole["protocols"]) == [PROTOCOL]
     metrics = whole["protocols"][PROTOCOL]
     assert {"METEOR", "BLEU-4", "SPICE"}.isdisjoint(metrics.keys() | metrics["change"].keys())
-    assert (metrics["pairs"], metrics["published_pairs"], list(metrics["absent"])) == (6, None, ["reversal"])
+    assert metrics["pairs"] == 6
+    assert metrics["published_pairs"] is None
+    assert list(metrics["absent"]) == ["reversal"]
     assert metrics["change_type_accuracy"] == pytest.approx(2 / 3)
     assert 0 < metrics["CIDEr_shuffled"] < metrics["CIDEr"]
     assert metrics["intervals"]["false_no_change"] == {"low": 0.0, "high": pytest.approx(0.75, abs=0.1)}
@@ -84,14 +93,15 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     assert page.count('"data:image/webp;base64,') == 3 * 6
 
 
-def test_every_protocol_is_scored_on_its_own_pairs_and_a_benchmark_that_lacks_some_is_refused(tmp_path, monkeypatch):
+def test_protocols_are_scored_on_their_own_pairs_and_an_incomplete_one_is_refused(tmp_path, monkeypatch):
     def numbered(n: int) -> None:
         protocols = (Protocol("total", n=n), Protocol("even", n=3, ids="[024]"))
         monkeypatch.setitem(DATASETS.data, "pairs", replace(DATASETS["pairs"], protocols=protocols))
 
     folders = bench.write(tmp_path)
     numbered(7)
-    with pytest.raises(DataError, match=r"toy/total: 6 pairs, papers score 7: .*evaluate\.allow_fewer_pairs"):
+    incomplete = Fault("evaluate.incomplete_protocol", protocol="toy/total", value=6, expected=7)
+    with raises(DataError, "evaluate.incomplete_protocols", faults=[incomplete]):
         bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
     assert not (tmp_path / "out").exists()
     found = bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], allow_fewer_pairs=True).protocols
@@ -111,7 +121,7 @@ def test_every_protocol_is_scored_on_its_own_pairs_and_a_benchmark_that_lacks_so
 def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folders = bench.write(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JavaMissing, match="install a Java runtime"):
+    with pytest.raises(JavaMissing):
         bench.run(folders, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -129,7 +139,7 @@ def constant(pairs, groups, tools) -> MetricScores:
     return MetricScores({name: {"words": 2.0} for name in groups}, {"a": {"column": 1.0}})
 
 
-def test_scores_of_several_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_own(tmp_path, monkeypatch):
+def test_scores_of_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no Java
 
     def fail(*_):
@@ -141,7 +151,8 @@ def test_scores_of_several_metrics_stand_side_by_side_and_one_that_fails_costs_o
     of_group = {"a_1": None, "a_headline": None, "words": 2.0}
     groups = dict.fromkeys(("change", "multi_change", "distractors"), of_group)
     assert found.groups == {ALL: of_group | {"control": None}} | groups
-    assert (found.absent, found.pairs) == ({"a_headline": "out of words"}, {"a": {"column": 1.0}})
+    assert found.absent == {"a_headline": "out of words"}
+    assert found.pairs == {"a": {"column": 1.0}}
 
 
 # metrics.json
@@ -155,13 +166,15 @@ def report(protocol: str = "total", n: int | None = 8) -> EvaluateReport:
     ).report
 
 
-def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read_with_every_value_in_its_group(tmp_path: Path):
+def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read(tmp_path: Path):
     report().write(tmp_path / "metrics.json")
     text = (tmp_path / "metrics.json").read_text()
     assert '"changes": 2,' in text, "counts stay whole numbers"
     written = json.loads(text)
     assert list(written) == ["stage", "rows_in", "rows_out", "protocols"]
-    assert (written["stage"], written["rows_in"], written["rows_out"]) == ("evaluate", 6, 6)
+    assert written["stage"] == "evaluate"
+    assert written["rows_in"] == 6
+    assert written["rows_out"] == 6
     assert list(written["protocols"]) == ["toy/total"]
     total = written["protocols"]["toy/total"]
     captions = ["CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "SPICE"]
@@ -175,19 +188,24 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read_with_every_val
     assert {name: list(total[name]) for name in named} == named
     for name, (first, *_) in named.items():
         assert list(total[name][first]) == ["pairs", *captions, *of_type]
-    assert (total["pairs"], total["published_pairs"]) == (6, 8)
+    assert total["pairs"] == 6
+    assert total["published_pairs"] == 8
     assert total["intervals"] == {"CIDEr": {"low": 0.4, "high": 0.75}}
     assert [total[name]["pairs"] for name in ("change", "multi_change", "distractors")] == [4, 1, 2]
     removal = total["by_type"]["removal"]
-    assert (removal["pairs"], removal["exact_accuracy"], removal["CIDEr"]) == (1, 0.0, 0.5)
-    assert (total["multi_change"]["type_recall"], total["change_type_accuracy"]) == (0.5, 2 / 3)
+    assert removal["pairs"] == 1
+    assert removal["exact_accuracy"] == 0.0
+    assert removal["CIDEr"] == 0.5
+    assert total["multi_change"]["type_recall"] == 0.5
+    assert total["change_type_accuracy"] == 2 / 3
     assert total["SPICE"] is total["change"]["SPICE"] is None
     assert total["absent"]["SPICE"] == "its jars are not there"
     assert total["absent"].keys() == {"SPICE", "reversal"}
 
 
-def test_the_scores_to_compare_runs_by_are_those_of_each_dataset_s_first_protocol_times_100():
-    first, second = report().protocols["toy/total"], report("other").protocols
+def test_the_headline_scores_are_those_of_each_first_protocol_times_100():
+    first = report().protocols["toy/total"]
+    second = report("other").protocols
     protocols = {"toy/total": first, **second, "more/all": first}
     found = headline(EvaluateReport(stage="evaluate", rows_in=9, rows_out=6, protocols=protocols))
     assert list(found) == ["toy/total", "more/all"]
@@ -201,7 +219,8 @@ def test_the_scores_to_compare_runs_by_are_those_of_each_dataset_s_first_protoco
 
 # The judge against a server on 127.0.0.1
 
-RIGHT, WRONG = '{"right": true, "reason": "the same"}', 'Sure! {"right": false, "reason": "other object"} Bye.'
+RIGHT = '{"right": true, "reason": "the same"}'
+WRONG = 'Sure! {"right": false, "reason": "other object"} Bye.'
 
 
 @pytest.fixture
@@ -232,7 +251,8 @@ def test_a_run_has_the_share_of_captions_called_right_with_every_answer(server: 
     assert found.groups["distractors"]["judge"] == 1 / 2
     rows = {row["id"]: row for row in pq.read_table(out / "scores.parquet").to_pylist()}
     assert [rows[f"toy/{n}"]["judge"] for n in range(6)] == [True, None, False, True, False, True]
-    assert (rows["toy/0"]["judge_answer"], rows["toy/1"]["judge_answer"]) == (RIGHT, "{}")
+    assert rows["toy/0"]["judge_answer"] == RIGHT
+    assert rows["toy/1"]["judge_answer"] == "{}"
     assert server.keys == {"Bearer secret"}
     asked = set(server.texts)
     assert all("toy" not in text and ".png" not in text for text in asked)  # the words alone, no names, no image
@@ -243,8 +263,9 @@ def test_a_run_has_the_share_of_captions_called_right_with_every_answer(server: 
     assert "secret" not in (tmp_path / "scratch" / "judge.jsonl").read_text()
 
 
-def test_a_server_that_puts_off_is_asked_again_and_anything_but_the_json_is_no_verdict(server, tmp_path):
-    cut, refusal = '{"right": tr', {"role": "assistant", "content": None, "refusal": "I cannot"}
+def test_a_server_that_puts_off_is_asked_again_and_other_text_is_no_verdict(server, tmp_path):
+    cut = '{"right": tr'
+    refusal = {"role": "assistant", "content": None, "refusal": "I cannot"}
     server.replies = {"a?": [429, 503, WRONG], "b?": [RIGHT], "c?": [cut], "d?": [refusal], "e?": [None]}
     server.replies |= {"f?": ['{"right": "yes"}'], "g?": ["[true]"]}
     found = judge(server, tmp_path).ask([f"{name}?" for name in "abcdefg"])
@@ -254,7 +275,7 @@ def test_a_server_that_puts_off_is_asked_again_and_anything_but_the_json_is_no_v
 
 def test_a_wrong_key_or_model_costs_the_judge_alone_and_names_the_parameter(server: Server, tmp_path: Path):
     server.replies = {"a?": [401]}
-    with pytest.raises(ScorerFailed, match=r"model 'm': .*see evaluate\.judge and .*JUDGE_KEY"):
+    with pytest.raises(ScorerFailed, match="(?s)(?=.*evaluate\\.judge).*JUDGE_KEY"):
         judge(server, tmp_path).ask(["a?"])
 
 
@@ -270,7 +291,7 @@ def test_verdicts_of_another_judge_end_the_stage_and_the_section_may_use_them(se
     with chat_server(WRONG) as first:
         assert run(first, "first") == 0
     capsys.readouterr()
-    with pytest.raises(OtherServerError, match="reuse_answers: true"):
+    with pytest.raises(OtherServerError):
         run(server, "refused")
     assert server.asked == []
     assert not (tmp_path / "refused/metrics.json").exists()
@@ -281,10 +302,12 @@ def test_verdicts_of_another_judge_end_the_stage_and_the_section_may_use_them(se
     assert run(server, "anew", reuse_answers=False) == 1
 
 
-def test_without_a_judge_the_score_is_absent_and_nothing_is_asked_where_the_metric_is_not_chosen(server, tmp_path):
-    folders, cfg = bench.write(tmp_path), settings(server).model_dump()
+def test_without_a_judge_the_score_is_absent_and_nothing_is_asked_if_not_chosen(server, tmp_path):
+    folders = bench.write(tmp_path)
+    cfg = settings(server).model_dump()
     without = bench.run(folders, tmp_path / "out", metrics=["judge", "change_accuracy"]).protocols["toy/test"]
-    assert (without.scores["judge"], "evaluate.judge" in without.absent["judge"]) == (None, True)
+    assert without.scores["judge"] is None
+    assert "evaluate.judge" in without.absent["judge"]
     assert without.scores["change_type_accuracy"] == pytest.approx(2 / 3)
     bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], judge=cfg)
     assert server.asked == []

@@ -6,12 +6,14 @@ import polars as pl
 import pytest
 
 from m3diff.datasets import pairs
+from m3diff.datasets.odd_captions import ODD_KINDS
+from m3diff.datasets.placeholders import says_nothing
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.scoring.marks import DATA_MARKS, SUSPECT, mark_of
-from m3diff.stages.ingest.captions import REMEDIES, find_odd_captions
-from m3diff.stages.ingest.stage import says_nothing
+from m3diff.stages.ingest.captions import find_odd_captions
 from tests.datasets.test_filters import write_table
+from tests.errors import raises
 from tests.layouts import run_ingest
 
 ODD = {
@@ -110,8 +112,8 @@ def test_a_placeholder_says_nothing(text):
 
 
 def test_every_kind_can_be_confirmed_and_has_a_remedy():
-    assert {*DATA_MARKS, "repeats"} == {*REMEDIES}
-    assert {*REMEDIES} <= {*get_args(pairs.Confirmable)}
+    assert {*DATA_MARKS, "repeats"} == {*ODD_KINDS}
+    assert {*ODD_KINDS} <= {*get_args(pairs.Confirmable)}
 
 
 def as_rows(texts: list[str], types: tuple[str, ...] = (), split: str = "train") -> list[Row]:
@@ -121,15 +123,21 @@ def as_rows(texts: list[str], types: tuple[str, ...] = (), split: str = "train")
 def test_captions_are_counted_by_kind_and_the_first_of_test_is_shown():
     rows = as_rows(["it fell", "Caption: it fell", "I'm sorry, no"]) + as_rows(["Answer: it fell"], split="test")
     chat, refusals = sorted(find_odd_captions(rows), key=lambda odd: odd.kind)
-    assert (chat.kind, chat.captions, chat.tested, chat.total) == ("chat", 2, 1, 4)
+    assert chat.kind == "chat"
+    assert chat.count == 2
+    assert chat.test_count == 1
+    assert chat.total == 4
     assert chat.example == "Answer: it fell"
-    assert (refusals.kind, refusals.captions, refusals.source) == ("refusals", 1, "row 2")
+    assert refusals.kind == "refusals"
+    assert refusals.count == 1
+    assert refusals.source == "row 2"
 
 
 VARIED = [f"the lamp {number} is gone" for number in range(12)]
 REPEATS = {
     "half of the pairs": (["there is a difference"] * 12 + VARIED, 12),
     "every pair": (["something changed"] * 16, 16),
+    "most pairs, with one other text": (["the lamp is gone"] * 10 + ["a car left"] * 8, 10),
     "one text in several spellings": (["Something changed."] * 6 + ["something  changed"] * 6 + VARIED, 12),
     "two fifths": (["the scene differs"] * 8 + VARIED, 8),
     "a few of many": (["the lamp is gone"] * 8 + VARIED * 4, 0),
@@ -142,7 +150,7 @@ REPEATS = {
 
 @pytest.mark.parametrize(("texts", "count"), REPEATS.values(), ids=REPEATS)
 def test_one_caption_on_a_large_share_of_the_pairs_is_counted(texts, count):
-    assert [odd.captions for odd in find_odd_captions(as_rows(texts)) if odd.kind == "repeats"] == [count] * bool(count)
+    assert [odd.count for odd in find_odd_captions(as_rows(texts)) if odd.kind == "repeats"] == [count] * bool(count)
 
 
 def test_pairs_without_a_change_may_repeat_their_caption():
@@ -158,10 +166,12 @@ def test_a_test_split_asks_and_a_training_split_is_counted(tmp_path, capsys):
     text = "I'm sorry, I can't help with that."
     train = write_table(tmp_path / "train", 3, captions=lambda n: text if n == 0 else f"it fell {n}")
     run_ingest(train, "pairs", "own")
-    assert "1 of 3 captions are a refusal" in capsys.readouterr().out
+    assert "1 of 3 captions" in capsys.readouterr().out
     test = write_table(tmp_path / "test", 3, captions=lambda n: text if n == 2 else f"it fell {n}")
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "ingest.captions_in_doubt", dataset="own", path=test) as error:
         run_ingest(test, "pairs", "own")
-    assert [word for word in ("pairs.csv, line 4", "confirmed: [refusals]") if word not in str(error.value)] == []
+    (question,) = error.value.fields["questions"]
+    assert "pairs.csv, line 4" in question
+    assert "confirmed: [refusals]" in question
     report = run_ingest(test, "pairs", "own", confirmed=["refusals"])
     assert report.pairs == {"train": 1, "val": 1, "test": 1}

@@ -1,12 +1,14 @@
 """Captions that are literals of Python in themselves: refused with their row, and sentences that only look like one."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from m3diff.commands.inspect import check
 from m3diff.records.errors import DataError
+from tests.errors import raises
 from tests.layouts import run_ingest, save_picture, write_json
 
 TEXTS = ("the lamp is gone", "a car left", "the man's door is open", 'it says "exit"', "the café is gone")
@@ -43,10 +45,10 @@ def test_a_column_of_literals_is_refused_by_check_and_by_ingest(tmp_path, form):
     write(tmp_path, captions)
     lines, is_sound = check(tmp_path, {})
     assert not is_sound
-    assert any("data.json, record 0" in line and "in 5 rows" in line for line in lines)
-    with pytest.raises(DataError) as refused:
+    assert any("data.json, record 0" in line and re.search(r"\b5\b", line) for line in lines), "in five rows"
+    with raises(DataError, "ingest.captions_in_doubt", dataset="own", path=tmp_path) as refused:
         run_ingest(tmp_path, "pairs", "own", **OPTIONS)
-    assert "data.json, record 0" in str(refused.value)
+    assert "data.json, record 0" in "\n".join(refused.value.fields["questions"])
 
 
 def test_the_escapes_of_a_literal_have_no_question_of_their_own(tmp_path):
@@ -60,10 +62,11 @@ def test_the_escapes_of_a_literal_have_no_question_of_their_own(tmp_path):
 
 def test_one_literal_among_captions_is_named_with_its_row(tmp_path):
     write(tmp_path, [*TEXTS[:3], "b'a tree was cut'", ["it fell", "u'it broke'"]])
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "ingest.captions_in_doubt", dataset="own", path=tmp_path) as refused:
         run_ingest(tmp_path, "pairs", "own", **OPTIONS)
-    assert "data.json, record 3" in str(refused.value)
-    assert "in 2 rows" in str(refused.value)
+    (question,) = refused.value.fields["questions"]
+    assert "data.json, record 3" in question
+    assert re.search(r"\b2\b", question), "in two rows"
 
 
 @pytest.mark.parametrize(

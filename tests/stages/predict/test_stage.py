@@ -1,4 +1,4 @@
-"""predict on a tiny checkpoint: what it writes, in which order, who is paired with whom, and how it goes on."""
+"""predict on a tiny checkpoint: its outputs, their order, the controls, and how a killed run is continued."""
 
 import json
 import shutil
@@ -11,13 +11,24 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.images.open import load_image
+from m3diff.models.foreign_code import CheckpointError
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.provenance import code
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
-from m3diff.stages.evaluate.report import read_saliency
+from m3diff.report.images import read_saliency
 from m3diff.stages.predict.params import Predict
-from m3diff.stages.predict.stage import Answer, Journal, PairSample, PredictReport, control_pairs, predict, run_key
+from m3diff.stages.predict.stage import (
+    Journal,
+    JournalInUseError,
+    PairSample,
+    Prediction,
+    PredictReport,
+    control_pairs,
+    predict,
+    run_key,
+)
+from tests.errors import raises
 from tests.stages.predict.conftest import ORDER, QUESTIONS, Killed, compute, settings, write_test_split
 from tests.tiny import colour_image
 
@@ -39,7 +50,7 @@ def rows_of(out: Path, name: str = "predictions") -> list[dict[str, str]]:
 
 
 def one_by_one(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[dict[str, str]]:
-    """The captions of the pairs, each from a batch of its own."""
+    """Return the captions of the pairs, each captioned alone."""
     rows = []
     for number in numbers:
         images = [load_image(mixture / f"{number}_{side}.png") for side in ("before", "after")]
@@ -48,19 +59,27 @@ def one_by_one(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[
     return rows
 
 
-def test_predictions_are_the_captions_in_the_mixtures_order_and_counted(written, captioner, mixture):
-    out, report = written
-    rows = rows_of(out)
+def test_predictions_are_the_captions_in_the_mixture_s_order(written, captioner, mixture):
+    rows = rows_of(written[0])
     assert rows == one_by_one(captioner, mixture, ORDER)
     assert len({row["caption"] for row in rows}) > 1, "captions that are all alike would hide a wrong order"
-    words = round(sum(len(row["caption"].split()) for row in rows) / 5, 2)
+
+
+def test_the_report_counts_pairs_words_and_controls(written):
+    out, report = written
+    words = round(sum(len(row["caption"].split()) for row in rows_of(out)) / 5, 2)
     assert report == PredictReport(stage="predict", rows_in=5, rows_out=5, words=words, control=5, reversed=5)
     assert json.loads((out / "report.json").read_text()) == report.model_dump()
-    assert {path.name for path in out.iterdir()} == {*(f"{name}.json" for name in SETS), "saliency.npz", "report.json"}
 
 
-def test_each_pair_is_shown_with_its_own_images_and_question(mixture, model, captioner, tmp_path, monkeypatch):
-    """Here a caption says what was seen: no two pairs can be taken for each other."""
+def test_the_outputs_are_three_sets_of_captions_maps_and_a_report(written):
+    files = {path.name for path in written[0].iterdir()}
+    assert files == {*(f"{name}.json" for name in SETS), "saliency.npz", "report.json"}
+
+
+@pytest.fixture
+def caption_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a caption name the images and the question, so that no two pairs can be mistaken for each other."""
 
     def answer(_: Captioner, images: list, question: str, saliency: bool) -> tuple[list[str], None]:
         sums = [str(image.astype(int).sum()) for image in images]
@@ -68,34 +87,57 @@ def test_each_pair_is_shown_with_its_own_images_and_question(mixture, model, cap
         return [f"größer {before} {after} {question}" for before, after in pairs], None
 
     monkeypatch.setattr(Captioner, "answer", answer)
+
+
+PARTNERS = ORDER[2:] + ORDER[:2]  # the pairs whose after-images the shuffled control shows
+SHOWN_IMAGES = {
+    "predictions": [(f"{n}_before", f"{n}_after") for n in ORDER],
+    "predictions_shuffled": [(f"{n}_before", f"{p}_after") for n, p in zip(ORDER, PARTNERS, strict=True)],
+    "predictions_reversed": [(f"{n}_after", f"{n}_before") for n in ORDER],
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_each_set_shows_its_images_with_the_pair_s_question(name, mixture, model, captioner, tmp_path, caption_images):
     run(settings(), mixture, model, tmp_path)
     prepare = captioner.processor.prepare_image
     sums = {file.stem: prepare(load_image(file)).astype(int).sum() for file in mixture.glob("*.png")}
     assert len(set(sums.values())) == 10
-    others = zip(ORDER, ORDER[2:] + ORDER[:2], strict=True)
-    shown = [[(f"{n}_before", f"{n}_after") for n in ORDER], [(f"{n}_before", f"{a}_after") for n, a in others]]
-    for name, images in zip(SETS, [*shown, [(after, before) for before, after in shown[0]]], strict=True):
-        assert rows_of(tmp_path, name) == [
-            {"image_id": f"toy/{n}", "caption": f"größer {sums[first]} {sums[second]} {QUESTIONS[n % 2]}"}
-            for n, (first, second) in zip(ORDER, images, strict=True)
-        ]
+    assert rows_of(tmp_path, name) == [
+        {"image_id": f"toy/{n}", "caption": f"größer {sums[first]} {sums[second]} {QUESTIONS[n % 2]}"}
+        for n, (first, second) in zip(ORDER, SHOWN_IMAGES[name], strict=True)
+    ]
+
+
+def test_captions_are_written_in_utf_8_one_field_a_line(mixture, model, tmp_path, caption_images):
+    run(settings(), mixture, model, tmp_path)
     text = (tmp_path / "predictions.json").read_text(encoding="utf-8")
     assert text.startswith('[\n {\n  "image_id": "toy/4",\n  "caption": "größer ')
-    assert read_saliency(tmp_path / "saliency.npz") == {}, "a family without maps leaves an empty file of them"
+
+
+def test_a_family_without_maps_leaves_an_empty_file_of_them(mixture, model, tmp_path, caption_images):
+    run(settings(), mixture, model, tmp_path)
+    assert read_saliency(tmp_path / "saliency.npz") == {}
+
+
+def test_the_archive_of_maps_is_the_same_under_every_python(written):
+    with zipfile.ZipFile(written[0] / "saliency.npz") as archive:
+        members = [(member.filename, member.extract_version, member.extra) for member in archive.infolist()]
+    assert members == [("ids.npy", 20, b""), ("maps.npy", 20, b"")], "no sizes of 64 bits, which differ by Python"
 
 
 def test_saliency_has_one_map_for_each_pair_in_the_same_order(written, captioner, mixture):
-    with zipfile.ZipFile(written[0] / "saliency.npz") as archive:
-        facts = [(of.filename, of.extract_version, of.extra) for of in archive.infolist()]
-    assert facts == [("ids.npy", 20, b""), ("maps.npy", 20, b"")], "no sizes of 64 bits, which differ by Python"
     with np.load(written[0] / "saliency.npz") as file:
-        ids, maps = file["ids"].tolist(), file["maps"]
-    assert (ids, maps.shape, maps.dtype) == (IDS, (5, 3, 3), np.float16)
+        ids = file["ids"].tolist()
+        maps = file["maps"]
+    assert ids == IDS
+    assert maps.shape == (5, 3, 3)
+    assert maps.dtype == np.float16
     np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
-    for number, found in zip(ORDER, maps, strict=True):
+    for number, saliency in zip(ORDER, maps, strict=True):
         files = [mixture / f"{number}_{side}.png" for side in ("before", "after")]
         images = [captioner.processor.prepare_image(load_image(file)) for file in files]
-        np.testing.assert_allclose(found, captioner.answer(images, saliency=True)[1][0], atol=1e-3)
+        np.testing.assert_allclose(saliency, captioner.answer(images, saliency=True)[1][0], atol=1e-3)
     assert np.abs(maps[0] - maps[1]).max() > 2e-3, "maps that are all alike would hide a wrong order"
 
 
@@ -116,64 +158,95 @@ def test_a_limit_takes_the_first_pairs_and_max_new_tokens_their_first_tokens(wri
 
 
 @pytest.mark.fault("09")
-def test_a_mixture_without_test_pairs_and_a_damaged_checkpoint_are_refused(mixture, model, tmp_path):
+def test_a_mixture_without_test_pairs_is_refused(model, tmp_path):
     (tmp_path / "test").mkdir()
     pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "test" / "00000.parquet")
-    with pytest.raises(DataError, match=r"test: no sample of the test split; run `m3diff convert`"):
+    with raises(DataError, "predict.no_test_sample", path=tmp_path / "test"):
         run(settings(), tmp_path, model, tmp_path / "out")
-    with pytest.raises(DataError, match=r"checkpoint: no manifest.json"):
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.fault("09")
+def test_a_checkpoint_without_a_manifest_is_refused(mixture, tmp_path):
+    with raises(CheckpointError, "models.no_manifest", path=tmp_path / "model" / "checkpoint"):
         run(settings(), mixture, tmp_path / "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("side", "damage", "text"),
+    ("side", "damage", "code"),
     [
-        ("before", Path.unlink, "cannot be read"),
-        ("after", lambda file: colour_image(99).save(file), "run `touch -c .* && dvc repro`"),
+        ("before", Path.unlink, "images.unreadable"),
+        ("after", lambda file: colour_image(99).save(file), "images.changed_since_ingest"),
     ],
     ids=["gone", "another"],
 )
-def test_an_image_that_is_gone_or_changed_is_refused(side, damage, text, model, tmp_path):
+def test_an_image_that_is_gone_or_changed_is_refused(side, damage, code, model, tmp_path):
     mixture = write_test_split(tmp_path / "mixture", [0, 1])
     damage(mixture / f"1_{side}.png")
-    with pytest.raises(DataError, match=f"1_{side}.png: .*{text}"):
+    with raises(DataError, code, path=str(mixture / f"1_{side}.png")):
         run(settings(max_new_tokens=1), mixture, model, tmp_path / "out")
     assert not (tmp_path / "out" / "predictions.json").exists()
 
 
-def numbered(count: int) -> list[PairSample]:
+def make_pairs(count: int) -> list[PairSample]:
     return [PairSample(str(n), f"b{n}", f"a{n}", b"b%d" % n, b"a%d" % n, f"q{n}") for n in range(count)]
 
 
-@pytest.mark.parametrize(("count", "of"), [(2, 2), (3, 3), (4, 4), (7, 7), (0, 7), (1, 7), (4, 7), (9, 7)])
-def test_the_controls_are_a_sample_with_the_after_of_another_pair_and_the_same_pairs_swapped(count, of):
-    pairs = numbered(of)
-    shuffled, swapped = control_pairs(pairs, count)
+SAMPLES = pytest.mark.parametrize(("count", "total"), [(2, 2), (3, 3), (4, 4), (7, 7), (0, 7), (1, 7), (4, 7), (9, 7)])
+
+
+@SAMPLES
+def test_a_control_is_a_sample_of_the_pairs_in_their_order(count, total):
+    shuffled, _ = control_pairs(make_pairs(total), count)
     numbers = [int(pair.id) for pair in shuffled]
-    assert len(numbers) == min(count, of)
-    assert numbers == sorted(set(numbers)), "in the order of the pairs, each at most once"
-    others = [pairs[(n + of // 2) % of] for n in numbers]  # from all pairs; none keeps its own, each is used once
-    assert shuffled == [
-        pairs[n]._replace(after=other.after, after_sha256=other.after_sha256)
-        for n, other in zip(numbers, others, strict=True)
-    ]
+    assert len(numbers) == min(count, total)
+    assert numbers == sorted(set(numbers))
+
+
+@SAMPLES
+def test_the_shuffled_control_has_the_after_image_of_another_pair(count, total):
+    pairs = make_pairs(total)
+    shuffled, _ = control_pairs(pairs, count)
+    expected = []
+    for pair in shuffled:
+        number = int(pair.id)
+        partner = pairs[(number + total // 2) % total]  # none keeps its own, each is used once
+        expected.append(pairs[number]._replace(after=partner.after, after_sha256=partner.after_sha256))
+    assert shuffled == expected
+
+
+@SAMPLES
+def test_the_reversed_control_has_the_same_pairs_swapped(count, total):
+    shuffled, swapped = control_pairs(make_pairs(total), count)
+    numbers = [int(pair.id) for pair in shuffled]
     assert swapped == [(str(n), f"a{n}", f"b{n}", b"a%d" % n, b"b%d" % n, f"q{n}") for n in numbers]
-    assert {pair.id for pair in shuffled} <= {pair.id for pair in control_pairs(pairs, count + 1)[0]}
 
 
-def test_the_control_is_not_of_the_first_pairs_and_the_same_each_time():
-    chosen, again = ([int(pair.id) for pair in control_pairs(numbered(1000), 100)[0]] for _ in range(2))
-    assert chosen == again
-    assert 300 < np.mean(chosen) < 700
-    assert max(chosen) > 900
+@SAMPLES
+def test_a_smaller_control_is_a_part_of_a_larger_one(count, total):
+    pairs = make_pairs(total)
+    smaller, _ = control_pairs(pairs, count)
+    larger, _ = control_pairs(pairs, count + 1)
+    assert {pair.id for pair in smaller} <= {pair.id for pair in larger}
+
+
+def test_the_controls_are_sampled_from_all_pairs():
+    numbers = [int(pair.id) for pair in control_pairs(make_pairs(1000), 100)[0]]
+    assert 300 < np.mean(numbers) < 700
+    assert max(numbers) > 900
+
+
+def test_the_controls_are_the_same_each_time():
+    assert control_pairs(make_pairs(1000), 100) == control_pairs(make_pairs(1000), 100)
 
 
 @pytest.mark.fault("04")
 @pytest.mark.parametrize(("done", "torn"), [(0, 0), (8, 0), (3, 5)])
 def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, written, counted, tmp_path, capsys):
-    """Also with other workers, and where the last answer is torn: then its batch of two pairs is captioned again."""
-    out, counted["end"] = tmp_path / "out", done
+    """Also with other workers, and with a torn last line: the batch of its two pairs is then captioned again."""
+    out = tmp_path / "out"
+    counted["end"] = done
     with pytest.raises(Killed):
         predict(settings(), compute(out), mixture, model, out)
     assert not (out / "predictions.json").exists()
@@ -190,29 +263,52 @@ def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, writt
     assert list(journal.parent.iterdir()) == [], "nothing is kept of a run that ended"
 
 
-def test_what_decides_the_captions_names_a_run_and_places_do_not(mixture, model, tmp_path, monkeypatch):
+@pytest.fixture
+def copied(mixture: Path, model: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A mixture and a checkpoint in other folders, to be changed."""
     shutil.copytree(mixture, tmp_path / "mixture")
     shutil.copytree(model, tmp_path / "model")
-    checkpoint = tmp_path / "model" / "checkpoint"
-    first = run_key(settings(), mixture, model / "checkpoint")
-    assert run_key(settings(), tmp_path / "mixture", checkpoint) == first
-    keys = [run_key(settings(**{name: 3}), mixture, checkpoint) for name in Predict.model_fields]
-    (tmp_path / "mixture" / "test" / "00001.parquet").unlink()
-    keys.append(run_key(settings(), tmp_path / "mixture", checkpoint))
+    return tmp_path / "mixture", tmp_path / "model" / "checkpoint"
+
+
+@pytest.fixture
+def key(mixture: Path, model: Path) -> str:
+    return run_key(settings(), mixture, model / "checkpoint")
+
+
+def test_the_same_files_elsewhere_are_the_same_run(copied, key):
+    assert run_key(settings(), *copied) == key
+
+
+def test_every_parameter_makes_another_run(copied, key):
+    keys = {run_key(settings(**{name: 3}), *copied) for name in Predict.model_fields}
+    assert len(keys | {key}) == len(Predict.model_fields) + 1
+
+
+def test_other_samples_are_another_run(copied, key):
+    mixture, checkpoint = copied
+    (mixture / "test" / "00001.parquet").unlink()
+    assert run_key(settings(), mixture, checkpoint) != key
+
+
+def test_other_weights_are_another_run(copied, key):
+    mixture, checkpoint = copied
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["model.safetensors"] = "another"
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    keys.append(run_key(settings(), mixture, checkpoint))
+    assert run_key(settings(), mixture, checkpoint) != key
+
+
+def test_other_code_is_another_run(copied, key, monkeypatch):
     monkeypatch.setattr(code, "digests", lambda module, named: {module.name: "another meaning"})
-    keys.append(run_key(settings(), mixture, model / "checkpoint"))
-    assert len({first, *keys}) == 1 + len(keys) == 1 + len(Predict.model_fields) + 3
+    assert run_key(settings(), *copied) != key
 
 
 MAP = np.array([[0.25, 0.5], [0.125, 0.0], [0.0625, 0.0625]], np.float16)
-ANSWERS = {
-    ("predictions", "toy/0"): Answer("a größer\ncube\u2028 \ud800", MAP),
-    ("predictions", "toy/1"): Answer("", MAP + 1),
-    ("control", "toy/0"): Answer("nothing", None),
+JOURNALED = {
+    ("predictions", "toy/0"): Prediction("a größer\ncube\u2028 \ud800", MAP),
+    ("predictions", "toy/1"): Prediction("", MAP + 1),
+    ("control", "toy/0"): Prediction("nothing", None),
 }
 
 
@@ -220,52 +316,72 @@ ANSWERS = {
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "runs" / "journal.jsonl"
     with Journal(path) as journal:
-        journal.add(ANSWERS.items())
+        journal.add(JOURNALED.items())
     return path
 
 
-def listed(answers: dict) -> dict:
-    return {key: (caption, None if found is None else found.tolist()) for key, (caption, found) in answers.items()}
+def comparable(predictions: dict) -> dict:
+    """Return predictions with their maps as lists, which `==` compares."""
+    return {
+        key: (caption, None if saliency is None else saliency.tolist())
+        for key, (caption, saliency) in predictions.items()
+    }
 
 
-def kept(path: Path) -> dict:
+def read_journal(path: Path) -> dict:
     with Journal(path) as journal:
-        return listed(journal.answers)
+        return comparable(journal.predictions)
 
 
-def test_answers_are_read_back_as_they_were_given_each_once_on_disk_before_the_next(file, monkeypatch):
-    assert kept(file) == listed(ANSWERS)
-    whole, synced = file.read_bytes(), []
-    assert whole.count(b"\n") == 3, "a line each, whatever the text"
+def test_predictions_are_read_back_as_they_were_added(file):
+    assert read_journal(file) == comparable(JOURNALED)
+    assert file.read_bytes().count(b"\n") == 3, "a line each, whatever the text"
     with Journal(file) as journal:
-        found = journal.answers["predictions", "toy/0"].saliency
-        assert (found.dtype, found.shape) == (np.float16, (3, 2))
-        journal.add([(("predictions", "toy/1"), Answer("another", MAP))])
-        assert journal.answers["predictions", "toy/1"].caption == ""
-    assert file.read_bytes() == whole
-    monkeypatch.setattr("os.fsync", lambda number: synced.append(file.read_bytes().count(b"\n")))
+        saliency = journal.predictions["predictions", "toy/0"].saliency
+    assert saliency.dtype == np.float16
+    assert saliency.shape == (3, 2)
+
+
+def test_a_prediction_that_is_there_is_not_replaced(file):
+    content = file.read_bytes()
+    with Journal(file) as journal:
+        journal.add([(("predictions", "toy/1"), Prediction("another", MAP))])
+        assert journal.predictions["predictions", "toy/1"].caption == ""
+    assert file.read_bytes() == content
+
+
+def test_each_prediction_is_on_the_disk_before_the_next(file, monkeypatch):
+    synced_lines = []
+    monkeypatch.setattr("os.fsync", lambda number: synced_lines.append(file.read_bytes().count(b"\n")))
     with Journal(file) as journal:
         for number in "45":
-            journal.add([(("control", number), Answer("more", None))])
-    assert synced == [4, 5]
+            journal.add([(("control", number), Prediction("more", None))])
+    assert synced_lines == [4, 5]
 
 
-def test_a_torn_last_line_is_dropped_and_does_not_spoil_the_next(file):
-    whole, last = file.read_bytes(), ("control", "toy/0")
-    second = whole.index(b"\n", whole.index(b"\n") + 1) + 1
-    for cut in (len(whole) - 1, second + 1, second):
-        file.write_bytes(whole[:cut])
-        assert kept(file).keys() == ANSWERS.keys() - {last}
-        with Journal(file) as journal:
-            journal.add([(last, ANSWERS[last])])
-        assert file.read_bytes() == whole
-    lines = whole.splitlines(keepends=True)
+@pytest.mark.parametrize("position", ["before the line end", "in the line", "before the line"])
+def test_a_torn_last_line_is_dropped_and_does_not_spoil_the_next(position, file):
+    content = file.read_bytes()
+    last_key = ("control", "toy/0")
+    last_line = len(content) - len(content.splitlines(keepends=True)[-1])
+    cut = {"before the line end": len(content) - 1, "in the line": last_line + 1, "before the line": last_line}[
+        position
+    ]
+    file.write_bytes(content[:cut])
+    assert read_journal(file).keys() == JOURNALED.keys() - {last_key}
+    with Journal(file) as journal:
+        journal.add([(last_key, JOURNALED[last_key])])
+    assert file.read_bytes() == content
+
+
+def test_what_follows_a_damaged_line_is_dropped(file):
+    lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0] + b"\0" * 40 + b"\n" + lines[2])
-    assert list(kept(file)) == [("predictions", "toy/0")], "what follows a damaged line is dropped"
+    assert list(read_journal(file)) == [("predictions", "toy/0")]
     assert file.read_bytes() == lines[0]
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(file):
-    with Journal(file), pytest.raises(BlockingIOError, match=r"journal.jsonl: another process captions the same pairs"):
+    with Journal(file), raises(JournalInUseError, "predict.journal_in_use", path=file):
         Journal(file).__enter__()
-    assert kept(file) == listed(ANSWERS)
+    assert read_journal(file) == comparable(JOURNALED)

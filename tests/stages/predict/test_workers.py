@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -15,26 +16,27 @@ import pytest
 import ray
 import torch
 
-from m3diff.images.open import load_image
+from m3diff.images.open import ImageError, load_image
 from m3diff.models.checkpoint import read_manifest, write_manifest
 from m3diff.models.device import DeviceError
 from m3diff.models.fused import FusedDecoderLayer, FusedRMSNorm
 from m3diff.models.generation import load_captioner
-from m3diff.records.errors import DataError
-from m3diff.settings.section import ParamsError
+from m3diff.records.errors import DataError, ParamsError
 from m3diff.stages.predict import stage
 from m3diff.stages.predict.stage import (
-    AHEAD,
-    Answer,
+    PREPARED_BATCHES,
     Batch,
-    Job,
+    CaptionJob,
+    Prediction,
+    WorkersDiedError,
     batches,
-    caption,
+    caption_batches,
     caption_on_ray,
-    images_ahead,
     predict,
+    prepare_images,
     read_test_pairs,
 )
+from tests.errors import raises
 from tests.stages.predict.conftest import ORDER, compute, settings, write_test_split
 
 
@@ -47,35 +49,42 @@ def in_batches(mixture: Path, size: int = 1) -> list[Batch]:
     return [Batch(10 + n, pairs, n % 2 == 0) for n, pairs in enumerate(batches(read_test_pairs(mixture), size))]
 
 
-def job(checkpoint: Path, **changes: Any) -> Job:
-    return Job(checkpoint, 5, compute(checkpoint, **changes))
+def job(checkpoint: Path, **changes: Any) -> CaptionJob:
+    return CaptionJob(checkpoint, 5, compute(checkpoint, **changes))
 
 
 class Processor:
-    """Prepares nothing, and counts the images of which it was asked."""
+    """Prepares nothing, and counts the images that it is given."""
 
     def __init__(self) -> None:
-        self.seen, self.changed = 0, threading.Condition()
+        self.prepared = 0
+        self.changed = threading.Condition()
 
     def prepare_image(self, image: Any) -> np.ndarray:
         with self.changed:
-            self.seen += 1
+            self.prepared += 1
             self.changed.notify_all()
         return np.asarray(image)
 
 
-def test_images_are_prepared_two_batches_ahead_and_a_bad_one_ends_them(mixture, tmp_path):
-    processor, count = Processor(), 2 * (1 + AHEAD)
-    stream = images_ahead(in_batches(mixture), processor, threads=2)
+def test_images_are_prepared_two_batches_ahead(mixture):
+    processor = Processor()
+    images = 2 * (1 + PREPARED_BATCHES)
+    stream = prepare_images(in_batches(mixture), processor, threads=2)
     next(stream)
     with processor.changed:
-        assert processor.changed.wait_for(lambda: processor.seen >= count, timeout=120), "the batch and the next two"
-    assert processor.seen == count, "and no more"
+        assert processor.changed.wait_for(lambda: processor.prepared >= images, timeout=120), (
+            "the batch and the next two"
+        )
+    assert processor.prepared == images, "and no more"
     assert len(list(stream)) == 4
+
+
+def test_an_image_that_cannot_be_read_ends_the_preparation(tmp_path):
     broken = write_test_split(tmp_path / "mixture")
     (broken / f"{ORDER[0]}_before.png").unlink()
-    with pytest.raises(DataError, match=f"{ORDER[0]}_before.png: cannot be read"):
-        list(images_ahead(in_batches(broken), Processor(), threads=1))
+    with raises(DataError, "images.unreadable", path=str(broken / f"{ORDER[0]}_before.png")):
+        list(prepare_images(in_batches(broken), Processor(), threads=1))
 
 
 @pytest.mark.parametrize(("dtype", "want"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
@@ -84,42 +93,46 @@ def test_a_checkpoint_captions_in_the_precision_of_its_own_weights(dtype, want, 
     config = json.loads((folder / "config.json").read_text()) | {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config))
     write_manifest(folder, **{name: value for name, value in read_manifest(folder).items() if name != "files"})
-    assert {parameter.dtype for parameter in stage.load(job(folder)).model.parameters()} == {want}
-    (_, [answer]), *_ = caption(job(folder), in_batches(mixture)[:1])
-    assert answer.saliency.dtype == np.float16
+    assert {parameter.dtype for parameter in stage.load_model(job(folder)).model.parameters()} == {want}
+    (_, [prediction]), *_ = caption_batches(job(folder), in_batches(mixture)[:1])
+    assert prediction.saliency.dtype == np.float16
 
 
 @pytest.mark.fault("11")
 def test_a_gpu_that_is_asked_for_and_not_there_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="compute.gpu: true, but torch .* sees no GPU"):
-        stage.load(job(checkpoint, gpu=True))
+    with pytest.raises(DeviceError):
+        stage.load_model(job(checkpoint, gpu=True))
 
 
 def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixture):
     stock = load_captioner(checkpoint, 5)
-    kinds = [{type(module) for module in of.model.modules()} for of in (stage.load(job(checkpoint)), stock)]
+    kinds = [
+        {type(module) for module in captioner.model.modules()}
+        for captioner in (stage.load_model(job(checkpoint)), stock)
+    ]
     assert {FusedRMSNorm, FusedDecoderLayer} <= kinds[0]
     assert not {FusedRMSNorm, FusedDecoderLayer} & kinds[1]
     asked = in_batches(mixture, size=2)
-    for batch, (number, answers) in zip(asked, caption(job(checkpoint), asked), strict=True):
+    for batch, (number, predictions) in zip(asked, caption_batches(job(checkpoint), asked), strict=True):
         files = [file for pair in batch.pairs for file in (pair.before, pair.after)]
         images = [stock.processor.prepare_image(load_image(file)) for file in files]
         captions, maps = stock.answer(images, batch.pairs[0].question, saliency=True)
-        assert (number, [answer.caption for answer in answers]) == (batch.number, captions)
+        assert number == batch.number
+        assert [prediction.caption for prediction in predictions] == captions
+        saliency_maps = [prediction.saliency for prediction in predictions]
         if batch.saliency:
-            np.testing.assert_allclose([answer.saliency for answer in answers], maps, atol=1e-3)
+            np.testing.assert_allclose(saliency_maps, maps, atol=1e-3)
         else:
-            assert [answer.saliency for answer in answers] == [None] * len(captions)
+            assert saliency_maps == [None] * len(captions)
 
 
 @pytest.mark.slow(85)
 def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
     broken = write_test_split(tmp_path / "mixture")
     (broken / "3_after.png").write_bytes(b"no image")
-    with pytest.raises(DataError) as refused:
+    with raises(ImageError, "images.changed_since_ingest", path=str(broken / "3_after.png")) as refused:
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(broken)))
-    assert str(refused.value).startswith(f"{broken / '3_after.png'}: sha256")
     assert "Traceback" not in str(refused.value)
 
 
@@ -127,7 +140,7 @@ def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
 def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path, monkeypatch, capsys):
     """To the same answers as those of one process."""
 
-    class Mortal(stage.Worker):
+    class Mortal(stage.CaptionWorker):
         def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
             for batch in batches:
                 if batch.number == 12 and not list(tmp_path.iterdir()):  # as on a machine out of memory
@@ -136,8 +149,8 @@ def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path,
                 yield from super().caption([batch])
 
     asked = in_batches(mixture)
-    want = dict(caption(job(checkpoint), asked))
-    monkeypatch.setattr(stage, "Worker", Mortal)
+    want = dict(caption_batches(job(checkpoint), asked))
+    monkeypatch.setattr(stage, "CaptionWorker", Mortal)
     got = list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), asked))
     assert sorted(number for number, _ in got) == sorted(want), "each batch once"
     for number, (answer,) in got:
@@ -150,16 +163,24 @@ def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path,
     assert not ray.is_initialized()
 
 
-class Remote:
-    """Stands for a Ray: what it is asked for, what each worker is dealt. A mortal one dies at its second batch."""
+class FakeRay:
+    """Replaces Ray. It records requests, and its workers answer at once.
+
+    Attributes:
+        options: resources and environment that an actor was created with.
+        dealt: numbers of the batches that each worker got.
+        dies: whether each worker dies at its second batch.
+        killed: number of workers that were killed.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
         self.dealt: list[list[int]] = []
-        self.mortal, self.killed = False, 0
+        self.dies = False
+        self.killed = 0
         nodes = [{"Alive": True, "Resources": {"CPU": 3 * 5, "GPU": 5}, "NodeManagerAddress": "10.0.0.7"}]
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
-        monkeypatch.setattr(stage, "ROOM_S", 0)
+        monkeypatch.setattr(stage, "NODES_TIMEOUT_S", 0)
         monkeypatch.setattr(ray, "remote", self.remote)
         monkeypatch.setattr(ray, "kill", self.kill)
         monkeypatch.setattr(ray, "wait", lambda refs, num_returns: (refs[:num_returns], refs[num_returns:]))
@@ -167,61 +188,85 @@ class Remote:
         monkeypatch.setattr(ray, "shutdown", lambda: None)
         monkeypatch.setattr(ray, "get", lambda refs: refs)
 
-    def remote(self, **given: Any) -> Any:
-        self.asked.update(given)
+    def remote(self, **options: Any) -> Any:
+        self.options.update(options)
         actor = SimpleNamespace(caption=SimpleNamespace(remote=self.caption))
-        return lambda kind: SimpleNamespace(remote=lambda job: actor)
+        return lambda actor_class: SimpleNamespace(remote=lambda job: actor)
 
     def kill(self, worker: Any) -> None:
         self.killed += 1
 
-    def caption(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
-        self.dealt.append([batch.number for batch in part])
-        return self.answers(part)
+    def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
+        self.dealt.append([batch.number for batch in batches])
+        return self.predictions(batches)
 
-    def answers(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
-        for at, batch in enumerate(part):
-            if self.mortal and at == 1:
+    def predictions(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
+        for position, batch in enumerate(batches):
+            if self.dies and position == 1:
                 raise ray.exceptions.ActorDiedError
-            yield batch.number, [Answer(f"of {batch.number}", None) for _ in batch.pairs]
+            yield batch.number, [Prediction(f"of {batch.number}", None) for _ in batch.pairs]
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    return FakeRay(monkeypatch)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_each_worker_is_placed_with_its_device_or_refused(gpu, checkpoint, mixture, monkeypatch):
-    fake, asked = Remote(monkeypatch), in_batches(mixture)
-    made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), asked))
-    assert sorted(made) == [(number, [(f"of {number}", None)]) for number in range(10, 15)]
-    environment = {"env_vars": stage.environment(gpu)}
-    assert fake.asked == {"num_cpus": 3, "num_gpus": int(gpu), "runtime_env": environment}
-    assert (fake.dealt, fake.killed) == ([[10, 12, 14], [11, 13]], 2), "room is given back"
-    fake.dealt.clear()
-    list(caption_on_ray(job(checkpoint, workers=8, cpus_per_worker=3), asked))
-    assert fake.dealt == [[10], [11], [12], [13], [14]], "no worker without work, and no room is asked for it"
-    with pytest.raises(ParamsError, match=r"^compute.workers: .*2 of 3 workers: a worker needs 6 CPU; 10.* has 15 CPU"):
-        list(caption_on_ray(job(checkpoint, workers=3, cpus_per_worker=6), asked))
-    monkeypatch.setattr(stage, "load", lambda job: None)
-    monkeypatch.setattr(stage, "answers_of", lambda *_: "here")
-    for count, with_gpu in ((0, True), (2, False), (0, False)):
-        assert caption(job(checkpoint, workers=count, gpu=with_gpu), asked) == "here", "Ray is for GPUs alone"
-
-    def changed(refs: Any) -> None:
-        raise ray.exceptions.RayTaskError("caption", "a traceback", DataError("a.png: changed"))
-
-    monkeypatch.setattr(ray, "get", changed)
-    with pytest.raises(DataError, match=r"^a\.png: changed$"):
-        list(caption_on_ray(job(checkpoint, workers=2), asked))
+def test_each_worker_is_placed_with_its_cpus_and_its_device(gpu, checkpoint, mixture, fake_ray):
+    list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
+    environment = {"env_vars": stage.process_environment(gpu)}
+    assert fake_ray.options == {"num_cpus": 3, "num_gpus": int(gpu), "runtime_env": environment}
 
 
-def test_what_dead_workers_left_is_dealt_again_until_too_many_died(model, mixture, tmp_path, monkeypatch):
-    fake, cfg, out = Remote(monkeypatch), settings(batch_pairs=1), tmp_path / "out"
-    how, fake.mortal = compute(out, workers=1, max_failures=4), True
-    monkeypatch.setattr(stage, "caption", caption_on_ray)
-    with pytest.raises(ConnectionError, match="a worker died .*max_failures: 4 .* run `m3diff predict` again: what is"):
-        predict(cfg, how, mixture, model, out)
-    assert (fake.killed, fake.dealt) == (5, [list(range(at, 15)) for at in range(5)])
-    fake.mortal = False
-    predict(cfg, how, mixture, model, out)
-    assert fake.dealt[5:] == [list(range(5, 15))]
+def test_batches_are_dealt_in_turn_and_every_one_is_captioned(checkpoint, mixture, fake_ray):
+    predictions = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3), in_batches(mixture)))
+    assert sorted(predictions) == [(number, [(f"of {number}", None)]) for number in range(10, 15)]
+    assert fake_ray.dealt == [[10, 12, 14], [11, 13]]
+    assert fake_ray.killed == 2, "their room is given back"
+
+
+def test_no_worker_is_without_work_and_none_is_waited_for(checkpoint, mixture, fake_ray):
+    list(caption_on_ray(job(checkpoint, workers=8, cpus_per_worker=3), in_batches(mixture)))
+    assert fake_ray.dealt == [[10], [11], [12], [13], [14]]
+
+
+def test_workers_that_the_nodes_cannot_hold_are_refused(checkpoint, mixture, fake_ray):
+    with raises(ParamsError, "predict.no_room_for_workers") as refused:
+        list(caption_on_ray(job(checkpoint, workers=3, cpus_per_worker=6), in_batches(mixture)))
+    numbers = re.findall(r"\b(?:2|3|6|15)\b", str(refused.value.fields["cause"]))
+    assert set(numbers) == {"2", "3", "6", "15"}, "room for 2 of 3 workers of 6 CPUs; a node has 15"
+
+
+@pytest.mark.parametrize(("workers", "gpu"), [(0, True), (2, False), (0, False)])
+def test_ray_is_used_for_workers_with_gpus_alone(workers, gpu, checkpoint, mixture, monkeypatch):
+    monkeypatch.setattr(stage, "load_model", lambda job: None)
+    monkeypatch.setattr(stage, "caption_in_order", lambda *_: "in this process")
+    assert caption_batches(job(checkpoint, workers=workers, gpu=gpu), in_batches(mixture)) == "in this process"
+
+
+def test_an_error_of_a_worker_is_raised_as_it_is(checkpoint, mixture, fake_ray, monkeypatch):
+    def fail(refs: Any) -> None:
+        raise ray.exceptions.RayTaskError("caption", "a traceback", DataError("images.video", path="a.png"))
+
+    monkeypatch.setattr(ray, "get", fail)
+    with raises(DataError, "images.video", path="a.png"):
+        list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
+
+
+def test_what_dead_workers_left_is_dealt_again_until_too_many_died(model, mixture, tmp_path, fake_ray, monkeypatch):
+    cfg = settings(batch_pairs=1)
+    out = tmp_path / "out"
+    one_worker = compute(out, workers=1, max_failures=4)
+    fake_ray.dies = True
+    monkeypatch.setattr(stage, "caption_batches", caption_on_ray)
+    with raises(WorkersDiedError, "predict.workers_died", limit=4):
+        predict(cfg, one_worker, mixture, model, out)
+    assert fake_ray.killed == 5
+    assert fake_ray.dealt == [list(range(start, 15)) for start in range(5)]
+    fake_ray.dies = False
+    predict(cfg, one_worker, mixture, model, out)
+    assert fake_ray.dealt[5:] == [list(range(5, 15))]
     rows = [row for name in ("", "_reversed") for row in json.loads((out / f"predictions{name}.json").read_text())]
     assert {int(row["caption"].removeprefix("of ")) for row in rows} == {*range(5), *range(10, 15)}
 
@@ -230,7 +275,7 @@ def test_ray_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(stage, "start_ray", lambda compute: ended.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
-    monkeypatch.setattr(stage, "_as_they_come", lambda *_: iter([1 / 0] if ended else []))
+    monkeypatch.setattr(stage, "_caption_by_new_workers", lambda *_: iter([1 / 0] if ended else []))
     with pytest.raises(ZeroDivisionError):
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
     assert ended == ["start", "shutdown"]

@@ -33,22 +33,22 @@ from m3diff.stages.pretrain.bases import (
     QUESTIONS,
     Blip2Base,
     architecture_of,
+    copy_vision_encoder,
     llava_config,
-    take_vision_encoder,
 )
 from m3diff.stages.pretrain.params import TASKS, Blip2, Pretrain
 from m3diff.stages.pretrain.stage import (
-    ASKED_FOR,
-    MARK,
+    MARK_CLASS,
+    OBJECTS_PER_QUESTION,
     SIZES,
-    asked_for,
+    ask_for_images,
+    ask_for_objects,
     curriculum,
-    orthogonalised,
+    orthogonalize,
     plateau,
     pretrain,
     segment,
     train_tokenizer,
-    whole,
 )
 from tests.tiny import BASE, pair_inputs
 
@@ -73,7 +73,7 @@ def assert_log(folder: Path, name: str, rows: str) -> None:
     assert found == [pytest.approx(row, abs=0.02) for row in wanted]
 
 
-def test_a_whole_small_run_learns_comes_out_the_same_twice_and_is_a_llava_onevision(tmp_path):
+def test_a_small_run_is_a_llava_onevision_that_learns_and_is_reproducible(tmp_path):
     for name in "ab":
         pretrain(CFG, tmp_path / name)
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
@@ -109,7 +109,7 @@ def test_a_whole_small_run_learns_comes_out_the_same_twice_and_is_a_llava_onevis
     assert asked["input_ids"].tolist() == ours["input_ids"].tolist()
 
 
-def test_the_embedded_base_was_made_by_the_recipe_of_params_and_has_the_configuration_that_it_makes():
+def test_the_embedded_base_was_made_by_the_recipe_of_params_yaml():
     given = yaml.safe_load(Path("params.yaml").read_text())["pretrain"]
     recipe = Pretrain.model_validate_json((BASE / "recipe.json").read_text())
     assert recipe == Pretrain.model_validate(given)
@@ -145,14 +145,15 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 def test_muon_s_iteration_makes_a_matrix_about_orthogonal_in_fp32(shape):
     torch.manual_seed(0)
     grad = torch.randn(shape)
-    found = orthogonalised(grad, COEFFICIENTS, 5, 1e-7)
-    assert (found.shape, found.dtype) == (shape, torch.float32)
-    left, sizes, right = torch.linalg.svd(found, full_matrices=False)
+    orthogonal = orthogonalize(grad, COEFFICIENTS, 5, 1e-7)
+    assert orthogonal.shape == shape
+    assert orthogonal.dtype == torch.float32
+    left, sizes, right = torch.linalg.svd(orthogonal, full_matrices=False)
     assert 0.6 < sizes.min() <= sizes.max() < 1.3
-    wanted = torch.linalg.svd(grad, full_matrices=False)
-    assert (left @ right - wanted.U @ wanted.Vh).norm() < 1e-2
+    decomposition = torch.linalg.svd(grad, full_matrices=False)
+    assert (left @ right - decomposition.U @ decomposition.Vh).norm() < 1e-2
     zeros = torch.zeros(shape)
-    assert torch.equal(orthogonalised(zeros, COEFFICIENTS, 5, 1e-7), zeros)
+    assert torch.equal(orthogonalize(zeros, COEFFICIENTS, 5, 1e-7), zeros)
 
 
 LEAST = {"image_px": 32, "vision_px": 8, "patch_px": 4, "segmentation_steps": 0, "first_task_steps": 0}
@@ -173,7 +174,7 @@ def test_parameters_have_a_least_value():
     assert Pretrain.model_validate(old) == CFG, "the grid and all tasks where none are named"
 
 
-def test_both_levels_are_learnt_in_turn_after_an_encoder_that_segments_and_is_frozen_for_the_first_task(tmp_path):
+def test_both_levels_are_learnt_in_turn_with_an_encoder_frozen_for_the_first_task(tmp_path):
     changes = {"segmentation_steps": 8, "levels": ("grid", "free"), "scenes": 96}
     pretrain(CFG.model_copy(update=changes), tmp_path)
     assert_log(tmp_path, "segmentation", "6,48,8.5223,0.0545,0.0716 8,64,8.0923,0.0545,0.0657")
@@ -208,13 +209,14 @@ def pictures(base: Blip2Base) -> np.ndarray:
     return np.stack([base.prepare_image(render(LEVELS["grid"].sample_scene(rng), 64, rng)) for _ in range(4)])
 
 
-def test_the_llm_answers_and_each_layer_of_the_encoder_sees_as_the_llava_onevision_s(base, model):
+def test_the_blip2_computes_as_the_llm_and_encoder_that_it_takes_over(base, model):
     ids = torch.tensor([base.processor.encode_reference("the small red box moved to the top")])
     assert torch.equal(model.language_model(input_ids=ids).logits, base.llava(input_ids=ids).logits)
     assert model.language_model.lm_head.weight is model.get_input_embeddings().weight
-    seen, encoders = torch.randn(2, 5, 128), (model.vision_model.encoder, base.llava.model.vision_tower.encoder)
+    patches = torch.randn(2, 5, 128)
+    encoders = (model.vision_model.encoder, base.llava.model.vision_tower.encoder)
     for mine, theirs in zip(*(encoder.layers for encoder in encoders), strict=True):
-        torch.testing.assert_close(mine(seen), theirs(seen, attention_mask=None), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine(patches), theirs(patches, attention_mask=None), rtol=1e-5, atol=1e-5)
     queries = model.query_tokens[0]
     assert queries.shape == (6, 128)
     assert torch.cdist(queries, queries)[~torch.eye(6, dtype=torch.bool)].min() > 0.05, "queries start unlike"
@@ -226,14 +228,15 @@ def test_patches_of_the_same_size_are_read_alike(base):
     theirs = base.llava.model.vision_tower
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     same = Blip2VisionModel(Blip2VisionConfig(image_size=100, patch_size=20, **sizes))
-    take_vision_encoder(same, theirs)
+    copy_vision_encoder(same, theirs)
     pixels = torch.randn(1, 3, 100, 100)
     torch.testing.assert_close(same.embeddings(pixels)[:, 1:], theirs.embeddings(pixels), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(same.post_layernorm.weight, theirs.post_layernorm.weight)
 
 
-def test_a_caption_is_not_asked_for_and_what_names_something_follows_the_start_token(base):
-    image, start = base.processor.prompt[0], base.processor.start_id
+def test_blip2_captions_without_a_question_and_reads_others_after_the_start_token(base):
+    image = base.processor.prompt[0]
+    start = base.processor.start_id
     for question in (*DESCRIBE, *QUESTIONS):
         assert base.encode_prompt(question, 1) == base.processor.encode_prompt(question)
         assert base.encode_prompt(question, 0) == (start,)
@@ -261,20 +264,21 @@ SMALL = [
 
 
 @pytest.mark.parametrize(("cfg", "segmentation", "training"), SMALL, ids=["stacked", "single"])
-def test_a_whole_small_run_is_a_blip_2_that_learns(cfg, segmentation, training, tmp_path):
+def test_a_small_run_is_a_blip2_that_learns(cfg, segmentation, training, tmp_path):
     pretrain(cfg, tmp_path)
     assert_log(tmp_path, "segmentation", segmentation)
     assert_log(tmp_path, "training", training)
     stock = Blip2ForConditionalGeneration.from_pretrained(tmp_path)
     own = FAMILIES["blip2idc"].load_processor(tmp_path)
-    assert (stock.config.num_query_tokens, own.end_id) == (6, stock.config.text_config.eos_token_id)
+    assert stock.config.num_query_tokens == 6
+    assert own.end_id == stock.config.text_config.eos_token_id
     assert own.decode(torch.tensor([own.encode_reference("a small red box")])) == ["a small red box"]
     assert type(AutoProcessor.from_pretrained(tmp_path)).__name__ == "Blip2Processor"
     assert Pretrain.model_validate_json((tmp_path / "recipe.json").read_text()) == cfg
 
 
 @pytest.mark.parametrize(("name", "stacked"), [("blip2idc", False), ("blip2idc-stacked", True)])
-def test_the_recipes_differ_in_what_is_shown_alone_and_the_bases_that_are_here_are_theirs(name, stacked):
+def test_the_blip2_recipes_differ_only_in_stacking_and_made_the_bases_on_disk(name, stacked):
     params = load_params(Path(f"infra/base-{name}.yaml"))
     recipe = params.pretrain
     assert recipe.blip2 is not None
@@ -299,10 +303,10 @@ def test_what_is_asked_for_is_where_the_answer_says_or_nowhere(images, level):
     for seed in range(40):
         shown = scenes(images, seed, level)
         here = [f"{PLACES[cell]} {text}" for scene in shown for cell, text in describe_things(scene)]
-        question, answer = asked_for(rng, shown)
+        question, answer = ask_for_objects(rng, shown)
         looks = question.removeprefix("Describe the ").removesuffix(".").split(", the ")
         answers = answer.split(", ")
-        assert len(looks) == len(answers) == ASKED_FOR
+        assert len(looks) == len(answers) == OBJECTS_PER_QUESTION
         for asked, said in zip(looks, answers, strict=True):
             fitting = [text for text in here if set(asked.split()) <= set(text.split(" a ", 1)[1].split()[:3])]
             assert fitting == ([] if said == "nothing" else [said]), (asked, said)
@@ -310,10 +314,10 @@ def test_what_is_asked_for_is_where_the_answer_says_or_nowhere(images, level):
     assert seen == {True, False}
 
 
-def test_two_images_are_described_one_after_the_other_and_only_sentences_speak_of_change():
+def test_two_images_are_described_in_turn_and_only_sentences_mention_change():
     first, second = scenes(2, 9)
     rng = np.random.default_rng(0)
-    _, answer = whole(rng, [first, second])
+    _, answer = ask_for_images(rng, [first, second])
     assert answer == f"image 1: {describe_scene(first)}; image 2: {describe_scene(second)}"
     words = ("changed", "different", "turned", "became", "replaced", "removed", "appeared")
     for task in curriculum(("grid",)):
@@ -323,7 +327,7 @@ def test_two_images_are_described_one_after_the_other_and_only_sentences_speak_o
     assert list(QUESTIONS) == yaml.safe_load(Path("profiles/questions.yaml").read_text())["difference"]
 
 
-def test_a_curriculum_of_fewer_tasks_keeps_their_order_and_the_levels_are_those_that_there_are():
+def test_a_curriculum_of_fewer_tasks_keeps_their_order():
     every = [task.name for task in curriculum(("grid",))]
     assert every == [*TASKS[:5], "asked for in two", "side by side", "sentence"]
     one_image = curriculum(("grid",), ("image", "asked for", "sentence"))
@@ -331,18 +335,23 @@ def test_a_curriculum_of_fewer_tasks_keeps_their_order_and_the_levels_are_those_
     assert get_args(params.Level) == tuple(LEVELS)
 
 
-def test_a_thing_covers_its_square_and_marks_and_nothing_else_and_the_camera_moves_it():
+def test_an_object_covers_its_square_and_moves_with_the_camera():
     box = Thing("box", "blue", "large", cell=2)  # on the grid, 0.285 wide around (0.8, 0.2)
     found = segment(Scene((box,), (Mark(0), Mark(2)), view=View()), 100, 100)
-    rows, columns = np.nonzero((found[..., 0] > 0) & (found[..., 0] < MARK))
-    assert (rows.min(), rows.max(), columns.min(), columns.max()) == (6, 33, 66, 93)
+    rows, columns = np.nonzero((found[..., 0] > 0) & (found[..., 0] < MARK_CLASS))
+    assert rows.min() == 6
+    assert rows.max() == 33
+    assert columns.min() == 66
+    assert columns.max() == 93
     assert (found[20, 80] == (1 + KINDS.index("box"), COLORS.index("blue"), SIZES.index("large"), -1)).all()
-    assert [found[place].tolist() for place in ((80, 20), (20, 20))] == [[0, -1, -1, -1], [MARK, -1, -1, -1]]
+    assert [found[place].tolist() for place in ((80, 20), (20, 20))] == [[0, -1, -1, -1], [MARK_CLASS, -1, -1, -1]]
     scene = Scene((Thing("ball", "red", "large", 4),), view=View(x=0.2, y=-0.1, zoom=2.0))
     rows, columns = np.nonzero(segment(scene, 200, 200)[..., 0])
     left, right, top, bottom = (value / 200 for value in (columns.min(), columns.max() + 1, rows.min(), rows.max() + 1))
-    assert (left, right) == (0.0, pytest.approx(0.1 + 0.285, abs=0.01)), "cut at the frame's border"
-    assert (top, bottom) == (pytest.approx(0.7 - 0.285, abs=0.01), pytest.approx(0.7 + 0.285, abs=0.01))
+    assert left == 0.0, "cut at the frame's border"
+    assert right == pytest.approx(0.1 + 0.285, abs=0.01), "cut at the frame's border"
+    assert top == pytest.approx(0.7 - 0.285, abs=0.01)
+    assert bottom == pytest.approx(0.7 + 0.285, abs=0.01)
 
 
 @pytest.mark.parametrize("level", ["grid", "free"])
@@ -354,5 +363,5 @@ def test_the_classes_lie_where_the_picture_shows_the_objects(level):
     picture = np.asarray(render(scene, 128, rng), dtype=float)
     without = np.asarray(render(replace(scene, things=(), marks=()), 128, rng), dtype=float)
     changed = np.abs(picture - without).mean(-1)
-    things = (segment(scene, 128, 128)[..., 0] > 0) & (segment(scene, 128, 128)[..., 0] < MARK)
+    things = (segment(scene, 128, 128)[..., 0] > 0) & (segment(scene, 128, 128)[..., 0] < MARK_CLASS)
     assert changed[things].mean() > 6 * changed[~things].mean()

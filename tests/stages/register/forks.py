@@ -24,7 +24,8 @@ class Forks:
     """The parent's side."""
 
     def __init__(self, project: Path) -> None:
-        environment, pipe = os.environ | {"PYTHONPATH": str(project)}, subprocess.PIPE
+        environment = os.environ | {"PYTHONPATH": str(project)}
+        pipe = subprocess.PIPE
         command = [sys.executable, "-u", __file__]
         self.process: Any = subprocess.Popen(command, cwd=project, env=environment, stdin=pipe, stdout=pipe, text=True)
 
@@ -39,7 +40,9 @@ class Writes:
     """Counts the durable writes of this process and kills it before the one asked for."""
 
     def __init__(self, kill_at: int | None, names: Path) -> None:
-        self.kill_at, self.names, self.made = kill_at, names, 0
+        self.kill_at = kill_at
+        self.names = names
+        self.made = 0
 
     def before(self, what: str) -> None:
         if self.made == self.kill_at:
@@ -67,7 +70,8 @@ class Writes:
         def rollback(connection: Any) -> None:
             connection.info.pop("changes", None)
 
-        of_file, of_folder = Artifacts.log_artifact, Artifacts.log_artifacts
+        of_file = Artifacts.log_artifact
+        of_folder = Artifacts.log_artifacts
 
         def log_artifact(self_: Any, file: str, place: str | None = None) -> None:
             self.before(f"file {Path(file).name}")
@@ -79,7 +83,8 @@ class Writes:
             self.before(f"the rest of folder {Path(place or '.').name}")
             of_folder(self_, folder, place)
 
-        Artifacts.log_artifact, Artifacts.log_artifacts = log_artifact, log_artifacts
+        Artifacts.log_artifact = log_artifact
+        Artifacts.log_artifacts = log_artifacts
 
 
 def serve() -> None:
@@ -107,7 +112,8 @@ def meet_before_the_version(stage: Any, place: Path) -> None:
     find = stage.find_version
 
     def meeting(*arguments: Any) -> Any:
-        found, stage.find_version = find(*arguments), find
+        found = find(*arguments)
+        stage.find_version = find
         place.mkdir(exist_ok=True)
         (place / str(os.getpid())).touch()
         deadline = time.monotonic() + 60

@@ -44,12 +44,13 @@ class Cluster:
 
     def add(self, number: int, cpus: int = 1) -> None:
         """A node joins."""
-        place = ["--address", self.address, "--node-ip-address", f"127.0.0.{number}"]
-        self._start(number, [*place, "--num-cpus", str(cpus)])
+        arguments = ["--address", self.address, "--node-ip-address", f"127.0.0.{number}"]
+        self._start(number, [*arguments, "--num-cpus", str(cpus)])
 
     def _start(self, number: int, arguments: list[str]) -> None:
         """Start a node; again where it ends, as its supervisor would: Ray gives it 30 s, on cores that may be busy."""
-        log, deadline = self.folder / f"node-{number}.log", time.monotonic() + PATIENCE_S
+        log = self.folder / f"node-{number}.log"
+        deadline = time.monotonic() + PATIENCE_S
         while "Ray runtime started" not in (log.read_text() if log.exists() else ""):
             assert time.monotonic() < deadline, f"node {number} does not start: {log.read_text()[-3000:]}"
             if number not in self.nodes or self.nodes[number].poll() is not None:
@@ -81,23 +82,23 @@ class Cluster:
 
     def workers(self) -> dict[int, list[psutil.Process]]:
         """The processes that train, by node."""
-        found: dict[int, list[psutil.Process]] = {}
+        by_node: dict[int, list[psutil.Process]] = {}
         for number, node in self.nodes.items():
             for process in psutil.Process(node.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if "TrainWorker" in " ".join([process.name(), *process.cmdline()]):
-                        found.setdefault(number, []).append(process)
-        return found
+                        by_node.setdefault(number, []).append(process)
+        return by_node
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
     """A cluster with its head alone; within, nodes join and die."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as place:  # a socket's path has at most 107 characters
-        made = Cluster(Path(place))
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # a socket's path has at most 107 characters
+        new_cluster = Cluster(Path(folder))
         try:
-            yield made
+            yield new_cluster
         finally:
-            for number in sorted(made.nodes, reverse=True):
+            for number in sorted(new_cluster.nodes, reverse=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    made.kill(number)
+                    new_cluster.kill(number)

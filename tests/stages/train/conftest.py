@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.stages.train.job import choose_accelerator, only_worker
-from tests.stages.train.toy import Place, write_mixture
+from m3diff.stages.train.job import choose_accelerator, single_worker_group
+from tests.stages.train.toy import Workspace, write_mixture
 from tests.tiny import tiny_base
 
 choose_accelerator(False)  # the tests of this folder, and the processes they start, compute on the CPU
@@ -27,12 +27,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone() -> Iterator[None]:
     """A process group of this process."""
     gc.freeze()  # what is there before costs the collection below seconds
-    with only_worker(False):
+    with single_worker_group(False):
         yield
         gc.collect()  # the group that an engine holds: a process that a later test forks would hang in its end
     gc.unfreeze()
 
 
 @pytest.fixture
-def place(mixture: Path, base: Path, tmp_path: Path) -> Place:
-    return Place(mixture, base, tmp_path)
+def workspace(mixture: Path, base: Path, tmp_path: Path) -> Workspace:
+    return Workspace(mixture, base, tmp_path)

@@ -10,16 +10,18 @@ from safetensors.torch import load_file
 
 from m3diff.models.checkpoint import load_model
 from m3diff.models.settings import Align, Rates
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, ValueFault
 from m3diff.stages.train.batches import read_samples, read_training_samples
 from m3diff.stages.train.job import DatasetFilter
 from m3diff.stages.train.stage import join_curves
+from tests.errors import raises
 from tests.stages.train.toy import Recipe, Trained, assert_same_run, interrupted, recipe, run, write_mixture
 from tests.tiny import SEPARATE, onediff_settings, tiny_base
 
 ALIGN = Align(("couples",), epochs=2, global_batch=2, rates=Rates(None, 1e-2, 1e-2, None))
 SPLITS = {"train": {"toy": 10, "couples": 6}, "val": {"toy": 3, "couples": 2}, "test": {"toy": 3}}
-STEPS, FIRST_STEPS = 6, 6
+STEPS = 6
+FIRST_STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -28,70 +30,104 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+def run_recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     base = tiny_base(tmp_path_factory.mktemp("base") / "base")
     return recipe(base, model=replace(onediff_settings(SEPARATE), align=ALIGN), micro_batch=2)
 
 
 @pytest.fixture(scope="module")
-def whole(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return run(made, mixture, tmp_path_factory.mktemp("whole"))
+def undisturbed(run_recipe: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return run(run_recipe, mixture, tmp_path_factory.mktemp("whole"))
 
 
-def test_the_curves_are_of_both_phases_and_the_fine_tuning_begins_at_step_1(whole):
-    steps = [int(row["step"]) for row in whole.curve]
+def test_the_fine_tuning_begins_at_step_1_after_the_alignment(undisturbed):
+    steps = [int(row["step"]) for row in undisturbed.curve]
     assert steps == list(range(1 - FIRST_STEPS, STEPS + 1))
-    first, second = whole.curve[:FIRST_STEPS], whole.curve[FIRST_STEPS:]
-    assert all(row["lr_llm"] == "" or float(row["lr_llm"]) == 0 for row in first)
-    assert all(float(row["lr_llm"]) > 0 for row in second[:-1])
-    assert max(float(row["lr_module"]) for row in first) == pytest.approx(1e-2, rel=0.1)
-    assert [row["step"] for row in first if row["val_loss_couples"]] == ["-4", "-2", "0"]
-    assert not any(row["val_loss_couples"] for row in second)
-    assert not any(row["val_loss_toy"] for row in first)
-    assert whole.report.rows_in == sum(1 + n % 4 for n in range(10)), "samples of the fine-tuning"
-    loss = pytest.approx(float(first[-1]["loss"]), abs=1e-5)
-    assert whole.report.alignment == {"steps": FIRST_STEPS, "captions": 2 * 13, "loss": loss}
+
+
+def test_each_phase_has_its_own_rates(undisturbed):
+    alignment = undisturbed.curve[:FIRST_STEPS]
+    fine_tuning = undisturbed.curve[FIRST_STEPS:]
+    assert all(row["lr_llm"] == "" or float(row["lr_llm"]) == 0 for row in alignment)
+    assert all(float(row["lr_llm"]) > 0 for row in fine_tuning[:-1])
+    assert max(float(row["lr_module"]) for row in alignment) == pytest.approx(1e-2, rel=0.1)
+
+
+def test_each_phase_validates_its_own_datasets(undisturbed):
+    alignment = undisturbed.curve[:FIRST_STEPS]
+    fine_tuning = undisturbed.curve[FIRST_STEPS:]
+    assert [row["step"] for row in alignment if row["val_loss_couples"]] == ["-4", "-2", "0"]
+    assert not any(row["val_loss_couples"] for row in fine_tuning)
+    assert not any(row["val_loss_toy"] for row in alignment)
+
+
+def test_the_report_counts_the_fine_tuning_and_names_the_alignment(undisturbed):
+    assert undisturbed.report.rows_in == sum(1 + number % 4 for number in range(10))
+    loss = pytest.approx(float(undisturbed.curve[FIRST_STEPS - 1]["loss"]), abs=1e-5)
+    assert undisturbed.report.alignment == {"steps": FIRST_STEPS, "captions": 2 * 13, "loss": loss}
 
 
 @pytest.mark.parametrize("saved", [2, 3, 5], ids=["first", "its end", "second"])
-def test_a_training_killed_in_either_phase_ends_the_same_and_aligns_once(saved, made, mixture, whole, tmp_path, capfd):
-    interrupted(made, mixture, tmp_path, saved)
+def test_a_training_killed_in_either_phase_ends_the_same_and_aligns_once(
+    saved, run_recipe, mixture, undisturbed, tmp_path, capfd
+):
+    interrupted(run_recipe, mixture, tmp_path, saved)
     capfd.readouterr()
-    assert_same_run(run(made, mixture, tmp_path), whole)
+    assert_same_run(run(run_recipe, mixture, tmp_path), undisturbed)
     assert f"resumed after step {min(2 * saved, FIRST_STEPS)} of {FIRST_STEPS}" in capfd.readouterr().out
 
 
-def test_the_alignment_trains_its_parts_alone(made, mixture, tmp_path):
-    interrupted(made, mixture, tmp_path, 4)
+def test_the_alignment_trains_its_parts_alone(run_recipe, mixture, tmp_path):
+    interrupted(run_recipe, mixture, tmp_path, 4)
     (aligned,) = (tmp_path / "runs" / "train").glob("*/alignment/out/checkpoint")
-    after, base = load_file(aligned / "model.safetensors"), load_file(made.cfg.base / "model.safetensors")
+    after = load_file(aligned / "model.safetensors")
+    base = load_file(run_recipe.cfg.base / "model.safetensors")
     moved = {name for name, weight in base.items() if not torch.equal(weight, after[name])}
     assert moved == {name for name in base if name.startswith(("multi_modal_projector", "image_newline"))}
     assert any(".vdm." in name for name in after.keys() - base.keys())
 
 
-def test_adapters_lie_on_the_base_that_was_trained_on(made, whole, tmp_path):
-    adapters = whole.folder / "out" / "checkpoint" / "adapters"
+def test_adapters_lie_on_the_base_that_was_trained_on(run_recipe, undisturbed, tmp_path):
+    adapters = undisturbed.folder / "out" / "checkpoint" / "adapters"
     manifest = json.loads((adapters / "manifest.json").read_text())
-    assert (adapters / manifest["base"]).resolve() == made.cfg.base.resolve()
+    assert (adapters / manifest["base"]).resolve() == run_recipe.cfg.base.resolve()
     model, _ = load_model(adapters)
     model.save_pretrained(tmp_path / "merged")
     for name, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
-        torch.testing.assert_close(weight, whole.weights[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(weight, undisturbed.weights[name], rtol=0, atol=1e-6)
 
 
-def test_a_phase_takes_the_samples_of_its_datasets_and_without_one_is_refused_by_name(mixture):
-    chosen = [DatasetFilter(("couples",), others=False), DatasetFilter(("couples",)), DatasetFilter()]
-    held = [read_samples(mixture / "train", each) for each in chosen]
-    assert [(set(each.table["dataset"]), len(each)) for each in held[:2]] == [
-        ({"couples"}, 13),
-        ({"toy"}, 23),
-    ]
-    assert (len(held[2]), len(held[0].pairs())) == (36, 6)
-    with pytest.raises(DataError, match="no sample of split 'train' of other; run `m3diff convert`"):
-        read_training_samples(mixture, DatasetFilter(("other",), others=False))
-    with pytest.raises(DataError, match="of datasets other than toy, couples"):
-        read_training_samples(mixture, DatasetFilter(("toy", "couples")))
+@pytest.mark.parametrize(
+    ("chosen", "datasets", "count"),
+    [
+        (DatasetFilter(("couples",), excludes=False), {"couples"}, 13),
+        (DatasetFilter(("couples",)), {"toy"}, 23),
+        (DatasetFilter(), {"couples", "toy"}, 36),
+    ],
+    ids=["one", "all but one", "all"],
+)
+def test_a_phase_takes_the_samples_of_its_datasets(chosen, datasets, count, mixture):
+    samples = read_samples(mixture / "train", chosen)
+    assert set(samples.table["dataset"]) == datasets
+    assert len(samples) == count
+
+
+def test_a_phase_has_the_pairs_of_its_datasets(mixture):
+    couples = read_samples(mixture / "train", DatasetFilter(("couples",), excludes=False))
+    assert len(couples.pairs()) == 6
+
+
+@pytest.mark.parametrize(
+    ("chosen", "code"),
+    [
+        (DatasetFilter(("other",), excludes=False), "train.no_sample_of_datasets"),
+        (DatasetFilter(("toy", "couples")), "train.no_sample_of_other_datasets"),
+    ],
+    ids=["unknown", "none left"],
+)
+def test_a_phase_without_a_sample_is_refused_by_name(chosen, code, mixture):
+    with raises(DataError, code, path=mixture / "train", names=chosen.names):
+        read_training_samples(mixture, chosen)
 
 
 def test_curves_of_two_phases_are_one_file(tmp_path):
@@ -103,14 +139,14 @@ def test_curves_of_two_phases_are_one_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "code", "field"),
     [
-        ({"datasets": ()}, "datasets must name at least one"),
-        ({"epochs": 0}, "epochs must be above 0, found 0"),
-        ({"rates": Rates(1e-3, 1e-3, 1e-3, None)}, "align: rates.vision: trains, so it must have a rate"),
-        ({"rates": Rates(None, 1e-3, 1e-3, 1e-3)}, "align: rates.llm must be null"),
+        ({"datasets": ()}, "models.alignment_without_dataset", "datasets"),
+        ({"epochs": 0}, "models.not_positive", "epochs"),
+        ({"rates": Rates(1e-3, 1e-3, 1e-3, None)}, "models.part_of_alignment_frozen", "align.rates.vision"),
+        ({"rates": Rates(None, 1e-3, 1e-3, 1e-3)}, "models.llm_trains_in_alignment", "align.rates.llm"),
     ],
 )
-def test_an_alignment_that_cannot_be_is_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_an_alignment_that_cannot_be_is_refused(changes, code, field):
+    with raises(ValueFault, code, field=field):
         replace(onediff_settings(vision=None), align=replace(ALIGN, **changes))

@@ -15,15 +15,17 @@ import torch
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
-from m3diff.models.fused import RECURRING
+from m3diff.models.fused import FLEX_BLOCK
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.stages.train.batches import SCHEMA, Loader, Samples, Schedule, read_samples, read_training_samples
+from tests.errors import raises
 
 
-def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_writer_s_types(mixture, tmp_path):
+def test_a_split_is_all_files_of_its_folder_in_their_order_of_any_writer(mixture, tmp_path):
     (tmp_path / "train").mkdir()
-    first, val = pq.read_table(mixture / "train"), pq.read_table(mixture / "val")
+    first = pq.read_table(mixture / "train")
+    val = pq.read_table(mixture / "val")
     large = [pa.large_string() if pa.types.is_string(kind) else pa.large_binary() for kind in val.schema.types]
     schema = pa.schema(list(zip(val.column_names, large, strict=True)))
     pq.write_table(val.cast(schema), tmp_path / "train" / "00001.parquet")
@@ -34,16 +36,22 @@ def test_a_split_is_all_files_of_its_folder_in_their_order_also_with_another_wri
     assert held.images(1) == tuple((want[side][1], want[f"{side}_sha256"][1]) for side in ("before", "after"))
     by_pair = [[row for row, other in enumerate(want["pair"]) if other == name] for name in dict.fromkeys(want["pair"])]
     assert [rows.tolist() for rows in held.pairs()] == by_pair, "a pair may lie across two row groups"
+
+
+def test_samples_of_one_pair_that_are_no_neighbours_are_one_pair():
     table = pl.DataFrame({name: ["a", "b", "b", "a"] for name in SCHEMA})
-    assert [rows.tolist() for rows in Samples(table).pairs()] == [[0], [1, 2], [3]], "pairs of one name, no neighbours"
+    assert [rows.tolist() for rows in Samples(table).pairs()] == [[0], [1, 2], [3]]
 
 
-def test_a_mixture_without_a_training_split_is_refused_and_one_without_validation_is_not(tmp_path):
-    for split in ("train", "val"):
-        (tmp_path / split).mkdir()
-    pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "val" / "00000.parquet")
-    with pytest.raises(DataError, match="no sample of split 'train'; run `m3diff convert`"):
+def test_a_mixture_without_a_training_split_is_refused(tmp_path):
+    (tmp_path / "train").mkdir()
+    with raises(DataError, "train.no_sample", path=tmp_path / "train"):
         read_training_samples(tmp_path)
+
+
+def test_a_mixture_without_a_validation_split_has_no_pair_of_it(tmp_path):
+    (tmp_path / "val").mkdir()
+    pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "val" / "00000.parquet")
     assert read_samples(tmp_path / "val").pairs() == []
 
 
@@ -59,7 +67,7 @@ def schedule(held: Samples | None = None, **changes: int | float | None) -> Sche
 
 
 @pytest.mark.parametrize("most", [None, 1, 3])
-def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair_and_stays_as_it_was(most):
+def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair(most):
     """Another order of random draws gives other weights from the same parameters."""
     plan = schedule(samples(23), max_captions=most)
     names = plan.samples.table["pair"].to_list()
@@ -85,22 +93,31 @@ def rows_of(plan: Schedule, step: int) -> Counter:
 
 @pytest.mark.parametrize("changes", [{"micro_batch": 1}, {"micro_batch": 2}, {"ranks": 2, "micro_batch": 2}])
 def test_workers_and_micro_batches_get_the_same_global_batches(changes):
-    one, other = schedule(), schedule(**changes)
-    assert one.steps == other.steps == 4
+    plan = schedule()
+    changed_plan = schedule(**changes)
+    assert plan.steps == changed_plan.steps == 4
     assert [schedule(global_batch=2, micro_batch=2, epochs=epochs).steps for epochs in (1, 0.5, 1.1)] == [4, 2, 5]
-    assert [rows_of(one, step) for step in range(4)] == [rows_of(other, step) for step in range(4)]
+    assert [rows_of(plan, step) for step in range(4)] == [rows_of(changed_plan, step) for step in range(4)]
 
 
-def test_workers_take_sequences_by_turns_an_epoch_s_last_step_is_filled_up_with_weight_zero_and_captions_counted():
+def test_workers_take_the_sequences_of_a_step_by_turns():
     plan = schedule(ranks=2, micro_batch=1)
     chosen = plan.global_sequences(0)
     for rank in range(2):
         mine = [[int(row) for row in rows] for batch in plan.micro_batches(0, rank) for rows, _ in batch]
         assert mine == [rows.tolist() for rows in chosen[rank::2]]
         assert [len(batch) for batch in plan.micro_batches(0, rank)] == [1, 1]
+
+
+def test_the_last_step_of_an_epoch_is_filled_up_with_sequences_of_weight_zero():
+    plan = schedule(ranks=2, micro_batch=1)
     last = [plan.micro_batches(1, rank) for rank in range(2)]
     assert sorted(weight for batches in last for batch in batches for _, weight in batch) == [0, 1, 1, 1]
     assert len(last[0]) == len(last[1])
+
+
+def test_the_captions_of_so_many_steps_are_counted():
+    plan = schedule(ranks=2, micro_batch=1)
     each = [sum(rows_of(plan, step).values()) for step in range(4)]
     assert len(set(each)) > 2, "steps alike would hide a wrong one"
     assert [plan.captions(steps) for steps in range(5)] == [sum(each[:steps]) for steps in range(5)]
@@ -108,18 +125,21 @@ def test_workers_take_sequences_by_turns_an_epoch_s_last_step_is_filled_up_with_
 
 @pytest.fixture
 def loader(mixture: Path, base: Path) -> Loader:
-    held, processor = read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base)
-    return Loader(held, processor, threads=1, device=Device(False, "fp32"))
+    training_samples = read_samples(mixture / "train")
+    processor = FAMILIES["m3diff"].load_processor(base)
+    return Loader(training_samples, processor, threads=1, device=Device(False, "fp32"))
 
 
-def test_a_micro_batch_has_the_images_by_turns_and_supervises_the_references_of_sequences_that_count(loader):
-    held, encode = loader.samples, loader.processor.encode_reference
-    second, third = held.pairs()[2], held.pairs()[3]
+def test_a_micro_batch_has_its_images_by_turns_and_supervises_what_counts(loader):
+    training_samples = loader.samples
+    encode = loader.processor.encode_reference
+    second = training_samples.pairs()[2]
+    third = training_samples.pairs()[3]
     batch = loader.build([(second, 1), (third, 0)])
-    files = [file for rows in (second, third) for file in held.images(rows[0])]
+    files = [file for rows in (second, third) for file in training_samples.images(rows[0])]
     for image, file in zip(batch.images, files, strict=True):
         np.testing.assert_array_equal(image, loader.processor.prepare_image(load_image(*file)))
-    lengths = [sum(len(encode(held.value("reference", row))) for row in rows) for rows in (second, third)]
+    lengths = [sum(len(encode(training_samples.value("reference", row))) for row in rows) for rows in (second, third)]
     assert batch.supervised_tokens == lengths[0]
     assert torch.equal(batch.weights, torch.tensor([1.0] * lengths[0] + [0.0] * lengths[1]))
     assert len(batch.packed.labels) == sum(lengths)
@@ -130,7 +150,7 @@ def shifted(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return pair + rng.integers(1, 200, dtype=np.uint8)
 
 
-def test_what_trains_is_augmented_by_seed_epoch_and_row_and_what_is_built_alone_is_not(loader):
+def test_what_trains_is_augmented_by_seed_epoch_and_row(loader):
     fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
     chosen = [(rows, 1) for rows in loader.samples.pairs()]
     plain = loader.build(chosen).images
@@ -151,7 +171,7 @@ def test_what_trains_is_augmented_by_seed_epoch_and_row_and_what_is_built_alone_
     assert drawn[0] == want
 
 
-def test_the_stream_gives_each_step_from_the_first_asked_to_the_last_augmented_as_its_epoch_says(loader):
+def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
     fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
     plan = schedule(loader.samples, seed=5, micro_batch=2)
     got = list(fed.stream(plan, rank=0, first_step=1))
@@ -164,7 +184,7 @@ def test_the_stream_gives_each_step_from_the_first_asked_to_the_last_augmented_a
             assert torch.equal(batch.packed.input_ids, want.packed.input_ids)
 
 
-def test_a_micro_batch_leaves_the_threads_as_its_kernel_takes_it_and_pinned_where_a_gpu_copies_it(loader, monkeypatch):
+def test_a_micro_batch_leaves_the_threads_as_kernel_and_gpu_take_it(loader, monkeypatch):
     pinned: set[str] = set()
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,5 +198,7 @@ def test_a_micro_batch_leaves_the_threads_as_its_kernel_takes_it_and_pinned_wher
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     fed = Loader(loader.samples, loader.processor, threads=2, device=Device(True, "fp32", "flex"))
     flex = next(fed.stream(plan, rank=0, first_step=0))[0]
-    assert (flex.layout, flex.packed.tokens % RECURRING, pinned) == (None, 0, {"load"})
+    assert flex.layout is None
+    assert flex.packed.tokens % FLEX_BLOCK == 0
+    assert pinned == {"load"}
     assert flex.packed.input_ids[:, : plain.packed.tokens].equal(plain.packed.input_ids)

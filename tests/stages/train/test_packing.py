@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from m3diff.models.device import Device
-from m3diff.models.fused import RECURRING
+from m3diff.models.fused import FLEX_BLOCK
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.packing import PAD, Packed, dense, pack, row_rule
 from tests.gpu.test_gpu import small
@@ -32,8 +32,10 @@ def mask_of(packed: Packed) -> torch.Tensor:
 
 
 def test_branches_do_not_see_each_other_nor_another_sequence():
-    packed = pack([group(3, seed=0), group(1, seed=1)]).rounded_up(RECURRING, pad_id=0)
-    mask, sequences, segments = mask_of(packed)[0, 0], packed.sequences.tolist(), packed.segments.tolist()
+    packed = pack([group(3, seed=0), group(1, seed=1)]).rounded_up(FLEX_BLOCK, pad_id=0)
+    mask = mask_of(packed)[0, 0]
+    sequences = packed.sequences.tolist()
+    segments = packed.segments.tolist()
     assert sequences[-1] == segments[-1] == PAD
     for query in range(packed.tokens):
         for key in range(packed.tokens):
@@ -42,7 +44,7 @@ def test_branches_do_not_see_each_other_nor_another_sequence():
             assert bool(mask[query, key]) == (allowed or key == query)
 
 
-def test_a_pack_holds_sequences_end_to_end_each_branch_after_what_prompts_share_less_its_last_token():
+def test_a_pack_holds_sequences_end_to_end_each_branch_after_a_shared_prompt():
     packed = pack([[([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])], [([1, 9], [4, 6])]])
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 3, 7, 1, 9, 4]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2]]
@@ -50,18 +52,25 @@ def test_a_pack_holds_sequences_end_to_end_each_branch_after_what_prompts_share_
     assert packed.segments.tolist() == [0, 0, 1, 1, 1, 2, 2, 0, 1, 1]
     assert packed.supervised.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 0, 1, 1]]
     assert packed.labels.tolist() == [4, 5, 6, 7, 8, 4, 6]
-    assert (packed.input_ids.dtype, packed.labels.dtype, packed.tokens) == (torch.long, torch.long, 10)
+    assert packed.input_ids.dtype == torch.long
+    assert packed.labels.dtype == torch.long
+    assert packed.tokens == 10
+
+
+def test_branches_begin_where_their_prompts_differ():
     unlike = pack([[([1, 2, 3], [4]), ([1, 5, 3], [6])]])
-    assert (unlike.input_ids.tolist(), unlike.position_ids.tolist()) == ([[1, 2, 3, 5, 3]], [[0, 1, 2, 1, 2]])
-    assert (unlike.segments.tolist(), unlike.labels.tolist()) == ([0, 1, 1, 2, 2], [4, 6])
+    assert unlike.input_ids.tolist() == [[1, 2, 3, 5, 3]]
+    assert unlike.position_ids.tolist() == [[0, 1, 2, 1, 2]]
+    assert unlike.segments.tolist() == [0, 1, 1, 2, 2]
+    assert unlike.labels.tolist() == [4, 6]
 
 
 def test_the_layout_is_one_sequence_a_row():
     packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])], [([1, 9], [4])]]).rounded_up(8, pad_id=0)
     layout = packed.layout()
     assert layout.shapes == ((2, 4),)
-    assert layout.rows.tolist() == [4, 5, 0, 0, 0, 1, 2, 3], "the shorter first"
-    assert layout.places.tolist() == [4, 5, 6, 7, 0, 1]
+    assert layout.token_of_slot.tolist() == [4, 5, 0, 0, 0, 1, 2, 3], "the shorter first"
+    assert layout.slot_of_token.tolist() == [4, 5, 6, 7, 0, 1]
     (mask,) = layout.masks
     assert mask is not None
     assert mask.int().tolist()[1] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
@@ -79,9 +88,9 @@ def test_sequences_of_about_one_length_share_a_rectangle():
     layout = packed.layout()
     assert layout.shapes == ((4, 6), (4, 20))
     assert layout.masks == (None, None), "one caption a sequence is plain causal attention"
-    tokens = layout.rows[layout.places]
+    tokens = layout.token_of_slot[layout.slot_of_token]
     assert tokens.tolist() == list(range(sum(lengths))), "each token is at its place"
-    assert packed.sequences[layout.rows[24:44]].tolist() == [7] * 18 + [0, 0]
+    assert packed.sequences[layout.token_of_slot[24:44]].tolist() == [7] * 18 + [0, 0]
 
 
 def begun(mixture: Path, folder: Path, **changes: Any) -> Any:

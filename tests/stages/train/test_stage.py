@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,50 +26,56 @@ from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop, on_ray, stage
 from m3diff.stages.train.engine import deepspeed_config
-from m3diff.stages.train.job import Job, Runtime, only_worker
-from m3diff.stages.train.stage import _only_trainer, run_key, train, with_retries
+from m3diff.stages.train.job import Job, WorkerContext, single_worker_group
+from m3diff.stages.train.stage import RunInProgressError, _only_trainer, run_key, train, with_retries
+from tests.errors import raises
 from tests.stages.train.test_alignment import ALIGN
 from tests.stages.train.toy import Recipe, job, recipe
 from tests.tiny import tiny_settings
 from tests.toy import REPOSITORY
 
 
-def key(made: Recipe, mixture: Path) -> str:
-    return run_key(made.cfg, made.model, mixture, sha256_of_folder(made.cfg.base))
+def key(run_recipe: Recipe, mixture: Path) -> str:
+    return run_key(run_recipe.cfg, run_recipe.model, mixture, sha256_of_folder(run_recipe.cfg.base))
 
 
 @pytest.mark.fault("27")
-def test_what_decides_the_weights_names_a_run_and_no_path_or_test_sample(base, mixture, tmp_path, monkeypatch):
-    made, moved = recipe(base), tmp_path / "moved"
-    shutil.copytree(base, moved / "base")
-    shutil.copytree(mixture, moved / "mixture")
-    (moved / "mixture" / "note.txt").write_text("a note")
-    (moved / "mixture" / "test" / "00000.parquet").write_bytes(b"other test samples")
-    assert key(recipe(moved / "base"), moved / "mixture") == key(made, mixture)
-    (moved / "base" / "config.json").write_text("{}")
+def test_no_path_and_no_test_sample_names_a_run(base, mixture, tmp_path):
+    shutil.copytree(base, tmp_path / "base")
+    shutil.copytree(mixture, tmp_path / "mixture")
+    (tmp_path / "mixture" / "note.txt").write_text("a note")
+    (tmp_path / "mixture" / "test" / "00000.parquet").write_bytes(b"other test samples")
+    assert key(recipe(tmp_path / "base"), tmp_path / "mixture") == key(recipe(base), mixture)
+
+
+@pytest.mark.fault("27")
+def test_everything_that_decides_the_weights_names_a_run(base, mixture, tmp_path, monkeypatch):
+    run_recipe = recipe(base)
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text("{}")
     keys = {
-        "as it is": key(made, mixture),
-        "seed": key(made.changed(seed=4), mixture),
-        "rate": key(made.changed(model=tiny_settings(vision=0.5)), mixture),
-        "rank": key(made.changed(model=tiny_settings(rank=4)), mixture),
-        "module": key(made.changed(model=tiny_settings(None)), mixture),
-        "align": key(made.changed(model=replace(made.model, align=ALIGN)), mixture),
-        "base": key(recipe(moved / "base"), mixture),
-        "export": key(made.changed(export="best"), mixture),
+        "as it is": key(run_recipe, mixture),
+        "seed": key(run_recipe.changed(seed=4), mixture),
+        "rate": key(run_recipe.changed(model=tiny_settings(vision=0.5)), mixture),
+        "rank": key(run_recipe.changed(model=tiny_settings(rank=4)), mixture),
+        "module": key(run_recipe.changed(model=tiny_settings(None)), mixture),
+        "align": key(run_recipe.changed(model=replace(run_recipe.model, align=ALIGN)), mixture),
+        "base": key(recipe(tmp_path / "base"), mixture),
+        "export": key(run_recipe.changed(export="best"), mixture),
     }
     for split in ("train", "val"):
         shutil.copytree(mixture, tmp_path / split)
         shutil.copy(mixture / "test" / "00000.parquet", tmp_path / split / split / "00000.parquet")
-        keys[split] = key(made, tmp_path / split)
-    monkeypatch.setattr(code, "digests", lambda module, named: {module.name: "another meaning"})
-    keys["code"] = key(made, mixture)
+        keys[split] = key(run_recipe, tmp_path / split)
+    monkeypatch.setattr(code, "digests", lambda module, names: {module.name: "another meaning"})
+    keys["code"] = key(run_recipe, mixture)
     assert len(set(keys.values())) == len(keys), keys
 
 
 @pytest.mark.fault("02")
 def test_a_second_trainer_of_the_same_run_is_turned_away(tmp_path):
-    held = "run.lock: another training of this run is alive"
-    with _only_trainer(tmp_path / "run"), pytest.raises(BlockingIOError, match=held), _only_trainer(tmp_path / "run"):
+    refused = raises(RunInProgressError, "train.run_in_progress", path=str(tmp_path / "run.lock"))
+    with _only_trainer(tmp_path / "run"), refused, _only_trainer(tmp_path / "run"):
         pass
     with _only_trainer(tmp_path / "run"):
         pass
@@ -80,40 +86,86 @@ LOSSES = {"loss": 0.12346, "val_loss": 0.76543, "val_loss_by_dataset": {"toy": 0
 MODULE = {"module": {"module_update_ratio/2": 0.000123}, "warnings": ["the module changes nothing"]}
 FIGURES: dict[str, Any] = {**COUNTS, "parameters": {"vision": 10, "llm": 20}, **LOSSES, "exported_step": 4, **MODULE}
 SPEED = {"seconds": 2.0, "captions_per_s": 23.0, "waiting_share": 0.12345, "device": "cpu", "devices": 2}
+SPEED |= {"flops": 8e6, "model_parameters": 35}
 
 
-@pytest.mark.parametrize(("workers", "runtime"), [(0, (stage, "run_local")), (2, (on_ray, "run_on_ray"))])
-def test_the_stage_runs_the_loop_and_writes_its_report(workers, runtime, base, mixture, tmp_path, monkeypatch):
-    jobs, followed, out = [], [], tmp_path / "out"
+@dataclass
+class StageRun:
+    """A stage whose loop only returns figures, and what the loop and the follower of its curves were called with."""
 
-    @contextmanager
-    def follow(key: str, curves: Path) -> Iterator[None]:
-        yield
-        assert curves.parent.is_dir(), "its end reads what is there"
-        assert (out / "report.json").is_file()
-        followed.append((key, curves))
+    run_recipe: Recipe
+    out: Path
+    scratch: Path
+    mixture: Path
+    jobs: list[Job] = field(default_factory=list)
+    followed: list[tuple[str, Path]] = field(default_factory=list)
 
-    def loop(job: Any) -> dict[str, Any]:
+    def loop(self, job: Job) -> dict[str, Any]:
         assert job.run_dir.is_dir()
-        assert not followed
-        jobs.append(job)
+        assert not self.followed
+        self.jobs.append(job)
         return FIGURES | SPEED | {"device_hours": 4 / 3600}
 
-    monkeypatch.setattr(*runtime, loop)
-    made = recipe(base, workers=workers, micro_batch=2, scratch=tmp_path / "runs")
-    with pytest.raises(ParamsError, match="compute.caption_val_pairs above 0"):
-        train(made.changed(export="best").cfg, made.model, made.compute, mixture, out)
+    @contextmanager
+    def follow(self, key: str, curves: Path) -> Iterator[None]:
+        yield
+        assert curves.parent.is_dir(), "the follower reads the curves at the end"
+        assert (self.out / "report.json").is_file()
+        self.followed.append((key, curves))
+
+
+@pytest.fixture(params=[0, 2], ids=["in this process", "on Ray"])
+def stage_run(request: Any, base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageRun:
+    run_recipe = recipe(base, workers=request.param, micro_batch=2, scratch=tmp_path / "runs")
+    run = StageRun(run_recipe, tmp_path / "out", tmp_path / "runs", mixture)
+    if request.param:
+        monkeypatch.setattr(on_ray, "run_on_ray", run.loop)
+    else:
+        monkeypatch.setattr(stage, "run_local", run.loop)
+    train(run_recipe.cfg, run_recipe.model, run_recipe.compute, mixture, run.out, run.follow, ["few steps"])
+    return run
+
+
+def test_the_best_checkpoint_is_not_exported_without_captions(base, mixture, tmp_path):
+    run_recipe = recipe(base, export="best", scratch=tmp_path / "runs")
+    with raises(ParamsError, "train.best_without_captions", key="train.export"):
+        train(run_recipe.cfg, run_recipe.model, run_recipe.compute, mixture, tmp_path / "out")
     assert not (tmp_path / "runs").exists()
-    train(made.cfg, made.model, made.compute, mixture, out, follow)
-    assert json.loads((out / "report.json").read_text()) == FIGURES | {"stage": "train", "alignment": {}}
-    speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())
+
+
+def test_the_report_has_the_figures_of_the_loop_and_the_warnings_from_before(stage_run):
+    report = json.loads((stage_run.out / "report.json").read_text())
+    report.pop("settings")
+    warnings = ["few steps", "the module changes nothing"]
+    assert report == FIGURES | {"stage": "train", "alignment": {}, "warnings": warnings}
+
+
+def test_the_report_has_the_settings_that_decided_the_weights(stage_run):
+    settings = json.loads((stage_run.out / "report.json").read_text())["settings"]
+    assert settings["base"] == str(stage_run.run_recipe.cfg.base)
+    assert settings["family"] == stage_run.run_recipe.model.family
+    assert settings["rates"].keys() <= {"vision", "projector", "module", "llm"}
+
+
+def test_the_speed_of_a_training_is_written_for_the_plan(stage_run):
+    speed = json.loads((stage_run.scratch / "train_speed.json").read_text())
     assert speed == SPEED | {"waiting_share": 0.1235, "device_hours": 0.0011}
-    (job,) = jobs
+
+
+def test_the_loop_gets_a_job_with_whole_paths_and_the_folder_of_its_run(stage_run, base):
+    (job,) = stage_run.jobs
     assert job.cfg.base.is_absolute()
-    assert (job.mixture, job.out, job.base_sha256) == (mixture, out, sha256_of_folder(base))
-    assert job.run_dir == tmp_path / "runs" / "train" / run_key(job.cfg, job.model, mixture, job.base_sha256)
-    assert followed == [(job.run_dir.name, job.run_dir / "curves.csv")]
-    assert not job.run_dir.exists(), "nothing is left of a run that ended"
+    assert job.mixture == stage_run.mixture
+    assert job.out == stage_run.out
+    assert job.base_sha256 == sha256_of_folder(base)
+    run_name = run_key(job.cfg, job.model, stage_run.mixture, job.base_sha256)
+    assert job.run_dir == stage_run.scratch / "train" / run_name
+
+
+def test_a_run_that_ended_was_followed_and_leaves_nothing(stage_run):
+    (job,) = stage_run.jobs
+    assert stage_run.followed == [(job.run_dir.name, job.run_dir / "curves.csv")]
+    assert not job.run_dir.exists()
 
 
 @pytest.fixture
@@ -121,29 +173,67 @@ def work(base: Path, tmp_path: Path) -> Callable[..., Job]:
     return lambda **compute: job(recipe(base, workers=2, **compute), tmp_path / "mixture", tmp_path)
 
 
-@pytest.mark.parametrize(("gpu", "backend"), [(False, "gloo"), (True, "nccl")])
-def test_ray_is_asked_for_workers_devices_and_no_restarts(gpu, backend, work, tmp_path, monkeypatch):
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(on_ray, "TorchTrainer", lambda worker, **given: asked.update(given, worker=worker))
+@pytest.fixture
+def trainer_arguments(work: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """The arguments of Ray's trainer for a job with changes of `compute`."""
+
+    def arguments_of(**compute: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        monkeypatch.setattr(on_ray, "TorchTrainer", lambda worker, **options: arguments.update(options, worker=worker))
+        on_ray.make_trainer(work(**compute))
+        return arguments
+
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    made = work(gpu=gpu, cpus_per_worker=3, max_failures=5)
-    on_ray.make_trainer(made)
-    assert (asked["worker"], asked["train_loop_config"]) == (on_ray._worker, {"job": made})
-    scaling, run, group = asked["scaling_config"], asked["run_config"], asked["torch_config"]
-    assert (scaling.num_workers, scaling.use_gpu) == (2, gpu)
+    return arguments_of
+
+
+GPU = pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+
+
+def test_the_workers_of_ray_get_the_job(trainer_arguments, work):
+    arguments = trainer_arguments(cpus_per_worker=3)
+    assert arguments["worker"] == on_ray._worker
+    assert arguments["train_loop_config"] == {"job": work(cpus_per_worker=3)}
+
+
+@GPU
+def test_each_worker_of_ray_has_its_cores_and_its_gpu(gpu, trainer_arguments):
+    scaling = trainer_arguments(gpu=gpu, cpus_per_worker=3)["scaling_config"]
+    assert scaling.num_workers == 2
+    assert scaling.use_gpu == gpu
     assert scaling.resources_per_worker == {"CPU": 3} | ({"GPU": 1} if gpu else {})
-    assert (run.name, run.storage_path) == ("ray", str(tmp_path))
-    assert (run.failure_config.max_failures, run.failure_config.controller_failure_limit) == (0, 2)
-    grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    device = {"DS_ACCELERATOR": "cuda"} | grows if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_ray_restarts_no_worker_and_writes_into_the_folder_of_the_run(trainer_arguments, tmp_path):
+    run = trainer_arguments(max_failures=5)["run_config"]
+    assert run.name == "ray"
+    assert run.storage_path == str(tmp_path)
+    assert run.failure_config.max_failures == 0
+    assert run.failure_config.controller_failure_limit == 2
+
+
+def device_variables(gpu: bool) -> dict[str, str]:
+    if gpu:
+        return {"DS_ACCELERATOR": "cuda", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@GPU
+def test_workers_on_one_machine_keep_to_its_loopback_interface(gpu, trainer_arguments):
+    arguments = trainer_arguments(gpu=gpu)
     interface = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert run.worker_runtime_env == {"env_vars": device | interface}
-    assert (group.backend, group.backend_cls) == (backend, on_ray.OneMachineBackend)
+    assert arguments["run_config"].worker_runtime_env == {"env_vars": device_variables(gpu) | interface}
+    assert arguments["torch_config"].backend == ("nccl" if gpu else "gloo")
+    assert arguments["torch_config"].backend_cls == on_ray.OneMachineBackend
+
+
+@GPU
+def test_workers_of_a_cluster_meet_as_ray_has_them(gpu, trainer_arguments, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    on_ray.make_trainer(made)
-    assert asked["run_config"].worker_runtime_env == {"env_vars": device}, "workers of several machines"
-    assert type(asked["torch_config"]) is ray.train.torch.TorchConfig
-    assert asked["torch_config"].backend == backend
+    arguments = trainer_arguments(gpu=gpu)
+    assert arguments["run_config"].worker_runtime_env == {"env_vars": device_variables(gpu)}
+    assert type(arguments["torch_config"]) is ray.train.torch.TorchConfig
+    assert arguments["torch_config"].backend == ("nccl" if gpu else "gloo")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -151,14 +241,14 @@ def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(ra
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: 2)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
 
-    def training(made: Job, place: Runtime) -> SimpleNamespace:
-        return SimpleNamespace(run=lambda: {"rank": place.rank, "ranks": place.ranks})
+    def training(run_recipe: Job, worker: WorkerContext) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: {"rank": worker.rank, "ranks": worker.ranks})
 
     monkeypatch.setattr(loop, "Training", training)
-    joined: list[Runtime] = []
-    monkeypatch.setattr(on_ray, "join", lambda made, place: joined.append(place))
+    joined: list[WorkerContext] = []
+    monkeypatch.setattr(on_ray, "join_process_group", lambda run_recipe, worker: joined.append(worker))
     on_ray._worker({"job": work()})
-    assert joined == [Runtime(rank, 2)]
+    assert joined == [WorkerContext(rank, 2)]
     written = tmp_path / "figures.json"
     assert written.is_file() == (rank == 0)
     assert rank or json.loads(written.read_text()) == {"rank": 0, "ranks": 2}
@@ -178,7 +268,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_run_on_ray_gives_the_figures_and_leaves_no_ray_behind(work, tmp_path, monkeypatch, ended):
     (tmp_path / "ray").mkdir()
     (tmp_path / "figures.json").write_text('{"steps": 6}')
-    monkeypatch.setattr(on_ray, "make_trainer", lambda made: SimpleNamespace(fit=lambda: None))
+    monkeypatch.setattr(on_ray, "make_trainer", lambda run_recipe: SimpleNamespace(fit=lambda: None))
     assert on_ray.run_on_ray(work()) == {"steps": 6}
     assert not (tmp_path / "ray").exists()
     assert ended == ["start", "shutdown"]
@@ -186,7 +276,7 @@ def test_a_run_on_ray_gives_the_figures_and_leaves_no_ray_behind(work, tmp_path,
     def fit() -> None:
         raise ray.train.WorkerGroupError("worker failed", {1: OSError("no")})
 
-    monkeypatch.setattr(on_ray, "make_trainer", lambda made: SimpleNamespace(fit=fit))
+    monkeypatch.setattr(on_ray, "make_trainer", lambda run_recipe: SimpleNamespace(fit=fit))
     with pytest.raises(ray.train.WorkerGroupError, match="worker failed"):
         on_ray.run_on_ray(work())
     assert ended == 2 * ["start", "shutdown"]
@@ -196,7 +286,7 @@ def test_a_run_on_ray_gives_the_figures_and_leaves_no_ray_behind(work, tmp_path,
 def test_nodes_without_room_end_the_run_after_the_time_of_a_cluster(cluster, seconds, work, monkeypatch, ended):
     def refuse(compute: Any, within: float) -> None:
         ended.append(f"room for {compute.workers} within {within} s")
-        raise NoRoomError("no room")
+        raise NoRoomError("cluster.no_room", value=0, expected=2, need=["1 CPU"], nodes=[])
 
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     monkeypatch.setattr(on_ray, "wait_for_room", refuse)
@@ -228,8 +318,9 @@ def test_the_only_worker_leaves_the_linear_as_it_was(monkeypatch):
     monkeypatch.setenv("RANK", "3")
 
     def run() -> None:
-        with only_worker(False):
-            assert (os.environ["RANK"], torch.distributed.get_world_size()) == ("0", 1)
+        with single_worker_group(False):
+            assert os.environ["RANK"] == "0"
+            assert torch.distributed.get_world_size() == 1
             assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
             torch.nn.functional.linear = lambda *_: None  # type: ignore[assignment]
             raise KeyboardInterrupt
@@ -240,8 +331,9 @@ def test_the_only_worker_leaves_the_linear_as_it_was(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def test_a_profile_in_bf16_adds_gradients_up_in_fp32():
-    for profile in ("paper", "paper-letter", "one-gpu", "small", "levir-cc", "blip2idc"):
-        params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
-        config = deepspeed_config(params.train, params.compute)
-        assert (config["bf16"], config["data_types"]) == ({"enabled": True}, {"grad_accum_dtype": "fp32"}), profile
+@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small", "levir-cc", "blip2idc"])
+def test_a_profile_in_bf16_adds_gradients_up_in_fp32(profile):
+    params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
+    config = deepspeed_config(params.train, params.compute)
+    assert config["bf16"] == {"enabled": True}
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}

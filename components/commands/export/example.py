@@ -1,0 +1,64 @@
+"""Select the example pair for an exported folder."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from m3diff.commands.export.datasets import MixtureDataset
+from m3diff.records.errors import DataError, command_to_read_again, data_error_if_unreadable
+from m3diff.records.files import sha256
+from m3diff.records.schemas import NO_CHANGE
+from m3diff.settings.tree import Paths
+
+
+@dataclass(frozen=True)
+class ExamplePair:
+    """A test pair with the caption that the model predicted for it."""
+
+    id: str
+    before: Path
+    after: Path
+    references: Sequence[str]
+    caption: str
+
+
+def find_example(paths: Paths, datasets: Sequence[MixtureDataset]) -> ExamplePair | None:
+    """Return a captioned test pair with a change whose images may be redistributed, or None if there is no such pair.
+
+    The datasets are tried in order, and the first suitable pair is used. The quality of the caption does not matter.
+
+    Raises:
+        DataError: an image of the pair is missing or has changed since it was captioned.
+    """
+    predictions_file = paths.predictions / "predictions.json"
+    records_file = paths.clean / "records.parquet"
+    if not predictions_file.is_file() or not records_file.is_file():
+        return None
+    with data_error_if_unreadable(predictions_file):
+        predictions = json.loads(predictions_file.read_text(encoding="utf-8"))
+        captions = {prediction["image_id"]: prediction["caption"] for prediction in predictions}
+    with data_error_if_unreadable(records_file):
+        records = pl.read_parquet(records_file).filter(pl.col("split") == "test", pl.col("id").is_in([*captions]))
+    free_datasets = [dataset.name for dataset in datasets if dataset.spec.licence.redistribute.answer == "yes"]
+    candidates = [
+        record
+        for record in records.to_dicts()
+        if record["dataset"] in free_datasets and record["change_types"] != [NO_CHANGE]
+    ]
+    if not candidates:
+        return None
+    record = min(candidates, key=lambda candidate: free_datasets.index(candidate["dataset"]))
+    for side in ("before", "after"):
+        path = Path(record[side])
+        if not path.is_file() or sha256(path) != record[f"{side}_sha256"].hex():
+            raise DataError("export.example_changed", path=path, command=command_to_read_again(path))
+    return ExamplePair(
+        id=record["id"],
+        before=Path(record["before"]),
+        after=Path(record["after"]),
+        references=record["references"],
+        caption=captions[record["id"]],
+    )

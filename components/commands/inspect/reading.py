@@ -1,0 +1,314 @@
+"""Read a dataset's folder with its reader, and report its content, its problems and their remedies."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+from m3diff.commands.inspect.layout import TABLE_READERS
+from m3diff.commands.inspect.lines import list_problems
+from m3diff.commands.inspect.missing_images import remedies_for_missing_images
+from m3diff.datasets import DATASETS
+from m3diff.datasets.doubts import Doubt, as_yaml, find_doubts
+from m3diff.datasets.drawn_split import SplitShares, describe_shares, propose_shares
+from m3diff.datasets.files import Embedded, read_json
+from m3diff.datasets.odd_captions import OddCaptions
+from m3diff.datasets.spec import Published, Row, SplitCount, read_with_notes
+from m3diff.records.errors import DataError, Fault
+from m3diff.records.schemas import NO_CHANGE, SPLITS
+from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.ingest.stage import odd_captions_of, to_records
+
+# Problems of single rows. If there are no other problems, validate can check the remaining rows
+PROBLEMS_OF_ROWS = {"rows that cannot be read", "missing images", "images without a byte", "pairs of one image"}
+
+OFFERED_SHARES = SplitShares(test=0.15, val=0.1)  # proposed for tables without test pairs
+TOO_FEW_TO_DRAW = "too few pairs are without a common scene or image to draw them from: add test pairs"
+
+EMBEDDED_MARK = "#bytes="  # separates a table's path from the name of an image embedded in it
+
+# Remedies for faults of rows whose messages do not contain a remedy, by error code
+REMEDY_OF_FAULT = {
+    "datasets.repeated_id": Fault("check.ids_of_several_pairs", options="{columns: {id: null}}"),
+    "datasets.missing_value": Fault("check.columns_differ_by_file", options="{columns: {captions: [one, other]}}"),
+    "datasets.not_two_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
+    "datasets.not_one_answer": Fault("check.rows_without_pair", options="{pairs_only: true}"),
+}
+
+
+@dataclass(frozen=True)
+class FolderReading:
+    """The result of reading a dataset's folder.
+
+    lines: lines to print.
+    is_sound: whether the folder contains pairs and no problem was found.
+    can_be_judged: whether ingest accepts the rows, so that validate can check them. Some rows may be invalid.
+    doubts: questions about captions that the entry does not answer.
+    """
+
+    lines: list[str]
+    is_sound: bool = False
+    can_be_judged: bool = False
+    doubts: list[Doubt] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """The content of a dataset's folder.
+
+    rows, records: the rows and the records made from them, in the same order. Rows without a caption have no record.
+    images: the distinct image paths, including embedded images.
+    missing_images, empty_images: paths of files that do not exist, and of files without content.
+    """
+
+    rows: list[Row]
+    records: list[dict[str, Any]]
+    option_notes: list[str]
+    odd_captions: list[OddCaptions]
+    doubts: list[Doubt]
+    images: list[str]
+    missing_images: list[str]
+    empty_images: list[str]
+
+    @property
+    def faults(self) -> list[str]:
+        """The faults of rows that cannot be read, each with the location of its row."""
+        return [f"{record['source']}: {record['fault']}" for record in self.records if record["fault"]]
+
+    @property
+    def records_of_unknown_splits(self) -> list[dict[str, Any]]:
+        """The records with a split that is not in SPLITS. Records without a split are not included."""
+        return [record for record in self.records if record["split"] and record["split"] not in SPLITS]
+
+    @property
+    def are_most_records_wrong(self) -> bool:
+        """Whether at least half of the records have a fault or an unusable image."""
+        unusable = {*self.missing_images, *self.empty_images}
+        wrong = [
+            record
+            for record in self.records
+            if record["fault"] or record["before"] in unusable or record["after"] in unusable
+        ]
+        return 2 * len(wrong) >= len(self.records)
+
+
+def read_folder(name: str, entry: DatasetEntry) -> FolderReading:
+    """Read a dataset's folder, and describe its content and problems. All annotation files must exist."""
+    try:
+        content = _read_content(name, entry)
+    except DataError as error:
+        return FolderReading([f"  CANNOT BE READ {error}"])
+    problems = _problems(entry, content)
+    lines = _overview_lines(name, entry, content)
+    for kind, examples in problems.items():
+        lines += list_problems(kind, examples)
+    lines += _caption_lines(content)
+    lines += _remedy_lines(entry, content)
+    if not content.records:
+        lines.append("  NO PAIR at all; fetch the dataset again")
+
+    has_problem_of_folder = any(examples and kind not in PROBLEMS_OF_ROWS for kind, examples in problems.items())
+    return FolderReading(
+        lines,
+        is_sound=bool(content.records) and not any(problems.values()),
+        # If most rows are invalid, a single option usually fixes all of them, so validate would not find out more
+        can_be_judged=not content.are_most_records_wrong and not has_problem_of_folder,
+        doubts=content.doubts,
+    )
+
+
+def _read_content(name: str, entry: DatasetEntry) -> FolderContent:
+    """Read the rows and records, and look for their images.
+
+    Raises:
+        DataError: a file cannot be read, or an option does not fit the dataset.
+    """
+    rows, option_notes = read_with_notes(DATASETS[entry.reader], entry.root, entry.options)
+    # Count the splits that the dataset names, regardless of which splits the entry uses for training
+    entry_of_own_splits = entry.model_copy(update={"train_on": ("train",)})
+    records, _ = to_records(name, entry_of_own_splits, map(_with_paths, rows))
+    images: dict[str, None] = {}
+    for record in records:
+        images |= dict.fromkeys(path for path in (record["before"], record["after"]) if path)
+    files = [path for path in images if EMBEDDED_MARK not in path]
+    odd_captions = odd_captions_of(entry, rows)
+    doubts = find_doubts(rows, entry.options, is_own=entry.reader == "pairs", odd_captions=odd_captions)
+    return FolderContent(
+        rows=rows,
+        records=records,
+        option_notes=option_notes,
+        odd_captions=odd_captions,
+        doubts=list(doubts),
+        images=list(images),
+        missing_images=[path for path in files if not os.path.isfile(path)],
+        empty_images=[path for path in files if os.path.isfile(path) and os.path.getsize(path) == 0],
+    )
+
+
+def _with_paths(row: Row) -> Row:
+    """Replace each embedded image in a row by a path that consists of the table's path and the image's name."""
+    return row._replace(before=_path_of(row.before), after=_path_of(row.after))
+
+
+def _path_of(image: Any) -> Any:
+    return Path(f"{image.manifest}{EMBEDDED_MARK}{image.name}") if isinstance(image, Embedded) else image
+
+
+def _problems(entry: DatasetEntry, content: FolderContent) -> dict[str, list[str]]:
+    """Return one line per problem, grouped by kind of problem."""
+    rows_of_one_image = [
+        row for row in content.rows if row.before and row.before == row.after and row.change_types != [NO_CHANGE]
+    ]
+    return {
+        "rows that cannot be read": content.faults,
+        "splits that are none of train, val, test": [
+            f"{record['source']}: split {record['split']!r}" for record in content.records_of_unknown_splits
+        ],
+        "missing images": content.missing_images,
+        "images without a byte": content.empty_images,
+        "pairs of one image": [
+            f"{row.source}: both images are {_path_of(row.before)}; name both" for row in rows_of_one_image
+        ],
+        "captions to look at": [str(doubt.question) for doubt in content.doubts if not doubt.answers],
+        "pairs that changeflag calls unchanged, in other sentences than LEVIR-CC's": list(
+            _pairs_unchanged_by_flag(entry, content.rows)
+        ),
+    }
+
+
+def _overview_lines(name: str, entry: DatasetEntry, content: FolderContent) -> list[str]:
+    """Return lines about the numbers of pairs, references and images, and about the effect of the options."""
+    spec = DATASETS[entry.reader]
+    nearest_part = min(
+        spec.published, key=lambda part: abs(sum(part.pairs().values()) - len(content.records)), default=None
+    )
+    lines = _count_lines(spec.part(name) or nearest_part, content.records)
+    lines += _lines_without_test_pairs(entry, content.rows)
+    lines.append(
+        f"  images {len(content.images):,}, of them {len(content.missing_images):,} missing and "
+        f"{len(content.empty_images):,} empty"
+    )
+    lines += [f"  {note}" for note in content.option_notes]
+    questions = "\n".join(str(doubt.question) for doubt in content.doubts)
+    for captions in content.odd_captions:
+        if str(captions) not in questions:
+            lines.append(f"  {captions}; {captions.remedy}")
+    if entry.options.get("pairs_only"):
+        all_rows = list(spec.read(entry.root, **{**entry.options, "pairs_only": False}))
+        lines.append(f"  passed over by pairs_only: {len(all_rows) - len(content.rows):,} rows")
+    return lines
+
+
+def _count_lines(published: Published | None, records: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table with the numbers of pairs and references per split, next to the published numbers."""
+    heading = f"  {'split':6}{'pairs':>9}{'references':>12}"
+    if published:
+        heading += f"   published: {'pairs':>8}{'references':>12} ({published.title})"
+    lines = [heading]
+    differs_anywhere = False
+    for split in SPLITS:
+        records_of_split = [record for record in records if record["split"] == split]
+        references = sum(len(record["references"]) for record in records_of_split)
+        line = f"  {split:6}{len(records_of_split):9,}{references:12,}"
+        if published:
+            expected: SplitCount = getattr(published, split)
+            differs = expected.pairs != len(records_of_split) or expected.references not in (None, references)
+            differs_anywhere = differs_anywhere or differs
+            expected_references = "?" if expected.references is None else f"{expected.references:,}"
+            line += f"{expected.pairs:22,}{expected_references:>12}{'  differs' if differs else ''}"
+        lines.append(line)
+    if published and differs_anywhere:
+        lines.append(f"  not the release of {published.title}: a part, another version, or other data in its layout")
+    return lines
+
+
+def _lines_without_test_pairs(entry: DatasetEntry, rows: list[Row]) -> list[str]:
+    """If there are no test pairs, return a line with the consequence and, for tables, a remedy. Otherwise return []."""
+    if not rows or any(row.split == "test" for row in rows):
+        return []
+    options = entry.options
+    line = "  no test pairs: no model can be scored by this dataset or promoted"
+    if entry.reader not in TABLE_READERS:
+        return [line]
+    if not isinstance(options.get("manifest", ""), str):
+        return [f"{line}; add a file of them to the option `manifest`: {{test: FILE}}"]
+    has_column = not isinstance(options.get("split"), str)
+    if has_column:
+        line += "; call some pairs test in the column of the split"
+    proposal = propose_shares(rows, OFFERED_SHARES)
+    if proposal is None:
+        return [line if has_column else f"{line}; {TOO_FEW_TO_DRAW}"]
+    split_option = f"split: {{{describe_shares(proposal.shares)}}}"
+    if not has_column:
+        return [
+            f"{line}; `{split_option}` in its options, in place of `split: {options['split']}`, draws {proposal.counts}"
+        ]
+
+    replaced_options = []
+    # Without a name in `columns`, the reader uses the column `split`, unless the entry sets it to null
+    column = (options.get("columns") or {}).get("split")
+    if column:
+        replaced_options.append(f"`columns: {{split: {column}}}`")
+    if options.get("splits"):
+        replaced_options.append(f"`splits: {as_yaml(options['splits'])}`")
+    replacement = f", in place of {' and '.join(replaced_options)}," if replaced_options else ""
+    without_column = "" if column else " with `columns: {split: null}`"
+    return [f"{line}; or `{split_option}`{without_column} in its options{replacement} draws {proposal.counts}"]
+
+
+def _pairs_unchanged_by_flag(entry: DatasetEntry, rows: list[Row]) -> Iterator[str]:
+    """Check data in LEVIR-CC's layout: unchanged pairs should have LEVIR-CC's sentences for no change.
+
+    If most of them are only marked by `changeflag`, yield a problem, because the data are not LEVIR-CC itself.
+    """
+    if entry.reader != "levir_cc":
+        return
+    images = read_json(entry.root / "LevirCCcaptions.json", dict)["images"]
+    unchanged_images = [
+        image for image in images if isinstance(image, dict) and str(image.get("changeflag")) in ("0", "False")
+    ]
+    unchanged_rows = sum(row.change_types == [NO_CHANGE] for row in rows)
+    if len(unchanged_images) > 2 * unchanged_rows:
+        yield (
+            f"{unchanged_images[0].get('filename')}: {len(unchanged_images):,} such pairs, {unchanged_rows:,} are read "
+            "so; read them by --reader pairs, with no_change: {changeflag: [0, false]} in the options"
+        )
+
+
+def _caption_lines(content: FolderContent) -> list[str]:
+    """Return lines about questions with a sure answer, pairs without a caption, and empty captions."""
+    lines = [f"  {doubt.question}; the entry takes the first" for doubt in content.doubts if doubt.is_sure]
+    lines += list_problems(
+        "pairs without a caption, which are passed over", [row.source for row in content.rows if row.without_caption]
+    )
+    empty_captions = sum(
+        not str(text).strip() for text in chain.from_iterable(record["references"] for record in content.records)
+    )
+    if empty_captions:
+        lines.append(f"  empty captions: {empty_captions:,}, which train nothing")
+    return lines
+
+
+def _remedy_lines(entry: DatasetEntry, content: FolderContent) -> list[str]:
+    """Return lines with the remedies for the problems of the folder, or no lines if no remedy is known."""
+    codes = {row.fault.code for row in content.rows if row.fault}
+    remedies = [remedy for code, remedy in REMEDY_OF_FAULT.items() if code in codes]
+    if content.faults or content.missing_images:
+        remedies += remedies_for_missing_images(entry, content.rows, {*content.missing_images})
+    if content.records_of_unknown_splits:
+        remedies.append(_remedy_for_unknown_splits(content.rows))
+    if not remedies:
+        return []
+    lines = ["  what mends it:"]
+    lines += [f"    {remedy}" for remedy in dict.fromkeys(remedies)]
+    return lines
+
+
+def _remedy_for_unknown_splits(rows: Sequence[Row]) -> Fault:
+    """Return the remedy for unknown split names, with an example of the option `splits`."""
+    names = {str(row.split) for row in rows} - {"None"}
+    unused_splits = [split for split in SPLITS if split not in names]
+    example = dict(zip(sorted(names - {*SPLITS}), chain(unused_splits, repeat("train")), strict=False))
+    return Fault("check.unknown_splits", names=sorted(names - {*SPLITS}), options=as_yaml({"splits": example}))

@@ -1,0 +1,312 @@
+"""Calculate the figures of a training run before it starts: parameters, tokens, steps, FLOPs and memory."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from m3diff.commands.plan.find_workload import find_workload
+from m3diff.commands.plan.memory import count_activations
+from m3diff.commands.plan.mixture import count_test_pairs
+from m3diff.commands.plan.workload import Workload
+from m3diff.models import FAMILIES
+from m3diff.models.family import Family, Settings
+from m3diff.models.flops import ADAPTERS, Term
+from m3diff.models.tuning import meta_model
+from m3diff.settings.compute import Compute
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import Params
+from m3diff.stages.convert.params import Convert
+from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.train.job import alignment_sections
+from m3diff.stages.train.params import Train
+
+GIGA = 1e9
+TERA = 1e12
+
+# Bytes per trained parameter: the fp32 master weight with AdamW's two moments, and the fp32 gradient
+OPTIMIZER_BYTES = 12
+GRADIENT_BYTES = 4
+
+FROZEN = " (frozen)"  # suffix of the name of a group of frozen parameters
+
+
+@dataclass(frozen=True)
+class Run:
+    """The sections of the parameters that determine the cost of a run.
+
+    Attributes:
+        settings: entry of the section `models` that `train.model` names.
+        entries: datasets of the run. Their samples are counted if there is no mixture.
+        mixture: folder of the mixture, with the subfolders `train` and `test`.
+    """
+
+    train: Train
+    settings: Settings
+    compute: Compute
+    entries: Mapping[str, DatasetEntry]
+    convert: Convert
+    mixture: Path
+
+    @classmethod
+    def of(cls, params: Params) -> "Run":
+        """Return the relevant sections of the parameters, with the model that `train.model` names."""
+        return cls(
+            train=params.train,
+            settings=params.models[params.train.model],
+            compute=params.compute,
+            entries=params.ingest.datasets,
+            convert=params.convert,
+            mixture=params.paths.mixture,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The figures of one phase of a run: the fine-tuning, or the alignment that precedes it for some models.
+
+    Attributes:
+        run: parameters of the phase. The two phases differ in their epochs, batch size and learning rates.
+        base_origin: text that says where the shapes of the model come from.
+        parameters: number of parameters by group. A part's frozen parameters are a separate group whose name ends with
+            FROZEN.
+        terms: FLOPs of one sequence, without recomputation.
+        references_per_sequence: mean number of references per sequence.
+        tokens_per_sequence: mean number of tokens per sequence.
+        supervised_tokens: mean number of tokens per sequence that count in the loss.
+        max_references: number of references in the longest sequence, for which the memory is computed. None if only
+            sums are known. The memory is then computed for a mean sequence.
+        sequences: number of sequences per epoch.
+        model_flops: FLOPs of the run without recomputation. Frozen weights cost two thirds, because they need no
+            gradient.
+        run_flops: FLOPs of the run including recomputation.
+        memory_gb: memory on one GPU by purpose, in GB.
+        activations_gb: activations of a micro-batch by part of the model, in GB.
+        test_pairs: number of pairs to caption; None if unknown.
+        caption_flops: FLOPs for reading a pair's images and prompt after the LoRA adapters are merged into the weights.
+            This excludes decoding, which is limited by memory bandwidth, and the saliency map, which adds under 1 %.
+        epochs_parameter: parameter that sets the number of epochs.
+    """
+
+    run: Run
+    base_origin: str
+    workload: Workload
+    parameters: Mapping[str, int]
+    terms: Sequence[Term]
+    references_per_sequence: float
+    tokens_per_sequence: float
+    supervised_tokens: float
+    max_references: int | None
+    sequences: int
+    model_flops: float
+    run_flops: float
+    memory_gb: Mapping[str, float]
+    activations_gb: Mapping[str, float]
+    test_pairs: int | None
+    caption_flops: float
+    epochs_parameter: str = "train.epochs"
+
+    @property
+    def train(self) -> Train:
+        """The section `train` of the run, which differs between alignment and fine-tuning."""
+        return self.run.train
+
+    @property
+    def devices(self) -> int:
+        """Number of devices used for training: GPUs, or processes on a CPU."""
+        return max(1, self.run.compute.workers)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of optimizer steps per epoch. The last one may have fewer sequences than the others."""
+        return count_steps_per_epoch(self.train, self.sequences)
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps of the run."""
+        return count_steps(self.train, self.sequences)
+
+    @property
+    def memory_total_gb(self) -> float:
+        """Memory that the run needs on one GPU, in GB."""
+        return sum(self.memory_gb.values())
+
+    def gpu_hours(self, peak_tflops: float, hfu: float) -> float:
+        """Return the hours that the run takes on one GPU.
+
+        Args:
+            peak_tflops: peak of the GPU, in TFLOP/s.
+            hfu: share of the peak that the run reaches, including recomputation (hardware FLOPs utilisation).
+        """
+        return self.run_flops / (peak_tflops * TERA * hfu) / 3600
+
+    def mfu(self, hfu: float) -> float:
+        """Convert a hardware FLOPs utilisation into the model FLOPs utilisation, which excludes recomputation."""
+        return hfu * self.model_flops / self.run_flops
+
+
+def make_plan(run: Run, excluded_datasets: Sequence[str] = ()) -> Plan:
+    """Calculate the plan of the fine-tuning. `plan_alignment` calculates the plan of the alignment.
+
+    Args:
+        excluded_datasets: datasets that are not counted. If the model has an alignment, the alignment's datasets are
+            excluded instead.
+
+    Raises:
+        ParamsError: there is no mixture, and the datasets cannot be counted either.
+    """
+    family = FAMILIES[run.settings.family]
+    config = family.planned_config(run.train.base, run.settings)
+    workload = _workload_of(run, family, config, excluded_datasets)
+    sequences = workload.sequences(run.train.max_captions_per_sequence)
+
+    references_per_sequence = workload.references / sequences
+    prompt_tokens = config.image_tokens + workload.prompt_tokens
+    supervised_tokens = references_per_sequence * workload.reference_tokens
+    tokens_per_sequence = prompt_tokens + supervised_tokens
+    model = meta_model(config, family, run.settings, run.train.precision)
+    terms = family.flops(model, tokens_per_sequence, supervised_tokens)
+    caption_flops = _caption_flops(family, model, prompt_tokens)
+
+    # Must come after all FLOPs: counting activations fuses kernels into the model, and `family.flops` does not see the
+    # matrix products inside them
+    max_references = workload.max_references(run.train.max_captions_per_sequence)
+    reference_tokens = math.ceil((max_references or references_per_sequence) * workload.reference_tokens)
+    activations_gb = _activations_gb(run, model, math.ceil(prompt_tokens), reference_tokens)
+    parameters = count_parameters(model, family)
+    memory_gb = static_memory_gb(run.train, run.compute, parameters)
+    memory_gb["activations"] = sum(activations_gb.values())
+
+    flops_per_sequence = sum(term.total for term in terms)
+    recomputed_per_sequence = recomputed_flops(terms, run.compute.activation_checkpointing)
+    sequences_in_run = run.train.epochs * sequences
+    return Plan(
+        run=run,
+        base_origin=_origin_of_shapes(run.train.base, config),
+        workload=workload,
+        parameters=parameters,
+        terms=terms,
+        references_per_sequence=references_per_sequence,
+        tokens_per_sequence=tokens_per_sequence,
+        supervised_tokens=supervised_tokens,
+        max_references=max_references,
+        sequences=sequences,
+        model_flops=sequences_in_run * flops_per_sequence,
+        run_flops=sequences_in_run * (flops_per_sequence + recomputed_per_sequence),
+        memory_gb=memory_gb,
+        activations_gb=activations_gb,
+        test_pairs=count_test_pairs(run.mixture, run.entries),
+        caption_flops=caption_flops,
+    )
+
+
+def plan_alignment(run: Run) -> Plan | None:
+    """Return the plan of the alignment, a phase before the fine-tuning that trains on other datasets.
+
+    Returns None if the model has no alignment. If the alignment's datasets cannot be counted, prints the reason and
+    returns None.
+    """
+    align = run.settings.align
+    if align is None:
+        return None
+    phase_train, phase_settings = alignment_sections(run.train, run.settings)
+    phase_run = replace(run, train=phase_train, settings=phase_settings)
+    excluded_datasets = [name for name in run.entries if name not in align.datasets]
+    try:
+        plan = make_plan(phase_run, excluded_datasets)
+    except ParamsError as error:
+        print(f"the alignment is not counted: {error}")
+        return None
+    return replace(plan, epochs_parameter=f"models.{run.train.model}.align.epochs")
+
+
+def count_steps_per_epoch(train: Train, sequences: int) -> int:
+    """Return the number of optimizer steps in an epoch of `sequences` sequences."""
+    return math.ceil(sequences / train.global_batch)
+
+
+def count_steps(train: Train, sequences: int) -> int:
+    """Return the number of optimizer steps of a run, counted in the same way as in the training loop.
+
+    The last batch of an epoch may be smaller than the others.
+
+    Args:
+        sequences: number of sequences per epoch.
+    """
+    return math.ceil(train.epochs * count_steps_per_epoch(train, sequences))
+
+
+def _workload_of(run: Run, family: Family, config: Any, excluded_datasets: Sequence[str]) -> Workload:
+    processor = family.load_processor(run.train.base, config) if has_base(run.train.base) else None
+    if run.settings.align:
+        excluded_datasets = run.settings.align.datasets
+    workload = find_workload(run.mixture, run.entries, run.convert, processor, config.image_tokens, excluded_datasets)
+    if processor is None and family.prompt_tokens is not None:
+        return replace(workload, prompt_tokens=family.prompt_tokens)
+    return workload
+
+
+def has_base(base: Path) -> bool:
+    """Return whether the base folder has a config.json, so that shapes and tokenizer can be read from it."""
+    return (base / "config.json").is_file()
+
+
+def _origin_of_shapes(base: Path, config: Any) -> str:
+    if has_base(base):
+        return str(base)
+    name = config.name_or_path
+    fetch = f" (`hf download {name} --local-dir {base}`)" if "/" in name else ""
+    return f"published shapes of {name}, {base} is not here{fetch}"
+
+
+def _activations_gb(run: Run, model: Any, prompt_tokens: int, reference_tokens: int) -> dict[str, float]:
+    """Return the memory in GB that a micro-batch holds for its backward pass, by part of the model."""
+    family = FAMILIES[run.settings.family]
+    checkpointing = run.compute.activation_checkpointing
+    sequence_bytes = count_activations(model, family, checkpointing, prompt_tokens + reference_tokens, reference_tokens)
+    return {name: run.compute.micro_batch * size / GIGA for name, size in sequence_bytes.items()}
+
+
+def _caption_flops(family: Family, model: Any, prompt_tokens: float) -> float:
+    terms = family.flops(model, prompt_tokens, 1)
+    return sum(term.forward for term in terms if term.name != ADAPTERS)
+
+
+def count_parameters(model: Any, family: Family) -> dict[str, int]:
+    """Return the number of parameters by part.
+
+    A part's frozen parameters are counted separately, under a name that ends with FROZEN.
+    """
+    groups: dict[str, int] = {}
+    for part in family.parts:
+        groups[part] = 0
+        groups[f"{part}{FROZEN}"] = 0
+    for name, parameter in model.named_parameters():
+        part = family.part_of(name)
+        groups[part if parameter.requires_grad else f"{part}{FROZEN}"] += parameter.numel()
+    return {group: count for group, count in groups.items() if count}
+
+
+def recomputed_flops(terms: Sequence[Term], activation_checkpointing: str) -> float:
+    """Return the FLOPs of one sequence's forward pass that are repeated in the backward pass.
+
+    `selective` recomputes only norms and elementwise products, which are not counted as FLOPs.
+    """
+    return sum(term.recomputed for term in terms) if activation_checkpointing == "full" else 0.0
+
+
+def static_memory_gb(train: Train, compute: Compute, parameters: Mapping[str, int]) -> dict[str, float]:
+    """Return the memory in GB that weights, gradients and optimizer take on one GPU.
+
+    ZeRO stage 1 partitions the master weights and moments, stage 2 also the gradients, and stage 3 also the weights.
+    """
+    ranks = max(1, compute.workers)
+    total = sum(parameters.values())
+    trained = sum(count for group, count in parameters.items() if not group.endswith(FROZEN))
+    weight_bytes = 2 if train.precision == "bf16" else 4
+    return {
+        "weights": weight_bytes * total / (ranks if compute.zero_stage >= 3 else 1) / GIGA,
+        "gradients": GRADIENT_BYTES * trained / (ranks if compute.zero_stage >= 2 else 1) / GIGA,
+        "optimizer": OPTIMIZER_BYTES * trained / (ranks if compute.zero_stage >= 1 else 1) / GIGA,
+    }

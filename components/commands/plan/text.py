@@ -1,0 +1,238 @@
+"""Describe a plan as text. Time, cost, warnings and memory come first, then the details."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from m3diff.commands.plan.figures import FROZEN, GIGA, Plan, recomputed_flops
+from m3diff.commands.plan.fit import RESERVE, GpuMemory, smallest_gpu_gb
+from m3diff.commands.plan.speed import Duration, UnknownDuration, estimate_duration
+from m3diff.commands.plan.warnings import warnings_of_plan
+from m3diff.commands.plan.workload import DatasetShare
+from m3diff.models import FAMILIES
+from m3diff.models.flops import ADAPTERS
+from m3diff.records.errors import Fault
+from m3diff.settings.compute import Compute, Gpu
+from m3diff.stages.convert.stage import PAPER_DATASETS, PAPER_SAMPLES
+from m3diff.stages.predict.stage import CONTROL_PAIRS
+
+UNIT_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+PAPER_PAIRS = 145_000  # pairs in the mixture of the M3Diff paper
+
+CENT = 0.01
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit of measure and its size."""
+
+    name: str
+    size: float
+
+
+def fitting_unit(value: float, name: str, largest_prefix: str = "E") -> Unit:
+    """Return the largest unit, up to `largest_prefix`, in which the value is at least 1: GFLOP for 3e9 FLOP."""
+    power = 0
+    while value >= 1000 ** (power + 1) and UNIT_PREFIXES[power] != largest_prefix:
+        power += 1
+    return Unit(name=f"{UNIT_PREFIXES[power]}{name}", size=1000.0**power)
+
+
+def format_amount(value: float, name: str, decimals: int = 2) -> str:
+    """Return a value in the unit that fits, such as `3.00 GFLOP`."""
+    unit = fitting_unit(value, name)
+    return f"{value / unit.size:,.{decimals}f} {unit.name}"
+
+
+def format_estimate(value: float) -> str:
+    """Return a number with two significant digits, because an estimate is not more precise than that."""
+    if value <= 0:
+        return "0"
+    digits = 1 - math.floor(math.log10(value))
+    return f"{round(value, digits):,.{max(0, digits)}f}"
+
+
+def format_duration(hours: float, device: str = "") -> str:
+    """Return a duration with two significant digits in the unit that fits, such as `4.7 GPU-hours` or `40 seconds`.
+
+    Args:
+        device: type of device whose time is meant, such as GPU; empty for elapsed time.
+    """
+    prefix = f"{device}-" if device else ""
+    if hours >= 1:
+        return f"{format_estimate(hours)} {prefix}hours"
+    if hours >= 1 / 60:
+        return f"{format_estimate(60 * hours)} {prefix}minutes"
+    return f"{format_estimate(3600 * hours)} {prefix}seconds"
+
+
+def print_plan(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> None:
+    """Print the plan: time, cost, warnings and memory, then the details.
+
+    Args:
+        gpu: kind of GPU to plan for; None uses what is known about this machine.
+        hfu: assumed share of the GPU's peak (hardware FLOPs utilisation).
+    """
+    if gpu is not None and not compute.gpu:  # the user asks how long the run would take on this kind of GPU
+        gpu_compute = compute.model_copy(update={"gpu": True})
+        plan = replace(plan, run=replace(plan.run, compute=gpu_compute))
+    duration = estimate_duration(plan, gpu, hfu)
+    machine_gb = smallest_gpu_gb() if compute.gpu and gpu is None else None
+    gpu_memory = None
+    if gpu is not None:
+        gpu_memory = GpuMemory(name=gpu.name, memory_gb=gpu.memory_gb)
+    elif machine_gb is not None:
+        gpu_memory = GpuMemory(name="this machine's GPU", memory_gb=machine_gb)
+    print("\n".join(plan_lines(plan, duration, gpu_memory, list(warnings_of_plan(plan)))))
+
+
+def plan_lines(
+    plan: Plan, duration: Duration | UnknownDuration, gpu_memory: GpuMemory | None, warnings: Sequence[Fault]
+) -> Iterator[str]:
+    """Yield the plan as lines of text.
+
+    Args:
+        gpu_memory: memory of the GPU that the run must fit into; None if it is unknown or the run does not use a GPU.
+    """
+    yield from _time_lines(plan, duration)
+    yield from (f"  warning: {warning}" for warning in warnings)
+    yield from _memory_summary(plan, gpu_memory)
+    yield _steps_line(plan)
+    yield from _workload_lines(plan)
+    yield from _memory_lines(plan)
+    yield from _flops_lines(plan)
+    yield from _parameter_lines(plan)
+
+
+def _device(plan: Plan) -> str:
+    return "GPU" if plan.run.compute.gpu else "process"
+
+
+def _devices(plan: Plan) -> str:
+    if plan.devices == 1:
+        return f"1 {_device(plan)}"
+    return f"{plan.devices} GPUs" if plan.run.compute.gpu else f"{plan.devices} processes"
+
+
+def _time_lines(plan: Plan, duration: Duration | UnknownDuration) -> Iterator[str]:
+    if isinstance(duration, UnknownDuration):
+        yield f"  time: unknown; {duration.remedy}"
+        return
+    device = _device(plan)
+    hours = duration.device_hours
+    captions_per_second = plan.workload.references * plan.train.epochs / hours / 3600
+    total = f", {format_duration(hours, device)} in all" if device == "GPU" and plan.devices > 1 else ""
+    yield (
+        f"  time: about {format_duration(hours / plan.devices)} on {_devices(plan)}{total}; "
+        f"{format_estimate(captions_per_second)} captions a second on each {device}"
+    )
+    yield f"    {duration.basis}"
+    if plan.test_pairs:
+        controls = 2 * min(plan.test_pairs, CONTROL_PAIRS)
+        caption_hours = duration.caption_hours(plan, plan.test_pairs + controls)
+        yield (
+            f"    captioning {plan.test_pairs:,} test pairs and {controls:,} of the controls: about "
+            f"{format_duration(caption_hours)} on one {device} to read images and prompts; writing the captions "
+            "comes on top, and is most of the time"
+        )
+    compute = plan.run.compute
+    if compute.gpu and compute.gpu_hour_price is not None:
+        cost = hours * compute.gpu_hour_price
+        cost_in_words = f"about {format_estimate(cost)}" if cost >= CENT else f"under {CENT:g}"
+        currency = compute.gpu_hour_currency
+        price = f"{compute.gpu_hour_price:g} {currency}"
+        yield f"  cost: {cost_in_words} {currency}, at {price} a GPU-hour (compute.gpu_hour_price)"
+
+
+def _memory_summary(plan: Plan, gpu_memory: GpuMemory | None) -> Iterator[str]:
+    total = format_amount(plan.memory_total_gb * GIGA, "B", decimals=1)
+    if gpu_memory is None:
+        yield f"  memory: {total} on each {_device(plan)}"
+        return
+    verdict = "fits" if plan.memory_total_gb <= gpu_memory.usable_gb else "DOES NOT FIT"
+    yield (
+        f"  memory: {total} on each GPU: {verdict} into {gpu_memory.usable_gb:.1f} GB ({gpu_memory.name} has "
+        f"{gpu_memory.memory_gb:.4g}, of which {RESERVE:.0%} is left to CUDA and to fragmentation)"
+    )
+
+
+def _steps_line(plan: Plan) -> str:
+    workload = plan.workload
+    return (
+        f"  data: {workload.pairs:,} pairs with {workload.references:,} captions; an epoch is {plan.steps_per_epoch:,} "
+        f"step(s) of {plan.train.global_batch} sequences, the run {plan.steps:,} steps in {plan.train.epochs:g} "
+        "epoch(s)"
+    )
+
+
+def _workload_lines(plan: Plan) -> Iterator[str]:
+    workload = plan.workload
+    max_captions = plan.train.max_captions_per_sequence
+    yield f"data: {workload.origin}"
+    total = DatasetShare(
+        dataset="sum",
+        pairs=workload.pairs,
+        references=workload.references,
+        published_pairs=sum(share.published_pairs for share in workload.shares),
+    )
+    for share in (*workload.shares, total):
+        note = f" of {share.published_pairs:,} published pairs" if share.published_pairs else ""
+        if not share.is_counted:
+            note += "; references estimated"
+        name = f"{share.dataset} {share.split}"
+        yield f"  {name:<28} {share.pairs:>9,} pairs {share.references:>9,} references{note}"
+    if set(workload.counts_by_dataset) == set(PAPER_DATASETS):
+        pairs = f"{PAPER_PAIRS // 1000}k"
+        references = f"{PAPER_SAMPLES // 1000}k"
+        yield f"  {'as the paper prints it':<28} {pairs:>9} pairs {references:>9} references"
+    yield f"  {workload.prompt_tokens:.1f} tokens a prompt, {workload.reference_tokens:.1f} a reference"
+    yield (
+        f"  max_captions_per_sequence {'all' if max_captions is None else max_captions}: {plan.sequences:,} sequences "
+        f"of {plan.tokens_per_sequence:,.0f} tokens, {plan.references_per_sequence:.2f} references each"
+    )
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    unit = fitting_unit(plan.memory_total_gb * GIGA, "B", largest_prefix="G")
+    sequence = "the mean sequence"
+    if plan.max_references is not None:
+        sequence = f"the longest sequence, {plan.max_references} reference(s)"
+    yield f"memory of each {_device(plan)}, {unit.name}; activations are those of {sequence}"
+    for name, size in plan.memory_gb.items():
+        yield f"  {name:<28} {size * GIGA / unit.size:>9.1f}"
+    for name, size in plan.activations_gb.items():
+        yield f"    {name:<26} {size * GIGA / unit.size:>9.2f}"
+    yield f"  {'sum':<28} {plan.memory_total_gb * GIGA / unit.size:>9.1f}"
+
+
+def _flops_lines(plan: Plan) -> Iterator[str]:
+    checkpointing = plan.run.compute.activation_checkpointing
+    forward = sum(term.forward for term in plan.terms)
+    total = sum(term.total for term in plan.terms)
+    recomputed = recomputed_flops(plan.terms, checkpointing)
+    unit = fitting_unit(total, "FLOP", largest_prefix="T")
+    yield f"{f'FLOPs of one sequence, {unit.name}':<30} {'forward':>9} {'total':>9}"
+    for term in plan.terms:
+        name = "LoRA adapters" if term.name == ADAPTERS else term.name
+        yield f"  {name:<28} {term.forward / unit.size:>9.3f} {term.total / unit.size:>9.3f}"
+    yield f"  {'sum of the model':<28} {forward / unit.size:>9.3f} {total / unit.size:>9.3f}"
+    yield f"  {f'recomputation, {checkpointing}':<28} {'':>9} {recomputed / unit.size:>9.3f}"
+    run_amount = format_amount(plan.run_flops, "FLOP")
+    caption_amount = format_amount(plan.caption_flops, "FLOP", decimals=1)
+    yield f"  the run: {run_amount}; a pair to caption: {caption_amount} to read its images and prompt"
+
+
+def _parameter_lines(plan: Plan) -> Iterator[str]:
+    settings = plan.run.settings
+    adapted = FAMILIES[settings.family].lora_targets if settings.lora.rank else {}
+    has_adapters = False
+    yield f"parameters, millions: {plan.base_origin}"
+    for group, count in plan.parameters.items():
+        name = group.replace(FROZEN, ", frozen")
+        if group in adapted:
+            name = f"{group}, LoRA adapters"
+            has_adapters = True
+        yield f"  {name:<28} {count / 1e6:>12,.2f}"
+    if has_adapters:
+        yield "  LoRA adapters are small matrices beside the frozen ones of the LLM; they train in place of these"

@@ -1,0 +1,142 @@
+"""Score captions from any source under a benchmark's protocol, without images, a model or a parameters file.
+
+Predictions may be COCO results, {id: caption}, JSON Lines, CSV or TSV. They are first checked for the errors that such
+files typically have, and then scored against references. These come from a benchmark's annotation files, ingest's
+records, the user's own table of pairs, or a COCO file.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from m3diff.commands.score.matching import MatchedPairs, find_pairs
+from m3diff.commands.score.references import References, find_references
+from m3diff.commands.score.report import ScoreReport
+from m3diff.commands.score.task import ScoringTask, find_task, require_references
+from m3diff.datasets.spec import Protocol
+from m3diff.records.errors import DataError
+from m3diff.scoring.bootstrap import intervals
+from m3diff.scoring.grammar import parse_predictions
+from m3diff.scoring.metrics import BY_CHARACTERS, Metric, choose_metrics
+from m3diff.scoring.metrics.java import ScorerFailed, require_java
+from m3diff.scoring.metrics.spice import find_jars
+from m3diff.scoring.notes import notes_of_texts
+from m3diff.scoring.pairs import ALL
+from m3diff.scoring.protocols import ProtocolPairs, apply_protocol
+from m3diff.scoring.results import score_table
+from m3diff.scoring.run import compute_metrics, metrics_of_all
+
+LIMIT_S = 3600  # time limit of a Java scorer in seconds; SPICE gets more, depending on its captions
+CONTROL_SCORES = ("CIDEr_shuffled", "CIDEr_shuffled-char")  # not reported: a file of captions has no shuffled control
+
+
+def score(
+    predictions: Path,
+    benchmark: str | None = None,
+    protocol: str | None = None,
+    references: Path | None = None,
+    data: Path | None = None,
+    spice_dir: Path | None = None,
+    allow_faults: bool = False,
+) -> ScoreReport:
+    """Score a file of captions against the references of a benchmark or the user's own references.
+
+    Args:
+        predictions: file of captions in a format supported by `predictions.read_predictions`.
+        benchmark: name of a benchmark from `task.benchmarks`. None to use the references without a benchmark.
+        protocol: name of one of the benchmark's protocols. None for its headline protocol.
+        references: COCO captions, or the user's own table of pairs.
+        data: alternative to `references`: the dataset's folder, or ingest's records of the dataset.
+        spice_dir: folder with SPICE's jars. None to leave SPICE out.
+        allow_faults: if True, score the file even if faults are found, and list them in the report.
+
+    Raises:
+        ParamsError: neither a benchmark nor references are given.
+        JavaMissing: Java is not installed. Java and the jars of SPICE are checked before any file is read.
+        DataError: a file cannot be used; a fault was found and `allow_faults` is False; or `spice_dir` is given and
+            SPICE gave no score.
+        ScorerFailed: the tokenizer failed.
+    """
+    require_references(predictions, benchmark, protocol, references, data)
+    require_java()
+    if spice_dir is not None:
+        try:
+            find_jars(spice_dir)
+        except ScorerFailed as missing:
+            raise DataError("score.spice_dir_unusable", cause=missing.fault) from None
+    task = find_task(benchmark, protocol, references)
+    task_references = find_references(task, references, data)
+    matched = find_pairs(predictions, task, task_references, allow_faults)
+    return score_pairs(matched, task, task_references, spice_dir)
+
+
+def score_pairs(
+    matched: MatchedPairs, task: ScoringTask, references: References, spice_dir: Path | None
+) -> ScoreReport:
+    """Compute the scores of the matched pairs and the notes about their texts.
+
+    Raises:
+        DataError: `spice_dir` is given and SPICE gave no score.
+        ScorerFailed: the tokenizer failed.
+    """
+    rules = task.protocol
+    if references.are_as_scored:
+        # the texts are already joined and truncated; if not, `find_pairs` has reported a fault
+        rules = replace(rules, references="all", max_words=None)
+    protocol_pairs = ProtocolPairs(task.dataset, task.protocol, apply_protocol(rules, matched.pairs))
+    metrics = metrics_of(task.protocol, references, spice_dir)
+    parsed = {}
+    if references.grammar is not None:
+        parsed = parse_predictions({task.dataset: references.grammar}, protocol_pairs.pairs)
+    notes: list[str] = []
+    shown_metrics = metrics_of_all(metrics, [protocol_pairs])
+
+    def note_texts() -> None:
+        predictions = [pair.prediction for pair in matched.pairs]
+        references = [reference for pair in matched.pairs for reference in pair.references]
+        notes.extend(notes_of_texts([protocol_pairs], shown_metrics, predictions, references))
+
+    all_scores = compute_metrics(metrics, [protocol_pairs], parsed, spice_dir, LIMIT_S, meanwhile=note_texts)
+    scores = all_scores[protocol_pairs.name]
+    if spice_dir is not None and "SPICE" in scores.absent:
+        raise DataError("score.spice_failed", path=spice_dir, cause=scores.absent["SPICE"])
+    headline = task.protocol.headline
+    published = sorted(task.published, key=lambda row: -(row.scores.get(headline) or 0.0))
+    if protocol_pairs.counts_characters:
+        headline = f"{headline}{BY_CHARACTERS}"
+        published = []  # published scores are computed on words
+    pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL}
+    return ScoreReport(
+        dataset=task.dataset,
+        protocol=task.protocol.name,
+        source=task.protocol.source,
+        tokenizer=task.protocol.tokenizer,
+        counts_characters=protocol_pairs.counts_characters,
+        headline=headline,
+        pairs=len(protocol_pairs.pairs),
+        published_pairs=task.protocol.n,
+        references=sum(len(pair.references) for pair in protocol_pairs.pairs),
+        scores={name: value for name, value in scores.groups[ALL].items() if name not in CONTROL_SCORES},
+        intervals=intervals(
+            score_table(shown_metrics, [protocol_pairs], {protocol_pairs.name: scores}),
+            shown_metrics,
+            protocol_pairs.name,
+        ),
+        by_group={group: {"pairs": len(ids), **scores.groups[group]} for group, ids in pairs_by_group.items()},
+        absent={name: reason for name, reason in scores.absent.items() if name not in CONTROL_SCORES},
+        faults=[str(fault) for fault in matched.faults],
+        notes=matched.notes + notes,
+        published=[row._asdict() for row in published],
+    )
+
+
+def metrics_of(protocol: Protocol, references: References, spice_dir: Path | None) -> dict[str, Metric]:
+    """Return the metrics to compute: those of the protocol, and change accuracy if there is a grammar.
+
+    SPICE is included only if `spice_dir`, the folder with its jars, is given.
+    """
+    names = set(protocol.metrics) - {"SPICE"}
+    if spice_dir is not None:
+        names.add("SPICE")
+    if references.grammar is not None:
+        names.add("change_accuracy")
+    return choose_metrics(names)

@@ -1,0 +1,235 @@
+"""Match captions to the pairs of the references by their ids, and detect common faults of such files.
+
+A fault stops the command unless `--allow-faults` is given. A note is only part of the report.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from m3diff.commands.score.predictions import read_predictions
+from m3diff.commands.score.references import References
+from m3diff.commands.score.task import ScoringTask
+from m3diff.datasets.spec import SplitCount
+from m3diff.records.errors import DataError, Fault
+from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.protocols import takes_pair
+
+EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
+# File names of CLEVR-Change
+SCENE = re.compile(r"(?:CLEVR_(?P<kind>semantic|nonsemantic)_)?0*(?P<number>\d+)(?P<distractor>_n)?")
+JOINED_SENTENCES = re.compile(r"\w\. +\w")
+
+
+@dataclass(frozen=True)
+class MatchedPairs:
+    """The captioned pairs that a protocol includes, and the faults and notes about the files."""
+
+    pairs: list[EvalPair]
+    faults: list[Fault]
+    notes: list[str]
+
+
+def find_pairs(path: Path, task: ScoringTask, references: References, allow_faults: bool) -> MatchedPairs:
+    """Read a file of captions and match each caption to a pair of the references.
+
+    Raises:
+        DataError: the file cannot be read, it has faults that are not allowed, or it has no caption for any pair of the
+            protocol.
+    """
+    predictions = read_predictions(path)
+    # replace names assigned by `m3diff caption` with the names of the pairs
+    captions = [(references.aliases.get(name, name), caption) for name, caption in predictions.captions]
+    protocol = task.protocol
+    protocol_pairs = {name: pair for name, pair in references.pairs.items() if takes_pair(protocol, pair)}
+    if not protocol_pairs:
+        raise DataError("score.no_pair_of_protocol", key=task.dataset, protocol=protocol.name)
+    caption_by_name = match(path, captions, references.pairs, task)
+    scored_pairs = [
+        replace(pair, prediction=caption_by_name[name])
+        for name, pair in protocol_pairs.items()
+        if name in caption_by_name
+    ]
+    faults: list[Fault] = []
+    if references.are_as_scored:
+        faults += [fault.at(key="references") for fault in faults_of_references(protocol_pairs, task)]
+    faults += predictions.faults
+    faults += faults_of_captions(caption_by_name, references.pairs, protocol_pairs, task.counts)
+    if protocol.n is not None and len(scored_pairs) != protocol.n:
+        faults.append(Fault("score.other_number_of_pairs", value=len(scored_pairs), expected=protocol.n))
+    if faults and not allow_faults:
+        raise DataError(
+            "score.faults_not_allowed", path=path, dataset=task.dataset, protocol=protocol.name, faults=faults
+        )
+    if not scored_pairs:
+        raise DataError("score.no_caption_of_protocol", path=path, protocol=protocol.name)
+    notes = note_of_ids([name for name, _ in captions], list(caption_by_name))
+    notes += references.notes
+    captions_left_out = len(caption_by_name.keys() & references.pairs.keys()) - len(scored_pairs)
+    if captions_left_out:
+        notes.append(f"{captions_left_out:,} captions of pairs that {protocol.name!r} does not take were left out")
+    notes += notes_of_pairs(scored_pairs)
+    return MatchedPairs(pairs=scored_pairs, faults=faults, notes=notes)
+
+
+def note_of_ids(ids: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return a note if an id differs from the name of its pair in more than the Unicode form, with an example."""
+    for pair_id, name in zip(ids, names, strict=True):
+        if unicodedata.normalize("NFC", pair_id) != unicodedata.normalize("NFC", name):
+            return [f"ids such as {pair_id!r} were taken for {name!r}"]
+    return []
+
+
+def notes_of_pairs(pairs: Sequence[EvalPair]) -> list[str]:
+    """Return notes on empty captions and on references that are the same for all pairs."""
+    notes = []
+    empty_captions = sum(not pair.prediction.strip() for pair in pairs)
+    if empty_captions:
+        notes.append(f"{empty_captions:,} captions are empty")
+    distinct_references = {tuple(pair.references) for pair in pairs}
+    if len(pairs) > 1 and len(distinct_references) == 1:
+        notes.append("all pairs have the same references, so CIDEr is 0: no word tells a pair from the others")
+    return notes
+
+
+def match(path: Path, captions: Sequence[tuple[str, str]], names: Iterable[str], task: ScoringTask) -> dict[str, str]:
+    """Match captions to pairs by their ids, and return them by the name of their pair.
+
+    An id may differ from the pair's name in its Unicode form, folder, extension, zero padding or the parts that
+    CLEVR-Change adds to file names, as long as it still identifies a single pair. A caption that does not match any
+    pair is returned under its id.
+
+    Args:
+        captions: (id, caption) for each row of the file.
+        names: names of the pairs in the references.
+
+    Raises:
+        DataError: several captions match the same pair.
+    """
+    name_by_form = {unicodedata.normalize("NFC", name): name for name in names}
+    bare_ids = {form: bare_id(form) for form in name_by_form}
+    times = Counter(bare_ids.values())
+    name_by_bare_id = {bare_ids[form]: name for form, name in name_by_form.items() if times[bare_ids[form]] == 1}
+    captions_by_name: dict[str, list[str]] = {}
+    for pair_id, caption in captions:
+        form = unicodedata.normalize("NFC", pair_id).removeprefix(f"{task.dataset}/")
+        name = name_by_form.get(form) or name_by_bare_id.get(bare_id(form)) or pair_id
+        captions_by_name.setdefault(name, []).append(caption)
+    if len(captions_by_name) < len(captions):
+        name, repeated = max(captions_by_name.items(), key=lambda item: len(item[1]))
+        raise DataError(
+            "score.ids_repeated",
+            path=path,
+            value=len(captions),
+            total=len(captions_by_name),
+            name=name,
+            times=len(repeated),
+            levels=levels_of(len(captions), task.counts),
+        )
+    return {name: captions_of_pair[0] for name, captions_of_pair in captions_by_name.items()}
+
+
+def bare_id(pair_id: str) -> str:
+    """Return an id without folder, extension, zero padding and CLEVR-Change's affixes: "235" for "a/000235.png"."""
+    file_name = re.split(r"[/\\]", pair_id)[-1]
+    stem = EXTENSION.sub("", file_name)
+    scene = SCENE.fullmatch(stem)
+    if scene is None:
+        return stem
+    is_distractor = scene["distractor"] is not None or scene["kind"] == "nonsemantic"
+    return scene["number"] + ("_n" if is_distractor else "")
+
+
+def faults_of_captions(
+    captions: Mapping[str, str],
+    pairs: Mapping[str, EvalPair],
+    protocol_pairs: Mapping[str, EvalPair],
+    counts: SplitCount | None,
+) -> list[Fault]:
+    """Return faults for unknown and missing ids, with the likely reason.
+
+    Args:
+        captions: captions by the name of their pair.
+        pairs: all pairs of the references.
+        protocol_pairs: pairs that the protocol includes.
+        counts: published counts of the protocol.
+    """
+    faults = []
+    unknown = [name for name in captions if name not in pairs]
+    if unknown:
+        unknown_fault = Fault(
+            "score.ids_unknown",
+            value=len(unknown),
+            total=len(captions),
+            names=unknown,
+            excerpt=list_names(unknown),
+            valid=list_names(list(pairs)),
+        )
+        faults.append(unknown_fault)
+    missing = [name for name in protocol_pairs if name not in captions]
+    wordless = [name for name, pair in protocol_pairs.items() if not any(text.strip() for text in pair.references)]
+    are_wordless = bool(missing) and missing == wordless
+    if missing:
+        missing_fault = Fault(
+            "score.wordless_pairs_missing" if are_wordless else "score.ids_missing",
+            value=len(missing),
+            total=len(protocol_pairs),
+            names=missing,
+            excerpt=list_names(missing),
+        )
+        faults.append(missing_fault)
+    if unknown or (missing and not are_wordless):
+        faults += levels_of(len(captions), counts)
+    return faults
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first three names as text, in quotation marks."""
+    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def levels_of(ids: int, counts: SplitCount | None) -> list[Fault]:
+    """Explain a wrong number of ids: the file may have a caption per annotation record or per distinct image pair.
+
+    Return one fault if the number of ids equals one of these published counts, otherwise an empty list.
+    """
+    if counts is None or ids == counts.pairs:
+        return []
+    if ids == counts.image_pairs:
+        return [Fault("score.level_of_images", value=ids)]
+    if ids == counts.records:
+        return [Fault("score.level_of_records", value=ids)]
+    return []
+
+
+def faults_of_references(pairs: Mapping[str, EvalPair], task: ScoringTask) -> Iterator[Fault]:
+    """Yield a fault for each way in which a file of references differs from the benchmark's references."""
+    protocol = task.protocol
+    counts = task.counts
+    texts: list[str] = []
+    for pair in pairs.values():
+        texts += pair.references
+    longest = max(len(text.split()) for text in texts)
+    if counts is not None and len(pairs) != counts.pairs:
+        if counts.wordless and len(pairs) == counts.pairs - counts.wordless:
+            yield Fault(
+                "score.references_without_wordless", value=len(pairs), expected=counts.pairs, wordless=counts.wordless
+            )
+        else:
+            yield Fault("score.references_of_other_pairs", value=len(pairs), expected=counts.pairs)
+        yield from levels_of(len(pairs), counts)
+    elif protocol.references == "joined" and len(texts) > len(pairs):
+        yield Fault("score.references_not_joined", value=len(texts), pairs=len(pairs), protocol=protocol.name)
+    elif protocol.max_words is not None and longest > protocol.max_words:
+        yield Fault("score.references_not_cut", value=longest, limit=protocol.max_words, protocol=protocol.name)
+    elif counts is not None and len(texts) < (counts.references or 0):
+        is_joined = len(texts) == len(pairs) and any(JOINED_SENTENCES.search(text) for text in texts)
+        yield Fault(
+            "score.references_joined" if is_joined else "score.references_overwritten",
+            value=len(texts),
+            expected=counts.references,
+            protocol=protocol.name,
+        )

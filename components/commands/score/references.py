@@ -1,0 +1,323 @@
+"""Read references from a benchmark's folder, from ingest's records, from a table of pairs or from a COCO file."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from m3diff.commands.score.predictions import ID_FIELDS, columns_fault, find_columns, text_of
+from m3diff.commands.score.task import ScoringTask
+from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, read_json
+from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, images_of, names_of, read_rows, read_sample
+from m3diff.records.errors import DataError, Fault, data_error_if_unreadable
+from m3diff.scoring.grammar import Grammar
+from m3diff.scoring.pairs import EvalPair
+
+# Names of the columns that may hold captions in a table of pairs, the most likely first
+CAPTION_COLUMNS = (
+    "captions", "references", "caption", "reference", "sentences", "sentence", "descriptions", "description",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class References:
+    """Pairs with their references, but without predictions and images.
+
+    pairs: pairs by name.
+    grammar: grammar that parses captions into changes. None if the dataset does not have one.
+    are_as_scored: True for the user's own file, whose texts should already be joined and truncated by the protocol's
+        rules.
+    aliases: name assigned to a pair by `m3diff caption` -> name of the pair.
+    notes: notes on how the file was read.
+    """
+
+    pairs: dict[str, EvalPair]
+    grammar: Grammar | None = None
+    are_as_scored: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def find_references(task: ScoringTask, references: Path | None, data: Path | None) -> References:
+    """Read the references of a task.
+
+    Args:
+        references: COCO file or table of pairs. None to read `data`.
+        data: the dataset's folder, or ingest's records of the dataset.
+
+    Raises:
+        DataError: there are no references, or a test pair cannot be read.
+    """
+    if references is not None:
+        if not references.is_file():
+            raise DataError("score.references_missing", path=references)
+        return from_table(references, task) if is_table(references) else from_coco(references, task)
+    assert task.spec is not None
+    if data is None:
+        raise DataError(
+            "score.no_references_of_drawn" if task.spec.generate else "score.no_references_of_benchmark",
+            dataset=task.dataset,
+            names=task.spec.files,
+            page=task.spec.page,
+        )
+    records = data if data.suffix == ".parquet" else data / "records.parquet"
+    if records.is_file():
+        return from_records(records, task)
+    if not data.is_dir():
+        raise DataError("score.data_missing", path=data, names=task.spec.files)
+    return from_dataset(data, task)
+
+
+def from_dataset(folder: Path, task: ScoringTask) -> References:
+    """Read the test pairs from a dataset's folder.
+
+    Raises:
+        DataError: a test pair cannot be read.
+    """
+    assert task.spec is not None
+    pairs = {}
+    for row in task.spec.read(folder):
+        if row.split == "test":
+            where = f"{folder}: {row.source}"
+            if row.fault or not isinstance(row.references, list):
+                cause = row.fault or Fault("score.references_no_list", value=describe(row.references))
+                raise DataError("score.dataset_row_unusable", path=where, cause=cause)
+            captions = [text_of(where, {"caption": text}, ("caption",)) for text in row.references]
+            pairs[row.name] = bare_pair(task, row.name, captions or [""], row.change_types)
+    return References(pairs, Grammar.load(folder / "grammar.json") if task.spec.grammar else None)
+
+
+def from_records(path: Path, task: ScoringTask) -> References:
+    """Read the test pairs from ingest's records.parquet, and the grammar from the same folder."""
+    with data_error_if_unreadable(path, "files.unreadable_stage_output", writer="ingest"):
+        columns = ["id", "dataset", "references", "change_types"]
+        rows = pq.read_table(path, columns=columns, filters=[("split", "=", "test")]).to_pylist()
+    pairs = {}
+    for row in rows:
+        if row["id"] is not None:
+            name = row["id"].removeprefix(f"{row['dataset']}/")
+            pairs[name] = bare_pair(task, name, row["references"] or [""], row["change_types"] or [])
+    grammar = path.with_name("grammar.json")
+    return References(pairs, Grammar.load(grammar) if grammar.is_file() else None)
+
+
+def bare_pair(task: ScoringTask, name: str, references: list[str], change_types: list[str]) -> EvalPair:
+    """Create a pair without images and without a prediction."""
+    return EvalPair(
+        id=f"{task.dataset}/{name}",
+        dataset=task.dataset,
+        before=Path(),
+        after=Path(),
+        before_sha256=b"",
+        after_sha256=b"",
+        references=references,
+        change_types=change_types,
+    )
+
+
+def from_coco(path: Path, task: ScoringTask) -> References:
+    """Read COCO captions: {"images": [{"id"}], "annotations": [{"image_id", "caption"}]}. Ids may be repeated.
+
+    The form {id: [caption, ...]}, in which pycocoevalcap's scorers take references, is read, too.
+
+    Raises:
+        DataError: the file does not have this format or lists no images, or an image has no caption.
+    """
+    content = read_json(path, dict)
+    if is_captions_by_id(content):
+        return References(pairs_of_captions(task, content), are_as_scored=True)
+    captions: dict[str, list[str]] = {}
+    for kind, id_field in (("images", "id"), ("annotations", "image_id")):
+        if not isinstance(content.get(kind), list):
+            raise DataError("score.no_coco_captions", path=path)
+        for number, row in enumerate(content[kind]):
+            where = f"{path}, {kind[:-1]} {number}"
+            captions_of_image = captions.setdefault(text_of(where, row, (id_field,)).strip(), [])
+            if kind == "annotations":
+                captions_of_image.append(text_of(where, row, ("caption",)))
+    uncaptioned = [name for name, captions_of_image in captions.items() if not captions_of_image]
+    if not captions:
+        raise DataError("score.no_image", path=path)
+    if uncaptioned:
+        raise DataError(
+            "score.images_without_caption",
+            path=path,
+            value=len(uncaptioned),
+            total=len(captions),
+            names=uncaptioned,
+            name=uncaptioned[0],
+        )
+    return References(pairs_of_captions(task, captions), are_as_scored=True)
+
+
+def is_captions_by_id(content: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object maps each id to a list of at least one caption."""
+    lists = list(content.values())
+    has_only_captions = all(
+        isinstance(captions, list) and captions and all(isinstance(caption, str) for caption in captions)
+        for captions in lists
+    )
+    return bool(lists) and has_only_captions and "annotations" not in content
+
+
+def pairs_of_captions(task: ScoringTask, captions: Mapping[str, list[str]]) -> dict[str, EvalPair]:
+    """Create pairs whose change types are not known, by name."""
+    return {name: bare_pair(task, name, references, []) for name, references in captions.items()}
+
+
+def is_table(path: Path) -> bool:
+    """Return True if a file is a table of pairs. A JSON file is a table if it contains a list that is not empty.
+
+    Other JSON files are read as COCO files. Reading them fails if they do not have the COCO format.
+    """
+    suffix = path.suffix.lower()
+    if suffix != ".json":
+        return suffix in TABLE_SUFFIXES
+    rows = read_json(path, object)
+    return isinstance(rows, list) and bool(rows)
+
+
+@dataclass(frozen=True)
+class ReferenceColumns:
+    """The columns of a table of pairs that is passed to `--references`.
+
+    images: `{before: ..., after: ...}` or `{images: ...}`. Empty if there are no such columns or the choice is unclear.
+    ids: column of ids. None if the pairs are named after their images.
+    captions: one or more columns, each with a text or a list of texts.
+    note: note on which column was used for the captions. None if its name makes this clear.
+    """
+
+    images: Mapping[str, str]
+    ids: str | None
+    captions: list[str]
+    note: str | None = None
+
+
+def reference_columns(path: Path) -> ReferenceColumns:
+    """Find the columns of a table of pairs by their names, ignoring case and punctuation.
+
+    Raises:
+        DataError: the file cannot be read, or it does not have a column of captions or columns that identify the pairs.
+    """
+    sample = read_sample(path)
+    values = sample.values()
+    header: dict[str, None] = {}  # a dict keeps the order of the columns
+    for row in sample.rows:
+        header |= dict.fromkeys(row)
+    image_columns = find_image_columns(path.parent, values)
+    images = image_columns.answers[0] if len(image_columns.answers) == 1 else {}
+    possible_image_columns: set[str] = set()
+    for answer in image_columns.answers:
+        for name in answer.values():
+            possible_image_columns |= set(columns_in(name))
+    columns = [name for name in header if name not in possible_image_columns]
+    ids = next(iter(find_columns(columns, ID_FIELDS)), None)
+    captions = caption_columns(columns)
+    note = None
+    if not captions:
+        text_columns = [name for name in columns if name != ids and holds_sentences(values.get(name, []))]
+        if len(text_columns) == 1:
+            captions = text_columns
+            note = f"{path.name}: the column {captions[0]} was taken for the captions"
+    all_columns = columns_fault(header, sample.options.get("delimiter"))
+    if not captions:
+        raise DataError("score.no_caption_column", path=path, columns=all_columns)
+    if ids is None and not images:
+        if image_columns.question:
+            raise DataError(
+                "score.image_columns_unclear", path=path, columns=all_columns, question=image_columns.question
+            )
+        raise DataError("score.no_id_column", path=path, columns=all_columns)
+    return ReferenceColumns(images=images, ids=ids, captions=captions, note=note)
+
+
+def caption_columns(columns: Iterable[str]) -> list[str]:
+    """Return the columns with the most likely name for captions.
+
+    Numbers in names are ignored: caption_1 and caption_2 both hold captions of the same pair.
+    """
+    by_spelling: dict[str, list[str]] = {}
+    for name in columns:
+        by_spelling.setdefault(re.sub(r"[\W_\d]+", "", name).casefold(), []).append(name)
+    return next((by_spelling[name] for name in CAPTION_COLUMNS if name in by_spelling), [])
+
+
+def holds_sentences(column: Sequence[Any]) -> bool:
+    """Return True if most values of a column are texts with several words."""
+    sentences = sum(isinstance(value, str) and " " in value.strip() for value in column)
+    return 2 * sentences > len(column)
+
+
+def from_table(path: Path, task: ScoringTask) -> References:
+    """Read references from a table with one row per pair, or with one row per caption and several rows per pair.
+
+    Predictions may identify a pair by its id or by the names that `m3diff caption` assigns to it.
+
+    Raises:
+        DataError: the columns cannot be found (see `reference_columns`), a row cannot be read or has no id, two rows
+            have the same id but different images, or a pair has no caption.
+    """
+    columns = reference_columns(path)
+    rows = list(read_rows(path, columns.captions))
+    images = [images_of(location, row, columns.images) for location, row in rows] if columns.images else []
+    distinct_images = list(dict.fromkeys(images))
+    pair_names = dict(zip(distinct_images, names_of(image_sources(path, distinct_images)), strict=True))
+    # repeated rows have names, too, because `m3diff caption` captions them
+    row_names = names_of(image_sources(path, images))
+    captions: dict[str, list[str]] = {}
+    images_by_id: dict[str, tuple[Any, Any]] = {}
+    aliases: dict[str, str] = {}
+    for number, (location, row) in enumerate(rows):
+        ids = columns.ids
+        pair_id = pair_names[images[number]] if ids is None else text_of(location, row, [ids]).strip()
+        if images:
+            if images_by_id.setdefault(pair_id, images[number]) != images[number]:
+                raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
+            aliases[pair_names[images[number]]] = pair_id
+            aliases[row_names[number]] = pair_id
+        captions.setdefault(pair_id, []).extend(captions_of_row(location, row, columns.captions))
+    uncaptioned = [name for name, captions_of_pair in captions.items() if not captions_of_pair]
+    if not captions:
+        raise DataError("score.no_pair", path=path)
+    if uncaptioned:
+        raise DataError(
+            "score.pairs_without_caption",
+            path=path,
+            value=len(uncaptioned),
+            total=len(captions),
+            names=uncaptioned,
+            name=uncaptioned[0],
+        )
+    return References(
+        pairs=pairs_of_captions(task, captions),
+        are_as_scored=True,
+        aliases={name: pair_id for name, pair_id in aliases.items() if name not in captions},
+        notes=[] if columns.note is None else [columns.note],
+    )
+
+
+def image_sources(table: Path, images: Iterable[tuple[Any, Any]]) -> list[tuple[Path | Embedded, Path | Embedded]]:
+    """Return the two images of each row as paths, resolved from the table's folder, or as embedded images."""
+
+    def source(image: Any) -> Path | Embedded:
+        return image if isinstance(image, Embedded) else table.parent / str(image)
+
+    return [(source(before), source(after)) for before, after in images]
+
+
+def captions_of_row(location: str, row: Any, columns: Iterable[str]) -> list[str]:
+    """Return the captions of a row, except for empty ones.
+
+    Raises:
+        DataError: a caption is not text.
+    """
+    captions = []
+    for column in columns:
+        for text in parse_captions(look_up(row, column)) or ():
+            caption = text_of(location, {column: text}, [column])
+            if caption.strip():
+                captions.append(caption)
+    return captions

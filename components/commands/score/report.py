@@ -1,0 +1,85 @@
+"""The report of `m3diff score`, and its output on the terminal."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from m3diff.report.score_tables import published_table
+from m3diff.report.tables import Table, TableRow, in_papers_units, text_lines
+from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.metrics import Value
+from m3diff.scoring.published import PublishedRow
+from m3diff.scoring.results import ProtocolScores
+
+
+class ScoreReport(BaseModel):
+    """The scores of `m3diff score`, on the scale of pycocoevalcap. Only `published` contains scores times 100."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dataset: str
+    protocol: str
+    source: str | None
+    """Source that describes the protocol."""
+    tokenizer: str
+    headline: str
+    """Score by which `published` is sorted."""
+    pairs: int
+    published_pairs: int | None
+    """Number of pairs that papers score, or None if it is not known."""
+    references: int
+    scores: dict[str, Value]
+    intervals: dict[str, Interval]
+    by_group: dict[str, dict[str, Value]]
+    absent: dict[str, str]
+    """Absent scores, with the reason why each one is null."""
+    faults: list[str]
+    notes: list[str]
+    published: list[dict[str, Any]]
+    counts_characters: bool = False
+    """Whether characters are used as words in scripts without spaces. Names of such scores end in -char."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report for the terminal."""
+        yield from self._head_lines()
+        yield from (f"  FAULT {fault}" for fault in self.faults)
+        yield from (f"  note: {note}" for note in self.notes)
+        yield from (f"  {line}" for line in text_lines(self._score_table()))
+        yield from (f"  {name}: {reason}" for name, reason in self.absent.items())
+        published = self._published_table()
+        if published is not None:
+            yield f"  published figures beside it, by {self.headline}:"
+            yield from (f"    {line}" for line in text_lines(published))
+            yield from (f"    {note}" for note in published.notes)
+
+    def _head_lines(self) -> Iterator[str]:
+        source = f" ({self.source})" if self.source else ""
+        yield f"{self.dataset}, protocol {self.protocol!r}{source}"
+        papers = "" if self.published_pairs is None else f" (papers: {self.published_pairs:,})"
+        yield f"  pairs {self.pairs:,}{papers}; references a pair {self.references / self.pairs:.2f}"
+        characters = "characters of scripts without spaces between words; else " if self.counts_characters else ""
+        tokenizer = "PTB, lower case" if self.tokenizer == "ptb" else "white space, case kept"
+        yield f"  tokenizer: {characters}{tokenizer}"
+        scorers = "METEOR 1.5, CIDEr-D, ROUGE-L's F with recall weighed 1.2 times, mean F of SPICE"
+        yield f"  scores of pycocoevalcap: {scorers}"
+
+    def _score_table(self) -> Table:
+        rows = []
+        for name, value in self.scores.items():
+            label = "" if value is None else f"{value:.4f}"
+            cell = in_papers_units(value, self.intervals.get(name))
+            rows.append(TableRow(name, (label,), (cell,)))
+        return Table("scores", ("score", "value", "x 100, 95 % interval"), rows)
+
+    def _published_table(self) -> Table | None:
+        scores = ProtocolScores(
+            pairs=self.pairs,
+            published_pairs=self.published_pairs,
+            scores=self.scores,
+            intervals=self.intervals,
+            groups={},
+            absent=self.absent,
+        )
+        published_rows = [PublishedRow(**row) for row in self.published]
+        return published_table(self.dataset, scores, published_rows, self.headline)

@@ -1,0 +1,117 @@
+"""Choose the scoring task: a benchmark with one of its protocols, or a file of references without a benchmark.
+
+A protocol states which test pairs are scored and in which form, as in the papers on a dataset.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
+from m3diff.records.errors import DataError, Fault
+from m3diff.scoring.protocols import protocols_of
+from m3diff.scoring.published import PublishedRow, published_of
+from m3diff.settings.section import ParamsError
+
+
+@dataclass(frozen=True)
+class ScoringTask:
+    """A benchmark with a protocol, or a file of references without a benchmark.
+
+    spec: dataset of the benchmark. None for a file of references.
+    counts: published counts of the protocol's pairs, as far as they are known.
+    published: scores of other methods on this protocol, from papers.
+    """
+
+    dataset: str
+    protocol: Protocol
+    spec: DatasetSpec | None = None
+    counts: SplitCount | None = None
+    published: Sequence[PublishedRow] = ()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A dataset, or a published part of a dataset, that captions can be scored on.
+
+    test_counts: published counts of the test split. None if the dataset is synthesized.
+    """
+
+    spec: DatasetSpec
+    test_counts: SplitCount | None
+
+
+def benchmarks() -> dict[str, Benchmark]:
+    """Return all benchmarks by name: the published parts of datasets, and the synthesized datasets."""
+    benchmarks_by_name = {}
+    for name, spec in DATASETS.items():
+        if spec.generate:
+            benchmarks_by_name[name] = Benchmark(spec, test_counts=None)
+    for spec in DATASETS.values():
+        for part in spec.published:
+            benchmarks_by_name[part.part] = Benchmark(spec, test_counts=part.test)
+    return dict(sorted(benchmarks_by_name.items()))
+
+
+def require_references(
+    predictions: Path, benchmark: str | None, protocol: str | None, references: Path | None, data: Path | None
+) -> None:
+    """Check that the options say what to compare the captions with.
+
+    Raises:
+        ParamsError: neither a benchmark nor references are given, or an option needs a benchmark that is not given.
+    """
+    if benchmark is not None or (references is not None and protocol is None and data is None):
+        return
+    needs_benchmark = [f"--{name}" for name, value in (("protocol", protocol), ("data", data)) if value is not None]
+    faults = []
+    if not predictions.exists():
+        faults.append(Fault("score.captions_missing", path=predictions))
+    if needs_benchmark:
+        faults.append(Fault("score.options_without_benchmark", names=needs_benchmark))
+    else:
+        faults.append(Fault("score.no_references_named"))
+    raise ParamsError("score.call_incomplete", faults=faults, predictions=predictions, names=list(benchmarks()))
+
+
+def find_task(benchmark: str | None, protocol: str | None, references: Path | None) -> ScoringTask:
+    """Return the task for a benchmark's protocol, with its published scores, or for references without a benchmark.
+
+    Args:
+        benchmark: name of the benchmark. None to use `references` without a benchmark.
+        protocol: name of the protocol. None for the benchmark's headline protocol.
+
+    Raises:
+        DataError: the benchmark or the protocol does not exist.
+    """
+    if benchmark is None and references is not None:
+        return ScoringTask(references.stem, Protocol("as given", n=None))
+    known_benchmarks = benchmarks()  # imports every dataset
+    if benchmark not in known_benchmarks:
+        raise DataError("score.benchmark_unknown", value=benchmark, names=list(known_benchmarks))
+    spec = known_benchmarks[benchmark].spec
+    protocols = {candidate.name: candidate for candidate in protocols_of(benchmark, spec)}
+    headline = next(iter(protocols))
+    if protocol is not None and protocol not in protocols:
+        raise DataError("score.protocol_unknown", key=benchmark, value=protocol, names=list(protocols))
+    chosen = protocols[protocol or headline]
+    return ScoringTask(
+        dataset=benchmark,
+        protocol=chosen,
+        spec=spec,
+        counts=counts_of(chosen, known_benchmarks[benchmark].test_counts),
+        published=published_of(benchmark, chosen, is_headline=chosen.name == headline),
+    )
+
+
+def counts_of(protocol: Protocol, test_counts: SplitCount | None) -> SplitCount | None:
+    """Return the published counts of a protocol, or None if they are not known.
+
+    If the protocol does not include the whole test split, only the number of pairs is known.
+    """
+    if test_counts is not None and protocol.n == test_counts.pairs:
+        if protocol.references == "joined":
+            return replace(test_counts, references=test_counts.pairs)
+        return test_counts
+    return None if protocol.n is None else SplitCount(protocol.n)

@@ -1,0 +1,309 @@
+"""Find doubts: questions about the captions of a dataset that the user has to answer before training.
+
+The user answers a question once, by setting an option in the dataset's entry in `ingest.datasets`. `m3diff data check`
+prints the entry for each answer.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import yaml
+
+from m3diff.datasets.odd_captions import OddCaptions, unconfirmed
+from m3diff.datasets.placeholders import says_nothing
+from m3diff.datasets.questions import IMAGE_PLACEHOLDER, asks_what_changed
+from m3diff.datasets.spec import Row
+from m3diff.records.errors import Fault
+
+# A list, tuple, set or object as a programming language prints it
+PRINTED_LIST = re.compile(
+    r"""\s*(
+        [A-Za-z_][\w.]*\(.*[,"'].*\) | \(\s*[bur]*["'].*\)     # array(["..."]), WrappedArray(..., ...), ("...",)
+        | \[\s*(?:[bur]*["']|\[|\{).* | \[.*,.*\] | \{.*\}
+    )\s*""",
+    re.VERBOSE | re.DOTALL,
+)
+# A Python literal with a prefix, such as bytes printed by str(): b'it fell'. Without a prefix it may be a quotation
+PYTHON_LITERAL = re.compile(
+    r"""\s*(?P<outer>["']?) (?:[bruf]|br|rb|fr|rf) (?P<quote>\'{3}|"{3}|'|") (?:\\.|(?!(?P=quote))[^\\])* (?P=quote)
+    (?P=outer)\s*""",
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+# The beginning of a sentence that looks like a literal: b's car is near the boys', b' is where a' was
+SENTENCE = re.compile(r"\s*[a-z]'s?\s", re.IGNORECASE)
+SINGLE_WORD = re.compile(r"[^\W\d_]+[.,;:!?]*|[.,;:!?]")
+SEPARATORS = ("<sep>", "[SEP]", "<br>", "|", "##", "\n", ";", "\t")
+# A character counts as a separator if at least this share of the captions contains it. A rarer one is part of the text
+MIN_SEPARATED_SHARE = 0.2
+
+Caption = tuple[Row, str]  # a caption, after the row that contains it
+
+
+class Doubt(NamedTuple):
+    """A question to the user, with its possible answers.
+
+    Each answer consists of options for the dataset's entry. The most likely answer is the first. A doubt without
+    answers reports a fault that has to be fixed in the files. If `is_sure` is true, the first answer can be written
+    into a new entry without asking the user.
+    """
+
+    question: Fault
+    answers: list[dict[str, Any]]
+    is_sure: bool = False
+
+
+def find_doubts(
+    rows: Sequence[Row], options: Mapping[str, Any], is_own: bool, odd_captions: Sequence[OddCaptions] = ()
+) -> Iterator[Doubt]:
+    """Check the captions of a dataset, and yield the questions that the options of its entry do not answer.
+
+    Args:
+        is_own: whether the dataset is the user's own collection (reader `pairs`). Its captions get additional checks.
+        odd_captions: captions of the dataset that were probably not written by a person.
+    """
+    rows_with_captions = [row for row in rows if isinstance(row.references, list)]
+    captions: list[Caption] = []
+    for row in rows_with_captions:
+        captions += [(row, text) for text in row.references if isinstance(text, str)]
+
+    printed_lists = list(_printed_lists(captions))
+    literals = list(_python_literals(captions))
+    yield from printed_lists
+    yield from literals
+    yield from _lists_of_words(rows_with_captions)
+    if not is_own:
+        return
+
+    questions = [] if options.get("all_ask_what_changed") else list(_questions(rows))
+    yield from questions
+    if not questions:
+        if options.get("separator") is None:
+            yield from _separators(captions)
+        yield from _texts_that_say_nothing(captions, options.get("no_caption"))
+
+    # The doubts about printed lists and literals already cover the quotes and escapes in them
+    kinds_in_doubt = {"literals", "escapes"} if printed_lists or literals else set[str]()
+    remaining = [captions_of_kind for captions_of_kind in odd_captions if captions_of_kind.kind not in kinds_in_doubt]
+    yield from _unconfirmed_kinds(remaining, options.get("confirmed") or ())
+
+
+def _printed_lists(captions: Sequence[Caption]) -> Iterator[Doubt]:
+    """Check for captions that are lists or objects printed as text. If there are any, yield a doubt."""
+    printed_lists = [
+        (row, text.strip()) for row, text in captions if PRINTED_LIST.fullmatch(text) and not says_nothing(text)
+    ]
+    if printed_lists:
+        _, example = printed_lists[0]
+        yield Doubt(
+            Fault(
+                "datasets.captions_are_printed_lists",
+                path=_first_source(printed_lists),
+                example=_excerpt(example),
+                rows=_count_rows(printed_lists),
+            ),
+            [],
+        )
+
+
+def _python_literals(captions: Sequence[Caption]) -> Iterator[Doubt]:
+    """Check for captions that are Python literals. If there are any, yield a doubt.
+
+    A model would learn the quotes and escapes of the literals.
+    """
+    # Checking the last character first is faster than the pattern, which matters for millions of captions
+    quotations = [(row, text.strip()) for row, text in captions if text.rstrip().endswith(("'", '"'))]
+    literals = [(row, text) for row, text in quotations if PYTHON_LITERAL.fullmatch(text)]
+    if not literals:
+        return
+    may_be_sentences = all(SENTENCE.match(text) for _, text in literals)
+    if may_be_sentences and 2 * len(literals) < len(captions):
+        return
+    _, example = literals[0]
+    yield Doubt(
+        Fault(
+            "datasets.captions_are_python_literals",
+            path=_first_source(literals),
+            example=_excerpt(example),
+            rows=_count_rows(literals),
+        ),
+        [],
+    )
+
+
+def _lists_of_words(rows: Sequence[Row]) -> Iterator[Doubt]:
+    """Check for captions that are split into single words. If most rows have such captions, yield a doubt.
+
+    Args:
+        rows: the rows that have a list of captions.
+    """
+    rows_of_words = [
+        row
+        for row in rows
+        if len(row.references) > 3 and all(SINGLE_WORD.fullmatch(str(text)) for text in row.references)
+    ]
+    if 2 * len(rows_of_words) > len(rows):
+        first_row = rows_of_words[0]
+        yield Doubt(
+            Fault(
+                "datasets.captions_are_single_words",
+                path=_source_of(first_row),
+                words=[str(word) for word in first_row.references[:4]],
+                rows=len(rows_of_words),
+            ),
+            [],
+        )
+
+
+def _separators(captions: Sequence[Caption]) -> Iterator[Doubt]:
+    """Check whether one of `SEPARATORS` splits many captions into several texts. If so, yield a doubt about it."""
+    for separator in SEPARATORS:
+        # Semicolons, line breaks and tabs are only separators if each part has several words
+        min_words = 2 if separator in ";\n\t" else 1
+        separated = [(row, text) for row, text in captions if _is_separated(text, separator, min_words)]
+        if separated and len(separated) >= MIN_SEPARATED_SHARE * len(captions):
+            _, example = separated[0]
+            yield Doubt(
+                Fault(
+                    "datasets.possible_separator",
+                    path=_first_source(separated),
+                    value=separator,
+                    captions=len(separated),
+                    example=example[:60],
+                ),
+                [{"separator": separator}, {"separator": ""}],
+            )
+            return
+
+
+def _is_separated(text: str, separator: str, min_words: int) -> bool:
+    """Return True if the separator divides a text into several parts of at least `min_words` words."""
+    word_counts = [len(part.split()) for part in text.split(separator) if part.strip()]
+    return len(word_counts) > 1 and min(word_counts) >= min_words
+
+
+def _texts_that_say_nothing(captions: Sequence[Caption], no_caption: Sequence[str] | None) -> Iterator[Doubt]:
+    """Check for texts that probably stand for a missing caption. If there are any, yield a doubt.
+
+    The user has to confirm such texts if some are in the test split. There, empty texts are included, because they
+    would be used as references.
+
+    Args:
+        no_caption: the entry's option that lists such texts; an empty list means that all texts are captions.
+    """
+    are_all_captions = no_caption is not None and not no_caption
+    if are_all_captions:
+        return
+    named_texts = {text.strip().casefold() for text in no_caption or ()}
+    unnamed = [
+        (row, text)
+        for row, text in captions
+        if says_nothing(text) and text.strip().casefold() not in named_texts and (text.strip() or row.split == "test")
+    ]
+    if not unnamed:
+        return
+    test_count = sum(row.split == "test" for row, _ in unnamed)
+    texts = [text.strip() for _, text in unnamed]
+    _, example = unnamed[0]
+    yield Doubt(
+        Fault(
+            "datasets.captions_say_nothing",
+            path=_first_source(unnamed),
+            value=example,
+            texts=_describe_counts(texts),
+            tested=test_count,
+        ),
+        [{"no_caption": sorted({*(no_caption or ()), *texts})}, {"no_caption": []}],
+        is_sure=not test_count,
+    )
+
+
+def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
+    """Check whether all questions that the captions answer are known to ask what changed. If not, yield a doubt."""
+    questions = list(chain.from_iterable(row.questions for row in rows))
+    known_texts = {question.text for question in questions if asks_what_changed(question.text)}
+    if all(question.text in known_texts for question in questions):
+        return
+
+    known_text_of_column = {
+        question.column: question.text
+        for question in questions
+        if question.text in known_texts and "{" not in question.column
+    }
+    answers: list[dict[str, Any]] = []
+    for column, known_text in known_text_of_column.items():
+        texts_of_column = {question.text for question in questions if question.column == column}
+        # If all questions in the column are equal, a filter would match every row. It would be refused, and it would
+        # not exclude the questions in other columns
+        if len(texts_of_column) > 1:
+            answers.append({"where": {column: known_text}})
+    answers.append({"all_ask_what_changed": True})
+
+    first_row = next(row for row in rows if row.questions)
+    counts = _describe_counts(" ".join(IMAGE_PLACEHOLDER.sub(" ", question.text).split()) for question in questions)
+    yield Doubt(Fault("datasets.captions_answer_questions", path=_source_of(first_row), questions=counts), answers)
+
+
+def _unconfirmed_kinds(odd_captions: Sequence[OddCaptions], confirmed_kinds: Sequence[str]) -> Iterator[Doubt]:
+    """Check the test split for odd captions whose kind is not confirmed. If there are any, yield a single doubt."""
+    unconfirmed_captions = unconfirmed(odd_captions, confirmed_kinds)
+    if unconfirmed_captions:
+        descriptions = [f"{captions}; {captions.remedy}" for captions in unconfirmed_captions]
+        kinds = [*confirmed_kinds, *(captions.kind for captions in unconfirmed_captions)]
+        question = Fault("datasets.odd_references_of_test", captions=descriptions)
+        yield Doubt(question, [{"confirmed": kinds}])
+
+
+def _first_source(captions: Sequence[Caption]) -> str:
+    row, _ = captions[0]
+    return _source_of(row)
+
+
+def _source_of(row: Row) -> str:
+    """Return the file and row of a pair. If several rows describe the pair, return the first row."""
+    return row.source.split(" and ")[0]
+
+
+def _excerpt(caption: str) -> str:
+    """Return the beginning of a caption on one line."""
+    return " ".join(caption.split())[:60]
+
+
+def _count_rows(captions: Sequence[Caption]) -> int:
+    return len({row.source for row, _ in captions})
+
+
+def _describe_counts(texts: Iterable[str]) -> str:
+    """Describe the five most common texts with their counts, and the number of other texts."""
+    counts = Counter(texts)
+    descriptions = [f"{text[:80]!r} ({count:,})" for text, count in counts.most_common(5)]
+    if len(counts) > 5:
+        descriptions.append(f"and {len(counts) - 5:,} more")
+    return "; ".join(descriptions)
+
+
+class _OneLineDumper(yaml.SafeDumper):
+    """A YAML dumper that writes a text with line breaks on one line, in double quotes."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+
+
+_OneLineDumper.add_representer(str, _OneLineDumper.represent_str)
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value as one line of YAML for `params.yaml`."""
+    plain_value = json.loads(json.dumps(value))
+    text = yaml.dump(
+        plain_value,
+        Dumper=_OneLineDumper,
+        default_flow_style=True,
+        sort_keys=False,
+        width=10_000,
+        allow_unicode=True,
+    )
+    return text.strip()

@@ -1,0 +1,127 @@
+"""Make the images of a page: small WebP images, embedded or in a folder, shown only if their licence permits it."""
+
+import base64
+import hashlib
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from m3diff.datasets.spec import DatasetSpec, check_licence
+from m3diff.images.open import load_image
+from m3diff.images.saliency import draw_outlines
+from m3diff.records.errors import DataError
+from m3diff.records.machine import usable_cpus
+from m3diff.scoring.pairs import EvalPair
+
+MB = 1_000_000
+MAX_PX = 384  # maximum length of the longer side
+BASE64 = 4 / 3  # bytes of text per byte of an embedded image
+
+
+class ImageRights(NamedTuple):
+    """Whether a dataset's licence permits showing its images.
+
+    note: condition under which the images may be shown, or reason why they may not be shown. None if they may be shown
+        without a condition.
+    """
+
+    may_show: bool
+    note: str | None
+
+
+def rights_of(spec: DatasetSpec) -> ImageRights:
+    """Return whether the licence of a dataset permits showing its images, and the condition or reason."""
+    try:
+        return ImageRights(True, check_licence(spec, "show"))
+    except DataError:
+        return ImageRights(False, f"{spec.licence.name}: {spec.licence.show.reason}")
+
+
+def link_images(images: Iterable[bytes], folder: Path, limit: int) -> dict[bytes, str]:
+    """Return the URL of each WebP image for the page.
+
+    If all images together add at most `limit` bytes to the page, they are embedded as data URLs. Otherwise they are
+    written to `folder`. Images of an earlier page are removed from the folder.
+    """
+    for old_image in folder.glob("*.webp"):
+        old_image.unlink()
+    distinct_images = set(images)
+    if BASE64 * sum(map(len, distinct_images)) <= limit:
+        return {image: "data:image/webp;base64," + base64.b64encode(image).decode() for image in distinct_images}
+    folder.mkdir(parents=True, exist_ok=True)
+    links = {}
+    for image in distinct_images:
+        name = f"{hashlib.sha256(image).hexdigest()[:24]}.webp"
+        (folder / name).write_bytes(image)
+        links[image] = f"{folder.name}/{name}"
+    return links
+
+
+def load_small(path: Path, sha256: bytes) -> Image.Image:
+    """Load an image upright, in RGB, and with a longer side of at most `MAX_PX` pixels.
+
+    Raises:
+        ImageError: the file is missing, is not an image, or its digest is not `sha256`.
+    """
+    image = load_image(path, sha256)
+    image.thumbnail((MAX_PX, MAX_PX), Image.Resampling.LANCZOS)
+    return image
+
+
+def as_webp(image: Image.Image) -> bytes:
+    """Encode an image as WebP."""
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=88, method=4)
+    return buffer.getvalue()
+
+
+def read_saliency(path: Path) -> dict[str, np.ndarray]:
+    """Read predict's saliency maps: arrays [rows, columns] by pair id, each with the sum 1."""
+    with np.load(path) as arrays:
+        maps = arrays["maps"].astype(np.float32)
+        return {str(pair_id): saliency for pair_id, saliency in zip(arrays["ids"], maps, strict=True)}
+
+
+class PairImages(NamedTuple):
+    """The images of a pair, encoded as WebP.
+
+    outlined: after-image with the outlines of the saliency map. None if there is no map.
+    """
+
+    before: bytes
+    after: bytes
+    outlined: bytes | None
+
+
+def draw_images(
+    pairs: Iterable[EvalPair], rights: Mapping[str, ImageRights], saliency: Mapping[str, np.ndarray]
+) -> Iterator[PairImages | None]:
+    """Yield the images of each pair, in order. Yield None for a pair whose licence does not permit showing them.
+
+    Args:
+        rights: image rights by dataset.
+        saliency: saliency maps by pair id.
+
+    Raises:
+        DataError: an image is missing or changed since ingest.
+    """
+
+    def draw(pair: EvalPair) -> PairImages | None:
+        if not rights[pair.dataset].may_show:
+            return None
+        after = load_small(pair.after, pair.after_sha256)
+        before = load_small(pair.before, pair.before_sha256)
+        pair_saliency = saliency.get(pair.id)
+        return PairImages(
+            before=as_webp(before),
+            after=as_webp(after),
+            outlined=None if pair_saliency is None else as_webp(draw_outlines(after, pair_saliency)),
+        )
+
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        yield from pool.map(draw, pairs)

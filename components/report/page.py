@@ -1,0 +1,249 @@
+"""Write the page of a run: report.html, with its tables as LaTeX and CSV.
+
+Images are embedded in the page if they are small enough in total. Otherwise they are files in the folder `images` next
+to the page. The page does not load anything from the network, and equal inputs give identical bytes. Its text and style
+are in the templates.
+"""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from m3diff.datasets.spec import DatasetSpec
+from m3diff.records.files import write_atomic
+from m3diff.report.curves import draw_phase, read_phases
+from m3diff.report.gallery import RunPairs, gallery
+from m3diff.report.images import MB, read_saliency, rights_of
+from m3diff.report.origin import MADE, Origin
+from m3diff.report.score_tables import (
+    describe_pairs,
+    describe_rules,
+    group_table,
+    headline_table,
+    overview,
+    published_table,
+    type_table,
+)
+from m3diff.report.tables import file_name_of
+from m3diff.report.templates import templates
+from m3diff.report.verdict import verdict_of
+from m3diff.scoring import bootstrap
+from m3diff.scoring.grammar import ParsedCaption, type_order
+from m3diff.scoring.metrics import BY_CHARACTERS, Metric, PairValue
+from m3diff.scoring.protocols import ProtocolPairs, headline_protocols
+from m3diff.scoring.published import published_of
+from m3diff.scoring.results import EvaluateReport, ProtocolScores
+
+NO_KEY = "0" * 16  # placeholder for the page's key, which is a hash of the page
+FIRST_CARDS = 6  # number of pairs that the gallery shows at first; few, because other sections follow it
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that the page of a run shows.
+
+    Attributes:
+        metrics: metrics that at least one protocol has, by name.
+        report: scores of all protocols.
+        protocols: all protocols, each with its pairs.
+        pair_scores: protocol -> pair id -> column of scores.parquet -> value.
+        parsed: parsed predictions by pair id.
+        specs: specs of the datasets, by dataset.
+        saliency: path of the saliency maps, which may not exist.
+        notes: notes about the texts of references and predictions.
+        origin: origin of the captions, for the top of the page.
+    """
+
+    metrics: Mapping[str, Metric]
+    report: EvaluateReport
+    protocols: list[ProtocolPairs]
+    pair_scores: Mapping[str, Mapping[str, Mapping[str, PairValue]]]
+    parsed: Mapping[str, ParsedCaption]
+    specs: Mapping[str, DatasetSpec]
+    saliency: Path
+    notes: Sequence[str] = ()
+    origin: Origin = field(default_factory=Origin)
+
+
+def write_report(evidence: Evidence, out: Path, inside_mb: int) -> None:
+    """Write `out`/report.html and the folder `out`/images, which is empty if the images are embedded in the page.
+
+    Args:
+        inside_mb: limit in MB for images embedded in the page. Above it, all images are written to the folder.
+
+    Raises:
+        DataError: an image is missing or changed since ingest.
+    """
+    images = out / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    values = page_values(evidence, images, inside_mb)
+    text = templates().get_template("report.html.j2").render(key=NO_KEY, **values)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    write_atomic(out / "report.html", text.replace(NO_KEY, key, 1))
+    # clear the file, which may contain the commit of an earlier page; `write_made` fills it in later
+    write_atomic(out / MADE, "")
+
+
+def page_values(evidence: Evidence, images: Path, inside_mb: int) -> dict[str, Any]:
+    """Return the values for the page's template.
+
+    Args:
+        images: folder for images that are not embedded in the page.
+    """
+    scores = evidence.report.protocols
+    rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
+    saliency = read_saliency(evidence.saliency) if evidence.saliency.is_file() else {}
+    columns = table_columns(evidence.metrics, scores)
+    run = RunPairs(
+        name="this run",
+        pairs={protocol.name: {pair.id: pair for pair in protocol.pairs} for protocol in evidence.protocols},
+        scores=evidence.pair_scores,
+        parsed=evidence.parsed,
+    )
+    main_protocol = evidence.protocols[0]
+    headlines = headline_protocols(evidence.protocols)
+    parts = protocol_parts(evidence, columns)
+    descriptions = {protocol.name: describe_pairs(protocol.protocol) for protocol in evidence.protocols}
+    origin = evidence.origin
+    trainings = read_phases(origin.curves) if origin.curves else []
+    last_training = trainings[-1] if trainings else None
+    return dict(
+        report=evidence.report,
+        origin=origin,
+        trainings=[draw_phase(training) for training in trainings],
+        verdict=verdict_of(headlines, scores, last_training, origin.base),
+        headline_scores=headline_table(evidence.report, [protocol.name for protocol in headlines]),
+        datasets=list(dict.fromkeys(protocol.dataset for protocol in evidence.protocols)),
+        first=scores[main_protocol.name],
+        columns=columns.headlines,
+        overview=overview(scores, columns.headlines, descriptions, evidence.notes),
+        parts=parts,
+        published=[part for part in parts if part["published"] and part["is_headline"]],
+        confusion=confusion_table(judged_captions(evidence, main_protocol)),
+        gallery=gallery([run], evidence.metrics, rights, saliency, images, inside_mb * MB) | {"first": FIRST_CARDS},
+        gallery_title="All pairs",
+        gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
+        image_rights=rights,
+        has_saliency=bool(saliency),
+        absent_scores=absent_scores(headlines, scores),
+        control_pairs=sum(pair.shuffled_prediction is not None for pair in main_protocol.pairs),
+        fewest_pairs=bootstrap.MIN_PAIRS,
+        few_pairs=[name for name, values in scores.items() if values.pairs < bootstrap.MIN_PAIRS],
+    )
+
+
+def judged_captions(evidence: Evidence, protocol: ProtocolPairs) -> list[ParsedCaption]:
+    """Return the parsed predictions of a protocol, or an empty list if the grammar cannot read most of them."""
+    if evidence.report.protocols[protocol.name].scores.get("change_type_accuracy") is None:
+        return []
+    return [evidence.parsed[pair.id] for pair in protocol.pairs if pair.id in evidence.parsed]
+
+
+class AbsentScore(NamedTuple):
+    """A score that is missing for one or more headline protocols, with the reason.
+
+    protocols: names of the protocols without the score. Empty if all headline protocols lack the score.
+    """
+
+    score: str
+    reason: str
+    protocols: list[str]
+
+
+def absent_scores(headlines: Sequence[ProtocolPairs], scores: Mapping[str, ProtocolScores]) -> list[AbsentScore]:
+    """Return the scores that are missing for the first protocol of each dataset.
+
+    Protocols for a subset of a dataset are left out, because a subset naturally lacks some scores. For example, pairs
+    that all have a change have no score for pairs without one. The page's section on the protocol lists these scores.
+    """
+    protocols_by_absence: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for protocol in headlines:
+        for score, reason in scores[protocol.name].absent.items():
+            protocols_by_absence[score, reason].append(protocol.name)
+    absences = []
+    for (score, reason), protocols in protocols_by_absence.items():
+        lacked_by_all = len(protocols) == len(headlines)
+        absences.append(AbsentScore(score, reason, [] if lacked_by_all else protocols))
+    return absences
+
+
+class TableColumns(NamedTuple):
+    """The scores that tables show.
+
+    scores: all scores, for wide tables.
+    headlines: one score per metric, for tiles and narrow tables.
+    """
+
+    scores: list[str]
+    headlines: list[str]
+
+
+def table_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]) -> TableColumns:
+    """Choose the scores for tables: word scores or character scores, depending on what the protocols have."""
+    computed_scores: set[str] = set()
+    for protocol in protocols.values():
+        computed_scores |= {name for name, value in protocol.scores.items() if value is not None}
+    scores: list[str] = []
+    headlines: list[str] = []
+    for metric in metrics.values():
+        has_headline = metric.headline in computed_scores
+        has_characters_alone = f"{metric.headline}{BY_CHARACTERS}" in computed_scores and not has_headline
+        is_left_out = metric.optional and not has_headline
+        if metric.scores and not has_characters_alone and not is_left_out:
+            scores += metric.scores
+            headlines.append(metric.headline)
+    return TableColumns(scores, headlines)
+
+
+def protocol_parts(evidence: Evidence, columns: TableColumns) -> list[dict[str, Any]]:
+    """Return the page's section for each protocol. Only the first protocol of each dataset has a complete section."""
+    headlines = {protocol.name for protocol in headline_protocols(evidence.protocols)}
+    parts = []
+    for protocol in evidence.protocols:
+        scores = evidence.report.protocols[protocol.name]
+        is_headline = protocol.name in headlines
+        types = sorted(scores.folder("by_type"), key=type_order) if is_headline else []
+        published = None
+        if not protocol.counts_characters:  # published scores are computed on words
+            published_rows = published_of(protocol.dataset, protocol.protocol, is_headline)
+            published = published_table(protocol.name, scores, published_rows, protocol.protocol.headline)
+        parts.append(
+            {
+                "name": protocol.name,
+                "id": file_name_of(protocol.name),
+                "pairs": describe_pairs(protocol.protocol),
+                "rules": describe_rules(protocol.protocol, protocol.counts_characters),
+                "counts_characters": protocol.counts_characters,
+                "is_headline": is_headline,
+                "published": published,
+                "several": scores.groups.get("multi_change") if is_headline else None,
+                "types": type_table(protocol.name, scores, types, columns.headlines) if types else None,
+                "groups": group_table(protocol.name, scores, columns.scores),
+                "absent": scores.absent,
+            }
+        )
+    return parts
+
+
+def confusion_table(captions: Iterable[ParsedCaption]) -> dict[str, Any]:
+    """Count predicted types by true type, for pairs with exactly one change or none.
+
+    Returns:
+        columns: all types in order.
+        rows: true type -> counts by predicted type.
+    """
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for caption in captions:
+        if len(caption.pair.change_types) == 1:
+            true_type = caption.pair.change_types[0]
+            counts[true_type][caption.predicted_type] += 1
+    types = set(counts)
+    for predicted_types in counts.values():
+        types |= predicted_types.keys()
+    return {
+        "columns": sorted(types, key=type_order),
+        "rows": {true_type: counts[true_type] for true_type in sorted(counts, key=type_order)},
+    }

@@ -1,0 +1,198 @@
+"""Build the tables of a run: all protocols, the scores for comparing runs, groups of pairs, and published results."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from m3diff.datasets.spec import Protocol
+from m3diff.report.tables import (
+    CHOSEN_MARK,
+    PARTIAL_MARK,
+    UNIFORM_MARK,
+    Cell,
+    Table,
+    TableRow,
+    file_name_of,
+    in_papers_units,
+    mark_best,
+)
+from m3diff.scoring.published import PUBLISHED_SCORES, PublishedRow
+from m3diff.scoring.results import HEADLINE, EvaluateReport, ProtocolScores
+
+EVERY_ID = ".*"  # regular expression of a protocol that does not select pairs by name
+GROUP_TITLES = {"change": "with a change", "multi_change": "with several changes", "distractors": "without a change"}
+# Columns of the table of change types: title -> name of the group's score
+ACCURACIES = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
+# Titles of the scores for comparing runs. A score that is not listed is shown by its name
+SCORE_TITLES = {
+    "CIDEr_shuffled": "CIDEr of the control: after-images shuffled",
+    "CIDEr_shuffled-char": "CIDEr-char of the control: after-images shuffled",
+    "change_type_accuracy": "one change: its type right, %",
+    "change_place_accuracy": "one change: type, object and place right, %",
+    "change_exact_accuracy": "one change: all of it right, %",
+    "multi_change_exact_f1": "several changes: F1 of those that are all right",
+    "no_change_recall": "pairs without a change: “nothing changed” said, %",
+    "false_no_change": "pairs with a change: “nothing changed” said, %",
+    "reversal": "images swapped: the inverse change named, %",
+    "pixel_window_auc": "change found by comparing pixels alone, area under the curve",
+}
+MARK_NOTES = {
+    PARTIAL_MARK: f"{PARTIAL_MARK} Fewer pairs than papers score: not comparable with published figures.",
+    UNIFORM_MARK: f"{UNIFORM_MARK} Pairs without a change share the same few references. CIDEr counts rare words, so "
+    "it is 0 here whatever the model says. The share of “nothing changed” says how well the model does.",
+}
+
+
+def row_of(name: str, scores: ProtocolScores, columns: Iterable[str]) -> TableRow:
+    """Return the row for all pairs of a protocol: the number of pairs here and in papers, and scores with intervals."""
+    papers = "" if scores.published_pairs is None else f" of {scores.published_pairs:,}"
+    return TableRow(
+        name=name,
+        labels=(f"{scores.pairs:,}{papers}",),
+        cells=tuple(in_papers_units(scores.scores.get(score), scores.intervals.get(score)) for score in columns),
+        marks=marks_of(scores),
+    )
+
+
+def notes_on_marks(rows: Sequence[TableRow]) -> list[str]:
+    """Return the notes that explain the marks in the rows."""
+    return [note for mark, note in MARK_NOTES.items() if any(mark in row.marks for row in rows)]
+
+
+def marks_of(scores: ProtocolScores) -> tuple[str, ...]:
+    """Return the marks of a protocol, for fewer pairs than in papers and for CIDEr 0 because no pair has a change."""
+    marks = []
+    if scores.is_partial:
+        marks.append(PARTIAL_MARK)
+    distractors = scores.groups.get("distractors", {})
+    if distractors.get("pairs") == scores.pairs and scores.scores.get("CIDEr") == 0:
+        marks.append(UNIFORM_MARK)
+    return tuple(marks)
+
+
+def overview(
+    protocols: Mapping[str, ProtocolScores],
+    columns: Sequence[str],
+    descriptions: Mapping[str, str],
+    notes: Sequence[str] = (),
+) -> Table:
+    """Return the table of all protocols of all datasets.
+
+    Args:
+        descriptions: descriptions of the pairs that a protocol includes, by protocol.
+    """
+    rows = []
+    for name, scores in protocols.items():
+        row = row_of(name, scores, columns)
+        rows.append(row._replace(labels=(descriptions.get(name, ""), *row.labels)))
+    return Table("scores", ("Protocol", "Pairs", "n", *columns), rows, [*notes_on_marks(rows), *notes])
+
+
+def headline_table(report: EvaluateReport, headlines: Sequence[str]) -> Table:
+    """Return the table of the scores for comparing runs, which `make run` prints.
+
+    Args:
+        headlines: names of the protocols to show as columns: the first protocol of each dataset.
+    """
+    protocols = [report.protocols[name] for name in headlines]
+    rows = []
+    for score in HEADLINE:
+        cells = tuple(
+            in_papers_units(protocol.scores.get(score), protocol.intervals.get(score)) for protocol in protocols
+        )
+        if any(cell.value is not None for cell in cells):
+            rows.append(TableRow(SCORE_TITLES.get(score, score), (), cells))
+    return Table("headline", ("Score", *headlines), rows)
+
+
+def describe_pairs(protocol: Protocol) -> str:
+    """Describe in words which pairs a protocol includes."""
+    if protocol.change_types:
+        return f"pairs whose only change is {' or '.join(protocol.change_types)}"
+    if protocol.pairs or protocol.ids == EVERY_ID:
+        return protocol.pairs or "all pairs"
+    return "some pairs, chosen by their names"
+
+
+def describe_rules(protocol: Protocol, counts_characters: bool) -> str:
+    """Describe the rules of a protocol in sentences."""
+    pairs = describe_pairs(protocol)
+    references = "all its references" if protocol.references == "all" else "its references joined to one text"
+    cut = f", both cut after {protocol.max_words} words" if protocol.max_words else ""
+    tokenizer = "the PTB tokenizer" if protocol.tokenizer == "ptb" else "white space alone"
+    characters = "by characters in scripts without spaces between words, else " if counts_characters else ""
+    sentences = [
+        f"{pairs[0].upper()}{pairs[1:]}.",
+        f"Each caption is compared with {references}{cut}.",
+        f"Words are split {characters}by {tokenizer}.",
+    ]
+    return " ".join(sentences)
+
+
+def group_rows(scores: ProtocolScores, titles: Mapping[str, str], columns: Sequence[str]) -> Iterator[TableRow]:
+    """Yield a row for each group that is not empty.
+
+    Args:
+        titles: titles of the rows, by group.
+    """
+    for name, title in titles.items():
+        group = scores.groups.get(name)
+        if group and group["pairs"]:
+            is_uniform = name == "distractors" and group.get("CIDEr") == 0
+            yield TableRow(
+                name=title,
+                labels=(f"{group['pairs']:,}",),
+                cells=tuple(in_papers_units(group.get(score)) for score in columns),
+                marks=(UNIFORM_MARK,) if is_uniform else (),
+            )
+
+
+def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -> Table:
+    """Return the table of a protocol's groups: all pairs, and pairs with a change, with several changes or without."""
+    rows = [row_of("all", scores, columns), *group_rows(scores, GROUP_TITLES, columns)]
+    return Table(f"{file_name_of(protocol)}-groups", ("Pairs", "n", *columns), rows, notes_on_marks(rows))
+
+
+def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], columns: Sequence[str]) -> Table:
+    """Return the table of pairs with exactly one change, by change type. It has accuracies if there is a grammar."""
+    groups = scores.folder("by_type").values()
+    accuracies = {
+        title: score for title, score in ACCURACIES.items() if any(group.get(score) is not None for group in groups)
+    }
+    titles = {f"by_type/{change_type}": change_type for change_type in types}
+    rows = list(group_rows(scores, titles, [*accuracies.values(), *columns]))
+    return Table(f"{file_name_of(protocol)}-types", ("Type", "n", *accuracies, *columns), rows)
+
+
+def published_table(
+    protocol: str, scores: ProtocolScores, published_rows: Sequence[PublishedRow], headline: str
+) -> Table | None:
+    """Return a table with this run and the published results of a protocol, the best headline score first.
+
+    The best value of each column is marked. A run with fewer pairs than in papers is not part of this comparison.
+
+    Returns:
+        The table, or None if there are no published results.
+    """
+    if not published_rows:
+        return None
+    papers = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
+    rows = [row_of("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
+    notes_on_this_run = notes_on_marks(rows)
+    for row in published_rows:
+        rows.append(
+            TableRow(
+                name=row.method,
+                labels=(row.venue, papers),
+                cells=tuple(map(Cell, row.scores.values())),
+                marks=(CHOSEN_MARK,) if row.chosen_on_test else (),
+            )
+        )
+    headline_column = PUBLISHED_SCORES.index(headline)
+    rows.sort(key=lambda row: -(row.cells[headline_column].value or 0.0))
+    notes = []
+    evidence = sorted({f"{row.method}: {row.chosen_on_test}" for row in published_rows if row.chosen_on_test})
+    if evidence:
+        notes.append(f"{CHOSEN_MARK} Epoch chosen on the test split. {'; '.join(evidence)}.")
+    sources = "; ".join(sorted({row.source for row in published_rows}))
+    notes += [*notes_on_this_run, f"Published figures as given by {sources}."]
+    columns = ("Method", "venue", "n", *PUBLISHED_SCORES)
+    return Table(f"{file_name_of(protocol)}-published", columns, mark_best(rows), notes)

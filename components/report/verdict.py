@@ -1,0 +1,102 @@
+"""Warn in plain language if a model has not learned anything yet.
+
+Without this warning, only experts would know what a row of zeros means.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from m3diff.report.curves import Phase, first_and_last_loss, steps_in_words
+from m3diff.scoring.grammar import normalise
+from m3diff.scoring.metrics import BY_CHARACTERS
+from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.results import ProtocolScores
+from m3diff.stages.train.params import ENOUGH_STEPS, NO_CIDER
+
+MAX_EXACT_SHARE = 0.02  # a model with a larger share of captions that equal a reference has learned something
+MIN_LOSS_FALL = 0.5  # if the final loss is more than this share of the first loss, it has hardly fallen
+EMBEDDED_BASE = "00_base"  # folder of the small base model that is part of the project
+
+
+class LearningVerdict(NamedTuple):
+    """A sentence saying that a model has not learned to describe changes, and advice on what to try."""
+
+    sentence: str
+    advice: list[str]
+
+
+def verdict_of(
+    headlines: Sequence[ProtocolPairs],
+    scores: Mapping[str, ProtocolScores],
+    training: Phase | None = None,
+    base: str = "",
+) -> LearningVerdict | None:
+    """Return a warning if the model has not learned to describe changes, otherwise None.
+
+    Args:
+        headlines: first protocol of each dataset.
+        scores: scores by protocol.
+        training: last training phase of the run. None if it is not known.
+        base: folder of the base model that was trained.
+    """
+    ciders = [cider_of(scores[protocol.name]) for protocol in headlines]
+    computed_ciders = [cider for cider in ciders if cider is not None]
+    if not computed_ciders or max(computed_ciders) >= NO_CIDER or exact_share(headlines) > MAX_EXACT_SHARE:
+        return None
+    highest = f"{100 * max(computed_ciders):.1f}"
+    test_sets = "the test set" if len(computed_ciders) == 1 else f"all {len(computed_ciders)} test sets"
+    sentence = f"The model has not learned to describe changes yet: CIDEr is {highest} on {test_sets}."
+    captions: set[str] = set()
+    for protocol in headlines:
+        captions |= {pair.prediction for pair in protocol.pairs}
+    if len(captions) == 1:
+        sentence += f" It says the same of every pair: “{captions.pop() or '(nothing)'}”."
+    return LearningVerdict(sentence, advice_of(training, base))
+
+
+def cider_of(scores: ProtocolScores) -> float | None:
+    """Return the CIDEr over all pairs, computed on words or, if that is absent, on characters."""
+    cider = scores.scores.get("CIDEr")
+    return scores.scores.get(f"CIDEr{BY_CHARACTERS}") if cider is None else cider
+
+
+def exact_share(headlines: Sequence[ProtocolPairs]) -> float:
+    """Return the share of captions that equal one of their references.
+
+    CIDEr alone is not enough for a verdict: if all references use the same words, CIDEr is 0 for any caption.
+    """
+    pairs = 0
+    exact_captions = 0
+    for protocol in headlines:
+        for pair in protocol.pairs:
+            pairs += 1
+            references = map(normalise, pair.references)
+            exact_captions += normalise(pair.prediction) in references
+    return exact_captions / pairs if pairs else 0.0
+
+
+def advice_of(training: Phase | None, base: str) -> list[str]:
+    """Return sentences of advice, based on the training and its base model."""
+    advice = []
+    if training is not None and training.steps:
+        advice += advice_on_training(training)
+    if base.rstrip("/").endswith(EMBEDDED_BASE):
+        advice.append(
+            "The base that comes with the project knows its own drawn scenes alone. For photographs begin with a real "
+            "one: docs/your-data.md says how."
+        )
+    return advice or ["Open some pairs below: captions of one word or of none point at the prompt or the base."]
+
+
+def advice_on_training(training: Phase) -> list[str]:
+    """Return the length of a training phase and how its loss changed, followed by advice on what to try."""
+    loss = first_and_last_loss(training)
+    course = "" if loss is None else f", and the loss went from {loss[0]:.2f} to {loss[1]:.2f}"
+    advice = [f"It trained for {steps_in_words(training.steps)}{course}."]
+    if training.steps < ENOUGH_STEPS:
+        advice.append(f"Fewer than {ENOUGH_STEPS} steps teach little: raise train.epochs, or add pairs.")
+    if loss is not None and loss[1] > MIN_LOSS_FALL * loss[0]:
+        advice.append(
+            "The loss has hardly fallen: train longer, or raise the learning rates (models.NAME.rates in params.yaml)."
+        )
+    return advice

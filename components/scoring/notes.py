@@ -1,0 +1,46 @@
+"""Collect notes about the scored texts: scripts, languages, and artefacts of models ("marks") in captions."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from m3diff.scoring.language import note_of_language
+from m3diff.scoring.marks import OTHER_SCRIPT, notes_of_marks
+from m3diff.scoring.protocols import ProtocolPairs, headline_protocols, note_of_scripts
+
+
+def notes_of_texts(
+    protocols: Sequence[ProtocolPairs],
+    metrics: Collection[str],
+    predictions: Iterable[str],
+    references: Iterable[str] = (),
+) -> list[str]:
+    """Return notes about the scripts and languages of the protocols' references, and about marks in texts.
+
+    Args:
+        metrics: names of the computed metrics.
+        predictions, references: texts to search for marks.
+    """
+    notes = []
+    for protocol in protocols:
+        notes += note_of_scripts(protocol)
+    notes += notes_of_languages(protocols, metrics)
+    usual_marks = []
+    if any(protocol.counts_characters for protocol in protocols):
+        usual_marks.append(OTHER_SCRIPT)  # normal, because the references are in such a script
+    notes += notes_of_marks(predictions, without=usual_marks)
+    notes += notes_of_marks(references, "references", without=usual_marks)
+    return notes
+
+
+def notes_of_languages(protocols: Sequence[ProtocolPairs], metrics: Collection[str]) -> list[str]:
+    """Return a note for each dataset whose references are not in English although English metrics score them.
+
+    The references are those of the dataset's first protocol.
+    """
+    notes = []
+    for protocol in headline_protocols(protocols):
+        if not protocol.counts_characters:  # otherwise METEOR and SPICE are not computed
+            references: list[str] = []
+            for pair in protocol.pairs:
+                references += pair.references
+            notes += note_of_language(protocol.dataset, references, metrics)
+    return notes

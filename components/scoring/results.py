@@ -1,0 +1,159 @@
+"""The files of a run's scores: metrics.json, headline.json and scores.parquet.
+
+metrics.json contains the scores by protocol and group of pairs. headline.json contains the few scores that are used to
+compare runs. scores.parquet contains one row per protocol and pair.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, model_serializer
+
+from m3diff.records.files import StageReport
+from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.metrics import Metric, MetricScores
+from m3diff.scoring.pairs import ALL
+from m3diff.scoring.protocols import ProtocolPairs
+
+Scores = dict[str, int | float | None]
+# Folders in the names of groups. In metrics.json, a group "<folder>/<name>" is the object <name> in the object <folder>
+FOLDERS = ("by_type", "by_changes", "by_length")
+# Scores that are used to compare runs, in the order in which they are shown
+HEADLINE = (
+    "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE", "change_type_accuracy", "change_place_accuracy",
+    "change_exact_accuracy", "multi_change_exact_f1", "no_change_recall", "false_no_change", "reversal",
+    "CIDEr_shuffled", "pixel_window_auc", "BLEU-4-char", "ROUGE-L-char", "CIDEr-char", "CIDEr_shuffled-char",
+)  # fmt: skip
+
+
+class ProtocolScores(BaseModel):
+    """Scores of one dataset under one protocol, on the scale of pycocoevalcap. Papers print them times 100.
+
+    In metrics.json, the scores over all pairs are next to the objects that hold the scores of groups. An absent score
+    is null.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    pairs: int
+    published_pairs: int | None
+    """Number of pairs that papers score, or None if it is not known."""
+    scores: Scores
+    intervals: dict[str, Interval]
+    """Intervals by score."""
+    groups: dict[str, Scores]
+    """Scores by group, including the numbers of `pairs` and `changes`."""
+    absent: dict[str, str]
+    """Absent scores, with the reason why each one is null."""
+
+    @model_serializer
+    def as_file(self) -> dict[str, Any]:
+        """Return the scores in the nested form that is written to metrics.json."""
+        content: dict[str, Any] = {"pairs": self.pairs, "published_pairs": self.published_pairs}
+        content |= self.scores
+        content["intervals"] = {score: interval.model_dump() for score, interval in self.intervals.items()}
+        content |= {name: scores for name, scores in self.groups.items() if "/" not in name}
+        content |= {folder: self.folder(folder) for folder in FOLDERS}
+        content["absent"] = self.absent
+        return content
+
+    def folder(self, folder: str) -> dict[str, Scores]:
+        """Return the scores of all groups named "<folder>/<name>", by <name>."""
+        prefix = f"{folder}/"
+        return {name.removeprefix(prefix): scores for name, scores in self.groups.items() if name.startswith(prefix)}
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether fewer pairs are scored than in papers."""
+        return self.published_pairs is not None and self.pairs < self.published_pairs
+
+
+class EvaluateReport(StageReport):
+    """Content of metrics.json. `rows_in` is the number of test pairs, `rows_out` the number of scored pairs."""
+
+    protocols: dict[str, ProtocolScores]
+    """Scores by "<dataset>/<protocol>"."""
+
+
+def summarise(
+    test_pairs: int,
+    captioned_pairs: int,
+    protocols: Iterable[ProtocolPairs],
+    scores: Mapping[str, MetricScores],
+    intervals: Mapping[str, Mapping[str, Interval]],
+) -> EvaluateReport:
+    """Combine all scores into the report that is written to metrics.json.
+
+    Args:
+        scores, intervals: scores and intervals by protocol.
+    """
+    protocol_scores = {}
+    for protocol in protocols:
+        group_scores = scores[protocol.name].groups
+        groups = {
+            group: {"pairs": len(ids), **group_scores[group]} for group, ids in protocol.groups.items() if group != ALL
+        }
+        protocol_scores[protocol.name] = ProtocolScores(
+            pairs=len(protocol.pairs),
+            published_pairs=protocol.protocol.n,
+            scores=dict(group_scores[ALL]),
+            intervals=dict(intervals.get(protocol.name, {})),
+            groups=groups,
+            absent=dict(scores[protocol.name].absent),
+        )
+    return EvaluateReport(stage="evaluate", rows_in=test_pairs, rows_out=captioned_pairs, protocols=protocol_scores)
+
+
+def headline(report: EvaluateReport) -> dict[str, dict[str, float]]:
+    """Return the scores of HEADLINE, times 100, for the first protocol of each dataset.
+
+    They are shown by `dvc metrics diff` and `dvc exp show`.
+    """
+    protocol_by_dataset: dict[str, str] = {}
+    for protocol in report.protocols:
+        dataset = protocol.partition("/")[0]
+        protocol_by_dataset.setdefault(dataset, protocol)
+    headlines = {}
+    for protocol in protocol_by_dataset.values():
+        scores = {name: report.protocols[protocol].scores.get(name) for name in HEADLINE}
+        headlines[protocol] = {name: round(100 * value, 2) for name, value in scores.items() if value is not None}
+    return headlines
+
+
+def score_table(
+    metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs], scores: Mapping[str, MetricScores]
+) -> pa.Table:
+    """Return the table for scores.parquet, with one row per protocol and pair in the order of the records.
+
+    A row contains the prediction in the form in which the protocol scored it, and the pair's scores.
+    """
+    columns = {
+        "protocol": "string",
+        "id": "string",
+        "dataset": "string",
+        "change_types": "list<string>",
+        "prediction": "string",
+    }
+    for metric in metrics.values():
+        columns |= metric.columns
+    rows = []
+    for protocol in protocols:
+        for pair in protocol.pairs:
+            row: dict[str, Any] = {
+                "protocol": protocol.name,
+                "id": pair.id,
+                "dataset": pair.dataset,
+                "change_types": pair.change_types,
+                "prediction": pair.prediction,
+            }
+            rows.append(row | dict(scores[protocol.name].pairs[pair.id]))
+    schema = pa.schema([(name, arrow_type(type_name)) for name, type_name in columns.items()])
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def arrow_type(name: str) -> pa.DataType:
+    """Return the Arrow type for a name such as `double` or `list<double>`. pyarrow cannot parse names of list types."""
+    if name.startswith("list<"):
+        return pa.list_(pa.type_for_alias(name.removeprefix("list<").removesuffix(">")))
+    return pa.type_for_alias(name)

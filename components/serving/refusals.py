@@ -1,0 +1,101 @@
+"""Define the error responses of the server, which say what was found, what is allowed, and what to do."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+# OpenAI's error types for the status codes that have a specific type
+OPENAI_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+# Additional response headers by status code
+REFUSAL_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},
+    429: {"retry-after": "1"},
+    503: {"retry-after": "5"},
+}
+
+CLIENT_LEFT = 499  # nginx's status code for a client that disconnected before the answer
+
+SHOWN_CHARS = 60
+
+
+class RequestRefusedError(Exception):
+    """The server refuses to answer a request.
+
+    Args:
+        status: HTTP status code of the response.
+        code: machine-readable error code.
+        found: what the request contains.
+        limit: what is allowed instead.
+        remedy: what to do.
+        field: the field of the request that caused the error, if any.
+    """
+
+    def __init__(self, status: int, code: str, found: str, limit: str, remedy: str, field: str | None = None) -> None:
+        super().__init__(f"{field + ': ' if field else ''}{found}; {limit}; {remedy}")
+        self.status = status
+        self.field = field
+        self.headers: Mapping[str, str] = REFUSAL_HEADERS.get(status, {})
+        self.body = {"error": code, "field": field, "found": found, "limit": limit, "remedy": remedy}
+
+    def response(self, path: str) -> Response:
+        """Return the HTTP response. Routes of the OpenAI API use the error format that its clients expect."""
+        if path.startswith("/v1/"):
+            return JSONResponse({"error": self._openai_error()}, self.status, headers=self.headers)
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+    def _openai_error(self) -> dict[str, Any]:
+        default_type = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "message": str(self),
+            "type": OPENAI_ERROR_TYPES.get(self.status, default_type),
+            "param": self.field,
+            "code": self.body["error"],
+        }
+
+
+def unprocessable(code: str, found: str, limit: str, remedy: str, field: str | None = None) -> RequestRefusedError:
+    """Return the error for a request with invalid content (HTTP 422)."""
+    return RequestRefusedError(422, code, found, limit, remedy, field)
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """Return the HTTP response for a request that raised an error.
+
+    Unexpected errors may mention files on this machine, so their text is written to the log and not sent to the client.
+    """
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    return _refusal_of(request, error).response(request.url.path)
+
+
+def _refusal_of(request: Request, error: Exception) -> RequestRefusedError:
+    if isinstance(error, RequestRefusedError):
+        return error
+    if not isinstance(error, HTTPException):
+        return RequestRefusedError(
+            status=500,
+            code="failed",
+            found="an error of the server",
+            limit="none",
+            remedy="its log says more; try again",
+        )
+    refusal = RequestRefusedError(
+        status=error.status_code,
+        code="no_such_route",
+        found=f"{request.method} {request.url.path[:100]}",
+        limit="the routes of docs/serving.md",
+        remedy="correct method and path",
+    )
+    refusal.headers = error.headers or {}
+    return refusal
+
+
+def shorten(value: object) -> str:
+    """Return the value as text. Text longer than SHOWN_CHARS characters is cut there, and "..." is appended."""
+    text = str(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."

@@ -1,0 +1,178 @@
+"""Compute the loss of each dataset and the CIDEr of generated captions on validation pairs, at a checkpoint.
+
+The validation pairs are sampled, based on the seed, from the whole validation split of each dataset, so the loss does
+not depend on which dataset or scene comes first. Nothing else is random. The pairs are distributed among the workers.
+"""
+
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from m3diff.images.open import load_image
+from m3diff.models import FAMILIES
+from m3diff.models.device import Device
+from m3diff.models.generation import Captioner
+from m3diff.models.processing import PairProcessor
+from m3diff.models.tuning import unwrapped
+from m3diff.scoring.characters import spaced
+from m3diff.stages.train import batches, engine
+from m3diff.stages.train.job import Job, WorkerContext
+
+MAX_NEW_TOKENS = 64
+CAPTION_BATCH = 32
+
+
+def sample_pairs(samples: batches.Samples, count: int, seed: int) -> dict[str, list[np.ndarray]]:
+    """Sample up to `count` pairs of each dataset. Return the row numbers of each pair, in the order of the split.
+
+    The pairs selected with a smaller count are a subset of those selected with a larger count. A dataset's selection
+    does not depend on the other datasets.
+    """
+    if not count:
+        return {}
+    by_dataset: dict[str, list[np.ndarray]] = {}
+    for rows in samples.pairs():
+        by_dataset.setdefault(samples.value("dataset", rows[0]), []).append(rows)
+    chosen_pairs = {}
+    for dataset, pairs in sorted(by_dataset.items()):
+        order = np.random.default_rng([seed, zlib.crc32(dataset.encode())]).permutation(len(pairs))
+        chosen_pairs[dataset] = [pairs[number] for number in sorted(order[:count])]
+    return chosen_pairs
+
+
+class Validation:
+    """Computes losses and captions of validation pairs, which are selected once when the object is created.
+
+    The argument `model` of the methods is DeepSpeed's engine around the model.
+
+    Attributes:
+        datasets: names of the datasets for which a loss is computed.
+    """
+
+    def __init__(
+        self, job: Job, samples: batches.Samples, worker: WorkerContext, processor: PairProcessor, device: Device
+    ) -> None:
+        compute = job.compute
+        seed = job.cfg.seed
+        self.samples = samples
+        self.processor = processor
+        self.device = device
+        self.family = FAMILIES[job.model.family]
+        self.rank = worker.rank
+        self.ranks = worker.ranks
+        # with ZeRO 3, a forward pass gathers weights from all workers, so all workers must run the same number of
+        # forward passes
+        self.needs_equal_forwards = compute.zero_stage == 3
+        self.loader = batches.Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
+
+        loss_pairs = sample_pairs(samples, compute.val_pairs, seed)
+        self.datasets = list(loss_pairs)
+        own_batches = self._deal_batches(list(loss_pairs.values()), compute.micro_batch)
+        self.batches = [(dataset_number, self.loader.read(batch)) for dataset_number, batch in own_batches]
+        self.captioned = list(sample_pairs(samples, compute.caption_val_pairs, seed).values())
+
+    def _deal_batches(
+        self, datasets: list[list[np.ndarray]], batch_size: int
+    ) -> list[tuple[int, list[batches.Weighted]]]:
+        """Split the pairs into batches and return this worker's batches, each with the index of its dataset.
+
+        All workers get the same number of batches. Where a batch is missing, a batch of weight 0 is added.
+        """
+        all_batches: list[tuple[int, list[batches.Weighted]]] = []
+        for dataset_number, pairs in enumerate(datasets):
+            for start in range(0, len(pairs), batch_size):
+                all_batches.append((dataset_number, [(rows, 1) for rows in pairs[start : start + batch_size]]))
+        while len(all_batches) % self.ranks:
+            dataset_number, sequences = all_batches[0]
+            all_batches.append((dataset_number, [(rows, 0) for rows, _ in sequences]))
+        return all_batches[self.rank :: self.ranks]
+
+    @torch.no_grad()
+    def losses(self, model: Any) -> dict[str, float]:
+        """Return the mean loss per supervised token: `val_loss` over all datasets, and `val_loss_<dataset>` for each.
+
+        Returns an empty dictionary if there are no pairs to compute a loss for.
+        """
+        if not self.datasets:
+            return {}
+        sums = torch.zeros(len(self.datasets), 2, dtype=torch.float64)  # [datasets, 2]: loss and tokens
+        model.eval()
+        for dataset_number, batch in self.batches:
+            micro_batch = batches.complete(batch, self.device, self.processor.pad_id)
+            loss = engine.token_loss(model, micro_batch, self.processor, self.device)
+            sums[dataset_number] += torch.tensor([float(loss), batch.supervised_tokens], dtype=torch.float64)
+        model.train()
+        loss_sums, token_counts = engine.sum_over_ranks(sums, self.ranks).T.tolist()
+        losses = {"val_loss": sum(loss_sums) / sum(token_counts)}
+        for name, loss_sum, tokens in zip(self.datasets, loss_sums, token_counts, strict=True):
+            losses[f"val_loss_{name}"] = loss_sum / tokens
+        return losses
+
+    def cider(self, model: Any) -> dict[str, float]:
+        """Return `val_cider`: the CIDEr of greedy captions, averaged over the datasets.
+
+        Returns an empty dictionary if there are no pairs to caption.
+        """
+        if not self.captioned:
+            return {}
+        first_rows = [int(rows[0]) for pairs in self.captioned for rows in pairs]
+        captions = self._captions(model, first_rows)
+        scores = []
+        for pairs in self.captioned:
+            references = [[self.samples.value("reference", row) for row in rows] for rows in pairs]
+            predictions = [captions[int(rows[0])] for rows in pairs]
+            scores.append(cider(references, predictions))
+        return {"val_cider": float(np.mean(scores))}
+
+    def _captions(self, model: Any, pairs: list[int]) -> dict[int, str]:
+        """Caption the pairs that start at the given rows and return the captions by row number.
+
+        All pairs of a batch have the same question, so no prompt needs padding and no pair affects the caption of
+        another.
+        """
+        own_pairs = pairs if self.needs_equal_forwards else pairs[self.rank :: self.ranks]
+        by_question: dict[str, list[int]] = {}
+        for row in own_pairs:
+            by_question.setdefault(self.samples.value("question", row), []).append(row)
+        model.eval()
+        captioner = Captioner(unwrapped(model.module), self.processor, self.family, MAX_NEW_TOKENS)
+        captions: dict[int, str] = {}
+        for question, rows in by_question.items():
+            for start in range(0, len(rows), CAPTION_BATCH):
+                batch = rows[start : start + CAPTION_BATCH]
+                files = [self.samples.images(row) for row in batch]
+                images = [(load_image(*before), load_image(*after)) for before, after in files]
+                captions |= zip(batch, captioner.caption(images, question), strict=True)
+        model.train()
+        if self.needs_equal_forwards or self.ranks == 1:
+            return captions
+        captions_by_rank: list[Any] = [None] * self.ranks
+        dist.all_gather_object(captions_by_rank, captions)
+        return {row: caption for rank_captions in captions_by_rank for row, caption in rank_captions.items()}
+
+
+def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> float:
+    """Return the CIDEr-D of captions, for comparing the checkpoints of one run.
+
+    It is computed on lowercase words, without Java. It differs from the CIDEr in reports, which uses the PTB tokenizer,
+    all references of a pair and the test split.
+
+    Args:
+        references: references of each pair.
+        predictions: one caption per pair.
+    """
+    from pycocoevalcap.cider.cider import Cider
+
+    def words(text: str) -> str:
+        # in a script without spaces between words, a whole caption would be a single token
+        return " ".join(re.findall(r"\w+", spaced(text.lower())))
+
+    gold = {number: [words(text) for text in texts] for number, texts in enumerate(references)}
+    candidates = {number: [words(text)] for number, text in enumerate(predictions)}
+    score, _ = Cider().compute_score(gold, candidates)
+    return float(score)

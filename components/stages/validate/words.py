@@ -1,0 +1,67 @@
+"""Descriptions of the rules in words, for the stage's web page."""
+
+from typing import NamedTuple
+
+from m3diff.stages.validate.suite import ExpectationResult
+
+
+class RuleWords(NamedTuple):
+    """Descriptions of what a rule requires and of what is wrong with a row that breaks it."""
+
+    requirement: str
+    broken: str
+
+
+RULES = {
+    "readable": RuleWords("The line of the annotation file can be read", "The line cannot be read"),
+    "id_given": RuleWords("Every pair has an id", "No id"),
+    "id_unique": RuleWords("No id occurs twice", "The id occurs more than once"),
+    "split_given": RuleWords("Every pair has a split", "No split"),
+    "split_known": RuleWords("The split is train, val or test", "An unknown split"),
+    "scene_in_one_split": RuleWords("The pairs of a scene are in one split", "The scene is in several splits"),
+    "not_in_test": RuleWords("No training pair is in a test set", "A training pair that is in a test set"),
+    "references_given": RuleWords("Every pair has a caption", "No caption"),
+    "reference_length": RuleWords("No caption is too long", "A caption is too long"),
+    "no_markup": RuleWords("No caption holds HTML or a special token", "HTML or a special token in a caption"),
+    "shows_a_change": RuleWords("A pair with a change has two different images", "Both images are the same"),
+    "images_present": RuleWords("Both image files are there", "An image file is missing"),
+    "before_decodes": RuleWords("The image before can be opened", "The image before cannot be opened"),
+    "after_decodes": RuleWords("The image after can be opened", "The image after cannot be opened"),
+}
+PAIR_COUNT = "pairs of "  # rules about the number of pairs in a split are named by this prefix and the split
+
+
+class WordedResult(NamedTuple):
+    """The result of an expectation, described in words.
+
+    Attributes:
+        dataset: name of the dataset, or "all".
+        sentence: what was expected.
+        is_met: true if the expectation is met.
+        outcome: the actual result, which is shown if the expectation is not met.
+    """
+
+    dataset: str
+    sentence: str
+    is_met: bool
+    outcome: str
+
+
+def words_of(rule: str) -> RuleWords:
+    """Return the descriptions of a rule. If RULES does not contain the rule, use its name as both descriptions."""
+    return RULES.get(rule, RuleWords(rule, rule))
+
+
+def worded_result(result: ExpectationResult) -> WordedResult:
+    """Describe the result of an expectation in words."""
+    rows = "1 row" if result.row_count == 1 else f"{result.row_count or 0:,} rows"
+    if result.rule == "rows":
+        sentence = "There is at least one row"
+        outcome = f"{rows} there"
+    elif result.rule.startswith(PAIR_COUNT):
+        sentence = f"The split {result.rule.removeprefix(PAIR_COUNT)} has as many pairs as expected"
+        outcome = f"{rows} there"
+    else:
+        sentence = words_of(result.rule).requirement
+        outcome = f"not met by {rows}"
+    return WordedResult(dataset=result.dataset, sentence=sentence, is_met=result.is_met, outcome=outcome)

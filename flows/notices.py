@@ -1,0 +1,169 @@
+"""Send notices (alerts) of failures, crashes, rejections and promotions.
+
+Notices are sent to the Apprise URL in `M3DIFF_NOTIFY` (`mailto://...`, `json://...`, `slack://...`). If the variable is
+not set, no notices are sent. Each notice is sent once. If sending fails, the run continues, and the notice is kept in
+`runs/flows/` and sent with the next one. The URL may contain a password, so neither the URL nor errors about it are
+logged.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from apprise import Apprise
+from prefect.client.schemas.objects import FlowRun
+from prefect.flows import Flow
+from prefect.logging import get_logger
+from prefect.states import State
+from prefect.utilities.urls import url_for
+
+from flows.report import RunRecord
+from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
+from m3diff.records.errors import redact
+from m3diff.records.files import write_atomic
+
+NOTIFY = "M3DIFF_NOTIFY"
+MAX_REMEMBERED = 1000  # number of sent notices to remember, so that no notice is sent twice
+EXCEPTION = "Flow run encountered an exception: "  # prefix that Prefect adds to an error
+FAILED_STAGE = "ERROR: failed to reproduce"  # start of DVC's last line, which only repeats the name of the stage
+MAX_ERROR_CHARS = 400
+REFUSED = "Refused"  # start of a state's name if the run could not start, followed by the cause
+
+
+def send_notice(
+    log: Callable[[str], None], key: str = "", title: str = "", text: str = "", checkout: Path | None = None
+) -> None:
+    """Send the notices that are waiting, then this notice. Skip it if a notice with the same key was already sent.
+
+    Errors are logged and never raised. If no URL is set, notices are discarded.
+
+    Args:
+        log: called with a message if a notice cannot be sent.
+        key: the key that identifies the notice. If it is empty, only the waiting notices are sent.
+        title: the title of the notice.
+        text: the text of the notice.
+        checkout: the folder in which the flow was started, by default the current directory.
+    """
+    folder = (checkout or Path.cwd()) / FLOWS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder / "notices.lock"):
+            notices = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
+            if key and key not in notices["told"]:
+                notices["waiting"][key] = [title, redact(text)]
+            send_waiting(**notices, log=log)
+            write_atomic(folder / "notices.json", json.dumps(notices))
+    except Exception as error:
+        log(f"warning: a notice was not sent: {type(error).__name__}")
+
+
+def send_waiting(told: dict[str, str], waiting: dict[str, list[str]], log: Callable[[str], None]) -> None:
+    """Send the waiting notices in order, until one cannot be sent.
+
+    Args:
+        told: the time at which each notice was sent, by its key. Updated in place.
+        waiting: the title and text of each waiting notice, by its key. Updated in place.
+        log: called with a message if a notice cannot be sent.
+    """
+    address = os.environ.get(NOTIFY, "").strip()
+    for key, (title, text) in list(waiting.items()):
+        if address and not send(address, title, text):
+            log(
+                f"warning: {title}: nobody was told, for {NOTIFY} does not work; "
+                f"{len(waiting)} notice(s) wait for the next occasion"
+            )
+            return
+        if address:
+            told[key] = datetime.now(UTC).isoformat(timespec="seconds")
+        del waiting[key]
+    for key in list(told)[:-MAX_REMEMBERED]:
+        del told[key]
+
+
+def send(address: str, title: str, text: str) -> bool:
+    """Send a notice with Apprise and return whether it was accepted."""
+    logger = logging.getLogger("apprise")
+    was_disabled = logger.disabled
+    logger.disabled = True  # it logs URLs, which may contain a password
+    try:
+        recipient = Apprise()
+        return recipient.add(address) and bool(recipient.notify(text, title=title))
+    finally:
+        logger.disabled = was_disabled
+
+
+def notify_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """Send a notice of a failure or crash. Prefect calls this function when a flow fails or crashes."""
+    notify_end(flow.fn.__name__, flow_run, state, get_logger("m3diff").warning)
+
+
+def notify_end(deployment: str, run: FlowRun, state: State, log: Callable[[str], None]) -> None:
+    """Send a notice of a failure or crash that names the run, the reason, where to look and what to do.
+
+    If `watch` keeps failing for the same reason, only one notice per day is sent.
+
+    Args:
+        deployment: the name of the deployment: full, retrain or watch.
+        run: the flow run.
+        state: the final state of the run.
+        log: called with a message if the notice cannot be sent.
+    """
+    outcome = "crashed" if state.is_crashed() else "failed"
+    reason = reason_of(state)
+    key = f"{run.id} {outcome}"
+    if deployment == "watch" and outcome == "failed":
+        key = f"watch {reason} {datetime.now(UTC).date()}"
+    next_step = (
+        f"Its page says what failed, its worktree {FLOWS}/{run.id} stays for {KEPT_DAYS} days. Once the cause is "
+        f"gone: `prefect deployment run m3diff/{deployment}`."
+    )
+    if is_refused(state):
+        next_step = f"Nothing was started. Once the cause is gone: `prefect deployment run m3diff/{deployment}`."
+    if outcome == "crashed":
+        next_step = (
+            "It is started again by itself and goes on where it was killed, unless it crashed three times in a row."
+        )
+    text = f"Run {run.name!r} of m3diff/{deployment} {reason}. {link(run.id)}{next_step}"
+    send_notice(log, key, f"m3diff/{deployment} {outcome}", text)
+
+
+def is_refused(state: State) -> bool:
+    """Return whether a state means that the run could not start (see `flows.pipeline.refused`)."""
+    return (state.name or "").startswith(REFUSED)
+
+
+def reason_of(state: State) -> str:
+    """Return the reason for a failure: the state's name, the error's first line and the last line of output, if any."""
+    first_line, *other_lines = (state.message or "").removeprefix(EXCEPTION).splitlines() or [""]
+    words = [first_line]
+    output = [line.strip() for line in other_lines if line.strip() and not line.startswith(FAILED_STAGE)]
+    words += output[-1:]
+    name = (state.name or "").partition(":")[0].lower()
+    return f"{name}: {' '.join(words)[:MAX_ERROR_CHARS]}"
+
+
+def link(flow_run: object) -> str:
+    """Return the URL of a run's page, followed by ` . ` to continue a text. Return an empty string without a server."""
+    address = url_for("flow-run", obj_id=str(flow_run))
+    return f"{address} . " if address else ""
+
+
+def notify_decision(record: RunRecord, log: Callable[[str], None]) -> None:
+    """Send a notice if the gate rejected or promoted a model."""
+    decision = record.decision
+    if decision is None or decision.outcome == "unchanged":
+        return
+    champion = "none" if decision.champion is None else decision.champion
+    outcome = "promoted"
+    consequence = f"The champion before was {champion}; `m3diff rollback --why TEXT` brings it back."
+    if decision.outcome == "refused":
+        outcome = "rejected"
+        consequence = f"The champion stays: {champion}."
+    work = record.work
+    reasons = f"Run because {'; '.join(record.reasons)}. " if record.reasons else ""
+    text = f"{decision}. {reasons}{link(work.flow_run)}{consequence}"
+    send_notice(log, f"{work.flow_run} {outcome}", f"m3diff: a model was {outcome}", text, work.checkout)

@@ -1,0 +1,98 @@
+"""The helps: the list of commands, and what each command's help says."""
+
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from m3diff.__main__ import COMMANDS, main
+from m3diff.command_line.command import Group
+from m3diff.command_line.distribution import PARAMS_FILE
+from m3diff.command_line.parser import make_parser, parse
+from tests.toy import REPOSITORY
+
+DVC_STAGES = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
+STAGES = [*DVC_STAGES, "register", "promote"]
+PARAMS = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
+EXAMPLES = [(name, line) for name in COMMANDS for line in COMMANDS[name].load().examples]
+
+
+def help_of(command: str | None, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"] if command is None else [command, "--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+# The list of commands
+
+
+@pytest.mark.parametrize("group", Group, ids=lambda group: group.name)
+def test_the_list_has_every_command_under_its_group(group, capsys):
+    text = help_of(None, capsys)
+    section = text.partition(f"\n{group.value}:\n")[2].partition("\n\n")[0]
+    names = [line.split()[0] for line in section.splitlines() if line[2] != " "]
+    assert names == [name for name, entry in COMMANDS.items() if entry.group == group]
+
+
+def test_the_list_fits_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, help_of(None, capsys).splitlines())) <= 80
+
+
+# The help of a command
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_s_help_says_what_it_reads_writes_needs_and_follows(stage, capsys):
+    headings = re.findall(r"^  (reads|writes|needs|parameters) +\S", help_of(stage, capsys), re.MULTILINE)
+    assert headings == ["reads", "writes", "needs", "parameters"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_path_in_a_stage_s_help_is_that_of_the_parameter_beside_it(stage):
+    command = COMMANDS[stage].load()
+    for path, key in re.findall(r"([\w./-]+) \(([\w.]+)\)", f"{command.reads}; {command.writes}"):
+        value: Any = PARAMS
+        for part in key.split("."):
+            value = value[part]
+        if "/" in path:
+            assert path == str(value), key
+
+
+@pytest.mark.parametrize("stage", [stage for stage in DVC_STAGES if stage != "code"])
+def test_a_stage_s_help_names_the_paths_and_sections_that_dvc_watches(stage):
+    command = COMMANDS[stage].load()
+    entry = DVC_STAGES[stage].get("do", DVC_STAGES[stage])
+    outputs = [*entry["outs"], *entry.get("metrics", [])]
+    for text, paths in ((command.reads, entry["deps"]), (command.writes, outputs)):
+        for key in re.findall(r"\$\{(paths\.\w+)\}", json.dumps(paths)):
+            assert f"({key})" in text
+    sections = {section.partition(".")[0] for section in entry["params"]} - {"ingest"}
+    assert {section for section in sections if section not in command.sections} == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_help_needs_no_parameters_and_ends_with_the_command_s_examples(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    examples = COMMANDS[name].load().examples
+    assert examples
+    assert help_of(name, capsys).endswith("\n\nexamples:\n" + "".join(f"  {line}\n" for line in examples))
+
+
+@pytest.mark.parametrize(("name", "line"), EXAMPLES, ids=[line for _, line in EXAMPLES])
+def test_an_example_is_read_as_its_command_with_a_parameter_file_that_exists(name, line):
+    program, *words = shlex.split(line)
+    arguments = parse(words, COMMANDS, "")
+    assert program == "m3diff"
+    assert arguments.command == name
+    assert arguments.params == PARAMS_FILE or (REPOSITORY / arguments.params).is_file()
+
+
+@pytest.mark.parametrize(("name", "has_option"), [("history", False), ("train", True)])
+def test_a_command_takes_a_parameter_file_if_it_loads_parameters(name, has_option):
+    parser = make_parser(name, COMMANDS[name].summary, COMMANDS[name].load())
+    assert ("--params" in parser.format_help()) == has_option

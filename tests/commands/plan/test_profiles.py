@@ -1,0 +1,81 @@
+"""The plans of the shipped profiles agree with figures that were counted by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m3diff.commands.plan import Plan, Run, check_fits, make_plan
+from m3diff.settings.compute import GPUS
+from m3diff.settings.load import load_params
+from tests.commands.plan.conftest import TERA
+from tests.toy import REPOSITORY
+
+PAPER_TFLOPS = {  # of one sequence of 1,504 tokens, forward and backward
+    "llm": 39.15,
+    "llm attention": 1.36,
+    "LoRA": 2.91,
+    "vision": 3.47,
+    "vision attention": 0.38,
+    "projector": 0.15,
+    "module": 1.65,
+    "module attention": 0.47,
+}
+
+
+def plan_of_profile(name: str) -> Plan:
+    params = load_params(REPOSITORY / "profiles" / f"{name}.yaml")
+    plan = make_plan(replace(Run.of(params), mixture=Path("none")))
+    check_fits(params.compute, plan, GPUS[params.compute.gpu_kind].memory_gb)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def paper() -> Plan:
+    return plan_of_profile("paper")
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Plan:
+    return plan_of_profile("one-gpu")
+
+
+def tflops_per_sequence(plan: Plan) -> float:
+    return sum(term.total for term in plan.terms) / TERA
+
+
+def test_a_sequence_of_the_paper_takes_the_flops_counted_by_hand(paper):
+    tflops = {term.name: term.total / TERA for term in paper.terms}
+    assert {name: tflops[name] for name in PAPER_TFLOPS} == pytest.approx(PAPER_TFLOPS, rel=0.02)
+    assert tflops_per_sequence(paper) == pytest.approx(49.6, rel=0.01)
+    assert paper.tokens_per_sequence == 1_504
+
+
+def test_the_paper_trains_the_parameters_counted_by_hand(paper):
+    expected = {"llm": 323, "llm (frozen)": 6_525 + 1_090, "vision": 398, "module": 60}
+    millions = {name: paper.parameters[name] / 1e6 for name in expected}
+    assert millions == pytest.approx(expected, rel=0.02)
+
+
+def test_the_paper_takes_3500_steps_and_88_hours_of_a_gpu(paper):
+    assert paper.gpu_hours(GPUS["A100-40GB"].bf16_tflops, 0.45) == pytest.approx(88.1, rel=0.01)  # 26 h on 8 GPUs
+    assert paper.devices == 8
+    assert paper.workload.pairs == 145_336
+    assert paper.steps == pytest.approx(3_500, abs=2)
+
+
+def test_packing_takes_an_epoch_from_44_to_7_6_exaflop(paper, one_gpu):
+    assert paper.sequences * tflops_per_sequence(paper) / 1e6 == pytest.approx(44.5, rel=0.05)
+    assert one_gpu.run_flops / 1e18 == pytest.approx(7.6, rel=0.05)
+    assert tflops_per_sequence(one_gpu) == pytest.approx(52.2, rel=0.01)
+    assert one_gpu.tokens_per_sequence == pytest.approx(1_582, rel=0.01)
+    assert one_gpu.gpu_hours(989, 0.45) == pytest.approx(4.7, rel=0.05)
+
+
+def test_a_pair_to_caption_takes_21_9_tflop(one_gpu):
+    assert one_gpu.caption_flops / TERA == pytest.approx(21.9, rel=0.01)
+
+
+def test_both_profiles_fit_into_their_gpus(paper, one_gpu):
+    assert paper.memory_total_gb == pytest.approx(31.9, abs=0.6)
+    assert one_gpu.memory_total_gb == pytest.approx(58.2, abs=2.3)

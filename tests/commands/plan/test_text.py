@@ -1,0 +1,168 @@
+"""The plan in words: units that fit, digits that are known, what decides first."""
+
+from dataclasses import replace
+
+import pytest
+
+from m3diff.commands.plan import print_plan
+from m3diff.commands.plan.fit import GpuMemory
+from m3diff.commands.plan.speed import Duration, UnknownDuration
+from m3diff.commands.plan.text import format_amount, format_duration, format_estimate, plan_lines
+from m3diff.commands.plan.warnings import short_run_warning
+from m3diff.commands.plan.workload import DatasetShare
+from m3diff.stages.predict.stage import CONTROL_PAIRS
+from m3diff.stages.train.params import ENOUGH_STEPS, FEW_STEPS
+from tests.commands.plan.conftest import PAPER, compute_section
+from tests.errors import Message
+
+DURATION = Duration(device_hours=88.07, flops_per_s=1e14, basis="assumed")
+
+
+def lines(plan, duration=DURATION, gpu_memory=None, warnings=()):
+    return list(plan_lines(plan, duration, gpu_memory, warnings))
+
+
+def line_of(plan, word, **options):
+    return next(line for line in lines(plan, **options) if line.strip().startswith(word))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (51.124e12, "51.12 TFLOP"),
+        (3e18, "3.00 EFLOP"),
+        (3e21, "3,000.00 EFLOP"),
+        (2.5e9, "2.50 GFLOP"),
+        (999_000, "999.00 kFLOP"),
+        (1e6, "1.00 MFLOP"),
+        (12, "12.00 FLOP"),
+        (0, "0.00 FLOP"),
+    ],
+)
+def test_a_value_is_printed_in_the_unit_that_fits(value, words):
+    assert format_amount(value, "FLOP") == words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(88.07, "88"), (4.731, "4.7"), (4.96, "5.0"), (0.0449, "0.045"), (1234, "1,200"), (0, "0")]
+)
+def test_an_estimate_has_two_digits(value, words):
+    assert format_estimate(value) == words
+
+
+@pytest.mark.parametrize(
+    ("hours", "words"),
+    [(88.07, "88 GPU-hours"), (4.731, "4.7 GPU-hours"), (0.5, "30 GPU-minutes"), (0.005, "18 GPU-seconds")],
+)
+def test_a_duration_has_the_unit_that_fits(hours, words):
+    assert format_duration(hours, "GPU") == words
+
+
+def test_time_cost_and_memory_come_before_the_details(plan):
+    counted = plan({"gpu_hour_price": 2.5, "gpu_hour_currency": "EUR"})
+    headings = [
+        line.strip().partition(":")[0] for line in lines(counted, gpu_memory=GpuMemory("A", 40), warnings=["short"])
+    ]
+    summary = [heading for heading in headings if heading in ("time", "cost", "warning", "memory", "data")]
+    assert summary == ["time", "cost", "warning", "memory", "data", "data"]
+    flops_heading = next(heading for heading in headings if heading.startswith("FLOPs"))
+    assert headings.index("memory") < headings.index(flops_heading)
+
+
+def test_hours_are_those_of_all_gpus_and_of_one(plan):
+    line = line_of(plan(), "time:")
+    assert "about 22 hours on 4 GPUs, 88 GPU-hours in all" in line
+
+
+@pytest.mark.parametrize(
+    ("compute", "cost"),
+    [
+        pytest.param({"gpu_hour_price": 2.5, "gpu_hour_currency": "EUR"}, "about 220 EUR, at 2.5 EUR", id="a price"),
+        pytest.param({"gpu_hour_price": 1e-6}, "under 0.01 USD", id="less than a cent"),
+        pytest.param({}, None, id="no price"),
+        pytest.param({"gpu_hour_price": 2.5, "gpu": False}, None, id="no GPU"),
+    ],
+)
+def test_a_cost_is_named_if_an_hour_of_a_gpu_has_a_price(plan, compute, cost):
+    costs = [line for line in lines(plan(compute)) if line.startswith("  cost:")]
+    assert len(costs) == (cost is not None)
+    assert cost is None or cost in costs[0]
+
+
+@pytest.mark.parametrize(("memory_gb", "verdict"), [(40.0, ": fits into 36.8"), (20.0, ": DOES NOT FIT into 18.4")])
+def test_the_memory_has_a_verdict(plan, memory_gb, verdict):
+    counted = replace(plan(), memory_gb={"weights": 30.0})
+    assert verdict in line_of(counted, "memory:", gpu_memory=GpuMemory("A-40GB", memory_gb))
+
+
+def test_the_memory_of_a_small_model_is_not_zero(plan):
+    counted = plan({"gpu": False})
+    assert "kB" in line_of(counted, "memory:")
+    assert all(float(line.split()[-1]) > 0 for line in lines(counted) if line.startswith("  weights"))
+
+
+def test_the_terms_of_a_small_model_are_not_zero(plan):
+    terms = line_of(plan(), "linears").split()
+    assert terms == ["linears", "5.400", "10.800"], "kFLOP"
+
+
+def test_captioning_counts_both_controls_and_excludes_writing(plan):
+    counted = replace(plan(), test_pairs=10)
+    line = line_of(counted, "captioning")
+    assert line.strip().startswith("captioning 10 test pairs and 20 of the controls: about ")
+    assert format_duration(DURATION.caption_hours(counted, 30)) in line
+    assert "most of the time" in line
+
+
+def test_the_controls_are_a_sample_of_many_test_pairs(plan):
+    assert f"and {2 * CONTROL_PAIRS:,} of the controls" in line_of(replace(plan(), test_pairs=7970), "captioning")
+
+
+def test_a_time_that_is_unknown_names_the_remedy(plan):
+    line = line_of(plan(), "time:", duration=UnknownDuration("name a kind"))
+    assert line == "  time: unknown; name a kind"
+
+
+def test_test_pairs_have_the_time_in_which_they_are_read(plan):
+    counted = replace(plan(), test_pairs=1000, caption_flops=6e12)
+    assert any(
+        "1,000 test pairs and 1,200 of the controls: about 2.2 minutes on one GPU" in line for line in lines(counted)
+    )
+    assert not any("test pairs" in line for line in lines(replace(counted, test_pairs=None)))
+
+
+def test_pairs_captions_and_steps_of_an_epoch_are_named(plan):
+    line = line_of(plan(epochs=2), "data:")
+    assert "4 pairs with 7 captions" in line
+    assert "an epoch is 2 step(s) of 4 sequences, the run 4 steps in 2 epoch(s)" in line
+
+
+def test_lora_is_explained(plan):
+    assert line_of(plan(), "llm,").split(",")[1].split()[:2] == ["LoRA", "adapters"]
+    assert any("LoRA adapters are small matrices" in line for line in lines(plan()))
+
+
+def test_the_paper_s_own_counts_follow_those_of_its_datasets(plan):
+    def paper_rows(shares):
+        workload = replace(plan().workload, shares=shares)
+        return [line for line in lines(replace(plan(), workload=workload)) if "as the paper prints it" in line]
+
+    paper = [DatasetShare(name, 10, 20) for name in PAPER]
+    (row,) = paper_rows(paper)
+    assert row.split()[-4:] == ["145k", "pairs", "896k", "references"]
+    assert paper_rows(paper[1:]) == []
+
+
+def test_a_run_of_few_steps_gets_a_warning_with_enough_epochs():
+    assert short_run_warning(FEW_STEPS, 1, "train.epochs") is None
+    warning = short_run_warning(11, 2.7, "train.epochs")
+    assert warning.code == "plan.few_steps"
+    assert warning.fields["steps"] == 11
+    assert warning.fields["field"] == "train.epochs"
+    assert warning.fields["expected"] == -(-27 * ENOUGH_STEPS // 110)
+
+
+def test_a_printed_plan_warns_of_few_steps(plan, capsys):
+    print_plan(plan(), compute_section(), None, hfu=0.5)
+    warnings = [line.strip().removeprefix("warning: ") for line in capsys.readouterr().out.splitlines()]
+    assert Message("plan.few_steps", steps=2) in warnings

@@ -1,0 +1,152 @@
+"""Tables of pairs as people write them: how a file is cut into rows, and which columns name the images."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from m3diff.commands.score.predictions import read_predictions
+from m3diff.datasets.guess import guess_table
+from m3diff.datasets.tables import delimiter_of, find_image_columns, read_image_pairs, read_sample
+from m3diff.records.errors import DataError, Fault
+from m3diff.serving.caption import find_pairs
+from tests.errors import raises
+
+# A German table, by the separator of its columns
+FIELDS = [["Vorher", "Nachher", "Beschreibung", "Teil"], ["v/1.png", "n/1.png", "die Lampe, links, ist aus", "train"]]
+
+
+def write_table(path: Path, separator: str, first: str = "", encoding: str = "utf-8") -> Path:
+    rows = [separator.join(f'"{field}"' if separator in field else field for field in row) for row in FIELDS]
+    path.write_text(first + "\n".join(rows) + "\n", encoding=encoding)
+    return path
+
+
+TABLES = {
+    "commas": ("a.csv", ",", "", "utf-8"),
+    "semicolons": ("a.csv", ";", "", "utf-8"),
+    "tabs in a CSV file": ("a.csv", "\t", "", "utf-8"),
+    "bars": ("a.csv", "|", "", "utf-8"),
+    "a TSV file": ("a.tsv", "\t", "", "utf-8"),
+    "semicolons in a TSV file": ("a.tsv", ";", "", "utf-8"),
+    "a byte order mark": ("a.csv", ";", "", "utf-8-sig"),
+    "Excel's line": ("a.csv", ";", "sep=;\n", "utf-8"),
+    "an empty first line": ("a.csv", ";", "\n", "utf-8"),
+    "a suffix in capitals": ("a.CSV", ";", "", "utf-8"),
+}
+
+
+@pytest.mark.parametrize(("name", "separator", "first", "encoding"), TABLES.values(), ids=TABLES)
+def test_data_check_and_caption_read_the_same_tables(name, separator, first, encoding, tmp_path):
+    table = write_table(tmp_path / name, separator, first, encoding)
+    assert guess_table(tmp_path).options["columns"]["before"] == "Vorher"
+    (pair,) = find_pairs(table, None)
+    assert pair.before == tmp_path / "v/1.png"
+    assert pair.after == tmp_path / "n/1.png"
+    assert pair.name == "1"
+
+
+@pytest.mark.parametrize(("name", "separator", "first", "encoding"), TABLES.values(), ids=TABLES)
+def test_score_reads_what_data_check_reads(name, separator, first, encoding, tmp_path):
+    table = tmp_path / name
+    text = separator.join(("Image ID", "Caption")) + "\n" + separator.join(("7", "it fell"))
+    table.write_text(first + text + "\n", encoding=encoding)
+    assert read_predictions(table).captions == [("7", "it fell")]
+
+
+def test_a_separator_between_quotes_separates_nothing(tmp_path):
+    (tmp_path / "a.csv").write_text('"Bild, vorher";"Bild, nachher, neu"\na.png;b.png\n')
+    assert delimiter_of(tmp_path / "a.csv") == {"delimiter": ";"}
+
+
+def test_the_suffix_decides_between_separators_of_as_many_columns(tmp_path):
+    for name in ("a.csv", "b.tsv"):
+        (tmp_path / name).write_text("before,after\told\n")
+        assert delimiter_of(tmp_path / name) == {}
+
+
+@pytest.fixture
+def table_in_windows_1252(tmp_path: Path) -> Path:
+    """A table that is not UTF-8."""
+    (tmp_path / "a.csv").write_text("Vorher;Nachher\nküche.png;bad.png\n", encoding="cp1252")
+    return tmp_path / "a.csv"
+
+
+def test_another_encoding_is_refused_by_caption(table_in_windows_1252):
+    with raises(DataError, "datasets.not_utf8", path=table_in_windows_1252, encoding="WINDOWS-1252"):
+        find_pairs(table_in_windows_1252, None)
+
+
+def test_another_encoding_is_refused_by_data_check(table_in_windows_1252):
+    with raises(DataError, "datasets.no_table_of_pairs", path=table_in_windows_1252.parent) as refused:
+        guess_table(table_in_windows_1252.parent)
+    (fault,) = refused.value.fields["faults"]
+    assert fault.code == "datasets.not_utf8"
+    assert fault.fields["command"].startswith("iconv -f WINDOWS-1252 ")
+
+
+def test_images_inside_a_parquet_file_are_pairs_without_a_file_name(tmp_path):
+    embedded = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    images = [{"bytes": b"\x89PNG" + bytes([number]), "path": None} for number in range(4)]
+    sides = {"input_image": images[::2], "edited_image": images[1::2]}
+    columns = {name: pa.array(values, embedded) for name, values in sides.items()}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    pairs = find_pairs(tmp_path / "a.parquet", None)
+    assert [pair.name for pair in pairs] == ["00001", "00002"]
+    assert [pair.before.read()[-1] for pair in pairs] == [0, 2]
+    assert [pair.after.read()[-1] for pair in pairs] == [1, 3]
+
+
+LISTED = {
+    "a JSON list": ("a.json", '[{"before": "x.png", "after": "y.png"}]'),
+    "rows under a key": ("a.json", '{"meta": 1, "data": [{"before": "x.png", "after": "y.png"}]}'),
+    "JSON Lines": ("a.jsonl", '{"before": "x.png", "after": "y.png"}\n'),
+    "a list of both images": ("a.jsonl", '{"images": ["x.png", "y.png"], "messages": []}\n'),
+    "nested columns": ("a.jsonl", '{"img": {"before": "x.png", "after": "y.png"}}\n'),
+}
+
+
+@pytest.mark.parametrize(("name", "text"), LISTED.values(), ids=LISTED)
+def test_tables_in_json_are_read_as_data_check_reads_them(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    (pair,) = find_pairs(tmp_path / name, None)
+    assert pair.before == tmp_path / "x.png"
+    assert pair.after == tmp_path / "y.png"
+
+
+def test_a_column_that_names_an_image_in_each_of_two_folders_is_a_template(tmp_path):
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kitchen.png").touch()
+    (tmp_path / "a.csv").write_text("scene;caption\nkitchen;the lamp is out\n")
+    (pair,) = find_pairs(tmp_path / "a.csv", None)
+    assert pair.before == tmp_path / "before/kitchen.png"
+    assert pair.after == tmp_path / "after/kitchen.png"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "code", "fields"),
+    [
+        ("before,after\na.png,\n", "line 2", "no_image_in_row", {"key": "after", "side": "after"}),
+        (
+            "before,after\na.png,b.png\nc.png\n",
+            "line 3",
+            "wrong_number_of_fields",
+            {"value": 1, "expected": 2, "delimiter": ","},
+        ),
+    ],
+    ids=["an empty field", "a field too few"],
+)
+def test_a_row_that_names_no_pair_is_named(text, line, code, fields, tmp_path):
+    (tmp_path / "a.csv").write_text(text)
+    with raises(DataError, f"datasets.{code}", **fields) as refused:
+        list(read_image_pairs(tmp_path / "a.csv", {"before": "before", "after": "after"}))
+    assert str(refused.value.fields["path"]) == str(tmp_path / f"a.csv, {line}")
+
+
+def test_columns_whose_order_no_name_tells_are_a_question_with_both_answers(tmp_path):
+    (tmp_path / "a.csv").write_text("left;right\na.png;b.png\n")
+    columns = find_image_columns(tmp_path, read_sample(tmp_path / "a.csv").values())
+    assert columns.answers == [{"before": "left", "after": "right"}, {"before": "right", "after": "left"}]
+    assert columns.question == Fault("datasets.order_of_columns", names=["left", "right"])

@@ -1,0 +1,98 @@
+"""A project that is no repository of its own is refused before anything begins, with the command that helps."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flows.workspace import workspace
+from m3diff.provenance.dvc import add_worktree
+from m3diff.provenance.git import require_own_repository
+from m3diff.records.errors import CodedError, DataError
+from tests.errors import raises
+from tests.toy import REPOSITORY
+
+
+def sh(script: str, folder: Path) -> str:
+    """Run a script in a folder, with git as a person who may clone from folders; return its output."""
+    person = "-c user.name=a -c user.email=a@localhost -c protocol.file.allow=always"
+    script = f'git() {{ command git {person} "$@"; }}\n{script}'
+    done = subprocess.run(["bash", "-ec", script], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A repository of one file."""
+    (tmp_path / "base").mkdir()
+    sh("git init -q; echo a > params.yaml; git add -A; git commit -qm one", tmp_path / "base")
+    return tmp_path / "base"
+
+
+COMMIT_ALL = "git add -A; git commit -qm two"
+
+# A folder of a larger repository and a submodule, with the script that makes each and the code of its refusal
+PROJECTS = {
+    "mono/a/b": (f"git init -q mono; cd mono; mkdir -p a/b; echo a > a/b/c; {COMMIT_ALL}", "git.larger_repository"),
+    "super/m3": (
+        "git init -q super; cd super; git submodule --quiet add ../base m3; git commit -qm two",
+        "git.submodule",
+    ),
+}
+
+
+@pytest.mark.fault("P13")
+@pytest.mark.parametrize(
+    ("folder", "script", "code"), [(folder, *project) for folder, project in PROJECTS.items()], ids=PROJECTS
+)
+def test_a_run_in_a_part_of_another_repository_is_refused_with_a_remedy_that_works(
+    folder, script, code, base, tmp_path, monkeypatch
+):
+    sh(script, tmp_path)
+    project = tmp_path / folder
+    monkeypatch.chdir(project)
+    with raises(DataError, code, path=project) as refused, workspace("one", None, [], False):
+        pytest.fail("began")
+    assert not (project / "runs").exists()
+    remedy = refused.value.fields["command"]
+    assert remedy in str(refused.value)
+    top = sh("git rev-parse --show-toplevel", project).strip()
+    sh(remedy.replace("FOLDER", str(tmp_path / "new")), Path(top))
+    monkeypatch.chdir(tmp_path / "new")
+    assert Path(".git").is_dir()
+    with pytest.raises(Exception) as other, workspace("one", "HEAD", [], False):
+        pytest.fail("no project of DVC")
+    assert not isinstance(other.value, CodedError) or not other.value.code.startswith("git.")
+
+
+@pytest.mark.fault("P13")
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("rm -rf .git; git init -q --object-format=sha256", "git.sha256_repository"),
+        ("git branch runs", "git.branch_in_the_way"),
+    ],
+    ids=["sha256", "branch runs"],
+)
+def test_a_repository_in_which_no_run_can_begin_is_refused(script, code, base, monkeypatch):
+    monkeypatch.chdir(base)
+    sh("git branch runs/one", base)
+    require_own_repository()
+    sh(f"git branch -D runs/one; {script}", base)
+    with raises(DataError, code, path=base):
+        require_own_repository()
+
+
+@pytest.mark.fault("P9")
+def test_a_worktree_has_the_bytes_of_the_commit_whatever_autocrlf_says(base, tmp_path, monkeypatch):
+    (tmp_path / "settings").write_text("[core]\n\tautocrlf = true\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
+    monkeypatch.chdir(base)
+    shutil.copytree(REPOSITORY / ".dvc", base / ".dvc", ignore=shutil.ignore_patterns("cache", "tmp", "config.local"))
+    sh("git add -A; git commit -qm dvc", base)
+    worktree = tmp_path / "mü ller"
+    add_worktree("HEAD", worktree)
+    assert (worktree / "params.yaml").read_bytes() == b"a\n"
+    assert str(base / ".dvc/cache") in (worktree / ".dvc/config.local").read_text(encoding="utf-8")

@@ -1,0 +1,91 @@
+"""A record that lost decisions is seen by what MLflow knows of it, and nothing is decided by what is left."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from m3diff.provenance.git import commit_at, git
+from m3diff.records.errors import DataError
+from m3diff.registry.decisions import (
+    BRANCH,
+    TAG,
+    Entry,
+    append,
+)
+from m3diff.registry.moves import make_move
+from tests.errors import raises
+from tests.registry.conftest import tag
+
+
+def fork() -> None:
+    git("update-ref", BRANCH, f"{BRANCH}^")
+    append(
+        Path(),
+        Entry(action="promote", model="other", champion_before=None, target=1, outcome="refused", reason="elsewhere"),
+    )
+
+
+LOST: dict[str, Callable[[], object]] = {
+    "deleted": lambda: git("update-ref", "-d", BRANCH),
+    "the last commit dropped": lambda: git("update-ref", BRANCH, f"{BRANCH}^"),
+    "all but the first dropped": lambda: git("update-ref", BRANCH, f"{BRANCH}~2"),
+    "forked": fork,
+}
+
+
+@pytest.mark.fault("T14")
+@pytest.mark.parametrize("lose", LOST.values(), ids=LOST)
+def test_a_record_that_lost_decisions_decides_nothing_until_they_are_fetched(rolled_back, lose):
+    before = commit_at(BRANCH)
+    aliases = rolled_back.aliases()
+    assert tag(rolled_back) == f"3 {before}"
+    subprocess.run(["git", "clone", "-q", "--bare", ".", "origin.git"], check=True)
+    lose()
+    left = commit_at(BRANCH)
+    for decide in (rolled_back.decide, lambda: rolled_back.decide(again=True), lambda: rolled_back.rollback(to=1)):
+        with raises(DataError, "registry.missing_decisions", model="m3diff", count=3, commit=before) as refused:
+            decide()
+        record_here = refused.value.fields["record"]
+        assert record_here.code == ("registry.record_ends" if left else "registry.record_absent")
+        assert record_here.fields.get("commit") == left
+    assert rolled_back.aliases() == aliases
+    assert commit_at(BRANCH) == left
+    assert tag(rolled_back) == f"3 {before}"
+    subprocess.run(["git", "remote", "add", "origin", "./origin.git"], check=True)
+    if lose is fork:  # what the remote has does not follow
+        with raises(DataError, "registry.missing_decisions"):
+            rolled_back.decide()
+        subprocess.run(refused.value.fields["command"].split(), check=True)
+    again = rolled_back.decide()
+    assert again.outcome == "refused"
+    assert "m3diff promote --again" in again.reason
+    assert tag(rolled_back) == f"4 {commit_at(BRANCH)}"
+
+
+@pytest.mark.fault("T14")
+def test_where_no_clone_has_it_any_more_a_person_lets_the_gate_begin_anew(rolled_back, tmp_path):
+    shutil.rmtree(tmp_path / ".git")
+    subprocess.run(["git", "init", "-q"], check=True)
+    fetch = f"git fetch CLONE +{BRANCH}:{BRANCH}"
+    with raises(DataError, "registry.missing_decisions", tag=TAG, fetch_command=fetch):
+        rolled_back.decide()
+    rolled_back.client.delete_registered_model_tag("m3diff", TAG)
+    assert rolled_back.decide().outcome == "promoted"
+    assert tag(rolled_back) == f"{len(rolled_back.entries())} {commit_at(BRANCH)}"
+
+
+@pytest.mark.fault("T14")
+@pytest.mark.parametrize("known", [None, "killed"])
+def test_mlflow_is_brought_up_where_it_knows_less_or_nothing(rolled_back, known):
+    if known == "killed":  # between the record and the tag
+        entry = Entry(
+            action="promote", model="m3diff", champion_before=1, target=2, outcome="promoted", reason="", previous=1
+        )
+        make_move(rolled_back.client, Path(), entry)
+    else:
+        rolled_back.client.delete_registered_model_tag("m3diff", TAG)
+    rolled_back.decide()
+    assert tag(rolled_back) == f"{len(rolled_back.entries())} {commit_at(BRANCH)}"

@@ -1,0 +1,164 @@
+"""The way back to an earlier champion."""
+
+import subprocess
+
+import pytest
+
+from m3diff.provenance.git import user_and_host
+from m3diff.records.errors import DataError
+from m3diff.registry.decisions import read_decisions
+from tests.errors import raises
+from tests.registry.conftest import Registry
+
+
+def play(registry: Registry, story: str) -> None:
+    """Act a story, a step a line: `add CIDEr`, `promote [VERSION] [again]`, `rollback [VERSION]`, `set ALIAS VERSION`,
+    `drop ALIAS`, `delete VERSION`. After `->` stand the outcome or the new champion, and words of the reason of a
+    promotion or the code of the error of a rollback; `aliases`
+    and `record` (from the fourth entry on) compare these."""
+    for line in story.strip().splitlines():
+        act, _, told = (part.strip() for part in line.partition("->"))
+        name, *words = act.split()
+        number = next((int(word) for word in words if word.isdecimal()), None)
+        outcome, _, reason = told.partition(": ")
+        if name == "add":
+            registry.add(float(words[0]))
+        elif name == "set":
+            registry.point(words[0], int(words[1]))
+        elif name == "drop":
+            registry.client.delete_registered_model_alias("m3diff", words[0])
+        elif name == "delete":
+            registry.client.delete_model_version("m3diff", words[0])
+        elif name == "promote":
+            done = registry.decide(number, "again" in words)
+            assert done.outcome == outcome, (line, done)
+            assert reason in done.reason, (line, done)
+        elif name == "aliases":
+            held = {alias: version for alias, version in registry.aliases().items() if alias != "challenger"}
+            assert ", ".join(f"{alias} {version}" for alias, version in sorted(held.items())) == told
+        elif name == "record":
+            assert ", ".join(registry.record()[3:]) == told
+        elif outcome == "refused":
+            with raises(DataError, f"registry.{reason}"):
+                registry.rollback(number)
+        else:
+            assert registry.rollback(number, "it says no").target == int(outcome), line
+
+
+STORIES = {
+    "there and back": """
+        rollback    -> 2
+        aliases     -> champion 2, previous 1
+        promote     -> refused: m3diff promote --again
+        promote 3   -> refused: (it says no)
+        record      -> rolled back, refused
+        promote again -> promoted
+        aliases     -> champion 3, previous 2
+        promote     -> unchanged
+        rollback    -> 2
+        rollback    -> 1
+        aliases     -> champion 1
+        rollback    -> refused: no_earlier_champion
+        record      -> rolled back, refused, promoted, rolled back, rolled back
+    """,
+    "again asks the gate, and other versions are judged as ever": """
+        add 2.5
+        set champion 4
+        promote 4   -> unchanged
+        rollback 3  -> 3
+        promote 4   -> refused: m3diff promote --again
+        promote 4 again -> refused: gain
+        rollback    -> 2
+        add 2.6
+        promote     -> promoted
+        aliases     -> champion 5, previous 2
+        rollback    -> 2
+        aliases     -> champion 2, previous 1
+    """,
+    "a named version is taken, and what is skipped over counts as taken back": """
+        rollback 9  -> refused: no_such_version
+        rollback 3  -> refused: is_champion_already
+        record      ->
+        rollback 1  -> 1
+        aliases     -> champion 1
+        promote 2   -> refused: m3diff promote --again
+        promote 3   -> refused: m3diff promote --again
+    """,
+    "previous skips a version that was deleted": """
+        add 4.0
+        promote     -> promoted
+        delete 2
+        rollback    -> 3
+        aliases     -> champion 3, previous 1
+    """,
+    "a rollback by hand is noticed and holds": """
+        set champion 2
+        promote     -> refused: m3diff promote --again
+        aliases     -> champion 2, previous 2
+        record      -> moved elsewhere, refused
+    """,
+    "without its alias no worse model becomes champion": """
+        drop champion
+        add 0.1
+        promote     -> refused: m3diff rollback --to 3 --why 'the alias was gone'
+        promote     -> refused: m3diff rollback --to 4 --why 'accepted without a comparison'
+        aliases     -> previous 2
+        record      -> moved elsewhere, refused
+        rollback    -> refused: nothing_to_roll_back
+        rollback 3  -> 3
+        promote     -> refused
+        add 4.0
+        promote     -> promoted
+        rollback    -> 3
+    """,
+    "one that is accepted can be rolled back, and without any champion the way on is said": """
+        drop champion
+        add 0.1
+        rollback 4  -> 4
+        aliases     -> champion 4, previous 3
+        rollback    -> 3
+        delete 1
+        delete 2
+        delete 3
+        add 2.0
+        promote     -> refused: m3diff rollback --to 5 --why 'accepted without a comparison'
+        rollback 5  -> 5
+        promote     -> unchanged
+    """,
+}
+
+
+@pytest.mark.fault("S2", "T10")
+@pytest.mark.parametrize("story", STORIES)
+def test_the_way_back(three, story):
+    play(three, STORIES[story])
+
+
+def test_a_rollback_is_recorded_shared_and_outlives_the_model(three, tmp_path):
+    subprocess.run(["git", "init", "-q", "--bare", "remote.git"], check=True)
+    subprocess.run(["git", "config", "m3diff.runs", str(tmp_path / "remote.git")], check=True)
+    done = three.rollback(why="it says no to every pair")
+    assert done.action == "rollback"
+    assert done.champion_before == 3
+    assert done.target == 2
+    assert done.previous == 1
+    assert done.author == user_and_host()
+    assert str(done) == "m3diff: champion 3 -> 2, rolled back: it says no to every pair"
+    three.point("champion", 1)
+    three.decide()
+    noticed = three.entries()[4]
+    assert noticed.action == "noticed"
+    assert noticed.champion_before == 2
+    assert noticed.target == 1
+    assert noticed.outcome == "moved elsewhere"
+    assert " version 1," in noticed.reason
+    three.client.delete_registered_model("m3diff")
+    assert three.entries()[3] == done
+    assert read_decisions(tmp_path / "remote.git") == three.entries()
+
+
+def test_a_champion_from_before_the_record_is_rolled_back_too(registry):
+    for score in (1.0, 2.0):
+        registry.add(score)
+    play(registry, "rollback -> refused: nothing_to_roll_back\nset champion 2\nset previous 1\nrollback -> 1")
+    play(registry, "aliases -> champion 1\npromote -> refused: m3diff promote --again")

@@ -1,0 +1,236 @@
+"""The lineage of a version is verified link by link, and a version is restored in a fresh clone."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from m3diff.__main__ import main
+from m3diff.provenance.dvc import Lock, current_stages, dvc_hash, object_file
+from m3diff.provenance.git import find_commit
+from m3diff.records.errors import DataError
+from m3diff.registry import verification
+from m3diff.registry.tracking import weights_sha256
+from m3diff.registry.verification import check_stored_model, verify_lineage
+from m3diff.settings.load import load_params
+from tests import toy
+from tests.errors import Message, raises
+from tests.registry.conftest import Team
+
+CHECKPOINT = "data/05_model/checkpoint"
+PREDICTIONS = "data/06_predictions/predictions.json"
+
+
+@pytest.fixture
+def project(team: Team, monkeypatch: pytest.MonkeyPatch) -> Team:
+    monkeypatch.chdir(team.project)
+    return team
+
+
+def faults() -> list[tuple[str, str, str]]:
+    """Outcome, part and location of each link of version 1 that does not hold."""
+    checks = verify_lineage(load_params().register_, "1")
+    return [(check.outcome, check.part, str(check.location)) for check in checks if check.outcome != "ok"]
+
+
+@pytest.fixture
+def replace_file() -> Iterator[Callable[..., None]]:
+    """Write a file anew, or remove it without a text. It is restored at the end."""
+    with ExitStack() as stack:
+
+        def restore_file(path: Path, mode: int, content: bytes) -> None:
+            path.unlink(missing_ok=True)
+            path.write_bytes(content)
+            path.chmod(mode)
+
+        def replace_file(path: Path, text: str | None = None) -> None:
+            stack.callback(restore_file, path, path.stat().st_mode, path.read_bytes())
+            path.unlink()
+            if text is not None:
+                path.write_text(text)
+
+        yield replace_file
+
+
+# The chain
+
+
+def test_the_chain_goes_from_raw_data_to_the_commit_and_holds(project, capsys):
+    assert main(["lineage", "challenger"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    parts = [line[9:21].strip() for line in lines]
+    last_parts = ["checkpoint", "stored model", "weights", "predictions", "metrics", "dvc.lock", "commit"]
+    assert list(dict.fromkeys(parts)) == ["raw data", "records", "mixture", "base", "model code", *last_parts]
+    assert all(line.startswith("ok ") for line in lines)
+
+
+def test_a_line_of_the_chain_has_the_hash_in_dvc_lock(project, capsys):
+    main(["lineage", "challenger"])
+    recorded_hash = Lock().hashes(Path(CHECKPOINT))["train outs"]
+    line = next(line for line in capsys.readouterr().out.splitlines() if "checkpoint" in line)
+    assert recorded_hash[:12] in line
+
+
+def test_stages_that_left_dvc_yaml_are_not_current(project):
+    lock = Lock()
+    stages = list(lock.stages)
+    lock.stages |= {"ingest@taken_out": {}, "no_stage": {}}
+    assert current_stages("HEAD", lock) == stages
+
+
+def test_a_commit_that_no_remote_has_is_refused(project):
+    with raises(DataError, "git.commit_not_in_remotes", value="0" * 40, remotes=["origin"]):
+        find_commit("0" * 40)
+
+
+@pytest.fixture
+def prediction_hash(project: Team) -> str:
+    return Lock().hashes(Path(PREDICTIONS))["predict outs"]
+
+
+@pytest.mark.fault("09")
+def test_damage_in_the_cache_is_found(project, prediction_hash, replace_file):
+    replace_file(object_file(project.project / ".dvc/cache", prediction_hash), "damaged")
+    assert faults() == [("differs", "predictions", PREDICTIONS)]
+
+
+@pytest.mark.fault("09")
+def test_content_that_is_neither_in_the_cache_nor_in_the_remote_is_missing(project, prediction_hash, replace_file):
+    replace_file(object_file(project.project / ".dvc/cache", prediction_hash))
+    replace_file(object_file(project.remote, prediction_hash))
+    assert faults() == [("missing", "predictions", PREDICTIONS)]
+
+
+@pytest.mark.fault("09")
+@pytest.mark.parametrize("text", ["another", None], ids=["changed", "removed"])
+def test_a_changed_file_of_the_stored_model_is_found(text, project, replace_file):
+    (file,) = (project.database.parent / "artifacts").rglob("word.txt")
+    replace_file(file, text)
+    assert faults() == [("differs", "stored model", "models:/m3diff/1")]
+
+
+@pytest.mark.parametrize(
+    ("tag", "value", "outcome", "part"),
+    [
+        ("dvc.checkpoint", "0" * 32, "differs", "checkpoint"),
+        ("dvc.data", "0" * 32, "differs", "mixture"),
+        ("dvc.raw.minichange", "0" * 32, "differs", "raw data"),
+        ("dvc.raw.gone", "0" * 32, "missing", "raw data"),
+        ("dvc.base", "0" * 32, "differs", "base"),
+        ("base.sha256", "0" * 64, "differs", "base"),
+        ("dvc.code", "0" * 32, "differs", "model code"),
+        ("dvc.metrics", "0" * 32, "differs", "metrics"),
+        ("weights.sha256", "0" * 64, "differs", "weights"),
+        ("dvc.lock.sha256", "0" * 64, "differs", "dvc.lock"),
+        ("git.dirty", "true", "differs", "commit"),
+        ("git.commit", "0" * 40, "missing", "commit"),
+    ],
+)
+def test_a_tag_that_does_not_match_the_content_is_found(project, monkeypatch, tag, value, outcome, part):
+    find_version = verification.find_version
+
+    def find_version_with_other_tag(*arguments: Any) -> SimpleNamespace:
+        version = find_version(*arguments)
+        return SimpleNamespace(name="m3diff", version="1", tags=version.tags | {tag: value})
+
+    monkeypatch.setattr(verification, "find_version", find_version_with_other_tag)
+    assert (outcome, part) in [fault[:2] for fault in faults()]
+    assert main(["lineage", "1"]) == 3
+
+
+@pytest.mark.parametrize("outcome", ["ok", "differs", "missing"])
+def test_a_version_that_keeps_adapters_alone_is_compared_with_its_tag(outcome, tmp_path, monkeypatch):
+    adapters = tmp_path / "adapters"
+    cache = tmp_path / "cache"
+    checkpoint_hash = "c" * 32 + ".dir"
+    adapters.mkdir()
+    (adapters / "tuned.safetensors").write_text("tuned")
+    manifest = object_file(cache, "a" * 32)
+    for file, content in (
+        (manifest, {"base_sha256": "b", "files": {"model.safetensors": "w"}}),
+        (object_file(cache, checkpoint_hash), [{"md5": "a" * 32, "relpath": "manifest.json"}]),
+    ):
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content))
+    tags = {"dvc.checkpoint": checkpoint_hash, "weights.sha256": weights_sha256(manifest), "base.sha256": "b"}
+    tags["dvc.adapters"] = "0" * 32 if outcome == "differs" else dvc_hash(adapters)
+    stored_folder = adapters if outcome != "missing" else tmp_path / "gone"
+    monkeypatch.setattr(
+        verification, "download_checkpoint", lambda version, into: Path(stored_folder).resolve(strict=True)
+    )
+    version: Any = SimpleNamespace(name="m3diff", version="1", tags=tags)
+    outcomes = {check.part: check.outcome for check in check_stored_model(version, cache)}
+    assert outcomes == {"stored model": outcome, "weights": "ok", "base": "ok"}
+
+
+# Restore in a fresh clone, from the remotes alone
+
+PATHS = ("data/01_raw/minichange", "data/02_records/minichange", "data/04_mixture/test", CHECKPOINT)
+
+
+@pytest.fixture
+def clone(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clone with an empty cache of its own that knows no run's branch yet; current directory."""
+    toy.run(tmp_path, "git", "clone", "--quiet", "--single-branch", str(team.origin), "clone")
+    monkeypatch.chdir(tmp_path / "clone")
+    return tmp_path / "clone"
+
+
+@pytest.mark.fault("S1")
+def test_the_lineage_holds_in_a_clone_without_a_cache(clone):
+    notes = {check.part: check.note for check in verify_lineage(load_params().register_, "1")}
+    assert notes["checkpoint"] == "in the remote"
+    assert faults() == [], "without a cache the manifest cannot be read, which is no fault"
+    assert toy.run(clone, "git", "worktree", "list").count("\n") == 1
+
+
+@pytest.mark.fault("S1", "T17")
+@pytest.mark.slow(25)
+def test_a_version_is_restored_in_a_fresh_clone_despite_dvc_s_hooks(team, clone, tmp_path, capsys):
+    toy.run(clone, "dvc", "install")
+    folder = tmp_path / "out"
+    for _ in range(2):  # and again after a person removed the folder
+        shutil.rmtree(folder, ignore_errors=True)
+        capsys.readouterr()
+        assert main(["restore", "1", "--into", "../out"]) == 0
+    assert [dvc_hash(folder / path) for path in PATHS] == [dvc_hash(team.project / path) for path in PATHS]
+    for file in ("params.yaml", "dvc.lock", "data/07_report/metrics.json"):
+        assert (folder / file).read_bytes() == (team.project / file).read_bytes()
+    assert toy.status(folder) == {}
+    printed = capsys.readouterr().out
+    assert f"restored to {folder}" in printed
+    for line in ("checkpoint   data/05_model/checkpoint", "parameters   train", "dvc.lock     dvc.lock"):
+        assert f"ok       {line}" in printed
+    assert "missing" not in printed
+
+
+@pytest.mark.fault("09")
+def test_a_folder_that_exists_is_not_overwritten_by_restore(clone, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    assert main(["restore", "runs/first", "--into", str(tmp_path / "mine")]) == 3
+    assert Message("registry.restore_folder_exists", path=tmp_path / "mine").in_text(capsys.readouterr().err)
+
+
+@pytest.mark.fault("09")
+@pytest.mark.slow(15)
+def test_a_branch_is_restored_without_mlflow_and_despite_a_lost_file(team, clone, tmp_path, capsys):
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    params["register"]["tracking_uri"] = "http://127.0.0.1:9"
+    Path("params.yaml").write_text(yaml.safe_dump(params))
+    broken_remote = Path(shutil.copytree(team.remote, tmp_path / "remote"))
+    toy.run(clone, "dvc", "remote", "modify", "--local", "store", "url", str(broken_remote))
+    lost_file = object_file(broken_remote, dvc_hash(team.project / CHECKPOINT / "word.txt"))
+    lost_file.chmod(0o644)
+    lost_file.unlink()
+    assert main(["restore", "runs/first", "--into", str(tmp_path / "restored")]) == 3
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if line.split()[1:3] == ["data", CHECKPOINT]]
+    assert line.split()[0] in ("missing", "differs")
+    assert "NOT restored, see above" in printed
+    assert "ok       data         data/04_mixture/train" in printed

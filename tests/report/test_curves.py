@@ -1,0 +1,215 @@
+"""Training curves as pictures: which trainings curves.csv holds, what each chart shows, and values that are odd."""
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from m3diff.records.errors import DataError
+from m3diff.report import curves
+from m3diff.report.curves import (
+    MAX_RANGES,
+    Point,
+    draw_phase,
+    first_and_last_loss,
+    further_charts,
+    in_ranges,
+    main_charts,
+    picture,
+    read_phases,
+)
+from tests.errors import raises
+
+HEAD = "step,epoch,loss,lr_vision,lr_module,lr_llm,grad_norm,module_score/4,val_loss,val_loss_a,val_loss_b,val_cider"
+ROWS = [
+    "1,0.3,4.0,0.1,0,0.1,2.0,0.5,,,,",
+    "2,0.7,2.0,0.2,0,0.2,1.0,,3.0,2.5,3.5,",
+    "3,1.0,0.5,0.1,0,0.1,1.0,0.6,1.0,0.5,1.5,0.25",
+]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write_file(*rows: str, head: str = HEAD) -> Path:
+        path = tmp_path / "curves.csv"
+        path.write_text("\n".join([head, *rows]) + "\n")
+        return path
+
+    return write_file
+
+
+def chart_of(phase: curves.Phase, title: str) -> curves.Chart:
+    (chart,) = [chart for chart in (*main_charts(phase), *further_charts(phase)) if chart.title == title]
+    return chart
+
+
+def test_a_run_of_one_training_has_its_points_by_column(write):
+    (phase,) = read_phases(write(*ROWS))
+    assert phase.name == "Fine-tuning"
+    assert phase.steps == 3
+    assert phase.points("loss") == [Point(1, 4.0), Point(2, 2.0), Point(3, 0.5)]
+    assert phase.points("val_cider") == [Point(3, 0.25)]
+
+
+def test_an_alignment_before_the_fine_tuning_is_a_training_of_its_own(write):
+    alignment = ["-2,0.3,9.0,,,,,,,,,", "-1,0.6,8.0,,,,,,,,,", "0,1.0,7.0,,,,,,,,,"]
+    first, second = read_phases(write(*alignment, *ROWS))
+    assert first.name == "Alignment"
+    assert first.steps == 3
+    assert first.points("loss") == [Point(1, 9.0), Point(2, 8.0), Point(3, 7.0)]
+    assert second.name == "Fine-tuning"
+    assert second.steps == 3
+    assert second.points("loss")[0] == Point(1, 4.0)
+
+
+def test_the_loss_has_training_validation_and_each_dataset_on_a_logarithmic_scale(write):
+    (phase,) = read_phases(write(*ROWS))
+    chart = chart_of(phase, "Loss")
+    assert [line.name for line in chart.series] == ["training", "validation", "validation, a", "validation, b"]
+    assert chart.is_log
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_log"), [((4, 0.5), True), ((2, 1), False), ((4, 0), False), ((4, -0.5), False)], ids=str
+)
+def test_a_loss_that_is_not_positive_or_hardly_falls_has_a_linear_scale(write, losses, is_log):
+    (phase,) = read_phases(write(*(f"{step},{loss}" for step, loss in enumerate(losses, 1)), head="step,loss"))
+    assert chart_of(phase, "Loss").is_log is is_log
+    assert draw_phase(phase).charts
+
+
+def test_the_cider_of_validation_is_shown_times_100_with_dots(write):
+    (phase,) = read_phases(write(*ROWS))
+    (line,) = chart_of(phase, "CIDEr of validation pairs").series
+    assert line.points == [Point(3, 25.0)]
+    assert line.has_dots
+
+
+def test_parts_of_equal_rates_share_a_line_and_a_frozen_part_has_none(write):
+    (phase,) = read_phases(write(*ROWS))
+    assert [line.name for line in chart_of(phase, "Learning rate").series] == ["vision and llm"]
+
+
+def test_a_column_without_values_has_no_chart(write):
+    (phase,) = read_phases(write("1,2.0", "2,1.0", head="step,loss"))
+    drawn = draw_phase(phase)
+    assert len(drawn.charts) == 1
+    assert drawn.more_charts == []
+    assert drawn.numbers == []
+
+
+def test_a_long_training_is_drawn_in_ranges_that_keep_every_peak(write):
+    losses = [1.0] * 20_000
+    losses[12_345] = 50.0
+    losses[777] = 0.01
+    (phase,) = read_phases(write(*(f"{step},{loss}" for step, loss in enumerate(losses, 1)), head="step,loss"))
+    (line,) = chart_of(phase, "Loss").series
+    assert len(line.ranges) <= MAX_RANGES
+    assert max(part.high for part in line.ranges) == 50.0
+    assert min(part.low for part in line.ranges) == 0.01
+    (svg,) = draw_phase(phase).charts
+    assert len(svg) < 12_000
+    assert "highest 50 at step" in svg
+
+
+@pytest.mark.parametrize("count", [1, 2, MAX_RANGES, MAX_RANGES + 1, 10 * MAX_RANGES + 7])
+def test_ranges_hold_all_points_in_order(count):
+    points = [Point(step, float(step % 7)) for step in range(1, count + 1)]
+    ranges = in_ranges(points)
+    assert len(ranges) <= MAX_RANGES
+    assert max(part.high for part in ranges) == max(point.value for point in points)
+    steps = [part.step for part in ranges]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
+def test_a_value_that_is_no_finite_number_is_counted_and_not_drawn(write, odd):
+    (phase,) = read_phases(write("1,2.0", f"2,{odd}", "3,1.0", head="step,loss"))
+    assert phase.points("loss") == [Point(1, 2.0), Point(3, 1.0)]
+    drawn = draw_phase(phase)
+    assert drawn.not_finite == 1
+    assert "nan" not in str(drawn.charts).lower()
+    assert "inf " not in str(drawn.charts).lower()
+
+
+def test_a_training_whose_every_loss_is_nan_has_no_chart(write):
+    path = write("1,nan", "2,nan", head="step,loss")
+    (phase,) = read_phases(path)
+    assert draw_phase(phase).charts == []
+    assert picture(path).svg == ""
+
+
+@pytest.mark.parametrize("value", ["0", "1", "-3", "1e-9", "1e12"])
+def test_a_training_of_one_step_is_a_dot(write, value):
+    (phase,) = read_phases(write(f"1,{value}", head="step,loss"))
+    drawn = draw_phase(phase)
+    assert drawn.title == "Fine-tuning, 1 step"
+    (svg,) = drawn.charts
+    places = {
+        circle.get("cx"): float(circle.get("cy") or "nan") for circle in ElementTree.fromstring(svg).iter("circle")
+    }
+    assert len(places) == 2, "the dot and the one of the legend"
+    assert all(0 < y < 400 for y in places.values())
+
+
+def test_a_file_without_rows_has_no_training(write):
+    path = write()
+    assert read_phases(path) == []
+    assert picture(path).svg == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "column"), [("x,1.0", "step"), (",1.0", "step"), ("nan,1.0", "step"), ("1,lots", "loss")], ids=str
+)
+def test_a_cell_that_is_no_number_is_named_with_file_line_and_column(write, row, column):
+    path = write("1,2.0", row, head="step,loss")
+    value = row.split(",")[0 if column == "step" else 1]
+    with raises(DataError, "scoring.curve_value_no_number", path=path, line=3, field=column, value=value):
+        read_phases(path)
+
+
+def test_names_of_datasets_cannot_become_markup(write):
+    name = '<script>alert("1")</script>&'
+    path = write("1,2.0,1.0,1.0,1.0", head=f"""step,loss,val_loss,val_loss_b,"val_loss_{name.replace('"', '""')}\"""")
+    (phase,) = read_phases(path)
+    (svg,) = draw_phase(phase).charts
+    assert "<script" not in svg
+    assert any(name in (text.text or "") for text in ElementTree.fromstring(svg).iter("text"))
+
+
+def test_each_chart_says_its_first_last_and_extreme_values_in_words(write):
+    (phase,) = read_phases(write(*ROWS))
+    svg = draw_phase(phase).charts[0]
+    words = ElementTree.fromstring(svg).get("aria-label") or ""
+    assert "training: 4 at step 1, 0.5 at step 3, lowest 0.5 at step 3, highest 4 at step 1." in words
+    assert ElementTree.fromstring(svg).get("role") == "img"
+
+
+def test_the_table_of_validations_ends_with_the_last_one_however_many_there_are(write):
+    rows = [f"{step},{1 / step},{2 / step},{step / 1000}" for step in range(1, 101)]
+    (phase,) = read_phases(write(*rows, head="step,loss,val_loss,val_cider"))
+    head, *table = draw_phase(phase).numbers
+    assert head == ("step", "training loss", "validation loss", "CIDEr, times 100")
+    assert len(table) <= curves.MAX_ROWS
+    assert table[-1] == ("100", "0.0100", "0.0200", "10.0")
+
+
+def test_the_picture_alone_has_its_colours_for_light_and_dark_and_fetches_nothing(write):
+    path = write("0,1.0,9.0,,,,,,,,,", *ROWS)
+    drawn = picture(path)
+    root = ElementTree.fromstring(drawn.svg)
+    style = next(root.iter("{http://www.w3.org/2000/svg}style")).text or ""
+    assert "prefers-color-scheme: dark" in style
+    charts = [svg for svg in root.iter("{http://www.w3.org/2000/svg}svg") if svg.get("role") == "img"]
+    assert len(charts) == 4, "the loss of the alignment; loss, CIDEr and learning rate of the fine-tuning"
+    assert "http" not in drawn.svg.replace("http://www.w3.org/2000/svg", "")
+    assert drawn.words.index("Alignment: Loss") < drawn.words.index("Fine-tuning: Loss")
+
+
+def test_the_first_and_last_tenth_say_how_far_the_loss_fell(write):
+    rows = [f"{step},{4 if step <= 10 else 1}" for step in range(1, 101)]
+    (phase,) = read_phases(write(*rows, head="step,loss"))
+    assert first_and_last_loss(phase) == (4.0, 1.0)
+    (empty,) = read_phases(write("1,", head="step,loss"))
+    assert first_and_last_loss(empty) is None

@@ -1,0 +1,55 @@
+"""The gallery: marks for right and wrong, scores of several protocols."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Protocol
+from m3diff.report.gallery import caption_entry
+from tests.scoring import bench
+from tests.scoring.bench import draw, evidence, gallery_of
+
+COLOUR = "the red cube at the left turned blue"
+
+
+RIGHT = [("color", True), ("object", True), ("place", True), ("change", True)]
+
+
+@pytest.mark.parametrize(
+    ("pair", "clauses", "missed", "grade"),
+    [
+        (bench.pairs()[0], [RIGHT], 0, 2),
+        (bench.pairs()[1], [[("removal", True), ("object", True), ("place", False)]], 0, 1),
+        (bench.pairs()[2], [[("nothing changed", False)]], 1, 0),
+        (bench.pairs()[3], [RIGHT, [("illumination", False)]], 1, 0),
+        (bench.pairs()[4], [[("nothing changed", True)]], 0, 2),
+        (bench.pairs()[5], [[("color", False)]], 0, 0),
+        (bench.pair(COLOUR.replace("blue", "green"), [COLOUR], ["color"]), [[*RIGHT[:3], ("change", False)]], 0, 1),
+        (bench.pair("the the cube", [COLOUR], ["color"]), [[("not understood", False)]], 1, 0),
+    ],
+)
+def test_marks_say_which_part_of_each_clause_is_right(pair, clauses, missed, grade):
+    found = caption_entry(pair, bench.parse([pair])[pair.id])
+    assert [marks for _, marks in found["clauses"]] == clauses
+    assert " ".join(text for text, _ in found["clauses"]) == pair.prediction.replace(", and ", " ")
+    assert found["missed"] == missed
+    assert found["grade"] == grade
+    assert caption_entry(pair, None) == {"clauses": [(pair.prediction, [])], "missed": 0, "grade": None}
+
+
+def test_a_pair_of_two_protocols_has_the_scores_of_both_and_one_entry(root: Path, tmp_path: Path):
+    protocols = (Protocol("some", n=None, ids="[45]"), Protocol("total", n=None, max_words=3, references="joined"))
+    specs = {"toy": replace(DATASETS["pairs"], protocols=protocols)}
+    data = gallery_of(draw(evidence(root, bench.pairs(root), specs), tmp_path))
+    assert [pair["id"] for pair in data["pairs"]] == [f"toy/{number}" for number in (4, 5, 0, 1, 2, 3)]
+    assert [list(pair["scores"]) for pair in data["pairs"]] == [["0", "1"]] * 2 + [["1"]] * 4
+    assert data["pairs"][1]["captions"][0]["clauses"][0][0] == COLOUR, "as its first protocol scores it"
+    assert [len(pair["references"]) for pair in data["pairs"]] == [2, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("mumbled", "graded"), [(0, True), (2, True), (3, False), (6, False)])
+def test_right_and_wrong_are_told_where_a_grammar_reads_most_captions(mumbled, graded, root: Path, tmp_path: Path):
+    pairs = [replace(pair, prediction="x") if n < mumbled else pair for n, pair in enumerate(bench.pairs(root))]
+    assert gallery_of(draw(evidence(root, pairs), tmp_path))["graded"] is graded

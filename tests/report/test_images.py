@@ -1,0 +1,39 @@
+"""Images of a page: drawn, linked, and shown as the licence allows."""
+
+from pathlib import Path
+
+from m3diff.images.saliency import draw_outlines
+from m3diff.records.errors import DataError
+from m3diff.report.images import ImageRights, PairImages, as_webp, draw_images, link_images, load_small, read_saliency
+from tests.errors import raises
+from tests.scoring import bench
+
+OPEN = {"toy": ImageRights(True, None)}
+
+
+def test_images_stay_inside_while_they_fit_and_one_too_many_makes_all_of_them_files(tmp_path: Path):
+    (tmp_path / "old.webp").write_bytes(b"of an earlier page")
+    (tmp_path / "mine.txt").write_text("mine")
+    images = [b"abc", b"abc", b"defghi"]
+    inside = {b"abc": "data:image/webp;base64,YWJj", b"defghi": "data:image/webp;base64,ZGVmZ2hp"}
+    assert link_images(images, tmp_path, 12) == inside
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+    links = link_images([*images, b"jkl"], tmp_path, 12)
+    assert {image: (tmp_path.parent / link).read_bytes() for image, link in links.items()} == {i: i for i in links}
+    assert links.keys() == {*images, b"jkl"}
+
+
+def test_each_pair_has_its_own_images_in_order_as_the_licence_allows(root: Path):
+    pairs = bench.pairs(root)
+    maps = read_saliency(root / "predictions" / "saliency.npz")
+    assert list(maps) == [pair.id for pair in pairs]
+    last = pairs[-1].id
+    for pair, drawn in zip(pairs, draw_images(pairs, OPEN, {i: maps[i] for i in maps if i != last}), strict=True):
+        after = load_small(pair.after, pair.after_sha256)
+        overlay = as_webp(draw_outlines(after, maps[pair.id])) if pair.id != last else None
+        before = load_small(pair.before, pair.before_sha256)
+        assert drawn == PairImages(before=as_webp(before), after=as_webp(after), outlined=overlay)
+    gone = bench.pair("x", ["y"], ["color"], "nowhere")
+    assert list(draw_images([gone], {"toy": ImageRights(False, "no")}, {})) == [None]
+    with raises(DataError, "images.unreadable", path=str(gone.after)):
+        list(draw_images([gone], OPEN, {}))

@@ -1,0 +1,54 @@
+"""References of another language than English are noticed, since METEOR and SPICE are English."""
+
+import pytest
+
+from m3diff.scoring.language import is_another_language, note_of_language
+
+OTHER = {
+    "German": "Der rote Becher ist weg",
+    "French": "la tasse rouge a disparu du bureau",
+    "Spanish": "El coche rojo ya no aparece",
+    "Dutch": "De rode mok staat niet meer op tafel",
+    "Polish": "Czerwony kubek nie stoi na stole",
+    "Russian": "Красная кружка исчезла",
+    "Korean": "빨간 컵이 사라졌다",
+}
+ENGLISH = {
+    "a sentence": "the red mug is gone",
+    "an instruction without function words": "remove man",
+    "a name of two words": "Los Angeles is now darker than the mug",
+    "a fragment": "one more car on left",
+    "no change": "nothing changed",
+    "figures": "3 -> 4",
+}
+
+
+@pytest.mark.parametrize("text", OTHER.values(), ids=OTHER)
+def test_a_caption_of_another_language_is_noticed(text):
+    assert is_another_language(text)
+
+
+@pytest.mark.parametrize("text", ENGLISH.values(), ids=ENGLISH)
+def test_an_english_caption_is_not_taken_for_another_language(text):
+    assert not is_another_language(text)
+
+
+def test_the_note_counts_references_and_names_the_metrics_that_are_computed():
+    (note,) = note_of_language("mine", ["der Becher ist weg", "the mug is gone", ""], ["CIDEr", "METEOR"])
+    assert note.startswith("mine: 1 of 2 references")
+    assert "METEOR" in note
+    assert "SPICE" not in note
+
+
+@pytest.mark.parametrize(
+    ("references", "metrics"),
+    [
+        (["der Becher ist weg"], ["CIDEr", "ROUGE-L"]),
+        (["the mug is gone"] * 20 + ["der Becher ist weg"], ["METEOR", "SPICE"]),
+        (["the mug is gone"], ["METEOR"]),
+        ([], ["METEOR"]),
+    ],
+    ids=["no English metric", "one in twenty", "all English", "no reference"],
+)
+def test_there_is_no_note_where_english_metrics_read_english(references, metrics):
+    assert note_of_language("mine", references, metrics) == []

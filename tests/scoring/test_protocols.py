@@ -1,0 +1,166 @@
+"""Protocols, and the groups of pairs that have scores."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Protocol
+from m3diff.records.errors import DataError
+from m3diff.scoring.pairs import ALL
+from m3diff.scoring.protocols import apply_protocol, group_pairs, load_specs, protocols_of, select_protocols
+from tests.errors import raises
+from tests.scoring import bench
+
+PAIRS = bench.pairs()
+PAIRS_SPEC = DATASETS["pairs"]
+GROUPS = {
+    "change": ["toy/0", "toy/1", "toy/2", "toy/3"],
+    "multi_change": ["toy/3"],
+    "distractors": ["toy/4", "toy/5"],
+    "by_type/color": ["toy/0"],
+    "by_type/illumination": ["toy/2"],
+    "by_type/removal": ["toy/1"],
+    "by_changes/1": ["toy/0", "toy/1", "toy/2"],
+    "by_changes/2": ["toy/3"],
+    "by_length/1-9": ["toy/0", "toy/1", "toy/2"],
+    "by_length/10-19": ["toy/3"],
+}
+
+
+def test_pairs_are_grouped_by_change_type_number_of_changes_and_length():
+    assert group_pairs(PAIRS) == GROUPS
+
+
+@pytest.mark.parametrize("pairs", [PAIRS, PAIRS[::-1]], ids=["in order", "reversed"])
+def test_groups_have_one_order_whatever_the_order_of_pairs(pairs):
+    assert list(group_pairs(pairs)) == list(GROUPS)
+
+
+@pytest.mark.parametrize("pairs", [PAIRS[:3], PAIRS[3:]], ids=["one change each", "one pair with changes"])
+def test_groups_by_number_and_length_are_left_out_if_they_hold_all_pairs(pairs):
+    assert not [name for name in group_pairs(pairs) if name.startswith(("by_changes", "by_length"))]
+
+
+def test_a_pair_whose_change_is_not_known_is_in_no_group():
+    assert group_pairs([bench.pair("x", ["y"], [])]) == {"change": [], "multi_change": [], "distractors": []}
+
+
+def test_a_pair_with_a_change_type_beside_none_is_no_distractor():
+    pair = bench.pair("x", ["y"], ["color", "none"])
+    assert not pair.is_distractor
+    assert pair.changes == ["color", "none"]
+
+
+def test_groups_by_number_and_length_ascend():
+    types = ["color", "removal", "size", "pose"]
+    words_and_changes = [(45, 3), (25, 1), (5, 4), (12, 2)]
+    pairs = [bench.pair("x", ["word " * words], types[:changes], str(words)) for words, changes in words_and_changes]
+    by_changes = [f"by_changes/{changes}" for changes in (1, 2, 3, 4)]
+    by_length = [f"by_length/{name}" for name in ("1-9", "10-19", "20-39", "40 or more")]
+    assert list(group_pairs(pairs))[-8:] == by_changes + by_length
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ((0,), "1-9"),
+        ((1,), "1-9"),
+        ((9, 10), "1-9"),
+        ((9, 11), "10-19"),
+        ((19,), "10-19"),
+        ((20, 0), "20-39"),
+        ((39,), "20-39"),
+        ((40, 60), "40 or more"),
+    ],
+)
+def test_a_pairs_length_is_the_mean_of_its_references_with_words(words: tuple[int, ...], name: str):
+    pair = bench.pair("x", [" ".join(["word"] * count) for count in words], [], "a")
+    short_pair = bench.pair("x", ["one"], [], "b")
+    long_pair = bench.pair("x", ["word " * 50], [], "c")
+    groups = group_pairs([pair, short_pair, long_pair])
+    assert [group for group, ids in groups.items() if group.startswith("by_length") and "toy/a" in ids] == [
+        f"by_length/{name}"
+    ]
+
+
+def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
+    pairs = [PAIRS[0], replace(PAIRS[1], id="more/1", dataset="more"), PAIRS[2]]
+    protocols = (Protocol("total", n=None), Protocol("first", n=1, ids="0"), Protocol("none", n=3, ids="[34]"))
+    specs = {"toy": replace(PAIRS_SPEC, protocols=protocols), "more": PAIRS_SPEC, "empty": PAIRS_SPEC}
+    selected = select_protocols(pairs, specs)
+    assert {protocol.name: [pair.id for pair in protocol.pairs] for protocol in selected} == {
+        "toy/total": ["toy/0", "toy/2"],
+        "toy/first": ["toy/0"],
+        "more/test": ["more/1"],
+    }
+    assert selected[0].groups[ALL] == ["toy/0", "toy/2"]
+    assert selected[0].groups["by_type/illumination"] == ["toy/2"]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "ids"),
+    [
+        (Protocol("even", n=3, ids="[024]"), ["toy/0", "toy/2", "toy/4"]),
+        (Protocol("color", n=1, change_types=("color",)), ["toy/0"]),
+        (Protocol("both", n=3, change_types=("removal", "color")), ["toy/0", "toy/1", "toy/3"]),
+    ],
+    ids=["by whole ids", "by one type", "by two types"],
+)
+def test_a_protocol_takes_pairs_by_whole_ids_and_by_their_change_types(protocol, ids):
+    unknown_pairs = [bench.pair("x", ["y"], [], "20"), bench.pair("x", ["y"], [], "x")]  # nobody knows what changed
+    assert [pair.id for pair in apply_protocol(protocol, [*PAIRS, *unknown_pairs])] == ids
+
+
+@pytest.mark.parametrize(
+    ("rules", "references", "captions"),
+    [
+        ({"references": "joined", "max_words": 3}, ["a b. c"], ["one two three", "four five six", "seven eight nine"]),
+        ({"max_words": 1}, ["a", "c"], ["one", "four", "seven"]),
+        ({"references": "joined"}, ["a b. c d"], ["one two three", "four five six", "seven eight nine"]),
+        ({}, ["a b", "c d"], ["one  two three", "four five six", "seven eight nine"]),
+    ],
+    ids=["joined and cut", "cut", "joined", "as they are"],
+)
+def test_references_are_joined_and_every_text_is_cut_by_the_protocol(rules, references, captions):
+    pair = bench.pair("one  two three", ["a b", "c d"], [])
+    pair = replace(pair, shuffled_prediction="four five six", reversed_prediction="seven eight nine")
+    (scored_pair,) = apply_protocol(Protocol("p", n=1, **rules), [pair])
+    assert scored_pair.references == references
+    predictions = [scored_pair.prediction, scored_pair.shuffled_prediction, scored_pair.reversed_prediction]
+    assert predictions == captions
+
+
+def test_a_part_of_a_dataset_has_the_protocols_of_its_name():
+    protocols = protocols_of("omnidiff_real", DATASETS["omnidiff"])
+    assert {protocol.part for protocol in protocols} == {"omnidiff_real"}
+
+
+def test_a_dataset_without_protocols_has_one_of_all_pairs():
+    assert protocols_of("mine", DATASETS["omnidiff"]) == (Protocol("test", n=None),)
+
+
+def test_a_dataset_of_another_name_has_the_protocols_of_its_reader():
+    assert protocols_of("mine", DATASETS["clevr_change"]) == DATASETS["clevr_change"].protocols
+
+
+@pytest.mark.parametrize(
+    ("content", "reader"),
+    [(None, ""), ("{}", None), ('{"reader": "nothing"}', "nothing")],
+    ids=["no report", "no reader", "unknown"],
+)
+def test_a_dataset_without_a_known_reader_is_refused(content: str | None, reader: str | None, tmp_path: Path):
+    if content is not None:
+        (tmp_path / "toy.json").write_text(content)
+    expected = {"value": reader, "dataset": "toy", "names": list(DATASETS)}
+    with raises(DataError, "scoring.reader_unknown", path=tmp_path / "toy.json", **expected):
+        load_specs(tmp_path, PAIRS)
+
+
+def test_the_reader_in_ingests_report_says_which_dataset_it_is(tmp_path: Path):
+    pairs = [PAIRS[0], replace(PAIRS[1], dataset="mine"), PAIRS[2]]
+    for name, reader in {"toy": "pairs", "mine": "iedit"}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"reader": reader}))
+    assert list(load_specs(tmp_path, pairs).items()) == [("toy", DATASETS["pairs"]), ("mine", DATASETS["iedit"])]

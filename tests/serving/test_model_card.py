@@ -1,0 +1,300 @@
+"""The card of a served model describes the model's own training, not the checkout's latest one."""
+
+import hashlib
+import json
+import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import polars as pl
+import pytest
+import yaml
+from PIL import Image
+
+from m3diff.provenance.dvc import Lock, dvc_hash
+from m3diff.records.errors import DataError
+from m3diff.registry.model_source import Source
+from m3diff.serving import model_card
+from m3diff.serving.model_card import (
+    ModelCard,
+    TrainingData,
+    TrainingRecord,
+    describe,
+    is_drawn,
+    note_on_training,
+    rows_of_test_split,
+)
+from tests.errors import Message, raises
+from tests.serving.toy import PARAMS
+
+RECORDS = "data/03_clean/records.parquet"
+MIXTURE = "data/04_mixture"
+CHECKPOINT = "data/05_model/checkpoint"
+
+
+def write_pair(root: Path, number: int, shade: int) -> dict[str, Any]:
+    """The images of a pair and its fields in the table of records."""
+    fields: dict[str, Any] = {}
+    for side in ("before", "after"):
+        path = f"data/01_raw/mini/{side}_{number}.png"
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, shade, len(side))).save(root / path)
+        fields |= {side: path, f"{side}_sha256": hashlib.sha256((root / path).read_bytes()).digest()}
+    return fields
+
+
+def write_records(root: Path, shade: int = 0, pairs: int = 8) -> None:
+    rows = []
+    for number in range(pairs):
+        split = "train" if number == 0 else "test"
+        rows.append({"id": f"mini/{number}", "dataset": "mini", "split": split, "references": [f"{number} fell"]})
+        rows[-1] |= write_pair(root, number, shade)
+    (root / RECORDS).parent.mkdir(parents=True, exist_ok=True)
+    pl.DataFrame(rows).write_parquet(root / RECORDS)
+
+
+def write_project(root: Path, reader: str = "minichange") -> Path:
+    """A project whose dvc.lock has recorded a training; returns its checkpoint."""
+    write_records(root)
+    report = {"datasets": {"mini": {"pairs": {"train": 2564}}, "probe": {"pairs": {"train": 0}}}}
+    files = {
+        f"{MIXTURE}/report.json": json.dumps(report),
+        f"{MIXTURE}/train/0.parquet": "samples",
+        f"{CHECKPOINT}/manifest.json": json.dumps({"family": "m3diff", "files": {}}),
+        f"{CHECKPOINT}/model.safetensors": "weights",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+    def outs(*paths: str) -> list[dict[str, str]]:
+        return [{"path": path, "md5": dvc_hash(root / path)} for path in paths]
+
+    datasets = {name: {"reader": reader, "root": "data/01_raw/mini"} for name in ("mini", "probe")}
+    stages = {
+        "validate": {"outs": outs(RECORDS)},
+        "convert": {
+            "params": {"params.yaml": {"ingest.datasets": datasets}},
+            "outs": outs(f"{MIXTURE}/report.json", f"{MIXTURE}/train"),
+        },
+        "train": {"outs": outs(CHECKPOINT)},
+    }
+    (root / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": stages}))
+    return root / CHECKPOINT
+
+
+def card_of(checkpoint: Path) -> ModelCard:
+    return describe(PARAMS, Source("m3diff/sha256-0123456789ab", checkpoint, 16, None))
+
+
+def test_a_folder_is_described_by_the_project_that_it_lies_in(tmp_path):
+    card = card_of(write_project(tmp_path))
+    assert card.notes == ()
+    assert card.family == "m3diff"
+    assert card.trained_on == (TrainingData(dataset="mini", is_drawn=True, pairs=2564),)
+    assert card.date is not None
+
+
+def test_a_model_of_drawn_scenes_says_that_it_knows_no_photographs(tmp_path):
+    card = card_of(write_project(tmp_path))
+    assert card.as_dict()["knows_photographs"] is False
+    assert "never seen a photograph" in " ".join(card.sentences())
+    assert "2,564 pairs: mini (2,564)" in card.sentences()[0]
+
+
+def test_a_model_of_other_data_says_nothing_of_photographs(tmp_path):
+    card = card_of(write_project(tmp_path, reader="spot_the_diff"))
+    assert card.knows_photographs is True
+    assert len(card.sentences()) == 1
+
+
+def test_a_model_without_a_record_says_so(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"family": "onediff", "files": {}}')
+    card = card_of(tmp_path)
+    assert card.family == "onediff"
+    assert card.as_dict()["knows_photographs"] is None
+    assert "not recorded" in card.sentences()[0]
+
+
+def test_pairs_to_try_are_test_pairs_with_their_references(tmp_path):
+    examples = card_of(write_project(tmp_path)).examples
+    assert [example.id for example in examples] == [f"mini/{number}" for number in range(1, 7)]
+    assert examples[0].reference == "1 fell"
+    assert examples[0].before == tmp_path / "data/01_raw/mini/before_1.png"
+    assert len({example.key for example in examples}) == 6
+
+
+def test_a_dataset_that_must_not_be_shown_has_no_pairs_to_try(tmp_path, monkeypatch):
+    checkpoint = write_project(tmp_path)
+    monkeypatch.setattr(model_card, "may_be_shown", lambda reader: False)
+    assert card_of(checkpoint).examples == ()
+
+
+def test_an_image_that_changed_since_the_training_is_not_shown(tmp_path):
+    checkpoint = write_project(tmp_path)
+    write_pair(tmp_path, 1, shade=99)
+    (tmp_path / "data/01_raw/mini/after_2.png").unlink()
+    ids = [example.id for example in card_of(checkpoint).examples]
+    assert ids == [f"mini/{number}" for number in range(3, 8)]
+
+
+def test_a_table_of_other_test_pairs_than_the_models_is_not_read(tmp_path):
+    checkpoint = write_project(tmp_path)
+    write_records(tmp_path, pairs=3)
+    card = card_of(checkpoint)
+    assert card.examples == ()
+    assert len(card.notes) == 1
+    assert card.notes[0].startswith(f"{card.name}: ")
+    assert card.trained_on[0].pairs == 2564
+
+
+def test_a_table_that_is_neither_on_disk_nor_in_the_cache_is_noted(tmp_path, monkeypatch):
+    checkpoint = write_project(tmp_path)
+    (tmp_path / RECORDS).unlink()
+    monkeypatch.setattr(TrainingRecord, "_cache", lambda record: tmp_path / "cache")
+    (note,) = card_of(checkpoint).notes
+    assert Message("serving.content_not_fetched", path=RECORDS).in_text(note)
+
+
+def test_a_table_that_changed_is_read_from_dvcs_cache(tmp_path, monkeypatch):
+    checkpoint = write_project(tmp_path)
+    md5 = dvc_hash(tmp_path / RECORDS)
+    cached = tmp_path / "cache/files/md5" / md5[:2] / md5[2:]
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes((tmp_path / RECORDS).read_bytes())
+    (tmp_path / RECORDS).write_text("another run's")
+    monkeypatch.setattr(model_card, "run_dvc", lambda folder, *words: f"{tmp_path}/cache\n")
+    assert len(card_of(checkpoint).examples) == 6
+
+
+def test_a_checkpoint_that_is_not_the_recorded_one_has_no_record(tmp_path):
+    checkpoint = write_project(tmp_path)
+    (checkpoint / "model.safetensors").write_text("others")
+    card = card_of(checkpoint)
+    assert card.trained_on == ()
+    assert card.examples == ()
+
+
+def test_a_report_of_another_mixture_gives_no_counts(tmp_path):
+    checkpoint = write_project(tmp_path)
+    (tmp_path / MIXTURE / "report.json").write_text('{"datasets": {"mini": {"pairs": {"train": 1}}}}')
+    assert card_of(checkpoint).trained_on == ()
+
+
+def test_a_dataset_that_was_made_of_another_counts_as_that_one():
+    made = {"root": "raw/made", "source": {"reader": "minichange", "root": "raw/mini"}}
+    entry = {"reader": "pairs", "root": "./raw/made"}
+    stages = {
+        "augment@made": {"params": {"params.yaml": {"augment.made": made}}},
+        "convert": {"params": {"params.yaml": {"ingest.datasets": {"mine": entry}}}},
+    }
+    lock = Lock(text=yaml.safe_dump({"stages": stages}).encode())
+    readers = TrainingRecord(lock, Path(), lambda path: None).readers()
+    assert readers == {"mine": "minichange"}
+    assert is_drawn(readers["mine"])
+    assert not is_drawn(None)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Version 7 of a store. A test may change its tags and its run; its records are in `tmp_path`."""
+    from contextlib import nullcontext
+
+    from m3diff.registry import tracking, versions
+
+    checkpoint = write_project(tmp_path)
+    lock = Lock(tmp_path / "dvc.lock")
+    tags = {
+        "dvc.data": lock.hashes(Path(MIXTURE) / "train")["convert outs"],
+        "dvc.checkpoint": lock.hashes(Path(CHECKPOINT))["train outs"],
+        "dvc.raw.mini": "x",
+        "git.commit": "0" * 40,
+    }
+    run = SimpleNamespace(data=SimpleNamespace(params={"ingest.datasets.mini.reader": "minichange"}))
+    version = SimpleNamespace(tags=tags, run_id="r", creation_timestamp=1_790_000_000_000)
+    monkeypatch.setattr(tracking, "connected", lambda uri: nullcontext())
+    monkeypatch.setattr(tracking, "find_run", lambda client, run_id: run)
+    monkeypatch.setattr(versions, "find_version", lambda client, name, number: {"7": version}[number])
+    monkeypatch.chdir(tmp_path)
+    return SimpleNamespace(version=version, run=run, source=Source("m3diff/7", checkpoint, 16, None))
+
+
+def test_a_version_is_described_by_the_record_with_its_hashes(registered):
+    card = describe(PARAMS, registered.source)
+    assert card.notes == ()
+    assert card.as_dict()["version"] == "7"
+    assert card.date == "2026-09-21"
+    assert card.trained_on == (TrainingData(dataset="mini", is_drawn=True, pairs=2564),)
+    assert len(card.examples) == 6
+
+
+@pytest.mark.parametrize("tag", ["dvc.data", "dvc.checkpoint"])
+def test_a_version_of_another_training_than_the_checkouts_has_no_pairs_of_it(tag, registered):
+    registered.version.tags[tag] = "another"
+    card = describe(PARAMS, registered.source)
+    assert card.examples == ()
+    assert card.trained_on == (TrainingData(dataset="mini", is_drawn=True, pairs=None),)
+    assert card.sentences()[0] == "Trained on pairs of mini."
+
+
+def test_a_version_whose_record_cannot_be_looked_up_is_served_with_its_name(registered, monkeypatch):
+    def refuse(*given: Any) -> Any:
+        raise ConnectionError("MLflow is away")
+
+    monkeypatch.setattr("m3diff.registry.versions.find_version", refuse)
+    card = describe(PARAMS, registered.source)
+    assert card.name == "m3diff/7"
+    assert card.family == "m3diff"
+    assert "MLflow is away" in card.notes[0]
+
+
+def source_of(checkpoint: Path) -> Source:
+    return Source("m3diff/sha256-0123456789ab", checkpoint, 16, None)
+
+
+def test_a_model_of_drawn_scenes_alone_gets_a_note_before_its_captions(tmp_path):
+    note = note_on_training(PARAMS, source_of(write_project(tmp_path)))
+    assert note is not None
+    assert "mini (2,564)" in note
+    assert "never seen a photograph" in note
+    assert "\n" not in note
+
+
+def test_a_model_of_other_data_or_without_a_record_gets_no_note(tmp_path):
+    assert note_on_training(PARAMS, source_of(write_project(tmp_path / "other", reader="spot_the_diff"))) is None
+    (tmp_path / "alone").mkdir()
+    assert note_on_training(PARAMS, source_of(tmp_path / "alone")) is None
+
+
+def test_the_note_on_a_version_needs_the_tags_of_its_store_alone(registered, monkeypatch):
+    monkeypatch.setattr(model_card, "read_stored_tags", lambda uri, name, number: registered.version.tags)
+    monkeypatch.setattr("m3diff.registry.tracking.connected", None)
+    assert "never seen a photograph" in str(note_on_training(PARAMS, registered.source))
+    registered.version.tags["dvc.data"] = "another"
+    assert note_on_training(PARAMS, registered.source) is None
+
+
+def test_a_damaged_store_gives_no_note_and_no_error(registered, monkeypatch):
+    def refuse(*given: Any) -> Any:
+        raise sqlite3.DatabaseError("file is not a database")
+
+    monkeypatch.setattr(model_card, "read_stored_tags", refuse)
+    assert note_on_training(PARAMS, registered.source) is None
+
+
+def test_datasets_take_turns_and_one_that_must_not_be_shown_is_left_out(tmp_path):
+    rows = [
+        {"id": f"{name}/{number}", "dataset": name, "split": split, "references": []} | write_pair(tmp_path, number, 0)
+        for name in ("a", "b", "withheld")
+        for number, split in enumerate(("train", "test", "val", "test"))
+    ]
+    pl.DataFrame(rows).write_parquet(tmp_path / "records.parquet")
+    found = rows_of_test_split(tmp_path / "records.parquet", ["a", "b"])
+    assert [row["id"] for row in found] == ["a/1", "b/1", "a/3", "b/3"]
+
+
+def test_a_damaged_table_is_named(tmp_path):
+    (tmp_path / "records.parquet").write_text("cut off")
+    with raises(DataError, "files.unreadable_output", path=tmp_path / "records.parquet"):
+        list(rows_of_test_split(tmp_path / "records.parquet", ["a"]))

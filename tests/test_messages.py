@@ -1,0 +1,203 @@
+"""Wording of the errors: every code that is raised has a message with the fields that it is raised with."""
+
+import ast
+import pickle
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from m3diff.records.errors import (
+    LOCATION,
+    MESSAGES,
+    DataError,
+    Fault,
+    ParamsError,
+    data_error_if_unreadable,
+    fields_of,
+    wording,
+)
+from tests.errors import Message, raises
+from tests.reword import reword_catalogue
+from tests.toy import REPOSITORY
+
+SNAPSHOT = Path(__file__).with_name("messages.txt")
+SAMPLE_NUMBER = 1234  # for fields that are numbers, in the snapshot
+
+
+def error_classes() -> set[str]:
+    """The names of all classes of errors with codes, and `Fault`."""
+    bases: dict[str, list[str]] = {}
+    for _, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [ast.unparse(base) for base in node.bases]
+    classes = {"CodedError"}
+    while added := {name for name, parents in bases.items() if classes & set(parents)} - classes:
+        classes |= added
+    return classes | {"Fault"}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for folder in ("components", "flows", "infra", "benchmarks"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            yield str(path.relative_to(REPOSITORY)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every place where an error or a fault is made, with the call."""
+    classes = error_classes()
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in classes and node.args:
+                yield f"{path}:{node.lineno}", node
+
+
+def codes_of(argument: ast.expr) -> list[str]:
+    """The codes that an argument may be: a constant, or either side of a condition."""
+    if isinstance(argument, ast.IfExp):
+        return codes_of(argument.body) + codes_of(argument.orelse)
+    return [argument.value] if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else []
+
+
+def all_constants() -> set[str]:
+    """Every text in the code: a code that is nowhere among them is raised by nothing."""
+    texts = set()
+    for _, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return texts
+
+
+def template_fields(code: str) -> set[str]:
+    return set().union(*(fields_of(template) for template in wording()[code].values()))
+
+
+def test_an_error_is_raised_with_a_code_and_no_sentence() -> None:
+    sentences = [location for location, call in calls() if isinstance(call.args[0], ast.JoinedStr | ast.BinOp)]
+    assert sentences == []
+
+
+def test_every_code_that_is_raised_has_a_message() -> None:
+    unknown = {}
+    for location, call in calls():
+        for code in codes_of(call.args[0]):
+            if code not in wording():
+                unknown[location] = code
+    assert unknown == {}
+
+
+def test_an_error_has_the_fields_of_its_message() -> None:
+    missing = {}
+    for location, call in calls():
+        given_fields = {keyword.arg for keyword in call.keywords}
+        for code in codes_of(call.args[0]):
+            absent = template_fields(code) - given_fields if code in wording() else set()
+            if absent - set(LOCATION) and None not in given_fields:
+                missing[location] = f"{code}: {', '.join(sorted(absent))}"
+    assert missing == {}
+
+
+def test_every_message_is_raised_somewhere() -> None:
+    assert sorted(wording().keys() - all_constants()) == []
+
+
+def test_a_message_has_a_problem_and_at_most_a_remedy() -> None:
+    assert [
+        code for code, message in wording().items() if not {"problem"} <= set(message) <= {"problem", "remedy"}
+    ] == []
+
+
+def snapshot() -> str:
+    """Every message, rendered with made values."""
+    lines = []
+    for code in sorted(wording()):
+        values = {}
+        for name in template_fields(code) | {"path"}:
+            values[name] = SAMPLE_NUMBER if takes_number(code, name) else f"<{name}>"
+        values["path"] = "data/pairs.csv"
+        lines.append(f"{code}\n    " + str(Fault(code, **values)).replace("\n", "\n    "))
+    return "\n".join(lines) + "\n"
+
+
+def takes_number(code: str, name: str) -> bool:
+    templates = " ".join(wording()[code].values())
+    return re.search(rf"{{{name}:(,|\.|d|[^}}]*\|)", templates) is not None
+
+
+def test_the_wording_is_that_of_the_snapshot() -> None:
+    """`python -m tests.test_messages > tests/messages.txt` renews it. Read what changes."""
+    assert snapshot() == SNAPSHOT.read_text(encoding="utf-8")
+
+
+def test_other_words_leave_codes_fields_and_commands_as_they_are() -> None:
+    """`python -m tests.reword` shows which tests read sentences."""
+    text = MESSAGES.read_text(encoding="utf-8")
+    reworded = tomllib.loads(reword_catalogue(text))
+    for code, message in wording().items():
+        area, name = code.split(".")
+        assert message.keys() == reworded[area][name].keys()
+        for part, template in message.items():
+            new_template = reworded[area][name][part]
+            assert fields_of(new_template) == fields_of(template)
+            assert re.findall("`[^`]*`", new_template) == re.findall("`[^`]*`", template)
+            assert new_template.count("\n") == template.count("\n")
+    assert reworded["images"]["video"] != wording()["images.video"]
+    assert tomllib.loads(reword_catalogue(reword_catalogue(text))) == tomllib.loads(text)
+
+
+# How a message is rendered
+
+
+def test_a_message_begins_with_where_the_fault_is(tmp_path: Path) -> None:
+    fault = Fault("images.video", path=tmp_path / "a.png", row=1200)
+    assert fault.location == f"{tmp_path / 'a.png'}, row 1,200"
+    assert str(fault).startswith(f"{fault.location}: {fault.problem}; ")
+
+
+def test_a_location_is_added_to_a_fault_and_does_not_replace_its_own() -> None:
+    fault = Fault("images.video", path="inner.png").at(path="outer.png", row=3)
+    assert fault == Fault("images.video", path="inner.png", row=3)
+
+
+def test_an_absent_field_or_an_unknown_code_hides_no_fault() -> None:
+    assert "<kind>" in str(Fault("images.archive"))
+    assert str(Fault("images.no_such_code", path="a.png", size=3)) == "a.png: images.no_such_code size=3"
+
+
+def test_a_field_of_another_type_than_its_format_is_shown_as_text() -> None:
+    assert "many" in str(Fault("images.tiles_too_large", value="many", limit=2))
+
+
+def test_an_error_keeps_class_code_and_fields_when_it_is_pickled() -> None:
+    error = pickle.loads(pickle.dumps(ParamsError("images.archive", kind="a tar archive", path=Path("a.png"))))
+    assert type(error) is ParamsError
+    assert error.fault == Fault("images.archive", kind="a tar archive", path=Path("a.png"))
+
+
+def test_a_file_that_cannot_be_read_is_an_error_with_its_cause(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    with (
+        raises(DataError, "files.unreadable_stage_output", path=file, cause="no JSON", writer="train"),
+        data_error_if_unreadable(file, "files.unreadable_stage_output", writer="train"),
+    ):
+        raise ValueError("no JSON\nsecond line")
+
+
+@pytest.mark.parametrize("text", ["a.png: is an archive", "a.png: is a tar archive, not an image"])
+def test_the_matcher_of_messages_refuses_other_texts(text: str) -> None:
+    assert Message("images.archive", path="a.png", kind="a zip archive") != text
+
+
+def test_the_matcher_of_messages_leaves_open_what_is_not_given() -> None:
+    shown = str(Fault("images.archive", path="a.png", kind="a tar archive"))
+    assert Message("images.archive", path="a.png") == shown
+    assert Message("images.archive").in_text(f"m3diff ingest: {shown}")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(snapshot())

@@ -1,0 +1,172 @@
+"""An import changes nothing in the process; `prepare` does, and every entry point calls it."""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from m3diff.runtime import PRIVACY
+from tests.toy import REPOSITORY
+
+LIGHT_MODULES = ["m3diff", "flows", "m3diff.runtime", "flows.runtime", "m3diff.records.errors", "m3diff.__main__"]
+
+EXEMPT = {
+    # MLflow's models from code: MLflow runs this file, which hands its model over
+    "m3diff.stages.register.pyfunc",
+}
+
+
+def every_module() -> list[str]:
+    """The modules of both packages, by name."""
+    names = []
+    for package in ("m3diff", "flows"):
+        folders = [str((REPOSITORY / package).resolve())]
+        names += [package, *(module.name for module in pkgutil.walk_packages(folders, f"{package}."))]
+    return [name for name in names if name not in EXEMPT]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a process in which nobody has called `prepare`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in PRIVACY and name != "UVICORN_HTTP"}
+    return inherited | {"PYTHONPATH": str(REPOSITORY)} | variables
+
+
+def python(*arguments: str, text: str = "", **variables: str) -> str:
+    """What a fresh Python prints; it runs in the checkout."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(**variables), input=text, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def effects_of(modules: list[str]) -> dict[str, list[str]]:
+    libraries = python("-m", "tests.import_effects", "libraries", *modules)
+    return json.loads(python("-m", "tests.import_effects", "effects", *modules, text=libraries))
+
+
+def test_an_import_of_a_light_module_changes_nothing():
+    assert effects_of(LIGHT_MODULES) == {}
+
+
+@pytest.mark.slow(90)
+def test_an_import_of_any_module_changes_nothing():
+    assert effects_of(every_module()) == {}
+
+
+def effects_of_code(code: str, folder: Path) -> dict[str, list[str]]:
+    """What the import of a module with this code changes; the module is called `faulty`."""
+    (folder / "faulty.py").write_text(code)
+    paths = os.pathsep.join([str(REPOSITORY), str(folder)])
+    libraries = python("-m", "tests.import_effects", "libraries", "faulty", PYTHONPATH=paths)
+    return json.loads(python("-m", "tests.import_effects", "effects", "faulty", text=libraries, PYTHONPATH=paths))
+
+
+PROCESS_FAULTS = {
+    "a variable": ("import os\nos.environ['CHANGED'] = '1'\n", "os.environ.CHANGED"),
+    "a path": ("import sys\nsys.path.append('changed')\n", "sys.path"),
+    "an executable": ("import sys\nsys.executable = 'changed'\n", "sys.executable"),
+    "a filter": ("import warnings\nwarnings.filterwarnings('ignore', 'changed')\n", "warnings.filters"),
+}
+
+
+@pytest.mark.parametrize(("code", "change"), PROCESS_FAULTS.values(), ids=PROCESS_FAULTS)
+def test_a_module_that_changes_the_process_is_found(code, change, tmp_path):
+    assert effects_of_code(code, tmp_path) == {"faulty": [change]}
+
+
+def test_a_module_that_opens_a_file_is_found(tmp_path):
+    effects = effects_of_code("import os\nfile = os.open(os.devnull, os.O_RDONLY)\n", tmp_path)
+    (change,) = effects["faulty"]
+    assert change.startswith("file descriptor.")
+
+
+LIBRARY_FAULTS = {
+    "an attribute": ("from PIL import Image\nImage.MAX_IMAGE_PIXELS = None\n", "PIL.Image.MAX_IMAGE_PIXELS"),
+    "a class": (
+        "from starlette.formparsers import MultiPartParser\nMultiPartParser.spool_max_size = 1\n",
+        "starlette.formparsers.MultiPartParser.spool_max_size",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "change"), LIBRARY_FAULTS.values(), ids=LIBRARY_FAULTS)
+def test_a_module_that_changes_a_library_is_found(code, change, tmp_path):
+    assert effects_of_code(code, tmp_path) == {"libraries": [change]}
+
+
+TWICE = """
+from {module} import prepare
+from tests.import_effects import process_changes, process_state
+before = process_state()
+prepare()
+once = process_state()
+prepare()
+print(len(process_changes(before, once)) > len({privacy}), process_changes(once, process_state()))
+"""
+
+
+@pytest.mark.parametrize("module", ["m3diff.runtime", "flows.runtime"])
+def test_a_second_call_of_prepare_changes_nothing(module, tmp_path):
+    folder = tmp_path / ("long " * 20)
+    folder.mkdir()
+    variables = {
+        "TMPDIR": str(folder),
+        "HOME": "/proc/nonexistent",
+        "http_proxy": "http://proxy:1",
+        "GIT_DIR": "elsewhere",
+    }
+    code = TWICE.format(module=module, privacy=list(PRIVACY))
+    assert python("-c", code, **variables).split("\n")[0] == "True []"
+
+
+# Code that begins as each entry point does and then ends; most cannot go on without their arguments
+ENTRY_POINTS = {
+    "the command line": "from m3diff.__main__ import main\nmain(['--version'])",
+    "make up": "from infra import services\nservices.COMMANDS['wait'] = lambda: None\nservices.main('wait')",
+    "a worker for images": "from m3diff.images import check\ncheck.check_batch_on_node([], frozenset(), 1)",
+    "a worker of predict": "from m3diff.stages.predict.stage import CaptionWorker\nCaptionWorker(None)",
+}
+SLOW_ENTRY_POINTS = {
+    "make run": "from infra import run\nrun.run = lambda *_: 1\nrun.main()",
+    "a flow that Prefect's engine runs": "from flows.pipeline import full\nfull.fn(ref=1)",
+    "watch that Prefect's engine runs": "from flows.watch import watch\nwatch.fn()",
+    "a flow that a person calls": "from flows.pipeline import full\nfull(unknown=1)",
+    "the worker of flows": "from flows import worker\nworker.app = lambda: None\nworker.main()",
+    "a worker of train": "from m3diff.stages.train.on_ray import _worker\n_worker({})",
+    "a replica": "from m3diff.serving.batcher import Replica\nReplica(None, 1, 0.0, 1)",
+    "a registered model": "from m3diff.stages.register import pyfunc\npyfunc.PyfuncCaptioner().load_context(None)",
+}
+
+BEGIN = """
+import os
+try:
+{code}
+except BaseException as error:
+    end = error
+print(sorted({names} - os.environ.keys()))
+"""
+
+
+def variables_unset_by(code: str, folder: Path) -> str:
+    """The variables of PRIVACY that an entry point leaves unset."""
+    indented = "\n".join(f"    {line}" for line in code.split("\n"))
+    script = folder / "entry_point.py"
+    script.write_text(BEGIN.format(code=indented, names=set(PRIVACY)))
+    return python(str(script)).splitlines()[-1]
+
+
+@pytest.mark.parametrize("code", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
+def test_an_entry_point_switches_telemetry_off(code, tmp_path):
+    assert variables_unset_by(code, tmp_path) == "[]"
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("code", SLOW_ENTRY_POINTS.values(), ids=SLOW_ENTRY_POINTS)
+def test_a_heavy_entry_point_switches_telemetry_off(code, tmp_path):
+    assert variables_unset_by(code, tmp_path) == "[]"

@@ -1,0 +1,225 @@
+"""The language of the code: one value in an assignment, and names that say what they hold.
+
+Files that break a rule today are in tests/style_debt.json with the number of violations. No file may have more. Whoever
+mends some lowers the number: `python -m tests.test_style > debt.json && mv debt.json tests/style_debt.json`.
+"""
+
+import ast
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from tests.toy import REPOSITORY
+
+FOLDERS = ("components", "flows", "infra", "benchmarks", "tests")
+DEBT = REPOSITORY / "tests" / "style_debt.json"
+# Pronouns, prepositions, participles and number words. A name made of these alone does not say what it holds.
+# fmt: off
+VAGUE_WORDS = frozenset({
+    "all", "any", "asked", "both", "by", "each", "every", "first", "found", "given", "held", "here", "how", "it",
+    "kept", "known", "last", "left", "less", "made", "many", "more", "most", "much", "named", "of", "one", "other",
+    "others", "our", "ours", "own", "place", "places", "rest", "said", "seen", "some", "taken", "that", "the",
+    "their", "theirs", "then", "there", "these", "this", "those", "told", "wanted", "way", "what", "whole",
+})
+# fmt: on
+# Names that are allowed in a file or below a folder, with the reason
+ALLOWED_NAMES = {
+    ("components/datasets/minichange", "place"): "where an object is in a scene; the captions' grammar has the word",
+    ("components/datasets/minichange", "places"): "the plural of it",
+    ("components/scoring/grammar.py", "place"): "a field of a change, beside type and object; reports have the word",
+    ("components/models/settings.py", "place"): "a key of params.yaml: where the delta tokens are put",
+    ("benchmarks/pictures.py", "left"): "the left edge of a crop, beside its top",
+}
+# Modules that the next redesign of samples and batches replaces. Nobody renames in them before.
+REPLACED_SOON = (
+    "components/datasets/spec.py",
+    "components/models/processing.py",
+    "components/serving/batcher.py",
+    "components/stages/ingest/stage.py",
+    "components/stages/predict/stage.py",
+    "components/stages/train/batches.py",
+    "components/stages/train/packing.py",
+)
+
+
+@cache
+def parsed_files() -> dict[str, ast.Module]:
+    """Return the syntax tree of every Python file in `FOLDERS` by its path, without links."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *FOLDERS]
+    listed = subprocess.check_output(command, cwd=REPOSITORY, text=True).splitlines()
+    paths = [REPOSITORY / name for name in listed if name.endswith(".py")]
+    files = [path for path in paths if path.is_file() and not path.is_symlink()]
+    return {str(path.relative_to(REPOSITORY)): ast.parse(path.read_text("utf-8")) for path in files}
+
+
+def is_vague(name: str) -> bool:
+    """Tell whether every word of a name is vague: `found`, `_found`, `FOUND` and `all_of` are, `found_rows` is not.
+
+    Names that Python itself reads, such as `__all__`, are not vague.
+    """
+    if name.startswith("__") and name.endswith("__"):
+        return False
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
+    words = re.findall(r"[a-z]+", spaced.lower())
+    return bool(words) and VAGUE_WORDS.issuperset(words)
+
+
+def bound_name(node: ast.AST) -> str | None:
+    """Return the name that a node binds, if any: of a variable, attribute, argument, function, class or alias."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.alias(asname=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name
+        case ast.MatchMapping(rest=name):
+            return name
+    return None
+
+
+def is_allowed(path: str, name: str) -> bool:
+    """Tell whether `ALLOWED_NAMES` has the name for the file or for a folder around it."""
+    return any(f"{path}/".startswith(f"{start}/") and name == allowed for start, allowed in ALLOWED_NAMES)
+
+
+def vague_names(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield `line: name` for each vague name that a file binds."""
+    for node in ast.walk(tree):
+        name = bound_name(node)
+        if name is not None and is_vague(name) and not is_allowed(path, name):
+            yield f"{getattr(node, 'lineno', '?')}: {name}"
+
+
+def tuple_assignments(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield `line: statement` for each assignment of several written values to several names, but for a swap."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple | ast.List) and not is_swap(target, node.value):
+                    yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def is_swap(target: ast.Tuple | ast.List, value: ast.Tuple | ast.List) -> bool:
+    """Tell whether the values are the targets in another order."""
+    return sorted(map(ast.unparse, target.elts)) == sorted(map(ast.unparse, value.elts))
+
+
+RULES: dict[str, Callable[[str, ast.Module], Iterator[str]]] = {
+    "vague names": vague_names,
+    "tuple assignments": tuple_assignments,
+}
+
+
+def violations_by_file(rule: str) -> dict[str, list[str]]:
+    """Return the violations of a rule, by file; files without any are left out."""
+    violations = {path: list(RULES[rule](path, tree)) for path, tree in sorted(parsed_files().items())}
+    return {path: lines for path, lines in violations.items() if lines}
+
+
+def print_debt() -> None:
+    """Print the contents of tests/style_debt.json as of today. Files of `REPLACED_SOON` are apart."""
+    debt: dict[str, dict[str, int]] = {}
+    for rule in RULES:
+        counts = {path: len(lines) for path, lines in violations_by_file(rule).items()}
+        debt[rule] = {path: count for path, count in counts.items() if path not in REPLACED_SOON}
+        debt[f"{rule} of modules that are replaced soon"] = {
+            path: count for path, count in counts.items() if path in REPLACED_SOON
+        }
+    print(json.dumps(debt, indent=2))
+
+
+def allowed_counts(rule: str) -> dict[str, int]:
+    """Return the number of violations that tests/style_debt.json allows each file."""
+    debt = json.loads(DEBT.read_text("utf-8"))
+    return debt[rule] | debt[f"{rule} of modules that are replaced soon"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_file_breaks_a_rule_more_often_than_its_debt(rule: str) -> None:
+    allowed = allowed_counts(rule)
+    violations = violations_by_file(rule)
+    assert {path: lines for path, lines in violations.items() if len(lines) > allowed.get(path, 0)} == {}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_debt_of_a_file_is_lowered_when_the_file_is_mended(rule: str) -> None:
+    violations = violations_by_file(rule)
+    counts = {path: len(violations.get(path, [])) for path in allowed_counts(rule)}
+    lower = {path: count for path, count in counts.items() if count < allowed_counts(rule)[path]}
+    assert lower == {}, "lower these numbers in tests/style_debt.json: python -m tests.test_style prints them"
+
+
+def test_only_modules_that_are_replaced_soon_are_listed_as_such() -> None:
+    debt = json.loads(DEBT.read_text("utf-8"))
+    listed = {path for rule in RULES for path in debt[f"{rule} of modules that are replaced soon"]}
+    assert sorted(listed - {*REPLACED_SOON}) == []
+
+
+def test_every_allowed_name_is_used() -> None:
+    unused = set(ALLOWED_NAMES)
+    for path, tree in parsed_files().items():
+        names = {bound_name(node) for node in ast.walk(tree)}
+        unused -= {(start, name) for start, name in unused if f"{path}/".startswith(f"{start}/") and name in names}
+    assert unused == set()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "found = 1",
+        "_found = 1",
+        "FOUND = 1",
+        "found: int = 1",
+        "found += 1",
+        "row.found = 1",
+        "all_of = 1",
+        "def found(): pass",
+        "async def found(): pass",
+        "def find(found): pass",
+        "def find(*, found): pass",
+        "def find(*found): pass",
+        "lambda found: 1",
+        "class Found: pass",
+        "class AllOf: pass",
+        "for found in rows: pass",
+        "rows = [0 for found in rows]",
+        "(found := 1)",
+        "with file as found: pass",
+        "import numpy as found",
+        "try: pass\nexcept OSError as found: pass",
+        "match row:\n  case [*found]: pass",
+        "match row:\n  case {'a': 1, **found}: pass",
+    ],
+)
+def test_a_vague_name_is_seen_in_every_kind_of_binding(statement: str) -> None:
+    assert len(list(vague_names("components/x.py", ast.parse(statement)))) == 1
+
+
+@pytest.mark.parametrize(
+    "statement", ["found_rows = 1", "is_known = True", "x = found", "read(found=1)", "__all__ = []"]
+)
+def test_a_name_with_a_noun_a_use_and_a_keyword_are_no_vague_names(statement: str) -> None:
+    assert list(vague_names("components/x.py", ast.parse(statement))) == []
+
+
+@pytest.mark.parametrize(
+    "statement", ["a, b = 1, 2", "a, b = [x, y]", "a, (b, c) = 1, d", "self.a, b = 1, 2", "a, b = b, 1"]
+)
+def test_several_written_values_in_one_assignment_are_seen(statement: str) -> None:
+    assert len(list(tuple_assignments("components/x.py", ast.parse(statement)))) == 1
+
+
+@pytest.mark.parametrize(
+    "statement", ["a, b = b, a", "a, b = pair", "a, b = read()", "a = 1, 2", "for a, b in c: pass"]
+)
+def test_a_swap_an_unpacking_and_a_tuple_are_no_tuple_assignments(statement: str) -> None:
+    assert list(tuple_assignments("components/x.py", ast.parse(statement))) == []
+
+
+if __name__ == "__main__":
+    print_debt()
