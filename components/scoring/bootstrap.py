@@ -11,7 +11,7 @@ because the share of pairs without a change then stays fixed. The effect may dif
 per scene.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ SEED = 1979
 MIN_PAIRS = 20  # with fewer pairs, an interval would be far too narrow and is not computed
 MIN_SCORED = 0.95  # minimum share of resamples in which the score is defined
 CELLS = 2_000_000  # maximum number of counts in memory at a time, 8 bytes each
+MAX_AHEAD = 200_000_000  # maximum number of counts that are drawn ahead, 1 byte each
 DECIMALS = 6
 
 
@@ -52,13 +53,18 @@ class ScoreComparison(NamedTuple):
 
 
 def intervals(
-    table: pa.Table, metrics: Mapping[str, Metric], protocol: str, confidence: float = CONFIDENCE
+    table: pa.Table,
+    metrics: Mapping[str, Metric],
+    protocol: str,
+    confidence: float = CONFIDENCE,
+    counts: Sequence[np.ndarray] | None = None,
 ) -> dict[str, Interval]:
     """Return the intervals of the metrics' scores, by score. A score without an interval is left out.
 
     Args:
         table: scores.parquet.
         protocol: "<dataset>/<protocol>".
+        counts: result of `draw_ahead` for the protocol's pairs. None to draw the pairs now.
     """
     scores = resampled_scores(metrics)
     rows = rows_of(table, protocol)
@@ -70,7 +76,7 @@ def intervals(
     if not numbers_by_column or rows.num_rows < MIN_PAIRS:
         return {}
     # one call for all columns, so that all scores use the same resamples
-    resampled_sums = resample(*numbers_by_column.values())
+    resampled_sums = resample(*numbers_by_column.values(), counts=counts)
     sums_by_column = dict(zip(numbers_by_column, resampled_sums, strict=True))
     score_intervals = {}
     for name, score in scores.items():
@@ -156,25 +162,51 @@ def statistics(rows: pa.Table, column: str) -> np.ndarray | None:
     return numbers
 
 
-def resample(*columns: np.ndarray) -> list[np.ndarray]:
+def resample(*columns: np.ndarray, counts: Iterable[np.ndarray] | None = None) -> list[np.ndarray]:
     """Draw as many pairs as there are, with replacement, and sum each column: [pairs, k] -> [resamples, k].
 
     All columns are summed over the same drawn pairs.
+
+    Args:
+        counts: result of `draw_ahead`. None to draw the pairs now.
     """
     values = np.hstack(columns)
-    pairs = len(values)
+    if counts is None:
+        counts = draw_counts(len(values))
+    sums = [counts_of_resamples.astype(np.float64) @ values for counts_of_resamples in counts]
+    ends = np.cumsum([column.shape[-1] for column in columns])
+    return np.split(np.concatenate(sums), ends[:-1], axis=-1)
+
+
+def draw_counts(pairs: int) -> Iterator[np.ndarray]:
+    """Draw `pairs` pairs with replacement, RESAMPLES times, and count how often each pair is drawn.
+
+    Yields:
+        [resamples, pairs] counts of some of the resamples.
+    """
     rng = np.random.default_rng(SEED)
     resamples_at_once = max(1, CELLS // pairs)
-    sums = []
     for start in range(0, RESAMPLES, resamples_at_once):
         resamples = min(resamples_at_once, RESAMPLES - start)
         drawn_pairs = rng.integers(0, pairs, (resamples, pairs))
         # number the cells of all resamples consecutively, so that a single call counts them all
         cells = drawn_pairs + np.arange(resamples)[:, None] * pairs
-        counts = np.bincount(cells.ravel(), minlength=resamples * pairs).reshape(resamples, pairs)
-        sums.append(counts.astype(np.float64) @ values)
-    ends = np.cumsum([column.shape[-1] for column in columns])
-    return np.split(np.concatenate(sums), ends[:-1], axis=-1)
+        yield np.bincount(cells.ravel(), minlength=resamples * pairs).reshape(resamples, pairs)
+
+
+def draw_ahead(pairs: int) -> list[np.ndarray] | None:
+    """Draw the counts of all resamples before there are scores to sum, for example while Java computes METEOR.
+
+    Returns:
+        Counts as from `draw_counts`, one byte each. None if they need more than MAX_AHEAD bytes.
+    """
+    if pairs * RESAMPLES > MAX_AHEAD:
+        return None
+    counts = []
+    for counts_of_resamples in draw_counts(pairs):
+        assert counts_of_resamples.max() <= np.iinfo(np.uint8).max, "a pair was drawn more than 255 times"
+        counts.append(counts_of_resamples.astype(np.uint8))
+    return counts
 
 
 def bounds(scores: np.ndarray, confidence: float) -> Interval | None:

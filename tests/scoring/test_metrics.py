@@ -39,6 +39,7 @@ from m3diff.scoring.metrics import (
     ratio,
     rouge_l,
 )
+from m3diff.scoring.metrics.ngrams import distinct
 from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, differences, roc_auc
 from m3diff.scoring.pairs import ALL, Groups
 from tests.errors import Message, raises
@@ -436,6 +437,30 @@ def test_few_pairs_and_no_pair_have_no_interval():
     metrics = {"m": metric(score=MEAN)}
     assert intervals(table(score=values[: bootstrap.MIN_PAIRS - 1]), metrics, P) == {}
     assert intervals(table(score=values), metrics, "toy/none") == {}
+
+
+@pytest.mark.parametrize("pairs", [20, 333])
+def test_pairs_drawn_ahead_give_the_same_intervals(pairs: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bootstrap, "CELLS", 70_000)  # several chunks, of which the last is smaller
+    rows = table(score=np.random.default_rng(3).normal(size=pairs).tolist())
+    metrics = {"m": metric(score=MEAN)}
+    counts = bootstrap.draw_ahead(pairs)
+    assert counts is not None and len(counts) > 1
+    assert sum(len(chunk) for chunk in counts) == bootstrap.RESAMPLES
+    assert all((chunk.sum(axis=1) == pairs).all() for chunk in counts)
+    assert intervals(rows, metrics, P, counts=counts) == intervals(rows, metrics, P)
+
+
+def test_more_pairs_than_memory_allows_are_not_drawn_ahead(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bootstrap, "MAX_AHEAD", 20 * bootstrap.RESAMPLES)
+    assert bootstrap.draw_ahead(20) is not None
+    assert bootstrap.draw_ahead(21) is None
+
+
+@pytest.mark.parametrize("values", [[], [7], [3, 3, 1, 2, 1]], ids=["none", "one", "repeated"])
+def test_distinct_values_are_those_of_numpy(values: list[int]):
+    array = np.array(values, np.int64)
+    assert distinct(array).tolist() == np.unique(array).tolist()
 
 
 def test_a_score_that_many_resamples_lack_has_no_interval():

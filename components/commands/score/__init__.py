@@ -8,13 +8,15 @@ records, the user's own table of pairs, or a COCO file.
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from m3diff.commands.score.matching import MatchedPairs, find_pairs
 from m3diff.commands.score.references import References, find_references
 from m3diff.commands.score.report import ScoreReport
 from m3diff.commands.score.task import ScoringTask, find_task, require_references
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
-from m3diff.scoring.bootstrap import intervals
+from m3diff.scoring.bootstrap import draw_ahead, intervals
 from m3diff.scoring.grammar import parse_predictions
 from m3diff.scoring.metrics import BY_CHARACTERS, Metric, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
@@ -88,14 +90,16 @@ def score_pairs(
     if references.grammar is not None:
         parsed = parse_predictions({task.dataset: references.grammar}, protocol_pairs.pairs)
     notes: list[str] = []
+    drawn_counts: list[np.ndarray] = []
     shown_metrics = metrics_of_all(metrics, [protocol_pairs])
 
-    def note_texts() -> None:
+    def work_without_scores() -> None:
         predictions = [pair.prediction for pair in matched.pairs]
         references = [reference for pair in matched.pairs for reference in pair.references]
         notes.extend(notes_of_texts([protocol_pairs], shown_metrics, predictions, references))
+        drawn_counts.extend(draw_ahead(len(protocol_pairs.pairs)) or [])
 
-    all_scores = compute_metrics(metrics, [protocol_pairs], parsed, spice_dir, LIMIT_S, meanwhile=note_texts)
+    all_scores = compute_metrics(metrics, [protocol_pairs], parsed, spice_dir, LIMIT_S, meanwhile=work_without_scores)
     scores = all_scores[protocol_pairs.name]
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError("score.spice_failed", path=spice_dir, cause=scores.absent["SPICE"])
@@ -120,6 +124,7 @@ def score_pairs(
             score_table(shown_metrics, [protocol_pairs], {protocol_pairs.name: scores}),
             shown_metrics,
             protocol_pairs.name,
+            counts=drawn_counts or None,
         ),
         by_group={group: {"pairs": len(ids), **scores.groups[group]} for group, ids in pairs_by_group.items()},
         absent={name: reason for name, reason in scores.absent.items() if name not in CONTROL_SCORES},

@@ -3,7 +3,7 @@
 import numpy as np
 
 from m3diff.scoring.metrics import Metric, MetricScores, Tools, Value, mean_of
-from m3diff.scoring.metrics.ngrams import SharedNgrams, sum_by_order
+from m3diff.scoring.metrics.ngrams import SharedNgrams, distinct, sum_by_order
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
 NO_SHUFFLED = "there are no predictions of shuffled pairs (predictions_shuffled.json), or only one pair"
@@ -56,7 +56,7 @@ def inverse_frequencies(shared: SharedNgrams, pairs: np.ndarray) -> np.ndarray:
     in_references = shared.ngrams.entries(shared.reference[rows])
     pair = shared.pair[rows][in_references.owners]
     # a pair counts only once, even if several of its references contain the n-gram
-    keys = np.unique(pair * shared.ngrams.size + shared.ngrams.ngram[in_references.entries])
+    keys = distinct(pair * shared.ngrams.size + shared.ngrams.ngram[in_references.entries])
     pairs_with_ngram = np.bincount(keys % max(1, shared.ngrams.size), minlength=shared.ngrams.size)
     return np.log(float(len(pairs))) - np.log(np.maximum(1.0, pairs_with_ngram))
 
