@@ -39,7 +39,7 @@ from m3diff.provenance.git import git
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.promote import Promotion, promote
-from m3diff.registry.versions import CHALLENGER, find_alias
+from m3diff.registry.versions import CHALLENGER, find_aliased_version
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
@@ -261,8 +261,8 @@ def reasons_of_registry(params: Params) -> Iterator[str]:
     if checkpoint is None:
         yield "nothing was trained yet"
         return
-    with tracking.connected(params.register_.tracking_uri) as client:
-        version = find_alias(client, name, CHALLENGER)
+    with tracking.connect(params.register_.tracking_uri) as client:
+        version = find_aliased_version(client, name, CHALLENGER)
     if version is None:
         yield f"no version of {name} is registered yet"
     elif version.tags.get("dvc.checkpoint") != checkpoint:

@@ -23,7 +23,7 @@ from m3diff.provenance.git import AS_COMMITTED, GitError, find_commit, git, has_
 from m3diff.records.errors import shell_word
 from m3diff.records.files import lock_exclusively
 from m3diff.registry import tracking
-from m3diff.registry.versions import CHAMPION, find_alias
+from m3diff.registry.versions import CHAMPION, find_aliased_version
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
@@ -328,8 +328,8 @@ def begin_with_champion(replay: float) -> tuple[tuple[str, ...], str]:
     if not 0 <= replay <= 1:
         raise ParamsError("flows.replay_out_of_range", key="replay", value=replay)
     params = load_params(Path("params.yaml"))
-    with tracking.connected(params.register_.tracking_uri) as client:
-        champion = find_alias(client, params.register_.model_name, CHAMPION)
+    with tracking.connect(params.register_.tracking_uri) as client:
+        champion = find_aliased_version(client, params.register_.model_name, CHAMPION)
     if champion is None:
         return (), "there is no champion to begin with yet, so training begins with the base"
     changed = changed_datasets(find_commit(champion.tags.get("git.commit", "unknown")), params.ingest.datasets)

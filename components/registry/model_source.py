@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from m3diff.records.errors import DataError
-from m3diff.registry.local_store import TOKENS, NoSuchVersionError, StoredVersion, find_stored_version
+from m3diff.registry.local_store import TOKEN_LIMIT_TAG, NoSuchVersionError, StoredVersion, find_stored_version
 
 if TYPE_CHECKING:
     from m3diff.models.generation import Captioner
@@ -97,10 +97,10 @@ def _download_version(tracking_uri: str, model_name: str, version: str) -> Store
     """Find a version by number or alias through MLflow, and download its checkpoint."""
     from mlflow.exceptions import MlflowException  # takes seconds to import
 
-    from m3diff.registry.tracking import connected
+    from m3diff.registry.tracking import connect
     from m3diff.registry.versions import download_checkpoint, find_version
 
-    with connected(tracking_uri) as client:
+    with connect(tracking_uri) as client:
         try:
             registered_version = find_version(client, model_name, version)
         except NoSuchVersionError as error:
@@ -110,7 +110,7 @@ def _download_version(tracking_uri: str, model_name: str, version: str) -> Store
         except (MlflowException, OSError) as error:
             number = int(registered_version.version)
             raise DataError("registry.lost_checkpoint", model=model_name, version=number) from error
-    limit = registered_version.tags.get(TOKENS)
+    limit = registered_version.tags.get(TOKEN_LIMIT_TAG)
     return StoredVersion(
         number=int(registered_version.version), checkpoint=folder, max_new_tokens=None if limit is None else int(limit)
     )
@@ -141,8 +141,8 @@ def version_of(tracking_uri: str, model_name: str, alias: str) -> str:
     stored = find_stored_version(tracking_uri, model_name, alias)
     if stored is not None:
         return f"{model_name}/{stored.number}"
-    from m3diff.registry.tracking import connected
+    from m3diff.registry.tracking import connect
     from m3diff.registry.versions import find_version
 
-    with connected(tracking_uri) as client:
+    with connect(tracking_uri) as client:
         return f"{model_name}/{find_version(client, model_name, alias).version}"

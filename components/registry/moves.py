@@ -17,9 +17,9 @@ from m3diff.records.errors import Fault
 from m3diff.registry import decisions as record
 from m3diff.registry import versions
 from m3diff.registry.decisions import Decision, Entry, Identity
-from m3diff.registry.lineage import IDENTITY
+from m3diff.registry.lineage import IDENTITY_TAGS
 from m3diff.registry.tracking import find_registered_model
-from m3diff.registry.versions import CHAMPION, PREVIOUS, alias_of, exists
+from m3diff.registry.versions import CHAMPION, PREVIOUS, resolve_alias, version_exists
 
 
 def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision | None:
@@ -28,7 +28,7 @@ def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision 
     Returns:
         the recorded decision, or None if `carry_out` could not make the move.
     """
-    decision = record.append(repository, with_identities(client, entry), pending=True)
+    decision = record.append(repository, with_identities(client, entry), is_pending=True)
     return decision if carry_out(client, repository, decision) else None
 
 
@@ -44,8 +44,8 @@ def reconcile(client: MlflowClient, repository: Path, model: str) -> Decision | 
     pending = record.pending_move(repository)
     finished_move = pending if pending is not None and carry_out(client, repository, pending) else None
     decisions = decisions_of_registry(client, record.read_decisions(repository), model)
-    moves = record.moves_of(decisions, model)
-    champion = alias_of(client, model, CHAMPION)
+    moves = record.select_moves(decisions, model)
+    champion = resolve_alias(client, model, CHAMPION)
     if moves and moves[-1].target != champion:
         record_noticed_move(client, repository, moves[-1], champion)
     return finished_move
@@ -69,7 +69,7 @@ def record_noticed_move(client: MlflowClient, repository: Path, last_move: Decis
             f"the alias {CHAMPION!r} {state}, and no decision of this record moved it there: by hand, or from "
             f"another clone; the last one, {last_move.number}, made version {last_move.target} champion"
         ),
-        previous=alias_of(client, last_move.model, PREVIOUS),
+        previous=resolve_alias(client, last_move.model, PREVIOUS),
     )
     record.append(repository, with_identities(client, entry))
 
@@ -88,8 +88,8 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
     model = decision.model
     target = decision.target
     assert target is not None, f"decision {decision.number} moves nothing"
-    champion = alias_of(client, model, CHAMPION)
-    target_exists = exists(client, model, target)
+    champion = resolve_alias(client, model, CHAMPION)
+    target_exists = version_exists(client, model, target)
     is_of_registry = bool(decisions_of_registry(client, [decision], model))
     if is_of_registry and target_exists and champion in (decision.champion_before, target):
         aliases = [(CHAMPION, target), (PREVIOUS, decision.previous)]
@@ -113,7 +113,7 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
             f"decision {decision.number} was not carried out: {obstacle}it was to follow version "
             f"{decision.champion_before}, and the champion is {champion}"
         ),
-        previous=alias_of(client, model, PREVIOUS),
+        previous=resolve_alias(client, model, PREVIOUS),
         abandoned_move=decision.number,
         model_created_ms=decision.model_created_ms,
         identities=decision.identities,
@@ -128,7 +128,7 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
 
 def with_identities(client: MlflowClient, entry: Entry) -> Entry:
     """Return a copy of the entry that includes its versions' identities and the registered model's creation time."""
-    version_by_number = {int(version.version): version for version in versions.versions_of(client, entry.model)}
+    version_by_number = {int(version.version): version for version in versions.list_versions(client, entry.model)}
     identities = {
         number: identity_of(version_by_number[number])
         for number in (entry.champion_before, entry.target, entry.previous)
@@ -144,7 +144,7 @@ def identity_of(version: ModelVersion) -> Identity:
     The digest depends only on the checkpoint, the code and the length limit, so it is the same in any registry. If the
     version was not created by register, the digest is None.
     """
-    parts = [version.tags.get(tag) for tag in IDENTITY]
+    parts = [version.tags.get(tag) for tag in IDENTITY_TAGS]
     content = hashlib.sha256(json.dumps(parts).encode()).hexdigest() if parts[0] else None
     return Identity(run=version.run_id or None, content=content)
 
@@ -167,7 +167,7 @@ def decisions_of_registry(client: MlflowClient, decisions: list[Decision], model
     creation_ms = model_creation_ms(client, model)
     if creation_ms is None:
         return []
-    run_by_number = {int(version.version): version.run_id for version in versions.versions_of(client, model)}
+    run_by_number = {int(version.version): version.run_id for version in versions.list_versions(client, model)}
 
     def has_same_runs(decision: Decision) -> bool:
         # A version that has been deleted since is treated as the same version
@@ -194,7 +194,7 @@ def find_lost_champion(client: MlflowClient, decisions: list[Decision], model: s
         a fault, if possible with the command that sets the alias again, or None if the alias exists or the model never
         had a champion.
     """
-    if alias_of(client, model, CHAMPION) is not None:
+    if resolve_alias(client, model, CHAMPION) is not None:
         return None
     champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
     if champions:
@@ -206,7 +206,7 @@ def find_lost_champion(client: MlflowClient, decisions: list[Decision], model: s
     elsewhere = find_champion_elsewhere(client, decisions, model)
     if elsewhere is not None:
         return elsewhere
-    previous = alias_of(client, model, PREVIOUS)
+    previous = resolve_alias(client, model, PREVIOUS)
     if previous is None:
         return None
     command = command_to_set_champion(previous)
@@ -215,7 +215,7 @@ def find_lost_champion(client: MlflowClient, decisions: list[Decision], model: s
 
 def newest_existing(client: MlflowClient, model: str, champions: Sequence[int]) -> int | None:
     """Return the last version in `champions` that still exists in MLflow, or None if all of them were deleted."""
-    return next((version for version in reversed(champions) if exists(client, model, version)), None)
+    return next((version for version in reversed(champions) if version_exists(client, model, version)), None)
 
 
 def find_champion_elsewhere(client: MlflowClient, decisions: list[Decision], model: str) -> Fault | None:
@@ -230,7 +230,7 @@ def find_champion_elsewhere(client: MlflowClient, decisions: list[Decision], mod
         names |= {decision.model for decision in decisions if decision.model_created_ms == creation_ms}
     moves: list[Decision] = []
     for name in sorted(names):
-        moves += [move for move in record.moves_of(decisions, name) if move.target is not None]
+        moves += [move for move in record.select_moves(decisions, name) if move.target is not None]
     if not moves:
         return None
     last_move = max(moves, key=lambda move: move.number)
@@ -242,7 +242,7 @@ def find_champion_elsewhere(client: MlflowClient, decisions: list[Decision], mod
         "since": last_move.decided_at,
     }
     champion = last_move.identities.get(last_move.target)
-    for candidate in versions.versions_of(client, model):
+    for candidate in versions.list_versions(client, model):
         if champion is not None and identity_of(candidate).matches(champion):
             version = int(candidate.version)
             command = command_to_set_champion(version)

@@ -39,7 +39,7 @@ from m3diff.registry.moves import (
     reconcile,
     with_identities,
 )
-from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, alias_of, find_version
+from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, find_version, resolve_alias
 from m3diff.settings.tree import Params
 
 ATTEMPTS = 5  # maximum number of attempts to judge a version if the champion keeps changing
@@ -135,7 +135,7 @@ def promote(
         OvertakenError: the champion changed during every attempt.
     """
     model = params.register_.model_name
-    with process_lock("promote", repository), tracking.connected(params.register_.tracking_uri) as client:
+    with process_lock("promote", repository), tracking.connect(params.register_.tracking_uri) as client:
         record.fetch_record(repository)
         for fault in record.numbering_faults(repository):
             record.warn(f"{fault}; see `m3diff history`")
@@ -167,7 +167,7 @@ def rollback(params: Params, to: int | None = None, why: str = "", repository: P
         OvertakenError: another process changed the champion in the meantime; try again.
     """
     model = params.register_.model_name
-    with process_lock("record", repository), tracking.connected(params.register_.tracking_uri) as client:
+    with process_lock("record", repository), tracking.connect(params.register_.tracking_uri) as client:
         record.fetch_record(repository)
         record.require_complete_record(client, repository, model)
         reconcile(client, repository, model)
@@ -197,7 +197,7 @@ class ModelState:
 
 def read_state(client: MlflowClient, repository: Path, model: str) -> ModelState:
     """Read the champion from MLflow and the record from git."""
-    return ModelState(champion=alias_of(client, model, CHAMPION), decisions=record.read_decisions(repository))
+    return ModelState(champion=resolve_alias(client, model, CHAMPION), decisions=record.read_decisions(repository))
 
 
 def attempt_promotion(
@@ -245,7 +245,7 @@ def find_challenger(client: MlflowClient, model: str, version: int | None) -> Mo
     """
     if version is not None:
         return find_version(client, model, str(version))
-    if alias_of(client, model, CHALLENGER) is None:
+    if resolve_alias(client, model, CHALLENGER) is None:
         raise DataError("registry.no_challenger", model=model)
     return find_version(client, model, CHALLENGER)
 
@@ -303,9 +303,9 @@ def judge_scores(
     cfg = params.promote
     if champion is not None and champion.version == challenger.version:
         return Verdict(outcome="unchanged", reason="it is the champion already"), False
-    test_set = versions.tested_on(challenger)
-    if test_set == versions.UNKNOWN:
-        fault = f"it has no tag {versions.TEST_SET!r}, which names the pairs that it was scored on"
+    test_set = versions.read_test_set(challenger)
+    if test_set == versions.UNKNOWN_TEST_SET:
+        fault = f"it has no tag {versions.TEST_SET_TAG!r}, which names the pairs that it was scored on"
         return refuse(f"{fault}; run `m3diff register` again"), False
     challenger_scores = versions.stored_scores(client, challenger, test_set)
     if challenger_scores is None:
@@ -361,7 +361,7 @@ def record_promotion(client: MlflowClient, repository: Path, promotion: Promotio
         return True
     previous = promotion.champion
     if previous is None:
-        previous = alias_of(client, promotion.model, PREVIOUS)
+        previous = resolve_alias(client, promotion.model, PREVIOUS)
     entry = promotion.to_entry(previous)
     if promotion.outcome != "refused":
         return make_move(client, repository, entry) is not None
@@ -389,7 +389,7 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
     Raises:
         DataError: there is no champion, there is no version to return to, or that version is already champion.
     """
-    champion = alias_of(client, model, CHAMPION)
+    champion = resolve_alias(client, model, CHAMPION)
     decisions = record.read_decisions(repository)
     if to is not None:
         target: int | None = int(find_version(client, model, str(to)).version)
@@ -425,7 +425,7 @@ def find_previous_champion(client: MlflowClient, decisions: list[Decision], mode
     This is the version with the alias `previous`. If the alias was deleted or points to the champion itself, return the
     newest earlier champion on record that still exists in MLflow.
     """
-    previous = alias_of(client, model, PREVIOUS)
+    previous = resolve_alias(client, model, PREVIOUS)
     if previous is not None and previous != champion:
         return previous
     champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions

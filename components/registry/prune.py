@@ -17,8 +17,15 @@ from mlflow.exceptions import MlflowException
 from m3diff.provenance.dvc import DVC_LOCK, Lock, read_lock, run_dvc
 from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository
 from m3diff.records.errors import DataError
-from m3diff.registry.tracking import FLOW_RUN, GONE, VERSION, connected
-from m3diff.registry.versions import STORED, aliases_by_version, delete_model, model_of, stored_bytes, versions_of
+from m3diff.registry.tracking import CHECKPOINT_TAG, FLOW_RUN_TAG, NOT_FOUND_CODE, connect
+from m3diff.registry.versions import (
+    STORED_MODEL_PREFIX,
+    aliases_by_version,
+    delete_model,
+    find_stored_model,
+    list_versions,
+    stored_bytes,
+)
 from m3diff.stages.register.params import Register
 
 KEPT_VERSIONS = 5
@@ -40,8 +47,8 @@ def prune(cfg: Register, keep: int = KEPT_VERSIONS, yes: bool = False) -> tuple[
         TrackingUnavailableError: MLflow does not respond.
     """
     require_own_repository()
-    with connected(cfg.tracking_uri) as client:
-        all_versions = versions_of(client, cfg.model_name)
+    with connect(cfg.tracking_uri) as client:
+        all_versions = list_versions(client, cfg.model_name)
         reasons = reasons_to_keep(all_versions, aliases_by_version(client, cfg.model_name), keep)
         kept_versions = [version for version in all_versions if int(version.version) in reasons]
         old_versions = [version for version in all_versions if int(version.version) not in reasons]
@@ -86,7 +93,7 @@ def reasons_to_keep(versions: list[ModelVersion], aliases: dict[int, list[str]],
         number = unvisited.pop()
         base = version_by_number[number].tags.get("dvc.base")
         for base_number, version in version_by_number.items():
-            if base_number not in reasons and base is not None and version.tags.get(VERSION) == base:
+            if base_number not in reasons and base is not None and version.tags.get(CHECKPOINT_TAG) == base:
                 reasons[base_number] = f"version {number} was trained from it"
                 unvisited.append(base_number)
     return dict(sorted(reasons.items(), reverse=True))
@@ -101,7 +108,7 @@ def branches_to_remove(old_versions: Iterable[ModelVersion], kept_versions: Iter
     A branch that is checked out is left out. If no other branch or tag contains the commit of a kept version, the
     branches that contain it are left out too.
     """
-    names = {f"{RUNS}{version.tags[FLOW_RUN]}" for version in old_versions if FLOW_RUN in version.tags}
+    names = {f"{RUNS}{version.tags[FLOW_RUN_TAG]}" for version in old_versions if FLOW_RUN_TAG in version.tags}
     references = git("for-each-ref", "--format=%(refname)", "refs/heads", "refs/remotes").split()
     candidates = {reference for reference in references if branch_name(reference) in names}
     candidates -= set(worktree_values("branch"))
@@ -205,11 +212,11 @@ def delete_version(client: MlflowClient, version: ModelVersion, kept_sources: Co
     Args:
         kept_sources: the sources of the kept versions. Weights that a kept version shares are not deleted.
     """
-    if (version.source or "").startswith(STORED) and version.source not in kept_sources:
+    if (version.source or "").startswith(STORED_MODEL_PREFIX) and version.source not in kept_sources:
         try:
-            delete_model(client, model_of(client, version))
+            delete_model(client, find_stored_model(client, version))
         except MlflowException as error:
-            if error.error_code != GONE:
+            if error.error_code != NOT_FOUND_CODE:
                 raise
     if version.run_id:
         client.set_tag(version.run_id, "pruned", "true")

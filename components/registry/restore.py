@@ -14,10 +14,10 @@ from m3diff.provenance import dvc
 from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, lookup, tracked_outputs
 from m3diff.provenance.git import find_commit
 from m3diff.records.errors import DataError
-from m3diff.registry.lineage import CODE, PREDICT_CODE
-from m3diff.registry.tracking import connected
+from m3diff.registry.lineage import CODE_TAG, PREDICT_CODE_DIGESTS
+from m3diff.registry.tracking import connect
 from m3diff.registry.verification import OUTPUTS, LineageCheck, compare_hashes
-from m3diff.registry.versions import commit_of, find_version
+from m3diff.registry.versions import find_version, read_commit
 from m3diff.stages.register.params import Register
 
 REVISION = re.compile(r".*/.*|[0-9a-f]{40}")  # a branch such as `runs/x`, or the full hash of a commit
@@ -40,9 +40,9 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
     """
     tags: dict[str, str] = {}
     if not REVISION.fullmatch(version):
-        with connected(cfg.tracking_uri) as client:
+        with connect(cfg.tracking_uri) as client:
             model_version = find_version(client, cfg.model_name, version)
-            tags = model_version.tags | {"git.commit": commit_of(model_version)}
+            tags = model_version.tags | {"git.commit": read_commit(model_version)}
     commit = find_commit(tags.get("git.commit", version))
     folder = (into or Path.cwd().parent / f"{Path.cwd().name}-{version.replace('/', '-')}").resolve()
     if folder.exists():
@@ -71,7 +71,8 @@ def check_restored(folder: Path, commit: str, lock: Lock, tags: Mapping[str, str
     """
     data_hashes = tracked_outputs(commit, lock)
     restored_hashes = {
-        path: dvc_hash(folder / path) if (folder / path).exists() else None for path in (*data_hashes, PREDICT_CODE)
+        path: dvc_hash(folder / path) if (folder / path).exists() else None
+        for path in (*data_hashes, PREDICT_CODE_DIGESTS)
     }
     for path, expected_hash in data_hashes.items():
         yield compare_hashes("data", path, expected_hash, restored_hashes[path])
@@ -85,7 +86,7 @@ def check_restored(folder: Path, commit: str, lock: Lock, tags: Mapping[str, str
     if not tags:
         return
     yield compare_hashes("dvc.lock", DVC_LOCK, tags.get("dvc.lock.sha256"), Lock(folder / DVC_LOCK).sha256)
-    yield compare_hashes("model code", PREDICT_CODE, tags.get(CODE), restored_hashes[PREDICT_CODE])
+    yield compare_hashes("model code", PREDICT_CODE_DIGESTS, tags.get(CODE_TAG), restored_hashes[PREDICT_CODE_DIGESTS])
     for output in OUTPUTS:
         if output.tag:
             path = lock.output(output.stage, output.name)

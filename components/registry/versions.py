@@ -19,21 +19,28 @@ from mlflow.store.entities import PagedList
 from m3diff.records.errors import DataError
 from m3diff.records.progress import align_columns
 from m3diff.registry.local_store import no_such_version
-from m3diff.registry.tracking import FLOW_RUN, GONE, VERSION, connected, find_registered_model, find_run
+from m3diff.registry.tracking import (
+    CHECKPOINT_TAG,
+    FLOW_RUN_TAG,
+    NOT_FOUND_CODE,
+    connect,
+    find_registered_model,
+    find_run,
+)
 from m3diff.stages.register.params import Register
 
 CHAMPION = "champion"
 PREVIOUS = "previous"
 CHALLENGER = "challenger"
 SCORES = "scores.parquet"
-TEST_SET = "test_set.sha256"  # version tag that identifies the test pairs on which the version was scored
-UNKNOWN = "unknown"
-STORED = "models:/m-"  # prefix of a version's source if register stored the version's files
+TEST_SET_TAG = "test_set.sha256"  # version tag that identifies the test pairs on which the version was scored
+UNKNOWN_TEST_SET = "unknown"
+STORED_MODEL_PREFIX = "models:/m-"  # prefix of a version's source if register stored the version's files
 DASH = "–"  # text of an empty table cell
 T = TypeVar("T")
 
 
-def every_page(search: Callable[..., PagedList[T]], *arguments: Any) -> Iterator[T]:
+def iterate_pages(search: Callable[..., PagedList[T]], *arguments: Any) -> Iterator[T]:
     """Call a search method of MLflow's client and yield the results of all pages."""
     page = search(*arguments)
     yield from page
@@ -42,13 +49,13 @@ def every_page(search: Callable[..., PagedList[T]], *arguments: Any) -> Iterator
         yield from page
 
 
-def versions_of(client: MlflowClient, name: str, condition: str = "") -> list[ModelVersion]:
+def list_versions(client: MlflowClient, name: str, condition: str = "") -> list[ModelVersion]:
     """Return the versions of a registered model, newest first.
 
     Args:
         condition: text to append to MLflow's filter, such as ` and tags.a = 'b'`.
     """
-    versions = every_page(client.search_model_versions, f"name = '{name}'{condition}")
+    versions = iterate_pages(client.search_model_versions, f"name = '{name}'{condition}")
     return sorted(versions, key=lambda version: -int(version.version))
 
 
@@ -63,44 +70,44 @@ def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:
             return client.get_model_version(name, version)
         return client.get_model_version_by_alias(name, version)
     except MlflowException as error:
-        numbers = [int(existing.version) for existing in versions_of(client, name)]
+        numbers = [int(existing.version) for existing in list_versions(client, name)]
         raise no_such_version(name, version, numbers) from error
 
 
-def exists(client: MlflowClient, name: str, number: int) -> bool:
+def version_exists(client: MlflowClient, name: str, number: int) -> bool:
     """Return whether the registered model has a version with this number."""
-    return any(int(version.version) == number for version in versions_of(client, name))
+    return any(int(version.version) == number for version in list_versions(client, name))
 
 
-def alias_of(client: MlflowClient, name: str, alias: str) -> int | None:
+def resolve_alias(client: MlflowClient, name: str, alias: str) -> int | None:
     """Return the number of the version that an alias points to, or None if the alias or model does not exist."""
     model = find_registered_model(client, name)
     return int(model.aliases[alias]) if model and alias in model.aliases else None
 
 
-def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+def find_aliased_version(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
     """Return the version that an alias points to, or None if the alias or model does not exist."""
-    number = alias_of(client, name, alias)
+    number = resolve_alias(client, name, alias)
     return client.get_model_version(name, str(number)) if number is not None else None
 
 
 def put_alias(client: MlflowClient, name: str, alias: str, version: int | None) -> None:
     """Point an alias to a version, or delete the alias if the version is None or no longer exists."""
-    current = alias_of(client, name, alias)
-    target = version if version is not None and exists(client, name, version) else None
+    current = resolve_alias(client, name, alias)
+    target = version if version is not None and version_exists(client, name, version) else None
     if target is None and current is not None:
         client.delete_registered_model_alias(name, alias)
     elif target is not None and target != current:
         client.set_registered_model_alias(name, alias, str(target))
 
 
-def run_of(version: ModelVersion) -> str:
+def read_run_id(version: ModelVersion) -> str:
     """Return the id of the run that created a version."""
     assert version.run_id is not None, f"{version.name} version {version.version} has no run: register did not make it"
     return version.run_id
 
 
-def commit_of(version: ModelVersion) -> str:
+def read_commit(version: ModelVersion) -> str:
     """Return the git commit from which a version was registered.
 
     Raises:
@@ -115,12 +122,12 @@ def commit_of(version: ModelVersion) -> str:
 # Per-pair scores
 
 
-def tested_on(version: ModelVersion) -> str:
+def read_test_set(version: ModelVersion) -> str:
     """Return the sha256 of the test set on which a version was scored, or `UNKNOWN` if no tag names it."""
-    return version.tags.get(TEST_SET) or UNKNOWN
+    return version.tags.get(TEST_SET_TAG) or UNKNOWN_TEST_SET
 
 
-def scored_again(test_set: str) -> str:
+def rescored_folder(test_set: str) -> str:
     """Return the artifact folder for the scores of a version that was scored again on another test set."""
     return f"scored_again/{test_set:.12}"
 
@@ -137,8 +144,8 @@ def stored_scores(client: MlflowClient, version: ModelVersion, test_set: str) ->
     run_id = version.run_id
     if not run_id:  # the version was created by hand and not by register
         return None
-    paths = [f"{scored_again(test_set)}/{SCORES}"]
-    if tested_on(version) == test_set:
+    paths = [f"{rescored_folder(test_set)}/{SCORES}"]
+    if read_test_set(version) == test_set:
         paths.insert(0, SCORES)
     for path in paths:
         scores = download_scores(client, run_id, path) if has_artifact(client, run_id, path) else None
@@ -166,7 +173,7 @@ def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
     try:
         return any(artifact.path == path for artifact in client.list_artifacts(run_id, folder))
     except MlflowException as error:
-        if error.error_code != GONE:
+        if error.error_code != NOT_FOUND_CODE:
             raise
         return False
 
@@ -188,7 +195,7 @@ def download_checkpoint(version: ModelVersion, into: Path | None = None) -> Path
     return Path(artifacts.download_artifacts(artifact_uri=uri, dst_path=str(into) if into else None))
 
 
-def model_of(client: MlflowClient, version: ModelVersion) -> LoggedModel:
+def find_stored_model(client: MlflowClient, version: ModelVersion) -> LoggedModel:
     """Return MLflow's entry for the stored model (checkpoint and code) that a version refers to."""
     return client.get_logged_model((version.source or "").removeprefix("models:/"))
 
@@ -204,10 +211,10 @@ def stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
 
     Return 0 if the files were deleted or were not stored by register.
     """
-    if not (version.source or "").startswith(STORED):
+    if not (version.source or "").startswith(STORED_MODEL_PREFIX):
         return 0
     try:
-        return size_of(get_artifact_repository(model_of(client, version).artifact_location))
+        return size_of(get_artifact_repository(find_stored_model(client, version).artifact_location))
     except MlflowException:
         return 0
 
@@ -237,9 +244,9 @@ def list_models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dic
         TrackingUnavailableError: MLflow does not respond.
     """
     rows = []
-    with connected(cfg.tracking_uri) as client:
+    with connect(cfg.tracking_uri) as client:
         aliases = aliases_by_version(client, cfg.model_name)
-        for version in versions_of(client, cfg.model_name):
+        for version in list_versions(client, cfg.model_name):
             number = int(version.version)
             run = find_run(client, version.run_id)
             metrics = run.data.metrics if run else {}
@@ -252,8 +259,8 @@ def list_models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dic
                 "commit": version.tags.get("git.commit"),
                 "dirty": version.tags.get("git.dirty") == "true",  # parameters or code differed from the commit
                 "run": run.info.run_name if run else None,
-                "flow_run": version.tags.get(FLOW_RUN),
-                "checkpoint": version.tags.get(VERSION),
+                "flow_run": version.tags.get(FLOW_RUN_TAG),
+                "checkpoint": version.tags.get(CHECKPOINT_TAG),
             }
             rows.append(row)
     return rows

@@ -87,8 +87,8 @@ def test_what_was_trained_and_not_registered_is_a_reason(monkeypatch, tmp_path, 
     asked = {} if reason == "nothing was trained yet" else {("client", "m3diff", "challenger"): version}
     monkeypatch.setattr(pipeline, "DVC_LOCK", lock)
     monkeypatch.setattr(pipeline, "Lock", lambda: Lock(lock))
-    monkeypatch.setattr(tracking, "connected", lambda uri: contextlib.nullcontext("client"))
-    monkeypatch.setattr(pipeline, "find_alias", lambda *arguments: asked[arguments])
+    monkeypatch.setattr(tracking, "connect", lambda uri: contextlib.nullcontext("client"))
+    monkeypatch.setattr(pipeline, "find_aliased_version", lambda *arguments: asked[arguments])
     found = list(reasons_of_registry(load_params(REPOSITORY / "params.yaml")))
     assert len(found) == bool(reason)
     assert all(text.startswith(reason) for text in found)

@@ -59,7 +59,7 @@ def trained(trained_on_mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     md5 = {out["path"]: out["md5"] for out in (dvc.locked_stages() or {})["train"]["outs"]}[str(CHECKPOINT)]
     tags = {"git.commit": git("rev-parse", "HEAD"), "dvc.checkpoint": md5}
     champion = SimpleNamespace(name="m3diff", version="3", tags=tags)
-    monkeypatch.setattr(place, "find_alias", lambda *asked: champion)
+    monkeypatch.setattr(place, "find_aliased_version", lambda *asked: champion)
     return root
 
 
@@ -98,7 +98,9 @@ def test_a_warm_start_trains_changed_datasets_whole_and_a_share_of_the_rest(trai
         for stage in ("synthesize@minichange", "convert", "train"):
             dvc.repro(stage, print)
         assert yaml.safe_load((CHECKPOINT / "manifest.json").read_text())["base_sha256"] == champion
-    monkeypatch.setattr(place, "find_alias", lambda *asked: pytest.fail("a run that is tried again asks for nobody"))
+    monkeypatch.setattr(
+        place, "find_aliased_version", lambda *asked: pytest.fail("a run that is tried again asks for nobody")
+    )
     with workspace("one", "HEAD", ["train.epochs=6"], replay=0.25) as work:
         assert git("rev-parse", "HEAD") == began
         assert sha256_of_folder(BASE) == champion
@@ -112,7 +114,7 @@ def test_a_warm_start_needs_changed_data_and_without_a_champion_has_the_base(tra
         pytest.fail("it began")
     assert not has_branch("runs/one")
     assert not Path(f"{BASE}.dvc").exists()
-    monkeypatch.setattr(place, "find_alias", lambda *asked: None)
+    monkeypatch.setattr(place, "find_aliased_version", lambda *asked: None)
     with workspace("one", "HEAD", [], replay=0.25) as work:
         assert load_params(Path("params.yaml")).train.base == Path("data/00_base")
         assert "no champion" in work.data_notes[0]
@@ -142,7 +144,7 @@ def test_other_raw_data_or_data_parameters_are_changes_and_code_is_none(trained)
 @pytest.mark.slow
 def test_a_wrong_replay_share_and_an_unknown_commit_of_the_champion_are_refused(trained):
     change_mine(trained)
-    champion = place.find_alias()
+    champion = place.find_aliased_version()
     for replay in (1.5, -0.1):
         with raises(ParamsError, "flows.replay_out_of_range", key="replay", value=replay):
             begin_with_champion(replay)
@@ -156,7 +158,7 @@ def test_a_wrong_replay_share_and_an_unknown_commit_of_the_champion_are_refused(
 @pytest.mark.slow(20)
 def test_a_checkpoint_lost_by_the_cache_is_pulled_or_the_run_is_refused(trained):
     content = sha256_of_folder(CHECKPOINT)
-    md5 = place.find_alias().tags["dvc.checkpoint"]
+    md5 = place.find_aliased_version().tags["dvc.checkpoint"]
     change_mine(trained)
     list_of_files = trained / ".dvc/cache/files/md5" / md5[:2] / md5[2:]
     kept = list_of_files.read_bytes()

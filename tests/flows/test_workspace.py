@@ -165,10 +165,10 @@ def test_a_relative_store_or_scratch_folder_is_the_checkouts_wherever_it_lies(pr
     toy.change(project, "register", tracking_uri=uri)
     toy.change(project, "compute", scratch="../scratch")
     toy.commit(project, "places")
-    meant = tracking.resolve(uri)
+    meant = tracking.resolve_uri(uri)
     for name in ("one", "two"):  # the second finds the links of the first outside its worktree
         with opened(name):
-            assert tracking.resolve(uri) == meant
+            assert tracking.resolve_uri(uri) == meant
             (Path("../scratch") / name).write_text("a checkpoint")
             assert (project.parent / "scratch" / name).is_file()
 

@@ -20,7 +20,14 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from m3diff.commands import rescore as rescoring_of
-from m3diff.registry.decisions import TAG, Decision, follow_champions, numbering_faults, pending_move, read_decisions
+from m3diff.registry.decisions import (
+    COUNT_TAG,
+    Decision,
+    follow_champions,
+    numbering_faults,
+    pending_move,
+    read_decisions,
+)
 from m3diff.registry.promote import Promotion, promote, rollback
 from m3diff.registry.versions import CHALLENGER, SCORES
 from m3diff.settings.load import load_params
@@ -287,7 +294,7 @@ def remedies(text: str) -> list[int]:
 
 
 def tag(registry: Registry) -> str | None:
-    return registry.client.get_registered_model("m3diff").tags.get(TAG)
+    return registry.client.get_registered_model("m3diff").tags.get(COUNT_TAG)
 
 
 def agrees(registry: Registry) -> None:

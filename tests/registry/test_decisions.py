@@ -133,7 +133,7 @@ def test_writing_changes_no_file_index_or_head_and_runs_no_hook(here):
         return git(here, "status", "--porcelain"), git(here, "rev-parse", "HEAD"), (here / ".git/index").read_bytes()
 
     before = state()
-    append(here, promotion(1), pending=True)
+    append(here, promotion(1), is_pending=True)
     clear_pending_move(Path("."))
     assert state() == before
 
@@ -282,7 +282,7 @@ def test_champions_follow_each_other_and_a_rollback_takes_back_later_ones(entrie
     history = record.follow_champions(decisions, "m")
     assert history.champions == champions
     assert sorted(history.rolled_back) == rolled_back
-    assert record.moves_of(decisions, "m")[-1].target == champions[-1]
+    assert record.select_moves(decisions, "m")[-1].target == champions[-1]
 
 
 # Many writers, killed writers
@@ -311,7 +311,7 @@ def test_a_writer_that_another_one_overtook_is_asked_to_try_again(here, monkeypa
         append(here, promotion(version))
     older_tip = git(here, "rev-parse", f"{record.BRANCH}^")
     with monkeypatch.context() as overtaken:
-        overtaken.setattr(record, "_tip", lambda repository: older_tip)
+        overtaken.setattr(record, "_find_tip", lambda repository: older_tip)
         with raises(OvertakenError, "registry.record_changed", branch="runs/history"):
             append(here, promotion(3))
     assert len(read_decisions()) == 2
@@ -319,7 +319,7 @@ def test_a_writer_that_another_one_overtook_is_asked_to_try_again(here, monkeypa
 
 def test_a_move_is_pending_until_it_is_cleared(here):
     assert pending_move(here) is None
-    move = append(here, promotion(1), pending=True)
+    move = append(here, promotion(1), is_pending=True)
     assert pending_move(here) == move
     append(here, promotion(2, outcome="refused"))
     assert pending_move(here) == move, "and not the newest decision"
@@ -328,14 +328,14 @@ def test_a_move_is_pending_until_it_is_cleared(here):
 
 
 def test_clearing_a_pending_move_twice_is_no_error(here):
-    append(here, promotion(1), pending=True)
+    append(here, promotion(1), is_pending=True)
     clear_pending_move(here)
     clear_pending_move(here)
     assert pending_move(here) is None
 
 
 def test_history_says_which_move_is_pending(here, capsys):
-    append(here, promotion(1), pending=True)
+    append(here, promotion(1), is_pending=True)
     assert main(["history"]) == 0
     assert "m3diff history: decision 1 " in capsys.readouterr().err
 
@@ -344,16 +344,16 @@ def test_a_move_of_a_process_killed_before_it_was_recorded_is_not_pending(here, 
     real = record.write_ref
 
     def killed_at_the_branch(repository: Path, ref: str, *commits: str, **named: str) -> bool:
-        if ref != record.PENDING:
+        if ref != record.PENDING_REF:
             raise KeyboardInterrupt
         return real(repository, ref, *commits, **named)
 
     with monkeypatch.context() as cut:
         cut.setattr(record, "write_ref", killed_at_the_branch)
         with pytest.raises(KeyboardInterrupt):
-            append(here, promotion(3), pending=True)
+            append(here, promotion(3), is_pending=True)
     assert pending_move(here) is None
-    assert append(here, promotion(4), pending=True) == pending_move(here)
+    assert append(here, promotion(4), is_pending=True) == pending_move(here)
 
 
 HOLD = """

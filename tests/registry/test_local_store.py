@@ -14,7 +14,7 @@ from m3diff.models.checkpoint import write_manifest
 from m3diff.records.errors import DataError, Fault
 from m3diff.registry import model_source
 from m3diff.registry.local_store import NoSuchVersionError, StoredVersion, find_stored_version, read_stored_tags
-from m3diff.registry.tracking import connected, experiment_id
+from m3diff.registry.tracking import connect, experiment_id
 from tests.errors import raises
 
 MODEL = "m3diff"
@@ -30,7 +30,7 @@ class Store:
         self.database = root / HERE / "mlflow.db"
         self.database.parent.mkdir(parents=True)
         shutil.copy(empty, self.database)
-        with connected(URI) as client:
+        with connect(URI) as client:
             self.client: MlflowClient = client
             client.create_registered_model(MODEL)
             self.experiment = experiment_id(client, "m3diff")

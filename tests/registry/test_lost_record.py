@@ -9,23 +9,22 @@ import pytest
 
 from m3diff.provenance.git import commit_at, git
 from m3diff.records.errors import DataError
-from m3diff.registry.decisions import (
-    BRANCH,
-    TAG,
-    Entry,
-    append,
-)
+from m3diff.registry.decisions import BRANCH, COUNT_TAG, Entry, append, update_tag
 from m3diff.registry.moves import make_move
 from tests.errors import raises
 from tests.registry.conftest import tag
 
 
+def decide_on_other_model() -> None:
+    entry = Entry(
+        action="promote", model="other", champion_before=None, target=1, outcome="refused", reason="elsewhere"
+    )
+    append(Path(), entry)
+
+
 def fork() -> None:
     git("update-ref", BRANCH, f"{BRANCH}^")
-    append(
-        Path(),
-        Entry(action="promote", model="other", champion_before=None, target=1, outcome="refused", reason="elsewhere"),
-    )
+    decide_on_other_model()
 
 
 LOST: dict[str, Callable[[], object]] = {
@@ -70,9 +69,9 @@ def test_where_no_clone_has_it_any_more_a_person_lets_the_gate_begin_anew(rolled
     shutil.rmtree(tmp_path / ".git")
     subprocess.run(["git", "init", "-q"], check=True)
     fetch = f"git fetch CLONE +{BRANCH}:{BRANCH}"
-    with raises(DataError, "registry.missing_decisions", tag=TAG, fetch_command=fetch):
+    with raises(DataError, "registry.missing_decisions", tag=COUNT_TAG, fetch_command=fetch):
         rolled_back.decide()
-    rolled_back.client.delete_registered_model_tag("m3diff", TAG)
+    rolled_back.client.delete_registered_model_tag("m3diff", COUNT_TAG)
     assert rolled_back.decide().outcome == "promoted"
     assert tag(rolled_back) == f"{len(rolled_back.entries())} {commit_at(BRANCH)}"
 
@@ -86,6 +85,28 @@ def test_mlflow_is_brought_up_where_it_knows_less_or_nothing(rolled_back, known)
         )
         make_move(rolled_back.client, Path(), entry)
     else:
-        rolled_back.client.delete_registered_model_tag("m3diff", TAG)
+        rolled_back.client.delete_registered_model_tag("m3diff", COUNT_TAG)
     rolled_back.decide()
     assert tag(rolled_back) == f"{len(rolled_back.entries())} {commit_at(BRANCH)}"
+
+
+def test_the_tag_of_a_model_counts_the_decisions_about_this_model(rolled_back):
+    decide_on_other_model()
+    decide_on_other_model()
+    rolled_back.decide()
+    assert len(rolled_back.entries()) == 6
+    assert tag(rolled_back) == f"4 {commit_at(BRANCH)}"
+
+
+def test_a_model_without_decisions_gets_no_tag(rolled_back):
+    rolled_back.client.create_registered_model("other")
+    update_tag(rolled_back.client, Path(), "other")
+    assert rolled_back.client.get_registered_model("other").tags == {}
+
+
+def test_a_tag_that_counts_the_decisions_about_all_models_is_accepted_and_corrected(rolled_back):
+    decide_on_other_model()
+    rolled_back.client.set_registered_model_tag("m3diff", COUNT_TAG, f"4 {commit_at(BRANCH)}")
+    rolled_back.decide()
+    assert tag(rolled_back) == f"4 {commit_at(BRANCH)}"
+    assert [entry.model for entry in rolled_back.entries()] == ["m3diff"] * 3 + ["other", "m3diff"]

@@ -20,7 +20,7 @@ from m3diff.models.generation import load_captioner
 from m3diff.provenance.dvc import dvc_hash
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.lineage import PREDICT_CODE, hash_test_set
+from m3diff.registry.lineage import PREDICT_CODE_DIGESTS, hash_test_set
 from m3diff.registry.model_source import Source
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
@@ -59,7 +59,7 @@ def test_its_old_score_counts_for_nothing_nor_do_scores_without_those_of_the_gat
     assert decision.champion_score == pytest.approx(2.0)
     registry.decide()
     assert registry.record() == ["first", "refused"], "the same decision from the scores that are kept"
-    registry.point("champion", registry.add(test_set="new", dvc__code=dvc_hash(REPOSITORY / PREDICT_CODE)))
+    registry.point("champion", registry.add(test_set="new", dvc__code=dvc_hash(REPOSITORY / PREDICT_CODE_DIGESTS)))
     registry.add(2.5, seed=1, test_set="new")
     assert registry.decide().scored_again
     assert len(rescoring.calls) == 2
@@ -153,7 +153,7 @@ def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compare
     better = pa.array([value + 1 for value in table["CIDEr"].to_pylist()])
     challenger = table.set_column(table.schema.get_field_index("CIDEr"), "CIDEr", better)
 
-    with tracking.connected(params.register_.tracking_uri) as client:
+    with tracking.connect(params.register_.tracking_uri) as client:
         experiment = tracking.experiment_id(client, "m3diff")
         runs = [client.create_run(experiment).info.run_id for _ in range(2)]
         model = stage.log_model(client, runs[0], params.register_, paths, 4, params.train.base)

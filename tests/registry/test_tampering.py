@@ -12,7 +12,7 @@ import pytest
 
 from m3diff.provenance.git import commit_at, git
 from m3diff.records.errors import DataError, Fault
-from m3diff.registry.decisions import BRANCH, TAG
+from m3diff.registry.decisions import BRANCH, COUNT_TAG
 from m3diff.registry.gate import faults_of_scores
 from m3diff.registry.tracking import check_alive
 from m3diff.registry.versions import SCORES
@@ -278,24 +278,24 @@ FORMS: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tag_of_decisions_that_is_not_ours_is_an_error_and_not_overwritten(form, rolled_back):
     value = FORMS[form](str(commit_at(BRANCH)))
-    rolled_back.client.set_registered_model_tag("m3diff", TAG, value)
+    rolled_back.client.set_registered_model_tag("m3diff", COUNT_TAG, value)
     aliases = rolled_back.aliases()
     last_commit = commit_at(BRANCH)
     for decide in (rolled_back.decide, lambda: rolled_back.decide(again=True), lambda: rolled_back.rollback(to=2)):
         record_here = Fault("registry.decisions_here", count=3, commit=commit_at(BRANCH))
-        with raises(DataError, "registry.edited_tag", model="m3diff", tag=TAG, value=value, record=record_here):
+        with raises(DataError, "registry.edited_tag", model="m3diff", tag=COUNT_TAG, value=value, record=record_here):
             decide()
     assert rolled_back.aliases() == aliases
     assert commit_at(BRANCH) == last_commit
     assert tag(rolled_back) == value
-    rolled_back.client.delete_registered_model_tag("m3diff", TAG)
+    rolled_back.client.delete_registered_model_tag("m3diff", COUNT_TAG)
     assert "m3diff promote --again" in rolled_back.decide().reason
     assert tag(rolled_back) == f"4 {commit_at(BRANCH)}"
 
 
 @pytest.mark.fault("T14")
 def test_an_edited_tag_does_not_hide_that_the_record_is_gone(rolled_back):
-    rolled_back.client.set_registered_model_tag("m3diff", TAG, "3")
+    rolled_back.client.set_registered_model_tag("m3diff", COUNT_TAG, "3")
     git("update-ref", "-d", BRANCH)
     rolled_back.point("challenger", 2)
     with raises(DataError, "registry.edited_tag", record=Fault("registry.no_decisions_here")):

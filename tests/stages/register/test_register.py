@@ -34,7 +34,7 @@ from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.records.errors import DataError, Fault, ValueFault
 from m3diff.registry import lineage, tracking, versions
 from m3diff.registry.lineage import captioned_records, find_adapters, hash_test_set
-from m3diff.registry.tracking import PROCESS, RunDescription, log_curves_while_training, log_evaluation
+from m3diff.registry.tracking import PROCESS_TAG, RunDescription, log_curves_while_training, log_evaluation
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
 from m3diff.stages.register.params import Register
@@ -300,7 +300,7 @@ def test_a_run_of_another_process_is_resumed_once_it_is_abandoned(process, age_m
     ended = subprocess.Popen(["true"])
     ended.wait()
     tags = opened.tags()
-    other_tags = tags | {PROCESS: process.format(here=socket.gethostname(), ended=ended.pid)}
+    other_tags = tags | {PROCESS_TAG: process.format(here=socket.gethostname(), ended=ended.pid)}
     started_ms = int(time.time() * 1000) - age_ms
     other_run = opened.client.create_run(opened.experiment, tags=other_tags, start_time=started_ms).info.run_id
     own_run = stage.open_run(opened.client, opened.experiment, tags)
