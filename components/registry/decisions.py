@@ -269,12 +269,9 @@ class ChampionHistory:
 def select_moves(decisions: Iterable[Decision], model: str) -> list[Decision]:
     """Return the decisions that changed the champion of a model. Moves that were recorded but not made are left out."""
     model_decisions = [decision for decision in decisions if decision.model == model]
-    abandoned_moves = {decision.abandoned_move for decision in model_decisions if decision.outcome == "not done"}
-    return [
-        decision
-        for decision in model_decisions
-        if decision.outcome in MOVE_OUTCOMES and decision.number not in abandoned_moves
-    ]
+    moves = [decision for decision in model_decisions if decision.outcome in MOVE_OUTCOMES]
+    abandoned_numbers = {decision.abandoned_move for decision in model_decisions if decision.outcome == "not done"}
+    return [move for move in moves if move.number not in abandoned_numbers]
 
 
 def follow_champions(decisions: Iterable[Decision], model: str) -> ChampionHistory:
@@ -287,10 +284,10 @@ def follow_champions(decisions: Iterable[Decision], model: str) -> ChampionHisto
     for move in select_moves(decisions, model):
         if move.champion_before is not None and champions[-1:] != [move.champion_before]:
             champions.append(move.champion_before)
-        if is_backward(move):
-            remaining = count_remaining(champions, move)
-            rolled_back |= dict.fromkeys(champions[remaining:], move)
-            champions = champions[:remaining]
+        if is_rollback(move):
+            remaining_count = count_remaining(champions, move)
+            rolled_back |= dict.fromkeys(champions[remaining_count:], move)
+            champions = champions[:remaining_count]
         if move.target is not None:
             champions = [version for version in champions if version != move.target]
             champions.append(move.target)
@@ -298,11 +295,13 @@ def follow_champions(decisions: Iterable[Decision], model: str) -> ChampionHisto
     return ChampionHistory(champions=champions, rolled_back=rolled_back)
 
 
-def is_backward(move: Decision) -> bool:
+def is_rollback(move: Decision) -> bool:
     """Return whether a move is a rollback. A move by hand counts as a rollback if the new version number is lower."""
-    if move.action == "noticed":
-        return move.target is not None and move.champion_before is not None and move.target < move.champion_before
-    return move.action == "rollback"
+    if move.action != "noticed":
+        return move.action == "rollback"
+    if move.target is None or move.champion_before is None:
+        return False
+    return move.target < move.champion_before
 
 
 def count_remaining(champions: Sequence[int], move: Decision) -> int:
@@ -320,7 +319,8 @@ def find_rollback(decisions: Sequence[Decision], model: str, identity: Identity)
     name. These models are searched from newest to oldest.
     """
     model_decisions = [decision for decision in decisions if decision.model == model]
-    for model_created_ms in reversed(dict.fromkeys(decision.model_created_ms for decision in model_decisions)):
+    creation_times = dict.fromkeys(decision.model_created_ms for decision in model_decisions)
+    for model_created_ms in reversed(creation_times):
         registry_decisions = [decision for decision in model_decisions if decision.model_created_ms == model_created_ms]
         identities: dict[int, Identity] = {}
         for decision in registry_decisions:
@@ -343,15 +343,14 @@ def push_record(repository: Path) -> None:
     remote = configured_remote(repository)
     if remote is None or _find_tip(repository) is None:
         return
-    push = run_git(
-        *("push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}"), cwd=main_tree(repository), seconds=PUSH_S
-    )
+    command = ["push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}"]
+    push = run_git(*command, cwd=main_tree(repository), seconds=PUSH_S)
     if push.returncode:
         warn(
-            f"not pushed to {remote!r} ({error_text(push)}); the next decision tries again. If it was rejected, "
-            f"another clone decided at once, and nothing is overwritten: git fetch {remote} {BRANCH_NAME}, then "
-            f"compare git log {BRANCH_NAME} and git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} "
-            "FETCH_HEAD"
+            f"not pushed to {remote!r} ({error_text(push)}). The next decision tries again. If the push was rejected, "
+            "another clone made a decision at the same time, and nothing is overwritten. To see its decisions: "
+            f"git fetch {remote} {BRANCH_NAME}, then compare git log {BRANCH_NAME} and git log FETCH_HEAD. To continue "
+            f"from its decisions: git update-ref {BRANCH} FETCH_HEAD"
         )
 
 
@@ -364,15 +363,12 @@ def fetch_record(repository: Path, remote: str | None = None) -> None:
     remote = remote or configured_remote(repository)
     if remote is None:
         return
-    fetch = run_git(
-        *(*DURABLE_OPTIONS, "fetch", "--no-tags", "--no-write-fetch-head", remote, f"{BRANCH}:{BRANCH}"),
-        cwd=main_tree(repository),
-        seconds=FETCH_S,
-    )
+    command = [*DURABLE_OPTIONS, "fetch", "--no-tags", "--no-write-fetch-head", remote, f"{BRANCH}:{BRANCH}"]
+    fetch = run_git(*command, cwd=main_tree(repository), seconds=FETCH_S)
     # git rejects updates that are not fast-forward, and a remote without the branch has no decisions yet
     is_expected = b"[rejected]" in fetch.stderr or b"couldn't find remote ref" in fetch.stderr
     if fetch.returncode and not is_expected:
-        warn(f"not fetched from {remote!r} ({error_text(fetch)}); going on with what this clone knows")
+        warn(f"not fetched from {remote!r} ({error_text(fetch)}). Only the decisions in this clone are used")
 
 
 def configured_remote(repository: Path) -> str | None:

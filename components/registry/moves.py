@@ -41,8 +41,10 @@ def reconcile(client: MlflowClient, repository: Path, model: str) -> Decision | 
     Returns:
         the move that was finished, or None if there was no unfinished move or it could not be made.
     """
-    pending = record.pending_move(repository)
-    finished_move = pending if pending is not None and carry_out(client, repository, pending) else None
+    move = record.pending_move(repository)
+    finished_move = None
+    if move is not None and carry_out(client, repository, move):
+        finished_move = move
     decisions = decisions_of_registry(client, record.read_decisions(repository), model)
     moves = record.select_moves(decisions, model)
     champion = resolve_alias(client, model, CHAMPION)
@@ -58,7 +60,7 @@ def record_noticed_move(client: MlflowClient, repository: Path, last_move: Decis
         last_move: the last move on record.
         champion: the version that the alias points to now, or None if somebody deleted the alias.
     """
-    state = f"names version {champion}" if champion is not None else "is gone"
+    change = "was deleted" if champion is None else f"points to version {champion}"
     entry = Entry(
         action="noticed",
         model=last_move.model,
@@ -66,8 +68,8 @@ def record_noticed_move(client: MlflowClient, repository: Path, last_move: Decis
         target=champion,
         outcome="moved elsewhere",
         reason=(
-            f"the alias {CHAMPION!r} {state}, and no decision of this record moved it there: by hand, or from "
-            f"another clone; the last one, {last_move.number}, made version {last_move.target} champion"
+            f"the alias {CHAMPION!r} {change}, which no decision in this record explains. Somebody changed it by hand "
+            f"or in another clone. Decision {last_move.number} had made version {last_move.target} champion"
         ),
         previous=resolve_alias(client, last_move.model, PREVIOUS),
     )
@@ -87,7 +89,7 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
     """
     model = decision.model
     target = decision.target
-    assert target is not None, f"decision {decision.number} moves nothing"
+    assert target is not None, f"decision {decision.number} has no target"
     champion = resolve_alias(client, model, CHAMPION)
     target_exists = version_exists(client, model, target)
     is_of_registry = bool(decisions_of_registry(client, [decision], model))
@@ -100,19 +102,20 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
         record.clear_pending_move(repository)
         return True
 
-    obstacle = "" if target_exists else f"version {target} is gone; "
+    obstacle = f"it expected champion {decision.champion_before}, but the champion is {champion}"
     if decision.model_created_ms not in (None, model_creation_ms(client, model)):
-        obstacle = "the registered model is another one now; "
+        obstacle = "the registered model was recreated"
+    elif not target_exists:
+        obstacle = f"version {target} no longer exists"
+    elif not is_of_registry:
+        obstacle = "its version numbers now belong to other runs"
     entry = Entry(
         action=decision.action,
         model=model,
         champion_before=decision.champion_before,
         target=target,
         outcome="not done",
-        reason=(
-            f"decision {decision.number} was not carried out: {obstacle}it was to follow version "
-            f"{decision.champion_before}, and the champion is {champion}"
-        ),
+        reason=f"decision {decision.number} was not carried out, because {obstacle}",
         previous=resolve_alias(client, model, PREVIOUS),
         abandoned_move=decision.number,
         model_created_ms=decision.model_created_ms,
@@ -129,11 +132,10 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
 def with_identities(client: MlflowClient, entry: Entry) -> Entry:
     """Return a copy of the entry that includes its versions' identities and the registered model's creation time."""
     version_by_number = {int(version.version): version for version in versions.list_versions(client, entry.model)}
-    identities = {
-        number: identity_of(version_by_number[number])
-        for number in (entry.champion_before, entry.target, entry.previous)
-        if number in version_by_number
-    }
+    identities: dict[int, Identity] = {}
+    for number in (entry.champion_before, entry.target, entry.previous):
+        if number is not None and number in version_by_number:
+            identities[number] = identity_of(version_by_number[number])
     creation_ms = model_creation_ms(client, entry.model)
     return entry.model_copy(update={"model_created_ms": creation_ms, "identities": identities})
 

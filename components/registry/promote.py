@@ -267,10 +267,10 @@ def judge_challenger(
     rollback_decision = find_rollback_of(client, model, challenger, state.decisions)
     if rollback_decision is not None and not again:
         return refuse_rolled_back(rollback_decision), False
-    loss = find_lost_champion(client, state.decisions, model)
-    if loss is not None:
-        remedy = f"or make this version champion without a comparison: {command_to_accept(challenger)}"
-        return refuse(f"there is nothing to compare with: {loss}; {remedy}"), False
+    lost_champion = find_lost_champion(client, state.decisions, model)
+    if lost_champion is not None:
+        remedy = f"Or make this version champion without a comparison: {command_to_accept(challenger)}"
+        return refuse(f"there is no champion to compare with: {lost_champion}. {remedy}"), False
     champion = None if state.champion is None else client.get_model_version(model, str(state.champion))
     return judge_scores(client, params, rescore, challenger, champion)
 
@@ -283,16 +283,18 @@ def find_rollback_of(
     The version may have had another number at that time.
     """
     history = record.follow_champions(decisions_of_registry(client, decisions, model), model)
-    under_this_number = history.rolled_back.get(int(version.version))
-    return under_this_number or record.find_rollback(decisions, model, identity_of(version))
+    rollback_of_number = history.rolled_back.get(int(version.version))
+    return rollback_of_number or record.find_rollback(decisions, model, identity_of(version))
 
 
 def refuse_rolled_back(decision: Decision) -> Verdict:
     """Return a verdict that refuses a version because this decision rolled it back."""
     reason = f" ({decision.reason})" if decision.reason else ""
-    action = f"{decision.author} rolled it back" if decision.action == "rollback" else "it was found rolled back"
+    action = "it was rolled back without m3diff, which was noticed"
+    if decision.action == "rollback":
+        action = f"{decision.author} rolled it back"
     return refuse(
-        f"{action} at {decision.decided_at}{reason}; to let the gate judge it all the same: m3diff promote --again"
+        f"{action} at {decision.decided_at}{reason}. To have the gate judge it anyway: m3diff promote --again"
     )
 
 
@@ -302,18 +304,18 @@ def judge_scores(
     """Return the gate's verdict on the two models' scores, and whether the champion was scored again to reach it."""
     cfg = params.promote
     if champion is not None and champion.version == challenger.version:
-        return Verdict(outcome="unchanged", reason="it is the champion already"), False
+        return Verdict(outcome="unchanged", reason="it is already the champion"), False
     test_set = versions.read_test_set(challenger)
     if test_set == versions.UNKNOWN_TEST_SET:
-        fault = f"it has no tag {versions.TEST_SET_TAG!r}, which names the pairs that it was scored on"
-        return refuse(f"{fault}; run `m3diff register` again"), False
+        fault = f"it has no tag {versions.TEST_SET_TAG!r}, which identifies the pairs on which it was scored"
+        return refuse(f"{fault}. Run `m3diff register` again"), False
     challenger_scores = versions.stored_scores(client, challenger, test_set)
     if challenger_scores is None:
-        return refuse(f"MLflow has no {SCORES} of it; run `m3diff register` again"), False
+        return refuse(f"its {SCORES} is missing from MLflow. Run `m3diff register` again"), False
     faults = faults_of_scores(cfg, challenger_scores)
     if faults:
-        fault = f"its {SCORES} in MLflow (run {challenger.run_id}) is no file of scores: {join_faults(faults)}"
-        return refuse(f"{fault}; run `dvc repro -f evaluate` and `m3diff register` again"), False
+        fault = f"its {SCORES} in MLflow (run {challenger.run_id}) is invalid: {join_faults(faults)}"
+        return refuse(f"{fault}. Run `dvc repro -f evaluate` and `m3diff register` again"), False
     if champion is None:
         return judge_without_champion(cfg, challenger_scores), False
 
@@ -323,10 +325,12 @@ def judge_scores(
             return judge(cfg, challenger_scores, champion_scores), False
         return judge(cfg, challenger_scores, rescore(client, params, champion, test_set)), True
     except (CannotScoreAgain, ValueError) as error:
-        return refuse(
-            f"champion {champion.version} has no scores on its test set ({test_set:.12}) and cannot be "
-            f"scored there: {error}. To accept the challenger unseen: {command_to_accept(challenger)}"
-        ), False
+        fault = (
+            f"champion {champion.version} has no scores on the challenger's test set ({test_set:.12}) and cannot be "
+            f"scored on it: {error}"
+        )
+        remedy = f"To accept the challenger without a comparison: {command_to_accept(challenger)}"
+        return refuse(f"{fault}. {remedy}"), False
 
 
 def read_champion_scores(
@@ -339,7 +343,7 @@ def read_champion_scores(
     faults = faults_of_scores(params.promote, scores)
     if faults:
         file = f"{SCORES} of version {champion.version} in MLflow (run {champion.run_id})"
-        print(f"promote: {file} is no file of scores ({join_faults(faults)}); it is not read", flush=True)
+        print(f"promote: {file} is invalid and is ignored ({join_faults(faults)})", flush=True)
         return None
     return scores
 
@@ -394,8 +398,8 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
     if to is not None:
         target: int | None = int(find_version(client, model, str(to)).version)
     elif champion is None:
-        loss = find_lost_champion(client, decisions, model) or Fault("registry.no_champion", model=model)
-        raise DataError("registry.nothing_to_roll_back", fault=loss)
+        lost_champion = find_lost_champion(client, decisions, model) or Fault("registry.no_champion", model=model)
+        raise DataError("registry.nothing_to_roll_back", fault=lost_champion)
     else:
         target = find_previous_champion(client, decisions, model, champion)
     if target is None:
@@ -432,6 +436,6 @@ def find_previous_champion(client: MlflowClient, decisions: list[Decision], mode
     earlier_champions = champions[: champions.index(champion)] if champion in champions else champions
     version = newest_existing(client, model, earlier_champions)
     if version is not None:
-        state = "is gone" if previous is None else "names the champion itself"
-        record.warn(f"the alias {PREVIOUS!r} {state}; version {version} is the newest earlier champion on record")
+        state = "is missing" if previous is None else "points to the champion itself"
+        record.warn(f"the alias {PREVIOUS!r} {state}. Version {version} is the newest earlier champion on record")
     return version

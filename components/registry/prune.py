@@ -28,10 +28,10 @@ from m3diff.registry.versions import (
 )
 from m3diff.stages.register.params import Register
 
-KEPT_VERSIONS = 5
+DEFAULT_KEPT_VERSIONS = 5
 
 
-def prune(cfg: Register, keep: int = KEPT_VERSIONS, yes: bool = False) -> tuple[list[int], list[str]]:
+def prune(cfg: Register, keep: int = DEFAULT_KEPT_VERSIONS, yes: bool = False) -> tuple[list[int], list[str]]:
     """Plan which versions to remove, and remove them if `yes` is set.
 
     Branches and data are removed before the versions, so that the next call can finish an interrupted removal.
@@ -53,8 +53,8 @@ def prune(cfg: Register, keep: int = KEPT_VERSIONS, yes: bool = False) -> tuple[
         kept_versions = [version for version in all_versions if int(version.version) in reasons]
         old_versions = [version for version in all_versions if int(version.version) not in reasons]
         branches = branches_to_remove(old_versions, kept_versions)
-        obstacles = list(obstacles_to_gc(kept_versions, branches))
-        gc = gc_command() if old_versions and not obstacles else []
+        obstacles = list(find_obstacles_to_gc(kept_versions, branches))
+        gc_arguments = build_gc_arguments() if old_versions and not obstacles else []
         kept_sources = {version.source for version in kept_versions}
         # Several versions may share one stored model
         removed_models = {version.source: version for version in old_versions if version.source not in kept_sources}
@@ -64,14 +64,14 @@ def prune(cfg: Register, keep: int = KEPT_VERSIONS, yes: bool = False) -> tuple[
         lines += [f"remove  version {version.version}" for version in old_versions]
         lines += [f"remove  branch {name.removeprefix('refs/')}" for name in branches]
         lines.append(f"frees   {freed_bytes / 1e9:.3g} GB of weights in MLflow")
-        lines += [f"data    stay, since {obstacle}" for obstacle in obstacles]
-        if gc:
-            lines.append(f"data    dvc {' '.join(gc)}")
+        lines += [f"data    kept, because {obstacle}" for obstacle in obstacles]
+        if gc_arguments:
+            lines.append(f"data    dvc {' '.join(gc_arguments)}")
         if yes:
             for branch in branches:
                 delete_branch(branch)
-            if gc:
-                run_dvc(Path(), *gc, "--force")
+            if gc_arguments:
+                run_dvc(Path(), *gc_arguments, "--force")
             for version in old_versions:
                 delete_version(client, version, kept_sources)
     return [int(version.version) for version in old_versions], lines
@@ -116,13 +116,13 @@ def branches_to_remove(old_versions: Iterable[ModelVersion], kept_versions: Iter
     for commit in kept_commits:
         if commit is None:
             continue
-        holders = references_holding(commit)
-        if holders <= candidates:
-            candidates -= holders
+        containing_references = references_containing(commit)
+        if containing_references <= candidates:
+            candidates -= containing_references
     return sorted(candidates)
 
 
-def references_holding(commit: str) -> set[str]:
+def references_containing(commit: str) -> set[str]:
     """Return the full names of all branches and tags whose history contains a commit."""
     return set(git("for-each-ref", "--format=%(refname)", "--contains", commit).split())
 
@@ -146,7 +146,7 @@ def delete_branch(reference: str) -> None:
 # Data
 
 
-def obstacles_to_gc(kept_versions: Iterable[ModelVersion], removed_branches: Collection[str]) -> Iterator[str]:
+def find_obstacles_to_gc(kept_versions: Iterable[ModelVersion], removed_branches: Collection[str]) -> Iterator[str]:
     """Check whether `dvc gc` would remove data that a kept version or a working tree needs. Yield the reasons.
 
     `dvc gc` keeps only data that are listed in a commit on a branch or tag, or in the `dvc.lock` of a working tree.
@@ -155,17 +155,17 @@ def obstacles_to_gc(kept_versions: Iterable[ModelVersion], removed_branches: Col
         name = f"version {version.version}"
         commit = version.tags.get("git.commit", "")
         if not commit_at(commit):
-            yield f"the commit of {name} is not in this clone: git fetch the branch that holds it"
-        elif not references_holding(commit) - set(removed_branches):
+            yield f"the commit of {name} is not in this clone: git fetch the branch that contains it"
+        elif not references_containing(commit) - set(removed_branches):
             yield f"the commit of {name} is on no branch: git branch kept-{version.version} {commit:.12}"
         elif lock_sha256(commit) != version.tags.get("dvc.lock.sha256"):
-            yield f"{name} was registered before its dvc.lock was committed, so no commit says which data are its own"
+            yield f"{name} was registered before its dvc.lock was committed, so no commit lists its data"
     for tree in dvc_worktrees():
         try:
             Lock(tree / DVC_LOCK)
         except DataError:
             if (tree / DVC_LOCK).is_file():
-                yield f"the dvc.lock of {tree} is empty or cut short: git -C {tree} checkout HEAD -- dvc.lock"
+                yield f"the dvc.lock of {tree} is empty or truncated: git -C {tree} checkout HEAD -- dvc.lock"
 
 
 def lock_sha256(commit: str) -> str | None:
@@ -175,7 +175,7 @@ def lock_sha256(commit: str) -> str | None:
     return None
 
 
-def gc_command() -> list[str]:
+def build_gc_arguments() -> list[str]:
     """Return the DVC arguments that remove all data except those listed in a commit or working tree."""
     commits = git("log", "--all", "--format=%H", "--diff-filter=AM", "--", str(DVC_LOCK)).splitlines()
     command = ["gc", "--workspace", "--all-commits"]

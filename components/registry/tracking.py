@@ -172,16 +172,17 @@ def _relocate_artifacts(database: Path) -> None:
     """
     artifacts_uri = f"{(database.parent / 'artifacts').as_uri()}/"
     folder_name = "/".join(["", *artifacts_uri.split("/")[-4:]])  # such as /services/mlflow/artifacts/
-    places = {"here": artifacts_uri, "name": folder_name}
+    values = {"here": artifacts_uri, "name": folder_name}
     with closing(sqlite3.connect(database, timeout=20)) as store, store:
         for table, column in PATH_COLUMNS:
             store.execute(
                 f"UPDATE {table} SET {column} = :here || substr({column}, instr({column}, :name) + length(:name)) "
                 f"WHERE {column} LIKE 'file:%' AND instr({column}, :name) AND NOT instr({column}, :here)",
-                places,
+                values,
             )
         if store.total_changes:
-            print(f"{database}: came from elsewhere; its artifacts are those beside it now", file=sys.stderr)
+            note = "the store was copied or moved. It now uses the artifacts in the folder next to it"
+            print(f"{database}: {note}", file=sys.stderr)
 
 
 # Experiments, runs, and the processes that write to them
@@ -322,8 +323,8 @@ def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]
 def log_params(client: MlflowClient, run_id: str, tree: Mapping[str, Any]) -> None:
     """Log nested parameters under dotted names. Skip those that the run already has: MLflow cannot change them."""
     logged_params = client.get_run(run_id).data.params
-    new_params = [Param(name, str(value)) for name, value in flatten(tree).items() if name not in logged_params]
-    _log(client, run_id, "params", new_params)
+    new_params = {name: value for name, value in flatten(tree).items() if name not in logged_params}
+    _log(client, run_id, "params", [Param(name, str(value)) for name, value in new_params.items()])
 
 
 def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
@@ -343,9 +344,10 @@ def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
             if value and column != "step":
                 points[f"{CURVE_PREFIX}{column}", int(row["step"])] = float(value)
     now_ms = int(time.time() * 1000)
-    new_points = [
-        Metric(name, value, now_ms, step) for (name, step), value in points.items() if (name, step) not in logged_points
-    ]
+    new_points: list[Metric] = []
+    for (name, step), value in points.items():
+        if (name, step) not in logged_points:
+            new_points.append(Metric(name, value, now_ms, step))
     _log(client, run_id, "metrics", new_points)
 
 
@@ -362,11 +364,10 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
     headline = metrics.with_name("headline.json")
     if headline.is_file():
         leaves |= flatten(json.loads(headline.read_text()), TIMES_100_PREFIX, separator="/")
-    scores = {
-        FORBIDDEN_CHARACTERS.sub("_", name): float(leaf)
-        for name, leaf in leaves.items()
-        if isinstance(leaf, int | float)
-    }
+    scores: dict[str, float] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, int | float):
+            scores[FORBIDDEN_CHARACTERS.sub("_", name)] = float(leaf)
     _log(client, run_id, "metrics", [Metric(name, value, timestamp_ms, 0) for name, value in scores.items()])
 
 
@@ -432,7 +433,7 @@ def log_curves_while_training(description: RunDescription, model: Path, key: str
             _update_run(description, key, file, status, model / "checkpoint")
         except Exception as error:  # training continues, whatever MLflow raises
             print(
-                f"train: MLflow does not take the curves now ({short_problem(error)}); it gets them later", flush=True
+                f"train: MLflow did not accept the curves ({short_problem(error)}). They are logged later", flush=True
             )
 
     def follow() -> None:
@@ -508,7 +509,7 @@ def log_evaluation(description: RunDescription, model: Path, metrics: Path) -> N
             client.set_terminated(run_id)
     except Exception as error:  # the scores are in the files, whatever MLflow raises
         print(
-            f"evaluate: MLflow does not take the scores now ({short_problem(error)}); `m3diff register` logs them",
+            f"evaluate: MLflow did not accept the scores ({short_problem(error)}). `m3diff register` logs them",
             flush=True,
         )
 

@@ -95,11 +95,11 @@ def compare_hashes(
         note: where `actual` was looked up.
     """
     if expected is None:
-        return LineageCheck(part, location, actual or "", "missing", "the version does not name it")
+        return LineageCheck(part, location, actual or "", "missing", "the version has no hash of it")
     if actual is None:
-        return LineageCheck(part, location, expected, "missing", note or "not there")
+        return LineageCheck(part, location, expected, "missing", note or "does not exist")
     if expected != actual:
-        return LineageCheck(part, location, expected, "differs", f"{note or 'there'} is {actual:.12}")
+        return LineageCheck(part, location, expected, "differs", f"{note or 'its hash'} is {actual:.12}")
     return LineageCheck(part, location, expected, "ok", note)
 
 
@@ -164,7 +164,8 @@ class ChainLink(NamedTuple):
 
 def chain_links(tags: Mapping[str, str], lock: Lock) -> Iterator[ChainLink]:
     """Yield the links of a version's chain in order, from each dataset's raw data to the metrics."""
-    for raw_tag in sorted(tag for tag in tags if tag.startswith(RAW_DATA_PREFIX)):
+    raw_tags = [tag for tag in tags if tag.startswith(RAW_DATA_PREFIX)]
+    for raw_tag in sorted(raw_tags):
         name = raw_tag.removeprefix(RAW_DATA_PREFIX)
         stage = f"ingest@{name}"
         root = lock.ran_with(stage).get(f"ingest.datasets.{name}", {}).get("root", name)
@@ -190,7 +191,7 @@ def check_stored_model(version: ModelVersion, cache: Path) -> Iterator[LineageCh
     note = "MLflow's copy"
     if "dvc.adapters" in tags:
         expected_hash = tags["dvc.adapters"]
-        note = "MLflow's copy, adapters alone"
+        note = "MLflow's copy, only adapters"
     location = f"models:/{version.name}/{version.version}"
     yield compare_hashes("stored model", location, expected_hash, stored_hash, note)
     checkpoint_files = listing(cache, tags.get(CHECKPOINT_TAG, ""))
@@ -234,16 +235,17 @@ class CommitContents:
         checks = [self.check(part, path, self.tracked[path], rehash) for path in paths]
         failed_checks = [check for check in checks if check.outcome != "ok"]
         if not failed_checks:
-            return "ok", f"its {len(checks)} parts are kept"
-        return failed_checks[0].outcome, "; ".join(f"{check.location}: {check.note}" for check in failed_checks)
+            return "ok", f"all {len(checks)} parts are stored"
+        notes = [f"{check.location}: {check.note}" for check in failed_checks]
+        return failed_checks[0].outcome, "; ".join(notes)
 
     def _is_in_remote(self, path: Path) -> bool:
-        states = {state for absent_path, state in self.absent.items() if absent_path.is_relative_to(path)}
+        states = {state for absent_path, state in self.absent_data.items() if absent_path.is_relative_to(path)}
         return states == {"deleted"}
 
     @cached_property
-    def absent(self) -> dict[Path, str]:
-        """The state that DVC reports for each path whose data are missing from the cache or the remote.
+    def absent_data(self) -> dict[Path, str]:
+        """DVC's state of each path whose data are missing from the cache or the remote.
 
         `deleted` data are missing only from the cache. `new` and `missing` data are missing from the remote. DVC
         considers a folder pushed if the remote has the folder's file list, which is sent after the files.

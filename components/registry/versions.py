@@ -93,17 +93,19 @@ def find_aliased_version(client: MlflowClient, name: str, alias: str) -> ModelVe
 
 def put_alias(client: MlflowClient, name: str, alias: str, version: int | None) -> None:
     """Point an alias to a version, or delete the alias if the version is None or no longer exists."""
-    current = resolve_alias(client, name, alias)
-    target = version if version is not None and version_exists(client, name, version) else None
-    if target is None and current is not None:
-        client.delete_registered_model_alias(name, alias)
-    elif target is not None and target != current:
-        client.set_registered_model_alias(name, alias, str(target))
+    current_version = resolve_alias(client, name, alias)
+    if version is None or not version_exists(client, name, version):
+        if current_version is not None:
+            client.delete_registered_model_alias(name, alias)
+    elif version != current_version:
+        client.set_registered_model_alias(name, alias, str(version))
 
 
 def read_run_id(version: ModelVersion) -> str:
     """Return the id of the run that created a version."""
-    assert version.run_id is not None, f"{version.name} version {version.version} has no run: register did not make it"
+    assert version.run_id is not None, (
+        f"register did not create {version.name} version {version.version}: it has no run"
+    )
     return version.run_id
 
 
@@ -148,7 +150,9 @@ def stored_scores(client: MlflowClient, version: ModelVersion, test_set: str) ->
     if read_test_set(version) == test_set:
         paths.insert(0, SCORES)
     for path in paths:
-        scores = download_scores(client, run_id, path) if has_artifact(client, run_id, path) else None
+        if not has_artifact(client, run_id, path):
+            continue
+        scores = download_scores(client, run_id, path)
         if scores is not None:
             return scores
     return None
@@ -163,7 +167,7 @@ def download_scores(client: MlflowClient, run_id: str, path: str) -> pa.Table | 
             with pq.ParquetFile(file) as parquet:
                 return parquet.read()
         except (pa.ArrowException, OSError) as error:  # the error's type depends on where the file is damaged
-            print(f"MLflow's copy of {path} in run {run_id} is damaged ({error}); it is not read", flush=True)
+            print(f"MLflow's copy of {path} in run {run_id} is damaged and is ignored ({error})", flush=True)
     return None
 
 
@@ -270,7 +274,9 @@ def aliases_by_version(client: MlflowClient, name: str) -> dict[int, list[str]]:
     """Return the sorted aliases of each version, by version number. Versions without an alias are left out."""
     model = find_registered_model(client, name)
     aliases: dict[int, list[str]] = {}
-    for alias, number in sorted(model.aliases.items()) if model else ():
+    if model is None:
+        return aliases
+    for alias, number in sorted(model.aliases.items()):
         aliases.setdefault(int(number), []).append(alias)
     return aliases
 
@@ -278,14 +284,15 @@ def aliases_by_version(client: MlflowClient, name: str) -> dict[int, list[str]]:
 def format_table(rows: Sequence[Mapping[str, Any]], protocol: str, scores: Sequence[str]) -> str:
     """Format the rows of `list_models` for a terminal: one line per version, with scores multiplied by 100."""
     if not rows:
-        return "no version is registered; `m3diff register` does, after `dvc repro`"
+        return "no version is registered yet. Run `dvc repro`, then `m3diff register`"
     table: list[tuple[str, ...]] = [("version", "aliases", "registered", *scores, "weights", "commit", "run")]
     for row in rows:
         cells = [str(row["version"]), ", ".join(row["aliases"]) or DASH, row["registered"]]
         cells += [f"{100 * row['scores'][name]:.1f}" if name in row["scores"] else DASH for name in scores]
         cells.append(f"{row['weights_bytes'] / 1e9:.3g} GB")
-        cells.append(f"{row['commit'][:8]}{'+' if row['dirty'] else ''}" if row["commit"] else DASH)
+        suffix = "+" if row["dirty"] else ""
+        cells.append(f"{row['commit'][:8]}{suffix}" if row["commit"] else DASH)
         cells.append(row["run"] or DASH)
         table.append(tuple(cells))
-    footer = f"\nscores on {protocol}, times 100; the chain behind a version: m3diff lineage VERSION"
+    footer = f"\nscores on {protocol}, times 100. To verify the lineage of a version: m3diff lineage VERSION"
     return "\n".join([*align_columns(table), footer])

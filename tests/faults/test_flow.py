@@ -424,20 +424,20 @@ def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeyp
 @pytest.mark.slow(20)
 def test_a_lock_that_is_cut_short_hinders_no_prune_unless_it_is_a_working_tree_s(project, tmp_path):
     toy.run(project, "dvc", "gc", "--workspace", "--all-commits", "-f")
-    assert [*prune.obstacles_to_gc((), ())] == []
-    assert "--skip-failed" not in prune.gc_command()
+    assert [*prune.find_obstacles_to_gc((), ())] == []
+    assert "--skip-failed" not in prune.build_gc_arguments()
     person = tmp_path / "person"
     git("worktree", "add", "--quiet", "--detach", str(person))
     (person / "dvc.lock").write_text("")
-    (hindrance,) = prune.obstacles_to_gc((), ())
+    (hindrance,) = prune.find_obstacles_to_gc((), ())
     command = f"git -C {person} checkout HEAD -- dvc.lock"
     assert command in str(hindrance)
     subprocess.run(command.split(), check=True)
-    assert [*prune.obstacles_to_gc((), ())] == []
+    assert [*prune.find_obstacles_to_gc((), ())] == []
     before = Path("dvc.lock").read_bytes()
     for text in (b"", before):
         Path("dvc.lock").write_bytes(text)
         toy.commit(project, "a lock of no bytes, as an earlier version of m3diff committed it, and the next")
     objects = sorted(path for path in Path(".dvc/cache/files").rglob("*") if path.is_file())
-    toy.run(project, "dvc", *prune.gc_command(), "-f")
+    toy.run(project, "dvc", *prune.build_gc_arguments(), "-f")
     assert sorted(path for path in Path(".dvc/cache/files").rglob("*") if path.is_file()) == objects != []

@@ -324,7 +324,7 @@ def test_a_moved_store_is_announced_once(moved, capsys):
     with connect(URI):
         assert capsys.readouterr().err.count("\n") == 1
     with connect(URI):
-        assert "came from" not in capsys.readouterr().err
+        assert "copied or moved" not in capsys.readouterr().err
 
 
 # The run of a training
