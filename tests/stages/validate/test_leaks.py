@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from m3diff.records.errors import DataError
-from m3diff.stages.validate.twins import LOOKS_THE_SAME, find_twins, sound_pairs
+from m3diff.stages.validate.twins import LOOKS_THE_SAME, find_twins, select_valid_pairs
 from tests.errors import raises
 from tests.layouts import (
     judge_by_polars_alone,
@@ -118,7 +118,7 @@ def pairs_of(thumbs: np.ndarray, tests: int) -> pl.DataFrame:
     images = pl.DataFrame({"path": paths, "digest": digests, "thumb": halves, "verdict": ["ok"] * len(halves)})
     split = ["test" if n < tests else "train" for n in range(len(thumbs))]
     records = pl.DataFrame({"id": paths[::2], "split": split, "before": paths[::2], "after": paths[1::2]})
-    return sound_pairs(records, images)
+    return select_valid_pairs(records, images)
 
 
 def fixed_camera(pairs: int, noise: int) -> np.ndarray:

@@ -16,8 +16,8 @@ from m3diff.datasets.spec import Published, SplitCount
 from m3diff.records.errors import DataError, Fault
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import LEAK
-from m3diff.stages.validate.stage import ValidateReport, allowed_rows, shares_above_limits
+from m3diff.stages.validate.rules import LEAK_RULE
+from m3diff.stages.validate.stage import ValidateReport, count_allowed_rows, shares_above_limits
 from tests.errors import raises
 from tests.layouts import (
     edit_json,
@@ -68,7 +68,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize(("share", "rows", "allowed"), ALLOWED.values(), ids=ALLOWED)
 def test_one_row_of_a_group_is_allowed_but_not_the_only_one(share, rows, allowed):
-    assert allowed_rows(share, rows) == allowed
+    assert count_allowed_rows(share, rows) == allowed
 
 
 @pytest.mark.parametrize(("protocol", "is_refused"), [("mini/total", True), ("other/total", False), (None, False)])
@@ -226,7 +226,7 @@ def limits(share: float) -> Any:
 def test_exactly_the_allowed_share_passes_where_floats_would_round_it_down():
     for share, count in ((0.29, 29), (0.07, 7), (0.57, 57), (0.58, 58)):
         rows = [{"dataset": "a", "split": "train", "own_split": "train", "source": "", "reason": ""}] * 100
-        for rule in (LEAK, "empty"):
+        for rule in (LEAK_RULE, "empty"):
             quarantine = pl.DataFrame(rows[:count]).with_columns(rules=pl.lit([rule]))
             assert [*shares_above_limits(limits(share), pl.DataFrame(rows[count:]), quarantine)] == []
             assert len([*shares_above_limits(limits(share - 0.001), pl.DataFrame(rows[count:]), quarantine)]) == 1

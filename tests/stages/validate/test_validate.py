@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from m3diff.records.errors import Fault
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import rules
+from m3diff.stages.validate.rules import build_rules
 from m3diff.stages.validate.words import RULES
 from tests.errors import Message
 from tests.layouts import (
@@ -192,7 +192,7 @@ def test_a_missing_file_and_a_broken_file_break_different_rules(raw):
 
 
 def test_every_rule_has_words():
-    assert {rule.name for rule in rules(2000)} == RULES.keys()
+    assert {rule.name for rule in build_rules(2000)} == RULES.keys()
 
 
 @pytest.mark.slow(25)
