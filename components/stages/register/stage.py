@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from importlib.metadata import version as installed
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,7 @@ from m3diff.registry.versions import (
     read_run_id,
 )
 from m3diff.settings.tree import Params, Paths
-from m3diff.stages.register.description import describe
+from m3diff.stages.register.description import write_description
 from m3diff.stages.register.params import Register
 
 # Files outside `components/models` that its code imports. They are stored with each model
@@ -58,7 +58,7 @@ SHARED_CODE = (
     "records/messages.toml",
 )
 
-TRIES = 3  # MLflow may fail if two machines create the same entry, such as an experiment or alias, at the same time
+MAX_TRIES = 3  # MLflow may fail if two machines create the same entry, such as an experiment or alias, at the same time
 Outcome = Literal["registered", "updated", "unchanged"]
 REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
 SIGNATURE = ModelSignature(
@@ -93,10 +93,10 @@ def register(params: Params) -> Registration:
     name = params.register_.model_name
     outcome: Outcome | None = None
     with tracking.connect(params.register_.tracking_uri) as client, process_lock("register"):
-        for tries_left in reversed(range(TRIES)):
+        for tries_left in reversed(range(MAX_TRIES)):
             try:
                 version, outcome_of_try = find_or_create(client, params, tags, lock)
-                describe(client, version, params.paths.report, params.paths.model)
+                write_description(client, version, params.paths.report, params.paths.model)
                 outcome = outcome or outcome_of_try  # keep the outcome of the first try that got this far
                 put_alias(client, name, CHALLENGER, int(version.version))
                 break
@@ -120,20 +120,19 @@ def find_or_create(
     cfg = params.register_
     experiment = tracking.experiment_id(client, cfg.experiment)
     remove_leftovers(client, experiment, cfg.model_name)
-    version = find_version(client, cfg.model_name, tags)
+    version = find_registered_version(client, cfg.model_name, tags)
     if version is None:
         return create_version(client, params, tags, lock), "registered"
     remove_other_runs(client, experiment, tags, version)
-    results = {tag for tag in tags if tag in lineage.RESULT_TAGS or tag.startswith(lineage.RAW_DATA_PREFIX)}
-    if all(version.tags.get(tag) == tags[tag] for tag in results) and has_artifact(
-        client, read_run_id(version), SCORES
-    ):
+    result_tags = {tag for tag in tags if tag in lineage.RESULT_TAGS or tag.startswith(lineage.RAW_DATA_PREFIX)}
+    has_same_results = all(version.tags.get(tag) == tags[tag] for tag in result_tags)
+    if has_same_results and has_artifact(client, read_run_id(version), SCORES):
         return version, "unchanged"
     update_results(client, params.paths, version, tags)
     return version, "updated"
 
 
-def find_version(client: MlflowClient, name: str, tags: Mapping[str, str]) -> ModelVersion | None:
+def find_registered_version(client: MlflowClient, name: str, tags: Mapping[str, str]) -> ModelVersion | None:
     """Return the oldest version with the same checkpoint, code and length limit, or None if there is no such version.
 
     Versions whose run is missing from MLflow are skipped, because nothing can be logged to them.
@@ -141,11 +140,14 @@ def find_version(client: MlflowClient, name: str, tags: Mapping[str, str]) -> Mo
     Args:
         tags: the lineage of the checkpoint.
     """
-    candidates = versions.list_versions(client, name, f" and {filter_of_identity(tags)}")
-    return next((version for version in reversed(candidates) if tracking.find_run(client, version.run_id)), None)
+    candidates = versions.list_versions(client, name, f" and {build_identity_filter(tags)}")
+    for version in reversed(candidates):
+        if tracking.find_run(client, version.run_id):
+            return version
+    return None
 
 
-def filter_of_identity(tags: Mapping[str, str]) -> str:
+def build_identity_filter(tags: Mapping[str, str]) -> str:
     """Return a search filter for MLflow that matches runs and versions with this checkpoint, code and length limit."""
     return " and ".join(f"tags.`{tag}` = '{tags[tag]}'" for tag in lineage.IDENTITY_TAGS)
 
@@ -161,20 +163,20 @@ def create_version(client: MlflowClient, params: Params, tags: dict[str, str], l
     run_id = open_run(client, tracking.experiment_id(client, cfg.experiment), tags)
     tracking.log_params(client, run_id, lock.params(params.ingest.datasets))
     tracking.log_curves(client, run_id, paths.model / "curves.csv")
-    data = {"path": str(paths.mixture / "train"), "md5": tags["dvc.data"]}
-    dataset = Dataset(paths.mixture.name, data["md5"], source_type="dvc", source=json.dumps(data))
+    source = {"path": str(paths.mixture / "train"), "md5": tags["dvc.data"]}
+    dataset = Dataset(paths.mixture.name, source["md5"], source_type="dvc", source=json.dumps(source))
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
     log_results(client, run_id, paths)
     model_uri = log_model(client, run_id, cfg, paths, int(tags[tracking.TOKEN_LIMIT_TAG]), params.train.base)
     client.set_terminated(run_id)
-    own_version = mlflow.register_model(model_uri, cfg.model_name, tags=tags)
-    oldest_version = find_version(client, cfg.model_name, tags) or own_version
-    if oldest_version.version != own_version.version:
-        client.delete_model_version(own_version.name, own_version.version)
-        if own_version.source != oldest_version.source:
-            delete_model(client, versions.find_stored_model(client, own_version))
-        if own_version.run_id is not None and own_version.run_id != oldest_version.run_id:
-            client.delete_run(own_version.run_id)
+    new_version = mlflow.register_model(model_uri, cfg.model_name, tags=tags)
+    oldest_version = find_registered_version(client, cfg.model_name, tags) or new_version
+    if oldest_version.version != new_version.version:
+        client.delete_model_version(new_version.name, new_version.version)
+        if new_version.source != oldest_version.source:
+            delete_model(client, versions.find_stored_model(client, new_version))
+        if new_version.run_id is not None and new_version.run_id != oldest_version.run_id:
+            client.delete_run(new_version.run_id)
     return oldest_version
 
 
@@ -185,15 +187,15 @@ def open_run(client: MlflowClient, experiment: str, tags: dict[str, str]) -> str
     create a new run.
     """
     run_tags = tags | tracking.process_tag()
-    for run in client.search_runs([experiment], filter_of_identity(tags), order_by=["attributes.start_time ASC"]):
+    for run in client.search_runs([experiment], build_identity_filter(tags), order_by=["attributes.start_time ASC"]):
         # Skip a run that another machine is still writing to
         if run.info.status != "RUNNING" or tracking.is_abandoned(run.data.tags, run.info.start_time):
             return tracking.resume_run(client, run.info.run_id, run_tags)
-    training_run = tracking.find_run_of_weights(
+    training_run_id = tracking.find_run_of_weights(
         client, experiment, tags.get(tracking.WEIGHTS_TAG), tags[tracking.TOKEN_LIMIT_TAG]
     )
-    if training_run and tracking.CHECKPOINT_TAG not in client.get_run(training_run).data.tags:
-        return tracking.resume_run(client, training_run, run_tags)
+    if training_run_id and tracking.CHECKPOINT_TAG not in client.get_run(training_run_id).data.tags:
+        return tracking.resume_run(client, training_run_id, run_tags)
     return client.create_run(
         experiment, run_name=f"train {tags[tracking.CHECKPOINT_TAG][:8]}", tags=run_tags
     ).info.run_id
@@ -218,7 +220,7 @@ def remove_other_runs(client: MlflowClient, experiment: str, tags: dict[str, str
     A registration leaves such a run behind if it is killed or if the store rejects a request. Runs that another process
     is still writing to are kept.
     """
-    for run in client.search_runs([experiment], filter_of_identity(tags), ViewType.ACTIVE_ONLY):
+    for run in client.search_runs([experiment], build_identity_filter(tags), ViewType.ACTIVE_ONLY):
         is_in_use = run.info.status == "RUNNING" and not tracking.is_abandoned(run.data.tags, run.info.start_time)
         if run.info.run_id == version.run_id or is_in_use:
             continue
@@ -282,10 +284,19 @@ def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, ma
             model_config=model_config,
             code_paths=[str(copy_code(Path(scratch)))],
             signature=SIGNATURE,
-            input_example=example(paths),
+            input_example=build_example(paths),
             tags=tracking.process_tag(),
-            pip_requirements=[f"{package}=={installed(package).split('+')[0]}" for package in REQUIREMENTS],
+            pip_requirements=pin_requirements(),
         ).model_uri
+
+
+def pin_requirements() -> list[str]:
+    """Return the packages that a model needs, each with its installed version, such as `torch==2.9.1`."""
+    requirements: list[str] = []
+    for package in REQUIREMENTS:
+        version, _, _ = installed_version(package).partition("+")  # leave out a local label such as `+cpu`
+        requirements.append(f"{package}=={version}")
+    return requirements
 
 
 def copy_code(scratch: Path) -> Path:
@@ -302,8 +313,11 @@ def copy_code(scratch: Path) -> Path:
     return package
 
 
-def example(paths: Paths) -> pd.DataFrame:
+def build_example(paths: Paths) -> pd.DataFrame:
     """Return an example input of the model: a test pair with its images in base64."""
     record = next(lineage.captioned_records(paths))
-    images = {side: base64.b64encode(Path(record[side]).read_bytes()).decode() for side in ("before", "after")}
+    images: dict[str, str] = {}
+    for side in ("before", "after"):
+        content = Path(record[side]).read_bytes()
+        images[side] = base64.b64encode(content).decode()
     return pd.DataFrame([images])

@@ -109,11 +109,11 @@ def serve() -> None:
 
 def meet_before_the_version(stage: Any, place: Path) -> None:
     """Let three registrations that share no lock see no version all of them, as those of several machines may."""
-    find = stage.find_version
+    find = stage.find_registered_version
 
     def meeting(*arguments: Any) -> Any:
         found = find(*arguments)
-        stage.find_version = find
+        stage.find_registered_version = find
         place.mkdir(exist_ok=True)
         (place / str(os.getpid())).touch()
         deadline = time.monotonic() + 60
@@ -121,7 +121,7 @@ def meet_before_the_version(stage: Any, place: Path) -> None:
             time.sleep(0.02)
         return found
 
-    stage.find_version = meeting
+    stage.find_registered_version = meeting
 
 
 def fork(work: Callable[[], None]) -> int:

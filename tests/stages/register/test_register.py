@@ -340,7 +340,7 @@ def test_who_loses_the_race_for_a_version_takes_back_its_version_model_and_run(o
     tags = opened.tags()
     for _ in range(10):
         opened.client.create_model_version("m3diff", "file:///nowhere", done.run_id, tags=tags)
-    assert int(stage.find_version(opened.client, "m3diff", tags).version) == 1, "of several the first"
+    assert int(stage.find_registered_version(opened.client, "m3diff", tags).version) == 1, "of several the first"
 
 
 def test_a_version_brings_every_file_that_its_model_can_import():
@@ -360,7 +360,7 @@ def test_a_version_contains_the_code_of_its_model_and_the_first_captioned_pair(t
     models = trained / "components" / "models"
     code = [path for path in models.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert files == {*stage.SHARED_CODE, *(str(path.relative_to(models.parent)) for path in code)}
-    (row,) = stage.example(load_params().paths).to_dict("records")
+    (row,) = stage.build_example(load_params().paths).to_dict("records")
     images = [base64.b64decode(row[side]) for side in ("before", "after")]
     root = trained / "data/01_raw/minichange"
     assert images == [(root / folder / "2.png").read_bytes() for folder in ("images", "sc_images")]
