@@ -27,11 +27,11 @@ from prefect.states import Completed, Failed, State
 
 from flows import dvc, notices, report
 from flows.dvc import DvcError
-from flows.notices import REFUSED
+from flows.notices import REFUSED_PREFIX
 from flows.prepared_flow import flow
 from flows.report import RunRecord
 from flows.runtime import prepare
-from flows.workspace import FLOWS, NothingNewError, lock, workspace
+from flows.workspace import FLOWS_FOLDER, NothingNewError, hold_lock, workspace
 from m3diff.commands.preflight import preflight, preflight_data
 from m3diff.commands.rescore import rescore
 from m3diff.provenance.dvc import DVC_LOCK, Lock, require_own_code
@@ -46,14 +46,14 @@ from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration, register
 
 # Environment variable with the id of the flow run, for register and the record of decisions
-FLOW_RUN = "M3DIFF_FLOW_RUN"
+FLOW_RUN_VARIABLE = "M3DIFF_FLOW_RUN"
 
 PARAMS = Path("params.yaml")
 MAX_REASONS = 8  # maximum number of reasons in a commit message
 NO_REASON = "neither the data nor the parameters changed since the last registration"
 
 # Exit codes of failures that may be temporary: EX_TEMPFAIL, and SIGKILL, sent by the kernel (out of memory) or a user
-TRANSIENT_CODES = (75, -9, 137)
+TRANSIENT_EXIT_CODES = (75, -9, 137)
 
 HOOKS: dict[str, Any] = {"on_failure": [notices.notify_failure], "on_crashed": [notices.notify_failure]}
 
@@ -123,16 +123,16 @@ def run_pipeline(
     """
     prepare()
     name = flow_run.get_id() or str(uuid.uuid4())
-    os.environ[FLOW_RUN] = name  # for the processes that this one starts
+    os.environ[FLOW_RUN_VARIABLE] = name  # for the processes that this one starts
     with ExitStack() as stack:
-        stack.callback(os.environ.pop, FLOW_RUN)
+        stack.callback(os.environ.pop, FLOW_RUN_VARIABLE)
         try:
             require_own_code()
             work = stack.enter_context(workspace(name, ref, overrides, data, replay))
         except NothingNewError as error:
             return Completed(name="Skipped", message=str(error))
         except (ParamsError, DataError) as error:
-            return refused(error)
+            return refuse_run(error)
         for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data_notes):
             get_run_logger().info(text)
         state = run_in_workspace(RunRecord(work, reasons=[reason] if reason else []), if_changed)
@@ -141,7 +141,7 @@ def run_pipeline(
     return state
 
 
-def refused(error: ParamsError | DataError) -> State:
+def refuse_run(error: ParamsError | DataError) -> State:
     """Return the failed state of a run that could not start, with the text of the error as its message.
 
     The error is not raised, because Prefect would print a traceback before the message, even to a user who only forgot
@@ -150,7 +150,7 @@ def refused(error: ParamsError | DataError) -> State:
     get_run_logger().error(str(error))
     # `prefect deployment run --watch` prints the state's name and not its message
     cause = textwrap.shorten(error.fault.summary, width=80, placeholder=" ...")
-    return Failed(name=f"{REFUSED}: {cause}", message=str(error), data=error)
+    return Failed(name=f"{REFUSED_PREFIX}: {cause}", message=str(error), data=error)
 
 
 def run_in_workspace(record: RunRecord, if_changed: bool) -> State:
@@ -162,7 +162,7 @@ def run_in_workspace(record: RunRecord, if_changed: bool) -> State:
     work = record.work
     log = get_run_logger().info
     on_wait = partial(log, "another flow run does the same work; this one waits for it")
-    with lock(work.checkout / FLOWS / f"tree-{work.tree}.lock", on_wait=on_wait):
+    with hold_lock(work.checkout / FLOWS_FOLDER / f"tree-{work.tree}.lock", on_wait=on_wait):
         try:
             status = prepare_run()
             if if_changed:
@@ -276,7 +276,7 @@ def is_transient(task: Any, run: TaskRun, state: State) -> bool:
     """Return whether a task failed for a reason that may be temporary, so that Prefect should retry it."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, ConnectionError) or (
-        isinstance(error, DvcError) and error.fields["exit_code"] in TRANSIENT_CODES
+        isinstance(error, DvcError) and error.fields["exit_code"] in TRANSIENT_EXIT_CODES
     )
 
 

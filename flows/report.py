@@ -106,7 +106,7 @@ def page_lines(record: RunRecord, params: Params) -> Iterator[str]:
     yield from (f"- because {reason}" for reason in record.reasons)
     for text in work.overrides:  # parameters, or a note that training starts from the champion
         yield f"- parameter of this run alone: `{text}`" if "=" in text else f"- {text}"
-    yield f"- began {began}, took {duration(sum(record.seconds.values()))}; branch `{work.branch}`"
+    yield f"- began {began}, took {format_duration(sum(record.seconds.values()))}; branch `{work.branch}`"
     if record.error:
         yield from ("", "## What failed", "", "```", record.error, "```", "", f"Its worktree is kept: `{work.root}`")
     if record.decision:
@@ -116,9 +116,9 @@ def page_lines(record: RunRecord, params: Params) -> Iterator[str]:
         score_rows: list[tuple[str, str, str]] = []
         for protocol, scores in headline.items():
             score_rows += [(protocol, name, f"{value:.1f}") for name, value in scores.items()]
-        yield from ("", "## Scores", "", *table(("protocol", "score", "times 100"), score_rows))
-    task_rows = [(name, outcome, duration(record.seconds[name])) for name, outcome in record.outcomes.items()]
-    yield from ("", "## What ran", "", *table(("task", "how", "took"), task_rows))
+        yield from ("", "## Scores", "", *format_table(("protocol", "score", "times 100"), score_rows))
+    task_rows = [(name, outcome, format_duration(record.seconds[name])) for name, outcome in record.outcomes.items()]
+    yield from ("", "## What ran", "", *format_table(("task", "how", "took"), task_rows))
     yield from ("", "## Where to look", "")
     if record.registration:
         yield from registration_lines(record.registration, params.register_.tracking_uri)
@@ -144,12 +144,12 @@ def add_curves(text: str, curves: Path) -> str:
     return f"{text}\n\n## Training curves\n\n![{alternative_text}](data:image/svg+xml;base64,{data})"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in seconds as `1:02:05`."""
     return str(timedelta(seconds=round(seconds)))
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a Markdown table."""
     yield f"| {' | '.join(header)} |"
     yield "|---" * len(header) + "|"

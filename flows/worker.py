@@ -28,7 +28,7 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, State
 from prefect.utilities.dispatch import register_type
 from prefect.workers.process import ProcessWorker
 
-from flows import FLOW_RUN, notices, processes_by
+from flows import FLOW_RUN_VARIABLE, group_processes_by, notices
 from flows.runtime import prepare
 
 MAX_START_S = 60  # maximum time from when a worker takes a run until the run's process starts, in seconds
@@ -85,7 +85,7 @@ class Worker(ProcessWorker, abc.ABC):
         ids = {str(run.id): run.id for run in runs}
         if not ids:
             return set()
-        processes = await anyio.to_thread.run_sync(processes_by, FLOW_RUN)
+        processes = await anyio.to_thread.run_sync(group_processes_by, FLOW_RUN_VARIABLE)
         ids_with_process = {ids[id_] for id_ in processes if id_ in ids}
         taken_ids = set(ids.values()) & self._taken_ids()
         return ids_with_process | taken_ids

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from flows import FLOW_RUN, processes_by
+from flows import FLOW_RUN_VARIABLE, group_processes_by
 from infra.apis import WORK_POOL, WORKER_NAME, is_worker_heard
 from infra.environment import environment
 from infra.errors import ServiceError
@@ -165,10 +165,12 @@ def running_processes(folder: Path | None = None) -> dict[str, list[psutil.Proce
     Args:
         folder: the services/ folder of another checkout. If None, use the folder of this checkout.
     """
-    marked = processes_by(MARK)
+    marked = group_processes_by(MARK)
     names = ("keeper", "worker", "mlflow", "prefect")
     running = {name: marked.get(f"{folder or services_folder()}/{name}", []) for name in names}
-    processes_of_flows = {process for same_run in processes_by(FLOW_RUN).values() for process in same_run}
+    processes_of_flows = {
+        process for same_run in group_processes_by(FLOW_RUN_VARIABLE).values() for process in same_run
+    }
     worker_family = running["worker"]
     running["flow"] = [process for process in worker_family if process in processes_of_flows]
     running["worker"] = [process for process in worker_family if process not in processes_of_flows]

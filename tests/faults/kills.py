@@ -23,8 +23,8 @@ import httpx
 import psutil
 import yaml
 
-from flows import FLOW_RUN
-from flows.workspace import override
+from flows import FLOW_RUN_VARIABLE
+from flows.workspace import write_overrides
 from m3diff.provenance.git import commit_at, git
 from m3diff.registry.decisions import follow_champions, numbering_faults, pending_move, read_decisions
 from m3diff.scoring.bootstrap import MIN_PAIRS
@@ -81,7 +81,7 @@ class Undisturbed:
     def run(self, overrides: list[str]) -> tuple[str, float]:
         """Run `dvc repro` with these parameters; return the `dvc.lock` and the score."""
         toy.run(self.root, "git", "checkout", "-q", "-f", "HEAD")
-        override(self.root / "params.yaml", overrides)
+        write_overrides(self.root / "params.yaml", overrides)
         toy.run(self.root, "dvc", "repro", "-q")
         scores = json.loads((self.root / "data/07_report/metrics.json").read_text())
         return (self.root / "dvc.lock").read_text(), scores["protocols"][toy.TOTAL]["CIDEr"]
@@ -147,7 +147,7 @@ class Kills:
         flow_processes: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.environ().get(FLOW_RUN) == run:
+                if process.environ().get(FLOW_RUN_VARIABLE) == run:
                     process_kind = kind(process)
                     flow_processes[process_kind if process_kind in flow_processes else "flow"].append(process)
         if victim != "all":

@@ -56,7 +56,7 @@ PLAIN = {
     "flows/watch.py update_sources": "in a worktree, whose `.dvc` files are committed when all is copied",
     "flows/workspace.py changed_datasets": "in a worktree whose branch is not made yet, so made anew after a kill",
     "flows/workspace.py begin_with_champion": "in a worktree whose branch is not made yet, so made anew after a kill",
-    "flows/workspace.py lock": "a lock",
+    "flows/workspace.py hold_lock": "a lock",
 }
 """In place, and why no half of it is ever trusted."""
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flows import dvc, notices, pipeline, watch
-from flows.workspace import FLOWS, workspace
+from flows.workspace import FLOWS_FOLDER, workspace
 from m3diff.__main__ import main
 from m3diff.commands.preflight import NotReadyError
 from m3diff.provenance.dvc import md5
@@ -313,7 +313,7 @@ def of_stage(root: Path) -> list[psutil.Process]:
 def test_a_killed_dvc_takes_its_stage_with_it_and_the_next_run_needs_no_hand(project, rng):
     text = toy.replace_stage(project, STAGE, f"import time\n\n\n{SLEEP}")
     set_gallery(project)
-    process = subprocess.Popen([*dvc.DVC, "repro", "-s", STAGE], env=dvc.environment(), start_new_session=True)
+    process = subprocess.Popen([*dvc.DVC_COMMAND, "repro", "-s", STAGE], env=dvc.environment(), start_new_session=True)
     until(lambda: of_stage(project), 120)
     time.sleep(2 + 2 * rng.random())
     os.kill(process.pid, signal.SIGKILL)
@@ -410,11 +410,11 @@ def test_a_lock_that_is_cut_short_is_not_committed(project):
 @pytest.mark.parametrize("text", ["", "{", '{"told": {'], ids=["empty", "half", "cut"])
 def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeypatch):
     """A loss of power leaves an empty file on some disks; then it is as if there were none."""
-    flows = project / FLOWS
+    flows = project / FLOWS_FOLDER
     flows.mkdir(parents=True)
     for name in ("watch.json", "notices.json"):
         (flows / name).write_text(text)
-    assert watch.read_json(watch.STATE) is None
+    assert watch.read_json(watch.STATE_FILE) is None
     monkeypatch.setenv("M3DIFF_NOTIFY", "")
     notices.send_notice(pytest.fail, checkout=project)
     notices.send_notice(pytest.fail, "key", "title", "text", project)

@@ -54,26 +54,26 @@ def test_push_sends_again_what_the_remote_lost_and_nothing_without_a_remote(proj
             path.unlink()
         assert dvc.push()[0] == "Ran"
         assert {path: path.read_bytes() for path in remote.rglob("*") if path.is_file()} == kept
-    toy.run(project, "dvc", "remote", "default", "--unset")
-    assert dvc.push() == ("Skipped", dvc.NO_REMOTE)
+    toy.run(project, "dvc", "remote", "remove", "store")
+    assert dvc.push() == ("Skipped", dvc.NO_REMOTE_NOTE)
     dvc.check_remotes()
 
 
 @pytest.mark.fault("21")
 def test_what_the_remote_does_not_have_after_the_push_is_an_error(project, remote, monkeypatch):
-    send = dvc.send
+    send = dvc.send_objects
 
     def loses(hashes: object, name: str) -> None:
         send(hashes, name)
         next(path for path in remote.rglob("*") if path.is_file() and path.suffix != ".dir").unlink()
 
     with monkeypatch.context() as there:
-        there.setattr(dvc, "send", loses)
+        there.setattr(dvc, "send_objects", loses)
         with raises(dvc.RemoteError, "flows.missing_in_remote", remote="store", count=1) as refused:
             dvc.push()
     (name,) = refused.value.fields["names"]
     assert name.startswith("data/01_raw/minichange/")
-    assert [dvc.push() for _ in range(2)] == [("Ran", "sent to store"), ("Skipped", "store had all of it")]
+    assert [dvc.push() for _ in range(2)] == [("Ran", "sent to store"), ("Skipped", "already in store")]
 
 
 @pytest.mark.slow(30)
@@ -139,6 +139,23 @@ def test_each_output_goes_to_its_own_remote_and_outputs_without_push_to_none(pro
     assert objects(other) == 1
     assert "secret\n" not in {path.read_text(errors="replace") for path in remote.rglob("*") if path.is_file()}
     assert dvc.push()[0] == "Skipped"
+
+
+@pytest.mark.slow(10)
+def test_a_push_without_a_default_remote_names_the_remotes_that_exist(project, remote, tmp_path):
+    toy.run(project, "dvc", "remote", "add", "other", str(tmp_path / "second"))
+    toy.run(project, "dvc", "remote", "default", "--unset")
+    assert dvc.push() == ("Skipped", dvc.NO_DEFAULT_REMOTE_NOTE.format(remotes="other, store"))
+    assert not remote.exists()
+    dvc.check_remotes()
+
+
+@pytest.mark.slow(10)
+def test_a_push_to_a_remote_that_is_not_configured_names_it(project, remote):
+    toy.run(project, "dvc", "remote", "add", "other", str(remote))
+    toy.run(project, "dvc", "config", "core.remote", "third")
+    with raises(dvc.RemoteError, "flows.push_failed", remote="third"):
+        dvc.push()
 
 
 # What a later run takes up

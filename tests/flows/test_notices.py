@@ -13,7 +13,7 @@ from flows.notices import notify_decision, notify_failure, reason_of, send_notic
 from flows.pipeline import full, retrain
 from flows.report import RunRecord
 from flows.watch import watch
-from flows.workspace import FLOWS, Workspace
+from flows.workspace import FLOWS_FOLDER, Workspace
 from tests.flows.conftest import decision
 from tests.servers import Listener
 
@@ -49,7 +49,9 @@ def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(check
         send_notice(said.append, checkout=checkout)
     send_notice(said.append, "a", "first", "text")
     assert [notice["title"] for notice in listener.got] == ["first", "second"]
-    everything = "".join([*said, caplog.text, *capfd.readouterr(), (checkout / FLOWS / "notices.json").read_text()])
+    everything = "".join(
+        [*said, caplog.text, *capfd.readouterr(), (checkout / FLOWS_FOLDER / "notices.json").read_text()]
+    )
     assert "secret-word" not in everything
 
 
@@ -96,7 +98,7 @@ def test_a_notice_of_a_failure_or_crash_names_run_reason_place_and_next_step(tol
         "Run 'quiet-owl' of m3diff/retrain failed: DvcError: stage validate exited with 3 "
         "rows 7, 9: reference is empty. http://ui:4200/runs/flow-run/0123 . "
     )
-    assert f"worktree {FLOWS}/0123" in text
+    assert f"worktree {FLOWS_FOLDER}/0123" in text
     assert "prefect deployment run m3diff/retrain" in text
     assert "\n" not in text
     assert crash == "0123 crashed"

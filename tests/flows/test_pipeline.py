@@ -12,7 +12,7 @@ from prefect.states import Completed, Failed
 
 from flows import dvc, pipeline
 from flows.dvc import DvcError
-from flows.pipeline import FLOW_RUN, full, retrain, run_pipeline
+from flows.pipeline import FLOW_RUN_VARIABLE, full, retrain, run_pipeline
 from flows.prepared_flow import flow as prepared_flow
 from flows.workspace import NothingNewError, Workspace
 from m3diff.provenance.git import GitError
@@ -73,7 +73,7 @@ class Pipeline:
         return self.status
 
     def register(self, return_state: bool):
-        self.known_as = os.environ.get(FLOW_RUN)
+        self.known_as = os.environ.get(FLOW_RUN_VARIABLE)
         return self.task("register", REGISTRATION)
 
     def promote(self, version: int, return_state: bool):
@@ -119,7 +119,7 @@ Reason: asked for"""
     assert state.message == "ingest@a ran, ingest@b ran, train restored, push ran, register ran, promote rejected"
     assert recorded.pages == [("Rejected", None)]
     assert recorded.known_as == name, "the version and the record know the flow run"
-    assert FLOW_RUN not in os.environ
+    assert FLOW_RUN_VARIABLE not in os.environ
 
 
 NOTHING_MADE = dict.fromkeys(("ingest@a", "ingest@b", "train", "push", "register", "promote"), "Skipped")
@@ -190,7 +190,7 @@ def test_a_refused_run_has_the_reason_as_its_message_and_raises_nothing(error, r
     assert state.message == str(error)
     assert recorded.logged == [str(error)]
     assert recorded.done == []
-    assert FLOW_RUN not in os.environ
+    assert FLOW_RUN_VARIABLE not in os.environ
 
 
 def test_a_run_of_another_checkouts_code_is_refused_before_it_has_a_place(recorded, monkeypatch):

@@ -10,7 +10,7 @@ import yaml
 from flows import dvc
 from flows import workspace as place
 from flows.workspace import (
-    BASE,
+    CHAMPION_FOLDER,
     NothingNewError,
     begin_with_champion,
     changed_datasets,
@@ -81,15 +81,15 @@ def test_a_warm_start_trains_changed_datasets_whole_and_a_share_of_the_rest(trai
     with workspace("one", "HEAD", ["train.epochs=6"], replay=0.25) as work:
         began = git("rev-parse", "HEAD")
         params = load_params(Path("params.yaml"))
-        assert params.train.base == BASE
+        assert params.train.base == CHAMPION_FOLDER
         assert params.train.epochs == 6
         weights = {name: params.convert.sources[name].weight for name in others()}
         assert weights == dict.fromkeys(others(), 0.25) | {"minichange": 0.125}
         assert params.convert.sources["minichange"].samples == "one", "what else is set stays"
         assert "mine" not in params.convert.sources
-        assert sha256_of_folder(BASE) == champion
+        assert sha256_of_folder(CHAMPION_FOLDER) == champion
         assert git("status", "--porcelain") == ""
-        assert git("show", "--name-only", "--format=", "HEAD").split() == [f"{BASE}.dvc", "params.yaml"]
+        assert git("show", "--name-only", "--format=", "HEAD").split() == [f"{CHAMPION_FOLDER}.dvc", "params.yaml"]
         assert work.overrides == ("train.epochs=6", "begin with the champion, replay 0.25")
         (said,) = work.data_notes
         assert said.startswith("begins with m3diff version 3; mine changed since and trains whole; of minichange")
@@ -103,7 +103,7 @@ def test_a_warm_start_trains_changed_datasets_whole_and_a_share_of_the_rest(trai
     )
     with workspace("one", "HEAD", ["train.epochs=6"], replay=0.25) as work:
         assert git("rev-parse", "HEAD") == began
-        assert sha256_of_folder(BASE) == champion
+        assert sha256_of_folder(CHAMPION_FOLDER) == champion
         assert work.overrides[1:], "unlike those of plain runs"
 
 
@@ -113,7 +113,7 @@ def test_a_warm_start_needs_changed_data_and_without_a_champion_has_the_base(tra
     with pytest.raises(NothingNewError, match="m3diff version 3"), workspace("one", "HEAD", [], replay=0.25):
         pytest.fail("it began")
     assert not has_branch("runs/one")
-    assert not Path(f"{BASE}.dvc").exists()
+    assert not Path(f"{CHAMPION_FOLDER}.dvc").exists()
     monkeypatch.setattr(place, "find_aliased_version", lambda *asked: None)
     with workspace("one", "HEAD", [], replay=0.25) as work:
         assert load_params(Path("params.yaml")).train.base == Path("data/00_base")
@@ -152,7 +152,7 @@ def test_a_wrong_replay_share_and_an_unknown_commit_of_the_champion_are_refused(
         champion.tags = tags
         with raises(DataError, "git.commit_not_in_clone", value=commit):
             begin_with_champion(0.25)
-        assert not Path(f"{BASE}.dvc").exists()
+        assert not Path(f"{CHAMPION_FOLDER}.dvc").exists()
 
 
 @pytest.mark.slow(20)
@@ -164,7 +164,7 @@ def test_a_checkpoint_lost_by_the_cache_is_pulled_or_the_run_is_refused(trained)
     kept = list_of_files.read_bytes()
     list_of_files.unlink()
     with (
-        raises(dvc.DvcError, "flows.command_failed", command=f"dvc pull {BASE}.dvc"),
+        raises(dvc.DvcError, "flows.command_failed", command=f"dvc pull {CHAMPION_FOLDER}.dvc"),
         workspace("one", "HEAD", [], replay=0.25),
     ):
         pytest.fail("it began")
@@ -175,4 +175,4 @@ def test_a_checkpoint_lost_by_the_cache_is_pulled_or_the_run_is_refused(trained)
     toy.run(trained, "dvc", "push", "-q", "--all-commits")
     list_of_files.unlink()
     with workspace("one", "HEAD", [], replay=0.25):
-        assert sha256_of_folder(BASE) == content
+        assert sha256_of_folder(CHAMPION_FOLDER) == content

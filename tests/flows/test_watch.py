@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flows import dvc, watch
-from flows.watch import STATE, drop_folders, fingerprint_of, imported_files
+from flows.watch import STATE_FILE, drop_folders, fingerprint_of, imported_files
 from flows.workspace import (
-    DATA,
+    DATA_BRANCH,
     workspace,
 )
 from m3diff.provenance.git import git, has_branch
@@ -40,7 +40,7 @@ class Looks:
         monkeypatch.setattr(watch.time, "time", lambda: now() + self.later)
 
     def start(self, reason: str, commit: str) -> None:
-        assert commit == git("rev-parse", DATA)
+        assert commit == git("rev-parse", DATA_BRANCH)
         if self.fails:
             raise RuntimeError("killed")
         self.started.append(reason)
@@ -79,7 +79,7 @@ def drop(look: Looks, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def nothing_left(project: Path) -> bool:
     trees = git("worktree", "list").splitlines()
     branches = git("for-each-ref", "--format=%(refname:short)", "refs/heads/runs/").split()
-    return len(trees) == 1 and set(branches) <= {DATA}
+    return len(trees) == 1 and set(branches) <= {DATA_BRANCH}
 
 
 @pytest.mark.slow(20)
@@ -98,8 +98,8 @@ def test_a_new_file_in_a_drop_folder_starts_retrain_once_and_changes_nothing(pro
     assert state.is_completed()
     assert look.started == ["data/mine changed"]
     assert state.message == "retrain, because data/mine changed"
-    assert git("rev-parse", f"{DATA}^") == git("rev-parse", "HEAD")
-    assert git("diff", "--name-only", f"{DATA}^", DATA) == "data/mine.dvc"
+    assert git("rev-parse", f"{DATA_BRANCH}^") == git("rev-parse", "HEAD")
+    assert git("diff", "--name-only", f"{DATA_BRANCH}^", DATA_BRANCH) == "data/mine.dvc"
     assert theirs() == before
     assert nothing_left(project)
     assert look().name == "Skipped"
@@ -132,7 +132,7 @@ def test_where_nothing_changed_or_is_whole_a_look_costs_no_worktree(project, loo
     look.later = 61
     looks(worktree=True)
     looks()
-    assert not has_branch(DATA)
+    assert not has_branch(DATA_BRANCH)
     assert look.started == []
 
 
@@ -148,16 +148,16 @@ def test_each_content_starts_retrain_once_whatever_happens_between(project, look
         look()
         look()
         assert look.started == ["data/mine changed"] * (count + 1)
-    assert git("rev-list", "--count", f"HEAD..{DATA}") == "1"
-    git("branch", "-D", DATA)
+    assert git("rev-list", "--count", f"HEAD..{DATA_BRANCH}") == "1"
+    git("branch", "-D", DATA_BRANCH)
     time.sleep(1)  # a commit of the same second would be the same
     look()
     assert len(look.started) == 4, "a branch that a person removed is made anew"
-    git("branch", "-D", DATA)
+    git("branch", "-D", DATA_BRANCH)
     toy.run(project, "dvc", "add", "-q", "data/mine")
     toy.commit(project, "by hand")
     assert look().name == "Skipped"
-    assert not has_branch(DATA)
+    assert not has_branch(DATA_BRANCH)
 
 
 @pytest.mark.slow(20)
@@ -172,7 +172,7 @@ def test_a_file_that_comes_while_others_are_copied_waits_with_them(project, look
     with monkeypatch.context() as there:
         there.setattr(shutil, "copytree", busy)
         assert look().name == "Skipped"
-    assert not has_branch(DATA)
+    assert not has_branch(DATA_BRANCH)
     look()
     assert look.started == ["data/mine changed"]
 
@@ -180,11 +180,11 @@ def test_a_file_that_comes_while_others_are_copied_waits_with_them(project, look
 @pytest.mark.slow(30)
 def test_an_imported_source_starts_retrain_and_one_that_is_gone_fails_the_look(project, look, drop, imported):
     assert look().name == "Skipped"
-    assert not has_branch(DATA)
+    assert not has_branch(DATA_BRANCH)
     (imported / "b.csv").write_text("2")
     look()
     assert look.started == ["data/theirs changed"]
-    assert git("diff", "--name-only", "HEAD", DATA) == "data/theirs.dvc"
+    assert git("diff", "--name-only", "HEAD", DATA_BRANCH) == "data/theirs.dvc"
     assert look().name == "Skipped"
     imported.rename(imported.with_name("elsewhere"))
     (drop / "b.csv").write_text("2")
@@ -196,7 +196,7 @@ def test_an_imported_source_starts_retrain_and_one_that_is_gone_fails_the_look(p
     assert look.started[1:] == ["data/mine changed"]
     assert git("status", "--porcelain") == ""
     assert nothing_left(project)
-    assert json.loads(STATE.read_text())["started"] == git("rev-parse", DATA)
+    assert json.loads(STATE_FILE.read_text())["started"] == git("rev-parse", DATA_BRANCH)
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ SERVE_TOKEN = "a-serve-token-of-the-test"
 
 LOOKS = """def evaluate(params, paths):
     import os
-    from flows import processes_by
+    from flows import group_processes_by
 
     old(params, paths)
-    family = processes_by("M3DIFF_SERVICE")[os.environ["M3DIFF_SERVICE"]]
+    family = group_processes_by("M3DIFF_SERVICE")[os.environ["M3DIFF_SERVICE"]]
     seen = [process.environ() for process in family]
     Path(os.environ["TOY_MARKS"], "environments.json").write_text(json.dumps(seen))
 """
