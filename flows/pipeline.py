@@ -133,9 +133,12 @@ def run_pipeline(
             return Completed(name="Skipped", message=str(error))
         except (ParamsError, DataError) as error:
             return refuse_run(error)
-        for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data_notes):
-            get_run_logger().info(text)
-        state = run_in_workspace(RunRecord(work, reasons=[reason] if reason else []), if_changed)
+        log = get_run_logger().info
+        log(f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}")
+        for note in work.data_notes:
+            log(note)
+        record = RunRecord(work, reasons=[reason] if reason else [])
+        state = run_in_workspace(record, if_changed)
     if state.name == "Skipped":  # the run produced nothing, so nothing refers to its branch
         git("branch", "--quiet", "-D", work.branch)
     return state
@@ -161,7 +164,7 @@ def run_in_workspace(record: RunRecord, if_changed: bool) -> State:
     """
     work = record.work
     log = get_run_logger().info
-    on_wait = partial(log, "another flow run does the same work; this one waits for it")
+    on_wait = partial(log, "another flow run is doing the same work; this run waits for it")
     with hold_lock(work.checkout / FLOWS_FOLDER / f"tree-{work.tree}.lock", on_wait=on_wait):
         try:
             status = prepare_run()
@@ -225,7 +228,8 @@ def run_task(record: RunRecord, name: str, task: Callable[..., Any], *arguments:
 def commit_message(record: RunRecord) -> str:
     """Return the commit message of a run: the outcome of each task, and trailers by which the commit can be found."""
     work = record.work
-    counts = ", ".join(f"{count} {outcome.lower()}" for outcome, count in Counter(record.outcomes.values()).items())
+    outcome_counts = Counter(record.outcomes.values())
+    counts = ", ".join(f"{count} {outcome.lower()}" for outcome, count in outcome_counts.items())
     outcomes = [f"{name} {outcome.lower()}" for name, outcome in record.outcomes.items()]
     trailers = [f"Flow-Run: {work.flow_run}", f"From: {work.commit}"]
     trailers += [f"Overrides: {text}" for text in work.overrides]
@@ -257,16 +261,18 @@ def reasons_to_train(status: dict[str, Any], params: Params) -> list[str]:
 def reasons_of_registry(params: Params) -> Iterator[str]:
     """Check whether the newest registered version is the checkpoint in `dvc.lock`. If not, yield a reason to train."""
     name = params.register_.model_name
-    checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs") if DVC_LOCK.is_file() else None
+    checkpoint = None
+    if DVC_LOCK.is_file():
+        checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs")
     if checkpoint is None:
-        yield "nothing was trained yet"
+        yield "no model has been trained yet"
         return
     with tracking.connect(params.register_.tracking_uri) as client:
         version = find_aliased_version(client, name, CHALLENGER)
     if version is None:
         yield f"no version of {name} is registered yet"
     elif version.tags.get("dvc.checkpoint") != checkpoint:
-        yield f"{name} version {version.version} is another checkpoint than the one in {DVC_LOCK}"
+        yield f"the checkpoint of {name} version {version.version} is not the one in {DVC_LOCK}"
 
 
 # The tasks
@@ -275,9 +281,9 @@ def reasons_of_registry(params: Params) -> Iterator[str]:
 def is_transient(task: Any, run: TaskRun, state: State) -> bool:
     """Return whether a task failed for a reason that may be temporary, so that Prefect should retry it."""
     error = state.result(raise_on_failure=False)
-    return isinstance(error, ConnectionError) or (
-        isinstance(error, DvcError) and error.fields["exit_code"] in TRANSIENT_EXIT_CODES
-    )
+    if isinstance(error, DvcError):
+        return error.fields["exit_code"] in TRANSIENT_EXIT_CODES
+    return isinstance(error, ConnectionError)
 
 
 RETRIES_OF_STAGES: dict[str, Any] = {

@@ -69,11 +69,9 @@ def watch() -> State:
     if failures:
         names = [str(fault.fields["path"]) for fault in failures]
         raise DataError("flows.sources_not_updated", count=len(failures), names=names, faults=failures)
-    return (
-        Completed(message=f"retrain, because {reason}")
-        if reason
-        else Completed(name="Skipped", message=NOTHING_CHANGED)
-    )
+    if not reason:
+        return Completed(name="Skipped", message=NOTHING_CHANGED)
+    return Completed(message=f"retrain, because {reason}")
 
 
 def update_changed_sources(watch_state: dict[str, Any], log: Callable[[str], None]) -> list[Fault]:
@@ -91,7 +89,7 @@ def update_changed_sources(watch_state: dict[str, Any], log: Callable[[str], Non
     for folder in drop_folders():
         fingerprint = fingerprint_of(Path(folder))
         if not fingerprint:
-            log(f"{folder} is not there, or is being written to; the next look takes it up")
+            log(f"{folder} does not exist or is being written to; the next check looks at it again")
         elif fingerprint != known_fingerprints.get(f"{folder}.dvc"):
             sources[f"{folder}.dvc"] = fingerprint
     if not sources:
@@ -132,12 +130,11 @@ def update_sources(
             failures.append(Fault("flows.source_not_updated", path=file, fault=error.fault))
             continue
         if fingerprint and fingerprint_of(work.checkout / folder) != fingerprint:
-            log(f"{folder} was written to meanwhile; the next look takes it up")
+            log(f"{folder} changed during the update; the next check updates it")
         else:
             updated_sources[file] = fingerprint
-    changed_files = [
-        file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in updated_sources
-    ]
+    different_files = git("diff", "--name-only", "-z", "--", "*.dvc").split("\0")
+    changed_files = [file for file in different_files if file in updated_sources]
     if changed_files:
         commit_data(work, changed_files)
     return failures, updated_sources

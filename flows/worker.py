@@ -59,7 +59,7 @@ class Worker(ProcessWorker, abc.ABC):
         try:
             return await super().get_and_submit_flow_runs()
         except httpx.HTTPError as error:
-            self._logger.warning(f"the server was not asked for runs: {type(error).__name__}: {error}")
+            self._logger.warning(f"could not ask the server for runs: {type(error).__name__}: {error}")
             return []
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
@@ -67,7 +67,7 @@ class Worker(ProcessWorker, abc.ABC):
         responses = await super()._get_scheduled_flow_runs()
         busy_ids = await self.ids_in_progress(response.flow_run for response in responses)
         for id_ in busy_ids:
-            self._logger.info(f"flow run {id_} waits until what is left of it here is gone")
+            self._logger.info(f"flow run {id_} waits until the processes of its earlier attempt have ended")
         return [response for response in responses if response.flow_run.id not in busy_ids]
 
     async def sync_with_backend(self) -> None:
@@ -78,7 +78,7 @@ class Worker(ProcessWorker, abc.ABC):
         except (httpx.HTTPError, PrefectException) as error:
             if not self.is_setup:
                 raise
-            self._logger.warning(f"the server was not reported to: {type(error).__name__}: {error}")
+            self._logger.warning(f"could not report to the server: {type(error).__name__}: {error}")
 
     async def ids_in_progress(self, runs: Iterable[FlowRun]) -> set[UUID]:
         """Return the ids of the runs that this worker has taken or that have a process on this machine."""
@@ -161,10 +161,10 @@ class Worker(ProcessWorker, abc.ABC):
         crashes = list(takewhile(lambda state: state.is_crashed(), reversed(final_states)))
         if len(crashes) >= MAX_CRASHES:
             return Failed(
-                message=f"crashed {len(crashes)} times in a row, the last time: {crashes[0].message}; look at "
-                "services/worker.log and at the memory of this machine, then run it again"
+                message=f"crashed {len(crashes)} times in a row, the last time: {crashes[0].message}. Check "
+                "services/worker.log and the memory of this machine, then run it again"
             )
-        return AwaitingRetry(message="it crashed, and goes on where it was")
+        return AwaitingRetry(message="it crashed and continues where it was killed")
 
     async def notify(self, run: FlowRun, deployment_name: str, state: State[Any]) -> None:
         """Send a notice if the state is a crash or failure. It is sent once, even if other processes try to send it."""

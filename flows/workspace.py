@@ -113,7 +113,7 @@ def workspace(
         git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
         run_overrides = list(overrides)
         if replay is not None:
-            run_overrides.append(f"begin with the champion, replay {replay}")
+            run_overrides.append(f"start from the champion, replay {replay}")
         work = Workspace(
             flow_run=flow_run,
             root=root,
@@ -152,7 +152,7 @@ def prepare_worktree(
         commit_parameters(overrides)
     links = share_with_checkout(work.checkout, load_params(Path("params.yaml")))
     if replay is not None and not is_retry:
-        champion_overrides, note = begin_with_champion(replay)
+        champion_overrides, note = start_from_champion(replay)
         commit_parameters(champion_overrides)
         load_params(Path("params.yaml"))
         data_notes.append(note)
@@ -221,9 +221,9 @@ def commit_watched_data() -> list[str]:
         if file not in different_files:
             continue
         if file in files_changed_by_hand:
-            notes.append(f"{file}: as committed by hand; what {DATA_BRANCH} has of it is older and left out")
+            notes.append(f"{file}: used as committed by hand, because the one on {DATA_BRANCH} is older")
         else:
-            notes.append(f"{file}: as on {DATA_BRANCH}, {data_commit}")
+            notes.append(f"{file}: used as on {DATA_BRANCH}, commit {data_commit}")
             files_to_commit.append(file)
     if files_to_commit:
         git(*AS_COMMITTED, "checkout", "--quiet", DATA_BRANCH, "--", *files_to_commit)
@@ -310,7 +310,7 @@ def remove_old_worktrees(folder: Path) -> None:
 # Training that starts from the champion
 
 
-def begin_with_champion(replay: float) -> tuple[tuple[str, ...], str]:
+def start_from_champion(replay: float) -> tuple[tuple[str, ...], str]:
     """Prepare training from the champion: write `data/00_champion.dvc` into the current directory, which is a worktree.
 
     Datasets that have changed since the champion was trained are used in full. Of the other datasets, a share of the
@@ -335,20 +335,22 @@ def begin_with_champion(replay: float) -> tuple[tuple[str, ...], str]:
     with tracking.connect(params.register_.tracking_uri) as client:
         champion = find_aliased_version(client, params.register_.model_name, CHAMPION)
     if champion is None:
-        return (), "there is no champion to begin with yet, so training begins with the base"
-    changed = changed_datasets(find_commit(champion.tags.get("git.commit", "unknown")), params.ingest.datasets)
+        return (), "there is no champion yet, so training starts from the base"
+    changed_names = changed_datasets(find_commit(champion.tags.get("git.commit", "unknown")), params.ingest.datasets)
     champion_name = f"{champion.name} version {champion.version}"
-    if not changed:
-        raise NothingNewError(f"no dataset changed since {champion_name}, the champion, was trained")
+    if not changed_names:
+        raise NothingNewError(f"no dataset has changed since the champion, {champion_name}, was trained")
     dvc_file = Path(f"{CHAMPION_FOLDER}.dvc")
     entry = {"md5": champion.tags["dvc.checkpoint"], "hash": "md5", "path": CHAMPION_FOLDER.name}
     dvc_file.write_text(yaml.safe_dump({"outs": [entry]}), encoding="utf-8")
     git("add", "--", str(dvc_file))
-    unchanged = [name for name in params.ingest.datasets if name not in changed]
-    sources = yaml.safe_dump(scale_weights(params, unchanged, replay), default_flow_style=True, width=4096).strip()
-    note = f"begins with {champion_name}; {', '.join(sorted(changed))} changed since and trains whole"
-    if unchanged:
-        note += f"; of {', '.join(unchanged)} a share of {replay} trains again"
+    unchanged_names = [name for name in params.ingest.datasets if name not in changed_names]
+    sources = yaml.safe_dump(
+        scale_weights(params, unchanged_names, replay), default_flow_style=True, width=4096
+    ).strip()
+    note = f"training starts from {champion_name}. Changed since and used in full: {', '.join(sorted(changed_names))}"
+    if unchanged_names:
+        note += f". Unchanged, so that a share of {replay} is used again: {', '.join(unchanged_names)}"
     return (f"train.base={CHAMPION_FOLDER}", f"convert.sources={sources}"), note
 
 
@@ -358,21 +360,21 @@ def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
     The data need not be checked out.
     """
     # DVC compares with the dvc.lock on disk, so temporarily replace that file with the commit's dvc.lock
-    before = dvc.DVC_LOCK.read_bytes() if dvc.DVC_LOCK.is_file() else None
+    lock_before = dvc.DVC_LOCK.read_bytes() if dvc.DVC_LOCK.is_file() else None
     dvc.DVC_LOCK.write_text(git("show", f"{commit}:{dvc.DVC_LOCK}") + "\n", encoding="utf-8")
     try:
         locked_stages = dvc.locked_stages() or {}
         status = dvc.status()
     finally:
         dvc.DVC_LOCK.unlink()
-        if before is not None:
-            dvc.DVC_LOCK.write_bytes(before)
-    changed = {name for name in names if f"ingest@{name}" not in locked_stages}
+        if lock_before is not None:
+            dvc.DVC_LOCK.write_bytes(lock_before)
+    changed_names = {name for name in names if f"ingest@{name}" not in locked_stages}
     for change in dvc.data_and_parameter_changes(status):
         # Data that are not checked out are reported as deleted, which is not a change
         if change.kind == "changed deps" and change.detail != "deleted":
-            changed.add(change.stage.partition("@")[2])
-    return changed & set(names)
+            changed_names.add(change.stage.partition("@")[2])
+    return changed_names & set(names)
 
 
 def scale_weights(params: Params, names: Collection[str], replay: float) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ PLAIN = {
     "flows/runtime.py write_to_worker_log": "a log",
     "flows/watch.py update_sources": "in a worktree, whose `.dvc` files are committed when all is copied",
     "flows/workspace.py changed_datasets": "in a worktree whose branch is not made yet, so made anew after a kill",
-    "flows/workspace.py begin_with_champion": "in a worktree whose branch is not made yet, so made anew after a kill",
+    "flows/workspace.py start_from_champion": "in a worktree whose branch is not made yet, so made anew after a kill",
     "flows/workspace.py hold_lock": "a lock",
 }
 """In place, and why no half of it is ever trusted."""

@@ -42,7 +42,7 @@ def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(check
     listener.code = 500
     send_notice(said.append, "a", "first", "text")
     send_notice(said.append, "b", "second", "text")
-    assert "first: nobody was told, for M3DIFF_NOTIFY does not work" in said[0]
+    assert "first: the notice was not sent, because M3DIFF_NOTIFY does not work" in said[0]
     assert "2 notice(s) wait" in said[1]
     listener.code = 200
     for _ in range(2):
@@ -130,9 +130,9 @@ def test_looks_that_fail_for_one_reason_send_one_notice_and_long_errors_are_cut(
 @pytest.mark.parametrize(
     ("outcome", "champion", "word", "then"),
     [
-        ("refused", 1, "rejected", "The champion stays: 1"),
-        ("refused", None, "rejected", "The champion stays: none"),
-        ("promoted", 1, "promoted", "The champion before was 1; `m3diff rollback"),
+        ("refused", 1, "rejected", "The champion is unchanged: 1"),
+        ("refused", None, "rejected", "The champion is unchanged: none"),
+        ("promoted", 1, "promoted", "The previous champion was 1. To restore it, run `m3diff rollback"),
         ("first", None, "promoted", "m3diff rollback"),
         ("unchanged", 1, "", ""),
     ],
@@ -147,6 +147,6 @@ def test_a_decision_of_the_gate_is_told_with_its_numbers_and_the_reason_of_the_r
     ((key, title, text),) = told
     assert key == f"0123 {word}"
     assert title == f"m3diff: a model was {word}"
-    assert f"m version 7 {outcome}: why. Run because new data. " in text
+    assert f"m version 7 {outcome}: why. The run was started because new data. " in text
     assert then in text
     assert ("stays" in text) == ("stays" in then)

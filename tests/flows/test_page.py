@@ -59,10 +59,10 @@ def test_the_page_says_what_came_out_why_it_ran_how_long_it_took_and_where_to_lo
 
 
 def test_the_page_names_the_overrides_and_how_the_training_began(done):
-    done.work = done.work._replace(overrides=("train.epochs=6", "begin with the champion, replay 0.25"))
+    done.work = done.work._replace(overrides=("train.epochs=6", "start from the champion, replay 0.25"))
     lines = list(report.page_lines(done, PARAMS))
-    assert "- parameter of this run alone: `train.epochs=6`" in lines
-    assert "- begin with the champion, replay 0.25" in lines
+    assert "- parameter of this run: `train.epochs=6`" in lines
+    assert "- start from the champion, replay 0.25" in lines
 
 
 CURVES = "step,loss,lr_llm,val_cider\n1,4.0,0.1,\n2,1.0,0.2,0.5\n"
@@ -126,4 +126,4 @@ def test_the_page_is_an_artifact_and_where_the_run_made_something_a_commit(done,
     assert len(kept) == 4, "no commit"
     monkeypatch.setattr(report, "create_markdown_artifact", refuse)
     report.publish(done, "Run 01234567")
-    assert kept[4:] == ["the page of this run could not be kept: ConnectionError: the server is gone"]
+    assert kept[4:] == ["the page of this run could not be stored: ConnectionError: the server is gone"]

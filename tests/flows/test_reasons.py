@@ -70,10 +70,10 @@ def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(tr
 @pytest.mark.parametrize(
     ("trained", "newest", "reason"),
     [
-        ("data/00_base", None, "nothing was trained yet"),
-        (None, None, "nothing was trained yet"),
+        ("data/00_base", None, "no model has been trained yet"),
+        (None, None, "no model has been trained yet"),
         ("data/05_model/checkpoint", None, "no version of m3diff is registered yet"),
-        ("data/05_model/checkpoint", "older", "m3diff version 3 is another checkpoint than the one in"),
+        ("data/05_model/checkpoint", "older", "the checkpoint of m3diff version 3 is not the one in"),
         ("data/05_model/checkpoint", "here", None),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_was_trained_and_not_registered_is_a_reason(monkeypatch, tmp_path, 
     if trained:
         lock.write_text(yaml.safe_dump({"stages": stages if "model" in trained else {"pretrain": {"outs": [entry]}}}))
     version = newest and SimpleNamespace(version="3", tags={"dvc.checkpoint": newest})
-    asked = {} if reason == "nothing was trained yet" else {("client", "m3diff", "challenger"): version}
+    asked = {} if reason == "no model has been trained yet" else {("client", "m3diff", "challenger"): version}
     monkeypatch.setattr(pipeline, "DVC_LOCK", lock)
     monkeypatch.setattr(pipeline, "Lock", lambda: Lock(lock))
     monkeypatch.setattr(tracking, "connect", lambda uri: contextlib.nullcontext("client"))

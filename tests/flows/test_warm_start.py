@@ -12,8 +12,8 @@ from flows import workspace as place
 from flows.workspace import (
     CHAMPION_FOLDER,
     NothingNewError,
-    begin_with_champion,
     changed_datasets,
+    start_from_champion,
     workspace,
 )
 from m3diff.provenance.git import git, has_branch
@@ -90,10 +90,10 @@ def test_a_warm_start_trains_changed_datasets_whole_and_a_share_of_the_rest(trai
         assert sha256_of_folder(CHAMPION_FOLDER) == champion
         assert git("status", "--porcelain") == ""
         assert git("show", "--name-only", "--format=", "HEAD").split() == [f"{CHAMPION_FOLDER}.dvc", "params.yaml"]
-        assert work.overrides == ("train.epochs=6", "begin with the champion, replay 0.25")
-        (said,) = work.data_notes
-        assert said.startswith("begins with m3diff version 3; mine changed since and trains whole; of minichange")
-        assert said.endswith("a share of 0.25 trains again")
+        assert work.overrides == ("train.epochs=6", "start from the champion, replay 0.25")
+        (note,) = work.data_notes
+        assert note.startswith("training starts from m3diff version 3. Changed since and used in full: mine. Unchanged")
+        assert "a share of 0.25 is used again: minichange" in note
         dvc.link_data()
         for stage in ("synthesize@minichange", "convert", "train"):
             dvc.repro(stage, print)
@@ -147,11 +147,11 @@ def test_a_wrong_replay_share_and_an_unknown_commit_of_the_champion_are_refused(
     champion = place.find_aliased_version()
     for replay in (1.5, -0.1):
         with raises(ParamsError, "flows.replay_out_of_range", key="replay", value=replay):
-            begin_with_champion(replay)
+            start_from_champion(replay)
     for tags, commit in (({"git.commit": "0" * 40}, "0" * 40), ({}, "unknown")):
         champion.tags = tags
         with raises(DataError, "git.commit_not_in_clone", value=commit):
-            begin_with_champion(0.25)
+            start_from_champion(0.25)
         assert not Path(f"{CHAMPION_FOLDER}.dvc").exists()
 
 

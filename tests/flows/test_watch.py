@@ -124,9 +124,9 @@ def test_where_nothing_changed_or_is_whole_a_look_costs_no_worktree(project, loo
 
     (drop / "b.csv").write_text("half")
     look.later = 1
-    looks("data/mine is not there, or is being written to; the next look takes it up")
+    looks("data/mine does not exist or is being written to; the next check looks at it again")
     drop.rename(project / "away")
-    looks("data/mine is not there, or is being written to; the next look takes it up")
+    looks("data/mine does not exist or is being written to; the next check looks at it again")
     (project / "away").rename(drop)
     (drop / "b.csv").unlink()
     look.later = 61

@@ -251,8 +251,8 @@ def test_data_found_by_watch_are_used_if_asked_and_later_changes_by_hand_win(pro
     with opened("with", "HEAD", data=True) as work:
         assert [word_of(name) for name in "abcd"] == ["new", "by hand", "new", "another"]
         assert not Path("e.dvc").exists(), "main gave it up"
-        older = f"as committed by hand; what {DATA_BRANCH} has of it is older and left out"
-        taken = f"as on {DATA_BRANCH}, {git('rev-parse', '--short', DATA_BRANCH)}"
+        older = f"used as committed by hand, because the one on {DATA_BRANCH} is older"
+        taken = f"used as on {DATA_BRANCH}, commit {git('rev-parse', '--short', DATA_BRANCH)}"
         assert work.data_notes == (f"a.dvc: {taken}", f"b.dvc: {older}", f"e.dvc: {older}")
         assert git("log", "-1", "--format=%s") == f"Data of {DATA_BRANCH}: a.dvc"
         assert git("status", "--porcelain") == ""
