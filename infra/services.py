@@ -22,22 +22,22 @@ import yaml
 
 if __name__ == "__main__":  # the keeper runs this file as a script, so the checkout is not on the import path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from infra.access import visible
+from infra.access import select_visible_variables
 from infra.apis import WORK_POOL
 from infra.errors import ServiceError
 from infra.mlflow_login import prepare_worker_user
 from infra.processes import (
     START_S,
     Service,
-    end,
     end_leftovers,
     format_time,
     keeper_service,
-    rotate,
+    rotate_log,
     running_processes,
     services,
-    start,
-    wait,
+    start_service,
+    stop_service,
+    wait_until_up,
 )
 from infra.status import OWN_FLOWS, addresses, print_last_training, print_status, require_all_up
 from infra.variables import (
@@ -117,9 +117,9 @@ def start_and_wait() -> None:
         end_leftovers(service)
     log_size = keeper.log.stat().st_size if keeper.log.exists() else 0
     print(f"starting; a first start makes two databases, which takes up to {START_S // 60} minutes", flush=True)
-    process = start(keeper)
+    process = start_service(keeper)
     for service in services():
-        wait(service, process, keeper.log, progress=print_waiting)
+        wait_until_up(service, process, keeper.log, progress=print_waiting)
         print(f"  {service.name:<9} up", flush=True)
     print(keeper.log.read_text()[log_size:], end="")
 
@@ -144,20 +144,20 @@ def keep() -> None:
     if any(keeper.pid != os.getpid() for keeper in running_processes()["keeper"][:1]):
         raise ServiceError("infra.keeper_already_up")
     prefect, mlflow, worker = services()
-    running = {server.name: start(server) for server in (prefect, mlflow)}
+    running = {server.name: start_service(server) for server in (prefect, mlflow)}
     for server in (prefect, mlflow):
-        wait(server, running[server.name], server.log)
+        wait_until_up(server, running[server.name], server.log)
     if admin := mlflow_admin():
         prepare_worker_user(mlflow.url, admin, worker_password_file())
     os.environ.update(prefect_client_variables())
     deploy()
-    running[worker.name] = start(worker)
+    running[worker.name] = start_service(worker)
     restarts = [Restart(service, running[service.name], server=prefect) for service in (prefect, mlflow, worker)]
     while True:
         time.sleep(KEEP_S)
-        rotate(keeper_service().log)
+        rotate_log(keeper_service().log)
         for restart in restarts:
-            rotate(restart.service.log)
+            rotate_log(restart.service.log)
             restart.look()
 
 
@@ -192,7 +192,7 @@ class Restart:
         self.due = now + self.pause_s
         print(f"{format_time(time.time())}: {self.service.name} ended, and is started again", flush=True)
         try:
-            self.process = start(self.service)
+            self.process = start_service(self.service)
         except ServiceError as error:
             print(f"{format_time(time.time())}: {error}", flush=True)
 
@@ -257,7 +257,7 @@ def deploy_by_name(names: list[str]) -> None:
     for name in names:
         command += ["--name", name]
     # The command loads the flows, which do not need the servers' secrets
-    variables = visible("worker", os.environ) | prefect_client_variables()
+    variables = select_visible_variables("worker", os.environ) | prefect_client_variables()
     subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -295,7 +295,7 @@ def run_flow(ref: str | None = None) -> None:
 def down() -> None:
     """Stop all services: first the keeper, then the worker with its flows, and finally the servers."""
     for name in ("keeper", "worker", "mlflow", "prefect"):
-        print(f"{name}: {'ended' if end(name) else 'not up'}")
+        print(f"{name}: {'ended' if stop_service(name) else 'not up'}")
 
 
 COMMANDS = {"up": up, "down": down, "status": print_status, "keep": keep, "deploy": deploy, "flow": run_flow}
