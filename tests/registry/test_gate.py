@@ -111,7 +111,8 @@ def test_a_verdict_has_gain_interval_and_pairs_and_its_bound_decides(models):
     assert verdict.low < verdict.gain < verdict.high
     assert verdict.reason == (
         f"{EXACT_ACCURACY} on {PROTOCOL} {challenger_mean:.4f}, the champion's {champion_mean:.4f}: "
-        f"gain {verdict.gain:+.4f}, 95 % interval {verdict.low:+.4f} to {verdict.high:+.4f} over 600 pairs; the lower bound exceeds 0"
+        f"gain {verdict.gain:+.4f}, 95 % interval {verdict.low:+.4f} to {verdict.high:+.4f} over 600 pairs; "
+        "the lower bound exceeds 0"
     )
     assert judge(make_gate(min_gain=verdict.low - 1e-6), *map(make_scores, models)).outcome == "promoted"
     assert judge(make_gate(min_gain=verdict.low), *map(make_scores, models)).outcome == "refused"
