@@ -19,9 +19,18 @@ from m3diff.registry.versions import SCORES
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.params import Promote
 from tests.errors import Message, raises
-from tests.registry.conftest import PAIRS, PROTOCOL, Registry, Rescoring, anew, remedies, scores, tag
+from tests.registry.conftest import (
+    PAIRS,
+    PROTOCOL,
+    Registry,
+    Rescoring,
+    make_scores,
+    read_count_tag,
+    recreate_model,
+    versions_in_remedies,
+)
 
-GOOD = scores(5.0, seed=1)
+GOOD = make_scores(5.0, seed=1)
 
 
 def replaced(name: str, values: pa.Array) -> pa.Table:
@@ -159,13 +168,13 @@ def test_a_file_of_scores_with_damaged_bytes_is_refused(start, registry):
 
 
 def accept_by_hand(registry: Registry, reason: str) -> None:
-    (version,) = set(remedies(reason))
+    (version,) = set(versions_in_remedies(reason))
     assert registry.rollback(version, "accepted").target == version
 
 
 @pytest.mark.fault("S2", "T9")
 def test_after_the_model_was_deleted_no_version_becomes_champion_as_the_first(three):
-    anew(three)
+    recreate_model(three)
     three.add(0.1)
     refused = [three.decide() for _ in range(2)]
     assert [decision.outcome for decision in refused] == ["refused", "refused"]
@@ -184,12 +193,12 @@ def test_after_the_model_was_deleted_no_version_becomes_champion_as_the_first(th
 
 @pytest.mark.fault("S2", "T9")
 def test_the_lost_champion_is_named_where_it_was_registered_again(rolled_back):
-    anew(rolled_back)
+    recreate_model(rolled_back)
     rolled_back.add(2.0, dvc__checkpoint="of another")
     same = rolled_back.add(1.0, dvc__checkpoint="of 1.0")
     refused = rolled_back.decide(version=1)
     assert refused.outcome == "refused"
-    assert remedies(refused.reason) == [same, 1], "the champion of before comes first"
+    assert versions_in_remedies(refused.reason) == [same, 1], "the champion of before comes first"
 
 
 @pytest.mark.fault("S2", "T9")
@@ -238,7 +247,7 @@ def test_an_alias_previous_tells_of_a_champion_that_no_record_has(registry):
     registry.point("previous", 1)
     refused = registry.decide()
     assert refused.outcome == "refused"
-    assert remedies(refused.reason) == [1, 2]
+    assert versions_in_remedies(refused.reason) == [1, 2]
 
 
 @pytest.mark.fault("S2")
@@ -287,10 +296,10 @@ def test_a_tag_of_decisions_that_is_not_ours_is_an_error_and_not_overwritten(for
             decide()
     assert rolled_back.aliases() == aliases
     assert commit_at(BRANCH) == last_commit
-    assert tag(rolled_back) == value
+    assert read_count_tag(rolled_back) == value
     rolled_back.client.delete_registered_model_tag("m3diff", COUNT_TAG)
     assert "m3diff promote --again" in rolled_back.decide().reason
-    assert tag(rolled_back) == f"4 {commit_at(BRANCH)}"
+    assert read_count_tag(rolled_back) == f"4 {commit_at(BRANCH)}"
 
 
 @pytest.mark.fault("T14")

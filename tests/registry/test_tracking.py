@@ -481,9 +481,9 @@ def test_the_few_scores_of_the_headline_are_logged_as_papers_print_them(training
 
 def test_two_trainings_of_one_minute_have_different_names(training, monkeypatch):
     monkeypatch.setattr(tracking.time, "gmtime", lambda *_: time.struct_time((2026, 1, 2, 3, 4, 5, 0, 2, 0)))
-    first = RunDescription(LOCAL, "m3diff", "small", {"train": {"seed": 1, "epochs": 2}}, 32)
+    first_name = RunDescription(LOCAL, "m3diff", "small", {"train": {"seed": 1, "epochs": 2}}, 32)
     second = RunDescription(LOCAL, "m3diff", "small", {"train": {"seed": 2, "epochs": 0.5}}, 32)
-    assert first.run_name() == "small 2026-01-02 03:04:05, 2 epochs, seed 1"
+    assert first_name.run_name() == "small 2026-01-02 03:04:05, 2 epochs, seed 1"
     assert second.run_name() == "small 2026-01-02 03:04:05, 0.5 epochs, seed 2"
 
 
