@@ -211,7 +211,7 @@ def test_a_store_that_was_moved_is_mended_by_mlflow_and_then_read(store, tmp_pat
     assert mended_source.folder.is_relative_to(new_project)
     quick = find_stored_version(URI, MODEL, "champion")
     assert quick is not None
-    assert quick.checkpoint == source.folder
+    assert quick.checkpoint == mended_source.folder
 
 
 def test_a_version_is_found_without_importing_mlflow(store):
