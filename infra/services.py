@@ -234,7 +234,7 @@ def deploy() -> None:
         if deployment.paused or not all(schedule.active for schedule in deployment.schedules):
             paused.append(f"m3diff/{deployment.name}")
     for name in paused:
-        print(f"{name} stays as Prefect's page has it: paused")
+        print(f"{name}: paused, as set on Prefect's page")
 
 
 def deployment_definitions() -> dict[str, Any]:

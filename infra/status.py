@@ -161,7 +161,7 @@ def page_of_last_run() -> str:
     """Return the URL of the most recently started training run, or a note that there is none."""
     has_begun = {"start_time": {"is_null_": False}}
     run = first_training(has_begun, sort="START_TIME_DESC")
-    return page_of(run) if run else "none yet; `make run` is no flow, `make flow` is one"
+    return page_of(run) if run else "none yet; `make flow` starts one (`make run` runs without Prefect)"
 
 
 def mlflow_pages() -> dict[str, str]:
@@ -179,7 +179,7 @@ def mlflow_pages() -> dict[str, str]:
     except (ParamsError, httpx.HTTPError):  # these pages are optional, so this is not an error
         return {}
     start = f"{mlflow_service().url}/#"
-    none_yet = "none yet; `make run` or `make flow` makes the first"
+    none_yet = "none yet; `make run` or `make flow` creates the first"
     runs_page = f"{start}/experiments/{experiment['experiment']['experiment_id']}/runs" if experiment else none_yet
     model_page = f"{start}/models/{quote(register.model_name)}" if model else none_yet
     return {"runs": runs_page, f"model {register.model_name}": model_page}

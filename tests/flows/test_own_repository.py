@@ -62,9 +62,9 @@ def test_a_run_in_a_part_of_another_repository_is_refused_with_a_remedy_that_wor
     sh(remedy.replace("FOLDER", str(tmp_path / "new")), Path(top))
     monkeypatch.chdir(tmp_path / "new")
     assert Path(".git").is_dir()
-    with pytest.raises(Exception) as other, workspace("one", "HEAD", [], False):
+    with pytest.raises(Exception) as other_repository, workspace("one", "HEAD", [], False):
         pytest.fail("no project of DVC")
-    assert not isinstance(other.value, CodedError) or not other.value.code.startswith("git.")
+    assert not isinstance(other_repository.value, CodedError) or not other_repository.value.code.startswith("git.")
 
 
 @pytest.mark.fault("P13")

@@ -94,12 +94,12 @@ def test_a_refusal_names_five_files_at_most_and_commits_all(count):
 
 
 def test_a_named_commit_runs_without_what_is_not_committed(project):
-    first = git("rev-parse", "HEAD")
+    first_commit = git("rev-parse", "HEAD")
     toy.change(project, "train", seed=2)
     toy.commit(project, "second")
     head = git("rev-parse", "HEAD")
     toy.change(project, "train", seed=3)
-    for name, ref, seed, commit in (("a", "HEAD", 2, head), ("b", first[:9], 7407, first)):
+    for name, ref, seed, commit in (("a", "HEAD", 2, head), ("b", first_commit[:9], 7407, first_commit)):
         with opened(name, ref) as work:
             assert trained_by()["seed"] == seed
             assert work.commit == commit
@@ -150,10 +150,10 @@ def test_every_setting_of_a_remote_means_in_a_run_what_it_means_in_the_checkout(
         meant = repo.config["remote"]
         cache = repo.cache.local_cache_dir
     with opened(ref="HEAD"), dvc.repository() as repo:
-        found = repo.config["remote"]
-        assert found["aws"].pop("ssl_verify") == str(project / "certs" / "ca.pem")
+        settings = repo.config["remote"]
+        assert settings["aws"].pop("ssl_verify") == str(project / "certs" / "ca.pem")
         assert meant["aws"].pop("ssl_verify") == "certs/ca.pem"
-        assert found == meant
+        assert settings == meant
         assert repo.cache.local_cache_dir == cache
         assert repo.config["cache"]["slow_link_warning"] is False
         assert Path(repo.config["core"]["site_cache_dir"]).is_relative_to(Path.cwd())
@@ -178,15 +178,15 @@ def test_a_failed_runs_worktree_stays_for_a_week_and_a_sweep_takes_only_such(pro
     with pytest.raises(RuntimeError, match="failed"), opened() as work:
         raise RuntimeError("it failed")
     flows = project / FLOWS_FOLDER
-    theirs = flows / "dvc-store" / "files"
-    mine = flows / "mine"
+    other_folder = flows / "dvc-store" / "files"
+    own_worktree = flows / "mine"
     link = flows / "link"
-    theirs.mkdir(parents=True)
-    git("worktree", "add", "--quiet", "--detach", str(mine), "HEAD")
+    other_folder.mkdir(parents=True)
+    git("worktree", "add", "--quiet", "--detach", str(own_worktree), "HEAD")
     link.symlink_to(project / "components")
     for name in ("link", "dvc-store"):
         (flows / f"{name}.lock").touch()
-    for path in (theirs.parent, mine, project / "components"):
+    for path in (other_folder.parent, own_worktree, project / "components"):
         os.utime(path, (0, 0))
     remove_old_worktrees(flows)
     assert work.root.is_dir()
@@ -196,9 +196,9 @@ def test_a_failed_runs_worktree_stays_for_a_week_and_a_sweep_takes_only_such(pro
         remove_old_worktrees(flows)
         assert work.root.is_dir(), "its process still lives"
     remove_old_worktrees(flows)
-    assert worktrees() == [str(mine)]
+    assert worktrees() == [str(own_worktree)]
     assert not work.root.exists()
-    assert all((theirs.is_dir(), (mine / ".git").is_file(), link.is_symlink()))
+    assert all((other_folder.is_dir(), (own_worktree / ".git").is_file(), link.is_symlink()))
 
 
 @pytest.mark.fault("04")
@@ -251,9 +251,9 @@ def test_data_found_by_watch_are_used_if_asked_and_later_changes_by_hand_win(pro
     with opened("with", "HEAD", data=True) as work:
         assert [word_of(name) for name in "abcd"] == ["new", "by hand", "new", "another"]
         assert not Path("e.dvc").exists(), "main gave it up"
-        older = f"used as committed by hand, because the one on {DATA_BRANCH} is older"
-        taken = f"used as on {DATA_BRANCH}, commit {git('rev-parse', '--short', DATA_BRANCH)}"
-        assert work.data_notes == (f"a.dvc: {taken}", f"b.dvc: {older}", f"e.dvc: {older}")
+        older_note = f"used as committed by hand, because the one on {DATA_BRANCH} is older"
+        used_note = f"used as on {DATA_BRANCH}, commit {git('rev-parse', '--short', DATA_BRANCH)}"
+        assert work.data_notes == (f"a.dvc: {used_note}", f"b.dvc: {older_note}", f"e.dvc: {older_note}")
         assert git("log", "-1", "--format=%s") == f"Data of {DATA_BRANCH}: a.dvc"
         assert git("status", "--porcelain") == ""
         assert work.tree == git("rev-parse", "HEAD^{tree}") != plain.tree
