@@ -1,4 +1,4 @@
-"""The description of a registered version: scores, training and commit, and a person's text that stays."""
+"""The description of a registered version: scores, training and commit. Text by hand is not overwritten."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,8 @@ TAGS = {"git.commit": "a" * 40, "git.dirty": "false"}
 
 
 def test_the_first_line_has_the_main_score_of_each_test_set():
-    first = build_description(TAGS, HEADLINE, TRAINED).splitlines()[0]
-    assert first == "CIDEr 441.1 on minichange/total; CIDEr of characters 12.0 on own/test."
+    first_line = build_description(TAGS, HEADLINE, TRAINED).splitlines()[0]
+    assert first_line == "CIDEr 441.1 on minichange/total; CIDEr of characters 12.0 on own/test."
 
 
 def test_the_table_has_a_column_for_each_test_set_and_a_dash_for_what_it_lacks():
@@ -50,12 +50,12 @@ def test_without_scores_or_a_report_of_the_training_there_is_still_a_text():
 @pytest.mark.parametrize(
     "change", [lambda text: text + " Mine.", lambda text: f"Mine.\n{text}", lambda text: "Mine.", lambda text: ""]
 )
-def test_a_text_that_a_person_changed_is_not_ours(change):
+def test_a_text_that_somebody_changed_is_not_a_generated_one(change):
     assert not is_generated(change(build_description(TAGS, HEADLINE, TRAINED)))
 
 
 class Client:
-    """The calls that `describe` makes of MLflow."""
+    """Replaces the calls of MLflow in `write_description`."""
 
     def __init__(self, of_model: str = "") -> None:
         self.of_model = of_model

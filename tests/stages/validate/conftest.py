@@ -1,4 +1,4 @@
-"""Data of the tests of validate: a small CLEVR-Change."""
+"""A small CLEVR-Change for the tests of validate."""
 
 from pathlib import Path
 
