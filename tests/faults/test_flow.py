@@ -382,7 +382,7 @@ def test_a_dvc_that_is_killed_as_it_writes_its_lock_leaves_the_one_before(projec
     cut = Path("dvc.lock").read_bytes()
     Path("dvc.lock").write_bytes(before)
     killed = f"import os; open('dvc.lock', 'wb').write({cut!r}); os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(dvc, "DVC", [sys.executable, "-c", killed])
+    monkeypatch.setattr(dvc, "DVC_COMMAND", [sys.executable, "-c", killed])
     for expected in (before, None):
         with raises(dvc.DvcError, "flows.command_failed", command="stage evaluate"):
             dvc.repro(STAGE, print)

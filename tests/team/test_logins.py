@@ -12,7 +12,7 @@ from mlflow.exceptions import MlflowException
 
 from infra.mlflow_login import GRANTS, WORKER_USER, read_password
 from tests import toy
-from tests.flows.test_services import RAN
+from tests.flows.test_services import RAN_STATES
 from tests.servers import Machine
 
 TOKEN = "m3diff:a-token-of-the-test"
@@ -78,7 +78,7 @@ def test_a_flow_runs_with_all_tokens_and_sees_no_secret_of_a_server(machine, tmp
     admin.create_registered_model("m3diff")
     state, tasks = machine.run_deployment("m3diff/full", "first")
     assert state == "Completed"
-    assert tasks == RAN
+    assert tasks == RAN_STATES
     environments = json.loads((tmp_path / "environments.json").read_text())
     assert len(environments) >= 3, "the stage, the flow, the worker"
     for seen in environments:
