@@ -266,17 +266,20 @@ def share_with_checkout(checkout: Path, params: Params) -> tuple[str, ...]:
         the paths in the worktree that are now links into the checkout.
     """
     with chdir(checkout):
-        cache = {"dir": str(dvc.cache_folder()), "type": CACHE_LINK_TYPES}
+        cache_settings = {"dir": str(dvc.cache_folder()), "type": CACHE_LINK_TYPES}
     # Keep DVC's database of file hashes in the worktree, because it would never be deleted elsewhere
-    memory = Path(".dvc/tmp/memory").absolute()
-    write_settings(Path(), checkout, cache=cache, core={"site_cache_dir": str(memory), "autostage": "false"})
+    hash_database = Path(".dvc/tmp/memory").absolute()
+    write_settings(
+        Path(), checkout, cache=cache_settings, core={"site_cache_dir": str(hash_database), "autostage": "false"}
+    )
     # The paths to link, each with the folder in the checkout that must exist for the link
     shared_paths = {params.compute.scratch: checkout / params.compute.scratch}
     if params.register_.tracking_uri.startswith(tracking.SQLITE):
         database = Path(params.register_.tracking_uri.removeprefix(tracking.SQLITE))
         # A folder that is part of the commit, such as `.`, cannot be a link, so the file itself is linked
         is_folder_of_commit = database.parent.exists() and not database.parent.is_symlink()
-        shared_paths[database if is_folder_of_commit else database.parent] = checkout / database.parent
+        shared_path = database if is_folder_of_commit else database.parent
+        shared_paths[shared_path] = checkout / database.parent
     relative_paths = [path for path in shared_paths if not path.is_absolute()]
     for path in relative_paths:
         target = checkout / path

@@ -165,16 +165,17 @@ def running_processes(folder: Path | None = None) -> dict[str, list[psutil.Proce
     Args:
         folder: the services/ folder of another checkout. If None, use the folder of this checkout.
     """
-    marked = group_processes_by(MARK_VARIABLE)
-    service_names = ("keeper", "worker", "mlflow", "prefect")
-    running = {name: marked.get(f"{folder or services_folder()}/{name}", []) for name in service_names}
-    processes_of_flows = {
-        process for same_run in group_processes_by(FLOW_RUN_VARIABLE).values() for process in same_run
-    }
-    worker_processes = running["worker"]
-    running["flow"] = [process for process in worker_processes if process in processes_of_flows]
-    running["worker"] = [process for process in worker_processes if process not in processes_of_flows]
-    return running
+    processes_by_mark = group_processes_by(MARK_VARIABLE)
+    processes_by_name: dict[str, list[psutil.Process]] = {}
+    for name in ("keeper", "worker", "mlflow", "prefect"):
+        processes_by_name[name] = processes_by_mark.get(f"{folder or services_folder()}/{name}", [])
+    processes_of_flows: set[psutil.Process] = set()
+    for processes_of_run in group_processes_by(FLOW_RUN_VARIABLE).values():
+        processes_of_flows.update(processes_of_run)
+    worker_processes = processes_by_name["worker"]
+    processes_by_name["flow"] = [process for process in worker_processes if process in processes_of_flows]
+    processes_by_name["worker"] = [process for process in worker_processes if process not in processes_of_flows]
+    return processes_by_name
 
 
 def start_service(service: Service) -> psutil.Popen:

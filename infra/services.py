@@ -158,7 +158,7 @@ def keep() -> None:
         rotate_log(keeper_service().log)
         for restart in restarts:
             rotate_log(restart.service.log)
-            restart.look()
+            restart.restart_if_stopped()
 
 
 class Restart:
@@ -177,7 +177,7 @@ class Restart:
         self.pause_s = 0.0
         self.due = 0.0
 
-    def look(self) -> None:
+    def restart_if_stopped(self) -> None:
         """Restart the service if it has stopped and the pause is over."""
         now = time.monotonic()
         if self.process.poll() is None:
@@ -212,28 +212,28 @@ def deploy() -> None:
     from prefect.exceptions import ObjectNotFound
 
     definitions = deployment_definitions()
-    record = services_folder() / "deployed.json"
-    recorded = json.loads(record.read_text()) if record.is_file() else {}
+    record_file = services_folder() / "deployed.json"
+    recorded_definitions = json.loads(record_file.read_text()) if record_file.is_file() else {}
     with get_client(sync_client=True) as client:
         try:
             client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
         except ObjectNotFound:
             client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=JOB_TEMPLATE))
-        paused = [f"work pool {WORK_POOL}"] if client.read_work_pool(WORK_POOL).is_paused else []
-        present = client.read_deployments(flow_filter=FlowFilter.model_validate(OWN_FLOWS))
-    unchanged = [
-        deployment
-        for deployment in present
-        if deployment.name in definitions and recorded.get(deployment.name) == definitions[deployment.name]
-    ]
-    changed_names = definitions.keys() - {deployment.name for deployment in unchanged}
+        paused_names = [f"work pool {WORK_POOL}"] if client.read_work_pool(WORK_POOL).is_paused else []
+        existing_deployments = client.read_deployments(flow_filter=FlowFilter.model_validate(OWN_FLOWS))
+    unchanged_deployments = []
+    for deployment in existing_deployments:
+        definition = definitions.get(deployment.name)
+        if definition is not None and recorded_definitions.get(deployment.name) == definition:
+            unchanged_deployments.append(deployment)
+    changed_names = definitions.keys() - {deployment.name for deployment in unchanged_deployments}
     if changed_names:
         deploy_by_name(sorted(changed_names))
-        write_atomic(record, json.dumps(definitions, indent=1))
-    for deployment in unchanged:
+        write_atomic(record_file, json.dumps(definitions, indent=1))
+    for deployment in unchanged_deployments:
         if deployment.paused or not all(schedule.active for schedule in deployment.schedules):
-            paused.append(f"m3diff/{deployment.name}")
-    for name in paused:
+            paused_names.append(f"m3diff/{deployment.name}")
+    for name in paused_names:
         print(f"{name}: paused, as set on Prefect's page")
 
 

@@ -65,8 +65,11 @@ def print_services() -> dict[str, Fault]:
     running = running_processes()
     for service in [*services(), keeper_service()]:
         process = next(iter(running[service.name]), None)
-        state = "not up" if process is None else "up" if service.answers() else "not answering"
-        since = f"since {format_time(process.create_time())}" if process else ""
+        state = "not up"
+        since = ""
+        if process is not None:
+            state = "up" if service.answers() else "not answering"
+            since = f"since {format_time(process.create_time())}"
         print(f"{service.name:<9} {state:<14} {location_of(service):<24} {since:<32} {service.log}")
         if state != "up":
             code = "infra.service_not_up" if process is None else "infra.service_not_answering"
