@@ -1,4 +1,4 @@
-"""The environment of each service: its secrets, its login, and nothing that is sent out."""
+"""The environment of each service: secrets, logins and disabled telemetry."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.infra.toy import TOKENS, environment_of, make_worker_password
 
 @pytest.mark.parametrize("servers", [[], ["prefect"], ["mlflow"], ["prefect", "mlflow"]], ids=str)
 def test_a_server_without_a_token_is_guarded_and_nothing_is_sent_out(servers, monkeypatch):
-    """tests/flows/test_foreign_sites.py has the requests that the guard refuses."""
+    """tests/flows/test_foreign_sites.py tests the requests that the guard refuses."""
     monkeypatch.setenv("UVICORN_HTTP", "h11")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
     tokens = dict(zip(("prefect", "mlflow"), TOKENS.items(), strict=True))
@@ -70,7 +70,7 @@ SECRETS_OF = {
         "RAY_AUTH_TOKEN",
     },
 }
-"""The secrets that each service sees, by the names that it sees them under: the table of SECURITY.md."""
+"""The names of the secrets that each service sees, as in the table of SECURITY.md."""
 
 
 @pytest.mark.parametrize("name", SECRETS_OF)

@@ -1,4 +1,4 @@
-"""What `make install` checks of a machine, and `bin/m3diff`, which calls it."""
+"""The checks of `make install`, and `bin/m3diff`, which calls it."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""MLflow's user for the worker, against a pretended server; tests/team/test_logins.py has a real one."""
+"""The worker's MLflow user, with a fake server. tests/team/test_logins.py uses a real server."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ ADDRESS = "http://127.0.0.1:5000"
 
 @dataclass
 class PretendedMlflow:
-    """A stand-in for MLflow's REST API with users, passwords and rights."""
+    """Replaces MLflow's REST API. It has users, passwords and permissions."""
 
     passwords: dict[str, str] = field(default_factory=lambda: {ADMIN.name: ADMIN.password})
     admins: set[str] = field(default_factory=lambda: {ADMIN.name})
@@ -83,7 +83,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def is_ready(server: PretendedMlflow, file: Path) -> bool:
-    """True if the user has the password of the file and exactly the rights of GRANTS."""
+    """Return whether the user has the password in the file and exactly the permissions in GRANTS."""
     has_password = server.passwords[WORKER_USER] == read_password(file)
     return has_password and server.rights == GRANTS and WORKER_USER not in server.admins
 

@@ -1,4 +1,4 @@
-"""Services as processes: how they are awaited, logged, ended, replaced and started again."""
+"""Services as processes: waiting, logs, stopping, replacement and restarts."""
 
 import os
 import socket
@@ -73,7 +73,7 @@ time.sleep(600)
 @pytest.mark.fault("S5")
 @pytest.mark.parametrize("old_server", ["killed", "alive"])
 def test_what_is_left_of_a_server_does_not_keep_its_port_from_the_next(old_server, folder, monkeypatch):
-    """MLflow's own process starts the one that listens; a server that is alive was left by a killed keeper."""
+    """MLflow's process starts another process that listens. A killed keeper may leave the server running."""
     port = free_port()
     monkeypatch.setattr(processes, "GRACE_S", 1)
     service = Service("mlflow", [sys.executable, "-c", LISTENS, str(port)], port)
@@ -114,7 +114,7 @@ time.sleep(60)
 
 
 class Family(NamedTuple):
-    """A keeper and a worker that end when they are asked to, and the process of a flow under the worker."""
+    """Start a keeper and a worker that stop on request, and a flow's process under the worker."""
 
     keeper: Service
     worker: Service

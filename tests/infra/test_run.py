@@ -1,4 +1,4 @@
-"""`make run`: what it prints, and what it does after a failure."""
+"""`make run`: its output, and its behaviour after a failure."""
 
 import io
 import json
