@@ -115,7 +115,7 @@ def notify_end(deployment: str, run: FlowRun, state: State, log: Callable[[str],
         log: called with a message if the notice cannot be sent.
     """
     outcome = "crashed" if state.is_crashed() else "failed"
-    reason = reason_of(state)
+    reason = format_reason(state)
     key = f"{run.id} {outcome}"
     if deployment == "watch" and outcome == "failed":
         key = f"watch {reason} {datetime.now(UTC).date()}"
@@ -138,7 +138,7 @@ def is_refused(state: State) -> bool:
     return (state.name or "").startswith(REFUSED_PREFIX)
 
 
-def reason_of(state: State) -> str:
+def format_reason(state: State) -> str:
     """Return the reason for a failure: the state's name, the error's first line and the last line of output, if any."""
     message = (state.message or "").removeprefix(EXCEPTION_PREFIX)
     first_line, *other_lines = message.splitlines() or [""]

@@ -87,7 +87,7 @@ def update_changed_sources(watch_state: dict[str, Any], log: Callable[[str], Non
     known_fingerprints = watch_state.get("folders", {}) if is_data_branch_known else {}
     sources = dict.fromkeys(imported_files(), "")
     for folder in drop_folders():
-        fingerprint = fingerprint_of(Path(folder))
+        fingerprint = compute_fingerprint(Path(folder))
         if not fingerprint:
             log(f"{folder} does not exist or is being written to; the next check looks at it again")
         elif fingerprint != known_fingerprints.get(f"{folder}.dvc"):
@@ -129,7 +129,7 @@ def update_sources(
         except dvc.DvcError as error:
             failures.append(Fault("flows.source_not_updated", path=file, fault=error.fault))
             continue
-        if fingerprint and fingerprint_of(work.checkout / folder) != fingerprint:
+        if fingerprint and compute_fingerprint(work.checkout / folder) != fingerprint:
             log(f"{folder} changed during the update; the next check updates it")
         else:
             updated_sources[file] = fingerprint
@@ -175,7 +175,7 @@ def start_retrain(reason: str, commit: str) -> None:
 # The sources
 
 
-def fingerprint_of(folder: Path) -> str:
+def compute_fingerprint(folder: Path) -> str:
     """Return a digest of the names, sizes and modification times of a folder's files, without reading the files.
 
     Return an empty string if the folder does not exist, or if anything in it changed within the last minute.

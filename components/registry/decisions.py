@@ -64,7 +64,7 @@ class Identity(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     run: str | None  # id of the MLflow run that created the version
-    content: str | None  # digest from `moves.identity_of`; None if the version was not created by register
+    content: str | None  # digest from `moves.read_identity`; None if the version was not created by register
 
     def matches(self, identity: "Identity") -> bool:
         """Return whether two identities refer to the same model, even if it was registered twice."""
@@ -83,7 +83,7 @@ class Entry(BaseModel):
         previous: the version that the alias `previous` points to after the move.
         abandoned_move: the number of the move that was not made if the outcome is `not done`, otherwise None.
         gate: the scores and parameters of the gate's comparison. Empty for other actions.
-        model_created_ms: when the registered model was created, in ms since 1970. None until `moves.with_identities`
+        model_created_ms: when the registered model was created, in ms since 1970. None until `moves.add_identities`
             adds it.
         identities: the identity of each version in this entry, by version number.
     """
@@ -210,7 +210,7 @@ def append(repository: Path, entry: Entry, is_pending: bool = False) -> Decision
     return decision
 
 
-def pending_move(repository: Path) -> Decision | None:
+def find_pending_move(repository: Path) -> Decision | None:
     """Return the recorded move that a killed process may not have made, or None if all recorded moves were made."""
     commit = commit_at(PENDING_REF, repository)
     if commit is None or not is_in_history(repository, BRANCH, commit):
@@ -340,7 +340,7 @@ def find_rollback(decisions: Sequence[Decision], model: str, identity: Identity)
 
 def push_record(repository: Path) -> None:
     """Push the record to the remote set in `git config m3diff.runs`. Warn if this fails; the next call tries again."""
-    remote = configured_remote(repository)
+    remote = read_configured_remote(repository)
     if remote is None or _find_tip(repository) is None:
         return
     command = ["push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}"]
@@ -360,7 +360,7 @@ def fetch_record(repository: Path, remote: str | None = None) -> None:
     Args:
         remote: the remote to fetch from, by default the one set in `git config m3diff.runs`.
     """
-    remote = remote or configured_remote(repository)
+    remote = remote or read_configured_remote(repository)
     if remote is None:
         return
     command = [*DURABLE_OPTIONS, "fetch", "--no-tags", "--no-write-fetch-head", remote, f"{BRANCH}:{BRANCH}"]
@@ -371,7 +371,7 @@ def fetch_record(repository: Path, remote: str | None = None) -> None:
         warn(f"not fetched from {remote!r} ({error_text(fetch)}). Only the decisions in this clone are used")
 
 
-def configured_remote(repository: Path) -> str | None:
+def read_configured_remote(repository: Path) -> str | None:
     """Return the remote set in `git config m3diff.runs`, or None if it is not set."""
     return run_git("config", "--get", "m3diff.runs", cwd=repository).stdout.decode().strip() or None
 
@@ -390,22 +390,22 @@ def require_complete_record(client: MlflowClient, repository: Path, model: str) 
     if tag is not None:
         form = COUNT_TAG_FORM.fullmatch(tag)
         if form is None:
-            raise edited_tag(repository, model, tag)
+            raise edited_tag_error(repository, model, tag)
         count, commit = form.groups()
         if not is_in_history(repository, BRANCH, commit):
             for remote in git("remote", cwd=repository).split():
                 fetch_record(repository, remote)
         if not is_in_history(repository, BRANCH, commit):
-            raise missing_decisions(repository, model, count, commit)
+            raise missing_decisions_error(repository, model, count, commit)
         decisions = _read_up_to(repository, commit)
         model_decisions = [decision for decision in decisions if decision.model == model]
         # Earlier versions of m3diff counted the decisions about all models
         if int(count) not in (len(model_decisions), len(decisions)):
-            raise edited_tag(repository, model, tag)
+            raise edited_tag_error(repository, model, tag)
     update_tag(client, repository, model)
 
 
-def missing_decisions(repository: Path, model: str, count: str, commit: str) -> DataError:
+def missing_decisions_error(repository: Path, model: str, count: str, commit: str) -> DataError:
     """Return the error for a record that ends before the last decision in MLflow's tag."""
     tip = _find_tip(repository)
     record_here = Fault("registry.record_absent", branch=BRANCH_NAME, repository=repository.resolve())
@@ -423,7 +423,7 @@ def missing_decisions(repository: Path, model: str, count: str, commit: str) -> 
     )
 
 
-def edited_tag(repository: Path, model: str, tag: str) -> DataError:
+def edited_tag_error(repository: Path, model: str, tag: str) -> DataError:
     """Return the error for a tag that somebody edited. Without the tag, missing decisions cannot be detected."""
     commits = _commits_about(repository, model)
     record_here = Fault("registry.no_decisions_here")

@@ -49,7 +49,7 @@ class StoredVersion:
     max_new_tokens: int | None
 
 
-def database_of(tracking_uri: str) -> Path:
+def database_path(tracking_uri: str) -> Path:
     """Return the path of a sqlite store's database file.
 
     A relative path is resolved from the project folder, even if DVC runs an experiment in a copy of the project.
@@ -62,7 +62,7 @@ class NoSuchVersionError(DataError):
     """The registry has no such version or alias. The field `numbers` lists the existing versions."""
 
 
-def no_such_version(model_name: str, version: str, numbers: Sequence[int]) -> NoSuchVersionError:
+def no_such_version_error(model_name: str, version: str, numbers: Sequence[int]) -> NoSuchVersionError:
     """Return the error for a version or alias that does not exist. `numbers` lists the existing versions."""
     code = "registry.no_such_version" if numbers else "registry.no_versions"
     return NoSuchVersionError(code, model=model_name, value=version, numbers=list(numbers))
@@ -79,7 +79,7 @@ def find_stored_version(tracking_uri: str, model_name: str, version: str) -> Sto
     """
     if not tracking_uri.startswith(SQLITE) or IN_MEMORY in tracking_uri or version.lower() == LATEST_ALIAS:
         return None
-    database = database_of(tracking_uri)
+    database = database_path(tracking_uri)
     if not database.is_file():
         raise NoSuchVersionError("registry.no_database", model=model_name, value=version, numbers=[], database=database)
     try:
@@ -98,10 +98,10 @@ def _read_version(store: sqlite3.Connection, database: Path, model_name: str, ve
     ]
     if not locations:
         known_versions = sorted(_query_column(store, f"SELECT version {FROM_VERSIONS}", model_name), reverse=True)
-        raise no_such_version(model_name, version, known_versions)
+        raise no_such_version_error(model_name, version, known_versions)
     if len(locations) > 1:  # several MLflow workspaces have a model of this name
         return None
-    checkpoint = checkpoint_in(database, str(locations[0]))
+    checkpoint = find_checkpoint(database, str(locations[0]))
     if checkpoint is None:
         return None
     limits = _query_column(store, SELECT_TAG, model_name, numbers[0], TOKEN_LIMIT_TAG)
@@ -114,14 +114,14 @@ def read_stored_tags(tracking_uri: str, model_name: str, number: int) -> dict[st
     Raises:
         sqlite3.Error: the file is not an MLflow store, or is locked.
     """
-    database = database_of(tracking_uri)
+    database = database_path(tracking_uri)
     if not tracking_uri.startswith(SQLITE) or not database.is_file():
         return {}
     with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=MAX_WAIT_S)) as store:
         return dict(store.execute(SELECT_TAGS, (model_name, number)).fetchall())
 
 
-def checkpoint_in(database: Path, location: str) -> Path | None:
+def find_checkpoint(database: Path, location: str) -> Path | None:
     """Return the checkpoint folder of a version.
 
     Args:

@@ -78,7 +78,7 @@ def _check_folder(model: str) -> None:
     raise DataError("registry.no_such_folder", value=model)
 
 
-def _with_remedy(error: NoSuchVersionError) -> DataError:
+def _add_remedy(error: NoSuchVersionError) -> DataError:
     """Return the error for a version that does not exist, with a remedy for users of the command line."""
     code = "registry.name_another_model" if error.fields["numbers"] else "registry.no_model_yet"
     return DataError(code, fault=error.fault)
@@ -89,7 +89,7 @@ def _find_version(tracking_uri: str, model_name: str, version: str) -> StoredVer
     try:
         stored = find_stored_version(tracking_uri, model_name, version)
     except NoSuchVersionError as error:
-        raise _with_remedy(error) from error
+        raise _add_remedy(error) from error
     return stored or _download_version(tracking_uri, model_name, version)
 
 
@@ -104,7 +104,7 @@ def _download_version(tracking_uri: str, model_name: str, version: str) -> Store
         try:
             registered_version = find_version(client, model_name, version)
         except NoSuchVersionError as error:
-            raise _with_remedy(error) from error
+            raise _add_remedy(error) from error
         try:
             folder = download_checkpoint(registered_version)
         except (MlflowException, OSError) as error:
@@ -131,7 +131,7 @@ def load(source: Source) -> "Captioner":
     return load_captioner(source.folder, source.max_new_tokens, base=source.base)
 
 
-def version_of(tracking_uri: str, model_name: str, alias: str) -> str:
+def resolve_version(tracking_uri: str, model_name: str, alias: str) -> str:
     """Return `<model>/<version>` for the version that an alias points to now.
 
     Raises:

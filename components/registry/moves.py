@@ -28,7 +28,7 @@ def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision 
     Returns:
         the recorded decision, or None if `carry_out` could not make the move.
     """
-    decision = record.append(repository, with_identities(client, entry), is_pending=True)
+    decision = record.append(repository, add_identities(client, entry), is_pending=True)
     return decision if carry_out(client, repository, decision) else None
 
 
@@ -41,11 +41,11 @@ def reconcile(client: MlflowClient, repository: Path, model: str) -> Decision | 
     Returns:
         the move that was finished, or None if there was no unfinished move or it could not be made.
     """
-    move = record.pending_move(repository)
+    move = record.find_pending_move(repository)
     finished_move = None
     if move is not None and carry_out(client, repository, move):
         finished_move = move
-    decisions = decisions_of_registry(client, record.read_decisions(repository), model)
+    decisions = select_current_decisions(client, record.read_decisions(repository), model)
     moves = record.select_moves(decisions, model)
     champion = resolve_alias(client, model, CHAMPION)
     if moves and moves[-1].target != champion:
@@ -73,7 +73,7 @@ def record_noticed_move(client: MlflowClient, repository: Path, last_move: Decis
         ),
         previous=resolve_alias(client, last_move.model, PREVIOUS),
     )
-    record.append(repository, with_identities(client, entry))
+    record.append(repository, add_identities(client, entry))
 
 
 def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> bool:
@@ -92,7 +92,7 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
     assert target is not None, f"decision {decision.number} has no target"
     champion = resolve_alias(client, model, CHAMPION)
     target_exists = version_exists(client, model, target)
-    is_of_registry = bool(decisions_of_registry(client, [decision], model))
+    is_of_registry = bool(select_current_decisions(client, [decision], model))
     if is_of_registry and target_exists and champion in (decision.champion_before, target):
         aliases = [(CHAMPION, target), (PREVIOUS, decision.previous)]
         if decision.action == "promote":
@@ -129,18 +129,18 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
 # Identities of versions. A number alone is ambiguous, because numbers restart at 1 if a model or store is recreated
 
 
-def with_identities(client: MlflowClient, entry: Entry) -> Entry:
+def add_identities(client: MlflowClient, entry: Entry) -> Entry:
     """Return a copy of the entry that includes its versions' identities and the registered model's creation time."""
     version_by_number = {int(version.version): version for version in versions.list_versions(client, entry.model)}
     identities: dict[int, Identity] = {}
     for number in (entry.champion_before, entry.target, entry.previous):
         if number is not None and number in version_by_number:
-            identities[number] = identity_of(version_by_number[number])
+            identities[number] = read_identity(version_by_number[number])
     creation_ms = model_creation_ms(client, entry.model)
     return entry.model_copy(update={"model_created_ms": creation_ms, "identities": identities})
 
 
-def identity_of(version: ModelVersion) -> Identity:
+def read_identity(version: ModelVersion) -> Identity:
     """Return the identity of a version: its run and a digest of its content.
 
     The digest depends only on the checkpoint, the code and the length limit, so it is the same in any registry. If the
@@ -160,7 +160,7 @@ def model_creation_ms(client: MlflowClient, model: str) -> int | None:
     return int(registered_model.creation_timestamp) if registered_model else None
 
 
-def decisions_of_registry(client: MlflowClient, decisions: list[Decision], model: str) -> list[Decision]:
+def select_current_decisions(client: MlflowClient, decisions: list[Decision], model: str) -> list[Decision]:
     """Return the decisions about the model's current versions in MLflow.
 
     Decisions about other versions that had the same numbers are left out. Such versions belonged to an earlier
@@ -198,9 +198,9 @@ def find_lost_champion(client: MlflowClient, decisions: list[Decision], model: s
     """
     if resolve_alias(client, model, CHAMPION) is not None:
         return None
-    champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
+    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
     if champions:
-        candidate = newest_existing(client, model, champions)
+        candidate = find_newest_existing(client, model, champions)
         if candidate is None:
             return Fault("registry.champions_gone", model=model, champion=champions[-1])
         command = command_to_set_champion(candidate)
@@ -215,7 +215,7 @@ def find_lost_champion(client: MlflowClient, decisions: list[Decision], model: s
     return Fault("registry.alias_gone_previous_left", model=model, version=previous, command=command)
 
 
-def newest_existing(client: MlflowClient, model: str, champions: Sequence[int]) -> int | None:
+def find_newest_existing(client: MlflowClient, model: str, champions: Sequence[int]) -> int | None:
     """Return the last version in `champions` that still exists in MLflow, or None if all of them were deleted."""
     return next((version for version in reversed(champions) if version_exists(client, model, version)), None)
 
@@ -245,7 +245,7 @@ def find_champion_elsewhere(client: MlflowClient, decisions: list[Decision], mod
     }
     champion = last_move.identities.get(last_move.target)
     for candidate in versions.list_versions(client, model):
-        if champion is not None and identity_of(candidate).matches(champion):
+        if champion is not None and read_identity(candidate).matches(champion):
             version = int(candidate.version)
             command = command_to_set_champion(version)
             return Fault("registry.champion_under_other_number", **fields, version=version, command=command)

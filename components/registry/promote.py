@@ -31,13 +31,13 @@ from m3diff.registry.gate import (
     refuse,
 )
 from m3diff.registry.moves import (
-    decisions_of_registry,
+    add_identities,
     find_lost_champion,
-    identity_of,
+    find_newest_existing,
     make_move,
-    newest_existing,
+    read_identity,
     reconcile,
-    with_identities,
+    select_current_decisions,
 )
 from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, find_version, resolve_alias
 from m3diff.settings.tree import Params
@@ -100,15 +100,15 @@ class Promotion(Verdict):
             outcome=self.outcome,
             reason=self.reason,
             previous=previous,
-            gate=self.numbers(),
+            gate=self.gate_fields(),
         )
 
-    def numbers(self) -> dict[str, Any]:
+    def gate_fields(self) -> dict[str, Any]:
         """Return the scores and parameters of the comparison, which are the fields without a counterpart in `Entry`."""
         # Convert to JSON and back to turn NaN into null, because the record does not accept NaN
         text = self.model_dump_json(exclude={"outcome", "reason", "model", "challenger", "champion"})
-        numbers: dict[str, Any] = json.loads(text)
-        return numbers
+        fields: dict[str, Any] = json.loads(text)
+        return fields
 
 
 # Function that captions and scores a version on the test set with the given sha256. The only implementation is in
@@ -264,7 +264,7 @@ def judge_challenger(
     alias `champion` was lost.
     """
     model = params.register_.model_name
-    rollback_decision = find_rollback_of(client, model, challenger, state.decisions)
+    rollback_decision = find_rollback_decision(client, model, challenger, state.decisions)
     if rollback_decision is not None and not again:
         return refuse_rolled_back(rollback_decision), False
     lost_champion = find_lost_champion(client, state.decisions, model)
@@ -275,16 +275,16 @@ def judge_challenger(
     return judge_scores(client, params, rescore, challenger, champion)
 
 
-def find_rollback_of(
+def find_rollback_decision(
     client: MlflowClient, model: str, version: ModelVersion, decisions: list[Decision]
 ) -> Decision | None:
     """Return the decision that rolled a version back, or None if the version was not rolled back.
 
     The version may have had another number at that time.
     """
-    history = record.follow_champions(decisions_of_registry(client, decisions, model), model)
+    history = record.follow_champions(select_current_decisions(client, decisions, model), model)
     rollback_of_number = history.rolled_back.get(int(version.version))
-    return rollback_of_number or record.find_rollback(decisions, model, identity_of(version))
+    return rollback_of_number or record.find_rollback(decisions, model, read_identity(version))
 
 
 def refuse_rolled_back(decision: Decision) -> Verdict:
@@ -309,7 +309,7 @@ def judge_scores(
     if test_set == versions.UNKNOWN_TEST_SET:
         fault = f"it has no tag {versions.TEST_SET_TAG!r}, which identifies the pairs on which it was scored"
         return refuse(f"{fault}. Run `m3diff register` again"), False
-    challenger_scores = versions.stored_scores(client, challenger, test_set)
+    challenger_scores = versions.read_stored_scores(client, challenger, test_set)
     if challenger_scores is None:
         return refuse(f"its {SCORES} is missing from MLflow. Run `m3diff register` again"), False
     faults = faults_of_scores(cfg, challenger_scores)
@@ -337,7 +337,7 @@ def read_champion_scores(
     client: MlflowClient, params: Params, champion: ModelVersion, test_set: str
 ) -> pa.Table | None:
     """Read the champion's stored scores on a test set. Return None if MLflow has no scores that the gate can read."""
-    scores = versions.stored_scores(client, champion, test_set)
+    scores = versions.read_stored_scores(client, champion, test_set)
     if scores is None:
         return None
     faults = faults_of_scores(params.promote, scores)
@@ -369,9 +369,9 @@ def record_promotion(client: MlflowClient, repository: Path, promotion: Promotio
     entry = promotion.to_entry(previous)
     if promotion.outcome != "refused":
         return make_move(client, repository, entry) is not None
-    earlier_decisions = decisions_of_registry(client, state.decisions, promotion.model)
+    earlier_decisions = select_current_decisions(client, state.decisions, promotion.model)
     if not (earlier_decisions and is_repetition(entry, earlier_decisions[-1])):
-        record.append(repository, with_identities(client, entry))
+        record.append(repository, add_identities(client, entry))
     return True
 
 
@@ -407,7 +407,7 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
     if target == champion:
         raise DataError("registry.is_champion_already", version=target, model=model)
 
-    champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
+    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
     if target in champions:
         earlier_champions = champions[: champions.index(target)]
     else:
@@ -419,7 +419,7 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
         target=target,
         outcome="rolled back",
         reason=why.encode(errors="replace").decode(),  # replace bytes from the command line that are not UTF-8
-        previous=newest_existing(client, model, earlier_champions),
+        previous=find_newest_existing(client, model, earlier_champions),
     )
 
 
@@ -432,9 +432,9 @@ def find_previous_champion(client: MlflowClient, decisions: list[Decision], mode
     previous = resolve_alias(client, model, PREVIOUS)
     if previous is not None and previous != champion:
         return previous
-    champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
+    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
     earlier_champions = champions[: champions.index(champion)] if champion in champions else champions
-    version = newest_existing(client, model, earlier_champions)
+    version = find_newest_existing(client, model, earlier_champions)
     if version is not None:
         state = "is missing" if previous is None else "points to the champion itself"
         record.warn(f"the alias {PREVIOUS!r} {state}. Version {version} is the newest earlier champion on record")

@@ -21,10 +21,10 @@ from m3diff.registry.tracking import CHECKPOINT_TAG, FLOW_RUN_TAG, NOT_FOUND_COD
 from m3diff.registry.versions import (
     STORED_MODEL_PREFIX,
     aliases_by_version,
+    count_stored_bytes,
     delete_model,
     find_stored_model,
     list_versions,
-    stored_bytes,
 )
 from m3diff.stages.register.params import Register
 
@@ -58,7 +58,7 @@ def prune(cfg: Register, keep: int = DEFAULT_KEPT_VERSIONS, yes: bool = False) -
         kept_sources = {version.source for version in kept_versions}
         # Several versions may share one stored model
         removed_models = {version.source: version for version in old_versions if version.source not in kept_sources}
-        freed_bytes = sum(stored_bytes(client, version) for version in removed_models.values())
+        freed_bytes = sum(count_stored_bytes(client, version) for version in removed_models.values())
 
         lines = [f"keep    version {number}: {reason}" for number, reason in reasons.items()]
         lines += [f"remove  version {version.version}" for version in old_versions]

@@ -36,7 +36,7 @@ from mlflow.exceptions import MlflowException
 from m3diff.records.errors import CodedError, DataError, data_error_if_unreadable, redact
 from m3diff.records.files import lock_exclusively
 from m3diff.records.installation import install_command
-from m3diff.registry.local_store import SQLITE, TOKEN_LIMIT_TAG, database_of
+from m3diff.registry.local_store import SQLITE, TOKEN_LIMIT_TAG, database_path
 from m3diff.settings.section import ParamsError
 
 DELETED_STAGE = "deleted"  # MLflow's lifecycle stage of an experiment or a run that can be restored
@@ -86,7 +86,7 @@ def resolve_uri(tracking_uri: str) -> str:
         raise DataError(
             "registry.needs_extra_train", key=TRACKING_URI, value=tracking_uri, command=install_command("train")
         )
-    database = database_of(tracking_uri)
+    database = database_path(tracking_uri)
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"{SQLITE}{database}"
 

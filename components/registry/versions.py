@@ -18,7 +18,7 @@ from mlflow.store.entities import PagedList
 
 from m3diff.records.errors import DataError
 from m3diff.records.progress import align_columns
-from m3diff.registry.local_store import no_such_version
+from m3diff.registry.local_store import no_such_version_error
 from m3diff.registry.tracking import (
     CHECKPOINT_TAG,
     FLOW_RUN_TAG,
@@ -71,7 +71,7 @@ def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:
         return client.get_model_version_by_alias(name, version)
     except MlflowException as error:
         numbers = [int(existing.version) for existing in list_versions(client, name)]
-        raise no_such_version(name, version, numbers) from error
+        raise no_such_version_error(name, version, numbers) from error
 
 
 def version_exists(client: MlflowClient, name: str, number: int) -> bool:
@@ -134,7 +134,7 @@ def rescored_folder(test_set: str) -> str:
     return f"scored_again/{test_set:.12}"
 
 
-def stored_scores(client: MlflowClient, version: ModelVersion, test_set: str) -> pa.Table | None:
+def read_stored_scores(client: MlflowClient, version: ModelVersion, test_set: str) -> pa.Table | None:
     """Read a version's per-pair scores on a test set from MLflow.
 
     Args:
@@ -210,7 +210,7 @@ def delete_model(client: MlflowClient, model: LoggedModel) -> None:
     client.delete_logged_model(model.model_id)
 
 
-def stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
+def count_stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
     """Return the size of the files that MLflow stores for a version, in bytes.
 
     Return 0 if the files were deleted or were not stored by register.
@@ -218,16 +218,16 @@ def stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
     if not (version.source or "").startswith(STORED_MODEL_PREFIX):
         return 0
     try:
-        return size_of(get_artifact_repository(find_stored_model(client, version).artifact_location))
+        return count_bytes(get_artifact_repository(find_stored_model(client, version).artifact_location))
     except MlflowException:
         return 0
 
 
-def size_of(repository: ArtifactRepository, folder: str | None = None) -> int:
+def count_bytes(repository: ArtifactRepository, folder: str | None = None) -> int:
     """Return the total size of all files in a folder of MLflow's artifacts, in bytes."""
     total = 0
     for file in repository.list_artifacts(folder):
-        total += size_of(repository, file.path) if file.is_dir else file.file_size or 0
+        total += count_bytes(repository, file.path) if file.is_dir else file.file_size or 0
     return total
 
 
@@ -259,7 +259,7 @@ def list_models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dic
                 "aliases": aliases.get(number, []),
                 "registered": time.strftime("%Y-%m-%d %H:%M", time.gmtime(version.creation_timestamp / 1000)),
                 "scores": {name: metrics[f"{protocol}/{name}"] for name in scores if f"{protocol}/{name}" in metrics},
-                "weights_bytes": stored_bytes(client, version),
+                "weights_bytes": count_stored_bytes(client, version),
                 "commit": version.tags.get("git.commit"),
                 "dirty": version.tags.get("git.dirty") == "true",  # parameters or code differed from the commit
                 "run": run.info.run_name if run else None,

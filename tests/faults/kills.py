@@ -26,7 +26,7 @@ import yaml
 from flows import FLOW_RUN_VARIABLE
 from flows.workspace import write_overrides
 from m3diff.provenance.git import commit_at, git
-from m3diff.registry.decisions import follow_champions, numbering_faults, pending_move, read_decisions
+from m3diff.registry.decisions import find_pending_move, follow_champions, numbering_faults, read_decisions
 from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
 from tests.errors import Message
@@ -250,7 +250,7 @@ class Kills:
         with chdir(self.root):
             recorded_champion = follow_champions(read_decisions(), "m3diff").champions[-1]
             record_faults = numbering_faults()
-            pending_entries = pending_move(Path("."))
+            pending_entries = find_pending_move(Path("."))
         if recorded_champion != champion or record_faults or pending_entries:
             record = f"{recorded_champion}, faults {record_faults}, pending {pending_entries}"
             broken.append(f"champion {champion}; the record names {record}")

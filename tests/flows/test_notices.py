@@ -9,7 +9,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Crashed, Failed
 
 from flows import notices
-from flows.notices import notify_decision, notify_failure, reason_of, send_notice
+from flows.notices import format_reason, notify_decision, notify_failure, send_notice
 from flows.pipeline import full, retrain
 from flows.report import RunRecord
 from flows.watch import watch
@@ -126,8 +126,8 @@ def test_looks_that_fail_for_one_reason_send_one_notice_and_long_errors_are_cut(
     keys = [key for key, _, _ in sent_notices]
     assert keys[0] == keys[1] != keys[2]
     assert all(key.endswith(f" {datetime.now(UTC).date()}") for key in keys), "again on another day"
-    assert len(reason_of(Failed(message="x" * 10000))) < 500
-    assert reason_of(Failed()) == "failed: "
+    assert len(format_reason(Failed(message="x" * 10000))) < 500
+    assert format_reason(Failed()) == "failed: "
 
 
 @pytest.mark.fault("T10")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flows import dvc, watch
-from flows.watch import STATE_FILE, drop_folders, fingerprint_of, imported_files
+from flows.watch import STATE_FILE, compute_fingerprint, drop_folders, imported_files
 from flows.workspace import (
     DATA_BRANCH,
     workspace,
@@ -218,9 +218,9 @@ def test_content_is_settled_a_minute_after_its_last_change_at_any_file_times(fol
         for seconds, is_settled in ((0, False), (59, False), (61, True), (-3600, True)):
             with monkeypatch.context() as patch:
                 patch.setattr(watch.time, "time", lambda: now + seconds)  # noqa: B023
-                assert bool(fingerprint_of(folder)) == is_settled
+                assert bool(compute_fingerprint(folder)) == is_settled
     monkeypatch.setattr(Path, "rglob", lambda self, pattern: [folder / "gone"])
-    assert not fingerprint_of(folder), "a file was removed in the meantime"
+    assert not compute_fingerprint(folder), "a file was removed in the meantime"
 
 
 def test_any_change_of_its_files_changes_the_fingerprint(folder, monkeypatch):
@@ -232,13 +232,13 @@ def test_any_change_of_its_files_changes_the_fingerprint(folder, monkeypatch):
         os.utime(folder / "c", ns=(status.st_atime_ns, status.st_mtime_ns))
         (folder / "c").rename(folder / "b.csv")
 
-    fingerprints = [fingerprint_of(folder)]
+    fingerprints = [compute_fingerprint(folder)]
     rename = partial((folder / "a.csv").rename, folder / "b.csv")
     remove = (folder / "images/0.png").unlink
     for change in (rename, replace, partial((folder / "b.csv").write_text, "other"), remove, (folder / "new").touch):
-        assert fingerprint_of(folder) == fingerprints[-1]
+        assert compute_fingerprint(folder) == fingerprints[-1]
         change()
-        fingerprints.append(fingerprint_of(folder))
+        fingerprints.append(compute_fingerprint(folder))
     assert len(set(fingerprints)) == len(fingerprints)
 
 

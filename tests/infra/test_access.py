@@ -69,7 +69,7 @@ def test_a_service_sees_what_it_reaches_others_with(service, name):
 
 
 def test_the_table_of_security_names_every_variable_with_a_secret():
-    """Return the secrets of the tools that infra/README.md tells users to set."""
+    """The secrets are the variables that infra/README.md and SECURITY.md tell users to set."""
     security = (REPOSITORY / "SECURITY.md").read_text()
     table = security.partition("### Who sees which secret")[2].partition("\n## ")[0]
     documents = (REPOSITORY / "infra/README.md").read_text() + security

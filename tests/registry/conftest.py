@@ -23,9 +23,9 @@ from m3diff.commands import rescore as rescoring_of
 from m3diff.registry.decisions import (
     COUNT_TAG,
     Decision,
+    find_pending_move,
     follow_champions,
     numbering_faults,
-    pending_move,
     read_decisions,
 )
 from m3diff.registry.promote import Promotion, promote, rollback
@@ -302,7 +302,7 @@ def read_count_tag(registry: Registry) -> str | None:
 def check_one_champion(registry: Registry) -> None:
     """Check that the champion is the one on record and that no move is pending."""
     assert numbering_faults() == []
-    assert pending_move(Path(".")) is None
+    assert find_pending_move(Path(".")) is None
     assert follow_champions(read_decisions(), "m3diff").champions[-1] == registry.aliases()["champion"]
 
 

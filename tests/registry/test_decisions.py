@@ -23,8 +23,8 @@ from m3diff.registry.decisions import (
     append,
     clear_pending_move,
     fetch_record,
+    find_pending_move,
     numbering_faults,
-    pending_move,
     push_record,
     read_decisions,
 )
@@ -318,20 +318,20 @@ def test_a_writer_that_another_one_overtook_is_asked_to_try_again(clone, monkeyp
 
 
 def test_a_move_is_pending_until_it_is_cleared(clone):
-    assert pending_move(clone) is None
+    assert find_pending_move(clone) is None
     move = append(clone, make_promotion(1), is_pending=True)
-    assert pending_move(clone) == move
+    assert find_pending_move(clone) == move
     append(clone, make_promotion(2, outcome="refused"))
-    assert pending_move(clone) == move, "and not the newest decision"
+    assert find_pending_move(clone) == move, "and not the newest decision"
     clear_pending_move(clone)
-    assert pending_move(clone) is None
+    assert find_pending_move(clone) is None
 
 
 def test_clearing_a_pending_move_twice_is_no_error(clone):
     append(clone, make_promotion(1), is_pending=True)
     clear_pending_move(clone)
     clear_pending_move(clone)
-    assert pending_move(clone) is None
+    assert find_pending_move(clone) is None
 
 
 def test_history_says_which_move_is_pending(clone, capsys):
@@ -352,8 +352,8 @@ def test_a_move_of_a_process_killed_before_it_was_recorded_is_not_pending(clone,
         patch.setattr(record, "write_ref", write_ref_until_killed)
         with pytest.raises(KeyboardInterrupt):
             append(clone, make_promotion(3), is_pending=True)
-    assert pending_move(clone) is None
-    assert append(clone, make_promotion(4), is_pending=True) == pending_move(clone)
+    assert find_pending_move(clone) is None
+    assert append(clone, make_promotion(4), is_pending=True) == find_pending_move(clone)
 
 
 HOLD = """

@@ -88,7 +88,7 @@ def test_a_moved_alias_is_followed_at_once(store):
         max_new_tokens=32,
     )
     store.client.set_registered_model_alias(MODEL, "champion", "1")
-    assert model_source.version_of(URI, MODEL, "champion") == "m3diff/1"
+    assert model_source.resolve_version(URI, MODEL, "champion") == "m3diff/1"
 
 
 @pytest.mark.parametrize("model", ["7", "champion", "Challenger", "m3diff"])
@@ -217,8 +217,8 @@ def test_a_store_that_was_moved_is_mended_by_mlflow_and_then_read(store, tmp_pat
 def test_a_version_is_found_without_importing_mlflow(store):
     store.add("champion")
     code = (
-        "import sys; from pathlib import Path; from m3diff.registry.model_source import find, version_of;"
-        f"find({URI!r}, 'm3diff', 'champion', Path('base'), 64); version_of({URI!r}, 'm3diff', 'champion');"
+        "import sys; from pathlib import Path; from m3diff.registry.model_source import find, resolve_version;"
+        f"find({URI!r}, 'm3diff', 'champion', Path('base'), 64); resolve_version({URI!r}, 'm3diff', 'champion');"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

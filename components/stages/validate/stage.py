@@ -30,7 +30,7 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.pairs import Finding, compare_similar_pairs, list_findings
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK_RULE, SPLIT_RANKS, Rule, build_rules, compute_facts, find_quarantined_rows
-from m3diff.stages.validate.suite import ExpectationResult, run_suite, unexpected_count
+from m3diff.stages.validate.suite import ExpectationResult, run_suite, unexpected_count_fault
 from m3diff.stages.validate.twins import find_twins, select_valid_pairs
 from m3diff.stages.validate.words import describe_result, describe_rule
 
@@ -259,7 +259,7 @@ def find_rejection_faults(
         for split, expected in splits.items():
             count = counted_rows.filter(dataset=dataset, own_split=split).height
             if count != expected:
-                miscounts.append(unexpected_count(dataset, split, count, expected=expected))
+                miscounts.append(unexpected_count_fault(dataset, split, count, expected=expected))
     faults = faults_of_report(cfg, _build_report(judgement, rows), rows, miscounts, rows_always_allowed)
     faults += faults_of_test_pairs(protocol, entries, rows.clean)
     return faults
