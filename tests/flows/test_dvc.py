@@ -1,4 +1,4 @@
-"""A run's outputs are in the remote before anything points to them, and on its branch, where a later run finds them."""
+"""Outputs of a run are in the remote before anything refers to them, and a later run finds them by its branch."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ from tests.servers import until
 
 @pytest.fixture
 def remote(project: Path, tmp_path: Path) -> Path:
-    """A folder that is the default DVC remote of the project, in which one dataset was drawn."""
+    """Return the folder of the project's default DVC remote. One dataset has been generated."""
     folder = tmp_path / "remote"
     toy.run(project, "dvc", "remote", "add", "-d", "store", str(folder))
     toy.run(project, "dvc", "repro", "-q", "synthesize@minichange")
@@ -158,11 +158,11 @@ def test_a_push_to_a_remote_that_is_not_configured_names_it(project, remote):
         dvc.push()
 
 
-# What a later run takes up
+# Outputs that a later run reuses
 
 
 def commit_latest_run() -> None:
-    """Commit what is here to the branch of the latest run, as a flow does."""
+    """Commit all files to the branch of the latest run, like a flow."""
     toy.commit(Path(), "a run")
     git("update-ref", f"refs/heads/{dvc.LATEST}", "HEAD")
     git("reset", "--quiet", "--hard", "HEAD^")
@@ -170,7 +170,7 @@ def commit_latest_run() -> None:
 
 @pytest.fixture
 def lock_of_run(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """The `dvc.lock` of a whole run, which is the latest; that of the current directory has none of it."""
+    """Return the `dvc.lock` of a complete run, which is the latest. The current directory has an older one."""
     shutil.copytree(trained_once, tmp_path / "toy", symlinks=True)
     monkeypatch.chdir(tmp_path / "toy")
     lock = Path("dvc.lock").read_bytes()
@@ -224,7 +224,7 @@ SLEEPS = "def synthesize(params, paths, name):\n    import time\n    time.sleep(
 
 
 def project_processes(root: Path) -> list[psutil.Process]:
-    """DVC and stage processes that work in this project."""
+    """Return the processes of DVC and stages in this project."""
     processes = [process for process in psutil.process_iter(["cmdline", "cwd"]) if process.info["cwd"] == str(root)]
     return [process for process in processes if {"toy.py", "repro"} & {*(process.info["cmdline"] or [])}]
 

@@ -1,4 +1,4 @@
-"""A flow run's worktree: at one commit, out of everybody's reach, with the data linked in, and gone after a success."""
+"""The worktree of a flow run is at one commit, links the data, and is removed after a success."""
 
 import os
 import subprocess
@@ -221,14 +221,14 @@ def test_a_repeated_run_goes_on_from_its_branch_and_without_one_begins_anew(proj
 
 
 def written(project: Path, **files: str) -> None:
-    """Write `.dvc` files and commit them to main: a word stands for their content."""
+    """Write `.dvc` files, with a word instead of a hash, and commit them to main."""
     for name, word in files.items():
         (project / f"{name}.dvc").write_text(f"outs:\n- path: {name}\n  desc: {word}\n")
     toy.commit(project, f"data {files}")
 
 
 def found_by_watch(project: Path, **files: str) -> None:
-    """Commit on top of main's, on a branch of its own, as watch does."""
+    """Commit `.dvc` files to the branch runs/data on top of main, like watch."""
     head = git("rev-parse", "HEAD")
     written(project, **files)
     git("update-ref", f"refs/heads/{DATA_BRANCH}", "HEAD")

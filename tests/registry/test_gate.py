@@ -96,7 +96,7 @@ def test_the_gate_says_of_one_run_what_the_simulation_says():
 
 @pytest.fixture(scope="module")
 def models() -> np.ndarray:
-    """A challenger and a champion, right on 0.9 and 0.8 of 600 pairs; the gain's interval is about 0.07 to 0.13."""
+    """Return a challenger and a champion, right on 0.9 and 0.8 of 600 pairs. The gain is 0.07 to 0.13."""
     return draw_correct_pairs(np.random.default_rng(5), (0.9, 0.8), PHI, 600, 1)[:, :, 0]
 
 

@@ -1,4 +1,4 @@
-"""A version that is read from MLflow's sqlite file is the one that MLflow itself finds."""
+"""The version that is read from MLflow's sqlite file is the version that MLflow finds."""
 
 import shutil
 import sqlite3
@@ -23,7 +23,7 @@ STORE_FOLDER = Path("services/mlflow")
 
 
 class Store:
-    """A project's store with one run, whose versions are made as MLflow's own client makes them."""
+    """The store of a project with one run. MLflow's client creates its versions."""
 
     def __init__(self, root: Path, empty: Path) -> None:
         self.root = root
@@ -36,7 +36,7 @@ class Store:
             self.experiment = experiment_id(client, "m3diff")
 
     def add(self, *aliases: str, limit: str | None = "32", folder: str = "a model & 50%") -> int:
-        """The number of a new version with a checkpoint, and these aliases."""
+        """Create a version with a checkpoint and these aliases, and return its number."""
         artifact_folder = self.root / STORE_FOLDER / "artifacts" / "m3diff" / folder
         checkpoint = artifact_folder / "artifacts" / "checkpoint"
         checkpoint.mkdir(parents=True, exist_ok=True)

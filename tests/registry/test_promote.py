@@ -1,4 +1,4 @@
-"""Promotion: which alias moves when, and what is recorded of a decision."""
+"""Promotion: the moves of the aliases and the recorded decisions."""
 
 import re
 import time

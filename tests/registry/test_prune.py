@@ -53,7 +53,7 @@ def existing_branches(team: Team) -> set[str]:
 def test_old_versions_are_removed_with_all_that_only_they_need(
     trained_once, empty_store, tmp_path, monkeypatch, capsys
 ):
-    """Three versions of three branches: the first is the champion, the last the challenger."""
+    """There are three versions on three branches. The first is the champion and the last is the challenger."""
     team = Team(tmp_path, trained_once, empty_store)
     for name, seed in zip(RUNS, (None, 1, 2), strict=True):
         team.run(name, seed)
@@ -93,7 +93,7 @@ def test_old_versions_are_removed_with_all_that_only_they_need(
 
 @pytest.fixture
 def warm_started() -> Any:
-    """Versions 5 to 1 with their checkpoints and bases: 5 began with 4, 4 with 3, 3 with 1."""
+    """Return versions 5 to 1 with their checkpoints and bases: 5 was trained from 4, 4 from 3, and 3 from 1."""
     checkpoints_and_bases = {5: ("e", "d"), 4: ("d", "c"), 3: ("c", "a"), 2: ("b", "x"), 1: ("a", "x")}
     return [
         SimpleNamespace(version=str(number), tags={"dvc.checkpoint": checkpoint, "dvc.base": base})

@@ -1,4 +1,4 @@
-"""Changes on MLflow's page or in its files promote nothing by mistake."""
+"""Changes on MLflow's page or in its files never promote a version by mistake."""
 
 import threading
 from collections.abc import Callable
@@ -213,7 +213,7 @@ def test_another_store_makes_no_champion_as_the_first(three, empty_store, tmp_pa
 
 
 def rename(registry: Registry, to: str) -> None:
-    """On MLflow's page, and in params.yaml."""
+    """The model is renamed on MLflow's page and in params.yaml."""
     registry.client.rename_registered_model("m3diff", to)
     register = registry.params.register_.model_copy(update={"model_name": to})
     registry.params = registry.params.model_copy(update={"register_": register})
@@ -339,7 +339,7 @@ def test_a_rollback_without_previous_takes_the_newest_earlier_champion_on_record
 
 @pytest.mark.fault("T10")
 def test_a_version_that_was_rolled_back_is_no_earlier_champion(rolled_back):
-    """Champion 1 has none before it; 2 was champion after it and was rolled back."""
+    """There is no champion before version 1. Version 2 was champion after it and was rolled back."""
     with raises(DataError, "registry.no_earlier_champion", model="m3diff"):
         rolled_back.rollback()
     assert rolled_back.aliases()["champion"] == 1

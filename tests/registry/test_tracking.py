@@ -39,7 +39,7 @@ LOCAL = "sqlite:///mlflow.db"
 
 @pytest.fixture
 def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an empty store, current directory."""
+    """Return the folder of an empty store, which is the current directory."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -47,7 +47,7 @@ def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch):
-    """MLflow's environment variables are as they were after each test."""
+    """Restore MLflow's environment variables after each test."""
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
@@ -57,7 +57,7 @@ def own_settings(monkeypatch):
 
 
 class EmptyRun:
-    """A run of the local store, and the largest requests that were made to it."""
+    """A run in the local store, and the sizes of the largest requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.client = MlflowClient(mlflow.get_tracking_uri())
@@ -72,7 +72,7 @@ class EmptyRun:
         self.log_batch(self.client, run_id, **entries)
 
     def points(self) -> dict[tuple[str, int], float]:
-        """The value of each metric at each step; fails if a point was logged twice."""
+        """Return the value of each metric at each step. Fail if a point was logged twice."""
         points: dict[tuple[str, int], float] = {}
         for name in self.client.get_run(self.id).data.metrics:
             for point in self.client.get_metric_history(self.id, name):
@@ -268,7 +268,7 @@ def test_two_processes_at_once_find_a_new_store_whole(tmp_path):
 
 
 class MovedStore:
-    """A store in the folder `original`, with a run that has an artifact and an experiment with artifacts elsewhere."""
+    """Create a store in `original`, with a run with an artifact, and an experiment with artifacts in another folder."""
 
     def __init__(self, root: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.original = root / "original"
@@ -290,7 +290,7 @@ class MovedStore:
 
 @pytest.fixture(params=["copied", "moved"])
 def moved(request, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> MovedStore:
-    """Its destination is the current directory."""
+    """Return the destination of the move, which is the current directory."""
     moved = MovedStore(tmp_path, empty_store, monkeypatch)
     assert capsys.readouterr().err == ""
     if request.param == "copied":
@@ -336,7 +336,7 @@ LOSS_POINTS = [(1, 2.5), (2, 1.5), (3, 1.25)]
 
 
 class Training:
-    """A training that ended, and what its store holds of it."""
+    """A finished training and its contents in the store."""
 
     def __init__(self, root: Path) -> None:
         self.model = root / "model"
@@ -354,13 +354,13 @@ class Training:
         (self.model / "curves.csv").write_text(FIRST_ROWS + LAST_ROW)
 
     def train(self, work: Callable[[], object] = bool, key: str = "key", uri: str = LOCAL) -> None:
-        """Do the work as a training whose curves are logged."""
+        """Run the function as a training whose curves are logged."""
         description = RunDescription(uri, "m3diff", "m3diff", PARAMS, 32)
         with log_curves_while_training(description, self.model, key, self.curves):
             work()
 
     def evaluate(self, max_new_tokens: int = 32, uri: str = LOCAL) -> None:
-        """Log the scores as evaluate does."""
+        """Log the scores like evaluate."""
         log_evaluation(RunDescription(uri, "m3diff", "m3diff", PARAMS, max_new_tokens), self.model, self.metrics)
 
     def runs(self) -> list[Run]:

@@ -97,7 +97,7 @@ COUNTS = {"train": 6, "val": 2, "test": 4}
 
 @pytest.fixture
 def expect(raw, monkeypatch) -> Callable[..., ValidateReport]:
-    """Validate with these expected pairs, and CLEVR-Change published with `published` pairs under the name mini."""
+    """Return a function that validates with expected pairs, and with `published` as published pairs of CLEVR-Change."""
     run_ingest(raw)
 
     def check(expected, published=COUNTS, **fields) -> ValidateReport:
@@ -146,7 +146,7 @@ def test_a_validation_split_that_trains_is_judged_as_a_validation_split(raw, exp
 
 @pytest.mark.fault("16")
 def test_a_lost_test_pair_is_refused_unless_allowed_and_counts_exclude_quarantine(raw, expect):
-    """A repeated row of a test pair that stays is no lost pair; a training pair that is left out for test counts."""
+    """A repeated row is not a lost test pair. A training pair that is quarantined because it is in test is counted."""
     (raw / "sc_images/CLEVR_semantic_000001.png").unlink()
     (raw / "sc_images/CLEVR_semantic_000003.png").unlink()
     for folder, kind in (("images", "default"), ("sc_images", "semantic")):
