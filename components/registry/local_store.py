@@ -17,9 +17,8 @@ from urllib.parse import unquote, urlsplit
 from m3diff.records.errors import DataError
 
 SQLITE = "sqlite:///"
-EXPERIMENTS_FOLDER = (
-    "/.dvc/tmp/exps/"  # folder in the project where DVC runs queued experiments in copies of the project
-)
+# Folder in the project where DVC runs queued experiments in copies of the project
+EXPERIMENTS_FOLDER = "/.dvc/tmp/exps/"
 ARTIFACTS_FOLDER = "artifacts"  # folder of the artifacts, next to the database
 CHECKPOINT_PATH = "artifacts/checkpoint"  # path of the checkpoint within a version's files
 TOKEN_LIMIT_TAG = "predict.max_new_tokens"  # tag with the length limit, in tokens, of the captions that were scored
@@ -93,9 +92,9 @@ def find_stored_version(tracking_uri: str, model_name: str, version: str) -> Sto
 
 def _read_version(store: sqlite3.Connection, database: Path, model_name: str, version: str) -> StoredVersion | None:
     numbers = [int(version)] if version.isdecimal() else _query_column(store, SELECT_ALIAS, model_name, version)
-    locations = [
-        checkpoint for number in numbers for checkpoint in _query_column(store, SELECT_LOCATION, model_name, number)
-    ]
+    locations: list[str] = []
+    for number in numbers:
+        locations += _query_column(store, SELECT_LOCATION, model_name, number)
     if not locations:
         known_versions = sorted(_query_column(store, f"SELECT version {FROM_VERSIONS}", model_name), reverse=True)
         raise no_such_version_error(model_name, version, known_versions)
@@ -105,7 +104,11 @@ def _read_version(store: sqlite3.Connection, database: Path, model_name: str, ve
     if checkpoint is None:
         return None
     limits = _query_column(store, SELECT_TAG, model_name, numbers[0], TOKEN_LIMIT_TAG)
-    return StoredVersion(number=numbers[0], checkpoint=checkpoint, max_new_tokens=int(limits[0]) if limits else None)
+    return StoredVersion(
+        number=numbers[0],
+        checkpoint=checkpoint,
+        max_new_tokens=int(limits[0]) if limits else None,
+    )
 
 
 def read_stored_tags(tracking_uri: str, model_name: str, number: int) -> dict[str, str]:

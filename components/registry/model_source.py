@@ -52,14 +52,21 @@ def find(tracking_uri: str, model_name: str, model: str, base: Path, max_new_tok
     from m3diff.models.checkpoint import is_adapters, read_manifest
 
     if version is None:
-        folder = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-        as_written = f"{json.dumps(read_manifest(folder), indent=2)}\n".encode()
-        name = f"sha256-{hashlib.sha256(as_written).hexdigest()[:12]}"
+        if (folder / "checkpoint").is_dir():
+            folder = folder / "checkpoint"
+        manifest_bytes = f"{json.dumps(read_manifest(folder), indent=2)}\n".encode()
+        name = f"sha256-{hashlib.sha256(manifest_bytes).hexdigest()[:12]}"
     else:
         name = str(version.number)
         folder = version.checkpoint
-        max_new_tokens = max_new_tokens if version.max_new_tokens is None else version.max_new_tokens
-    return Source(f"{model_name}/{name}", folder, max_new_tokens, base if is_adapters(folder) else None)
+        if version.max_new_tokens is not None:
+            max_new_tokens = version.max_new_tokens
+    return Source(
+        name=f"{model_name}/{name}",
+        folder=folder,
+        max_new_tokens=max_new_tokens,
+        base=base if is_adapters(folder) else None,
+    )
 
 
 def _check_folder(model: str) -> None:
@@ -112,7 +119,9 @@ def _download_version(tracking_uri: str, model_name: str, version: str) -> Store
             raise DataError("registry.lost_checkpoint", model=model_name, version=number) from error
     limit = registered_version.tags.get(TOKEN_LIMIT_TAG)
     return StoredVersion(
-        number=int(registered_version.version), checkpoint=folder, max_new_tokens=None if limit is None else int(limit)
+        number=int(registered_version.version),
+        checkpoint=folder,
+        max_new_tokens=None if limit is None else int(limit),
     )
 
 
