@@ -9,10 +9,10 @@ import psutil
 GUARD = "m3diff.serving.same_origin:Guarded"
 
 # Environment variable that Prefect's worker sets for the process of a flow. Child processes inherit it
-FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 
 
-def processes_by(variable: str) -> dict[str, list[psutil.Process]]:
+def group_processes_by(variable: str) -> dict[str, list[psutil.Process]]:
     """Return the processes on this machine that have an environment variable, grouped by its value, oldest first."""
     processes: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
@@ -22,6 +22,6 @@ def processes_by(variable: str) -> dict[str, list[psutil.Process]]:
             continue
         if value and process.status() != psutil.STATUS_ZOMBIE:
             processes.setdefault(value, []).append(process)
-    for same_value in processes.values():
-        same_value.sort(key=psutil.Process.create_time)
+    for group in processes.values():
+        group.sort(key=psutil.Process.create_time)
     return processes

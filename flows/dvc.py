@@ -38,9 +38,13 @@ Outcome = Literal["Ran", "Restored", "Skipped"]
 
 # DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock, the result of the
 # stage would be lost if another process holds the lock at that moment
-DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]
+DVC_COMMAND = [sys.executable, "-m", "dvc", "--wait-for-lock"]
 LATEST = "runs/latest"  # branch of the newest run without overrides that completed every stage
-NO_REMOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"
+NO_REMOTE_NOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"
+NO_DEFAULT_REMOTE_NOTE = (
+    "no DVC remote is the default (remotes: {remotes}), so outputs without a remote of their own stay on this machine "
+    "(`dvc remote default NAME`)"
+)
 
 CODE_FOLDERS = ("components", "code")  # code and its digests
 GRACE_S = 20  # time between SIGTERM and SIGKILL, in seconds
@@ -237,7 +241,7 @@ def outputs_by_remote() -> dict[str, dict[str, str]]:
     return outputs
 
 
-def missing_in_remote(files: Mapping[str, str], remote: str) -> dict[str, str]:
+def find_missing_files(files: Mapping[str, str], remote: str) -> dict[str, str]:
     """Return the files that are missing from a remote.
 
     Args:
@@ -251,11 +255,12 @@ def missing_in_remote(files: Mapping[str, str], remote: str) -> dict[str, str]:
         DvcError: the remote does not respond.
     """
     with repository(command=f"dvc status --cloud --remote {remote}") as repo:
-        existing = set(repo.cloud.get_remote_odb(remote, "status").oids_exist(sorted(set(files.values()))))
-    return {path: hash_ for path, hash_ in files.items() if hash_ not in existing}
+        remote_store = repo.cloud.get_remote_odb(remote, "status")
+        stored_hashes = set(remote_store.oids_exist(sorted(set(files.values()))))
+    return {path: hash_ for path, hash_ in files.items() if hash_ not in stored_hashes}
 
 
-def send(hashes: Iterable[str], remote: str) -> None:
+def send_objects(hashes: Iterable[str], remote: str) -> None:
     """Send files and the file lists of folders from the cache to a remote.
 
     `dvc push` is not used, because it may skip files that are missing from the remote. It keeps an index of the files
@@ -267,9 +272,10 @@ def send(hashes: Iterable[str], remote: str) -> None:
     command = f"dvc push --remote {remote}"
     with repository(command=command) as repo:
         objects = {HashInfo("md5", hash_) for hash_ in hashes}
-        failed = transfer(repo.cache.local, repo.cloud.get_remote_odb(remote, "push"), objects).failed
-    if failed:
-        raise DvcError.of_command(command, 255, [f"{len(failed)} files were refused"])
+        remote_store = repo.cloud.get_remote_odb(remote, "push")
+        failed_objects = transfer(repo.cache.local, remote_store, objects).failed
+    if failed_objects:
+        raise DvcError.of_command(command, 255, [f"the remote rejected {len(failed_objects)} files"])
 
 
 def repro(stage: str, log: Callable[[str], None]) -> Outcome:
@@ -285,15 +291,15 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
     """
     # No other DVC process uses this worktree, but a killed process may have left a truncated file
     Path(".dvc/tmp/rwlock").unlink(missing_ok=True)
-    damage = damaged_inputs(stage)
+    damage = find_damaged_inputs(stage)
     if damage:
         raise DataError("flows.damaged_inputs", stage=stage, faults=damage)
     last_lines: deque[str] = deque(maxlen=12)
     outcome: Outcome | None = None
     is_done = False
-    before = DVC_LOCK.read_bytes() if DVC_LOCK.is_file() else None
+    lock_before = DVC_LOCK.read_bytes() if DVC_LOCK.is_file() else None
     process = subprocess.Popen(
-        [*DVC, "repro", "--single-item", stage],
+        [*DVC_COMMAND, "repro", "--single-item", stage],
         env=environment(),
         errors="replace",  # also selects text mode with universal newlines, so the \r of a progress bar ends a line
         stdout=subprocess.PIPE,
@@ -320,16 +326,16 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
             end_group(process)
         finally:
             # DVC may have been killed while it was writing the file
-            if not is_done and DVC_LOCK.is_file() and DVC_LOCK.read_bytes() != before:
-                if before is None:
+            if not is_done and DVC_LOCK.is_file() and DVC_LOCK.read_bytes() != lock_before:
+                if lock_before is None:
                     DVC_LOCK.unlink()
                 else:
-                    write_atomic(DVC_LOCK, before)
+                    write_atomic(DVC_LOCK, lock_before)
     assert outcome is not None, f"none of {list(OUTCOME_MESSAGES)} in what DVC said: {list(last_lines)}"
     return outcome
 
 
-def damaged_inputs(stage_name: str) -> list[Fault]:
+def find_damaged_inputs(stage_name: str) -> list[Fault]:
     """Return a fault for each input of a stage that is damaged in the cache. The stage reads it through DVC's links."""
     with repository() as repo:
         inputs: list[Path] = []
@@ -342,10 +348,10 @@ def damaged_inputs(stage_name: str) -> list[Fault]:
             is_input = any(path.is_relative_to(dep) or dep.is_relative_to(path) for dep in inputs)
             if is_input and out.use_cache and out.hash_info:
                 hashes[os.path.relpath(out.fs_path)] = out.hash_info.value
-    return faults_in_cache(with_files_of_folders(hashes))
+    return find_cache_faults(add_files_of_folders(hashes))
 
 
-def with_files_of_folders(outputs: Mapping[str, str]) -> dict[str, str]:
+def add_files_of_folders(outputs: Mapping[str, str]) -> dict[str, str]:
     """Return the outputs and all files in output folders, as hashes by path.
 
     Args:
@@ -358,7 +364,7 @@ def with_files_of_folders(outputs: Mapping[str, str]) -> dict[str, str]:
     return files
 
 
-def faults_in_cache(hashes: Mapping[str, str]) -> list[Fault]:
+def find_cache_faults(hashes: Mapping[str, str]) -> list[Fault]:
     """Return a fault for each file or folder list that is damaged in the cache.
 
     Args:
@@ -401,13 +407,13 @@ def die_with_parent() -> None:
 
 def readable_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield lines with colours and secrets removed. Blank lines and most updates of a progress bar are skipped."""
-    shown_at = -PROGRESS_EVERY_S
+    last_progress_s = -PROGRESS_EVERY_S
     for line in lines:
         text = ANSI.sub("", line).rstrip()
         if PROGRESS_BAR.search(text):
-            if time.monotonic() - shown_at < PROGRESS_EVERY_S:
+            if time.monotonic() - last_progress_s < PROGRESS_EVERY_S:
                 continue
-            shown_at = time.monotonic()
+            last_progress_s = time.monotonic()
         if text:
             yield redact(text)
 
@@ -439,7 +445,7 @@ def check_remotes() -> None:
         if not files:
             continue
         try:
-            missing_in_remote(files, remote)
+            find_missing_files(files, remote)
         except DvcError as error:
             raise ParamsError("flows.remote_not_answering", remote=remote, fault=error.fault) from error
 
@@ -461,24 +467,38 @@ def push() -> tuple[str, str]:
     changed_remotes: list[str] = []
     for remote in sorted(outputs):
         try:
-            missing = missing_in_remote(with_files_of_folders(outputs[remote]), remote)
-            faults = faults_in_cache(missing)
+            missing_files = find_missing_files(add_files_of_folders(outputs[remote]), remote)
+            faults = find_cache_faults(missing_files)
             if faults:  # DVC would send the damaged content under the expected hash
                 raise DataError("flows.damaged_outputs", faults=faults)
-            if missing:
-                send(missing.values(), remote)
+            if missing_files:
+                send_objects(missing_files.values(), remote)
                 changed_remotes.append(remote)
-            still_missing = missing_in_remote(missing, remote)
+            lost_files = find_missing_files(missing_files, remote)
         except DvcError as error:
             raise RemoteError("flows.push_failed", remote=remote, fault=error.fault) from error
-        if still_missing:
-            examples = sorted(still_missing)[:5]
-            raise RemoteError("flows.missing_in_remote", remote=remote, count=len(still_missing), names=examples)
-    if not outputs:
-        return "Skipped", NO_REMOTE
+        if lost_files:
+            examples = sorted(lost_files)[:5]
+            raise RemoteError("flows.missing_in_remote", remote=remote, count=len(lost_files), names=examples)
+    notes: list[str] = []
     if changed_remotes:
-        return "Ran", f"sent to {', '.join(changed_remotes)}"
-    return "Skipped", f"{', '.join(outputs)} had all of it"
+        notes.append(f"sent to {', '.join(changed_remotes)}")
+    elif outputs:
+        notes.append(f"already in {', '.join(sorted(outputs))}")
+    notes += notes_on_default_remote()
+    return "Ran" if changed_remotes else "Skipped", "; ".join(notes) or "no outputs to send"
+
+
+def notes_on_default_remote() -> list[str]:
+    """Return a note if DVC has no default remote, because outputs without a remote of their own are then not sent."""
+    with repository() as repo:
+        default_remote = repo.config["core"].get("remote")
+        remotes = sorted(repo.config["remote"])
+    if default_remote:
+        return []
+    if not remotes:
+        return [NO_REMOTE_NOTE]
+    return [NO_DEFAULT_REMOTE_NOTE.format(remotes=", ".join(remotes))]
 
 
 def commit(message: str, links: Sequence[str]) -> None:
@@ -533,4 +553,8 @@ def reuse_latest_run() -> dict[str, Any]:
 
 def count_stages_to_run(status: Mapping[str, Any], predecessors: Mapping[str, set[str]]) -> int:
     """Count the stages that are out of date or depend on a stage that is out of date."""
-    return sum(not status.keys().isdisjoint({stage, *before}) for stage, before in predecessors.items())
+    count = 0
+    for stage, stage_predecessors in predecessors.items():
+        if stage in status or not stage_predecessors.isdisjoint(status):
+            count += 1
+    return count

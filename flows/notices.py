@@ -22,16 +22,16 @@ from prefect.states import State
 from prefect.utilities.urls import url_for
 
 from flows.report import RunRecord
-from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
+from flows.workspace import FLOWS_FOLDER, KEPT_DAYS, hold_lock, read_json
 from m3diff.records.errors import redact
 from m3diff.records.files import write_atomic
 
-NOTIFY = "M3DIFF_NOTIFY"
+NOTIFY_VARIABLE = "M3DIFF_NOTIFY"
 MAX_REMEMBERED = 1000  # number of sent notices to remember, so that no notice is sent twice
-EXCEPTION = "Flow run encountered an exception: "  # prefix that Prefect adds to an error
-FAILED_STAGE = "ERROR: failed to reproduce"  # start of DVC's last line, which only repeats the name of the stage
+EXCEPTION_PREFIX = "Flow run encountered an exception: "  # prefix that Prefect adds to an error
+FAILED_STAGE_PREFIX = "ERROR: failed to reproduce"  # start of DVC's last line, which only repeats the name of the stage
 MAX_ERROR_CHARS = 400
-REFUSED = "Refused"  # start of a state's name if the run could not start, followed by the cause
+REFUSED_PREFIX = "Refused"  # start of a state's name if the run could not start, followed by the cause
 
 
 def send_notice(
@@ -48,40 +48,42 @@ def send_notice(
         text: the text of the notice.
         checkout: the folder in which the flow was started, by default the current directory.
     """
-    folder = (checkout or Path.cwd()) / FLOWS
+    folder = (checkout or Path.cwd()) / FLOWS_FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder / "notices.lock"):
+        with hold_lock(folder / "notices.lock"):
             notices = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
             if key and key not in notices["told"]:
                 notices["waiting"][key] = [title, redact(text)]
-            send_waiting(**notices, log=log)
+            send_waiting_notices(notices["told"], notices["waiting"], log)
             write_atomic(folder / "notices.json", json.dumps(notices))
     except Exception as error:
         log(f"warning: a notice was not sent: {type(error).__name__}")
 
 
-def send_waiting(told: dict[str, str], waiting: dict[str, list[str]], log: Callable[[str], None]) -> None:
+def send_waiting_notices(
+    sending_times: dict[str, str], waiting_notices: dict[str, list[str]], log: Callable[[str], None]
+) -> None:
     """Send the waiting notices in order, until one cannot be sent.
 
     Args:
-        told: the time at which each notice was sent, by its key. Updated in place.
-        waiting: the title and text of each waiting notice, by its key. Updated in place.
+        sending_times: the time at which each notice was sent, by its key. Updated in place.
+        waiting_notices: the title and text of each waiting notice, by its key. Updated in place.
         log: called with a message if a notice cannot be sent.
     """
-    address = os.environ.get(NOTIFY, "").strip()
-    for key, (title, text) in list(waiting.items()):
+    address = os.environ.get(NOTIFY_VARIABLE, "").strip()
+    for key, (title, text) in list(waiting_notices.items()):
         if address and not send(address, title, text):
             log(
-                f"warning: {title}: nobody was told, for {NOTIFY} does not work; "
-                f"{len(waiting)} notice(s) wait for the next occasion"
+                f"warning: {title}: the notice was not sent, because {NOTIFY_VARIABLE} does not work. "
+                f"{len(waiting_notices)} notice(s) are kept and sent with the next one"
             )
             return
         if address:
-            told[key] = datetime.now(UTC).isoformat(timespec="seconds")
-        del waiting[key]
-    for key in list(told)[:-MAX_REMEMBERED]:
-        del told[key]
+            sending_times[key] = datetime.now(UTC).isoformat(timespec="seconds")
+        del waiting_notices[key]
+    for key in list(sending_times)[:-MAX_REMEMBERED]:
+        del sending_times[key]
 
 
 def send(address: str, title: str, text: str) -> bool:
@@ -113,40 +115,42 @@ def notify_end(deployment: str, run: FlowRun, state: State, log: Callable[[str],
         log: called with a message if the notice cannot be sent.
     """
     outcome = "crashed" if state.is_crashed() else "failed"
-    reason = reason_of(state)
+    reason = format_reason(state)
     key = f"{run.id} {outcome}"
     if deployment == "watch" and outcome == "failed":
         key = f"watch {reason} {datetime.now(UTC).date()}"
     next_step = (
-        f"Its page says what failed, its worktree {FLOWS}/{run.id} stays for {KEPT_DAYS} days. Once the cause is "
-        f"gone: `prefect deployment run m3diff/{deployment}`."
+        f"Its page shows what failed. Its worktree {FLOWS_FOLDER}/{run.id} is kept for {KEPT_DAYS} days. After you fix "
+        f"the cause, run `prefect deployment run m3diff/{deployment}`."
     )
     if is_refused(state):
-        next_step = f"Nothing was started. Once the cause is gone: `prefect deployment run m3diff/{deployment}`."
+        next_step = f"Nothing was started. After you fix the cause, run `prefect deployment run m3diff/{deployment}`."
     if outcome == "crashed":
         next_step = (
-            "It is started again by itself and goes on where it was killed, unless it crashed three times in a row."
+            "It restarts automatically and continues where it was killed, unless it crashed three times in a row."
         )
-    text = f"Run {run.name!r} of m3diff/{deployment} {reason}. {link(run.id)}{next_step}"
+    text = f"Run {run.name!r} of m3diff/{deployment} {reason}. {format_link(run.id)}{next_step}"
     send_notice(log, key, f"m3diff/{deployment} {outcome}", text)
 
 
 def is_refused(state: State) -> bool:
-    """Return whether a state means that the run could not start (see `flows.pipeline.refused`)."""
-    return (state.name or "").startswith(REFUSED)
+    """Return whether a state means that the run could not start (see `flows.pipeline.refuse_run`)."""
+    return (state.name or "").startswith(REFUSED_PREFIX)
 
 
-def reason_of(state: State) -> str:
+def format_reason(state: State) -> str:
     """Return the reason for a failure: the state's name, the error's first line and the last line of output, if any."""
-    first_line, *other_lines = (state.message or "").removeprefix(EXCEPTION).splitlines() or [""]
-    words = [first_line]
-    output = [line.strip() for line in other_lines if line.strip() and not line.startswith(FAILED_STAGE)]
-    words += output[-1:]
+    message = (state.message or "").removeprefix(EXCEPTION_PREFIX)
+    first_line, *other_lines = message.splitlines() or [""]
+    reason = first_line
+    output = [line.strip() for line in other_lines if line.strip() and not line.startswith(FAILED_STAGE_PREFIX)]
+    if output:
+        reason += f" {output[-1]}"
     name = (state.name or "").partition(":")[0].lower()
-    return f"{name}: {' '.join(words)[:MAX_ERROR_CHARS]}"
+    return f"{name}: {reason[:MAX_ERROR_CHARS]}"
 
 
-def link(flow_run: object) -> str:
+def format_link(flow_run: object) -> str:
     """Return the URL of a run's page, followed by ` . ` to continue a text. Return an empty string without a server."""
     address = url_for("flow-run", obj_id=str(flow_run))
     return f"{address} . " if address else ""
@@ -159,11 +163,11 @@ def notify_decision(record: RunRecord, log: Callable[[str], None]) -> None:
         return
     champion = "none" if decision.champion is None else decision.champion
     outcome = "promoted"
-    consequence = f"The champion before was {champion}; `m3diff rollback --why TEXT` brings it back."
+    consequence = f"The previous champion was {champion}. To restore it, run `m3diff rollback --why TEXT`."
     if decision.outcome == "refused":
         outcome = "rejected"
-        consequence = f"The champion stays: {champion}."
+        consequence = f"The champion is unchanged: {champion}."
     work = record.work
-    reasons = f"Run because {'; '.join(record.reasons)}. " if record.reasons else ""
-    text = f"{decision}. {reasons}{link(work.flow_run)}{consequence}"
+    reasons = f"The run was started because {'; '.join(record.reasons)}. " if record.reasons else ""
+    text = f"{decision}. {reasons}{format_link(work.flow_run)}{consequence}"
     send_notice(log, f"{work.flow_run} {outcome}", f"m3diff: a model was {outcome}", text, work.checkout)

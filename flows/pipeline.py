@@ -27,11 +27,11 @@ from prefect.states import Completed, Failed, State
 
 from flows import dvc, notices, report
 from flows.dvc import DvcError
-from flows.notices import REFUSED
+from flows.notices import REFUSED_PREFIX
 from flows.prepared_flow import flow
 from flows.report import RunRecord
 from flows.runtime import prepare
-from flows.workspace import FLOWS, NothingNewError, lock, workspace
+from flows.workspace import FLOWS_FOLDER, NothingNewError, hold_lock, workspace
 from m3diff.commands.preflight import preflight, preflight_data
 from m3diff.commands.rescore import rescore
 from m3diff.provenance.dvc import DVC_LOCK, Lock, require_own_code
@@ -39,21 +39,21 @@ from m3diff.provenance.git import git
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.promote import Promotion, promote
-from m3diff.registry.versions import CHALLENGER, find_alias
+from m3diff.registry.versions import CHALLENGER, find_aliased_version
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration, register
 
 # Environment variable with the id of the flow run, for register and the record of decisions
-FLOW_RUN = "M3DIFF_FLOW_RUN"
+FLOW_RUN_VARIABLE = "M3DIFF_FLOW_RUN"
 
 PARAMS = Path("params.yaml")
 MAX_REASONS = 8  # maximum number of reasons in a commit message
 NO_REASON = "neither the data nor the parameters changed since the last registration"
 
 # Exit codes of failures that may be temporary: EX_TEMPFAIL, and SIGKILL, sent by the kernel (out of memory) or a user
-TRANSIENT_CODES = (75, -9, 137)
+TRANSIENT_EXIT_CODES = (75, -9, 137)
 
 HOOKS: dict[str, Any] = {"on_failure": [notices.notify_failure], "on_crashed": [notices.notify_failure]}
 
@@ -123,25 +123,28 @@ def run_pipeline(
     """
     prepare()
     name = flow_run.get_id() or str(uuid.uuid4())
-    os.environ[FLOW_RUN] = name  # for the processes that this one starts
+    os.environ[FLOW_RUN_VARIABLE] = name  # for the processes that this one starts
     with ExitStack() as stack:
-        stack.callback(os.environ.pop, FLOW_RUN)
+        stack.callback(os.environ.pop, FLOW_RUN_VARIABLE)
         try:
             require_own_code()
             work = stack.enter_context(workspace(name, ref, overrides, data, replay))
         except NothingNewError as error:
             return Completed(name="Skipped", message=str(error))
         except (ParamsError, DataError) as error:
-            return refused(error)
-        for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data_notes):
-            get_run_logger().info(text)
-        state = run_in_workspace(RunRecord(work, reasons=[reason] if reason else []), if_changed)
+            return refuse_run(error)
+        log = get_run_logger().info
+        log(f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}")
+        for note in work.data_notes:
+            log(note)
+        record = RunRecord(work, reasons=[reason] if reason else [])
+        state = run_in_workspace(record, if_changed)
     if state.name == "Skipped":  # the run produced nothing, so nothing refers to its branch
         git("branch", "--quiet", "-D", work.branch)
     return state
 
 
-def refused(error: ParamsError | DataError) -> State:
+def refuse_run(error: ParamsError | DataError) -> State:
     """Return the failed state of a run that could not start, with the text of the error as its message.
 
     The error is not raised, because Prefect would print a traceback before the message, even to a user who only forgot
@@ -150,7 +153,7 @@ def refused(error: ParamsError | DataError) -> State:
     get_run_logger().error(str(error))
     # `prefect deployment run --watch` prints the state's name and not its message
     cause = textwrap.shorten(error.fault.summary, width=80, placeholder=" ...")
-    return Failed(name=f"{REFUSED}: {cause}", message=str(error), data=error)
+    return Failed(name=f"{REFUSED_PREFIX}: {cause}", message=str(error), data=error)
 
 
 def run_in_workspace(record: RunRecord, if_changed: bool) -> State:
@@ -161,8 +164,8 @@ def run_in_workspace(record: RunRecord, if_changed: bool) -> State:
     """
     work = record.work
     log = get_run_logger().info
-    on_wait = partial(log, "another flow run does the same work; this one waits for it")
-    with lock(work.checkout / FLOWS / f"tree-{work.tree}.lock", on_wait=on_wait):
+    on_wait = partial(log, "another flow run is doing the same work; this run waits for it")
+    with hold_lock(work.checkout / FLOWS_FOLDER / f"tree-{work.tree}.lock", on_wait=on_wait):
         try:
             status = prepare_run()
             if if_changed:
@@ -225,7 +228,8 @@ def run_task(record: RunRecord, name: str, task: Callable[..., Any], *arguments:
 def commit_message(record: RunRecord) -> str:
     """Return the commit message of a run: the outcome of each task, and trailers by which the commit can be found."""
     work = record.work
-    counts = ", ".join(f"{count} {outcome.lower()}" for outcome, count in Counter(record.outcomes.values()).items())
+    outcome_counts = Counter(record.outcomes.values())
+    counts = ", ".join(f"{count} {outcome.lower()}" for outcome, count in outcome_counts.items())
     outcomes = [f"{name} {outcome.lower()}" for name, outcome in record.outcomes.items()]
     trailers = [f"Flow-Run: {work.flow_run}", f"From: {work.commit}"]
     trailers += [f"Overrides: {text}" for text in work.overrides]
@@ -257,16 +261,18 @@ def reasons_to_train(status: dict[str, Any], params: Params) -> list[str]:
 def reasons_of_registry(params: Params) -> Iterator[str]:
     """Check whether the newest registered version is the checkpoint in `dvc.lock`. If not, yield a reason to train."""
     name = params.register_.model_name
-    checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs") if DVC_LOCK.is_file() else None
+    checkpoint = None
+    if DVC_LOCK.is_file():
+        checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs")
     if checkpoint is None:
-        yield "nothing was trained yet"
+        yield "no model has been trained yet"
         return
-    with tracking.connected(params.register_.tracking_uri) as client:
-        version = find_alias(client, name, CHALLENGER)
+    with tracking.connect(params.register_.tracking_uri) as client:
+        version = find_aliased_version(client, name, CHALLENGER)
     if version is None:
         yield f"no version of {name} is registered yet"
     elif version.tags.get("dvc.checkpoint") != checkpoint:
-        yield f"{name} version {version.version} is another checkpoint than the one in {DVC_LOCK}"
+        yield f"the checkpoint of {name} version {version.version} is not the one in {DVC_LOCK}"
 
 
 # The tasks
@@ -275,9 +281,9 @@ def reasons_of_registry(params: Params) -> Iterator[str]:
 def is_transient(task: Any, run: TaskRun, state: State) -> bool:
     """Return whether a task failed for a reason that may be temporary, so that Prefect should retry it."""
     error = state.result(raise_on_failure=False)
-    return isinstance(error, ConnectionError) or (
-        isinstance(error, DvcError) and error.fields["exit_code"] in TRANSIENT_CODES
-    )
+    if isinstance(error, DvcError):
+        return error.fields["exit_code"] in TRANSIENT_EXIT_CODES
+    return isinstance(error, ConnectionError)
 
 
 RETRIES_OF_STAGES: dict[str, Any] = {

@@ -83,7 +83,7 @@ def publish(record: RunRecord, message: str) -> None:
             dvc.commit(f"Report: {message}", record.work.links)
             publish_branch(record.work, log.info)
     except Exception as error:
-        log.warning(f"the page of this run could not be kept: {type(error).__name__}: {error}")
+        log.warning(f"the page of this run could not be stored: {type(error).__name__}: {error}")
 
 
 def publish_branch(work: Workspace, log: Callable[[str], None]) -> None:
@@ -95,18 +95,18 @@ def publish_branch(work: Workspace, log: Callable[[str], None]) -> None:
         # Run in the main worktree, because the path of a remote may be relative to it
         git("push", "--quiet", remote, f"refs/heads/{work.branch}:refs/heads/{work.branch}", cwd=main_tree(Path()))
     except GitError as error:
-        log(f"warning: {work.branch} was not pushed to {remote}: {error}; it is sent with the next run")
+        log(f"warning: {work.branch} was not pushed to {remote}: {error}; to push it: git push {remote} {work.branch}")
 
 
 def page_lines(record: RunRecord, params: Params) -> Iterator[str]:
     """Yield the Markdown lines of the page."""
     work = record.work
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record.started))
+    start_time = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record.started))
     yield from (f"# {record.state}: run `{work.flow_run[:8]}` of commit `{work.commit[:12]}`", "")
     yield from (f"- because {reason}" for reason in record.reasons)
     for text in work.overrides:  # parameters, or a note that training starts from the champion
-        yield f"- parameter of this run alone: `{text}`" if "=" in text else f"- {text}"
-    yield f"- began {began}, took {duration(sum(record.seconds.values()))}; branch `{work.branch}`"
+        yield f"- parameter of this run: `{text}`" if "=" in text else f"- {text}"
+    yield f"- started {start_time}, took {format_duration(sum(record.seconds.values()))}; branch `{work.branch}`"
     if record.error:
         yield from ("", "## What failed", "", "```", record.error, "```", "", f"Its worktree is kept: `{work.root}`")
     if record.decision:
@@ -116,14 +116,14 @@ def page_lines(record: RunRecord, params: Params) -> Iterator[str]:
         score_rows: list[tuple[str, str, str]] = []
         for protocol, scores in headline.items():
             score_rows += [(protocol, name, f"{value:.1f}") for name, value in scores.items()]
-        yield from ("", "## Scores", "", *table(("protocol", "score", "times 100"), score_rows))
-    task_rows = [(name, outcome, duration(record.seconds[name])) for name, outcome in record.outcomes.items()]
-    yield from ("", "## What ran", "", *table(("task", "how", "took"), task_rows))
+        yield from ("", "## Scores", "", *format_table(("protocol", "score", "times 100"), score_rows))
+    task_rows = [(name, outcome, format_duration(record.seconds[name])) for name, outcome in record.outcomes.items()]
+    yield from ("", "## What ran", "", *format_table(("task", "outcome", "duration"), task_rows))
     yield from ("", "## Where to look", "")
     if record.registration:
         yield from registration_lines(record.registration, params.register_.tracking_uri)
-    yield f"- `git show {work.branch}:dvc.lock` has the hash of everything that this run read and wrote"
-    yield f"- `git worktree add FOLDER {work.branch}`, then `dvc checkout` there, gives all of it back"
+    yield f"- `git show {work.branch}:dvc.lock` lists the hashes of everything that this run read and wrote"
+    yield f"- `git worktree add FOLDER {work.branch}`, then `dvc checkout` in that folder, restores all of it"
 
 
 def registration_lines(registration: Registration, tracking_uri: str) -> Iterator[str]:
@@ -131,7 +131,7 @@ def registration_lines(registration: Registration, tracking_uri: str) -> Iterato
     yield f"- {registration.model} version {registration.version}, MLflow run `{registration.run_id}`"
     if tracking_uri.startswith("http"):
         address = f"{tracking_uri}/#/models/{registration.model}/versions/{registration.version}"
-        yield f"- [the version]({address}), the report among the artifacts of its run"
+        yield f"- [the version]({address}) in MLflow; the report is an artifact of its run"
 
 
 def add_curves(text: str, curves: Path) -> str:
@@ -144,12 +144,12 @@ def add_curves(text: str, curves: Path) -> str:
     return f"{text}\n\n## Training curves\n\n![{alternative_text}](data:image/svg+xml;base64,{data})"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in seconds as `1:02:05`."""
     return str(timedelta(seconds=round(seconds)))
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a Markdown table."""
     yield f"| {' | '.join(header)} |"
     yield "|---" * len(header) + "|"

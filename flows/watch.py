@@ -25,21 +25,21 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
 
 from flows import dvc, notices
-from flows.pipeline import refused, retrain
+from flows.pipeline import refuse_run, retrain
 from flows.prepared_flow import flow
 from flows.runtime import prepare
-from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
+from flows.workspace import DATA_BRANCH, FLOWS_FOLDER, Workspace, read_json, workspace
 from m3diff.provenance.dvc import require_own_code
 from m3diff.provenance.git import git
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.files import write_atomic
 from m3diff.settings.section import ParamsError
 
-STATE = FLOWS / "watch.json"
+STATE_FILE = FLOWS_FOLDER / "watch.json"
 NO_COMMIT = "0" * 40  # tells git that a ref must not exist yet
-NOTHING = "no source changed"
-DATA_CHANGED = "Data: "  # prefix of the commit messages on runs/data, followed by the reason
-DROP = "M3DIFF_DROP"
+NOTHING_CHANGED = "no source changed"
+DATA_MESSAGE_PREFIX = "Data: "  # prefix of the commit messages on runs/data, followed by the reason
+DROP_VARIABLE = "M3DIFF_DROP"
 SETTLED_S = 60.0  # a drop folder must be unchanged for this long, because somebody may still be copying files into it
 
 
@@ -53,26 +53,28 @@ def watch() -> State:
     prepare()
     log = get_run_logger()
     notices.send_notice(log.warning)
-    watch_state = read_json(STATE) or {}
+    watch_state = read_json(STATE_FILE) or {}
     try:
         require_own_code()
-        failures = look_at_sources(watch_state, log.info)
+        failures = update_changed_sources(watch_state, log.info)
     except ParamsError as error:
-        return refused(error)
+        return refuse_run(error)
     data_commit = find_data_commit()
     reason = ""
     if data_commit and data_commit != watch_state.get("started"):
-        reason = git("log", "-1", "--format=%s", data_commit).removeprefix(DATA_CHANGED)
+        reason = git("log", "-1", "--format=%s", data_commit).removeprefix(DATA_MESSAGE_PREFIX)
         log.info(f"retrain, because {reason}")
         start_retrain(reason, data_commit)
-        write_atomic(STATE, json.dumps(watch_state | {"started": data_commit}))
+        write_atomic(STATE_FILE, json.dumps(watch_state | {"started": data_commit}))
     if failures:
         names = [str(fault.fields["path"]) for fault in failures]
         raise DataError("flows.sources_not_updated", count=len(failures), names=names, faults=failures)
-    return Completed(message=f"retrain, because {reason}") if reason else Completed(name="Skipped", message=NOTHING)
+    if not reason:
+        return Completed(name="Skipped", message=NOTHING_CHANGED)
+    return Completed(message=f"retrain, because {reason}")
 
 
-def look_at_sources(watch_state: dict[str, Any], log: Callable[[str], None]) -> list[Fault]:
+def update_changed_sources(watch_state: dict[str, Any], log: Callable[[str], None]) -> list[Fault]:
     """Update every source that may have changed and commit the changes. Return a fault for each failure.
 
     Args:
@@ -85,18 +87,18 @@ def look_at_sources(watch_state: dict[str, Any], log: Callable[[str], None]) -> 
     known_fingerprints = watch_state.get("folders", {}) if is_data_branch_known else {}
     sources = dict.fromkeys(imported_files(), "")
     for folder in drop_folders():
-        fingerprint = fingerprint_of(Path(folder))
+        fingerprint = compute_fingerprint(Path(folder))
         if not fingerprint:
-            log(f"{folder} is not there, or is being written to; the next look takes it up")
+            log(f"{folder} does not exist or is being written to; the next check looks at it again")
         elif fingerprint != known_fingerprints.get(f"{folder}.dvc"):
             sources[f"{folder}.dvc"] = fingerprint
     if not sources:
         return []
     with workspace(flow_run.get_id() or str(uuid.uuid4()), "HEAD", [], data=True) as work:
-        failures, updated = update_sources(work, sources, log)
+        failures, updated_sources = update_sources(work, sources, log)
     git("branch", "--quiet", "-D", work.branch)
-    watch_state |= {"folders": known_fingerprints | updated, "data": find_data_commit()}
-    write_atomic(STATE, json.dumps(watch_state))
+    watch_state |= {"folders": known_fingerprints | updated_sources, "data": find_data_commit()}
+    write_atomic(STATE_FILE, json.dumps(watch_state))
     return failures
 
 
@@ -114,7 +116,7 @@ def update_sources(
         a fault for each failure, and the entries of `sources` that were updated.
     """
     failures: list[Fault] = []
-    updated: dict[str, str] = {}
+    updated_sources: dict[str, str] = {}
     for file, fingerprint in sources.items():
         folder = file.removesuffix(".dvc")
         try:
@@ -127,14 +129,15 @@ def update_sources(
         except dvc.DvcError as error:
             failures.append(Fault("flows.source_not_updated", path=file, fault=error.fault))
             continue
-        if fingerprint and fingerprint_of(work.checkout / folder) != fingerprint:
-            log(f"{folder} was written to meanwhile; the next look takes it up")
+        if fingerprint and compute_fingerprint(work.checkout / folder) != fingerprint:
+            log(f"{folder} changed during the update; the next check updates it")
         else:
-            updated[file] = fingerprint
-    changed_files = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in updated]
+            updated_sources[file] = fingerprint
+    different_files = git("diff", "--name-only", "-z", "--", "*.dvc").split("\0")
+    changed_files = [file for file in different_files if file in updated_sources]
     if changed_files:
         commit_data(work, changed_files)
-    return failures, updated
+    return failures, updated_sources
 
 
 def commit_data(work: Workspace, changed_files: Sequence[str]) -> None:
@@ -142,13 +145,13 @@ def commit_data(work: Workspace, changed_files: Sequence[str]) -> None:
     previous_commit = find_data_commit()
     git("add", "--", *changed_files)
     reason = ", ".join(f"{file.removesuffix('.dvc')} changed" for file in changed_files)
-    commit = git("commit-tree", git("write-tree"), "-p", work.commit, "-m", f"{DATA_CHANGED}{reason}")
-    git("update-ref", f"refs/heads/{DATA}", commit, previous_commit or NO_COMMIT)
+    commit = git("commit-tree", git("write-tree"), "-p", work.commit, "-m", f"{DATA_MESSAGE_PREFIX}{reason}")
+    git("update-ref", f"refs/heads/{DATA_BRANCH}", commit, previous_commit or NO_COMMIT)
 
 
 def find_data_commit() -> str:
     """Return the commit of the branch runs/data, or an empty string if the branch does not exist."""
-    return git("for-each-ref", "--format=%(objectname)", f"refs/heads/{DATA}")
+    return git("for-each-ref", "--format=%(objectname)", f"refs/heads/{DATA_BRANCH}")
 
 
 def start_retrain(reason: str, commit: str) -> None:
@@ -172,7 +175,7 @@ def start_retrain(reason: str, commit: str) -> None:
 # The sources
 
 
-def fingerprint_of(folder: Path) -> str:
+def compute_fingerprint(folder: Path) -> str:
     """Return a digest of the names, sizes and modification times of a folder's files, without reading the files.
 
     Return an empty string if the folder does not exist, or if anything in it changed within the last minute.
@@ -209,10 +212,10 @@ def drop_folders() -> list[str]:
     Raises:
         ParamsError: one of the folders is not tracked by a `.dvc` file in the last commit.
     """
-    parts = os.environ.get(DROP, "").replace(os.pathsep, ",").split(",")
+    parts = os.environ.get(DROP_VARIABLE, "").replace(os.pathsep, ",").split(",")
     folders = [Path(part.strip()).as_posix() for part in parts if part.strip()]
     tracked_files = dvc_files() if folders else []
     for folder in folders:
         if f"{folder}.dvc" not in tracked_files:
-            raise ParamsError("flows.drop_folder_not_tracked", key=DROP, folder=folder, checkout=Path.cwd())
+            raise ParamsError("flows.drop_folder_not_tracked", key=DROP_VARIABLE, folder=folder, checkout=Path.cwd())
     return folders

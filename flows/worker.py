@@ -28,7 +28,7 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, State
 from prefect.utilities.dispatch import register_type
 from prefect.workers.process import ProcessWorker
 
-from flows import FLOW_RUN, notices, processes_by
+from flows import FLOW_RUN_VARIABLE, group_processes_by, notices
 from flows.runtime import prepare
 
 MAX_START_S = 60  # maximum time from when a worker takes a run until the run's process starts, in seconds
@@ -59,7 +59,7 @@ class Worker(ProcessWorker, abc.ABC):
         try:
             return await super().get_and_submit_flow_runs()
         except httpx.HTTPError as error:
-            self._logger.warning(f"the server was not asked for runs: {type(error).__name__}: {error}")
+            self._logger.warning(f"could not ask the server for runs: {type(error).__name__}: {error}")
             return []
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
@@ -67,7 +67,7 @@ class Worker(ProcessWorker, abc.ABC):
         responses = await super()._get_scheduled_flow_runs()
         busy_ids = await self.ids_in_progress(response.flow_run for response in responses)
         for id_ in busy_ids:
-            self._logger.info(f"flow run {id_} waits until what is left of it here is gone")
+            self._logger.info(f"flow run {id_} waits until the processes of its earlier attempt have ended")
         return [response for response in responses if response.flow_run.id not in busy_ids]
 
     async def sync_with_backend(self) -> None:
@@ -78,14 +78,14 @@ class Worker(ProcessWorker, abc.ABC):
         except (httpx.HTTPError, PrefectException) as error:
             if not self.is_setup:
                 raise
-            self._logger.warning(f"the server was not reported to: {type(error).__name__}: {error}")
+            self._logger.warning(f"could not report to the server: {type(error).__name__}: {error}")
 
     async def ids_in_progress(self, runs: Iterable[FlowRun]) -> set[UUID]:
         """Return the ids of the runs that this worker has taken or that have a process on this machine."""
         ids = {str(run.id): run.id for run in runs}
         if not ids:
             return set()
-        processes = await anyio.to_thread.run_sync(processes_by, FLOW_RUN)
+        processes = await anyio.to_thread.run_sync(group_processes_by, FLOW_RUN_VARIABLE)
         ids_with_process = {ids[id_] for id_ in processes if id_ in ids}
         taken_ids = set(ids.values()) & self._taken_ids()
         return ids_with_process | taken_ids
@@ -161,10 +161,10 @@ class Worker(ProcessWorker, abc.ABC):
         crashes = list(takewhile(lambda state: state.is_crashed(), reversed(final_states)))
         if len(crashes) >= MAX_CRASHES:
             return Failed(
-                message=f"crashed {len(crashes)} times in a row, the last time: {crashes[0].message}; look at "
-                "services/worker.log and at the memory of this machine, then run it again"
+                message=f"crashed {len(crashes)} times in a row, the last time: {crashes[0].message}. Check "
+                "services/worker.log and the memory of this machine, then run it again"
             )
-        return AwaitingRetry(message="it crashed, and goes on where it was")
+        return AwaitingRetry(message="it crashed and continues where it was killed")
 
     async def notify(self, run: FlowRun, deployment_name: str, state: State[Any]) -> None:
         """Send a notice if the state is a crash or failure. It is sent once, even if other processes try to send it."""

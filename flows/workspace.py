@@ -23,24 +23,24 @@ from m3diff.provenance.git import AS_COMMITTED, GitError, find_commit, git, has_
 from m3diff.records.errors import shell_word
 from m3diff.records.files import lock_exclusively
 from m3diff.registry import tracking
-from m3diff.registry.versions import CHAMPION, find_alias
+from m3diff.registry.versions import CHAMPION, find_aliased_version
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
-FLOWS = Path("runs/flows")
+FLOWS_FOLDER = Path("runs/flows")
 # The files that determine a run. `dvc.lock` is not one of them, because it only records what ran
-WATCHED = ("params.yaml", "dvc.yaml", "profiles", "components", "flows", ":(glob)**/*.dvc")
+DECISIVE_PATHS = ("params.yaml", "dvc.yaml", "profiles", "components", "flows", ":(glob)**/*.dvc")
 
-LINKS = "reflink,hardlink,symlink"
+CACHE_LINK_TYPES = "reflink,hardlink,symlink"
 KEPT_DAYS = 7  # number of days for which the worktree of a failed run is kept
 MAX_NAMED_FILES = 5  # maximum number of uncommitted files that a message lists
 
 # Branch with the `.dvc` files that `m3diff/watch` changed: one commit on top of the commit that the watch started from
-DATA = "runs/data"
+DATA_BRANCH = "runs/data"
 
 # The champion's checkpoint, if training starts from it. `data/00_champion.dvc` tracks it on the run's branch
-BASE = Path("data/00_champion")
+CHAMPION_FOLDER = Path("data/00_champion")
 
 
 class NothingNewError(Exception):
@@ -102,18 +102,18 @@ def workspace(
     require_own_repository()
     checkout = Path.cwd()
     branch = f"runs/{flow_run}"
-    root = checkout / FLOWS / flow_run
-    lock_file = FLOWS / f"{flow_run}.lock"
-    FLOWS.mkdir(parents=True, exist_ok=True)
-    sweep(checkout / FLOWS)
-    with lock(lock_file):
+    root = checkout / FLOWS_FOLDER / flow_run
+    lock_file = FLOWS_FOLDER / f"{flow_run}.lock"
+    FLOWS_FOLDER.mkdir(parents=True, exist_ok=True)
+    remove_old_worktrees(checkout / FLOWS_FOLDER)
+    with hold_lock(lock_file):
         is_retry = has_branch(branch)
         commit = git("rev-parse", branch) if is_retry else starting_commit(ref)
         remove_worktree(root)  # left by a killed attempt
         git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
         run_overrides = list(overrides)
         if replay is not None:
-            run_overrides.append(f"begin with the champion, replay {replay}")
+            run_overrides.append(f"start from the champion, replay {replay}")
         work = Workspace(
             flow_run=flow_run,
             root=root,
@@ -125,7 +125,7 @@ def workspace(
         )
         try:
             with chdir(root):
-                work = prepare(work, overrides, is_retry, data, replay)
+                work = prepare_worktree(work, overrides, is_retry, data, replay)
         except BaseException:
             remove_worktree(root)
             raise
@@ -135,7 +135,9 @@ def workspace(
     lock_file.unlink(missing_ok=True)
 
 
-def prepare(work: Workspace, overrides: Sequence[str], is_retry: bool, data: bool, replay: float | None) -> Workspace:
+def prepare_worktree(
+    work: Workspace, overrides: Sequence[str], is_retry: bool, data: bool, replay: float | None
+) -> Workspace:
     """Commit the changes of this run and create its branch. Return the workspace with tree, links and notes.
 
     The branch is created last. If this attempt is killed earlier, the next attempt starts over. If the branch exists,
@@ -150,7 +152,7 @@ def prepare(work: Workspace, overrides: Sequence[str], is_retry: bool, data: boo
         commit_parameters(overrides)
     links = share_with_checkout(work.checkout, load_params(Path("params.yaml")))
     if replay is not None and not is_retry:
-        champion_overrides, note = begin_with_champion(replay)
+        champion_overrides, note = start_from_champion(replay)
         commit_parameters(champion_overrides)
         load_params(Path("params.yaml"))
         data_notes.append(note)
@@ -164,7 +166,7 @@ def prepare(work: Workspace, overrides: Sequence[str], is_retry: bool, data: boo
 def commit_parameters(overrides: Sequence[str]) -> None:
     """Write overrides to `params.yaml` and commit them. Do nothing if there are none."""
     if overrides:
-        override(Path("params.yaml"), overrides)
+        write_overrides(Path("params.yaml"), overrides)
         git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
 
 
@@ -179,7 +181,9 @@ def starting_commit(ref: str | None) -> str:
             return git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
         except GitError as error:
             raise ParamsError("flows.no_such_ref", key="ref", value=ref, checkout=Path.cwd()) from error
-    entries = git("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *WATCHED).split("\0")
+    entries = git("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *DECISIVE_PATHS).split(
+        "\0"
+    )
     changed_paths = [entry[3:] for entry in entries if entry]
     if changed_paths:
         raise uncommitted_error(changed_paths)
@@ -204,26 +208,26 @@ def commit_watched_data() -> list[str]:
     Returns:
         a message about each file that differs from the branch.
     """
-    if not has_branch(DATA):
+    if not has_branch(DATA_BRANCH):
         return []
-    start = f"{DATA}^"  # the commit that the watch started from
-    watched_files = changed_dvc_files(start, DATA)
-    different_files = changed_dvc_files("HEAD", DATA)
+    start = f"{DATA_BRANCH}^"  # the commit that the watch started from
+    watched_files = changed_dvc_files(start, DATA_BRANCH)
+    different_files = changed_dvc_files("HEAD", DATA_BRANCH)
     files_changed_by_hand = changed_dvc_files(start, "HEAD")
-    data_commit = git("rev-parse", "--short", DATA)
+    data_commit = git("rev-parse", "--short", DATA_BRANCH)
     notes: list[str] = []
     files_to_commit: list[str] = []
     for file in watched_files:
         if file not in different_files:
             continue
         if file in files_changed_by_hand:
-            notes.append(f"{file}: as committed by hand; what {DATA} has of it is older and left out")
+            notes.append(f"{file}: used as committed by hand, because the one on {DATA_BRANCH} is older")
         else:
-            notes.append(f"{file}: as on {DATA}, {data_commit}")
+            notes.append(f"{file}: used as on {DATA_BRANCH}, commit {data_commit}")
             files_to_commit.append(file)
     if files_to_commit:
-        git(*AS_COMMITTED, "checkout", "--quiet", DATA, "--", *files_to_commit)
-        git("commit", "--quiet", "--message", f"Data of {DATA}: {', '.join(files_to_commit)}")
+        git(*AS_COMMITTED, "checkout", "--quiet", DATA_BRANCH, "--", *files_to_commit)
+        git("commit", "--quiet", "--message", f"Data of {DATA_BRANCH}: {', '.join(files_to_commit)}")
     return notes
 
 
@@ -232,7 +236,7 @@ def changed_dvc_files(before: str, after: str) -> list[str]:
     return git("diff", "--no-renames", "--name-only", "-z", before, after, "--", "*.dvc").split("\0")[:-1]
 
 
-def override(file: Path, overrides: Sequence[str]) -> None:
+def write_overrides(file: Path, overrides: Sequence[str]) -> None:
     """Write overrides such as `train.epochs=6` to a parameter file and keep its comments.
 
     A missing section is created. If its name is misspelled, the later check of the parameters suggests the right name.
@@ -262,17 +266,20 @@ def share_with_checkout(checkout: Path, params: Params) -> tuple[str, ...]:
         the paths in the worktree that are now links into the checkout.
     """
     with chdir(checkout):
-        cache = {"dir": str(dvc.cache_folder()), "type": LINKS}
+        cache_settings = {"dir": str(dvc.cache_folder()), "type": CACHE_LINK_TYPES}
     # Keep DVC's database of file hashes in the worktree, because it would never be deleted elsewhere
-    memory = Path(".dvc/tmp/memory").absolute()
-    write_settings(Path(), checkout, cache=cache, core={"site_cache_dir": str(memory), "autostage": "false"})
+    hash_database = Path(".dvc/tmp/memory").absolute()
+    write_settings(
+        Path(), checkout, cache=cache_settings, core={"site_cache_dir": str(hash_database), "autostage": "false"}
+    )
     # The paths to link, each with the folder in the checkout that must exist for the link
     shared_paths = {params.compute.scratch: checkout / params.compute.scratch}
     if params.register_.tracking_uri.startswith(tracking.SQLITE):
         database = Path(params.register_.tracking_uri.removeprefix(tracking.SQLITE))
         # A folder that is part of the commit, such as `.`, cannot be a link, so the file itself is linked
         is_folder_of_commit = database.parent.exists() and not database.parent.is_symlink()
-        shared_paths[database if is_folder_of_commit else database.parent] = checkout / database.parent
+        shared_path = database if is_folder_of_commit else database.parent
+        shared_paths[shared_path] = checkout / database.parent
     relative_paths = [path for path in shared_paths if not path.is_absolute()]
     for path in relative_paths:
         target = checkout / path
@@ -290,7 +297,7 @@ def remove_worktree(root: Path) -> None:
     git("worktree", "prune")
 
 
-def sweep(folder: Path) -> None:
+def remove_old_worktrees(folder: Path) -> None:
     """Remove the worktrees of runs that ended more than KEPT_DAYS ago. Nothing else in the folder is touched."""
     for lock_file in sorted(folder.glob("*.lock")):
         root = lock_file.with_suffix("")
@@ -298,7 +305,7 @@ def sweep(folder: Path) -> None:
         if not is_worktree or time.time() - root.stat().st_mtime < KEPT_DAYS * 86400:
             continue
         # Skip the run if its lock is held, because the run is then still in progress
-        with suppress(BlockingIOError), lock(lock_file, wait=False):
+        with suppress(BlockingIOError), hold_lock(lock_file, wait=False):
             remove_worktree(root)
             lock_file.unlink()
 
@@ -306,7 +313,7 @@ def sweep(folder: Path) -> None:
 # Training that starts from the champion
 
 
-def begin_with_champion(replay: float) -> tuple[tuple[str, ...], str]:
+def start_from_champion(replay: float) -> tuple[tuple[str, ...], str]:
     """Prepare training from the champion: write `data/00_champion.dvc` into the current directory, which is a worktree.
 
     Datasets that have changed since the champion was trained are used in full. Of the other datasets, a share of the
@@ -328,24 +335,26 @@ def begin_with_champion(replay: float) -> tuple[tuple[str, ...], str]:
     if not 0 <= replay <= 1:
         raise ParamsError("flows.replay_out_of_range", key="replay", value=replay)
     params = load_params(Path("params.yaml"))
-    with tracking.connected(params.register_.tracking_uri) as client:
-        champion = find_alias(client, params.register_.model_name, CHAMPION)
+    with tracking.connect(params.register_.tracking_uri) as client:
+        champion = find_aliased_version(client, params.register_.model_name, CHAMPION)
     if champion is None:
-        return (), "there is no champion to begin with yet, so training begins with the base"
-    changed = changed_datasets(find_commit(champion.tags.get("git.commit", "unknown")), params.ingest.datasets)
+        return (), "there is no champion yet, so training starts from the base"
+    changed_names = changed_datasets(find_commit(champion.tags.get("git.commit", "unknown")), params.ingest.datasets)
     champion_name = f"{champion.name} version {champion.version}"
-    if not changed:
-        raise NothingNewError(f"no dataset changed since {champion_name}, the champion, was trained")
-    dvc_file = Path(f"{BASE}.dvc")
-    entry = {"md5": champion.tags["dvc.checkpoint"], "hash": "md5", "path": BASE.name}
+    if not changed_names:
+        raise NothingNewError(f"no dataset has changed since the champion, {champion_name}, was trained")
+    dvc_file = Path(f"{CHAMPION_FOLDER}.dvc")
+    entry = {"md5": champion.tags["dvc.checkpoint"], "hash": "md5", "path": CHAMPION_FOLDER.name}
     dvc_file.write_text(yaml.safe_dump({"outs": [entry]}), encoding="utf-8")
     git("add", "--", str(dvc_file))
-    unchanged = [name for name in params.ingest.datasets if name not in changed]
-    sources = yaml.safe_dump(scale_weights(params, unchanged, replay), default_flow_style=True, width=4096).strip()
-    note = f"begins with {champion_name}; {', '.join(sorted(changed))} changed since and trains whole"
-    if unchanged:
-        note += f"; of {', '.join(unchanged)} a share of {replay} trains again"
-    return (f"train.base={BASE}", f"convert.sources={sources}"), note
+    unchanged_names = [name for name in params.ingest.datasets if name not in changed_names]
+    sources = yaml.safe_dump(
+        scale_weights(params, unchanged_names, replay), default_flow_style=True, width=4096
+    ).strip()
+    note = f"training starts from {champion_name}. Changed since and used in full: {', '.join(sorted(changed_names))}"
+    if unchanged_names:
+        note += f". Unchanged, so that a share of {replay} is used again: {', '.join(unchanged_names)}"
+    return (f"train.base={CHAMPION_FOLDER}", f"convert.sources={sources}"), note
 
 
 def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
@@ -354,21 +363,21 @@ def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
     The data need not be checked out.
     """
     # DVC compares with the dvc.lock on disk, so temporarily replace that file with the commit's dvc.lock
-    before = dvc.DVC_LOCK.read_bytes() if dvc.DVC_LOCK.is_file() else None
+    lock_before = dvc.DVC_LOCK.read_bytes() if dvc.DVC_LOCK.is_file() else None
     dvc.DVC_LOCK.write_text(git("show", f"{commit}:{dvc.DVC_LOCK}") + "\n", encoding="utf-8")
     try:
         locked_stages = dvc.locked_stages() or {}
         status = dvc.status()
     finally:
         dvc.DVC_LOCK.unlink()
-        if before is not None:
-            dvc.DVC_LOCK.write_bytes(before)
-    changed = {name for name in names if f"ingest@{name}" not in locked_stages}
+        if lock_before is not None:
+            dvc.DVC_LOCK.write_bytes(lock_before)
+    changed_names = {name for name in names if f"ingest@{name}" not in locked_stages}
     for change in dvc.data_and_parameter_changes(status):
         # Data that are not checked out are reported as deleted, which is not a change
         if change.kind == "changed deps" and change.detail != "deleted":
-            changed.add(change.stage.partition("@")[2])
-    return changed & set(names)
+            changed_names.add(change.stage.partition("@")[2])
+    return changed_names & set(names)
 
 
 def scale_weights(params: Params, names: Collection[str], replay: float) -> Mapping[str, Any]:
@@ -386,11 +395,11 @@ def fetch_base() -> None:
     Raises:
         DvcError: the checkpoint is neither in the cache nor in the remote.
     """
-    dvc_file = f"{BASE}.dvc"
+    dvc_file = f"{CHAMPION_FOLDER}.dvc"
     if not Path(dvc_file).is_file():
         return
     dvc.link_data()
-    if BASE.is_dir():
+    if CHAMPION_FOLDER.is_dir():
         return
     with dvc.repository(command=f"dvc pull {dvc_file}") as repo:
         repo.pull([dvc_file])
@@ -408,7 +417,7 @@ def read_json(file: Path) -> Any:
 
 
 @contextmanager
-def lock(file: Path, wait: bool = True, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+def hold_lock(file: Path, wait: bool = True, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold a lock file within the context. The kernel releases the lock when the process ends, even if it is killed.
 
     Args:

@@ -10,10 +10,10 @@ from m3diff.records.errors import SECRET_VARIABLE
 from m3diff.runtime import PRIVACY
 
 # Prefixes of variables that belong to a tool. All other variables belong to the machine or contain a user's keys
-TOOLS = ("PREFECT_", "MLFLOW_", "M3DIFF_")
+TOOL_PREFIXES = ("PREFECT_", "MLFLOW_", "M3DIFF_")
 
 # Prefixes of the tools' variables that each service gets
-NEEDED = {
+NEEDED_PREFIXES = {
     "prefect": ("PREFECT_",),
     "mlflow": ("MLFLOW_",),
     "worker": (
@@ -49,16 +49,16 @@ NEEDED = {
     ),
 }
 
-# Prefixes of variables that a service does not get although they match NEEDED. They contain a client's login, which a
-# server does not need
-NOT_NEEDED = {"prefect": ("PREFECT_API_KEY",), "mlflow": ("MLFLOW_TRACKING_",), "worker": ()}
+# Prefixes of variables that a service does not get although they match NEEDED_PREFIXES. They contain a client's login,
+# which a server does not need
+WITHHELD_PREFIXES = {"prefect": ("PREFECT_API_KEY",), "mlflow": ("MLFLOW_TRACKING_",), "worker": ()}
 
 # Prefixes of the keys that a server needs to access its database and artifacts. The worker gets every key that does not
 # belong to a tool, since a stage may need the key (for a DVC remote, an endpoint or Ray)
 STORAGE_KEYS = {"prefect": ("PG",), "mlflow": ("PG", "AWS_", "AZURE_", "GOOGLE_")}
 
 
-def visible(service: str, variables: Mapping[str, str]) -> dict[str, str]:
+def select_visible_variables(service: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a service may see.
 
     Args:
@@ -72,8 +72,8 @@ def is_visible(service: str, name: str) -> bool:
     """Return whether a service may see a variable."""
     if name in PRIVACY or service == "keeper":
         return True
-    if name.startswith(TOOLS):
-        return name.startswith(NEEDED[service]) and not name.startswith(NOT_NEEDED[service])
+    if name.startswith(TOOL_PREFIXES):
+        return name.startswith(NEEDED_PREFIXES[service]) and not name.startswith(WITHHELD_PREFIXES[service])
     if service == "worker":
         return True
     return SECRET_VARIABLE.search(name) is None or name.startswith(STORAGE_KEYS[service])

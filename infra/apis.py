@@ -34,10 +34,10 @@ def ask_mlflow(path: str, **parameters: str) -> Any:
     admin = mlflow_admin()
     auth = httpx.BasicAuth(admin.name, admin.password) if admin else None
     url = f"{server_url(mlflow_port())}/api/2.0/mlflow/{path}"
-    answer = httpx.get(url, params=parameters, auth=auth, timeout=10)
-    if answer.status_code == httpx.codes.NOT_FOUND:
+    response = httpx.get(url, params=parameters, auth=auth, timeout=10)
+    if response.status_code == httpx.codes.NOT_FOUND:
         return None
-    return answer.raise_for_status().json()
+    return response.raise_for_status().json()
 
 
 def is_worker_heard() -> bool:

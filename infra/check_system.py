@@ -24,52 +24,52 @@ PYTHON_HEAD = re.compile(rb"\A#!(/bin/sh\n'''exec' .*python.*\n' '''\n|.*python.
 
 USABLE_PATH = "a path without : and $"
 
-# Requirements, each with its reason and remedy
-NEEDS = {
-    USABLE_PATH: "move the checkout to another folder: PATH ends at the one, and setuptools reads a variable at the "
-    "other",
+# Requirements, each with its remedy and, if it is not obvious, its reason
+REMEDIES = {
+    USABLE_PATH: "move the checkout to another folder: an entry of PATH ends at a colon, and setuptools reads a "
+    "variable after a dollar sign",
     PYTHON: "Debian/Ubuntu: sudo apt install python3 python3-venv; macOS: brew install python@3.11; "
-    "or name one: make PYTHON=/path/to/python3.11",
+    "or choose one: make PYTHON=/path/to/python3.11",
     "Python's venv": f"Debian/Ubuntu: sudo apt install python{VERSION}-venv",
     "Python's headers": f"for DeepSpeed's CPU communication; Debian/Ubuntu: sudo apt install python{VERSION}-dev",
     "Java 17": "for METEOR and the PTB tokenizer; Debian/Ubuntu: sudo apt install openjdk-17-jre-headless; "
-    "macOS: brew install openjdk@17; then see that `java -version` answers",
+    "macOS: brew install openjdk@17; then check that `java -version` works",
     "git": "for DVC and the lineage of a model; Debian/Ubuntu: sudo apt install git; macOS: xcode-select --install",
     "a C++ compiler": "for DeepSpeed's CPU communication; Debian/Ubuntu: sudo apt install g++; "
-    "macOS: xcode-select --install; or name one: export CXX=...",
+    "macOS: xcode-select --install; or choose one: export CXX=...",
     "symbolic links": "Python imports components/ through m3diff: git config core.symlinks true, then git checkout -- "
     "m3diff",
 }
 
 
-def java_major():
+def find_java_version():
     """Return the major version reported by `java -version`, or 0 if Java is missing or does not work."""
     try:
-        answer = subprocess.run(["java", "-version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+        java = subprocess.run(["java", "-version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    version = re.search(r'version "(?:1\.)?(\d+)', answer.stdout.decode("utf-8", "replace"))
-    return int(version.group(1)) if version and answer.returncode == 0 else 0
+    version = re.search(r'version "(?:1\.)?(\d+)', java.stdout.decode("utf-8", "replace"))
+    return int(version.group(1)) if version and java.returncode == 0 else 0
 
 
-def missing():
+def find_missing_requirements():
     """Return the requirements that are not met, as a list of pairs: the name and what was found instead."""
-    major = java_major()
+    major = find_java_version()
     compiler = os.environ.get("CXX", "g++")
     checks = [
         (USABLE_PATH, not re.search("[:$]", os.getcwd()), "found " + os.getcwd()),
         (PYTHON, OLDEST <= sys.version_info[:2] <= NEWEST, "found " + sys.version.split()[0] + " at " + sys.executable),
         ("Python's venv", importlib.util.find_spec("ensurepip") is not None, "no ensurepip in " + sys.executable),
         ("Python's headers", os.path.isfile(sysconfig.get_path("include") + "/Python.h"), "no Python.h"),
-        ("Java 17", major >= 17, "found Java " + str(major) if major else "`java -version` does not answer"),
+        ("Java 17", major >= 17, "found Java " + str(major) if major else "`java -version` does not work"),
         ("git", shutil.which("git") is not None, "not on PATH"),
         ("a C++ compiler", shutil.which(compiler.split()[0]) is not None, "no " + compiler + " on PATH"),
         ("symbolic links", not os.path.isfile("m3diff"), "m3diff is a file"),
     ]
-    return [(name, found) for name, is_met, found in checks if not is_met]
+    return [(name, finding) for name, is_met, finding in checks if not is_met]
 
 
-def adopt(venv):
+def repair_moved_environment(venv):
     """Repair a virtual environment that was created in another folder: make its scripts run this environment's Python.
 
     The marker file `.ready` is removed, so that `make` installs the project again.
@@ -84,7 +84,8 @@ def adopt(venv):
     if command is None or command.group(1) == venv:
         return None
     head = SCRIPT_HEAD.format(shlex.quote(venv + "/bin/python")).encode()
-    for entry in [entry for entry in os.scandir(venv + "/bin") if entry.is_file(follow_symlinks=False)]:
+    scripts = [entry for entry in os.scandir(venv + "/bin") if entry.is_file(follow_symlinks=False)]
+    for entry in scripts:
         with open(entry.path, "rb") as file:
             text = file.read()
         if PYTHON_HEAD.match(text):
@@ -103,14 +104,14 @@ def main():
     Returns:
         The exit status: 1 if a requirement is missing, otherwise 0.
     """
-    faults = missing()
-    for name, found in faults:
-        print("check_system: needs " + name + ": " + found + "\n    " + NEEDS[name], file=sys.stderr)
-    if faults:
+    missing_requirements = find_missing_requirements()
+    for name, finding in missing_requirements:
+        print("check_system: needs " + name + ": " + finding + "\n    " + REMEDIES[name], file=sys.stderr)
+    if missing_requirements:
         return 1
-    origin = adopt(os.path.join(os.getcwd(), ".venv"))
+    origin = repair_moved_environment(os.path.join(os.getcwd(), ".venv"))
     if origin:
-        print("check_system: .venv was made in " + origin + "; it is this folder's own now")
+        print("check_system: .venv was created in " + origin + " and has been repaired for this folder")
     return 0
 
 

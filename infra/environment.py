@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 
 from flows import GUARD
-from infra.access import visible
+from infra.access import select_visible_variables
 from infra.variables import (
     HOST,
     MLFLOW_PASSWORD,
@@ -34,7 +34,7 @@ def environment(service: str, token: str) -> dict[str, str]:
         ServiceError: MLflow requires a login, but the worker does not have one yet.
     """
     all_variables = os.environ | PRIVACY
-    variables = visible(service, all_variables)
+    variables = select_visible_variables(service, all_variables)
     if service == "prefect":
         variables = prefect_settings() | prefect_login() | variables
     elif service == "mlflow":

@@ -18,7 +18,7 @@ import httpx
 
 from infra.errors import ServiceError
 
-USER = "m3diff-worker"
+WORKER_USER = "m3diff-worker"
 
 # Maps MLflow's resource types to the permission that a run needs. A run writes to experiments of any user. It ends and
 # deletes runs, logged models and versions (if a registration failed). It moves and removes model aliases, which
@@ -30,10 +30,10 @@ GRANTS = {
     "registered_model": "MANAGE",
     "registered_model_version": "MANAGE",
 }
-EVERY = "*"  # MLflow's pattern for all resources of a type
+ALL_RESOURCES = "*"  # MLflow's pattern for all resources of a type
 # Time limit of a request in seconds. It is long, because MLflow hashes the password in each request and the cores may
 # be busy
-PATIENCE_S = 60.0
+REQUEST_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,14 @@ def prepare_worker_user(address: str, admin: Admin, file: Path) -> None:
         write_password(file, password)
     login = httpx.BasicAuth(admin.name, admin.password)
     try:
-        with httpx.Client(base_url=f"{address}/api", auth=login, timeout=PATIENCE_S) as client:
+        with httpx.Client(base_url=f"{address}/api", auth=login, timeout=REQUEST_TIMEOUT_S) as client:
             require_admin(client, admin, file.parent)
             prepare_account(client, password)
             prepare_grants(client)
     except httpx.HTTPError as error:
-        raise ServiceError("infra.worker_user_not_made", address=address, user=USER, cause=repr(error)) from error
+        raise ServiceError(
+            "infra.worker_user_not_made", address=address, user=WORKER_USER, cause=repr(error)
+        ) from error
 
 
 def require_admin(client: httpx.Client, admin: Admin, folder: Path) -> None:
@@ -101,54 +103,58 @@ def require_admin(client: httpx.Client, admin: Admin, folder: Path) -> None:
     Raises:
         ServiceError: the password is wrong, or the user is not an admin.
     """
-    answer = client.get("/2.0/mlflow/users/current")
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
+    response = client.get("/2.0/mlflow/users/current")
+    if response.status_code == httpx.codes.UNAUTHORIZED:
         raise ServiceError("infra.wrong_admin_password", user=admin.name, database=folder / "users.db")
-    user = body_of(answer)["user"]
+    user = read_body(response)["user"]
     if not user["is_admin"]:
         raise ServiceError("infra.user_is_no_admin", user=admin.name)
 
 
 def prepare_account(client: httpx.Client, password: str) -> None:
     """Create the worker's user, or correct the password and the admin flag of an existing user."""
-    answer = client.get("/2.0/mlflow/users/get", params={"username": USER})
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        body_of(client.post("/2.0/mlflow/users/create", json={"username": USER, "password": password}))
+    response = client.get("/2.0/mlflow/users/get", params={"username": WORKER_USER})
+    if response.status_code == httpx.codes.NOT_FOUND:
+        read_body(client.post("/2.0/mlflow/users/create", json={"username": WORKER_USER, "password": password}))
         return
-    if body_of(answer)["user"]["is_admin"]:
-        body_of(client.patch("/2.0/mlflow/users/update-admin", json={"username": USER, "is_admin": False}))
-    own_login = client.get("/2.0/mlflow/users/current", auth=httpx.BasicAuth(USER, password))
+    if read_body(response)["user"]["is_admin"]:
+        read_body(client.patch("/2.0/mlflow/users/update-admin", json={"username": WORKER_USER, "is_admin": False}))
+    own_login = client.get("/2.0/mlflow/users/current", auth=httpx.BasicAuth(WORKER_USER, password))
     if own_login.status_code == httpx.codes.UNAUTHORIZED:
-        body_of(client.patch("/2.0/mlflow/users/update-password", json={"username": USER, "password": password}))
+        read_body(
+            client.patch("/2.0/mlflow/users/update-password", json={"username": WORKER_USER, "password": password})
+        )
 
 
 def prepare_grants(client: httpx.Client) -> None:
     """Give the worker's user the permissions in GRANTS. Existing permissions at another level are replaced."""
     path = "/3.0/mlflow/users/permissions"
-    rows = body_of(client.get(f"{path}/list", params={"username": USER}))["permissions"]
+    rows = read_body(client.get(f"{path}/list", params={"username": WORKER_USER}))["permissions"]
     # MLflow stores the permissions of a single user in a role with this prefix. Other roles were created by people
-    own_rows = [row for row in rows if row["role_name"].startswith("__user_") and row["resource_pattern"] == EVERY]
-    levels = {row["resource_type"]: row["permission"] for row in own_rows}
-    for kind, level in GRANTS.items():
-        if levels.get(kind) == level:
+    levels: dict[str, str] = {}
+    for row in rows:
+        if row["role_name"].startswith("__user_") and row["resource_pattern"] == ALL_RESOURCES:
+            levels[row["resource_type"]] = row["permission"]
+    for resource_type, level in GRANTS.items():
+        if levels.get(resource_type) == level:
             continue
-        right = {"username": USER, "resource_type": kind, "resource_id": EVERY}
-        if kind in levels:
-            body_of(client.post(f"{path}/revoke", json=right))
-        body_of(client.post(f"{path}/grant", json=right | {"permission": level}))
+        permission = {"username": WORKER_USER, "resource_type": resource_type, "resource_id": ALL_RESOURCES}
+        if resource_type in levels:
+            read_body(client.post(f"{path}/revoke", json=permission))
+        read_body(client.post(f"{path}/grant", json=permission | {"permission": level}))
 
 
-def body_of(answer: httpx.Response) -> Any:
+def read_body(response: httpx.Response) -> Any:
     """Return the JSON body of a response, or an empty dictionary if there is none.
 
     Raises:
         ServiceError: MLflow refused the request.
     """
-    if not answer.is_success:
+    if not response.is_success:
         raise ServiceError(
             "infra.mlflow_refused_request",
-            request=f"{answer.request.method} {answer.request.url.path}",
-            status=answer.status_code,
-            answer=answer.text[:200],
+            request=f"{response.request.method} {response.request.url.path}",
+            status=response.status_code,
+            answer=response.text[:200],
         )
-    return answer.json() if answer.content else {}
+    return response.json() if response.content else {}

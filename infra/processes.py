@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from flows import FLOW_RUN, processes_by
+from flows import FLOW_RUN_VARIABLE, group_processes_by
 from infra.apis import WORK_POOL, WORKER_NAME, is_worker_heard
 from infra.environment import environment
 from infra.errors import ServiceError
@@ -40,7 +40,7 @@ KILL_S = 10  # seconds to wait until a killed process is gone
 MAX_LOG_BYTES = 30_000_000
 
 # Environment variable that marks the processes of a service. Its value is the path services/<name> of the service
-MARK = "M3DIFF_SERVICE"
+MARK_VARIABLE = "M3DIFF_SERVICE"
 
 MLFLOW_AUTH = """[mlflow]
 default_permission = READ
@@ -79,7 +79,7 @@ class Service:
 
     @property
     def mark(self) -> str:
-        """Value of the variable MARK in the environment of the service's processes."""
+        """Value of MARK_VARIABLE in the environment of the service's processes."""
         return f"{services_folder()}/{self.name}"
 
     def answers(self) -> bool:
@@ -165,17 +165,20 @@ def running_processes(folder: Path | None = None) -> dict[str, list[psutil.Proce
     Args:
         folder: the services/ folder of another checkout. If None, use the folder of this checkout.
     """
-    marked = processes_by(MARK)
-    names = ("keeper", "worker", "mlflow", "prefect")
-    running = {name: marked.get(f"{folder or services_folder()}/{name}", []) for name in names}
-    processes_of_flows = {process for same_run in processes_by(FLOW_RUN).values() for process in same_run}
-    worker_family = running["worker"]
-    running["flow"] = [process for process in worker_family if process in processes_of_flows]
-    running["worker"] = [process for process in worker_family if process not in processes_of_flows]
-    return running
+    processes_by_mark = group_processes_by(MARK_VARIABLE)
+    processes_by_name: dict[str, list[psutil.Process]] = {}
+    for name in ("keeper", "worker", "mlflow", "prefect"):
+        processes_by_name[name] = processes_by_mark.get(f"{folder or services_folder()}/{name}", [])
+    processes_of_flows: set[psutil.Process] = set()
+    for processes_of_run in group_processes_by(FLOW_RUN_VARIABLE).values():
+        processes_of_flows.update(processes_of_run)
+    worker_processes = processes_by_name["worker"]
+    processes_by_name["flow"] = [process for process in worker_processes if process in processes_of_flows]
+    processes_by_name["worker"] = [process for process in worker_processes if process not in processes_of_flows]
+    return processes_by_name
 
 
-def start(service: Service) -> psutil.Popen:
+def start_service(service: Service) -> psutil.Popen:
     """Start a service in a new session and write its output to services/<name>.log.
 
     Processes left over from an earlier start are killed first.
@@ -188,12 +191,12 @@ def start(service: Service) -> psutil.Popen:
     folder.mkdir(parents=True, exist_ok=True)
     if service.name == "mlflow":
         (folder / "auth.ini").write_text(MLFLOW_AUTH.format(folder=folder))
-    if service.port is not None and is_taken(service.port):
+    if service.port is not None and is_port_taken(service.port):
         command = f"M3DIFF_{service.name.upper()}_PORT={service.port + 1} make up"
         raise ServiceError("infra.port_taken", service=service.name, port=service.port, command=command)
-    rotate(service.log)
+    rotate_log(service.log)
     service.log.touch(mode=0o600)
-    variables = environment(service.name, service.token) | {MARK: service.mark}
+    variables = environment(service.name, service.token) | {MARK_VARIABLE: service.mark}
     with service.log.open("a") as log:
         log.write(f"--- {service.name} started {format_time(time.time())}\n")
         log.flush()
@@ -219,7 +222,7 @@ def end_leftovers(service: Service) -> None:
     psutil.wait_procs(leftovers, timeout=KILL_S)
 
 
-def rotate(log: Path) -> None:
+def rotate_log(log: Path) -> None:
     """Move a log of MAX_LOG_BYTES or more to <name>.log.1, replacing the previous one.
 
     The log is copied and then truncated, because the service keeps the file open. A line that the service writes
@@ -230,7 +233,7 @@ def rotate(log: Path) -> None:
         os.truncate(log, 0)
 
 
-def is_taken(port: int) -> bool:
+def is_port_taken(port: int) -> bool:
     """Return whether a program is listening on a port of this machine."""
     with socket.socket() as probe:
         probe.settimeout(1)
@@ -238,7 +241,7 @@ def is_taken(port: int) -> bool:
         return probe.connect_ex((own_host(), port)) in (0, errno.EAGAIN)
 
 
-def wait(
+def wait_until_up(
     service: Service,
     process: psutil.Popen,
     log: Path,
@@ -270,19 +273,19 @@ def wait(
         time.sleep(0.5)
 
 
-def end(name: str) -> bool:
+def stop_service(name: str) -> bool:
     """Stop a service. For the worker, also stop its flow runs. Return whether any of these processes was running."""
     running = running_processes()
-    family = running[name] + (running["flow"] if name == "worker" else [])
-    for process in family:
+    processes = running[name] + (running["flow"] if name == "worker" else [])
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            if process.parent() not in family:  # parents stop their own children
+            if process.parent() not in processes:  # parents stop their own children
                 process.terminate()
-    _, alive = psutil.wait_procs(family, timeout=GRACE_S)
-    for process in alive:
+    _, remaining_processes = psutil.wait_procs(processes, timeout=GRACE_S)
+    for process in remaining_processes:
         process.kill()
-    psutil.wait_procs(alive, timeout=KILL_S)
-    return bool(family)
+    psutil.wait_procs(remaining_processes, timeout=KILL_S)
+    return bool(processes)
 
 
 def format_time(moment: float | str) -> str:

@@ -19,10 +19,11 @@ from flows.dvc import environment, readable_lines
 from m3diff.records.errors import DataError, Fault, ParamsError
 from m3diff.runtime import prepare
 from m3diff.settings.load import load_params
+from m3diff.settings.rules import missing_inputs
 from m3diff.settings.tree import Params
 
-LOGS = Path("runs/logs")
-DVC = [sys.executable, "-m", "dvc", "repro"]
+LOG_FOLDER = Path("runs/logs")
+DVC_COMMAND = [sys.executable, "-m", "dvc", "repro"]
 # Matches the output lines of DVC and the stages that are printed: names of stages, warnings and progress
 PRINTED_LINE = re.compile(r"^(Running stage|Stage) '.*(:|skipping)|\bwarning: |^[a-z][\w@]*: .*(\d%\||\bETA )")
 LINES_AFTER_FAILURE = 20
@@ -33,12 +34,13 @@ next
   try the model on a page, over HTTP:         make serve
   caption two images:                         m3diff caption BEFORE AFTER
   try another setting beside this one:        dvc exp run -S train.epochs=6
-  your own pairs, which need a real base:     docs/your-data.md
+  use your own pairs, with a real base:       docs/your-data.md
 
-Commands are in .venv: bin/m3diff works as it is; after `. .venv/bin/activate` so do all of docs/commands.md"""
+The commands are installed in .venv. bin/m3diff works directly; for all commands of docs/commands.md, first run
+`. .venv/bin/activate`"""
 
 
-def run(command: Sequence[str], log: Path, out: TextIO) -> int:
+def run_dvc(command: Sequence[str], log: Path, out: TextIO) -> int:
     """Run DVC and return its exit code.
 
     All output is written to `log`. Stages, warnings and progress are also printed to `out`.
@@ -65,7 +67,7 @@ def run(command: Sequence[str], log: Path, out: TextIO) -> int:
     return code
 
 
-def headlines(report: Path) -> Iterator[str]:
+def format_headline_scores(report: Path) -> Iterator[str]:
     """Yield the lines of the summary that list the headline scores with their confidence intervals.
 
     Each dataset is shown with its first protocol. A protocol is a set of test pairs with the rules for scoring them.
@@ -75,22 +77,26 @@ def headlines(report: Path) -> Iterator[str]:
         protocol = protocols[name]
         pairs = protocol["pairs"]
         published_pairs = protocol.get("published_pairs")
-        share = "" if published_pairs in (None, pairs) else f" of {published_pairs} that papers score"
-        yield f"scores on {name}, {pairs} pairs{share}; times 100, with 95 % intervals over pairs"
+        published_count = ""
+        if published_pairs not in (None, pairs):
+            published_count = f" of the {published_pairs} in papers"
+        yield f"scores on {name}, {pairs} pairs{published_count}; times 100, with 95 % intervals over pairs"
         for score in scores:
             interval = protocol["intervals"].get(score)
-            bounds = f"   {100 * interval['low']:.1f} to {100 * interval['high']:.1f}" if interval else ""
+            bounds = ""
+            if interval:
+                bounds = f"   {100 * interval['low']:.1f} to {100 * interval['high']:.1f}"
             yield f"  {score:<22} {100 * protocol[score]:6.1f}{bounds}"
         yield ""
 
 
-def summary(params: Params, registration: object, decision: object) -> str:
+def format_summary(params: Params, registration: object, decision: object) -> str:
     """Return the summary of a run: scores, output paths, the promotion decision, training warnings and next steps."""
     paths = params.paths
     training_report = json.loads((paths.model / "report.json").read_text())
     lines = [
         "",
-        *headlines(paths.report),
+        *format_headline_scores(paths.report),
         f"{'report':<12} {(paths.report / 'report.html').resolve()}",
         f"{'predictions':<12} {(paths.predictions / 'predictions.json').resolve()}",
         f"{'model':<12} {registration} in {params.register_.tracking_uri}",
@@ -100,7 +106,7 @@ def summary(params: Params, registration: object, decision: object) -> str:
     return "\n".join([*lines, NEXT_STEPS])
 
 
-def finish(params: Params) -> str:
+def register_and_promote(params: Params) -> str:
     """Register and promote the trained model, and return the summary. Output to stderr is shown only on failure."""
     errors = io.StringIO()
     try:
@@ -114,20 +120,31 @@ def finish(params: Params) -> str:
     except BaseException:
         print(errors.getvalue(), end="", file=sys.stderr)
         raise
-    return summary(params, registration, decision)
+    return format_summary(params, registration, decision)
+
+
+def print_missing_inputs(params: Params) -> None:
+    """Print a hint for each missing file of the base model, because DVC only prints `[Errno 2]` and the path.
+
+    This is checked after a failure and not before the run, because DVC may check out the files during the run.
+    """
+    for fault in missing_inputs(params, "train"):
+        print(f"make run: the training cannot start: {fault}")
 
 
 def main() -> int:
     """Run the pipeline and return the exit code."""
     prepare()
-    log = LOGS / f"run-{time.strftime('%Y%m%d-%H%M%S')}.log"
-    print(f"the pipeline, stage by stage; all that its tools say: {log}\n", flush=True)
+    log = LOG_FOLDER / f"run-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    print(f"running the pipeline stage by stage; full output: {log}\n", flush=True)
     try:
-        if code := run(DVC, log, sys.stdout):
+        code = run_dvc(DVC_COMMAND, log, sys.stdout)
+        if code:
+            print_missing_inputs(load_params(Path("params.yaml")))
             return code
-        print(finish(load_params(Path("params.yaml"))))
+        print(register_and_promote(load_params(Path("params.yaml"))))
     except KeyboardInterrupt:
-        print("make run: stopped; run it again to go on from the last checkpoint", file=sys.stderr)
+        print("make run: stopped; run it again to continue from the last checkpoint", file=sys.stderr)
         return 130
     except (ParamsError, DataError, ConnectionError) as error:
         print(f"make run: {error}", file=sys.stderr)

@@ -22,22 +22,22 @@ import yaml
 
 if __name__ == "__main__":  # the keeper runs this file as a script, so the checkout is not on the import path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from infra.access import visible
+from infra.access import select_visible_variables
 from infra.apis import WORK_POOL
 from infra.errors import ServiceError
 from infra.mlflow_login import prepare_worker_user
 from infra.processes import (
     START_S,
     Service,
-    end,
     end_leftovers,
     format_time,
     keeper_service,
-    rotate,
+    rotate_log,
     running_processes,
     services,
-    start,
-    wait,
+    start_service,
+    stop_service,
+    wait_until_up,
 )
 from infra.status import OWN_FLOWS, addresses, print_last_training, print_status, require_all_up
 from infra.variables import (
@@ -117,9 +117,9 @@ def start_and_wait() -> None:
         end_leftovers(service)
     log_size = keeper.log.stat().st_size if keeper.log.exists() else 0
     print(f"starting; a first start makes two databases, which takes up to {START_S // 60} minutes", flush=True)
-    process = start(keeper)
+    process = start_service(keeper)
     for service in services():
-        wait(service, process, keeper.log, progress=print_waiting)
+        wait_until_up(service, process, keeper.log, progress=print_waiting)
         print(f"  {service.name:<9} up", flush=True)
     print(keeper.log.read_text()[log_size:], end="")
 
@@ -144,21 +144,21 @@ def keep() -> None:
     if any(keeper.pid != os.getpid() for keeper in running_processes()["keeper"][:1]):
         raise ServiceError("infra.keeper_already_up")
     prefect, mlflow, worker = services()
-    running = {server.name: start(server) for server in (prefect, mlflow)}
+    running = {server.name: start_service(server) for server in (prefect, mlflow)}
     for server in (prefect, mlflow):
-        wait(server, running[server.name], server.log)
+        wait_until_up(server, running[server.name], server.log)
     if admin := mlflow_admin():
         prepare_worker_user(mlflow.url, admin, worker_password_file())
     os.environ.update(prefect_client_variables())
     deploy()
-    running[worker.name] = start(worker)
+    running[worker.name] = start_service(worker)
     restarts = [Restart(service, running[service.name], server=prefect) for service in (prefect, mlflow, worker)]
     while True:
         time.sleep(KEEP_S)
-        rotate(keeper_service().log)
+        rotate_log(keeper_service().log)
         for restart in restarts:
-            rotate(restart.service.log)
-            restart.look()
+            rotate_log(restart.service.log)
+            restart.restart_if_stopped()
 
 
 class Restart:
@@ -177,7 +177,7 @@ class Restart:
         self.pause_s = 0.0
         self.due = 0.0
 
-    def look(self) -> None:
+    def restart_if_stopped(self) -> None:
         """Restart the service if it has stopped and the pause is over."""
         now = time.monotonic()
         if self.process.poll() is None:
@@ -192,7 +192,7 @@ class Restart:
         self.due = now + self.pause_s
         print(f"{format_time(time.time())}: {self.service.name} ended, and is started again", flush=True)
         try:
-            self.process = start(self.service)
+            self.process = start_service(self.service)
         except ServiceError as error:
             print(f"{format_time(time.time())}: {error}", flush=True)
 
@@ -212,29 +212,29 @@ def deploy() -> None:
     from prefect.exceptions import ObjectNotFound
 
     definitions = deployment_definitions()
-    record = services_folder() / "deployed.json"
-    recorded = json.loads(record.read_text()) if record.is_file() else {}
+    record_file = services_folder() / "deployed.json"
+    recorded_definitions = json.loads(record_file.read_text()) if record_file.is_file() else {}
     with get_client(sync_client=True) as client:
         try:
             client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
         except ObjectNotFound:
             client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=JOB_TEMPLATE))
-        paused = [f"work pool {WORK_POOL}"] if client.read_work_pool(WORK_POOL).is_paused else []
-        present = client.read_deployments(flow_filter=FlowFilter.model_validate(OWN_FLOWS))
-    unchanged = [
-        deployment
-        for deployment in present
-        if deployment.name in definitions and recorded.get(deployment.name) == definitions[deployment.name]
-    ]
-    changed_names = definitions.keys() - {deployment.name for deployment in unchanged}
+        paused_names = [f"work pool {WORK_POOL}"] if client.read_work_pool(WORK_POOL).is_paused else []
+        existing_deployments = client.read_deployments(flow_filter=FlowFilter.model_validate(OWN_FLOWS))
+    unchanged_deployments = []
+    for deployment in existing_deployments:
+        definition = definitions.get(deployment.name)
+        if definition is not None and recorded_definitions.get(deployment.name) == definition:
+            unchanged_deployments.append(deployment)
+    changed_names = definitions.keys() - {deployment.name for deployment in unchanged_deployments}
     if changed_names:
         deploy_by_name(sorted(changed_names))
-        write_atomic(record, json.dumps(definitions, indent=1))
-    for deployment in unchanged:
+        write_atomic(record_file, json.dumps(definitions, indent=1))
+    for deployment in unchanged_deployments:
         if deployment.paused or not all(schedule.active for schedule in deployment.schedules):
-            paused.append(f"m3diff/{deployment.name}")
-    for name in paused:
-        print(f"{name} stays as Prefect's page has it: paused")
+            paused_names.append(f"m3diff/{deployment.name}")
+    for name in paused_names:
+        print(f"{name}: paused, as set on Prefect's page")
 
 
 def deployment_definitions() -> dict[str, Any]:
@@ -257,7 +257,7 @@ def deploy_by_name(names: list[str]) -> None:
     for name in names:
         command += ["--name", name]
     # The command loads the flows, which do not need the servers' secrets
-    variables = visible("worker", os.environ) | prefect_client_variables()
+    variables = select_visible_variables("worker", os.environ) | prefect_client_variables()
     subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -295,7 +295,7 @@ def run_flow(ref: str | None = None) -> None:
 def down() -> None:
     """Stop all services: first the keeper, then the worker with its flows, and finally the servers."""
     for name in ("keeper", "worker", "mlflow", "prefect"):
-        print(f"{name}: {'ended' if end(name) else 'not up'}")
+        print(f"{name}: {'ended' if stop_service(name) else 'not up'}")
 
 
 COMMANDS = {"up": up, "down": down, "status": print_status, "keep": keep, "deploy": deploy, "flow": run_flow}

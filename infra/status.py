@@ -65,16 +65,19 @@ def print_services() -> dict[str, Fault]:
     running = running_processes()
     for service in [*services(), keeper_service()]:
         process = next(iter(running[service.name]), None)
-        state = "not up" if process is None else "up" if service.answers() else "not answering"
-        since = f"since {format_time(process.create_time())}" if process else ""
-        print(f"{service.name:<9} {state:<14} {location_of(service):<24} {since:<32} {service.log}")
+        state = "not up"
+        since = ""
+        if process is not None:
+            state = "up" if service.answers() else "not answering"
+            since = f"since {format_time(process.create_time())}"
+        print(f"{service.name:<9} {state:<14} {describe_location(service):<24} {since:<32} {service.log}")
         if state != "up":
             code = "infra.service_not_up" if process is None else "infra.service_not_answering"
             down[service.name] = Fault(code, service=service.name)
     return down
 
 
-def location_of(service: Service) -> str:
+def describe_location(service: Service) -> str:
     """Return the URL of a server, the work pool of the worker, or an empty string for the keeper."""
     if service.port:
         return service.url
@@ -89,13 +92,13 @@ def fault_of_services(down: Mapping[str, Fault]) -> Fault:
 # The last training
 
 
-def last_training() -> dict[str, Any] | None:
+def find_last_training() -> dict[str, Any] | None:
     """Return the most recently finished training run in the format of Prefect's API, or None if there is none."""
     has_ended = {"state": {"type": {"any_": ["COMPLETED", "CRASHED", "FAILED"]}}}
-    return first_training(has_ended, sort="END_TIME_DESC")
+    return find_first_training(has_ended, sort="END_TIME_DESC")
 
 
-def first_training(condition: Mapping[str, Any], sort: str) -> dict[str, Any] | None:
+def find_first_training(condition: Mapping[str, Any], sort: str) -> dict[str, Any] | None:
     """Return the first matching training run in the format of Prefect's API, or None if there is none.
 
     Args:
@@ -121,17 +124,17 @@ def print_last_training() -> Fault | None:
     Returns:
         A fault with the cause and the URL of the run's page if the run failed, otherwise None.
     """
-    run = last_training()
+    run = find_last_training()
     if run is None:
         return None
-    print(f"last training: {summary_of(run)}")
+    print(f"last training: {describe_run(run)}")
     if run["state_type"] == "COMPLETED":
         return None
     cause = (run["state"]["message"] or "").partition("\n")[0].removeprefix(PREFECT_ERROR_PREFIX)
-    return Fault("infra.last_training_failed", run=summary_of(run), cause=cause, page=page_of(run))
+    return Fault("infra.last_training_failed", run=describe_run(run), cause=cause, page=run_page(run))
 
 
-def summary_of(run: Mapping[str, Any]) -> str:
+def describe_run(run: Mapping[str, Any]) -> str:
     """Return the name, end time and state of a flow run, separated by commas.
 
     Args:
@@ -140,7 +143,7 @@ def summary_of(run: Mapping[str, Any]) -> str:
     return f"{run['name']}, {format_time(run['end_time'])}, {run['state_name']}"
 
 
-def page_of(run: Mapping[str, Any]) -> str:
+def run_page(run: Mapping[str, Any]) -> str:
     """Return the URL of a flow run's page."""
     return f"{prefect_service().url}/runs/flow-run/{run['id']}"
 
@@ -160,8 +163,8 @@ def addresses() -> list[str]:
 def page_of_last_run() -> str:
     """Return the URL of the most recently started training run, or a note that there is none."""
     has_begun = {"start_time": {"is_null_": False}}
-    run = first_training(has_begun, sort="START_TIME_DESC")
-    return page_of(run) if run else "none yet; `make run` is no flow, `make flow` is one"
+    run = find_first_training(has_begun, sort="START_TIME_DESC")
+    return run_page(run) if run else "none yet; `make flow` starts one (`make run` runs without Prefect)"
 
 
 def mlflow_pages() -> dict[str, str]:
@@ -179,7 +182,7 @@ def mlflow_pages() -> dict[str, str]:
     except (ParamsError, httpx.HTTPError):  # these pages are optional, so this is not an error
         return {}
     start = f"{mlflow_service().url}/#"
-    none_yet = "none yet; `make run` or `make flow` makes the first"
+    none_yet = "none yet; `make run` or `make flow` creates the first"
     runs_page = f"{start}/experiments/{experiment['experiment']['experiment_id']}/runs" if experiment else none_yet
     model_page = f"{start}/models/{quote(register.model_name)}" if model else none_yet
     return {"runs": runs_page, f"model {register.model_name}": model_page}

@@ -14,7 +14,7 @@ from pathlib import Path
 from dotenv import dotenv_values
 
 from infra.errors import ServiceError
-from infra.mlflow_login import USER, Admin, read_password
+from infra.mlflow_login import WORKER_USER, Admin, read_password
 from m3diff.records.errors import Fault
 
 HOST = "127.0.0.1"
@@ -167,8 +167,8 @@ def worker_login() -> dict[str, str]:
     file = worker_password_file()
     password = read_password(file)
     if password is None:
-        raise ServiceError("infra.no_password_of_worker", path=file, user=USER)
-    return {"MLFLOW_TRACKING_USERNAME": USER, "MLFLOW_TRACKING_PASSWORD": password}
+        raise ServiceError("infra.no_password_of_worker", path=file, user=WORKER_USER)
+    return {"MLFLOW_TRACKING_USERNAME": WORKER_USER, "MLFLOW_TRACKING_PASSWORD": password}
 
 
 # Reading and checking
@@ -223,8 +223,8 @@ def faults_of_logins() -> Iterator[Fault]:
             yield Fault("infra.token_too_short", key=name, limit=MIN_TOKEN_CHARS, command=MAKE_TOKEN)
     if ":" not in os.environ.get(PREFECT_TOKEN, ":"):
         yield Fault("infra.token_without_user", key=PREFECT_TOKEN)
-    if os.environ.get("MLFLOW_AUTH_ADMIN_USERNAME") == USER:
-        yield Fault("infra.admin_is_worker", key="MLFLOW_AUTH_ADMIN_USERNAME", value=USER)
+    if os.environ.get("MLFLOW_AUTH_ADMIN_USERNAME") == WORKER_USER:
+        yield Fault("infra.admin_is_worker", key="MLFLOW_AUTH_ADMIN_USERNAME", value=WORKER_USER)
 
 
 def is_open_to_others() -> bool:

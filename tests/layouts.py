@@ -18,7 +18,7 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import IngestReport, ingest
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import Rule, bad_rows
+from m3diff.stages.validate.rules import Rule, find_quarantined_rows
 from m3diff.stages.validate.stage import ValidateReport, validate
 from m3diff.stages.validate.suite import ExpectationResult
 
@@ -89,7 +89,7 @@ def judge_by_polars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validate without the second judgement of great-expectations, which other tests compare with the first."""
 
     def run_suite(row_facts: pl.DataFrame, rules: list[Rule], _: Any) -> tuple[list[ExpectationResult], list[str]]:
-        broken_rules = bad_rows(row_facts, rules)["rules"].explode().drop_nulls().unique()
+        broken_rules = find_quarantined_rows(row_facts, rules)["rules"].explode().drop_nulls().unique()
         results = [
             ExpectationResult(dataset="all", rule=rule, expectation="", is_met=False, row_count=1)
             for rule in broken_rules

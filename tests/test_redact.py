@@ -43,7 +43,7 @@ def test_errors_lines_and_notices_name_none(tmp_path, monkeypatch):
         git("fetch", "--quiet", f"{address}/x.git")
     told = [str(gone.value), str(refused.value), str(dvc.DvcError.of_command("dvc pull", 1, [f"{address} is gone"]))]
     told += dvc.readable_lines([f"{address}\n"])
-    monkeypatch.setenv(notices.NOTIFY, "json://127.0.0.1:9")
+    monkeypatch.setenv(notices.NOTIFY_VARIABLE, "json://127.0.0.1:9")
     monkeypatch.setattr(notices, "send", lambda where, title, text: told.append(text) or True)
     notices.send_notice(pytest.fail, "key", "title", f"{address} is gone", tmp_path)
     assert len(told) == 5

@@ -13,11 +13,11 @@ from m3diff.command_line.exit_codes import DATA_REFUSED
 
 
 def _run(args: argparse.Namespace) -> int:
-    from m3diff.registry.decisions import format_table, numbering_faults, pending_move, read_decisions
+    from m3diff.registry.decisions import find_pending_move, format_table, numbering_faults, read_decisions
 
     entries = read_decisions()
     record_faults = numbering_faults()
-    unfinished = pending_move(Path("."))
+    unfinished = find_pending_move(Path("."))
     if args.json:
         print(json.dumps([entry.model_dump(by_alias=True) for entry in entries], indent=2))
     else:

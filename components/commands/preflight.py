@@ -17,7 +17,7 @@ from m3diff.records.machine import free_memory
 from m3diff.registry import tracking
 from m3diff.registry.decisions import read_decisions
 from m3diff.registry.moves import find_lost_champion
-from m3diff.registry.versions import CHAMPION, alias_of
+from m3diff.registry.versions import CHAMPION, resolve_alias
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import try_spice
@@ -147,11 +147,11 @@ def mlflow_faults(params: Params) -> Iterator[Fault]:
     """Yield a fault if MLflow does not respond, or if entries that `register` and the gate require were deleted."""
     cfg = params.register_
     try:
-        store = tracking.resolve(cfg.tracking_uri)
+        store = tracking.resolve_uri(cfg.tracking_uri)
         tracking.check_alive(store)
         if store.startswith(tracking.SQLITE) and not Path(store.removeprefix(tracking.SQLITE)).is_file():
             return  # nothing has been registered yet
-        with tracking.connected(cfg.tracking_uri) as client:
+        with tracking.connect(cfg.tracking_uri) as client:
             try:
                 tracking.find_experiment(client, cfg.experiment)
             except DataError as error:
@@ -159,7 +159,7 @@ def mlflow_faults(params: Params) -> Iterator[Fault]:
             # If the whole registered model was deleted, its alias cannot be restored. The next version can still be
             # registered. The gate then rejects it and names the command that accepts it.
             is_registered = tracking.find_registered_model(client, cfg.model_name) is not None
-            if is_registered and alias_of(client, cfg.model_name, CHAMPION) is None:
+            if is_registered and resolve_alias(client, cfg.model_name, CHAMPION) is None:
                 champion_fault = find_lost_champion(client, read_decisions(), cfg.model_name)
                 if champion_fault:
                     yield champion_fault

@@ -24,7 +24,14 @@ from m3diff.registry import tracking
 from m3diff.registry.lineage import hash_test_set
 from m3diff.registry.model_source import Source, find
 from m3diff.registry.promote import CannotScoreAgain
-from m3diff.registry.versions import SCORES, download_checkpoint, find_version, run_of, scored_again, tested_on
+from m3diff.registry.versions import (
+    SCORES,
+    download_checkpoint,
+    find_version,
+    read_run_id,
+    read_test_set,
+    rescored_folder,
+)
 from m3diff.scoring.metrics.java import ScorerFailed
 from m3diff.scoring.results import EvaluateReport, headline
 from m3diff.settings.tree import Params
@@ -64,7 +71,7 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, test_se
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             checkpoint = download_checkpoint(version, Path(folder))
-            max_new_tokens = int(version.tags.get(tracking.TOKENS, params.predict.max_new_tokens))
+            max_new_tokens = int(version.tags.get(tracking.TOKEN_LIMIT_TAG, params.predict.max_new_tokens))
             base = params.train.base if is_adapters(checkpoint) else None
             evaluated = Path(folder) / "made"
             score(params, Source(version.name, checkpoint, max_new_tokens, base), evaluated)
@@ -106,9 +113,9 @@ def score_model(params: Params, model: str, base: Path, out: Path | None = None)
         report = score(params, source, folder)
     if not Path(model).is_dir():
         test_set = hash_test_set(params.paths.model_copy(update={"predictions": evaluated / "predictions"}))
-        with tracking.connected(cfg.tracking_uri) as client:
+        with tracking.connect(cfg.tracking_uri) as client:
             version = find_version(client, cfg.model_name, source.name.rpartition("/")[2])
-            if tested_on(version) != test_set:
+            if read_test_set(version) != test_set:
                 keep_scores(client, version, test_set, evaluated)
     return evaluated, headline(report)
 
@@ -178,4 +185,4 @@ def keep_scores(client: MlflowClient, version: ModelVersion, test_set: str, eval
         evaluated: folder that contains `report/`.
     """
     for name in (SCORES, "metrics.json"):
-        client.log_artifact(run_of(version), str(evaluated / "report" / name), scored_again(test_set))
+        client.log_artifact(read_run_id(version), str(evaluated / "report" / name), rescored_folder(test_set))

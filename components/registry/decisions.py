@@ -8,8 +8,8 @@ record. A decision that changes the champion is called a move. A move is recorde
 until it is made.
 
 Somebody may delete, reset or fork the branch. Therefore a tag of the registered model in MLflow contains the number of
-decisions and the commit of the last one. If the record does not contain that commit, decisions are missing, and no new
-decision is made.
+decisions about the model and the commit of the last one. If the record does not contain that commit, decisions are
+missing, and no new decision is made.
 """
 
 import json
@@ -32,9 +32,11 @@ from m3diff.registry.tracking import find_registered_model
 
 BRANCH_NAME = "runs/history"
 BRANCH = f"refs/heads/{BRANCH_NAME}"
-PENDING = "refs/m3diff/pending"
-TAG = "decisions"  # tag of the registered model in MLflow: the number of decisions and the last commit, `12 3f2a...`
-TAG_FORM = re.compile(r"([1-9][0-9]*) ([0-9a-f]{40})")
+PENDING_REF = "refs/m3diff/pending"
+# Tag of a registered model in MLflow: the number of decisions about the model, and the commit of the last one, such as
+# `12 3f2a...`
+COUNT_TAG = "decisions"
+COUNT_TAG_FORM = re.compile(r"([1-9][0-9]*) ([0-9a-f]{40})")
 NO_COMMIT = "0" * 40  # tells git that a ref must not exist yet
 
 # Time limits in seconds. A rollback must not wait for a remote that does not respond
@@ -43,10 +45,10 @@ PUSH_S = 10
 
 # Git options. They flush every object and ref, because a power loss could otherwise leave a branch without its commits.
 # They also turn off garbage collection, and make git wait up to ten seconds for the lock of a ref
-DURABLE = ("-c", "core.fsync=all", "-c", "gc.auto=0", "-c", "core.filesRefLockTimeout=10000")
+DURABLE_OPTIONS = ("-c", "core.fsync=all", "-c", "gc.auto=0", "-c", "core.filesRefLockTimeout=10000")
 FETCH_COMMAND = f"git fetch CLONE +{BRANCH}:{BRANCH}"  # shown to the user. CLONE is the clone that has the decisions
 
-MOVES = ("promoted", "first", "rolled back", "moved elsewhere")  # outcomes that change the champion
+MOVE_OUTCOMES = ("promoted", "first", "rolled back", "moved elsewhere")  # outcomes that change the champion
 
 
 class OvertakenError(CodedError, BlockingIOError):
@@ -62,13 +64,13 @@ class Identity(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     run: str | None  # id of the MLflow run that created the version
-    content: str | None  # digest from `moves.identity_of`; None if the version was not created by register
+    content: str | None  # digest from `moves.read_identity`; None if the version was not created by register
 
-    def matches(self, other: "Identity") -> bool:
+    def matches(self, identity: "Identity") -> bool:
         """Return whether two identities refer to the same model, even if it was registered twice."""
-        if self.run is not None and self.run == other.run:
+        if self.run is not None and self.run == identity.run:
             return True
-        return self.content is not None and self.content == other.content
+        return self.content is not None and self.content == identity.content
 
 
 class Entry(BaseModel):
@@ -81,7 +83,7 @@ class Entry(BaseModel):
         previous: the version that the alias `previous` points to after the move.
         abandoned_move: the number of the move that was not made if the outcome is `not done`, otherwise None.
         gate: the scores and parameters of the gate's comparison. Empty for other actions.
-        model_created_ms: when the registered model was created, in ms since 1970. None until `moves.with_identities`
+        model_created_ms: when the registered model was created, in ms since 1970. None until `moves.add_identities`
             adds it.
         identities: the identity of each version in this entry, by version number.
     """
@@ -129,7 +131,7 @@ def read_decisions(repository: Path = Path(".")) -> list[Decision]:
     Raises:
         DataError: `repository` is not a git repository, or part of the record is missing or damaged.
     """
-    return _read(repository, _tip(repository))
+    return _read_up_to(repository, _find_tip(repository))
 
 
 def numbering_faults(repository: Path = Path(".")) -> list[Fault]:
@@ -144,7 +146,7 @@ def numbering_faults(repository: Path = Path(".")) -> list[Fault]:
     ]
 
 
-def _tip(repository: Path) -> str | None:
+def _find_tip(repository: Path) -> str | None:
     """Return the hash of the newest decision's commit, or None if the branch does not exist.
 
     The hash is returned even if git has lost the commit.
@@ -152,38 +154,43 @@ def _tip(repository: Path) -> str | None:
     return run_git("rev-parse", "--quiet", "--verify", BRANCH, cwd=repository).stdout.decode().strip() or None
 
 
-def _read(repository: Path, tip: str | None) -> list[Decision]:
+def _read_up_to(repository: Path, tip: str | None) -> list[Decision]:
     """Return the decisions up to the commit `tip`, oldest first."""
+    return list(_read_with_commits(repository, tip).values())
+
+
+def _read_with_commits(repository: Path, tip: str | None) -> dict[str, Decision]:
+    """Return the decisions up to the commit `tip` by the commit that records each of them, oldest first."""
     if tip is None:
-        return []
+        return {}
     log = run_git("log", "-z", "--first-parent", "--no-show-signature", "--format=%H%n%B", tip, cwd=repository)
     if log.returncode:
         raise DataError("registry.damaged_record", branch=BRANCH_NAME, cause=error_text(log))
-    decisions: list[Decision] = []
+    newest_first: dict[str, Decision] = {}
     for age, entry in enumerate(log.stdout.decode(errors="replace").strip("\0").split("\0")):
         commit, _, message = entry.partition("\n")
         try:
-            decisions.append(Decision.model_validate_json(message))
+            newest_first[commit] = Decision.model_validate_json(message)
         except ValidationError as error:
             cause = error.errors()[0]["msg"]
             raise DataError("registry.no_decision", branch=BRANCH_NAME, commit=commit, age=age, cause=cause) from error
-    return decisions[::-1]
+    return dict(reversed(newest_first.items()))
 
 
-def append(repository: Path, entry: Entry, pending: bool = False) -> Decision:
+def append(repository: Path, entry: Entry, is_pending: bool = False) -> Decision:
     """Add a decision to the record and flush it to disk.
 
     Args:
-        pending: whether the decision is a move that is still to be made. Call `clear_pending_move` after the move.
+        is_pending: whether the decision is a move that is still to be made. Call `clear_pending_move` after the move.
 
     Raises:
         OvertakenError: another process wrote to the record in the meantime; try again.
         DataError: a git command failed.
     """
-    tip = _tip(repository)
+    tip = _find_tip(repository)
     decision = Decision(
         **dict(entry),
-        number=len(_read(repository, tip)) + 1,
+        number=len(_read_up_to(repository, tip)) + 1,
         decided_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         author=user_and_host(),
         flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
@@ -191,29 +198,29 @@ def append(repository: Path, entry: Entry, pending: bool = False) -> Decision:
     )
     message = json.dumps(decision.model_dump(mode="json", by_alias=True), allow_nan=False).encode()
     # Create the empty tree with hash-object, because `git mktree` ignores core.fsync and would not flush the tree
-    tree = git(*DURABLE, "hash-object", "-w", "-t", "tree", "--stdin", cwd=repository)
+    tree = git(*DURABLE_OPTIONS, "hash-object", "-w", "-t", "tree", "--stdin", cwd=repository)
     parent = ("-p", tip) if tip else ()
-    commit = git(*DURABLE, "commit-tree", tree, *parent, cwd=repository, stdin=message)
-    if pending:
+    commit = git(*DURABLE_OPTIONS, "commit-tree", tree, *parent, cwd=repository, stdin=message)
+    if is_pending:
         # Write this ref before the branch. If the process is killed in between, the pending commit is not on the branch
         # and is ignored
-        write_ref(repository, PENDING, commit)
+        write_ref(repository, PENDING_REF, commit)
     if not write_ref(repository, BRANCH, commit, expected=tip or NO_COMMIT):
         raise OvertakenError("registry.record_changed", branch=BRANCH_NAME)
     return decision
 
 
-def pending_move(repository: Path) -> Decision | None:
+def find_pending_move(repository: Path) -> Decision | None:
     """Return the recorded move that a killed process may not have made, or None if all recorded moves were made."""
-    commit = commit_at(PENDING, repository)
+    commit = commit_at(PENDING_REF, repository)
     if commit is None or not is_in_history(repository, BRANCH, commit):
         return None
-    return _read(repository, commit)[-1]
+    return _read_up_to(repository, commit)[-1]
 
 
 def clear_pending_move(repository: Path) -> None:
     """Clear the pending move, if any, after it was made or recorded as not done."""
-    write_ref(repository, PENDING)
+    write_ref(repository, PENDING_REF)
 
 
 def write_ref(repository: Path, ref: str, commit: str = "", expected: str = "") -> bool:
@@ -231,7 +238,7 @@ def write_ref(repository: Path, ref: str, commit: str = "", expected: str = "") 
     change = ["-d", ref]
     if commit:
         change = [ref, commit, expected] if expected else [ref, commit]
-    update = run_git(*DURABLE, "update-ref", "-m", "m3diff", *change, cwd=repository)
+    update = run_git(*DURABLE_OPTIONS, "update-ref", "-m", "m3diff", *change, cwd=repository)
     is_overtaken = b"but expected" in update.stderr or b"reference already exists" in update.stderr
     if update.returncode and not is_overtaken:
         raise GitError("git.command_failed", command=f"git update-ref {ref}", cause=error_text(update))
@@ -259,11 +266,12 @@ class ChampionHistory:
     rolled_back: dict[int, Decision]
 
 
-def moves_of(decisions: Iterable[Decision], model: str) -> list[Decision]:
+def select_moves(decisions: Iterable[Decision], model: str) -> list[Decision]:
     """Return the decisions that changed the champion of a model. Moves that were recorded but not made are left out."""
-    of_model = [decision for decision in decisions if decision.model == model]
-    abandoned_moves = {decision.abandoned_move for decision in of_model if decision.outcome == "not done"}
-    return [decision for decision in of_model if decision.outcome in MOVES and decision.number not in abandoned_moves]
+    model_decisions = [decision for decision in decisions if decision.model == model]
+    moves = [decision for decision in model_decisions if decision.outcome in MOVE_OUTCOMES]
+    abandoned_numbers = {decision.abandoned_move for decision in model_decisions if decision.outcome == "not done"}
+    return [move for move in moves if move.number not in abandoned_numbers]
 
 
 def follow_champions(decisions: Iterable[Decision], model: str) -> ChampionHistory:
@@ -273,13 +281,13 @@ def follow_champions(decisions: Iterable[Decision], model: str) -> ChampionHisto
     """
     champions: list[int] = []
     rolled_back: dict[int, Decision] = {}
-    for move in moves_of(decisions, model):
+    for move in select_moves(decisions, model):
         if move.champion_before is not None and champions[-1:] != [move.champion_before]:
             champions.append(move.champion_before)
-        if is_backward(move):
-            remaining = count_remaining(champions, move)
-            rolled_back |= dict.fromkeys(champions[remaining:], move)
-            champions = champions[:remaining]
+        if is_rollback(move):
+            remaining_count = count_remaining(champions, move)
+            rolled_back |= dict.fromkeys(champions[remaining_count:], move)
+            champions = champions[:remaining_count]
         if move.target is not None:
             champions = [version for version in champions if version != move.target]
             champions.append(move.target)
@@ -287,11 +295,13 @@ def follow_champions(decisions: Iterable[Decision], model: str) -> ChampionHisto
     return ChampionHistory(champions=champions, rolled_back=rolled_back)
 
 
-def is_backward(move: Decision) -> bool:
+def is_rollback(move: Decision) -> bool:
     """Return whether a move is a rollback. A move by hand counts as a rollback if the new version number is lower."""
-    if move.action == "noticed":
-        return move.target is not None and move.champion_before is not None and move.target < move.champion_before
-    return move.action == "rollback"
+    if move.action != "noticed":
+        return move.action == "rollback"
+    if move.target is None or move.champion_before is None:
+        return False
+    return move.target < move.champion_before
 
 
 def count_remaining(champions: Sequence[int], move: Decision) -> int:
@@ -308,14 +318,15 @@ def find_rollback(decisions: Sequence[Decision], model: str, identity: Identity)
     The version is found by its identity, even if it had another number in an earlier registered model with the same
     name. These models are searched from newest to oldest.
     """
-    of_model = [decision for decision in decisions if decision.model == model]
-    for model_created_ms in reversed(dict.fromkeys(decision.model_created_ms for decision in of_model)):
-        of_registry = [decision for decision in of_model if decision.model_created_ms == model_created_ms]
+    model_decisions = [decision for decision in decisions if decision.model == model]
+    creation_times = dict.fromkeys(decision.model_created_ms for decision in model_decisions)
+    for model_created_ms in reversed(creation_times):
+        registry_decisions = [decision for decision in model_decisions if decision.model_created_ms == model_created_ms]
         identities: dict[int, Identity] = {}
-        for decision in of_registry:
+        for decision in registry_decisions:
             identities |= decision.identities
-        numbers = [number for number, known_identity in identities.items() if known_identity.matches(identity)]
-        history = follow_champions(of_registry, model)
+        numbers = [number for number, recorded_identity in identities.items() if recorded_identity.matches(identity)]
+        history = follow_champions(registry_decisions, model)
         if any(number in history.champions for number in numbers):
             return None
         rollbacks = [history.rolled_back[number] for number in numbers if number in history.rolled_back]
@@ -329,18 +340,17 @@ def find_rollback(decisions: Sequence[Decision], model: str, identity: Identity)
 
 def push_record(repository: Path) -> None:
     """Push the record to the remote set in `git config m3diff.runs`. Warn if this fails; the next call tries again."""
-    remote = configured_remote(repository)
-    if remote is None or _tip(repository) is None:
+    remote = read_configured_remote(repository)
+    if remote is None or _find_tip(repository) is None:
         return
-    push = run_git(
-        *("push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}"), cwd=main_tree(repository), seconds=PUSH_S
-    )
+    command = ["push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}"]
+    push = run_git(*command, cwd=main_tree(repository), seconds=PUSH_S)
     if push.returncode:
         warn(
-            f"not pushed to {remote!r} ({error_text(push)}); the next decision tries again. If it was rejected, "
-            f"another clone decided at once, and nothing is overwritten: git fetch {remote} {BRANCH_NAME}, then "
-            f"compare git log {BRANCH_NAME} and git log FETCH_HEAD. To go on from theirs: git update-ref {BRANCH} "
-            "FETCH_HEAD"
+            f"not pushed to {remote!r} ({error_text(push)}). The next decision tries again. If the push was rejected, "
+            "another clone made a decision at the same time, and nothing is overwritten. To see its decisions: "
+            f"git fetch {remote} {BRANCH_NAME}, then compare git log {BRANCH_NAME} and git log FETCH_HEAD. To continue "
+            f"from its decisions: git update-ref {BRANCH} FETCH_HEAD"
         )
 
 
@@ -350,53 +360,54 @@ def fetch_record(repository: Path, remote: str | None = None) -> None:
     Args:
         remote: the remote to fetch from, by default the one set in `git config m3diff.runs`.
     """
-    remote = remote or configured_remote(repository)
+    remote = remote or read_configured_remote(repository)
     if remote is None:
         return
-    fetch = run_git(
-        *(*DURABLE, "fetch", "--no-tags", "--no-write-fetch-head", remote, f"{BRANCH}:{BRANCH}"),
-        cwd=main_tree(repository),
-        seconds=FETCH_S,
-    )
+    command = [*DURABLE_OPTIONS, "fetch", "--no-tags", "--no-write-fetch-head", remote, f"{BRANCH}:{BRANCH}"]
+    fetch = run_git(*command, cwd=main_tree(repository), seconds=FETCH_S)
     # git rejects updates that are not fast-forward, and a remote without the branch has no decisions yet
     is_expected = b"[rejected]" in fetch.stderr or b"couldn't find remote ref" in fetch.stderr
     if fetch.returncode and not is_expected:
-        warn(f"not fetched from {remote!r} ({error_text(fetch)}); going on with what this clone knows")
+        warn(f"not fetched from {remote!r} ({error_text(fetch)}). Only the decisions in this clone are used")
 
 
-def configured_remote(repository: Path) -> str | None:
+def read_configured_remote(repository: Path) -> str | None:
     """Return the remote set in `git config m3diff.runs`, or None if it is not set."""
     return run_git("config", "--get", "m3diff.runs", cwd=repository).stdout.decode().strip() or None
 
 
 def require_complete_record(client: MlflowClient, repository: Path, model: str) -> None:
-    """Check that the record has all decisions counted in MLflow's tag. Fetch missing decisions from the git remotes.
+    """Check that the record has all decisions counted in the model's tag. Fetch missing decisions from the git remotes.
 
-    If the record has more decisions than the tag, for example because a process was killed, the tag is updated.
+    If the record has more decisions about the model than the tag, for example because a process was killed, the tag is
+    updated.
 
     Raises:
         DataError: decisions are still missing, or somebody edited the tag, so that the record cannot be checked.
     """
     registered_model = find_registered_model(client, model)
-    tag = registered_model.tags.get(TAG) if registered_model else None
+    tag = registered_model.tags.get(COUNT_TAG) if registered_model else None
     if tag is not None:
-        form = TAG_FORM.fullmatch(tag)
+        form = COUNT_TAG_FORM.fullmatch(tag)
         if form is None:
-            raise edited_tag(repository, model, tag)
+            raise edited_tag_error(repository, model, tag)
         count, commit = form.groups()
         if not is_in_history(repository, BRANCH, commit):
             for remote in git("remote", cwd=repository).split():
                 fetch_record(repository, remote)
         if not is_in_history(repository, BRANCH, commit):
-            raise missing_decisions(repository, model, count, commit)
-        if len(_read(repository, commit)) != int(count):
-            raise edited_tag(repository, model, tag)
+            raise missing_decisions_error(repository, model, count, commit)
+        decisions = _read_up_to(repository, commit)
+        model_decisions = [decision for decision in decisions if decision.model == model]
+        # Earlier versions of m3diff counted the decisions about all models
+        if int(count) not in (len(model_decisions), len(decisions)):
+            raise edited_tag_error(repository, model, tag)
     update_tag(client, repository, model)
 
 
-def missing_decisions(repository: Path, model: str, count: str, commit: str) -> DataError:
+def missing_decisions_error(repository: Path, model: str, count: str, commit: str) -> DataError:
     """Return the error for a record that ends before the last decision in MLflow's tag."""
-    tip = _tip(repository)
+    tip = _find_tip(repository)
     record_here = Fault("registry.record_absent", branch=BRANCH_NAME, repository=repository.resolve())
     if tip is not None:
         record_here = Fault("registry.record_ends", branch=BRANCH_NAME, repository=repository.resolve(), commit=tip)
@@ -406,30 +417,41 @@ def missing_decisions(repository: Path, model: str, count: str, commit: str) -> 
         count=int(count),
         commit=commit,
         record=record_here,
-        tag=TAG,
+        tag=COUNT_TAG,
         fetch_command=FETCH_COMMAND,
         command=f"git update-ref {BRANCH} {commit}",
     )
 
 
-def edited_tag(repository: Path, model: str, tag: str) -> DataError:
+def edited_tag_error(repository: Path, model: str, tag: str) -> DataError:
     """Return the error for a tag that somebody edited. Without the tag, missing decisions cannot be detected."""
-    tip = _tip(repository)
+    commits = _commits_about(repository, model)
     record_here = Fault("registry.no_decisions_here")
-    if tip is not None:
-        record_here = Fault("registry.decisions_here", count=len(_read(repository, tip)), commit=tip)
-    return DataError("registry.edited_tag", model=model, tag=TAG, value=tag, record=record_here, command=FETCH_COMMAND)
+    if commits:
+        record_here = Fault("registry.decisions_here", count=len(commits), commit=commits[-1])
+    return DataError(
+        "registry.edited_tag", model=model, tag=COUNT_TAG, value=tag, record=record_here, command=FETCH_COMMAND
+    )
 
 
 def update_tag(client: MlflowClient, repository: Path, model: str) -> None:
-    """Write the number of decisions and the commit of the last one to the model's tag in MLflow, if they changed."""
-    tip = _tip(repository)
+    """Write the number of decisions about a model and the commit of the last one to the model's tag in MLflow.
+
+    Nothing is written if the tag already has this value, or if the record has no decision about the model.
+    """
+    commits = _commits_about(repository, model)
     registered_model = find_registered_model(client, model)
-    if tip is None or registered_model is None:
+    if not commits or registered_model is None:
         return
-    tag = f"{len(_read(repository, tip))} {tip}"
-    if registered_model.tags.get(TAG) != tag:
-        client.set_registered_model_tag(model, TAG, tag)
+    tag = f"{len(commits)} {commits[-1]}"
+    if registered_model.tags.get(COUNT_TAG) != tag:
+        client.set_registered_model_tag(model, COUNT_TAG, tag)
+
+
+def _commits_about(repository: Path, model: str) -> list[str]:
+    """Return the commits that record the decisions about a model, oldest first."""
+    decisions = _read_with_commits(repository, _find_tip(repository))
+    return [commit for commit, decision in decisions.items() if decision.model == model]
 
 
 def warn(text: str) -> None:

@@ -67,7 +67,7 @@ def judge_without_champion(cfg: Promote, challenger: pa.Table) -> Verdict:
         return refuse_missing_scores(cfg, missing_scores)
     pairs = rows_of(challenger, cfg.protocol).num_rows
     challenger_score = score(cfg, challenger, cfg.metric)
-    reason = f"there was no champion; {cfg.metric} {challenger_score:.4f} over {pairs} pairs of {cfg.protocol}"
+    reason = f"there was no champion. {cfg.metric} {challenger_score:.4f} over {pairs} pairs of {cfg.protocol}"
     return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=challenger_score)
 
 
@@ -83,7 +83,8 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
         return refuse_missing_scores(cfg, missing_scores)
     differences = list(describe_different_pairs(cfg, challenger, champion))
     if differences:
-        return refuse("; ".join([*differences, "evaluate and register again"]))
+        differences.append("run `dvc repro -f evaluate` and `m3diff register` again")
+        return refuse("; ".join(differences))
     comparison = compare(challenger, champion, cfg.protocol, known_scores()[cfg.metric], cfg.confidence)
     if comparison is None:
         return refuse(f"the champion has no {cfg.metric} on {cfg.protocol}")
@@ -92,24 +93,25 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     pairs = rows_of(challenger, cfg.protocol).num_rows
     guards = compare_guards(cfg, challenger, champion)
 
-    measured = (
+    comparison_text = (
         f"{cfg.metric} on {cfg.protocol} {challenger_score:.4f}, the champion's {champion_score:.4f}: gain {gain:+.4f}"
     )
-    faults = list(guards.faults)
+    faults: list[str] = []
     if interval is None:
-        faults.insert(0, "too few pairs for an interval")
+        faults.append("there are too few pairs for an interval")
     else:
-        measured += f", {100 * cfg.confidence:g} % interval {interval.low:+.4f} to {interval.high:+.4f}"
+        comparison_text += f", {100 * cfg.confidence:g} % interval {interval.low:+.4f} to {interval.high:+.4f}"
         if interval.low <= cfg.min_gain:
-            faults.insert(0, f"its lower bound does not exceed {cfg.min_gain:g}")
+            faults.append(f"the lower bound does not exceed {cfg.min_gain:g}")
+    faults += guards.faults
     reasons = faults
     if not faults:
         reasons = [f"the lower bound exceeds {cfg.min_gain:g}"]
-        if guards.passed:
-            reasons.append(f"guarded: {', '.join(guards.passed)}")
+        if guards.passed_scores:
+            reasons.append(f"guarded scores within their tolerance: {', '.join(guards.passed_scores)}")
     return Verdict(
         outcome="refused" if faults else "promoted",
-        reason="; ".join([f"{measured} over {pairs} pairs", *reasons]),
+        reason="; ".join([f"{comparison_text} over {pairs} pairs", *reasons]),
         pairs=pairs,
         challenger_score=challenger_score,
         champion_score=champion_score,
@@ -127,8 +129,8 @@ def refuse(reason: str) -> Verdict:
 
 def refuse_missing_scores(cfg: Promote, names: list[str]) -> Verdict:
     """Return a verdict that refuses a challenger because scores that the gate compares are missing."""
-    remedy = "see `absent` in its metrics.json, or name others in the section promote"
-    return refuse(f"it has no {' and no '.join(names)} on {cfg.protocol}: {remedy}")
+    remedy = "See `absent` in its metrics.json, or choose other scores in the section `promote`"
+    return refuse(f"it has no {' and no '.join(names)} on {cfg.protocol}. {remedy}")
 
 
 def score(cfg: Promote, table: pa.Table, name: str) -> float | None:
@@ -148,14 +150,14 @@ def use_characters_if_needed(cfg: Promote, challenger: pa.Table) -> Promote:
     variant is missing too.
     """
 
-    def name_in_table(name: str) -> str:
+    def choose_variant(name: str) -> str:
         name_by_characters = f"{name}{BY_CHARACTERS}"
         if name_by_characters not in known_scores() or score(cfg, challenger, name) is not None:
             return name
         return name if score(cfg, challenger, name_by_characters) is None else name_by_characters
 
-    guards = {name_in_table(name): tolerance for name, tolerance in cfg.guards.items()}
-    return cfg.model_copy(update={"metric": name_in_table(cfg.metric), "guards": guards})
+    guards = {choose_variant(name): tolerance for name, tolerance in cfg.guards.items()}
+    return cfg.model_copy(update={"metric": choose_variant(cfg.metric), "guards": guards})
 
 
 def faults_of_scores(cfg: Promote, table: pa.Table) -> list[Fault]:
@@ -222,7 +224,9 @@ def score_faults(cfg: Promote, table: pa.Table, name: str) -> Iterator[Fault]:
     if not is_number and not pa.types.is_null(number_type):
         yield Fault("registry.scores_of_other_type", name=column, value=str(values.type), expected="numbers")
         return
-    lengths = pc.unique(pc.list_value_length(values)).drop_null().to_pylist() if is_list else []
+    lengths: list[int] = []
+    if is_list:
+        lengths = pc.unique(pc.list_value_length(values)).drop_null().to_pylist()
     if len(lengths) > 1:
         shortest = min(lengths)
         longest = max(lengths)
@@ -242,10 +246,13 @@ def describe_different_pairs(cfg: Promote, challenger: pa.Table, champion: pa.Ta
     for name in (cfg.metric, *cfg.guards):
         challenger_nulls = ids_without_value(cfg, name, challenger)
         champion_nulls = ids_without_value(cfg, name, champion)
-        missing_ids = {"it": challenger_nulls - champion_nulls, "the champion": champion_nulls - challenger_nulls}
+        missing_ids = {
+            "the challenger": challenger_nulls - champion_nulls,
+            "the champion": champion_nulls - challenger_nulls,
+        }
         for model, ids in missing_ids.items():
             if ids:
-                yield f"{model} has no {name} of {len(ids)} pairs that the other model has, such as {min(ids)}"
+                yield f"{model} has no {name} for {len(ids)} pairs that the other model has, such as {min(ids)}"
 
 
 def ids_without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
@@ -281,12 +288,12 @@ class GuardComparison:
     Attributes:
         scores: the guarded scores by name.
         faults: one line per score that is worse by more than its tolerance, or that is missing for the champion.
-        passed: one line per score that is within its tolerance.
+        passed_scores: one line per score that is within its tolerance.
     """
 
     scores: dict[str, GuardedScore] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
-    passed: list[str] = field(default_factory=list)
+    passed_scores: list[str] = field(default_factory=list)
 
 
 def compare_guards(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> GuardComparison:
@@ -299,16 +306,18 @@ def compare_guards(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Gu
             challenger=challenger_score, champion=champion_score, tolerance=tolerance
         )
         if challenger_score is None or champion_score is None:
-            comparison.faults.append(f"the champion has no {name}, which is guarded")
+            comparison.faults.append(f"the champion has no {name}, which `promote.guards` contains")
             continue
-        loss = challenger_score - champion_score if is_lower_better(name) else champion_score - challenger_score
+        loss = champion_score - challenger_score
+        if is_lower_better(name):
+            loss = -loss
         # Round, because 0.90 - 0.87 exceeds 0.03 in floating point
         if round(loss, DECIMALS) > tolerance:
             comparison.faults.append(
                 f"{name} {challenger_score:.4f} is more than {tolerance:g} worse than {champion_score:.4f}"
             )
         else:
-            comparison.passed.append(f"{name} {challenger_score:.4f}, had {champion_score:.4f}")
+            comparison.passed_scores.append(f"{name} {challenger_score:.4f} (champion {champion_score:.4f})")
     return comparison
 
 

@@ -14,21 +14,21 @@ from m3diff.provenance.code import DIGEST_FOLDER, edited_files
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.provenance.git import git
 from m3diff.records.errors import DataError, data_error_if_unreadable
-from m3diff.registry.tracking import FLOW_RUN, TOKENS, VERSION, WEIGHTS, weights_sha256
+from m3diff.registry.tracking import CHECKPOINT_TAG, FLOW_RUN_TAG, TOKEN_LIMIT_TAG, WEIGHTS_TAG, weights_sha256
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
 
-MODEL_CODE = Path("components/models")
-PREDICT_CODE = DIGEST_FOLDER / "predict.json"  # the digests of the code that runs the model
-RAW = "dvc.raw."
-CODE = "dvc.code"
+MODEL_CODE_FOLDER = Path("components/models")
+PREDICT_CODE_DIGESTS = DIGEST_FOLDER / "predict.json"  # the digests of the code that runs the model
+RAW_DATA_PREFIX = "dvc.raw."
+CODE_TAG = "dvc.code"
 # Two registrations are the same version if these tags are equal. The record of decisions stores a hash of them
-IDENTITY = (VERSION, CODE, TOKENS)
+IDENTITY_TAGS = (CHECKPOINT_TAG, CODE_TAG, TOKEN_LIMIT_TAG)
 
 # Tags that may change when the same version is evaluated again. The tags of raw data may change too
-RESULTS = ("dvc.data", "dvc.val_data", "dvc.metrics", "dvc.lock.sha256", "test_set.sha256")
+RESULT_TAGS = ("dvc.data", "dvc.val_data", "dvc.metrics", "dvc.lock.sha256", "test_set.sha256")
 
-ADAPTERS = "adapters"  # folder in a checkpoint that contains only the trained weights
+ADAPTERS_FOLDER = "adapters"  # folder in a checkpoint that contains only the trained weights
 
 
 def read_lineage(params: Params, lock: Lock) -> dict[str, str]:
@@ -51,9 +51,9 @@ def read_lineage(params: Params, lock: Lock) -> dict[str, str]:
     for logged_path in (paths.predictions, paths.model / "curves.csv", *results):
         lock.current(logged_path)
     tags = {
-        VERSION: lock.current(checkpoint),
-        CODE: lock.current(PREDICT_CODE),
-        TOKENS: str(lock.params(())["predict"]["max_new_tokens"]),
+        CHECKPOINT_TAG: lock.current(checkpoint),
+        CODE_TAG: lock.current(PREDICT_CODE_DIGESTS),
+        TOKEN_LIMIT_TAG: str(lock.params(())["predict"]["max_new_tokens"]),
         "dvc.data": lock.current(paths.mixture / "train"),  # training samples
         "dvc.val_data": lock.current(paths.mixture / "val"),
         "dvc.base": lock.current(base),  # pre-trained model in the working tree
@@ -63,13 +63,13 @@ def read_lineage(params: Params, lock: Lock) -> dict[str, str]:
         "test_set.sha256": hash_test_set(paths),
         "git.commit": git("rev-parse", "HEAD"),
         "git.dirty": str(has_uncommitted_changes()).lower(),
-        WEIGHTS: weights_sha256(manifest),
+        WEIGHTS_TAG: weights_sha256(manifest),
         "dvc.adapters": dvc_hash(adapters) if adapters else None,
-        FLOW_RUN: os.environ.get("M3DIFF_FLOW_RUN"),
+        FLOW_RUN_TAG: os.environ.get("M3DIFF_FLOW_RUN"),
     }
     for name, entry in params.ingest.datasets.items():
         # Use the hash that ingest recorded, because the raw data may have changed since
-        tags[f"{RAW}{name}"] = lock.recorded(entry.root, f"ingest@{name} deps")
+        tags[f"{RAW_DATA_PREFIX}{name}"] = lock.recorded(entry.root, f"ingest@{name} deps")
     return {tag: value for tag, value in tags.items() if value is not None}
 
 
@@ -83,7 +83,7 @@ def has_uncommitted_changes() -> bool:
 
 def find_adapters(cfg: Register, checkpoint: Path) -> Path | None:
     """Return the folder with the adapters of a checkpoint, or None if a version stores the whole checkpoint."""
-    folder = checkpoint / ADAPTERS
+    folder = checkpoint / ADAPTERS_FOLDER
     return folder if cfg.keeps == "adapters" and folder.is_dir() else None
 
 

@@ -17,20 +17,21 @@ from urllib.parse import unquote, urlsplit
 from m3diff.records.errors import DataError
 
 SQLITE = "sqlite:///"
-EXPERIMENTS = "/.dvc/tmp/exps/"  # folder in the project where DVC runs queued experiments in copies of the project
-ARTIFACTS = "artifacts"  # folder of the artifacts, next to the database
-CHECKPOINT = "artifacts/checkpoint"  # path of the checkpoint within a version's files
-TOKENS = "predict.max_new_tokens"  # tag with the length limit, in tokens, of the captions that were scored
+# Folder in the project where DVC runs queued experiments in copies of the project
+EXPERIMENTS_FOLDER = "/.dvc/tmp/exps/"
+ARTIFACTS_FOLDER = "artifacts"  # folder of the artifacts, next to the database
+CHECKPOINT_PATH = "artifacts/checkpoint"  # path of the checkpoint within a version's files
+TOKEN_LIMIT_TAG = "predict.max_new_tokens"  # tag with the length limit, in tokens, of the captions that were scored
 IN_MEMORY = ":memory:"  # part of the URI of an in-memory store
-LATEST = "latest"  # alias of the newest version, which only MLflow resolves
-WAIT_S = 20.0  # maximum time to wait for another process that is writing, in seconds
+LATEST_ALIAS = "latest"  # alias of the newest version, which only MLflow resolves
+MAX_WAIT_S = 20.0  # maximum time to wait for another process that is writing, in seconds
 
-VERSION_OF_ALIAS = "SELECT version FROM registered_model_aliases WHERE name = ? AND alias = ?"
+SELECT_ALIAS = "SELECT version FROM registered_model_aliases WHERE name = ? AND alias = ?"
 # MLflow keeps the row of a deleted version but never returns it
-VERSIONS = "FROM model_versions WHERE name = ? AND current_stage != 'Deleted_Internal'"
-LOCATION = f"SELECT coalesce(nullif(storage_location, ''), source) {VERSIONS} AND version = ?"
-TAG = "SELECT value FROM model_version_tags WHERE name = ? AND version = ? AND key = ?"
-TAGS = "SELECT key, value FROM model_version_tags WHERE name = ? AND version = ?"
+FROM_VERSIONS = "FROM model_versions WHERE name = ? AND current_stage != 'Deleted_Internal'"
+SELECT_LOCATION = f"SELECT coalesce(nullif(storage_location, ''), source) {FROM_VERSIONS} AND version = ?"
+SELECT_TAG = "SELECT value FROM model_version_tags WHERE name = ? AND version = ? AND key = ?"
+SELECT_TAGS = "SELECT key, value FROM model_version_tags WHERE name = ? AND version = ?"
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class StoredVersion:
     max_new_tokens: int | None
 
 
-def database_of(tracking_uri: str) -> Path:
+def database_path(tracking_uri: str) -> Path:
     """Return the path of a sqlite store's database file.
 
     A relative path is resolved from the project folder, even if DVC runs an experiment in a copy of the project.
     """
-    project = str(Path.cwd()).partition(EXPERIMENTS)[0]
+    project = str(Path.cwd()).partition(EXPERIMENTS_FOLDER)[0]
     return Path(project, tracking_uri.removeprefix(SQLITE)).resolve()
 
 
@@ -60,7 +61,7 @@ class NoSuchVersionError(DataError):
     """The registry has no such version or alias. The field `numbers` lists the existing versions."""
 
 
-def no_such_version(model_name: str, version: str, numbers: Sequence[int]) -> NoSuchVersionError:
+def no_such_version_error(model_name: str, version: str, numbers: Sequence[int]) -> NoSuchVersionError:
     """Return the error for a version or alias that does not exist. `numbers` lists the existing versions."""
     code = "registry.no_such_version" if numbers else "registry.no_versions"
     return NoSuchVersionError(code, model=model_name, value=version, numbers=list(numbers))
@@ -75,33 +76,39 @@ def find_stored_version(tracking_uri: str, model_name: str, version: str) -> Sto
     Raises:
         NoSuchVersionError: the store has no such version, or its file does not exist.
     """
-    if not tracking_uri.startswith(SQLITE) or IN_MEMORY in tracking_uri or version.lower() == LATEST:
+    if not tracking_uri.startswith(SQLITE) or IN_MEMORY in tracking_uri or version.lower() == LATEST_ALIAS:
         return None
-    database = database_of(tracking_uri)
+    database = database_path(tracking_uri)
     if not database.is_file():
         raise NoSuchVersionError("registry.no_database", model=model_name, value=version, numbers=[], database=database)
     try:
         # mode=ro: no file is created or changed
-        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=WAIT_S)) as store:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=MAX_WAIT_S)) as store:
             store.execute("BEGIN")  # one transaction, so that alias, version and tag are consistent
-            return _read(store, database, model_name, version)
+            return _read_version(store, database, model_name, version)
     except sqlite3.Error:
         return None
 
 
-def _read(store: sqlite3.Connection, database: Path, model_name: str, version: str) -> StoredVersion | None:
-    numbers = [int(version)] if version.isdecimal() else _column(store, VERSION_OF_ALIAS, model_name, version)
-    locations = [checkpoint for number in numbers for checkpoint in _column(store, LOCATION, model_name, number)]
+def _read_version(store: sqlite3.Connection, database: Path, model_name: str, version: str) -> StoredVersion | None:
+    numbers = [int(version)] if version.isdecimal() else _query_column(store, SELECT_ALIAS, model_name, version)
+    locations: list[str] = []
+    for number in numbers:
+        locations += _query_column(store, SELECT_LOCATION, model_name, number)
     if not locations:
-        known_versions = sorted(_column(store, f"SELECT version {VERSIONS}", model_name), reverse=True)
-        raise no_such_version(model_name, version, known_versions)
+        known_versions = sorted(_query_column(store, f"SELECT version {FROM_VERSIONS}", model_name), reverse=True)
+        raise no_such_version_error(model_name, version, known_versions)
     if len(locations) > 1:  # several MLflow workspaces have a model of this name
         return None
-    checkpoint = checkpoint_in(database, str(locations[0]))
+    checkpoint = find_checkpoint(database, str(locations[0]))
     if checkpoint is None:
         return None
-    limits = _column(store, TAG, model_name, numbers[0], TOKENS)
-    return StoredVersion(number=numbers[0], checkpoint=checkpoint, max_new_tokens=int(limits[0]) if limits else None)
+    limits = _query_column(store, SELECT_TAG, model_name, numbers[0], TOKEN_LIMIT_TAG)
+    return StoredVersion(
+        number=numbers[0],
+        checkpoint=checkpoint,
+        max_new_tokens=int(limits[0]) if limits else None,
+    )
 
 
 def read_stored_tags(tracking_uri: str, model_name: str, number: int) -> dict[str, str]:
@@ -110,14 +117,14 @@ def read_stored_tags(tracking_uri: str, model_name: str, number: int) -> dict[st
     Raises:
         sqlite3.Error: the file is not an MLflow store, or is locked.
     """
-    database = database_of(tracking_uri)
+    database = database_path(tracking_uri)
     if not tracking_uri.startswith(SQLITE) or not database.is_file():
         return {}
-    with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=WAIT_S)) as store:
-        return dict(store.execute(TAGS, (model_name, number)).fetchall())
+    with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=MAX_WAIT_S)) as store:
+        return dict(store.execute(SELECT_TAGS, (model_name, number)).fetchall())
 
 
-def checkpoint_in(database: Path, location: str) -> Path | None:
+def find_checkpoint(database: Path, location: str) -> Path | None:
     """Return the checkpoint folder of a version.
 
     Args:
@@ -126,13 +133,13 @@ def checkpoint_in(database: Path, location: str) -> Path | None:
     Returns:
         the folder, or None if it does not exist or is not next to the database, for example after the store was moved.
     """
-    artifacts_address = f"{(database.parent / ARTIFACTS).as_uri()}/"
+    artifacts_address = f"{(database.parent / ARTIFACTS_FOLDER).as_uri()}/"
     if not location.startswith(artifacts_address):
         return None
-    folder = Path(unquote(urlsplit(location).path)) / CHECKPOINT
+    folder = Path(unquote(urlsplit(location).path)) / CHECKPOINT_PATH
     return folder if folder.is_dir() else None
 
 
-def _column(store: sqlite3.Connection, statement: str, *values: str | int) -> list:
+def _query_column(store: sqlite3.Connection, statement: str, *values: str | int) -> list:
     """Execute an SQL statement and return the first column of the result."""
     return [row[0] for row in store.execute(statement, values)]

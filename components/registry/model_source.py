@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from m3diff.records.errors import DataError
-from m3diff.registry.local_store import TOKENS, NoSuchVersionError, StoredVersion, find_stored_version
+from m3diff.registry.local_store import TOKEN_LIMIT_TAG, NoSuchVersionError, StoredVersion, find_stored_version
 
 if TYPE_CHECKING:
     from m3diff.models.generation import Captioner
@@ -52,14 +52,21 @@ def find(tracking_uri: str, model_name: str, model: str, base: Path, max_new_tok
     from m3diff.models.checkpoint import is_adapters, read_manifest
 
     if version is None:
-        folder = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-        as_written = f"{json.dumps(read_manifest(folder), indent=2)}\n".encode()
-        name = f"sha256-{hashlib.sha256(as_written).hexdigest()[:12]}"
+        if (folder / "checkpoint").is_dir():
+            folder = folder / "checkpoint"
+        manifest_bytes = f"{json.dumps(read_manifest(folder), indent=2)}\n".encode()
+        name = f"sha256-{hashlib.sha256(manifest_bytes).hexdigest()[:12]}"
     else:
         name = str(version.number)
         folder = version.checkpoint
-        max_new_tokens = max_new_tokens if version.max_new_tokens is None else version.max_new_tokens
-    return Source(f"{model_name}/{name}", folder, max_new_tokens, base if is_adapters(folder) else None)
+        if version.max_new_tokens is not None:
+            max_new_tokens = version.max_new_tokens
+    return Source(
+        name=f"{model_name}/{name}",
+        folder=folder,
+        max_new_tokens=max_new_tokens,
+        base=base if is_adapters(folder) else None,
+    )
 
 
 def _check_folder(model: str) -> None:
@@ -78,7 +85,7 @@ def _check_folder(model: str) -> None:
     raise DataError("registry.no_such_folder", value=model)
 
 
-def _with_remedy(error: NoSuchVersionError) -> DataError:
+def _add_remedy(error: NoSuchVersionError) -> DataError:
     """Return the error for a version that does not exist, with a remedy for users of the command line."""
     code = "registry.name_another_model" if error.fields["numbers"] else "registry.no_model_yet"
     return DataError(code, fault=error.fault)
@@ -89,7 +96,7 @@ def _find_version(tracking_uri: str, model_name: str, version: str) -> StoredVer
     try:
         stored = find_stored_version(tracking_uri, model_name, version)
     except NoSuchVersionError as error:
-        raise _with_remedy(error) from error
+        raise _add_remedy(error) from error
     return stored or _download_version(tracking_uri, model_name, version)
 
 
@@ -97,22 +104,24 @@ def _download_version(tracking_uri: str, model_name: str, version: str) -> Store
     """Find a version by number or alias through MLflow, and download its checkpoint."""
     from mlflow.exceptions import MlflowException  # takes seconds to import
 
-    from m3diff.registry.tracking import connected
+    from m3diff.registry.tracking import connect
     from m3diff.registry.versions import download_checkpoint, find_version
 
-    with connected(tracking_uri) as client:
+    with connect(tracking_uri) as client:
         try:
             registered_version = find_version(client, model_name, version)
         except NoSuchVersionError as error:
-            raise _with_remedy(error) from error
+            raise _add_remedy(error) from error
         try:
             folder = download_checkpoint(registered_version)
         except (MlflowException, OSError) as error:
             number = int(registered_version.version)
             raise DataError("registry.lost_checkpoint", model=model_name, version=number) from error
-    limit = registered_version.tags.get(TOKENS)
+    limit = registered_version.tags.get(TOKEN_LIMIT_TAG)
     return StoredVersion(
-        number=int(registered_version.version), checkpoint=folder, max_new_tokens=None if limit is None else int(limit)
+        number=int(registered_version.version),
+        checkpoint=folder,
+        max_new_tokens=None if limit is None else int(limit),
     )
 
 
@@ -131,7 +140,7 @@ def load(source: Source) -> "Captioner":
     return load_captioner(source.folder, source.max_new_tokens, base=source.base)
 
 
-def version_of(tracking_uri: str, model_name: str, alias: str) -> str:
+def resolve_version(tracking_uri: str, model_name: str, alias: str) -> str:
     """Return `<model>/<version>` for the version that an alias points to now.
 
     Raises:
@@ -141,8 +150,8 @@ def version_of(tracking_uri: str, model_name: str, alias: str) -> str:
     stored = find_stored_version(tracking_uri, model_name, alias)
     if stored is not None:
         return f"{model_name}/{stored.number}"
-    from m3diff.registry.tracking import connected
+    from m3diff.registry.tracking import connect
     from m3diff.registry.versions import find_version
 
-    with connected(tracking_uri) as client:
+    with connect(tracking_uri) as client:
         return f"{model_name}/{find_version(client, model_name, alias).version}"

@@ -17,9 +17,9 @@ from m3diff.records.errors import Fault
 from m3diff.registry import decisions as record
 from m3diff.registry import versions
 from m3diff.registry.decisions import Decision, Entry, Identity
-from m3diff.registry.lineage import IDENTITY
+from m3diff.registry.lineage import IDENTITY_TAGS
 from m3diff.registry.tracking import find_registered_model
-from m3diff.registry.versions import CHAMPION, PREVIOUS, alias_of, exists
+from m3diff.registry.versions import CHAMPION, PREVIOUS, resolve_alias, version_exists
 
 
 def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision | None:
@@ -28,7 +28,7 @@ def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision 
     Returns:
         the recorded decision, or None if `carry_out` could not make the move.
     """
-    decision = record.append(repository, with_identities(client, entry), pending=True)
+    decision = record.append(repository, add_identities(client, entry), is_pending=True)
     return decision if carry_out(client, repository, decision) else None
 
 
@@ -41,11 +41,13 @@ def reconcile(client: MlflowClient, repository: Path, model: str) -> Decision | 
     Returns:
         the move that was finished, or None if there was no unfinished move or it could not be made.
     """
-    pending = record.pending_move(repository)
-    finished_move = pending if pending is not None and carry_out(client, repository, pending) else None
-    decisions = decisions_of_registry(client, record.read_decisions(repository), model)
-    moves = record.moves_of(decisions, model)
-    champion = alias_of(client, model, CHAMPION)
+    move = record.find_pending_move(repository)
+    finished_move = None
+    if move is not None and carry_out(client, repository, move):
+        finished_move = move
+    decisions = select_current_decisions(client, record.read_decisions(repository), model)
+    moves = record.select_moves(decisions, model)
+    champion = resolve_alias(client, model, CHAMPION)
     if moves and moves[-1].target != champion:
         record_noticed_move(client, repository, moves[-1], champion)
     return finished_move
@@ -58,7 +60,7 @@ def record_noticed_move(client: MlflowClient, repository: Path, last_move: Decis
         last_move: the last move on record.
         champion: the version that the alias points to now, or None if somebody deleted the alias.
     """
-    state = f"names version {champion}" if champion is not None else "is gone"
+    change = "was deleted" if champion is None else f"points to version {champion}"
     entry = Entry(
         action="noticed",
         model=last_move.model,
@@ -66,12 +68,12 @@ def record_noticed_move(client: MlflowClient, repository: Path, last_move: Decis
         target=champion,
         outcome="moved elsewhere",
         reason=(
-            f"the alias {CHAMPION!r} {state}, and no decision of this record moved it there: by hand, or from "
-            f"another clone; the last one, {last_move.number}, made version {last_move.target} champion"
+            f"the alias {CHAMPION!r} {change}, which no decision in this record explains. Somebody changed it by hand "
+            f"or in another clone. Decision {last_move.number} had made version {last_move.target} champion"
         ),
-        previous=alias_of(client, last_move.model, PREVIOUS),
+        previous=resolve_alias(client, last_move.model, PREVIOUS),
     )
-    record.append(repository, with_identities(client, entry))
+    record.append(repository, add_identities(client, entry))
 
 
 def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> bool:
@@ -87,10 +89,10 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
     """
     model = decision.model
     target = decision.target
-    assert target is not None, f"decision {decision.number} moves nothing"
-    champion = alias_of(client, model, CHAMPION)
-    target_exists = exists(client, model, target)
-    is_of_registry = bool(decisions_of_registry(client, [decision], model))
+    assert target is not None, f"decision {decision.number} has no target"
+    champion = resolve_alias(client, model, CHAMPION)
+    target_exists = version_exists(client, model, target)
+    is_of_registry = bool(select_current_decisions(client, [decision], model))
     if is_of_registry and target_exists and champion in (decision.champion_before, target):
         aliases = [(CHAMPION, target), (PREVIOUS, decision.previous)]
         if decision.action == "promote":
@@ -100,20 +102,21 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
         record.clear_pending_move(repository)
         return True
 
-    obstacle = "" if target_exists else f"version {target} is gone; "
+    obstacle = f"it expected champion {decision.champion_before}, but the champion is {champion}"
     if decision.model_created_ms not in (None, model_creation_ms(client, model)):
-        obstacle = "the registered model is another one now; "
+        obstacle = "the registered model was recreated"
+    elif not target_exists:
+        obstacle = f"version {target} no longer exists"
+    elif not is_of_registry:
+        obstacle = "its version numbers now belong to other runs"
     entry = Entry(
         action=decision.action,
         model=model,
         champion_before=decision.champion_before,
         target=target,
         outcome="not done",
-        reason=(
-            f"decision {decision.number} was not carried out: {obstacle}it was to follow version "
-            f"{decision.champion_before}, and the champion is {champion}"
-        ),
-        previous=alias_of(client, model, PREVIOUS),
+        reason=f"decision {decision.number} was not carried out, because {obstacle}",
+        previous=resolve_alias(client, model, PREVIOUS),
         abandoned_move=decision.number,
         model_created_ms=decision.model_created_ms,
         identities=decision.identities,
@@ -126,25 +129,24 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
 # Identities of versions. A number alone is ambiguous, because numbers restart at 1 if a model or store is recreated
 
 
-def with_identities(client: MlflowClient, entry: Entry) -> Entry:
+def add_identities(client: MlflowClient, entry: Entry) -> Entry:
     """Return a copy of the entry that includes its versions' identities and the registered model's creation time."""
-    version_by_number = {int(version.version): version for version in versions.versions_of(client, entry.model)}
-    identities = {
-        number: identity_of(version_by_number[number])
-        for number in (entry.champion_before, entry.target, entry.previous)
-        if number in version_by_number
-    }
+    version_by_number = {int(version.version): version for version in versions.list_versions(client, entry.model)}
+    identities: dict[int, Identity] = {}
+    for number in (entry.champion_before, entry.target, entry.previous):
+        if number is not None and number in version_by_number:
+            identities[number] = read_identity(version_by_number[number])
     creation_ms = model_creation_ms(client, entry.model)
     return entry.model_copy(update={"model_created_ms": creation_ms, "identities": identities})
 
 
-def identity_of(version: ModelVersion) -> Identity:
+def read_identity(version: ModelVersion) -> Identity:
     """Return the identity of a version: its run and a digest of its content.
 
     The digest depends only on the checkpoint, the code and the length limit, so it is the same in any registry. If the
     version was not created by register, the digest is None.
     """
-    parts = [version.tags.get(tag) for tag in IDENTITY]
+    parts = [version.tags.get(tag) for tag in IDENTITY_TAGS]
     content = hashlib.sha256(json.dumps(parts).encode()).hexdigest() if parts[0] else None
     return Identity(run=version.run_id or None, content=content)
 
@@ -158,7 +160,7 @@ def model_creation_ms(client: MlflowClient, model: str) -> int | None:
     return int(registered_model.creation_timestamp) if registered_model else None
 
 
-def decisions_of_registry(client: MlflowClient, decisions: list[Decision], model: str) -> list[Decision]:
+def select_current_decisions(client: MlflowClient, decisions: list[Decision], model: str) -> list[Decision]:
     """Return the decisions about the model's current versions in MLflow.
 
     Decisions about other versions that had the same numbers are left out. Such versions belonged to an earlier
@@ -167,7 +169,7 @@ def decisions_of_registry(client: MlflowClient, decisions: list[Decision], model
     creation_ms = model_creation_ms(client, model)
     if creation_ms is None:
         return []
-    run_by_number = {int(version.version): version.run_id for version in versions.versions_of(client, model)}
+    run_by_number = {int(version.version): version.run_id for version in versions.list_versions(client, model)}
 
     def has_same_runs(decision: Decision) -> bool:
         # A version that has been deleted since is treated as the same version
@@ -194,11 +196,11 @@ def find_lost_champion(client: MlflowClient, decisions: list[Decision], model: s
         a fault, if possible with the command that sets the alias again, or None if the alias exists or the model never
         had a champion.
     """
-    if alias_of(client, model, CHAMPION) is not None:
+    if resolve_alias(client, model, CHAMPION) is not None:
         return None
-    champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
+    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
     if champions:
-        candidate = newest_existing(client, model, champions)
+        candidate = find_newest_existing(client, model, champions)
         if candidate is None:
             return Fault("registry.champions_gone", model=model, champion=champions[-1])
         command = command_to_set_champion(candidate)
@@ -206,16 +208,16 @@ def find_lost_champion(client: MlflowClient, decisions: list[Decision], model: s
     elsewhere = find_champion_elsewhere(client, decisions, model)
     if elsewhere is not None:
         return elsewhere
-    previous = alias_of(client, model, PREVIOUS)
+    previous = resolve_alias(client, model, PREVIOUS)
     if previous is None:
         return None
     command = command_to_set_champion(previous)
     return Fault("registry.alias_gone_previous_left", model=model, version=previous, command=command)
 
 
-def newest_existing(client: MlflowClient, model: str, champions: Sequence[int]) -> int | None:
+def find_newest_existing(client: MlflowClient, model: str, champions: Sequence[int]) -> int | None:
     """Return the last version in `champions` that still exists in MLflow, or None if all of them were deleted."""
-    return next((version for version in reversed(champions) if exists(client, model, version)), None)
+    return next((version for version in reversed(champions) if version_exists(client, model, version)), None)
 
 
 def find_champion_elsewhere(client: MlflowClient, decisions: list[Decision], model: str) -> Fault | None:
@@ -230,7 +232,7 @@ def find_champion_elsewhere(client: MlflowClient, decisions: list[Decision], mod
         names |= {decision.model for decision in decisions if decision.model_created_ms == creation_ms}
     moves: list[Decision] = []
     for name in sorted(names):
-        moves += [move for move in record.moves_of(decisions, name) if move.target is not None]
+        moves += [move for move in record.select_moves(decisions, name) if move.target is not None]
     if not moves:
         return None
     last_move = max(moves, key=lambda move: move.number)
@@ -242,8 +244,8 @@ def find_champion_elsewhere(client: MlflowClient, decisions: list[Decision], mod
         "since": last_move.decided_at,
     }
     champion = last_move.identities.get(last_move.target)
-    for candidate in versions.versions_of(client, model):
-        if champion is not None and identity_of(candidate).matches(champion):
+    for candidate in versions.list_versions(client, model):
+        if champion is not None and read_identity(candidate).matches(champion):
             version = int(candidate.version)
             command = command_to_set_champion(version)
             return Fault("registry.champion_under_other_number", **fields, version=version, command=command)

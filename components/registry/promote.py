@@ -31,15 +31,15 @@ from m3diff.registry.gate import (
     refuse,
 )
 from m3diff.registry.moves import (
-    decisions_of_registry,
+    add_identities,
     find_lost_champion,
-    identity_of,
+    find_newest_existing,
     make_move,
-    newest_existing,
+    read_identity,
     reconcile,
-    with_identities,
+    select_current_decisions,
 )
-from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, alias_of, find_version
+from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, find_version, resolve_alias
 from m3diff.settings.tree import Params
 
 ATTEMPTS = 5  # maximum number of attempts to judge a version if the champion keeps changing
@@ -100,15 +100,15 @@ class Promotion(Verdict):
             outcome=self.outcome,
             reason=self.reason,
             previous=previous,
-            gate=self.numbers(),
+            gate=self.gate_fields(),
         )
 
-    def numbers(self) -> dict[str, Any]:
+    def gate_fields(self) -> dict[str, Any]:
         """Return the scores and parameters of the comparison, which are the fields without a counterpart in `Entry`."""
         # Convert to JSON and back to turn NaN into null, because the record does not accept NaN
         text = self.model_dump_json(exclude={"outcome", "reason", "model", "challenger", "champion"})
-        numbers: dict[str, Any] = json.loads(text)
-        return numbers
+        fields: dict[str, Any] = json.loads(text)
+        return fields
 
 
 # Function that captions and scores a version on the test set with the given sha256. The only implementation is in
@@ -135,7 +135,7 @@ def promote(
         OvertakenError: the champion changed during every attempt.
     """
     model = params.register_.model_name
-    with process_lock("promote", repository), tracking.connected(params.register_.tracking_uri) as client:
+    with process_lock("promote", repository), tracking.connect(params.register_.tracking_uri) as client:
         record.fetch_record(repository)
         for fault in record.numbering_faults(repository):
             record.warn(f"{fault}; see `m3diff history`")
@@ -167,7 +167,7 @@ def rollback(params: Params, to: int | None = None, why: str = "", repository: P
         OvertakenError: another process changed the champion in the meantime; try again.
     """
     model = params.register_.model_name
-    with process_lock("record", repository), tracking.connected(params.register_.tracking_uri) as client:
+    with process_lock("record", repository), tracking.connect(params.register_.tracking_uri) as client:
         record.fetch_record(repository)
         record.require_complete_record(client, repository, model)
         reconcile(client, repository, model)
@@ -197,7 +197,7 @@ class ModelState:
 
 def read_state(client: MlflowClient, repository: Path, model: str) -> ModelState:
     """Read the champion from MLflow and the record from git."""
-    return ModelState(champion=alias_of(client, model, CHAMPION), decisions=record.read_decisions(repository))
+    return ModelState(champion=resolve_alias(client, model, CHAMPION), decisions=record.read_decisions(repository))
 
 
 def attempt_promotion(
@@ -245,7 +245,7 @@ def find_challenger(client: MlflowClient, model: str, version: int | None) -> Mo
     """
     if version is not None:
         return find_version(client, model, str(version))
-    if alias_of(client, model, CHALLENGER) is None:
+    if resolve_alias(client, model, CHALLENGER) is None:
         raise DataError("registry.no_challenger", model=model)
     return find_version(client, model, CHALLENGER)
 
@@ -264,35 +264,37 @@ def judge_challenger(
     alias `champion` was lost.
     """
     model = params.register_.model_name
-    rollback_decision = find_rollback_of(client, model, challenger, state.decisions)
+    rollback_decision = find_rollback_decision(client, model, challenger, state.decisions)
     if rollback_decision is not None and not again:
         return refuse_rolled_back(rollback_decision), False
-    loss = find_lost_champion(client, state.decisions, model)
-    if loss is not None:
-        remedy = f"or make this version champion without a comparison: {command_to_accept(challenger)}"
-        return refuse(f"there is nothing to compare with: {loss}; {remedy}"), False
+    lost_champion = find_lost_champion(client, state.decisions, model)
+    if lost_champion is not None:
+        remedy = f"Or make this version champion without a comparison: {command_to_accept(challenger)}"
+        return refuse(f"there is no champion to compare with: {lost_champion}. {remedy}"), False
     champion = None if state.champion is None else client.get_model_version(model, str(state.champion))
     return judge_scores(client, params, rescore, challenger, champion)
 
 
-def find_rollback_of(
+def find_rollback_decision(
     client: MlflowClient, model: str, version: ModelVersion, decisions: list[Decision]
 ) -> Decision | None:
     """Return the decision that rolled a version back, or None if the version was not rolled back.
 
     The version may have had another number at that time.
     """
-    history = record.follow_champions(decisions_of_registry(client, decisions, model), model)
-    under_this_number = history.rolled_back.get(int(version.version))
-    return under_this_number or record.find_rollback(decisions, model, identity_of(version))
+    history = record.follow_champions(select_current_decisions(client, decisions, model), model)
+    rollback_of_number = history.rolled_back.get(int(version.version))
+    return rollback_of_number or record.find_rollback(decisions, model, read_identity(version))
 
 
 def refuse_rolled_back(decision: Decision) -> Verdict:
     """Return a verdict that refuses a version because this decision rolled it back."""
     reason = f" ({decision.reason})" if decision.reason else ""
-    action = f"{decision.author} rolled it back" if decision.action == "rollback" else "it was found rolled back"
+    action = "it was rolled back without m3diff, which was noticed"
+    if decision.action == "rollback":
+        action = f"{decision.author} rolled it back"
     return refuse(
-        f"{action} at {decision.decided_at}{reason}; to let the gate judge it all the same: m3diff promote --again"
+        f"{action} at {decision.decided_at}{reason}. To have the gate judge it anyway: m3diff promote --again"
     )
 
 
@@ -302,18 +304,18 @@ def judge_scores(
     """Return the gate's verdict on the two models' scores, and whether the champion was scored again to reach it."""
     cfg = params.promote
     if champion is not None and champion.version == challenger.version:
-        return Verdict(outcome="unchanged", reason="it is the champion already"), False
-    test_set = versions.tested_on(challenger)
-    if test_set == versions.UNKNOWN:
-        fault = f"it has no tag {versions.TEST_SET!r}, which names the pairs that it was scored on"
-        return refuse(f"{fault}; run `m3diff register` again"), False
-    challenger_scores = versions.stored_scores(client, challenger, test_set)
+        return Verdict(outcome="unchanged", reason="it is already the champion"), False
+    test_set = versions.read_test_set(challenger)
+    if test_set == versions.UNKNOWN_TEST_SET:
+        fault = f"it has no tag {versions.TEST_SET_TAG!r}, which identifies the pairs on which it was scored"
+        return refuse(f"{fault}. Run `m3diff register` again"), False
+    challenger_scores = versions.read_stored_scores(client, challenger, test_set)
     if challenger_scores is None:
-        return refuse(f"MLflow has no {SCORES} of it; run `m3diff register` again"), False
+        return refuse(f"its {SCORES} is missing from MLflow. Run `m3diff register` again"), False
     faults = faults_of_scores(cfg, challenger_scores)
     if faults:
-        fault = f"its {SCORES} in MLflow (run {challenger.run_id}) is no file of scores: {join_faults(faults)}"
-        return refuse(f"{fault}; run `dvc repro -f evaluate` and `m3diff register` again"), False
+        fault = f"its {SCORES} in MLflow (run {challenger.run_id}) is invalid: {join_faults(faults)}"
+        return refuse(f"{fault}. Run `dvc repro -f evaluate` and `m3diff register` again"), False
     if champion is None:
         return judge_without_champion(cfg, challenger_scores), False
 
@@ -323,23 +325,25 @@ def judge_scores(
             return judge(cfg, challenger_scores, champion_scores), False
         return judge(cfg, challenger_scores, rescore(client, params, champion, test_set)), True
     except (CannotScoreAgain, ValueError) as error:
-        return refuse(
-            f"champion {champion.version} has no scores on its test set ({test_set:.12}) and cannot be "
-            f"scored there: {error}. To accept the challenger unseen: {command_to_accept(challenger)}"
-        ), False
+        fault = (
+            f"champion {champion.version} has no scores on the challenger's test set ({test_set:.12}) and cannot be "
+            f"scored on it: {error}"
+        )
+        remedy = f"To accept the challenger without a comparison: {command_to_accept(challenger)}"
+        return refuse(f"{fault}. {remedy}"), False
 
 
 def read_champion_scores(
     client: MlflowClient, params: Params, champion: ModelVersion, test_set: str
 ) -> pa.Table | None:
     """Read the champion's stored scores on a test set. Return None if MLflow has no scores that the gate can read."""
-    scores = versions.stored_scores(client, champion, test_set)
+    scores = versions.read_stored_scores(client, champion, test_set)
     if scores is None:
         return None
     faults = faults_of_scores(params.promote, scores)
     if faults:
         file = f"{SCORES} of version {champion.version} in MLflow (run {champion.run_id})"
-        print(f"promote: {file} is no file of scores ({join_faults(faults)}); it is not read", flush=True)
+        print(f"promote: {file} is invalid and is ignored ({join_faults(faults)})", flush=True)
         return None
     return scores
 
@@ -361,13 +365,13 @@ def record_promotion(client: MlflowClient, repository: Path, promotion: Promotio
         return True
     previous = promotion.champion
     if previous is None:
-        previous = alias_of(client, promotion.model, PREVIOUS)
+        previous = resolve_alias(client, promotion.model, PREVIOUS)
     entry = promotion.to_entry(previous)
     if promotion.outcome != "refused":
         return make_move(client, repository, entry) is not None
-    earlier_decisions = decisions_of_registry(client, state.decisions, promotion.model)
+    earlier_decisions = select_current_decisions(client, state.decisions, promotion.model)
     if not (earlier_decisions and is_repetition(entry, earlier_decisions[-1])):
-        record.append(repository, with_identities(client, entry))
+        record.append(repository, add_identities(client, entry))
     return True
 
 
@@ -389,13 +393,13 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
     Raises:
         DataError: there is no champion, there is no version to return to, or that version is already champion.
     """
-    champion = alias_of(client, model, CHAMPION)
+    champion = resolve_alias(client, model, CHAMPION)
     decisions = record.read_decisions(repository)
     if to is not None:
         target: int | None = int(find_version(client, model, str(to)).version)
     elif champion is None:
-        loss = find_lost_champion(client, decisions, model) or Fault("registry.no_champion", model=model)
-        raise DataError("registry.nothing_to_roll_back", fault=loss)
+        lost_champion = find_lost_champion(client, decisions, model) or Fault("registry.no_champion", model=model)
+        raise DataError("registry.nothing_to_roll_back", fault=lost_champion)
     else:
         target = find_previous_champion(client, decisions, model, champion)
     if target is None:
@@ -403,7 +407,7 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
     if target == champion:
         raise DataError("registry.is_champion_already", version=target, model=model)
 
-    champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
+    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
     if target in champions:
         earlier_champions = champions[: champions.index(target)]
     else:
@@ -415,7 +419,7 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
         target=target,
         outcome="rolled back",
         reason=why.encode(errors="replace").decode(),  # replace bytes from the command line that are not UTF-8
-        previous=newest_existing(client, model, earlier_champions),
+        previous=find_newest_existing(client, model, earlier_champions),
     )
 
 
@@ -425,13 +429,13 @@ def find_previous_champion(client: MlflowClient, decisions: list[Decision], mode
     This is the version with the alias `previous`. If the alias was deleted or points to the champion itself, return the
     newest earlier champion on record that still exists in MLflow.
     """
-    previous = alias_of(client, model, PREVIOUS)
+    previous = resolve_alias(client, model, PREVIOUS)
     if previous is not None and previous != champion:
         return previous
-    champions = record.follow_champions(decisions_of_registry(client, decisions, model), model).champions
+    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
     earlier_champions = champions[: champions.index(champion)] if champion in champions else champions
-    version = newest_existing(client, model, earlier_champions)
+    version = find_newest_existing(client, model, earlier_champions)
     if version is not None:
-        state = "is gone" if previous is None else "names the champion itself"
-        record.warn(f"the alias {PREVIOUS!r} {state}; version {version} is the newest earlier champion on record")
+        state = "is missing" if previous is None else "points to the champion itself"
+        record.warn(f"the alias {PREVIOUS!r} {state}. Version {version} is the newest earlier champion on record")
     return version

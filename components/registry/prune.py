@@ -17,14 +17,21 @@ from mlflow.exceptions import MlflowException
 from m3diff.provenance.dvc import DVC_LOCK, Lock, read_lock, run_dvc
 from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository
 from m3diff.records.errors import DataError
-from m3diff.registry.tracking import FLOW_RUN, GONE, VERSION, connected
-from m3diff.registry.versions import STORED, aliases_by_version, delete_model, model_of, stored_bytes, versions_of
+from m3diff.registry.tracking import CHECKPOINT_TAG, FLOW_RUN_TAG, NOT_FOUND_CODE, connect
+from m3diff.registry.versions import (
+    STORED_MODEL_PREFIX,
+    aliases_by_version,
+    count_stored_bytes,
+    delete_model,
+    find_stored_model,
+    list_versions,
+)
 from m3diff.stages.register.params import Register
 
-KEPT_VERSIONS = 5
+DEFAULT_KEPT_VERSIONS = 5
 
 
-def prune(cfg: Register, keep: int = KEPT_VERSIONS, yes: bool = False) -> tuple[list[int], list[str]]:
+def prune(cfg: Register, keep: int = DEFAULT_KEPT_VERSIONS, yes: bool = False) -> tuple[list[int], list[str]]:
     """Plan which versions to remove, and remove them if `yes` is set.
 
     Branches and data are removed before the versions, so that the next call can finish an interrupted removal.
@@ -40,31 +47,31 @@ def prune(cfg: Register, keep: int = KEPT_VERSIONS, yes: bool = False) -> tuple[
         TrackingUnavailableError: MLflow does not respond.
     """
     require_own_repository()
-    with connected(cfg.tracking_uri) as client:
-        all_versions = versions_of(client, cfg.model_name)
+    with connect(cfg.tracking_uri) as client:
+        all_versions = list_versions(client, cfg.model_name)
         reasons = reasons_to_keep(all_versions, aliases_by_version(client, cfg.model_name), keep)
         kept_versions = [version for version in all_versions if int(version.version) in reasons]
         old_versions = [version for version in all_versions if int(version.version) not in reasons]
         branches = branches_to_remove(old_versions, kept_versions)
-        obstacles = list(obstacles_to_gc(kept_versions, branches))
-        gc = gc_command() if old_versions and not obstacles else []
+        obstacles = list(find_obstacles_to_gc(kept_versions, branches))
+        gc_arguments = build_gc_arguments() if old_versions and not obstacles else []
         kept_sources = {version.source for version in kept_versions}
         # Several versions may share one stored model
         removed_models = {version.source: version for version in old_versions if version.source not in kept_sources}
-        freed_bytes = sum(stored_bytes(client, version) for version in removed_models.values())
+        freed_bytes = sum(count_stored_bytes(client, version) for version in removed_models.values())
 
         lines = [f"keep    version {number}: {reason}" for number, reason in reasons.items()]
         lines += [f"remove  version {version.version}" for version in old_versions]
         lines += [f"remove  branch {name.removeprefix('refs/')}" for name in branches]
         lines.append(f"frees   {freed_bytes / 1e9:.3g} GB of weights in MLflow")
-        lines += [f"data    stay, since {obstacle}" for obstacle in obstacles]
-        if gc:
-            lines.append(f"data    dvc {' '.join(gc)}")
+        lines += [f"data    kept, because {obstacle}" for obstacle in obstacles]
+        if gc_arguments:
+            lines.append(f"data    dvc {' '.join(gc_arguments)}")
         if yes:
             for branch in branches:
                 delete_branch(branch)
-            if gc:
-                run_dvc(Path(), *gc, "--force")
+            if gc_arguments:
+                run_dvc(Path(), *gc_arguments, "--force")
             for version in old_versions:
                 delete_version(client, version, kept_sources)
     return [int(version.version) for version in old_versions], lines
@@ -86,7 +93,7 @@ def reasons_to_keep(versions: list[ModelVersion], aliases: dict[int, list[str]],
         number = unvisited.pop()
         base = version_by_number[number].tags.get("dvc.base")
         for base_number, version in version_by_number.items():
-            if base_number not in reasons and base is not None and version.tags.get(VERSION) == base:
+            if base_number not in reasons and base is not None and version.tags.get(CHECKPOINT_TAG) == base:
                 reasons[base_number] = f"version {number} was trained from it"
                 unvisited.append(base_number)
     return dict(sorted(reasons.items(), reverse=True))
@@ -101,7 +108,7 @@ def branches_to_remove(old_versions: Iterable[ModelVersion], kept_versions: Iter
     A branch that is checked out is left out. If no other branch or tag contains the commit of a kept version, the
     branches that contain it are left out too.
     """
-    names = {f"{RUNS}{version.tags[FLOW_RUN]}" for version in old_versions if FLOW_RUN in version.tags}
+    names = {f"{RUNS}{version.tags[FLOW_RUN_TAG]}" for version in old_versions if FLOW_RUN_TAG in version.tags}
     references = git("for-each-ref", "--format=%(refname)", "refs/heads", "refs/remotes").split()
     candidates = {reference for reference in references if branch_name(reference) in names}
     candidates -= set(worktree_values("branch"))
@@ -109,13 +116,13 @@ def branches_to_remove(old_versions: Iterable[ModelVersion], kept_versions: Iter
     for commit in kept_commits:
         if commit is None:
             continue
-        holders = references_holding(commit)
-        if holders <= candidates:
-            candidates -= holders
+        containing_references = references_containing(commit)
+        if containing_references <= candidates:
+            candidates -= containing_references
     return sorted(candidates)
 
 
-def references_holding(commit: str) -> set[str]:
+def references_containing(commit: str) -> set[str]:
     """Return the full names of all branches and tags whose history contains a commit."""
     return set(git("for-each-ref", "--format=%(refname)", "--contains", commit).split())
 
@@ -139,7 +146,7 @@ def delete_branch(reference: str) -> None:
 # Data
 
 
-def obstacles_to_gc(kept_versions: Iterable[ModelVersion], removed_branches: Collection[str]) -> Iterator[str]:
+def find_obstacles_to_gc(kept_versions: Iterable[ModelVersion], removed_branches: Collection[str]) -> Iterator[str]:
     """Check whether `dvc gc` would remove data that a kept version or a working tree needs. Yield the reasons.
 
     `dvc gc` keeps only data that are listed in a commit on a branch or tag, or in the `dvc.lock` of a working tree.
@@ -148,17 +155,17 @@ def obstacles_to_gc(kept_versions: Iterable[ModelVersion], removed_branches: Col
         name = f"version {version.version}"
         commit = version.tags.get("git.commit", "")
         if not commit_at(commit):
-            yield f"the commit of {name} is not in this clone: git fetch the branch that holds it"
-        elif not references_holding(commit) - set(removed_branches):
+            yield f"the commit of {name} is not in this clone: git fetch the branch that contains it"
+        elif not references_containing(commit) - set(removed_branches):
             yield f"the commit of {name} is on no branch: git branch kept-{version.version} {commit:.12}"
         elif lock_sha256(commit) != version.tags.get("dvc.lock.sha256"):
-            yield f"{name} was registered before its dvc.lock was committed, so no commit says which data are its own"
+            yield f"{name} was registered before its dvc.lock was committed, so no commit lists its data"
     for tree in dvc_worktrees():
         try:
             Lock(tree / DVC_LOCK)
         except DataError:
             if (tree / DVC_LOCK).is_file():
-                yield f"the dvc.lock of {tree} is empty or cut short: git -C {tree} checkout HEAD -- dvc.lock"
+                yield f"the dvc.lock of {tree} is empty or truncated: git -C {tree} checkout HEAD -- dvc.lock"
 
 
 def lock_sha256(commit: str) -> str | None:
@@ -168,7 +175,7 @@ def lock_sha256(commit: str) -> str | None:
     return None
 
 
-def gc_command() -> list[str]:
+def build_gc_arguments() -> list[str]:
     """Return the DVC arguments that remove all data except those listed in a commit or working tree."""
     commits = git("log", "--all", "--format=%H", "--diff-filter=AM", "--", str(DVC_LOCK)).splitlines()
     command = ["gc", "--workspace", "--all-commits"]
@@ -205,11 +212,11 @@ def delete_version(client: MlflowClient, version: ModelVersion, kept_sources: Co
     Args:
         kept_sources: the sources of the kept versions. Weights that a kept version shares are not deleted.
     """
-    if (version.source or "").startswith(STORED) and version.source not in kept_sources:
+    if (version.source or "").startswith(STORED_MODEL_PREFIX) and version.source not in kept_sources:
         try:
-            delete_model(client, model_of(client, version))
+            delete_model(client, find_stored_model(client, version))
         except MlflowException as error:
-            if error.error_code != GONE:
+            if error.error_code != NOT_FOUND_CODE:
                 raise
     if version.run_id:
         client.set_tag(version.run_id, "pruned", "true")

@@ -36,21 +36,21 @@ from mlflow.exceptions import MlflowException
 from m3diff.records.errors import CodedError, DataError, data_error_if_unreadable, redact
 from m3diff.records.files import lock_exclusively
 from m3diff.records.installation import install_command
-from m3diff.registry.local_store import SQLITE, TOKENS, database_of
+from m3diff.registry.local_store import SQLITE, TOKEN_LIMIT_TAG, database_path
 from m3diff.settings.section import ParamsError
 
-DELETED = "deleted"  # MLflow's lifecycle stage of an experiment or a run that can be restored
-GONE = "RESOURCE_DOES_NOT_EXIST"  # MLflow's error code if a run or model does not exist
-CURVE = "train/"  # prefix of training metrics
-TIMES_100 = "x100"  # prefix of scores multiplied by 100, as papers print them
-WEIGHTS = "weights.sha256"  # tag with the digest of the weights, which a run gets when its training has finished
-VERSION = "dvc.checkpoint"  # tag with DVC's hash of the checkpoint, which versions and their runs have
-FLOW_RUN = "prefect.flow_run"
-KEY = "train.key"  # tag with a hash of everything that determines the weights
-PROCESS = "register.process"  # tag that names the process that is creating a run or stored model
-ABANDONED_S = 3600  # unfinished work of another machine counts as abandoned after this many seconds
-EVERY_S = 15.0  # interval at which the curves are checked for changes, in seconds
-PATIENCE_S = 30.0  # maximum time to wait for the store at the end of training, in seconds
+DELETED_STAGE = "deleted"  # MLflow's lifecycle stage of an experiment or a run that can be restored
+NOT_FOUND_CODE = "RESOURCE_DOES_NOT_EXIST"  # MLflow's error code if a run or model does not exist
+CURVE_PREFIX = "train/"  # prefix of training metrics
+TIMES_100_PREFIX = "x100"  # prefix of scores multiplied by 100, as papers print them
+WEIGHTS_TAG = "weights.sha256"  # tag with the digest of the weights, which a run gets when its training has finished
+CHECKPOINT_TAG = "dvc.checkpoint"  # tag with DVC's hash of the checkpoint, which versions and their runs have
+FLOW_RUN_TAG = "prefect.flow_run"
+KEY_TAG = "train.key"  # tag with a hash of everything that determines the weights
+PROCESS_TAG = "register.process"  # tag that names the process that is creating a run or stored model
+ABANDONED_AFTER_S = 3600  # unfinished work of another machine counts as abandoned after this many seconds
+CHECK_INTERVAL_S = 15.0  # interval at which the curves are checked for changes, in seconds
+FINAL_WAIT_S = 30.0  # maximum time to wait for the store at the end of training, in seconds
 
 # Tables and columns of MLflow's store that contain absolute paths of artifacts
 PATH_COLUMNS = (
@@ -60,8 +60,8 @@ PATH_COLUMNS = (
     ("model_versions", "source"),
     ("model_versions", "storage_location"),
 )
-FORBIDDEN = re.compile(r"[^\w.\- :/]")  # characters that MLflow does not allow in metric names
-BATCH = {"params": 100, "metrics": 1000}  # maximum number of entries that MLflow accepts in one request
+FORBIDDEN_CHARACTERS = re.compile(r"[^\w.\- :/]")  # characters that MLflow does not allow in metric names
+MAX_BATCH_ENTRIES = {"params": 100, "metrics": 1000}  # maximum number of entries that MLflow accepts in one request
 TRACKING_URI = "register.tracking_uri"  # key of the store's URI in params.yaml
 
 
@@ -72,7 +72,7 @@ class TrackingUnavailableError(CodedError, ConnectionError):
 # The connection
 
 
-def resolve(tracking_uri: str) -> str:
+def resolve_uri(tracking_uri: str) -> str:
     """Return the URI of the store. For a sqlite store, make the path absolute and create its folder.
 
     A relative path is resolved from the project folder, even if DVC runs an experiment in a copy of the project.
@@ -86,7 +86,7 @@ def resolve(tracking_uri: str) -> str:
         raise DataError(
             "registry.needs_extra_train", key=TRACKING_URI, value=tracking_uri, command=install_command("train")
         )
-    database = database_of(tracking_uri)
+    database = database_path(tracking_uri)
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"{SQLITE}{database}"
 
@@ -125,7 +125,7 @@ def check_alive(uri: str) -> None:
 
 
 @contextmanager
-def connected(tracking_uri: str) -> Iterator[MlflowClient]:
+def connect(tracking_uri: str) -> Iterator[MlflowClient]:
     """Connect to the store. Within the context, mlflow's module-level functions use this store too.
 
     Yields:
@@ -135,7 +135,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
         DataError: the store is a file that cannot be read.
         TrackingUnavailableError: the server does not respond at the start, or stops responding within the context.
     """
-    uri = resolve(tracking_uri)
+    uri = resolve_uri(tracking_uri)
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # MLflow's default of 7 takes minutes
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")  # send weights and password only to this address
@@ -172,16 +172,17 @@ def _relocate_artifacts(database: Path) -> None:
     """
     artifacts_uri = f"{(database.parent / 'artifacts').as_uri()}/"
     folder_name = "/".join(["", *artifacts_uri.split("/")[-4:]])  # such as /services/mlflow/artifacts/
-    places = {"here": artifacts_uri, "name": folder_name}
+    values = {"here": artifacts_uri, "name": folder_name}
     with closing(sqlite3.connect(database, timeout=20)) as store, store:
         for table, column in PATH_COLUMNS:
             store.execute(
                 f"UPDATE {table} SET {column} = :here || substr({column}, instr({column}, :name) + length(:name)) "
                 f"WHERE {column} LIKE 'file:%' AND instr({column}, :name) AND NOT instr({column}, :here)",
-                places,
+                values,
             )
         if store.total_changes:
-            print(f"{database}: came from elsewhere; its artifacts are those beside it now", file=sys.stderr)
+            note = "the store was copied or moved. It now uses the artifacts in the folder next to it"
+            print(f"{database}: {note}", file=sys.stderr)
 
 
 # Experiments, runs, and the processes that write to them
@@ -219,7 +220,7 @@ def find_experiment(client: MlflowClient, name: str) -> str | None:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         return None
-    if experiment.lifecycle_stage == DELETED:
+    if experiment.lifecycle_stage == DELETED_STAGE:
         command = command_to_restore("experiments", experiment.experiment_id)
         raise DataError("registry.deleted_experiment", key="register.experiment", name=name, command=command)
     return experiment.experiment_id
@@ -236,28 +237,28 @@ def find_run(client: MlflowClient, run_id: str | None) -> Run | None:
     try:
         return client.get_run(run_id) if run_id else None
     except MlflowException as error:
-        if error.error_code != GONE:
+        if error.error_code != NOT_FOUND_CODE:
             raise
         return None
 
 
 def process_tag() -> dict[str, str]:
     """Return the tag that identifies this process."""
-    return {PROCESS: f"{socket.gethostname()}:{os.getpid()}"}
+    return {PROCESS_TAG: f"{socket.gethostname()}:{os.getpid()}"}
 
 
 def is_abandoned(tags: Mapping[str, str], started_ms: int) -> bool:
     """Return whether unfinished work is abandoned, because the process named in its tags has ended.
 
-    Work of another machine counts as abandoned after ABANDONED_S. Call this only while holding register's lock.
+    Work of another machine counts as abandoned after ABANDONED_AFTER_S. Call this only while holding register's lock.
 
     Args:
         tags: the tags of the unfinished run or stored model.
         started_ms: when the work started, in ms since 1970.
     """
-    host, _, pid = tags.get(PROCESS, "").rpartition(":")
+    host, _, pid = tags.get(PROCESS_TAG, "").rpartition(":")
     if host != socket.gethostname() or not pid.isdecimal():
-        return time.time() - started_ms / 1000 > ABANDONED_S
+        return time.time() - started_ms / 1000 > ABANDONED_AFTER_S
     # Because this process holds register's lock, work that names this process comes from an earlier attempt
     return int(pid) == os.getpid() or not psutil.pid_exists(int(pid))
 
@@ -281,10 +282,12 @@ def find_run_of_weights(client: MlflowClient, experiment: str, weights: str | No
     """
     if not weights:
         return None
-    runs = client.search_runs([experiment], f"tags.`{WEIGHTS}` = '{weights}'", order_by=["attributes.start_time DESC"])
+    runs = client.search_runs(
+        [experiment], f"tags.`{WEIGHTS_TAG}` = '{weights}'", order_by=["attributes.start_time DESC"]
+    )
     for limit in (max_new_tokens, None):
         for run in runs:
-            if run.data.tags.get(TOKENS) == limit:
+            if run.data.tags.get(TOKEN_LIMIT_TAG) == limit:
                 return run.info.run_id
     return None
 
@@ -320,8 +323,8 @@ def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]
 def log_params(client: MlflowClient, run_id: str, tree: Mapping[str, Any]) -> None:
     """Log nested parameters under dotted names. Skip those that the run already has: MLflow cannot change them."""
     logged_params = client.get_run(run_id).data.params
-    new_params = [Param(name, str(value)) for name, value in flatten(tree).items() if name not in logged_params]
-    _log(client, run_id, "params", new_params)
+    new_params = {name: value for name, value in flatten(tree).items() if name not in logged_params}
+    _log(client, run_id, "params", [Param(name, str(value)) for name, value in new_params.items()])
 
 
 def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
@@ -333,17 +336,18 @@ def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
         rows = list(csv.DictReader(file))
     logged_points: set[tuple[str, int]] = set()
     for name in client.get_run(run_id).data.metrics:
-        if name.startswith(CURVE):
+        if name.startswith(CURVE_PREFIX):
             logged_points |= {(name, point.step) for point in client.get_metric_history(run_id, name)}
     points: dict[tuple[str, int], float] = {}
     for row in rows:
         for column, value in row.items():
             if value and column != "step":
-                points[f"{CURVE}{column}", int(row["step"])] = float(value)
+                points[f"{CURVE_PREFIX}{column}", int(row["step"])] = float(value)
     now_ms = int(time.time() * 1000)
-    new_points = [
-        Metric(name, value, now_ms, step) for (name, step), value in points.items() if (name, step) not in logged_points
-    ]
+    new_points: list[Metric] = []
+    for (name, step), value in points.items():
+        if (name, step) not in logged_points:
+            new_points.append(Metric(name, value, now_ms, step))
     _log(client, run_id, "metrics", new_points)
 
 
@@ -359,14 +363,17 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
     leaves = flatten(report | protocols, separator="/")
     headline = metrics.with_name("headline.json")
     if headline.is_file():
-        leaves |= flatten(json.loads(headline.read_text()), TIMES_100, separator="/")
-    scores = {FORBIDDEN.sub("_", name): float(leaf) for name, leaf in leaves.items() if isinstance(leaf, int | float)}
+        leaves |= flatten(json.loads(headline.read_text()), TIMES_100_PREFIX, separator="/")
+    scores: dict[str, float] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, int | float):
+            scores[FORBIDDEN_CHARACTERS.sub("_", name)] = float(leaf)
     _log(client, run_id, "metrics", [Metric(name, value, timestamp_ms, 0) for name, value in scores.items()])
 
 
 def _log(client: MlflowClient, run_id: str, kind: str, entries: list[Any]) -> None:
-    for start in range(0, len(entries), BATCH[kind]):
-        client.log_batch(run_id, **{kind: entries[start : start + BATCH[kind]]})  # type: ignore[arg-type]
+    for start in range(0, len(entries), MAX_BATCH_ENTRIES[kind]):
+        client.log_batch(run_id, **{kind: entries[start : start + MAX_BATCH_ENTRIES[kind]]})  # type: ignore[arg-type]
 
 
 # Log a training run, during training and after the evaluation
@@ -406,7 +413,7 @@ class RunDescription(NamedTuple):
     def tags(self) -> dict[str, str]:
         """Return the tag with the flow run's id, or no tag if no flow runs the training."""
         flow_run = os.environ.get("M3DIFF_FLOW_RUN")
-        return {FLOW_RUN: flow_run} if flow_run else {}
+        return {FLOW_RUN_TAG: flow_run} if flow_run else {}
 
 
 @contextmanager
@@ -425,7 +432,9 @@ def log_curves_while_training(description: RunDescription, model: Path, key: str
         try:
             _update_run(description, key, file, status, model / "checkpoint")
         except Exception as error:  # training continues, whatever MLflow raises
-            print(f"train: MLflow does not take the curves now ({problem_of(error)}); it gets them later", flush=True)
+            print(
+                f"train: MLflow did not accept the curves ({short_problem(error)}). They are logged later", flush=True
+            )
 
     def follow() -> None:
         logged_time = None
@@ -434,7 +443,7 @@ def log_curves_while_training(description: RunDescription, model: Path, key: str
             if written_time != logged_time:
                 logged_time = written_time
                 log(curves)
-            if is_over.wait(EVERY_S):
+            if is_over.wait(CHECK_INTERVAL_S):
                 return
 
     thread = threading.Thread(target=follow, name="mlflow", daemon=True)
@@ -450,7 +459,7 @@ def log_curves_while_training(description: RunDescription, model: Path, key: str
         raise
     finally:
         is_over.set()
-        thread.join(PATIENCE_S)
+        thread.join(FINAL_WAIT_S)
         # If the thread is still waiting for the store, do not write from two threads at the same time
         if not thread.is_alive():
             log(file, status)
@@ -461,16 +470,16 @@ def _update_run(description: RunDescription, key: str, curves: Path, status: str
 
     The MLflow run of an earlier attempt is reused. If there is no such run, a new run is created.
     """
-    with connected(description.tracking_uri) as client:
+    with connect(description.tracking_uri) as client:
         experiment = experiment_id(client, description.experiment)
-        runs = client.search_runs([experiment], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"])
-        tags = description.tags() | {KEY: key} | process_tag()
+        runs = client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{key}'", order_by=["attributes.start_time ASC"])
+        tags = description.tags() | {KEY_TAG: key} | process_tag()
         run_id = resume_run(client, runs[0].info.run_id, tags) if runs else description.create_run(client, tags)
         log_params(client, run_id, description.params)
         if curves.is_file():
             log_curves(client, run_id, curves)
         if status == "FINISHED":
-            client.set_tag(run_id, WEIGHTS, weights_sha256(checkpoint / "manifest.json") or "")
+            client.set_tag(run_id, WEIGHTS_TAG, weights_sha256(checkpoint / "manifest.json") or "")
         if status:
             client.set_terminated(run_id, status)
 
@@ -487,25 +496,25 @@ def log_evaluation(description: RunDescription, model: Path, metrics: Path) -> N
     """
     try:
         weights = weights_sha256(model / "checkpoint" / "manifest.json") or ""
-        with connected(description.tracking_uri) as client:
+        with connect(description.tracking_uri) as client:
             experiment = experiment_id(client, description.experiment)
             limit = str(description.max_new_tokens)
             run_id = find_run_of_weights(client, experiment, weights, limit)
             if run_id is None:
-                run_id = description.create_run(client, {WEIGHTS: weights})
-            client.set_tag(run_id, TOKENS, limit)
+                run_id = description.create_run(client, {WEIGHTS_TAG: weights})
+            client.set_tag(run_id, TOKEN_LIMIT_TAG, limit)
             log_params(client, run_id, description.params)
             log_curves(client, run_id, model / "curves.csv")
             log_scores(client, run_id, metrics, int(time.time() * 1000))
             client.set_terminated(run_id)
     except Exception as error:  # the scores are in the files, whatever MLflow raises
         print(
-            f"evaluate: MLflow does not take the scores now ({problem_of(error)}); `m3diff register` logs them",
+            f"evaluate: MLflow did not accept the scores ({short_problem(error)}). `m3diff register` logs them",
             flush=True,
         )
 
 
-def problem_of(error: Exception) -> str:
+def short_problem(error: Exception) -> str:
     """Return the first line of an error's message. If the error has a remedy, the remedy is left out."""
     text = error.fault.problem if isinstance(error, CodedError) else str(error)
     return text.partition("\n")[0]

@@ -22,9 +22,9 @@ from m3diff.provenance import dvc
 from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, listing, tracked_outputs
 from m3diff.provenance.git import find_commit, git, read_from_commit
 from m3diff.records.errors import DataError
-from m3diff.registry.lineage import CODE, PREDICT_CODE, RAW
-from m3diff.registry.tracking import VERSION, WEIGHTS, connected, weights_sha256
-from m3diff.registry.versions import commit_of, download_checkpoint, find_version
+from m3diff.registry.lineage import CODE_TAG, PREDICT_CODE_DIGESTS, RAW_DATA_PREFIX
+from m3diff.registry.tracking import CHECKPOINT_TAG, WEIGHTS_TAG, connect, weights_sha256
+from m3diff.registry.versions import download_checkpoint, find_version, read_commit
 from m3diff.stages.register.params import Register
 
 Outcome = Literal["ok", "missing", "differs"]
@@ -51,7 +51,7 @@ OUTPUTS = (
     StageOutput(part="mixture", stage="convert", name="train", tag="dvc.data"),
     StageOutput(part="mixture", stage="convert", name="val", tag="dvc.val_data"),
     StageOutput(part="mixture", stage="convert", name="test", tag=None),
-    StageOutput(part="checkpoint", stage="train", name="checkpoint", tag=VERSION),
+    StageOutput(part="checkpoint", stage="train", name="checkpoint", tag=CHECKPOINT_TAG),
     StageOutput(part="predictions", stage="predict", name="predictions.json", tag=None),
     StageOutput(part="metrics", stage="evaluate", name="metrics.json", tag="dvc.metrics"),
 )
@@ -95,11 +95,11 @@ def compare_hashes(
         note: where `actual` was looked up.
     """
     if expected is None:
-        return LineageCheck(part, location, actual or "", "missing", "the version does not name it")
+        return LineageCheck(part, location, actual or "", "missing", "the version has no hash of it")
     if actual is None:
-        return LineageCheck(part, location, expected, "missing", note or "not there")
+        return LineageCheck(part, location, expected, "missing", note or "does not exist")
     if expected != actual:
-        return LineageCheck(part, location, expected, "differs", f"{note or 'there'} is {actual:.12}")
+        return LineageCheck(part, location, expected, "differs", f"{note or 'its hash'} is {actual:.12}")
     return LineageCheck(part, location, expected, "ok", note)
 
 
@@ -113,13 +113,13 @@ def verify_lineage(cfg: Register, version: str) -> list[LineageCheck]:
         DataError: there is no such version.
         TrackingUnavailableError: MLflow does not respond.
     """
-    with connected(cfg.tracking_uri) as client:
+    with connect(cfg.tracking_uri) as client:
         model_version = find_version(client, cfg.model_name, version)
         try:
-            commit = find_commit(commit_of(model_version))
+            commit = find_commit(read_commit(model_version))
             contents = CommitContents(commit, dvc.read_lock(commit))
         except DataError as error:
-            return [LineageCheck("commit", "git", commit_of(model_version), "missing", str(error))]
+            return [LineageCheck("commit", "git", read_commit(model_version), "missing", str(error))]
         return list(check_chain(model_version, contents))
 
 
@@ -164,8 +164,9 @@ class ChainLink(NamedTuple):
 
 def chain_links(tags: Mapping[str, str], lock: Lock) -> Iterator[ChainLink]:
     """Yield the links of a version's chain in order, from each dataset's raw data to the metrics."""
-    for raw_tag in sorted(tag for tag in tags if tag.startswith(RAW)):
-        name = raw_tag.removeprefix(RAW)
+    raw_tags = [tag for tag in tags if tag.startswith(RAW_DATA_PREFIX)]
+    for raw_tag in sorted(raw_tags):
+        name = raw_tag.removeprefix(RAW_DATA_PREFIX)
         stage = f"ingest@{name}"
         root = lock.ran_with(stage).get(f"ingest.datasets.{name}", {}).get("root", name)
         yield ChainLink("raw data", Path(root), f"{stage} deps", raw_tag)
@@ -173,7 +174,7 @@ def chain_links(tags: Mapping[str, str], lock: Lock) -> Iterator[ChainLink]:
     for output in OUTPUTS:
         if output.stage == "train":
             yield ChainLink("base", Path(lock.ran_with("train")["train"]["base"]), "train deps", "dvc.base")
-            yield ChainLink("model code", PREDICT_CODE, "predict deps", CODE)
+            yield ChainLink("model code", PREDICT_CODE_DIGESTS, "predict deps", CODE_TAG)
         path = lock.output(output.stage, output.name)
         yield ChainLink(output.part, path, f"{output.stage} outs", output.tag)
 
@@ -186,18 +187,18 @@ def check_stored_model(version: ModelVersion, cache: Path) -> Iterator[LineageCh
             stored_hash = dvc_hash(download_checkpoint(version, Path(scratch)))
         except (MlflowException, OSError):
             stored_hash = None
-    expected_hash = tags.get(VERSION)
+    expected_hash = tags.get(CHECKPOINT_TAG)
     note = "MLflow's copy"
     if "dvc.adapters" in tags:
         expected_hash = tags["dvc.adapters"]
-        note = "MLflow's copy, adapters alone"
+        note = "MLflow's copy, only adapters"
     location = f"models:/{version.name}/{version.version}"
     yield compare_hashes("stored model", location, expected_hash, stored_hash, note)
-    checkpoint_files = listing(cache, tags.get(VERSION, ""))
+    checkpoint_files = listing(cache, tags.get(CHECKPOINT_TAG, ""))
     manifest = dvc.object_file(cache, checkpoint_files.get("manifest.json", "none"))
     if manifest.is_file():
         base_hash = json.loads(manifest.read_text()).get("base_sha256")
-        yield compare_hashes("weights", "the checkpoint's manifest", tags.get(WEIGHTS), weights_sha256(manifest))
+        yield compare_hashes("weights", "the checkpoint's manifest", tags.get(WEIGHTS_TAG), weights_sha256(manifest))
         yield compare_hashes("base", "the checkpoint's manifest", tags.get("base.sha256"), base_hash)
 
 
@@ -234,16 +235,17 @@ class CommitContents:
         checks = [self.check(part, path, self.tracked[path], rehash) for path in paths]
         failed_checks = [check for check in checks if check.outcome != "ok"]
         if not failed_checks:
-            return "ok", f"its {len(checks)} parts are kept"
-        return failed_checks[0].outcome, "; ".join(f"{check.location}: {check.note}" for check in failed_checks)
+            return "ok", f"all {len(checks)} parts are stored"
+        notes = [f"{check.location}: {check.note}" for check in failed_checks]
+        return failed_checks[0].outcome, "; ".join(notes)
 
     def _is_in_remote(self, path: Path) -> bool:
-        states = {state for absent_path, state in self.absent.items() if absent_path.is_relative_to(path)}
+        states = {state for absent_path, state in self.absent_data.items() if absent_path.is_relative_to(path)}
         return states == {"deleted"}
 
     @cached_property
-    def absent(self) -> dict[Path, str]:
-        """The state that DVC reports for each path whose data are missing from the cache or the remote.
+    def absent_data(self) -> dict[Path, str]:
+        """DVC's state of each path whose data are missing from the cache or the remote.
 
         `deleted` data are missing only from the cache. `new` and `missing` data are missing from the remote. DVC
         considers a folder pushed if the remote has the folder's file list, which is sent after the files.

@@ -18,22 +18,29 @@ from mlflow.store.entities import PagedList
 
 from m3diff.records.errors import DataError
 from m3diff.records.progress import align_columns
-from m3diff.registry.local_store import no_such_version
-from m3diff.registry.tracking import FLOW_RUN, GONE, VERSION, connected, find_registered_model, find_run
+from m3diff.registry.local_store import no_such_version_error
+from m3diff.registry.tracking import (
+    CHECKPOINT_TAG,
+    FLOW_RUN_TAG,
+    NOT_FOUND_CODE,
+    connect,
+    find_registered_model,
+    find_run,
+)
 from m3diff.stages.register.params import Register
 
 CHAMPION = "champion"
 PREVIOUS = "previous"
 CHALLENGER = "challenger"
 SCORES = "scores.parquet"
-TEST_SET = "test_set.sha256"  # version tag that identifies the test pairs on which the version was scored
-UNKNOWN = "unknown"
-STORED = "models:/m-"  # prefix of a version's source if register stored the version's files
+TEST_SET_TAG = "test_set.sha256"  # version tag that identifies the test pairs on which the version was scored
+UNKNOWN_TEST_SET = "unknown"
+STORED_MODEL_PREFIX = "models:/m-"  # prefix of a version's source if register stored the version's files
 DASH = "–"  # text of an empty table cell
 T = TypeVar("T")
 
 
-def every_page(search: Callable[..., PagedList[T]], *arguments: Any) -> Iterator[T]:
+def iterate_pages(search: Callable[..., PagedList[T]], *arguments: Any) -> Iterator[T]:
     """Call a search method of MLflow's client and yield the results of all pages."""
     page = search(*arguments)
     yield from page
@@ -42,13 +49,13 @@ def every_page(search: Callable[..., PagedList[T]], *arguments: Any) -> Iterator
         yield from page
 
 
-def versions_of(client: MlflowClient, name: str, condition: str = "") -> list[ModelVersion]:
+def list_versions(client: MlflowClient, name: str, condition: str = "") -> list[ModelVersion]:
     """Return the versions of a registered model, newest first.
 
     Args:
         condition: text to append to MLflow's filter, such as ` and tags.a = 'b'`.
     """
-    versions = every_page(client.search_model_versions, f"name = '{name}'{condition}")
+    versions = iterate_pages(client.search_model_versions, f"name = '{name}'{condition}")
     return sorted(versions, key=lambda version: -int(version.version))
 
 
@@ -63,44 +70,46 @@ def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:
             return client.get_model_version(name, version)
         return client.get_model_version_by_alias(name, version)
     except MlflowException as error:
-        numbers = [int(existing.version) for existing in versions_of(client, name)]
-        raise no_such_version(name, version, numbers) from error
+        numbers = [int(existing.version) for existing in list_versions(client, name)]
+        raise no_such_version_error(name, version, numbers) from error
 
 
-def exists(client: MlflowClient, name: str, number: int) -> bool:
+def version_exists(client: MlflowClient, name: str, number: int) -> bool:
     """Return whether the registered model has a version with this number."""
-    return any(int(version.version) == number for version in versions_of(client, name))
+    return any(int(version.version) == number for version in list_versions(client, name))
 
 
-def alias_of(client: MlflowClient, name: str, alias: str) -> int | None:
+def resolve_alias(client: MlflowClient, name: str, alias: str) -> int | None:
     """Return the number of the version that an alias points to, or None if the alias or model does not exist."""
     model = find_registered_model(client, name)
     return int(model.aliases[alias]) if model and alias in model.aliases else None
 
 
-def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+def find_aliased_version(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
     """Return the version that an alias points to, or None if the alias or model does not exist."""
-    number = alias_of(client, name, alias)
+    number = resolve_alias(client, name, alias)
     return client.get_model_version(name, str(number)) if number is not None else None
 
 
 def put_alias(client: MlflowClient, name: str, alias: str, version: int | None) -> None:
     """Point an alias to a version, or delete the alias if the version is None or no longer exists."""
-    current = alias_of(client, name, alias)
-    target = version if version is not None and exists(client, name, version) else None
-    if target is None and current is not None:
-        client.delete_registered_model_alias(name, alias)
-    elif target is not None and target != current:
-        client.set_registered_model_alias(name, alias, str(target))
+    current_version = resolve_alias(client, name, alias)
+    if version is None or not version_exists(client, name, version):
+        if current_version is not None:
+            client.delete_registered_model_alias(name, alias)
+    elif version != current_version:
+        client.set_registered_model_alias(name, alias, str(version))
 
 
-def run_of(version: ModelVersion) -> str:
+def read_run_id(version: ModelVersion) -> str:
     """Return the id of the run that created a version."""
-    assert version.run_id is not None, f"{version.name} version {version.version} has no run: register did not make it"
+    assert version.run_id is not None, (
+        f"register did not create {version.name} version {version.version}: it has no run"
+    )
     return version.run_id
 
 
-def commit_of(version: ModelVersion) -> str:
+def read_commit(version: ModelVersion) -> str:
     """Return the git commit from which a version was registered.
 
     Raises:
@@ -115,17 +124,17 @@ def commit_of(version: ModelVersion) -> str:
 # Per-pair scores
 
 
-def tested_on(version: ModelVersion) -> str:
+def read_test_set(version: ModelVersion) -> str:
     """Return the sha256 of the test set on which a version was scored, or `UNKNOWN` if no tag names it."""
-    return version.tags.get(TEST_SET) or UNKNOWN
+    return version.tags.get(TEST_SET_TAG) or UNKNOWN_TEST_SET
 
 
-def scored_again(test_set: str) -> str:
+def rescored_folder(test_set: str) -> str:
     """Return the artifact folder for the scores of a version that was scored again on another test set."""
     return f"scored_again/{test_set:.12}"
 
 
-def stored_scores(client: MlflowClient, version: ModelVersion, test_set: str) -> pa.Table | None:
+def read_stored_scores(client: MlflowClient, version: ModelVersion, test_set: str) -> pa.Table | None:
     """Read a version's per-pair scores on a test set from MLflow.
 
     Args:
@@ -137,11 +146,13 @@ def stored_scores(client: MlflowClient, version: ModelVersion, test_set: str) ->
     run_id = version.run_id
     if not run_id:  # the version was created by hand and not by register
         return None
-    paths = [f"{scored_again(test_set)}/{SCORES}"]
-    if tested_on(version) == test_set:
+    paths = [f"{rescored_folder(test_set)}/{SCORES}"]
+    if read_test_set(version) == test_set:
         paths.insert(0, SCORES)
     for path in paths:
-        scores = download_scores(client, run_id, path) if has_artifact(client, run_id, path) else None
+        if not has_artifact(client, run_id, path):
+            continue
+        scores = download_scores(client, run_id, path)
         if scores is not None:
             return scores
     return None
@@ -156,7 +167,7 @@ def download_scores(client: MlflowClient, run_id: str, path: str) -> pa.Table | 
             with pq.ParquetFile(file) as parquet:
                 return parquet.read()
         except (pa.ArrowException, OSError) as error:  # the error's type depends on where the file is damaged
-            print(f"MLflow's copy of {path} in run {run_id} is damaged ({error}); it is not read", flush=True)
+            print(f"MLflow's copy of {path} in run {run_id} is damaged and is ignored ({error})", flush=True)
     return None
 
 
@@ -166,7 +177,7 @@ def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
     try:
         return any(artifact.path == path for artifact in client.list_artifacts(run_id, folder))
     except MlflowException as error:
-        if error.error_code != GONE:
+        if error.error_code != NOT_FOUND_CODE:
             raise
         return False
 
@@ -188,7 +199,7 @@ def download_checkpoint(version: ModelVersion, into: Path | None = None) -> Path
     return Path(artifacts.download_artifacts(artifact_uri=uri, dst_path=str(into) if into else None))
 
 
-def model_of(client: MlflowClient, version: ModelVersion) -> LoggedModel:
+def find_stored_model(client: MlflowClient, version: ModelVersion) -> LoggedModel:
     """Return MLflow's entry for the stored model (checkpoint and code) that a version refers to."""
     return client.get_logged_model((version.source or "").removeprefix("models:/"))
 
@@ -199,24 +210,24 @@ def delete_model(client: MlflowClient, model: LoggedModel) -> None:
     client.delete_logged_model(model.model_id)
 
 
-def stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
+def count_stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
     """Return the size of the files that MLflow stores for a version, in bytes.
 
     Return 0 if the files were deleted or were not stored by register.
     """
-    if not (version.source or "").startswith(STORED):
+    if not (version.source or "").startswith(STORED_MODEL_PREFIX):
         return 0
     try:
-        return size_of(get_artifact_repository(model_of(client, version).artifact_location))
+        return count_bytes(get_artifact_repository(find_stored_model(client, version).artifact_location))
     except MlflowException:
         return 0
 
 
-def size_of(repository: ArtifactRepository, folder: str | None = None) -> int:
+def count_bytes(repository: ArtifactRepository, folder: str | None = None) -> int:
     """Return the total size of all files in a folder of MLflow's artifacts, in bytes."""
     total = 0
     for file in repository.list_artifacts(folder):
-        total += size_of(repository, file.path) if file.is_dir else file.file_size or 0
+        total += count_bytes(repository, file.path) if file.is_dir else file.file_size or 0
     return total
 
 
@@ -237,9 +248,9 @@ def list_models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dic
         TrackingUnavailableError: MLflow does not respond.
     """
     rows = []
-    with connected(cfg.tracking_uri) as client:
+    with connect(cfg.tracking_uri) as client:
         aliases = aliases_by_version(client, cfg.model_name)
-        for version in versions_of(client, cfg.model_name):
+        for version in list_versions(client, cfg.model_name):
             number = int(version.version)
             run = find_run(client, version.run_id)
             metrics = run.data.metrics if run else {}
@@ -248,12 +259,12 @@ def list_models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dic
                 "aliases": aliases.get(number, []),
                 "registered": time.strftime("%Y-%m-%d %H:%M", time.gmtime(version.creation_timestamp / 1000)),
                 "scores": {name: metrics[f"{protocol}/{name}"] for name in scores if f"{protocol}/{name}" in metrics},
-                "weights_bytes": stored_bytes(client, version),
+                "weights_bytes": count_stored_bytes(client, version),
                 "commit": version.tags.get("git.commit"),
                 "dirty": version.tags.get("git.dirty") == "true",  # parameters or code differed from the commit
                 "run": run.info.run_name if run else None,
-                "flow_run": version.tags.get(FLOW_RUN),
-                "checkpoint": version.tags.get(VERSION),
+                "flow_run": version.tags.get(FLOW_RUN_TAG),
+                "checkpoint": version.tags.get(CHECKPOINT_TAG),
             }
             rows.append(row)
     return rows
@@ -263,7 +274,9 @@ def aliases_by_version(client: MlflowClient, name: str) -> dict[int, list[str]]:
     """Return the sorted aliases of each version, by version number. Versions without an alias are left out."""
     model = find_registered_model(client, name)
     aliases: dict[int, list[str]] = {}
-    for alias, number in sorted(model.aliases.items()) if model else ():
+    if model is None:
+        return aliases
+    for alias, number in sorted(model.aliases.items()):
         aliases.setdefault(int(number), []).append(alias)
     return aliases
 
@@ -271,14 +284,15 @@ def aliases_by_version(client: MlflowClient, name: str) -> dict[int, list[str]]:
 def format_table(rows: Sequence[Mapping[str, Any]], protocol: str, scores: Sequence[str]) -> str:
     """Format the rows of `list_models` for a terminal: one line per version, with scores multiplied by 100."""
     if not rows:
-        return "no version is registered; `m3diff register` does, after `dvc repro`"
+        return "no version is registered yet. Run `dvc repro`, then `m3diff register`"
     table: list[tuple[str, ...]] = [("version", "aliases", "registered", *scores, "weights", "commit", "run")]
     for row in rows:
         cells = [str(row["version"]), ", ".join(row["aliases"]) or DASH, row["registered"]]
         cells += [f"{100 * row['scores'][name]:.1f}" if name in row["scores"] else DASH for name in scores]
         cells.append(f"{row['weights_bytes'] / 1e9:.3g} GB")
-        cells.append(f"{row['commit'][:8]}{'+' if row['dirty'] else ''}" if row["commit"] else DASH)
+        suffix = "+" if row["dirty"] else ""
+        cells.append(f"{row['commit'][:8]}{suffix}" if row["commit"] else DASH)
         cells.append(row["run"] or DASH)
         table.append(tuple(cells))
-    footer = f"\nscores on {protocol}, times 100; the chain behind a version: m3diff lineage VERSION"
+    footer = f"\nscores on {protocol}, times 100. To verify the lineage of a version: m3diff lineage VERSION"
     return "\n".join([*align_columns(table), footer])

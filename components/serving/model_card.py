@@ -332,11 +332,11 @@ def _is_content_of(record: TrainingRecord, checkpoint: Path) -> bool:
 
 
 def _card_of_version(params: Params, card: ModelCard, version: str) -> ModelCard:
-    from m3diff.registry.tracking import connected, find_run
+    from m3diff.registry.tracking import connect, find_run
     from m3diff.registry.versions import find_version
 
     cfg = params.register_
-    with connected(cfg.tracking_uri) as client:
+    with connect(cfg.tracking_uri) as client:
         registered = find_version(client, cfg.model_name, version)
         run = find_run(client, registered.run_id)
     card = replace(card, date=_day(registered.creation_timestamp / 1000))

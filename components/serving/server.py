@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from m3diff.endpoint.url import THIS_MACHINE
-from m3diff.registry.model_source import Source, find, version_of
+from m3diff.registry.model_source import Source, find, resolve_version
 from m3diff.serving import limits
 from m3diff.serving.app import Server
 from m3diff.serving.batcher import Metrics, Models, deployer
@@ -135,7 +135,7 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
         print_line(f"{url_of(listener)} answers with {source.name}")
         await print_notes(models)
         if is_alias:
-            await follow_alias(models, lambda: version_of(*registry_entry), find_source, POLL_S)
+            await follow_alias(models, lambda: resolve_version(*registry_entry), find_source, POLL_S)
         await asyncio.Event().wait()
 
     token = take_token(host)

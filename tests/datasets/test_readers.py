@@ -380,7 +380,7 @@ def test_validate_keeps_the_good_pairs_of_a_dataset(validated, reader):
 def test_the_only_leaked_pair_of_iedit_is_quarantined_with_its_reason(validated):
     folder, _ = validated
     rows = pl.read_parquet(folder / "clean/quarantine.parquet").select("id", "rules", "reason").rows()
-    reason = "leak: test pair iedit/Reddit_6 has the same images, so this one may not train"
+    reason = "leak: test pair iedit/Reddit_6 has the same images, so this pair is not used for training"
     assert [row for row in rows if row[0].startswith("iedit")] == [("iedit/Reddit_3", ["not_in_test"], reason)]
 
 

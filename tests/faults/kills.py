@@ -23,10 +23,10 @@ import httpx
 import psutil
 import yaml
 
-from flows import FLOW_RUN
-from flows.workspace import override
+from flows import FLOW_RUN_VARIABLE
+from flows.workspace import write_overrides
 from m3diff.provenance.git import commit_at, git
-from m3diff.registry.decisions import follow_champions, numbering_faults, pending_move, read_decisions
+from m3diff.registry.decisions import find_pending_move, follow_champions, numbering_faults, read_decisions
 from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
 from tests.errors import Message
@@ -81,7 +81,7 @@ class Undisturbed:
     def run(self, overrides: list[str]) -> tuple[str, float]:
         """Run `dvc repro` with these parameters; return the `dvc.lock` and the score."""
         toy.run(self.root, "git", "checkout", "-q", "-f", "HEAD")
-        override(self.root / "params.yaml", overrides)
+        write_overrides(self.root / "params.yaml", overrides)
         toy.run(self.root, "dvc", "repro", "-q")
         scores = json.loads((self.root / "data/07_report/metrics.json").read_text())
         return (self.root / "dvc.lock").read_text(), scores["protocols"][toy.TOTAL]["CIDEr"]
@@ -147,7 +147,7 @@ class Kills:
         flow_processes: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.environ().get(FLOW_RUN) == run:
+                if process.environ().get(FLOW_RUN_VARIABLE) == run:
                     process_kind = kind(process)
                     flow_processes[process_kind if process_kind in flow_processes else "flow"].append(process)
         if victim != "all":
@@ -250,7 +250,7 @@ class Kills:
         with chdir(self.root):
             recorded_champion = follow_champions(read_decisions(), "m3diff").champions[-1]
             record_faults = numbering_faults()
-            pending_entries = pending_move(Path("."))
+            pending_entries = find_pending_move(Path("."))
         if recorded_champion != champion or record_faults or pending_entries:
             record = f"{recorded_champion}, faults {record_faults}, pending {pending_entries}"
             broken.append(f"champion {champion}; the record names {record}")

@@ -51,12 +51,12 @@ PLAIN = {
     "components/records/files.py open_atomically": "see RENAMED",
     "components/records/copies.py copy_folder": "into a new folder, which its caller marks complete",
     "components/records/copies.py link_or_copy": "in a temporary folder",
-    "components/registry/tracking.py connected": "a lock",
+    "components/registry/tracking.py connect": "a lock",
     "flows/runtime.py write_to_worker_log": "a log",
     "flows/watch.py update_sources": "in a worktree, whose `.dvc` files are committed when all is copied",
     "flows/workspace.py changed_datasets": "in a worktree whose branch is not made yet, so made anew after a kill",
-    "flows/workspace.py begin_with_champion": "in a worktree whose branch is not made yet, so made anew after a kill",
-    "flows/workspace.py lock": "a lock",
+    "flows/workspace.py start_from_champion": "in a worktree whose branch is not made yet, so made anew after a kill",
+    "flows/workspace.py hold_lock": "a lock",
 }
 """In place, and why no half of it is ever trusted."""
 
@@ -341,7 +341,7 @@ def test_git_flushes_every_object_and_every_ref_of_the_record(root, tmp_path, mo
     git("init", "-q", cwd=root)
     append(root, entry)
     monkeypatch.setenv("GIT_TRACE2_EVENT", str(trace))
-    append(root, entry, pending=True)
+    append(root, entry, is_pending=True)
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     command = {event["sid"]: event["name"] for event in events if event["event"] == "cmd_name"}
     writers = ("commit-tree", "update-ref")  # the empty tree is there already

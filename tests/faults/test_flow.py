@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flows import dvc, notices, pipeline, watch
-from flows.workspace import FLOWS, workspace
+from flows.workspace import FLOWS_FOLDER, workspace
 from m3diff.__main__ import main
 from m3diff.commands.preflight import NotReadyError
 from m3diff.provenance.dvc import md5
@@ -313,7 +313,7 @@ def of_stage(root: Path) -> list[psutil.Process]:
 def test_a_killed_dvc_takes_its_stage_with_it_and_the_next_run_needs_no_hand(project, rng):
     text = toy.replace_stage(project, STAGE, f"import time\n\n\n{SLEEP}")
     set_gallery(project)
-    process = subprocess.Popen([*dvc.DVC, "repro", "-s", STAGE], env=dvc.environment(), start_new_session=True)
+    process = subprocess.Popen([*dvc.DVC_COMMAND, "repro", "-s", STAGE], env=dvc.environment(), start_new_session=True)
     until(lambda: of_stage(project), 120)
     time.sleep(2 + 2 * rng.random())
     os.kill(process.pid, signal.SIGKILL)
@@ -382,7 +382,7 @@ def test_a_dvc_that_is_killed_as_it_writes_its_lock_leaves_the_one_before(projec
     cut = Path("dvc.lock").read_bytes()
     Path("dvc.lock").write_bytes(before)
     killed = f"import os; open('dvc.lock', 'wb').write({cut!r}); os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(dvc, "DVC", [sys.executable, "-c", killed])
+    monkeypatch.setattr(dvc, "DVC_COMMAND", [sys.executable, "-c", killed])
     for expected in (before, None):
         with raises(dvc.DvcError, "flows.command_failed", command="stage evaluate"):
             dvc.repro(STAGE, print)
@@ -410,11 +410,11 @@ def test_a_lock_that_is_cut_short_is_not_committed(project):
 @pytest.mark.parametrize("text", ["", "{", '{"told": {'], ids=["empty", "half", "cut"])
 def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeypatch):
     """A loss of power leaves an empty file on some disks; then it is as if there were none."""
-    flows = project / FLOWS
+    flows = project / FLOWS_FOLDER
     flows.mkdir(parents=True)
     for name in ("watch.json", "notices.json"):
         (flows / name).write_text(text)
-    assert watch.read_json(watch.STATE) is None
+    assert watch.read_json(watch.STATE_FILE) is None
     monkeypatch.setenv("M3DIFF_NOTIFY", "")
     notices.send_notice(pytest.fail, checkout=project)
     notices.send_notice(pytest.fail, "key", "title", "text", project)
@@ -424,20 +424,20 @@ def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeyp
 @pytest.mark.slow(20)
 def test_a_lock_that_is_cut_short_hinders_no_prune_unless_it_is_a_working_tree_s(project, tmp_path):
     toy.run(project, "dvc", "gc", "--workspace", "--all-commits", "-f")
-    assert [*prune.obstacles_to_gc((), ())] == []
-    assert "--skip-failed" not in prune.gc_command()
+    assert [*prune.find_obstacles_to_gc((), ())] == []
+    assert "--skip-failed" not in prune.build_gc_arguments()
     person = tmp_path / "person"
     git("worktree", "add", "--quiet", "--detach", str(person))
     (person / "dvc.lock").write_text("")
-    (hindrance,) = prune.obstacles_to_gc((), ())
+    (hindrance,) = prune.find_obstacles_to_gc((), ())
     command = f"git -C {person} checkout HEAD -- dvc.lock"
     assert command in str(hindrance)
     subprocess.run(command.split(), check=True)
-    assert [*prune.obstacles_to_gc((), ())] == []
+    assert [*prune.find_obstacles_to_gc((), ())] == []
     before = Path("dvc.lock").read_bytes()
     for text in (b"", before):
         Path("dvc.lock").write_bytes(text)
         toy.commit(project, "a lock of no bytes, as an earlier version of m3diff committed it, and the next")
     objects = sorted(path for path in Path(".dvc/cache/files").rglob("*") if path.is_file())
-    toy.run(project, "dvc", *prune.gc_command(), "-f")
+    toy.run(project, "dvc", *prune.build_gc_arguments(), "-f")
     assert sorted(path for path in Path(".dvc/cache/files").rglob("*") if path.is_file()) == objects != []

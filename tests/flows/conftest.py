@@ -1,4 +1,4 @@
-"""The toy project with nothing run yet, for the tests that run it through DVC and Prefect."""
+"""The toy project before any stage has run, for tests that run it with DVC and Prefect."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,18 +25,18 @@ def decision(outcome: str, champion: int | None = 1) -> Promotion:
 def opened(
     flow_run: str = "one", ref: str | None = None, overrides: Sequence[str] = (), **options: Any
 ) -> AbstractContextManager[Workspace]:
-    """The workspace of a flow run, of HEAD unless a test names a commit."""
+    """Open the workspace of a flow run at `ref`, by default HEAD."""
     return workspace(flow_run, ref, overrides, **options)
 
 
 def worktrees() -> list[str]:
-    """The folders of git's working trees besides the first."""
+    """Return the folders of git's working trees except the main one."""
     return [line.split()[0] for line in git("worktree", "list").splitlines()[1:]]
 
 
 @pytest.fixture
 def project(built_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the project, current directory."""
+    """Return a copy of the project, which is the current directory."""
     root = tmp_path / "toy"
     shutil.copytree(built_once, root, symlinks=True)
     monkeypatch.chdir(root)
@@ -45,7 +45,7 @@ def project(built_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
-    """The server that M3DIFF_NOTIFY names."""
+    """Run the server to which M3DIFF_NOTIFY points."""
     listener = Listener()
     monkeypatch.setenv("M3DIFF_NOTIFY", listener.address)
     yield listener

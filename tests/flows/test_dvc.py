@@ -1,4 +1,4 @@
-"""A run's outputs are in the remote before anything points to them, and on its branch, where a later run finds them."""
+"""Outputs of a run are in the remote before anything refers to them, and a later run finds them by its branch."""
 
 import os
 import shutil
@@ -23,14 +23,14 @@ from tests.servers import until
 
 @pytest.fixture
 def remote(project: Path, tmp_path: Path) -> Path:
-    """A folder that is the default DVC remote of the project, in which one dataset was drawn."""
+    """Return the folder of the project's default DVC remote. One dataset has been generated."""
     folder = tmp_path / "remote"
     toy.run(project, "dvc", "remote", "add", "-d", "store", str(folder))
     toy.run(project, "dvc", "repro", "-q", "synthesize@minichange")
     return folder
 
 
-def objects(folder: Path) -> int:
+def count_objects(folder: Path) -> int:
     return sum(path.is_file() for path in folder.rglob("*"))
 
 
@@ -38,42 +38,42 @@ def objects(folder: Path) -> int:
 @pytest.mark.slow(20)
 def test_push_sends_again_what_the_remote_lost_and_nothing_without_a_remote(project, remote):
     assert dvc.push() == ("Ran", "sent to store")
-    sent = objects(remote)
-    assert sent >= 8
+    sent_count = count_objects(remote)
+    assert sent_count >= 8
     assert dvc.push()[0] == "Skipped"
     (project / "mine.csv").write_text("before,after\n")
     toy.run(project, "dvc", "add", "-q", "mine.csv")
     git("add", "mine.csv.dvc")
     assert dvc.push()[0] == "Ran"
-    assert objects(remote) == sent + 1
-    lost = sorted(path for path in remote.rglob("*") if path.is_file())
-    kept = {path: path.read_bytes() for path in lost}
-    for gone in (lost[:1], [path for path in lost if path.suffix == ".dir"], lost):
-        for path in gone:
+    assert count_objects(remote) == sent_count + 1
+    remote_files = sorted(path for path in remote.rglob("*") if path.is_file())
+    contents = {path: path.read_bytes() for path in remote_files}
+    for removed_files in (remote_files[:1], [path for path in remote_files if path.suffix == ".dir"], remote_files):
+        for path in removed_files:
             path.chmod(0o644)
             path.unlink()
         assert dvc.push()[0] == "Ran"
-        assert {path: path.read_bytes() for path in remote.rglob("*") if path.is_file()} == kept
-    toy.run(project, "dvc", "remote", "default", "--unset")
-    assert dvc.push() == ("Skipped", dvc.NO_REMOTE)
+        assert {path: path.read_bytes() for path in remote.rglob("*") if path.is_file()} == contents
+    toy.run(project, "dvc", "remote", "remove", "store")
+    assert dvc.push() == ("Skipped", dvc.NO_REMOTE_NOTE)
     dvc.check_remotes()
 
 
 @pytest.mark.fault("21")
 def test_what_the_remote_does_not_have_after_the_push_is_an_error(project, remote, monkeypatch):
-    send = dvc.send
+    send_objects = dvc.send_objects
 
-    def loses(hashes: object, name: str) -> None:
-        send(hashes, name)
+    def send_and_lose(hashes: object, name: str) -> None:
+        send_objects(hashes, name)
         next(path for path in remote.rglob("*") if path.is_file() and path.suffix != ".dir").unlink()
 
-    with monkeypatch.context() as there:
-        there.setattr(dvc, "send", loses)
-        with raises(dvc.RemoteError, "flows.missing_in_remote", remote="store", count=1) as refused:
+    with monkeypatch.context() as patch:
+        patch.setattr(dvc, "send_objects", send_and_lose)
+        with raises(dvc.RemoteError, "flows.missing_in_remote", remote="store", count=1) as error:
             dvc.push()
-    (name,) = refused.value.fields["names"]
+    (name,) = error.value.fields["names"]
     assert name.startswith("data/01_raw/minichange/")
-    assert [dvc.push() for _ in range(2)] == [("Ran", "sent to store"), ("Skipped", "store had all of it")]
+    assert [dvc.push() for _ in range(2)] == [("Ran", "sent to store"), ("Skipped", "already in store")]
 
 
 @pytest.mark.slow(30)
@@ -99,74 +99,91 @@ def test_the_commit_holds_the_lock_and_the_metrics_and_no_folder_of_the_checkout
     (project / "runs").symlink_to(tmp_path)
     toy.run(project, "dvc", "repro", "-q", "ingest@minichange")
     dvc.commit("what ran", ("runs",))
-    named = git("show", "--name-only", "--format=%s").split("\n")
-    assert named[0] == "what ran"
-    assert {"dvc.lock", "data/02_records/minichange.json"} <= set(named)
-    assert "runs" not in named
+    lines = git("show", "--name-only", "--format=%s").split("\n")
+    assert lines[0] == "what ran"
+    assert {"dvc.lock", "data/02_records/minichange.json"} <= set(lines)
+    assert "runs" not in lines
     dvc.commit("nothing new and nothing shared", ())
     assert git("log", "-1", "--format=%s") == "nothing new and nothing shared"
 
 
 @pytest.mark.fault("T5")
 def test_the_branch_goes_to_the_git_remote_whose_path_is_meant_from_the_checkout(project, tmp_path):
-    said: list[str] = []
+    log_lines: list[str] = []
     git("init", "--quiet", "--bare", str(tmp_path / "origin"))
     git("remote", "add", "origin", "../origin")
     with workspace("one", "HEAD", []) as work:
-        report.publish_branch(work, said.append)
+        report.publish_branch(work, log_lines.append)
         assert git("ls-remote", str(tmp_path / "origin")) == "", "no remote is named"
         git("config", "m3diff.runs", "origin")
-        report.publish_branch(work, said.append)
+        report.publish_branch(work, log_lines.append)
     assert git("ls-remote", str(tmp_path / "origin")).split()[1] == "refs/heads/runs/one"
-    assert said == []
+    assert log_lines == []
     shutil.rmtree(tmp_path / "origin")
-    report.publish_branch(work, said.append)
-    assert "runs/one" in said[0]
+    report.publish_branch(work, log_lines.append)
+    assert "runs/one" in log_lines[0]
 
 
 @pytest.mark.slow(10)
 def test_each_output_goes_to_its_own_remote_and_outputs_without_push_to_none(project, remote, tmp_path):
-    other = tmp_path / "second"
-    toy.run(project, "dvc", "remote", "add", "other", str(other))
-    for name, more in (("mine", {"remote": "other"}), ("secret", {"push": False})):
+    other_remote = tmp_path / "second"
+    toy.run(project, "dvc", "remote", "add", "other", str(other_remote))
+    for name, options in (("mine", {"remote": "other"}), ("secret", {"push": False})):
         (project / f"{name}.csv").write_text(f"{name}\n")
         toy.run(project, "dvc", "add", "-q", f"{name}.csv")
         file = project / f"{name}.csv.dvc"
         entry = yaml.safe_load(file.read_text())
-        entry["outs"][0] |= more
+        entry["outs"][0] |= options
         file.write_text(yaml.safe_dump(entry))
     assert dvc.push() == ("Ran", "sent to other, store")
-    assert objects(other) == 1
+    assert count_objects(other_remote) == 1
     assert "secret\n" not in {path.read_text(errors="replace") for path in remote.rglob("*") if path.is_file()}
     assert dvc.push()[0] == "Skipped"
 
 
-# What a later run takes up
+@pytest.mark.slow(10)
+def test_a_push_without_a_default_remote_names_the_remotes_that_exist(project, remote, tmp_path):
+    toy.run(project, "dvc", "remote", "add", "other", str(tmp_path / "second"))
+    toy.run(project, "dvc", "remote", "default", "--unset")
+    assert dvc.push() == ("Skipped", dvc.NO_DEFAULT_REMOTE_NOTE.format(remotes="other, store"))
+    assert not remote.exists()
+    dvc.check_remotes()
 
 
-def make_latest() -> None:
-    """Commit what is here to the branch of the latest run, as a flow does."""
+@pytest.mark.slow(10)
+def test_a_push_to_a_remote_that_is_not_configured_names_it(project, remote):
+    toy.run(project, "dvc", "remote", "add", "other", str(remote))
+    toy.run(project, "dvc", "config", "core.remote", "third")
+    with raises(dvc.RemoteError, "flows.push_failed", remote="third"):
+        dvc.push()
+
+
+# Outputs that a later run reuses
+
+
+def commit_latest_run() -> None:
+    """Commit all files to the branch of the latest run, like a flow."""
     toy.commit(Path(), "a run")
     git("update-ref", f"refs/heads/{dvc.LATEST}", "HEAD")
     git("reset", "--quiet", "--hard", "HEAD^")
 
 
 @pytest.fixture
-def ran(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """The `dvc.lock` of a whole run, which is the latest; that of the current directory has none of it."""
+def lock_of_run(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Return the `dvc.lock` of a complete run, which is the latest. The current directory has an older one."""
     shutil.copytree(trained_once, tmp_path / "toy", symlinks=True)
     monkeypatch.chdir(tmp_path / "toy")
     lock = Path("dvc.lock").read_bytes()
-    make_latest()
+    commit_latest_run()
     shutil.rmtree("data")
     git("checkout", "--", "data")
     return lock
 
 
-def test_the_latest_lock_data_and_metrics_are_reused_if_fewer_stages_remain(ran):
+def test_the_latest_lock_data_and_metrics_are_reused_if_fewer_stages_remain(lock_of_run):
     assert {"validate", "train"} <= set(dvc.status())
     assert dvc.reuse_latest_run() == {}
-    assert Path("dvc.lock").read_bytes() == ran
+    assert Path("dvc.lock").read_bytes() == lock_of_run
     for file in ("metrics.json", "report.html"):
         assert (Path("data/07_report") / file).is_file()
     git("reset", "--quiet", "--hard")
@@ -175,20 +192,20 @@ def test_the_latest_lock_data_and_metrics_are_reused_if_fewer_stages_remain(ran)
     Path("data/00_base/config.json").write_text("another base")
     toy.commit(Path(), "another parameter and base, and a digest that the latest run removed")
     assert list(dvc.reuse_latest_run()) == ["train", "evaluate"]
-    assert Path("dvc.lock").read_bytes() == ran
+    assert Path("dvc.lock").read_bytes() == lock_of_run
 
 
 @pytest.mark.slow
-def test_the_own_lock_stays_where_that_of_the_latest_run_leaves_as_much_to_do(ran):
+def test_the_own_lock_stays_where_that_of_the_latest_run_leaves_as_much_to_do(lock_of_run):
     git("checkout", dvc.LATEST, "--", ".")
     dvc.link_data()
     toy.change(Path(), "evaluate", gallery=7)
     dvc.repro("evaluate", print)
     toy.change(Path(), "validate", max_caption_chars=99)
     toy.commit(Path(), "a later run by hand, and another parameter")
-    own = Path("dvc.lock").read_bytes()
+    own_lock = Path("dvc.lock").read_bytes()
     assert list(dvc.reuse_latest_run()) == ["validate"]
-    assert Path("dvc.lock").read_bytes() == own
+    assert Path("dvc.lock").read_bytes() == own_lock
     assert git("status", "--porcelain") == ""
 
 
@@ -198,7 +215,7 @@ def test_without_a_latest_run_with_a_whole_lock_nothing_is_taken_up(project):
     for text in (None, lock, b"", lock[: len(lock) // 2 + 3]):
         if text is not None:
             Path("dvc.lock").write_bytes(text)
-            make_latest()
+            commit_latest_run()
         assert dvc.reuse_latest_run() == status != {}
         assert Path("dvc.lock").read_bytes() == lock
 
@@ -206,28 +223,28 @@ def test_without_a_latest_run_with_a_whole_lock_nothing_is_taken_up(project):
 SLEEPS = "def synthesize(params, paths, name):\n    import time\n    time.sleep(120)\n"
 
 
-def family(root: Path) -> list[psutil.Process]:
-    """DVC and stage processes that work in this project."""
-    here = [one for one in psutil.process_iter(["cmdline", "cwd"]) if one.info["cwd"] == str(root)]
-    return [one for one in here if {"toy.py", "repro"} & {*(one.info["cmdline"] or [])}]
+def project_processes(root: Path) -> list[psutil.Process]:
+    """Return the processes of DVC and stages in this project."""
+    processes = [process for process in psutil.process_iter(["cmdline", "cwd"]) if process.info["cwd"] == str(root)]
+    return [process for process in processes if {"toy.py", "repro"} & {*(process.info["cmdline"] or [])}]
 
 
 def test_repro_reports_failure_with_output_or_ran_skipped_and_restored(project):
-    said: list[str] = []
+    log_lines: list[str] = []
     text = (project / "toy.py").read_text()
     (project / "toy.py").write_text("import sys\nprint('row 7: reference is empty', flush=True)\nsys.exit(3)\n")
     command = "stage synthesize@minichange"
     with raises(dvc.DvcError, "flows.command_failed", command=command, exit_code=3) as failed:
-        dvc.repro("synthesize@minichange", said.append)
+        dvc.repro("synthesize@minichange", log_lines.append)
     assert "row 7: reference is empty" in failed.value.fields["output"]
     with raises(dvc.DvcError, "flows.command_failed", command="stage sinthesize"):
-        dvc.repro("sinthesize", said.append)
+        dvc.repro("sinthesize", log_lines.append)
     (project / "toy.py").write_text(text)
     for outcome in ("Ran", "Skipped"):
-        assert dvc.repro("synthesize@minichange", said.append) == outcome
-    assert "toy synthesize" in said
+        assert dvc.repro("synthesize@minichange", log_lines.append) == outcome
+    assert "toy synthesize" in log_lines
     (project / "dvc.lock").unlink()
-    assert dvc.repro("synthesize@minichange", said.append) == "Restored"
+    assert dvc.repro("synthesize@minichange", log_lines.append) == "Restored"
 
 
 @pytest.mark.fault("03")
@@ -236,12 +253,12 @@ def test_an_interrupt_ends_the_stage_and_dvc(project):
 
     def interrupt(line: str) -> None:
         if "Running stage" in line:
-            until(lambda: len(family(project)) == 2)
+            until(lambda: len(project_processes(project)) == 2)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         dvc.repro("synthesize@minichange", interrupt)
-    assert family(project) == []
+    assert project_processes(project) == []
 
 
 @pytest.mark.fault("02", "04")
@@ -249,11 +266,11 @@ def test_killing_the_flow_leaves_no_stage_running(project):
     toy.replace_stage(project, "synthesize", SLEEPS)
     code = "from flows import dvc; dvc.repro('synthesize@minichange', print)"
     flow = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    until(lambda: any({"toy.py", "synthesize"} <= {*process.cmdline()} for process in family(project)))
+    until(lambda: any({"toy.py", "synthesize"} <= {*process.cmdline()} for process in project_processes(project)))
     time.sleep(1)  # the stage asks to be ended with its parent after it has started
     os.kill(flow.pid, signal.SIGKILL)
     flow.wait()
-    until(lambda: family(project) == [], 60)
+    until(lambda: project_processes(project) == [], 60)
 
 
 def test_log_lines_have_no_colours_or_blanks_and_few_states_of_a_progress_bar(monkeypatch):
@@ -265,18 +282,22 @@ def test_log_lines_have_no_colours_or_blanks_and_few_states_of_a_progress_bar(mo
 
 def test_dvc_finds_this_environments_tools_and_a_shell_that_passes_signals_on(monkeypatch):
     monkeypatch.setenv("PATH", "/elsewhere")
-    found = dvc.environment()
-    assert found["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/elsewhere"]
-    assert found["SHELL"] == "/bin/bash"
+    environment = dvc.environment()
+    assert environment["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/elsewhere"]
+    assert environment["SHELL"] == "/bin/bash"
 
 
 def test_the_stages_come_after_all_that_they_read_and_frozen_ones_are_left_out(project):
     stages = dvc.stages()
-    written = yaml.safe_load((project / "dvc.yaml").read_text())["stages"]
+    graph = yaml.safe_load((project / "dvc.yaml").read_text())["stages"]
     order = list(stages)
-    run = [stage for stage in written if stage not in ("pretrain", "augment")]
-    assert list(dict.fromkeys(name.partition("@")[0] for name in order)) == run
-    assert all(order.index(before) < order.index(name) for name, found in stages.items() for before in found)
+    expected_stages = [stage for stage in graph if stage not in ("pretrain", "augment")]
+    assert list(dict.fromkeys(name.partition("@")[0] for name in order)) == expected_stages
+    assert all(
+        order.index(predecessor) < order.index(name)
+        for name, predecessors in stages.items()
+        for predecessor in predecessors
+    )
     assert stages["ingest@minichange"] == {"code", "synthesize@minichange"}
     assert stages["evaluate"] == {name for name in order if name != "evaluate"}
     (project / "data/00_base/config.json").write_text("another base")

@@ -1,4 +1,4 @@
-"""Parameters of one run alone."""
+"""Parameters that change for one run only."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A project that is no repository of its own is refused before anything begins, with the command that helps."""
+"""A project without its own repository is refused at the start, with the command that creates one."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ from tests.toy import REPOSITORY
 
 
 def sh(script: str, folder: Path) -> str:
-    """Run a script in a folder, with git as a person who may clone from folders; return its output."""
+    """Run a script in a folder and return its output. git may clone from folders."""
     person = "-c user.name=a -c user.email=a@localhost -c protocol.file.allow=always"
     script = f'git() {{ command git {person} "$@"; }}\n{script}'
     done = subprocess.run(["bash", "-ec", script], cwd=folder, capture_output=True, text=True)
@@ -25,7 +25,7 @@ def sh(script: str, folder: Path) -> str:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A repository of one file."""
+    """Return a repository with one file."""
     (tmp_path / "base").mkdir()
     sh("git init -q; echo a > params.yaml; git add -A; git commit -qm one", tmp_path / "base")
     return tmp_path / "base"
@@ -62,9 +62,9 @@ def test_a_run_in_a_part_of_another_repository_is_refused_with_a_remedy_that_wor
     sh(remedy.replace("FOLDER", str(tmp_path / "new")), Path(top))
     monkeypatch.chdir(tmp_path / "new")
     assert Path(".git").is_dir()
-    with pytest.raises(Exception) as other, workspace("one", "HEAD", [], False):
+    with pytest.raises(Exception) as other_repository, workspace("one", "HEAD", [], False):
         pytest.fail("no project of DVC")
-    assert not isinstance(other.value, CodedError) or not other.value.code.startswith("git.")
+    assert not isinstance(other_repository.value, CodedError) or not other_repository.value.code.startswith("git.")
 
 
 @pytest.mark.fault("P13")

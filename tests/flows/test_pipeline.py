@@ -1,4 +1,4 @@
-"""A flow run as a whole: its tasks in order, its end, what each says and when it is tried again."""
+"""A flow run: the order of its tasks, its final state, its messages, and which errors are retried."""
 
 import os
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from prefect.states import Completed, Failed
 
 from flows import dvc, pipeline
 from flows.dvc import DvcError
-from flows.pipeline import FLOW_RUN, full, retrain, run_pipeline
+from flows.pipeline import FLOW_RUN_VARIABLE, full, retrain, run_pipeline
 from flows.prepared_flow import flow as prepared_flow
 from flows.workspace import NothingNewError, Workspace
 from m3diff.provenance.git import GitError
@@ -25,24 +25,24 @@ from tests.flows.conftest import REGISTRATION, decision
 
 
 class Pipeline:
-    """The tasks, recorded instead of run."""
+    """Replaces the tasks of the pipeline and records their calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-        self.done = []
+        self.finished_tasks = []
         self.pages = []
         self.git = []
-        self.opened = []
-        self.logged = []
-        self.told = []
-        log = self.logged.append
+        self.workspace_arguments = []
+        self.log_lines = []
+        self.notified_states = []
+        log = self.log_lines.append
         self.logger = SimpleNamespace(info=log, warning=log, error=log)
-        self.fails = ""
+        self.failing_task = ""
         self.status = {"ingest@a": [], "ingest@b": [], "train": []}
         self.outcomes = {"train": "Restored", "promote": "Rejected"}
         self.root = root
         self.data = ()
         stages = {"ingest@a": set(), "ingest@b": set(), "train": {"ingest@a", "ingest@b"}}
-        for place, fake in {
+        for attribute, fake in {
             "get_run_logger": lambda: self.logger,
             "require_own_code": lambda: None,
             "workspace": self.workspace,
@@ -54,53 +54,53 @@ class Pipeline:
             "register_model": self.register,
             "promote_model": self.promote,
             "dvc.stages": lambda: stages,
-            "dvc.commit": lambda message, links: self.done.append(message),
-            "notices.notify_decision": lambda record, log: self.told.append(record.state),
+            "dvc.commit": lambda message, links: self.finished_tasks.append(message),
+            "notices.notify_decision": lambda record, log: self.notified_states.append(record.state),
             "report.publish": lambda record, message: self.pages.append((record.state, record.error)),
         }.items():
-            monkeypatch.setattr(f"flows.pipeline.{place}", fake)
+            monkeypatch.setattr(f"flows.pipeline.{attribute}", fake)
 
     @contextmanager
     def workspace(self, *arguments: Any):
-        self.opened.append(arguments)
+        self.workspace_arguments.append(arguments)
         (self.root / "runs/flows").mkdir(parents=True, exist_ok=True)
-        place = (self.root / "tree", self.root, "commit", "tree")
-        yield Workspace(arguments[0], *place, tuple(arguments[2]), (), self.data)
+        folders = (self.root / "tree", self.root, "commit", "tree")
+        yield Workspace(arguments[0], *folders, tuple(arguments[2]), (), self.data)
 
     def prepare_run(self) -> Any:
-        if self.fails == "preflight":
+        if self.failing_task == "preflight":
             raise DvcError.of_command("stage preflight", 3, [])
         return self.status
 
     def register(self, return_state: bool):
-        self.known_as = os.environ.get(FLOW_RUN)
+        self.flow_run_of_register = os.environ.get(FLOW_RUN_VARIABLE)
         return self.task("register", REGISTRATION)
 
     def promote(self, version: int, return_state: bool):
         outcome = {"Rejected": "refused", "Skipped": "unchanged"}.get(self.outcomes.get("promote", ""), "promoted")
         return self.task(("promote", version), decision(outcome), name="promote")
 
-    def task(self, what: Any, result: Any = "a result", name: str = ""):
-        self.done.append(what)
-        name = name or what
-        if name == self.fails:
+    def task(self, task: Any, result: Any = "a result", name: str = ""):
+        self.finished_tasks.append(task)
+        name = name or task
+        if name == self.failing_task:
             return Failed(data=DvcError.of_command(f"stage {name}", 3, []))
         return Completed(name=self.outcomes.get(name, "Ran"), data=result)
 
 
 @pytest.fixture
-def recorded(monkeypatch, tmp_path) -> Pipeline:
+def fake_pipeline(monkeypatch, tmp_path) -> Pipeline:
     return Pipeline(monkeypatch, tmp_path)
 
 
 def run(**changes: Any):
-    asked: dict[str, Any] = {"ref": None, "overrides": [], "reason": "asked for"}
-    return run_pipeline(**(asked | changes))
+    arguments: dict[str, Any] = {"ref": None, "overrides": [], "reason": "asked for"}
+    return run_pipeline(**(arguments | changes))
 
 
-def test_a_run_does_stages_push_commit_register_and_gate_in_this_order(recorded):
+def test_a_run_does_stages_push_commit_register_and_gate_in_this_order(fake_pipeline):
     state = run(overrides=["train.epochs=6"])
-    name = recorded.opened[0][0]
+    name = fake_pipeline.workspace_arguments[0][0]
     message = f"""Run {name[:8]}: 3 ran, 1 restored
 
 ingest@a ran
@@ -113,50 +113,53 @@ From: commit
 Overrides: train.epochs=6
 Reason: asked for"""
     ran = [("ingest@a", False), ("ingest@b", False), ("train", False), "push", message, "register", ("promote", 7)]
-    assert recorded.done == ran
+    assert fake_pipeline.finished_tasks == ran
     assert state.is_completed()
     assert state.name == "Rejected"
     assert state.message == "ingest@a ran, ingest@b ran, train restored, push ran, register ran, promote rejected"
-    assert recorded.pages == [("Rejected", None)]
-    assert recorded.known_as == name, "the version and the record know the flow run"
-    assert FLOW_RUN not in os.environ
+    assert fake_pipeline.pages == [("Rejected", None)]
+    assert fake_pipeline.flow_run_of_register == name, "the version and the record know the flow run"
+    assert FLOW_RUN_VARIABLE not in os.environ
 
 
-NOTHING_MADE = dict.fromkeys(("ingest@a", "ingest@b", "train", "push", "register", "promote"), "Skipped")
+ALL_SKIPPED = dict.fromkeys(("ingest@a", "ingest@b", "train", "push", "register", "promote"), "Skipped")
 
 
 @pytest.mark.parametrize(
     ("outcomes", "overrides", "name", "git"),
     [
         ({"promote": "Ran"}, [], "Completed", ["update-ref"]),
-        ({"promote": "Rejected"}, ["train.epochs=6"], "Rejected", []),  # with parameters of its own not the latest
-        (NOTHING_MADE, [], "Skipped", ["update-ref", "branch"]),
+        ({"promote": "Rejected"}, ["train.epochs=6"], "Rejected", []),  # a run with overrides is not the latest
+        (ALL_SKIPPED, [], "Skipped", ["update-ref", "branch"]),
     ],
 )
-def test_a_run_ends_in_a_word_and_one_that_made_nothing_leaves_no_branch(recorded, outcomes, overrides, name, git):
-    recorded.outcomes = outcomes
-    recorded.data = ("a.dvc: as on runs/data",)
+def test_the_state_has_a_name_and_a_run_without_results_leaves_no_branch(fake_pipeline, outcomes, overrides, name, git):
+    fake_pipeline.outcomes = outcomes
+    fake_pipeline.data = ("a.dvc: as on runs/data",)
     assert run(overrides=overrides, data=bool(overrides)).name == name
-    assert [words[0] for words in recorded.git] == git
-    assert recorded.git[1:] in ([], [("branch", "--quiet", "-D", f"runs/{recorded.opened[0][0]}")])
-    assert recorded.told == [name]
-    assert recorded.opened[0][3] == bool(overrides)
-    assert "a.dvc: as on runs/data" in recorded.logged
+    assert [words[0] for words in fake_pipeline.git] == git
+    assert fake_pipeline.git[1:] in (
+        [],
+        [("branch", "--quiet", "-D", f"runs/{fake_pipeline.workspace_arguments[0][0]}")],
+    )
+    assert fake_pipeline.notified_states == [name]
+    assert fake_pipeline.workspace_arguments[0][3] == bool(overrides)
+    assert "a.dvc: as on runs/data" in fake_pipeline.log_lines
 
 
-@pytest.mark.parametrize("made", ["Ran", "Skipped"], ids=["made now", "made before its command was killed"])
-def test_dvc_skips_a_current_stage_unless_an_earlier_one_was_out_of_date(recorded, made):
-    """The second try of a killed stage finds it recorded, and what follows is out of date all the same."""
-    recorded.status = {"ingest@a": []}
-    recorded.outcomes |= {"ingest@a": made, "ingest@b": "Skipped"}
+@pytest.mark.parametrize("outcome", ["Ran", "Skipped"], ids=["runs now", "ran before its command was killed"])
+def test_dvc_skips_a_current_stage_unless_an_earlier_one_was_out_of_date(fake_pipeline, outcome):
+    """If a killed stage is tried again, DVC may skip it. The stages that depend on it are still out of date."""
+    fake_pipeline.status = {"ingest@a": []}
+    fake_pipeline.outcomes |= {"ingest@a": outcome, "ingest@b": "Skipped"}
     run()
-    assert recorded.done[:3] == [("ingest@a", False), ("ingest@b", True), ("train", False)]
+    assert fake_pipeline.finished_tasks[:3] == [("ingest@a", False), ("ingest@b", True), ("train", False)]
 
 
-def test_a_run_from_the_champion_that_has_seen_all_data_is_skipped(recorded, monkeypatch):
+def test_a_run_from_a_champion_trained_on_all_data_is_skipped(fake_pipeline, monkeypatch):
     @contextmanager
     def refuse(*arguments: Any):
-        recorded.opened.append(arguments)
+        fake_pipeline.workspace_arguments.append(arguments)
         raise NothingNewError("no dataset changed")
         yield
 
@@ -165,8 +168,8 @@ def test_a_run_from_the_champion_that_has_seen_all_data_is_skipped(recorded, mon
     assert state.name == "Skipped"
     assert state.message == "no dataset changed"
     assert state.is_completed()
-    assert recorded.opened[0][4] == 0.5
-    assert recorded.done == recorded.git == recorded.pages == []
+    assert fake_pipeline.workspace_arguments[0][4] == 0.5
+    assert fake_pipeline.finished_tasks == fake_pipeline.git == fake_pipeline.pages == []
 
 
 REFUSALS = {
@@ -177,7 +180,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("error", REFUSALS.values(), ids=REFUSALS)
-def test_a_refused_run_has_the_reason_as_its_message_and_raises_nothing(error, recorded, monkeypatch):
+def test_a_refused_run_has_the_reason_as_its_message_and_raises_nothing(error, fake_pipeline, monkeypatch):
     @contextmanager
     def refuse(*arguments: Any):
         raise error
@@ -188,12 +191,12 @@ def test_a_refused_run_has_the_reason_as_its_message_and_raises_nothing(error, r
     assert state.is_failed()
     assert state.name == f"Refused: {str(error).removesuffix(f'; {error.fault.remedy}')}"
     assert state.message == str(error)
-    assert recorded.logged == [str(error)]
-    assert recorded.done == []
-    assert FLOW_RUN not in os.environ
+    assert fake_pipeline.log_lines == [str(error)]
+    assert fake_pipeline.finished_tasks == []
+    assert FLOW_RUN_VARIABLE not in os.environ
 
 
-def test_a_run_of_another_checkouts_code_is_refused_before_it_has_a_place(recorded, monkeypatch):
+def test_a_run_with_the_code_of_another_checkout_is_refused_at_once(fake_pipeline, monkeypatch):
     error = DataError("dvc.code_of_other_checkout", code=Path("/a"), folder=Path("/b"))
 
     def refuse() -> None:
@@ -203,52 +206,54 @@ def test_a_run_of_another_checkouts_code_is_refused_before_it_has_a_place(record
     state = run()
     assert state.name == f"Refused: {error.fault.problem}"
     assert state.message == str(error)
-    assert recorded.opened == []
+    assert fake_pipeline.workspace_arguments == []
 
 
-def test_what_a_stage_raises_is_no_refusal(recorded):
-    recorded.fails = "train"
+def test_an_error_of_a_stage_is_not_a_refusal(fake_pipeline):
+    fake_pipeline.failing_task = "train"
     with pytest.raises(DvcError):
         run()
-    assert [state for state, _ in recorded.pages] == ["Failed"]
+    assert [state for state, _ in fake_pipeline.pages] == ["Failed"]
 
 
 @pytest.mark.fault("21")
-@pytest.mark.parametrize("fails", ["preflight", "ingest@a", "train", "push", "register"])
-def test_the_first_failure_ends_the_run_with_a_page_that_says_why(recorded, fails):
-    """Later runs take up a lock only where it has every stage and the remote what it names."""
-    recorded.fails = fails
-    with raises(DvcError, "flows.command_failed", command=f"stage {fails}", exit_code=3) as failed:
+@pytest.mark.parametrize("failing_task", ["preflight", "ingest@a", "train", "push", "register"])
+def test_the_first_failure_ends_the_run_with_a_page_that_says_why(fake_pipeline, failing_task):
+    """Later runs reuse a lock only if it has every stage and the remote has its outputs."""
+    fake_pipeline.failing_task = failing_task
+    with raises(DvcError, "flows.command_failed", command=f"stage {failing_task}", exit_code=3) as failure:
         run()
-    last: dict[str, list[Any]] = {"preflight": [], "push": ["push"], "register": ["register"]}
-    assert recorded.done[-1:] == last.get(fails, [(fails, False)])
-    ((state, error),) = recorded.pages
+    last_task: dict[str, list[Any]] = {"preflight": [], "push": ["push"], "register": ["register"]}
+    assert fake_pipeline.finished_tasks[-1:] == last_task.get(failing_task, [(failing_task, False)])
+    ((state, error),) = fake_pipeline.pages
     assert state == "Failed"
-    assert error == f"DvcError: {failed.value}"
-    assert bool(recorded.git) == (fails == "register")
-    assert recorded.told == [], "that is left to the hook of the flow"
+    assert error == f"DvcError: {failure.value}"
+    assert bool(fake_pipeline.git) == (failing_task == "register")
+    assert fake_pipeline.notified_states == [], "the hook of the flow sends this notice"
 
 
-def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(recorded, monkeypatch):
-    asked: list[Any] = []
-    found: list[str] = []
-    monkeypatch.setattr(pipeline, "reasons_to_train", lambda *given: asked.append(given) or found)
+def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(fake_pipeline, monkeypatch):
+    calls: list[Any] = []
+    reasons: list[str] = []
+    monkeypatch.setattr(pipeline, "reasons_to_train", lambda *arguments: calls.append(arguments) or reasons)
     state = run(reason="", if_changed=True)
     assert state.name == "Skipped"
     assert state.message == pipeline.NO_REASON
-    assert recorded.done == []
-    assert recorded.pages == []
-    found = ["new data"]
+    assert fake_pipeline.finished_tasks == []
+    assert fake_pipeline.pages == []
+    reasons = ["new data"]
     assert run(reason="the schedule", if_changed=True).name == "Rejected"
-    assert recorded.logged.count("because the schedule") == recorded.logged.count("because new data") == 1
-    assert asked == [(recorded.status, "the parameters")] * 2
+    assert (
+        fake_pipeline.log_lines.count("because the schedule") == fake_pipeline.log_lines.count("because new data") == 1
+    )
+    assert calls == [(fake_pipeline.status, "the parameters")] * 2
 
 
 SCHEDULED = {"if_changed": True, "data": True, "replay": None}
 
 
 @pytest.mark.parametrize(
-    ("flow", "given", "asked"),
+    ("flow", "parameters", "expected_arguments"),
     [
         (full, {}, [None, [], "asked for", {"replay": None}]),
         (full, {"ref": "main", "reason": "why", "replay": 0.5}, ["main", [], "why", {"replay": None}]),
@@ -258,9 +263,9 @@ SCHEDULED = {"if_changed": True, "data": True, "replay": None}
         (retrain, {"warm_start": True, "replay": 0.5}, ["HEAD", [], "", SCHEDULED | {"replay": 0.5}]),
     ],
 )
-def test_the_flows_hand_on_what_they_are_asked(monkeypatch, flow, given, asked):
-    monkeypatch.setattr(pipeline, "run_pipeline", lambda *got, **named: [*got, named])
-    assert flow.fn(**given) == asked
+def test_the_flows_pass_their_parameters_on(monkeypatch, flow, parameters, expected_arguments):
+    monkeypatch.setattr(pipeline, "run_pipeline", lambda *arguments, **options: [*arguments, options])
+    assert flow.fn(**parameters) == expected_arguments
 
 
 # The tasks
@@ -293,7 +298,7 @@ def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkey
 
 
 @pytest.mark.parametrize(
-    ("task", "made", "name", "asked"),
+    ("task", "outcome", "name", "expected_arguments"),
     [
         ("register", "registered", "Ran", ["params"]),
         ("register", "updated", "Ran", ["params"]),
@@ -305,38 +310,42 @@ def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkey
         ("dvc.push", ("Ran", "all of it"), "Ran", []),
     ],
 )
-def test_the_state_of_what_acts_outside_says_what_came_of_it(monkeypatch, task, made, name, asked):
-    result = {"register": lambda: Registration(outcome=made, model="m", version=3, run_id="r")}
-    result |= {"promote": lambda: decision(made), "dvc.push": lambda: made}
+def test_the_state_of_push_register_and_promote_tells_their_outcome(
+    monkeypatch, task, outcome, name, expected_arguments
+):
+    result = {"register": lambda: Registration(outcome=outcome, model="m", version=3, run_id="r")}
+    result |= {"promote": lambda: decision(outcome), "dvc.push": lambda: outcome}
     done = result[task]()
-    given = []
+    received_arguments = []
     monkeypatch.setattr(pipeline, "load_params", lambda path: "params")
-    monkeypatch.setattr(f"flows.pipeline.{task}", lambda *arguments: given.extend(arguments) or done)
-    does = {"register": pipeline.register_model.fn, "dvc.push": pipeline.push_data.fn}
-    state = does[task]() if task in does else pipeline.promote_model.fn(7)
+    monkeypatch.setattr(f"flows.pipeline.{task}", lambda *arguments: received_arguments.extend(arguments) or done)
+    task_functions = {"register": pipeline.register_model.fn, "dvc.push": pipeline.push_data.fn}
+    state = task_functions[task]() if task in task_functions else pipeline.promote_model.fn(7)
     assert state.message == ("all of it" if task == "dvc.push" else str(done))
     assert state.result() == ("Ran" if task == "dvc.push" else done)
     assert state.name == name
     assert state.is_completed()
-    assert given == asked
+    assert received_arguments == expected_arguments
 
 
 def test_only_transient_errors_are_retried_stages_once_and_servers_three_times():
-    passing = [DvcError.of_command("train", exit_code, []) for exit_code in (75, -9, 137)]
-    passing += [
+    transient_errors = [DvcError.of_command("train", exit_code, []) for exit_code in (75, -9, 137)]
+    transient_errors += [
         TrackingUnavailableError("registry.mlflow_not_answering", value="http://a", cause="gone"),
         dvc.RemoteError("flows.missing_in_remote", remote="store", count=1, names=["a"]),
         ConnectionError("gone"),
     ]
-    lasting = [DvcError.of_command("train", exit_code, []) for exit_code in (3, 1)]
-    lasting += [DataError("dvc.no_lock", path=Path("dvc.lock")), ValueError("a bug")]
-    for error in (*passing, *lasting):
-        assert pipeline.is_transient(None, None, Failed(data=error)) == (error in passing)
+    lasting_errors = [DvcError.of_command("train", exit_code, []) for exit_code in (3, 1)]
+    lasting_errors += [DataError("dvc.no_lock", path=Path("dvc.lock")), ValueError("a bug")]
+    for error in (*transient_errors, *lasting_errors):
+        assert pipeline.is_transient(None, None, Failed(data=error)) == (error in transient_errors)
     assert not pipeline.is_transient(None, None, Completed(data="Ran"))
     servers = (pipeline.push_data, pipeline.register_model, pipeline.promote_model)
     assert pipeline.reproduce.retries == 1
     assert pipeline.reproduce.retry_delay_seconds == 10
     assert [(task.retries, task.retry_delay_seconds) for task in servers] == [(3, [5, 20, 60])] * 3
     tasks = (pipeline.prepare_run, pipeline.reproduce, *servers)
-    worth = pipeline.is_transient
-    assert [task.retry_condition_fn for task in tasks] == [None, worth, None, worth, worth], "a remote's error may pass"
+    is_transient = pipeline.is_transient
+    assert [task.retry_condition_fn for task in tasks] == [None, is_transient, None, is_transient, is_transient], (
+        "a remote's error may pass"
+    )

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 def write_repository(root: Path, *settings: str) -> Path:
-    """A git and DVC repository with four pairs below `raw`, tracked by `dvc add`, and a stage that ingests them."""
+    """Return a DVC project with four pairs below `raw`, tracked by `dvc add`, and a stage that ingests them."""
     for number in range(8):
         save_picture(root / f"raw/{number}.bmp", number)
     rows = [f"{number}.bmp,{number + 4}.bmp,the lamp is gone,train\n" for number in range(4)]
@@ -149,7 +149,7 @@ def test_no_dvc_repository_owns_no_link(tmp_path, monkeypatch):
 
 
 def edit_in_place(path: Path) -> None:
-    """Change pixels and keep size, modification time and inode."""
+    """Change pixels of an image, but not its size, modification time and inode."""
     status = path.stat()
     with path.open("r+b") as file:
         file.seek(status.st_size - 60)

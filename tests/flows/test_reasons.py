@@ -1,4 +1,4 @@
-"""When the schedule trains again."""
+"""Reasons for the scheduled flow to train again."""
 
 import contextlib
 import shutil
@@ -18,13 +18,13 @@ from tests import toy
 from tests.toy import REPOSITORY
 
 
-def changes(status: dict[str, Any]) -> list[str]:
-    """The reasons in DVC's status, without the last: a version that is not registered."""
+def list_reasons(status: dict[str, Any]) -> list[str]:
+    """Return the reasons in DVC's status, without the reason from the registry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "reasons_of_registry", lambda params: ["unregistered"])
-        found = reasons_to_train(status, None)
-    assert found.pop() == "unregistered"
-    return found
+        reasons = reasons_to_train(status, None)
+    assert reasons.pop() == "unregistered"
+    return reasons
 
 
 DEPS = "train: changed deps:"
@@ -34,7 +34,7 @@ CHANGED = {"params.yaml": {"models.m3diff": "x", "train.seed": "new"}}
 
 
 @pytest.mark.parametrize(
-    ("status", "found"),
+    ("status", "expected_reasons"),
     [
         ({}, []),
         ({"convert": [{"changed deps": {"components/stages/convert": "modified"}}]}, []),
@@ -46,34 +46,34 @@ CHANGED = {"params.yaml": {"models.m3diff": "x", "train.seed": "new"}}
         ({"train": [{"changed outs": {"data/05": "deleted"}}]}, ["train: changed outs: data/05 deleted"]),
     ],
 )
-def test_changed_data_and_parameters_are_reasons_and_changed_code_alone_is_none(status, found):
-    assert changes(status) == found
+def test_changed_data_and_parameters_are_reasons_and_changed_code_alone_is_none(status, expected_reasons):
+    assert list_reasons(status) == expected_reasons
 
 
 def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(trained_once, tmp_path, monkeypatch):
     project = Path(shutil.copytree(trained_once, tmp_path / "toy", symlinks=True))
     monkeypatch.chdir(project)
-    assert changes(dvc.status()) == []
+    assert list_reasons(dvc.status()) == []
     toy.change(project, "compute", workers=7)
     plan = project / "components/stages/convert/stage.py"
     base = project / "data/00_base/config.json"
     plan.write_text(plan.read_text() + "\n# a comment\n")
-    assert changes(dvc.status()) == []
+    assert list_reasons(dvc.status()) == []
     models = yaml.safe_load(Path("params.yaml").read_text())["models"]
     models["m3diff"]["rates"]["llm"] = 0.5
     toy.change(project, "models", **models)
     base.write_text("another base")
-    found = sorted(changes(dvc.status()))
-    assert found == [f"{DEPS} data/00_base modified", f"{DEPS} params.yaml models.m3diff"]
+    reasons = sorted(list_reasons(dvc.status()))
+    assert reasons == [f"{DEPS} data/00_base modified", f"{DEPS} params.yaml models.m3diff"]
 
 
 @pytest.mark.parametrize(
     ("trained", "newest", "reason"),
     [
-        ("data/00_base", None, "nothing was trained yet"),
-        (None, None, "nothing was trained yet"),
+        ("data/00_base", None, "no model has been trained yet"),
+        (None, None, "no model has been trained yet"),
         ("data/05_model/checkpoint", None, "no version of m3diff is registered yet"),
-        ("data/05_model/checkpoint", "older", "m3diff version 3 is another checkpoint than the one in"),
+        ("data/05_model/checkpoint", "older", "the checkpoint of m3diff version 3 is not the one in"),
         ("data/05_model/checkpoint", "here", None),
     ],
 )
@@ -84,11 +84,11 @@ def test_what_was_trained_and_not_registered_is_a_reason(monkeypatch, tmp_path, 
     if trained:
         lock.write_text(yaml.safe_dump({"stages": stages if "model" in trained else {"pretrain": {"outs": [entry]}}}))
     version = newest and SimpleNamespace(version="3", tags={"dvc.checkpoint": newest})
-    asked = {} if reason == "nothing was trained yet" else {("client", "m3diff", "challenger"): version}
+    versions = {} if reason == "no model has been trained yet" else {("client", "m3diff", "challenger"): version}
     monkeypatch.setattr(pipeline, "DVC_LOCK", lock)
     monkeypatch.setattr(pipeline, "Lock", lambda: Lock(lock))
-    monkeypatch.setattr(tracking, "connected", lambda uri: contextlib.nullcontext("client"))
-    monkeypatch.setattr(pipeline, "find_alias", lambda *arguments: asked[arguments])
-    found = list(reasons_of_registry(load_params(REPOSITORY / "params.yaml")))
-    assert len(found) == bool(reason)
-    assert all(text.startswith(reason) for text in found)
+    monkeypatch.setattr(tracking, "connect", lambda uri: contextlib.nullcontext("client"))
+    monkeypatch.setattr(pipeline, "find_aliased_version", lambda *arguments: versions[arguments])
+    reasons = list(reasons_of_registry(load_params(REPOSITORY / "params.yaml")))
+    assert len(reasons) == bool(reason)
+    assert all(text.startswith(reason) for text in reasons)

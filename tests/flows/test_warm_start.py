@@ -1,4 +1,4 @@
-"""A run whose training begins with the champion."""
+"""Runs whose training starts from the champion."""
 
 import shutil
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from flows import dvc
-from flows import workspace as place
+from flows import workspace as workspace_module
 from flows.workspace import (
-    BASE,
+    CHAMPION_FOLDER,
     NothingNewError,
-    begin_with_champion,
     changed_datasets,
+    start_from_champion,
     workspace,
 )
 from m3diff.provenance.git import git, has_branch
@@ -25,7 +25,7 @@ from tests import toy
 from tests.conftest import MadeOnce
 from tests.errors import raises
 
-MINE = Path("data/01_raw/mine")
+MINE_FOLDER = Path("data/01_raw/mine")
 
 
 CHECKPOINT = Path("data/05_model/checkpoint")
@@ -33,16 +33,16 @@ CHECKPOINT = Path("data/05_model/checkpoint")
 
 @pytest.fixture(scope="session")
 def trained_on_mine(trained_once: Path, made_once: MadeOnce) -> Path:
-    """The toy with a dataset of its own, trained."""
+    """Return the toy project with an additional dataset, after its training."""
 
     def make(root: Path) -> None:
         shutil.copytree(trained_once, root, symlinks=True)
-        toy.write_dataset(root / MINE, toy.SPLITS)
+        toy.write_dataset(root / MINE_FOLDER, toy.SPLITS)
         datasets = yaml.safe_load((root / "params.yaml").read_text())["ingest"]["datasets"]
-        toy.change(root, "ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
+        toy.change(root, "ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE_FOLDER)}})
         toy.change(root, "convert", sources={"minichange": {"weight": 0.5, "samples": "one"}})
         toy.run(root, "dvc", "config", "cache.type", "hardlink")
-        toy.run(root, "dvc", "add", "-q", str(MINE))
+        toy.run(root, "dvc", "add", "-q", str(MINE_FOLDER))
         toy.commit(root, "mine")
         toy.run(root, "dvc", "repro", "-q", "train")
         toy.commit(root, "trained")
@@ -51,126 +51,132 @@ def trained_on_mine(trained_once: Path, made_once: MadeOnce) -> Path:
 
 
 @pytest.fixture
-def trained(trained_on_mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, current directory; its checkpoint is champion."""
+def champion_project(trained_on_mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of that project, which is the current directory. Its checkpoint is the champion."""
     root = tmp_path / "toy"
-    toy.run(tmp_path, "cp", "-a", str(trained_on_mine), str(root))  # hard links stay such
+    toy.run(tmp_path, "cp", "-a", str(trained_on_mine), str(root))  # cp -a keeps hard links
     monkeypatch.chdir(root)
     md5 = {out["path"]: out["md5"] for out in (dvc.locked_stages() or {})["train"]["outs"]}[str(CHECKPOINT)]
     tags = {"git.commit": git("rev-parse", "HEAD"), "dvc.checkpoint": md5}
     champion = SimpleNamespace(name="m3diff", version="3", tags=tags)
-    monkeypatch.setattr(place, "find_alias", lambda *asked: champion)
+    monkeypatch.setattr(workspace_module, "find_aliased_version", lambda *arguments: champion)
     return root
 
 
 def change_mine(root: Path) -> None:
-    toy.write_dataset(root / MINE, toy.SPLITS, seed=1)
-    toy.run(root, "dvc", "add", "-q", str(MINE))
+    toy.write_dataset(root / MINE_FOLDER, toy.SPLITS, seed=1)
+    toy.run(root, "dvc", "add", "-q", str(MINE_FOLDER))
     toy.commit(root, "mine grew")
 
 
-def others() -> list[str]:
+def other_datasets() -> list[str]:
     return [name for name in load_params(Path("params.yaml")).ingest.datasets if name != "mine"]
 
 
 @pytest.mark.slow(45)
-def test_a_warm_start_trains_changed_datasets_whole_and_a_share_of_the_rest(trained, monkeypatch):
+def test_a_warm_start_trains_changed_datasets_whole_and_a_share_of_the_rest(champion_project, monkeypatch):
     champion = sha256_of_folder(CHECKPOINT)
-    change_mine(trained)
-    toy.run(trained, "dvc", "gc", "-q", "-f", "--workspace", "--all-commits")
+    change_mine(champion_project)
+    toy.run(champion_project, "dvc", "gc", "-q", "-f", "--workspace", "--all-commits")
     with workspace("one", "HEAD", ["train.epochs=6"], replay=0.25) as work:
-        began = git("rev-parse", "HEAD")
+        commit = git("rev-parse", "HEAD")
         params = load_params(Path("params.yaml"))
-        assert params.train.base == BASE
+        assert params.train.base == CHAMPION_FOLDER
         assert params.train.epochs == 6
-        weights = {name: params.convert.sources[name].weight for name in others()}
-        assert weights == dict.fromkeys(others(), 0.25) | {"minichange": 0.125}
-        assert params.convert.sources["minichange"].samples == "one", "what else is set stays"
+        weights = {name: params.convert.sources[name].weight for name in other_datasets()}
+        assert weights == dict.fromkeys(other_datasets(), 0.25) | {"minichange": 0.125}
+        assert params.convert.sources["minichange"].samples == "one", "other settings are kept"
         assert "mine" not in params.convert.sources
-        assert sha256_of_folder(BASE) == champion
+        assert sha256_of_folder(CHAMPION_FOLDER) == champion
         assert git("status", "--porcelain") == ""
-        assert git("show", "--name-only", "--format=", "HEAD").split() == [f"{BASE}.dvc", "params.yaml"]
-        assert work.overrides == ("train.epochs=6", "begin with the champion, replay 0.25")
-        (said,) = work.data_notes
-        assert said.startswith("begins with m3diff version 3; mine changed since and trains whole; of minichange")
-        assert said.endswith("a share of 0.25 trains again")
+        assert git("show", "--name-only", "--format=", "HEAD").split() == [f"{CHAMPION_FOLDER}.dvc", "params.yaml"]
+        assert work.overrides == ("train.epochs=6", "start from the champion, replay 0.25")
+        (note,) = work.data_notes
+        assert note.startswith("training starts from m3diff version 3. Changed since and used in full: mine. Unchanged")
+        assert "a share of 0.25 is used again: minichange" in note
         dvc.link_data()
         for stage in ("synthesize@minichange", "convert", "train"):
             dvc.repro(stage, print)
         assert yaml.safe_load((CHECKPOINT / "manifest.json").read_text())["base_sha256"] == champion
-    monkeypatch.setattr(place, "find_alias", lambda *asked: pytest.fail("a run that is tried again asks for nobody"))
+    monkeypatch.setattr(
+        workspace_module,
+        "find_aliased_version",
+        lambda *arguments: pytest.fail("a retry does not look for the champion"),
+    )
     with workspace("one", "HEAD", ["train.epochs=6"], replay=0.25) as work:
-        assert git("rev-parse", "HEAD") == began
-        assert sha256_of_folder(BASE) == champion
-        assert work.overrides[1:], "unlike those of plain runs"
+        assert git("rev-parse", "HEAD") == commit
+        assert sha256_of_folder(CHAMPION_FOLDER) == champion
+        assert work.overrides[1:], "a run without overrides has none"
 
 
-def test_a_warm_start_needs_changed_data_and_without_a_champion_has_the_base(trained, monkeypatch):
-    toy.change(trained, "train", epochs=9)
-    toy.commit(trained, "other parameters")
+def test_a_warm_start_needs_changed_data_and_without_a_champion_has_the_base(champion_project, monkeypatch):
+    toy.change(champion_project, "train", epochs=9)
+    toy.commit(champion_project, "other parameters")
     with pytest.raises(NothingNewError, match="m3diff version 3"), workspace("one", "HEAD", [], replay=0.25):
-        pytest.fail("it began")
+        pytest.fail("the run started")
     assert not has_branch("runs/one")
-    assert not Path(f"{BASE}.dvc").exists()
-    monkeypatch.setattr(place, "find_alias", lambda *asked: None)
+    assert not Path(f"{CHAMPION_FOLDER}.dvc").exists()
+    monkeypatch.setattr(workspace_module, "find_aliased_version", lambda *arguments: None)
     with workspace("one", "HEAD", [], replay=0.25) as work:
         assert load_params(Path("params.yaml")).train.base == Path("data/00_base")
         assert "no champion" in work.data_notes[0]
 
 
-def test_other_raw_data_or_data_parameters_are_changes_and_code_is_none(trained):
+def test_other_raw_data_or_data_parameters_are_changes_and_code_is_none(champion_project):
     commit = git("rev-parse", "HEAD")
-    names = ["mine", *others()]
+    names = ["mine", *other_datasets()]
     lock = Path("dvc.lock").read_bytes()
-    stage = trained / "components/stages/ingest/stage.py"
+    stage = champion_project / "components/stages/ingest/stage.py"
     stage.write_text(stage.read_text() + "\n# a comment\n")
-    toy.change(trained, "train", epochs=9)
+    toy.change(champion_project, "train", epochs=9)
     shutil.rmtree("data/01_raw")
-    toy.run(trained, "git", "checkout", "-q", "data/01_raw")
+    toy.run(champion_project, "git", "checkout", "-q", "data/01_raw")
     assert changed_datasets(commit, names) == set()
     assert changed_datasets(commit, [*names, "new"]) == {"new"}
     synthesized = yaml.safe_load(Path("params.yaml").read_text())["synthesize"]
-    toy.change(trained, "synthesize", minichange=synthesized["minichange"] | {"seed": 5})
+    toy.change(champion_project, "synthesize", minichange=synthesized["minichange"] | {"seed": 5})
     assert changed_datasets(commit, names) == {"minichange"}
-    toy.write_dataset(trained / MINE, toy.SPLITS, seed=1)
-    toy.run(trained, "dvc", "add", "-q", str(MINE))
-    shutil.rmtree(MINE)
+    toy.write_dataset(champion_project / MINE_FOLDER, toy.SPLITS, seed=1)
+    toy.run(champion_project, "dvc", "add", "-q", str(MINE_FOLDER))
+    shutil.rmtree(MINE_FOLDER)
     assert changed_datasets(commit, names) == {"minichange", "mine"}
     assert Path("dvc.lock").read_bytes() == lock
 
 
 @pytest.mark.slow
-def test_a_wrong_replay_share_and_an_unknown_commit_of_the_champion_are_refused(trained):
-    change_mine(trained)
-    champion = place.find_alias()
+def test_a_wrong_replay_share_and_an_unknown_commit_of_the_champion_are_refused(champion_project):
+    change_mine(champion_project)
+    champion = workspace_module.find_aliased_version()
     for replay in (1.5, -0.1):
         with raises(ParamsError, "flows.replay_out_of_range", key="replay", value=replay):
-            begin_with_champion(replay)
+            start_from_champion(replay)
     for tags, commit in (({"git.commit": "0" * 40}, "0" * 40), ({}, "unknown")):
         champion.tags = tags
         with raises(DataError, "git.commit_not_in_clone", value=commit):
-            begin_with_champion(0.25)
-        assert not Path(f"{BASE}.dvc").exists()
+            start_from_champion(0.25)
+        assert not Path(f"{CHAMPION_FOLDER}.dvc").exists()
 
 
 @pytest.mark.slow(20)
-def test_a_checkpoint_lost_by_the_cache_is_pulled_or_the_run_is_refused(trained):
+def test_a_checkpoint_lost_by_the_cache_is_pulled_or_the_run_is_refused(champion_project):
     content = sha256_of_folder(CHECKPOINT)
-    md5 = place.find_alias().tags["dvc.checkpoint"]
-    change_mine(trained)
-    list_of_files = trained / ".dvc/cache/files/md5" / md5[:2] / md5[2:]
-    kept = list_of_files.read_bytes()
-    list_of_files.unlink()
+    md5 = workspace_module.find_aliased_version().tags["dvc.checkpoint"]
+    change_mine(champion_project)
+    file_list = champion_project / ".dvc/cache/files/md5" / md5[:2] / md5[2:]
+    file_list_bytes = file_list.read_bytes()
+    file_list.unlink()
     with (
-        raises(dvc.DvcError, "flows.command_failed", command=f"dvc pull {BASE}.dvc"),
+        raises(dvc.DvcError, "flows.command_failed", command=f"dvc pull {CHAMPION_FOLDER}.dvc"),
         workspace("one", "HEAD", [], replay=0.25),
     ):
-        pytest.fail("it began")
+        pytest.fail("the run started")
     assert not has_branch("runs/one")
-    list_of_files.write_bytes(kept)
-    toy.run(trained, "dvc", "remote", "add", "-q", "--default", "shelf", str(trained.parent / "shelf"))
-    toy.commit(trained, "a remote")
-    toy.run(trained, "dvc", "push", "-q", "--all-commits")
-    list_of_files.unlink()
+    file_list.write_bytes(file_list_bytes)
+    toy.run(
+        champion_project, "dvc", "remote", "add", "-q", "--default", "shelf", str(champion_project.parent / "shelf")
+    )
+    toy.commit(champion_project, "a remote")
+    toy.run(champion_project, "dvc", "push", "-q", "--all-commits")
+    file_list.unlink()
     with workspace("one", "HEAD", [], replay=0.25):
-        assert sha256_of_folder(BASE) == content
+        assert sha256_of_folder(CHAMPION_FOLDER) == content

@@ -1,4 +1,4 @@
-"""A flow run's worktree: at one commit, out of everybody's reach, with the data linked in, and gone after a success."""
+"""The worktree of a flow run is at one commit, links the data, and is removed after a success."""
 
 import os
 import subprocess
@@ -12,10 +12,10 @@ import yaml
 
 from flows import dvc
 from flows.workspace import (
-    DATA,
-    FLOWS,
-    lock,
-    sweep,
+    DATA_BRANCH,
+    FLOWS_FOLDER,
+    hold_lock,
+    remove_old_worktrees,
     uncommitted_error,
 )
 from m3diff.provenance.git import git, has_branch
@@ -33,7 +33,7 @@ def trained_by() -> dict:
 @pytest.mark.fault("B1", "S4")
 def test_a_run_has_a_worktree_of_its_commit_without_later_edits_then_none(project):
     with opened() as work:
-        assert Path.cwd() == work.root == project / FLOWS / "one"
+        assert Path.cwd() == work.root == project / FLOWS_FOLDER / "one"
         assert git("rev-parse", "HEAD") == work.commit == git("rev-parse", "HEAD", cwd=project)
         assert git("branch", "--show-current") == work.branch == "runs/one"
         assert work.tree == git("rev-parse", "HEAD^{tree}", cwd=project)
@@ -45,7 +45,7 @@ def test_a_run_has_a_worktree_of_its_commit_without_later_edits_then_none(projec
     assert Path.cwd() == project
     assert worktrees() == []
     assert has_branch("runs/one")
-    assert not [*(project / FLOWS).glob("one*")]
+    assert not [*(project / FLOWS_FOLDER).glob("one*")]
     assert (project / "params.yaml").read_text() == "half typ"
     assert "the run's" not in (project / "dvc.lock").read_text()
 
@@ -94,12 +94,12 @@ def test_a_refusal_names_five_files_at_most_and_commits_all(count):
 
 
 def test_a_named_commit_runs_without_what_is_not_committed(project):
-    first = git("rev-parse", "HEAD")
+    first_commit = git("rev-parse", "HEAD")
     toy.change(project, "train", seed=2)
     toy.commit(project, "second")
     head = git("rev-parse", "HEAD")
     toy.change(project, "train", seed=3)
-    for name, ref, seed, commit in (("a", "HEAD", 2, head), ("b", first[:9], 7407, first)):
+    for name, ref, seed, commit in (("a", "HEAD", 2, head), ("b", first_commit[:9], 7407, first_commit)):
         with opened(name, ref) as work:
             assert trained_by()["seed"] == seed
             assert work.commit == commit
@@ -150,10 +150,10 @@ def test_every_setting_of_a_remote_means_in_a_run_what_it_means_in_the_checkout(
         meant = repo.config["remote"]
         cache = repo.cache.local_cache_dir
     with opened(ref="HEAD"), dvc.repository() as repo:
-        found = repo.config["remote"]
-        assert found["aws"].pop("ssl_verify") == str(project / "certs" / "ca.pem")
+        settings = repo.config["remote"]
+        assert settings["aws"].pop("ssl_verify") == str(project / "certs" / "ca.pem")
         assert meant["aws"].pop("ssl_verify") == "certs/ca.pem"
-        assert found == meant
+        assert settings == meant
         assert repo.cache.local_cache_dir == cache
         assert repo.config["cache"]["slow_link_warning"] is False
         assert Path(repo.config["core"]["site_cache_dir"]).is_relative_to(Path.cwd())
@@ -165,10 +165,10 @@ def test_a_relative_store_or_scratch_folder_is_the_checkouts_wherever_it_lies(pr
     toy.change(project, "register", tracking_uri=uri)
     toy.change(project, "compute", scratch="../scratch")
     toy.commit(project, "places")
-    meant = tracking.resolve(uri)
+    meant = tracking.resolve_uri(uri)
     for name in ("one", "two"):  # the second finds the links of the first outside its worktree
         with opened(name):
-            assert tracking.resolve(uri) == meant
+            assert tracking.resolve_uri(uri) == meant
             (Path("../scratch") / name).write_text("a checkpoint")
             assert (project.parent / "scratch" / name).is_file()
 
@@ -177,33 +177,33 @@ def test_a_relative_store_or_scratch_folder_is_the_checkouts_wherever_it_lies(pr
 def test_a_failed_runs_worktree_stays_for_a_week_and_a_sweep_takes_only_such(project):
     with pytest.raises(RuntimeError, match="failed"), opened() as work:
         raise RuntimeError("it failed")
-    flows = project / FLOWS
-    theirs = flows / "dvc-store" / "files"
-    mine = flows / "mine"
+    flows = project / FLOWS_FOLDER
+    other_folder = flows / "dvc-store" / "files"
+    own_worktree = flows / "mine"
     link = flows / "link"
-    theirs.mkdir(parents=True)
-    git("worktree", "add", "--quiet", "--detach", str(mine), "HEAD")
+    other_folder.mkdir(parents=True)
+    git("worktree", "add", "--quiet", "--detach", str(own_worktree), "HEAD")
     link.symlink_to(project / "components")
     for name in ("link", "dvc-store"):
         (flows / f"{name}.lock").touch()
-    for path in (theirs.parent, mine, project / "components"):
+    for path in (other_folder.parent, own_worktree, project / "components"):
         os.utime(path, (0, 0))
-    sweep(flows)
+    remove_old_worktrees(flows)
     assert work.root.is_dir()
     old = time.time() - 8 * 86400
     os.utime(work.root, (old, old))
-    with lock(flows / "one.lock"):
-        sweep(flows)
+    with hold_lock(flows / "one.lock"):
+        remove_old_worktrees(flows)
         assert work.root.is_dir(), "its process still lives"
-    sweep(flows)
-    assert worktrees() == [str(mine)]
+    remove_old_worktrees(flows)
+    assert worktrees() == [str(own_worktree)]
     assert not work.root.exists()
-    assert all((theirs.is_dir(), (mine / ".git").is_file(), link.is_symlink()))
+    assert all((other_folder.is_dir(), (own_worktree / ".git").is_file(), link.is_symlink()))
 
 
 @pytest.mark.fault("04")
 def test_a_repeated_run_goes_on_from_its_branch_and_without_one_begins_anew(project):
-    root = project / FLOWS / "one"
+    root = project / FLOWS_FOLDER / "one"
     root.parent.mkdir(parents=True)
     git("worktree", "add", "--quiet", "--detach", str(root), "HEAD")
     (root / "params.yaml").write_text("half written")
@@ -221,17 +221,17 @@ def test_a_repeated_run_goes_on_from_its_branch_and_without_one_begins_anew(proj
 
 
 def written(project: Path, **files: str) -> None:
-    """Write `.dvc` files and commit them to main: a word stands for their content."""
+    """Write `.dvc` files, with a word instead of a hash, and commit them to main."""
     for name, word in files.items():
         (project / f"{name}.dvc").write_text(f"outs:\n- path: {name}\n  desc: {word}\n")
     toy.commit(project, f"data {files}")
 
 
 def found_by_watch(project: Path, **files: str) -> None:
-    """Commit on top of main's, on a branch of its own, as watch does."""
+    """Commit `.dvc` files to the branch runs/data on top of main, like watch."""
     head = git("rev-parse", "HEAD")
     written(project, **files)
-    git("update-ref", f"refs/heads/{DATA}", "HEAD")
+    git("update-ref", f"refs/heads/{DATA_BRANCH}", "HEAD")
     git("reset", "--quiet", "--hard", head)
 
 
@@ -251,10 +251,10 @@ def test_data_found_by_watch_are_used_if_asked_and_later_changes_by_hand_win(pro
     with opened("with", "HEAD", data=True) as work:
         assert [word_of(name) for name in "abcd"] == ["new", "by hand", "new", "another"]
         assert not Path("e.dvc").exists(), "main gave it up"
-        older = f"as committed by hand; what {DATA} has of it is older and left out"
-        taken = f"as on {DATA}, {git('rev-parse', '--short', DATA)}"
-        assert work.data_notes == (f"a.dvc: {taken}", f"b.dvc: {older}", f"e.dvc: {older}")
-        assert git("log", "-1", "--format=%s") == f"Data of {DATA}: a.dvc"
+        older_note = f"used as committed by hand, because the one on {DATA_BRANCH} is older"
+        used_note = f"used as on {DATA_BRANCH}, commit {git('rev-parse', '--short', DATA_BRANCH)}"
+        assert work.data_notes == (f"a.dvc: {used_note}", f"b.dvc: {older_note}", f"e.dvc: {older_note}")
+        assert git("log", "-1", "--format=%s") == f"Data of {DATA_BRANCH}: a.dvc"
         assert git("status", "--porcelain") == ""
         assert work.tree == git("rev-parse", "HEAD^{tree}") != plain.tree
     assert work.commit == git("rev-parse", "HEAD")
@@ -273,7 +273,7 @@ def test_of_two_that_want_a_lock_one_waits_for_the_other_however_that_ends(tmp_p
     logged: list[str] = []
 
     def work(name: str) -> None:
-        with lock(tmp_path / name, on_wait=lambda: logged.append("waits")):
+        with hold_lock(tmp_path / name, on_wait=lambda: logged.append("waits")):
             logged.append("works")
 
     def beside(name: str) -> threading.Thread:
@@ -282,12 +282,12 @@ def test_of_two_that_want_a_lock_one_waits_for_the_other_however_that_ends(tmp_p
         thread.join(0.3)
         return thread
 
-    with suppress(BlockingIOError), lock(tmp_path / "same", on_wait=lambda: pytest.fail("it waits")):
+    with suppress(BlockingIOError), hold_lock(tmp_path / "same", on_wait=lambda: pytest.fail("it waits")):
         beside("another")
         assert logged.pop() == "works"
         second = beside("same")
         assert logged == ["waits"]
-        with pytest.raises(BlockingIOError), lock(tmp_path / "same", wait=False):
+        with pytest.raises(BlockingIOError), hold_lock(tmp_path / "same", wait=False):
             pytest.fail("two hold it")
         raise BlockingIOError("another training of this run is alive")
     second.join()

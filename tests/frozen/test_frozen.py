@@ -17,7 +17,7 @@ import yaml
 
 from m3diff.__main__ import main
 from m3diff.provenance.git import git
-from m3diff.registry.decisions import BRANCH, TAG
+from m3diff.registry.decisions import BRANCH, COUNT_TAG
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 
@@ -67,7 +67,7 @@ def convert_record(root: Path) -> None:
         tip = git("commit-tree", tree, "-p", tip, cwd=root, stdin=line.encode())
     git("update-ref", BRANCH, tip, cwd=root)
     with closing(sqlite3.connect(root / "services/mlflow/mlflow.db")) as store, store:
-        store.execute("UPDATE registered_model_tags SET value = ? WHERE key = ?", (f"{len(lines)} {tip}", TAG))
+        store.execute("UPDATE registered_model_tags SET value = ? WHERE key = ?", (f"{len(lines)} {tip}", COUNT_TAG))
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:

@@ -7,7 +7,7 @@ from mlflow import environment_variables
 from prefect.settings import Settings
 from prefect.settings.legacy import _get_settings_fields
 
-from infra.access import TOOLS, is_visible
+from infra.access import TOOL_PREFIXES, is_visible
 from m3diff.runtime import PRIVACY
 from tests.toy import REPOSITORY
 
@@ -69,11 +69,11 @@ def test_a_service_sees_what_it_reaches_others_with(service, name):
 
 
 def test_the_table_of_security_names_every_variable_with_a_secret():
-    """Secrets of the tools that infra/README.md tells people to set."""
+    """The secrets are the variables that infra/README.md and SECURITY.md tell users to set."""
     security = (REPOSITORY / "SECURITY.md").read_text()
     table = security.partition("### Who sees which secret")[2].partition("\n## ")[0]
     documents = (REPOSITORY / "infra/README.md").read_text() + security
-    names = set(re.findall(rf"`((?:{'|'.join(TOOLS)}|AWS_|RAY_)[A-Z_]*)", documents))
+    names = set(re.findall(rf"`((?:{'|'.join(TOOL_PREFIXES)}|AWS_|RAY_)[A-Z_]*)", documents))
     secret = re.compile("PASSWORD|SECRET|TOKEN|AUTH_STRING|CONNECTION_URL|_STORE$|_NOTIFY$")
     missing = {name for name in names if secret.search(name) and name not in table}
     assert missing == set()

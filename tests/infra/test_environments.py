@@ -1,11 +1,11 @@
-"""The environment of each service: its secrets, its login, and nothing that is sent out."""
+"""The environment of each service: secrets, logins and disabled telemetry."""
 
 import pytest
 
 from flows import GUARD
 from infra import processes, services
 from infra.errors import ServiceError
-from infra.mlflow_login import USER
+from infra.mlflow_login import WORKER_USER
 from m3diff.runtime import PRIVACY
 from tests.errors import raises
 from tests.infra.toy import TOKENS, environment_of, make_worker_password
@@ -13,7 +13,7 @@ from tests.infra.toy import TOKENS, environment_of, make_worker_password
 
 @pytest.mark.parametrize("servers", [[], ["prefect"], ["mlflow"], ["prefect", "mlflow"]], ids=str)
 def test_a_server_without_a_token_is_guarded_and_nothing_is_sent_out(servers, monkeypatch):
-    """tests/flows/test_foreign_sites.py has the requests that the guard refuses."""
+    """tests/flows/test_foreign_sites.py tests the requests that the guard refuses."""
     monkeypatch.setenv("UVICORN_HTTP", "h11")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
     tokens = dict(zip(("prefect", "mlflow"), TOKENS.items(), strict=True))
@@ -70,7 +70,7 @@ SECRETS_OF = {
         "RAY_AUTH_TOKEN",
     },
 }
-"""The secrets that each service sees, by the names that it sees them under: the table of SECURITY.md."""
+"""The names of the secrets that each service sees, as in the table of SECURITY.md."""
 
 
 @pytest.mark.parametrize("name", SECRETS_OF)
@@ -113,7 +113,7 @@ def test_the_worker_logs_in_to_mlflow_as_its_own_user_whoever_started_it(monkeyp
     monkeypatch.setenv("MLFLOW_AUTH_ADMIN_PASSWORD", TOKENS["MLFLOW_AUTH_ADMIN_PASSWORD"])
     make_worker_password()
     service_environment = environment_of(services.services()[-1])
-    assert service_environment["MLFLOW_TRACKING_USERNAME"] == USER
+    assert service_environment["MLFLOW_TRACKING_USERNAME"] == WORKER_USER
     assert service_environment["MLFLOW_TRACKING_PASSWORD"] == "w" * 16
 
 
@@ -125,5 +125,5 @@ def test_the_worker_keeps_the_login_of_another_mlflow_where_this_one_asks_for_no
 
 def test_a_worker_without_a_login_does_not_start(folder, monkeypatch):
     monkeypatch.setenv("MLFLOW_AUTH_ADMIN_PASSWORD", TOKENS["MLFLOW_AUTH_ADMIN_PASSWORD"])
-    with raises(ServiceError, "infra.no_password_of_worker", path=folder / "mlflow/worker.password", user=USER):
+    with raises(ServiceError, "infra.no_password_of_worker", path=folder / "mlflow/worker.password", user=WORKER_USER):
         environment_of(services.services()[-1])

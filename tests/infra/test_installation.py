@@ -1,4 +1,4 @@
-"""What `make install` checks of a machine, and `bin/m3diff`, which calls it."""
+"""The checks of `make install`, and `bin/m3diff`, which calls it."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ JAVA = """echo 'openjdk version "17.0.15" 2025-04-15' >&2"""
     ("tools", "words"),
     [
         ({"java": JAVA, "git": "", "gxx": ""}, []),
-        ({"java": "exit 1", "git": "", "gxx": ""}, ["needs Java 17", "does not answer", "apt install openjdk-17"]),
+        ({"java": "exit 1", "git": "", "gxx": ""}, ["needs Java 17", "does not work", "apt install openjdk-17"]),
         ({"java": JAVA.replace("17.0.15", "11.0.2"), "git": "", "gxx": ""}, ["needs Java 17", "found Java 11"]),
         ({}, [f"needs {name}" for name in ("Java 17", "git", "a C++ compiler")]),
     ],

@@ -1,4 +1,4 @@
-"""The example of a cluster, which no test runs."""
+"""The example for a Kubernetes cluster. No test runs it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.toy import REPOSITORY
 
 
 def cluster() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The volume claim and the RayJob."""
+    """Return the volume claim and the RayJob."""
     claim, job = yaml.safe_load_all((INFRA / "kubernetes.yaml").read_text())
     return claim, job
 

@@ -16,7 +16,7 @@ PACKAGE = re.compile(r"^([\w.-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})
 
 
 def locked() -> dict[str, tuple[str, int]]:
-    """Version and number of hashes of each package of the lock, by name."""
+    """Return the version and the number of hashes of each package in the lock file, by name."""
     text = (REPOSITORY / "infra" / "lock.txt").read_text()
     packages = {name: (version, hashes.count("--hash")) for name, version, hashes in PACKAGE.findall(text)}
     assert PACKAGE.sub("", text) == HEAD, "a line that is no package"
@@ -24,7 +24,7 @@ def locked() -> dict[str, tuple[str, int]]:
 
 
 def with_extras(requirement: str) -> list[Requirement]:
-    """The requirements of the project, or of its extras, without its own name."""
+    """Return the requirements of the project or of its extras, without the project itself."""
     need = Requirement(requirement)
     if need.name != "m3diff":
         return [need]

@@ -1,4 +1,4 @@
-"""MLflow's user for the worker, against a pretended server; tests/team/test_logins.py has a real one."""
+"""The worker's MLflow user, with a fake server. tests/team/test_logins.py uses a real server."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from infra import mlflow_login
 from infra.errors import ServiceError
-from infra.mlflow_login import GRANTS, USER, Admin, prepare_worker_user, read_password, write_password
+from infra.mlflow_login import GRANTS, WORKER_USER, Admin, prepare_worker_user, read_password, write_password
 from tests.errors import raises
 
 ADMIN = Admin("admin", "the admin's password")
@@ -21,7 +21,7 @@ ADDRESS = "http://127.0.0.1:5000"
 
 @dataclass
 class PretendedMlflow:
-    """A stand-in for MLflow's REST API with users, passwords and rights."""
+    """Replaces MLflow's REST API. It has users, passwords and permissions."""
 
     passwords: dict[str, str] = field(default_factory=lambda: {ADMIN.name: ADMIN.password})
     admins: set[str] = field(default_factory=lambda: {ADMIN.name})
@@ -83,16 +83,16 @@ def file(tmp_path: Path) -> Path:
 
 
 def is_ready(server: PretendedMlflow, file: Path) -> bool:
-    """True if the user has the password of the file and exactly the rights of GRANTS."""
-    has_password = server.passwords[USER] == read_password(file)
-    return has_password and server.rights == GRANTS and USER not in server.admins
+    """Return whether the user has the password in the file and exactly the permissions in GRANTS."""
+    has_password = server.passwords[WORKER_USER] == read_password(file)
+    return has_password and server.rights == GRANTS and WORKER_USER not in server.admins
 
 
 def test_the_first_start_makes_a_user_without_rights_of_an_admin_and_a_private_file(server, file):
     prepare_worker_user(ADDRESS, ADMIN, file)
     assert is_ready(server, file)
     assert file.stat().st_mode & 0o777 == 0o600
-    assert len(server.passwords[USER]) >= 32
+    assert len(server.passwords[WORKER_USER]) >= 32
 
 
 def test_a_second_start_changes_nothing(server, file):
@@ -105,7 +105,7 @@ def test_a_second_start_changes_nothing(server, file):
 
 
 def other_password(server: PretendedMlflow, file: Path) -> None:
-    server.passwords[USER] = "set on MLflow's page"
+    server.passwords[WORKER_USER] = "set on MLflow's page"
 
 
 def no_file(server: PretendedMlflow, file: Path) -> None:
@@ -117,7 +117,7 @@ def empty_file(server: PretendedMlflow, file: Path) -> None:
 
 
 def became_admin(server: PretendedMlflow, file: Path) -> None:
-    server.admins.add(USER)
+    server.admins.add(WORKER_USER)
 
 
 def right_removed(server: PretendedMlflow, file: Path) -> None:
@@ -133,7 +133,7 @@ def right_raised(server: PretendedMlflow, file: Path) -> None:
 
 
 def users_lost(server: PretendedMlflow, file: Path) -> None:
-    del server.passwords[USER]
+    del server.passwords[WORKER_USER]
     server.rights.clear()
 
 
@@ -197,7 +197,7 @@ def test_a_server_that_is_silent_is_an_error_of_one_line(server, file, monkeypat
         raise silence
 
     monkeypatch.setattr(server, "answer", be_silent)
-    expected = {"address": ADDRESS, "user": USER, "cause": repr(silence)}
+    expected = {"address": ADDRESS, "user": WORKER_USER, "cause": repr(silence)}
     with raises(ServiceError, "infra.worker_user_not_made", **expected) as refused:
         prepare_worker_user(ADDRESS, ADMIN, file)
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Services as processes: how they are awaited, logged, ended, replaced and started again."""
+"""Services as processes: waiting, logs, stopping, replacement and restarts."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from flows import FLOW_RUN
+from flows import FLOW_RUN_VARIABLE
 from infra import apis, processes, services
 from infra.errors import ServiceError
 from infra.processes import Service, running_processes
@@ -29,12 +29,12 @@ def test_a_service_is_waited_for_while_the_process_that_runs_it_lives(folder, mo
     monkeypatch.setattr(processes, "running_processes", lambda: {"worker": next(looks, [])})
     worker = SimpleNamespace(name="worker", answers=lambda: True)
     (folder / "worker.log").write_text("it ended\n")
-    processes.wait(worker, process, folder / "worker.log")
+    processes.wait_until_up(worker, process, folder / "worker.log")
     process.kill()
     process.wait()
     log = folder / "worker.log"
     with raises(ServiceError, "infra.service_not_started", service="worker", path=log, last_lines=["it ended"]):
-        processes.wait(worker, process, log)
+        processes.wait_until_up(worker, process, log)
 
 
 @pytest.mark.fault("S5")
@@ -42,7 +42,7 @@ def test_a_restart_adds_to_the_log(monkeypatch):
     service = Service("worker", [sys.executable, "-c", "print('a line')"])
     monkeypatch.setattr(processes, "environment", lambda service, token: dict(os.environ))
     for _ in range(2):
-        processes.start(service).wait()
+        processes.start_service(service).wait()
     lines = service.log.read_text().splitlines()
     assert [line for line in lines if line == "a line"] == ["a line"] * 2
     assert [line[:18] for line in lines[::2]] == ["--- worker started"] * 2
@@ -55,7 +55,7 @@ def test_a_long_log_is_moved_while_it_is_written(folder, monkeypatch):
     with log.open("a") as writer:
         for words in ("long line 0", "long line 1", "after"):
             print(words, file=writer, flush=True)
-            processes.rotate(log)
+            processes.rotate_log(log)
     logs = {path.name: path.read_text() for path in folder.glob("long*")}
     assert logs == {"long.log": "after\n", "long.log.1": "long line 1\n"}
 
@@ -73,26 +73,26 @@ time.sleep(600)
 @pytest.mark.fault("S5")
 @pytest.mark.parametrize("old_server", ["killed", "alive"])
 def test_what_is_left_of_a_server_does_not_keep_its_port_from_the_next(old_server, folder, monkeypatch):
-    """MLflow's own process starts the one that listens; a server that is alive was left by a killed keeper."""
+    """MLflow's process starts another process that listens. A killed keeper may leave the server running."""
     port = free_port()
     monkeypatch.setattr(processes, "GRACE_S", 1)
     service = Service("mlflow", [sys.executable, "-c", LISTENS, str(port)], port)
     names_of(monkeypatch, service)
-    before = processes.start(service)
+    before = processes.start_service(service)
     until(lambda: "listens" in service.log.read_text())
     if old_server == "killed":
         before.kill()
         before.wait()
     try:
-        assert processes.is_taken(port)
-        after = processes.start(service)
+        assert processes.is_port_taken(port)
+        after = processes.start_service(service)
         assert before.poll() is not None
         until(lambda: service.log.read_text().count("listens") == 2)
         assert after in running_processes()["mlflow"]
         assert len(running_processes()["mlflow"]) == 2
     finally:
         services.down()
-    assert not processes.is_taken(port)
+    assert not processes.is_port_taken(port)
 
 
 def test_a_taken_port_is_named(folder):
@@ -100,7 +100,7 @@ def test_a_taken_port_is_named(folder):
         port = other_program.getsockname()[1]
         command = f"M3DIFF_MLFLOW_PORT={port + 1} make up"
         with raises(ServiceError, "infra.port_taken", service="mlflow", port=port, command=command):
-            processes.start(Service("mlflow", ["true"], port))
+            processes.start_service(Service("mlflow", ["true"], port))
 
 
 ENDS_WHEN_ASKED = """
@@ -114,7 +114,7 @@ time.sleep(60)
 
 
 class Family(NamedTuple):
-    """A keeper and a worker that end when they are asked to, and the process of a flow under the worker."""
+    """Start a keeper and a worker that stop on request, and a flow's process under the worker."""
 
     keeper: Service
     worker: Service
@@ -126,11 +126,11 @@ class Family(NamedTuple):
 def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     command = [sys.executable, "-c", ENDS_WHEN_ASKED]
     keeper = Service("keeper", command)
-    worker = Service("worker", [*command, FLOW_RUN])
+    worker = Service("worker", [*command, FLOW_RUN_VARIABLE])
     names_of(monkeypatch, keeper, worker)
     monkeypatch.setattr(processes, "GRACE_S", 1)
-    processes.start(keeper)
-    worker_process = processes.start(worker)
+    processes.start_service(keeper)
+    worker_process = processes.start_service(worker)
     (flow_process,) = until(lambda: running_processes()["flow"])
     yield Family(keeper, worker, worker_process, flow_process)
     services.down()
@@ -144,7 +144,7 @@ def test_a_second_keeper_is_refused(family):
 
 @pytest.mark.fault("S5")
 def test_a_new_worker_replaces_the_old_one_and_leaves_its_flows_alone(family):
-    new_worker = processes.start(family.worker)
+    new_worker = processes.start_service(family.worker)
     assert not family.worker_process.is_running()
     assert family.flow_process.is_running()
     assert running_processes()["worker"] == [new_worker]
@@ -152,7 +152,7 @@ def test_a_new_worker_replaces_the_old_one_and_leaves_its_flows_alone(family):
 
 @pytest.mark.fault("S5")
 def test_down_asks_the_keeper_the_worker_and_its_flows_to_end(family, capsys):
-    processes.start(family.worker)
+    processes.start_service(family.worker)
     logs = (family.keeper.log, family.worker.log)
     until(lambda: sum(log.read_text().count("began") for log in logs) == 3)
     services.down()
@@ -168,7 +168,7 @@ def test_up_says_what_it_waits_for(folder, monkeypatch, capsys):
     worker = Service("worker", [])
     monkeypatch.setattr(Service, "answers", lambda service: True)
     process = SimpleNamespace(poll=lambda: None)
-    processes.wait(worker, process, folder / "worker.log", progress=services.print_waiting)
+    processes.wait_until_up(worker, process, folder / "worker.log", progress=services.print_waiting)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all("worker    starting" in line and str(worker.log) in line for line in lines)
@@ -185,9 +185,9 @@ mlflow = Service("mlflow", [sys.executable, "-c", ""], 2)
 worker = Service("worker", [sys.executable, "-c", "import time; time.sleep(60)"])
 services.services = lambda: [prefect, mlflow, worker]
 services.deploy = lambda: None
-services.wait = lambda *arguments: None
+services.wait_until_up = lambda *arguments: None
 processes.environment = lambda service, token: {}
-processes.is_taken = lambda port: False
+processes.is_port_taken = lambda port: False
 Service.answers = lambda service: Path(sys.argv[1]).exists()
 services.keep()
 """

@@ -1,4 +1,4 @@
-"""`make run`: what it prints, and what it does after a failure."""
+"""`make run`: its output, and its behaviour after a failure."""
 
 import io
 import json
@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from infra import run as make_run
-from infra.run import run, summary
+from infra.run import format_summary, run_dvc
 from m3diff.records.errors import Fault
+from m3diff.settings.load import load_params
 from m3diff.stages.register.stage import Registration
 from tests.toy import REPOSITORY
 
@@ -36,7 +37,7 @@ def saying(text: str, code: int = 0) -> list[str]:
 def test_make_run_shows_stages_warnings_progress_and_the_end_of_a_failure(tmp_path, code):
     out = io.StringIO()
     log = tmp_path / "logs" / "run.log"
-    assert run(saying(OUTPUT, code), log, out) == code
+    assert run_dvc(saying(OUTPUT, code), log, out) == code
     output_lines = [line for line in OUTPUT.splitlines() if line]
     logged_lines = log.read_text().splitlines()
     assert [line[9:] for line in logged_lines] == output_lines
@@ -59,9 +60,9 @@ def test_the_summary_says_scores_places_gate_and_warnings(tmp_path, warnings):
     paths = SimpleNamespace(report=tmp_path, predictions=tmp_path, model=tmp_path)
     params = SimpleNamespace(paths=paths, register_=SimpleNamespace(tracking_uri="store"))
     registration = Registration("registered", "m", 2, "7f3a")
-    text = summary(params, registration, "m version 2 refused: why")
+    text = format_summary(params, registration, "m version 2 refused: why")
     numbers = "  CIDEr                   467.0   450.0 to 481.0\n  no_change_recall        100.0\n"
-    assert text.startswith("\nscores on a/total, 480 pairs of 3985 that papers score")
+    assert text.startswith("\nscores on a/total, 480 pairs of the 3985 in papers")
     warned = "\nwarning      training: the module changes nothing.\n" if warnings else "\n"
     model = "models:/m/2 registered (MLflow run 7f3a) in store\n"
     for line in (numbers, f"{tmp_path}/report.html\n", model, f"refused: why{warned}"):
@@ -75,16 +76,29 @@ def test_a_pipeline_that_fails_registers_nothing_and_one_that_ends_is_summed_up(
     monkeypatch.setattr("m3diff.stages.register.stage.register", lambda params: SimpleNamespace(version=7))
     monkeypatch.setattr("m3diff.registry.promote.promote", lambda params, rescore, version: (rescore.__name__, version))
     monkeypatch.setattr(
-        make_run, "summary", lambda params, registration, decision: f"{registration.version} is registered, {decision}"
+        make_run,
+        "format_summary",
+        lambda params, registration, decision: f"{registration.version} is registered, {decision}",
     )
     for code, is_summed_up in ((3, False), (0, True)):
-        monkeypatch.setattr(make_run, "DVC", saying("", code))
+        monkeypatch.setattr(make_run, "DVC_COMMAND", saying("", code))
         assert make_run.main() == code
         assert ("7 is registered, ('rescore', 7)" in capsys.readouterr().out) == is_summed_up
 
     def refuse(params: object) -> str:
         raise ConnectionError("no server")
 
-    monkeypatch.setattr(make_run, "finish", refuse)
+    monkeypatch.setattr(make_run, "register_and_promote", refuse)
     assert make_run.main() == 1
     assert capsys.readouterr().err == "make run: no server\n"
+
+
+def test_a_pipeline_that_fails_without_a_base_model_says_how_to_get_one(tmp_path, monkeypatch, capsys):
+    (tmp_path / "params.yaml").write_text((REPOSITORY / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(make_run, "DVC_COMMAND", saying("ERROR: [Errno 2] No such file or directory", 255))
+    assert make_run.main() == 255
+    base = load_params(tmp_path / "params.yaml").train.base
+    hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("make run: the training")]
+    assert str(base / "config.json") in hints[0]
+    assert "`make base`" in hints[0]

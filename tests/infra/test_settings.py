@@ -7,7 +7,7 @@ import pytest
 
 from infra import services, variables
 from infra.errors import ServiceError
-from infra.mlflow_login import USER
+from infra.mlflow_login import WORKER_USER
 from infra.variables import PACKAGES
 from m3diff.records.errors import Fault
 from tests.errors import Message, raises
@@ -79,7 +79,7 @@ def test_a_server_that_others_reach_starts_with_both_tokens(address, monkeypatch
         ("PREFECT_SERVER_API_AUTH_STRING", "m3diff:short", "infra.token_too_short"),
         ("PREFECT_SERVER_API_AUTH_STRING", "c" * 20, "infra.token_without_user"),
         ("MLFLOW_AUTH_ADMIN_PASSWORD", "short", "infra.token_too_short"),
-        ("MLFLOW_AUTH_ADMIN_USERNAME", USER, "infra.admin_is_worker"),
+        ("MLFLOW_AUTH_ADMIN_USERNAME", WORKER_USER, "infra.admin_is_worker"),
         ("M3DIFF_BIND", "::1", "infra.address_with_colon"),
     ],
 )

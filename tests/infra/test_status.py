@@ -1,4 +1,4 @@
-"""What `make status` and `make up` print of the services and of the last training."""
+"""The output of `make status` and `make up` about the services and the last training."""
 
 import shutil
 from typing import Any

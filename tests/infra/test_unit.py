@@ -1,4 +1,4 @@
-"""The unit of systemd that runs the keeper."""
+"""The systemd unit that runs the keeper."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Services for the tests of infra/: tokens, environments, and servers that are pretended to be up."""
+"""Helpers for the tests of infra/: tokens, environments and fake services."""
 
 import os
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ from tests.toy import REPOSITORY
 
 INFRA = REPOSITORY / "infra"
 TOKENS = {"PREFECT_SERVER_API_AUTH_STRING": "m3diff:" + "a" * 16, "MLFLOW_AUTH_ADMIN_PASSWORD": "b" * 16}
-CAUSE = "DataError: row 7: no image"  # of the end of a training
+CAUSE = "DataError: row 7: no image"  # of a failed training
 
 
 def environment_of(service: Service) -> dict[str, str]:
@@ -24,20 +24,20 @@ def environment_of(service: Service) -> dict[str, str]:
 
 
 def make_worker_password() -> None:
-    """Do what the keeper does once MLflow is up."""
+    """Write the password of the worker's MLflow user, as the keeper does after MLflow has started."""
     file = variables.worker_password_file()
     file.parent.mkdir(exist_ok=True)
     write_password(file, "w" * 16)
 
 
 def names_of(monkeypatch: pytest.MonkeyPatch, *own_services: Service) -> None:
-    """Let these be the services, with the environment of the test."""
+    """Replace the services by these, which get the environment of the test."""
     monkeypatch.setattr(processes, "environment", lambda service, token: dict(os.environ))
     monkeypatch.setattr(services, "services", lambda: [*own_services])
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kind: str, not_up: str = "") -> None:
-    """Let all services be up but one, and a training be the last that ended."""
+    """Make all services except one appear to be up, and make a training in the state `kind` the last one."""
     message = f"{status.PREFECT_ERROR_PREFIX}{CAUSE}\nmore"
     run = {"id": "7f3a", "name": "owl", "state_type": kind, "state_name": kind.title(), "state": {"message": message}}
     run["end_time"] = datetime.now(UTC).isoformat()
@@ -50,7 +50,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kind: str, not_up: str = "") -> Non
 
 
 def machine(folder: Path, **programs: str) -> str:
-    """A PATH on which nothing stands but these shell scripts."""
+    """Return a PATH that contains only these shell scripts."""
     folder.mkdir()
     for name, script in programs.items():
         program = folder / name.replace("gxx", "g++")

@@ -1,4 +1,4 @@
-"""A registered model with versions that hold nothing but scores, and a team that trains and registers in earnest."""
+"""Fixtures: a registered model whose versions have only scores, and a project that trains and registers models."""
 
 import gc
 import os
@@ -20,7 +20,14 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from m3diff.commands import rescore as rescoring_of
-from m3diff.registry.decisions import TAG, Decision, follow_champions, numbering_faults, pending_move, read_decisions
+from m3diff.registry.decisions import (
+    COUNT_TAG,
+    Decision,
+    find_pending_move,
+    follow_champions,
+    numbering_faults,
+    read_decisions,
+)
 from m3diff.registry.promote import Promotion, promote, rollback
 from m3diff.registry.versions import CHALLENGER, SCORES
 from m3diff.settings.load import load_params
@@ -31,18 +38,20 @@ PROTOCOL = "minichange/total"
 PAIRS = 200
 
 
-def scores(cider: float, pairs: int = PAIRS, seed: int = 0, protocol: str = PROTOCOL, **columns: float) -> pa.Table:
-    """scores.parquet of a model with this mean CIDEr: pairs differ, and two models differ on each by a little."""
-    hard = np.random.default_rng(99).normal(0, 0.5, pairs)
-    own = np.random.default_rng(seed).normal(0, 0.1, pairs)
-    values = cider + hard - hard.mean() + own - own.mean()
+def make_scores(
+    cider: float, pairs: int = PAIRS, seed: int = 0, protocol: str = PROTOCOL, **columns: float
+) -> pa.Table:
+    """Return a scores.parquet with this mean CIDEr. Pairs differ a lot, and two models differ a little on each pair."""
+    difficulty = np.random.default_rng(99).normal(0, 0.5, pairs)
+    model_noise = np.random.default_rng(seed).normal(0, 0.1, pairs)
+    values = cider + difficulty - difficulty.mean() + model_noise - model_noise.mean()
     ids = [f"minichange/{number:06d}.png" for number in range(pairs)]
-    more = {name: [value] * pairs for name, value in columns.items()}
-    return pa.table({"protocol": [protocol] * pairs, "id": ids, "CIDEr": values.tolist(), **more})
+    other_columns = {name: [value] * pairs for name, value in columns.items()}
+    return pa.table({"protocol": [protocol] * pairs, "id": ids, "CIDEr": values.tolist(), **other_columns})
 
 
 class Registry:
-    """The project's registered model, and the git repository that keeps its record."""
+    """The registered model of the project, and the git repository that contains the record of decisions."""
 
     def __init__(self, root: Path, store: Path) -> None:
         self.plain = load_params(REPOSITORY / "params.yaml")
@@ -64,24 +73,24 @@ class Registry:
         self.client = MlflowClient(store["tracking_uri"], store["tracking_uri"])
 
     def copy(self, root: Path) -> "Registry":
-        """Store and record once more, for a test to change; artifacts of before stay where they are."""
+        """Copy the store and the record, so that a test can change them. The artifacts are not copied."""
         root.mkdir(exist_ok=True)
         shutil.copy(self.root / "mlflow.db", root)
         shutil.copytree(self.root / ".git", root / ".git")
-        made = copy(self)
+        copied_registry = copy(self)
         promote = self.params.promote
-        made.open(root)
-        made.params = made.params.model_copy(update={"promote": promote})
-        return made
+        copied_registry.open(root)
+        copied_registry.params = copied_registry.params.model_copy(update={"promote": promote})
+        return copied_registry
 
     def gate(self, **changes: object) -> None:
         cfg = type(self.params.promote).model_validate(self.params.promote.model_dump() | changes)
         self.params = self.params.model_copy(update={"promote": cfg})
 
     def add(self, table: pa.Table | float | None = None, test_set: str = "one", seed: int = 0, **tags: str) -> int:
-        """The number of a new version, the challenger, with these scores or this CIDEr."""
+        """Create a version with these scores or this CIDEr, make it the challenger and return its number."""
         run = self.client.create_run(self.experiment).info.run_id
-        table = scores(table, seed=seed) if isinstance(table, float) else table
+        table = make_scores(table, seed=seed) if isinstance(table, float) else table
         if table is not None:
             pq.write_table(table, self.root / SCORES)
             self.client.log_artifact(run, str(self.root / SCORES))
@@ -94,14 +103,14 @@ class Registry:
         return promote(self.params, rescoring_of.rescore, version, again, self.root)
 
     def grow(self, *ciders: float, **tags: str) -> list[str]:
-        """Decide on a new version of each CIDEr; the outcomes."""
+        """Add a version with each CIDEr, let the gate decide on it, and return the outcomes."""
         return [self.decide(self.add(cider, **tags)).outcome for cider in ciders]
 
     def rollback(self, to: int | None = None, why: str = "") -> Decision:
         return rollback(self.params, to, why, self.root)
 
     def point(self, alias: str, version: int) -> None:
-        """By hand, as on MLflow's page."""
+        """Move an alias by hand, as on MLflow's page."""
         self.client.set_registered_model_alias("m3diff", alias, str(version))
 
     def version(self, number: int) -> ModelVersion:
@@ -126,18 +135,18 @@ def elsewhere() -> Iterator[None]:
 
 @pytest.fixture
 def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """In a git repository without a commit, the current directory."""
+    """Return a registry in a git repository without commits, which is the current directory."""
     monkeypatch.chdir(tmp_path)
     return Registry(tmp_path, empty_store)
 
 
 @pytest.fixture(scope="session")
 def grown_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Registry]:
-    made: dict[str, Registry] = {}
+    registries: dict[str, Registry] = {}
 
     def build(state: str) -> Registry:
-        if state not in made:
-            made[state] = registry = Registry(tmp_path_factory.mktemp("grown"), empty_store)
+        if state not in registries:
+            registries[state] = registry = Registry(tmp_path_factory.mktemp("grown"), empty_store)
             if state == "waiting":
                 registry.grow(1.0)
                 for cider in (5.0, 4.0, 3.0):
@@ -148,7 +157,7 @@ def grown_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> C
                 registry.rollback(why="worse on the new camera")
             else:
                 registry.grow(1.0, 2.0, 3.0)
-        return made[state]
+        return registries[state]
 
     return build
 
@@ -167,21 +176,21 @@ rolled_back = copied("rolled back")  # version 2 was champion and was rolled bac
 waiting = copied("waiting")  # champion 1 (1.0); versions 2 (5.0), 3 (4.0) and 4 (3.0) wait
 
 
-# A champion of another test set
+# A champion that was scored on another test set
 
 
 class Rescoring:
-    """What stands in for the stages: the champion's checkpoint is one of a name, its captions have a known score."""
+    """Replaces the stages: a checkpoint is a file with its URI, and its captions have a known score."""
 
     def __init__(self, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry = registry
         self.calls = []
-        self.places = []
+        self.output_folders = []
         self.cider = 1.0
-        self.here = "new"
+        self.present_test_set = "new"
         self.error = None
-        self.really = mlflow.artifacts.download_artifacts
-        monkeypatch.setattr(rescoring_of, "hash_test_set", lambda paths: self.here)
+        self.download_artifacts = mlflow.artifacts.download_artifacts
+        monkeypatch.setattr(rescoring_of, "hash_test_set", lambda paths: self.present_test_set)
         monkeypatch.setattr(rescoring_of, "headline", lambda report: report)
         monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
         monkeypatch.setattr("m3diff.stages.predict.stage.predict", self.predict)
@@ -189,19 +198,19 @@ class Rescoring:
 
     def download(self, artifact_uri: str | None = None, *, dst_path: str | None = None, **of_run: str) -> str:
         if artifact_uri is None:
-            return self.really(dst_path=dst_path, **of_run)
+            return self.download_artifacts(dst_path=dst_path, **of_run)
         if self.error:
             raise self.error
-        found = Path(dst_path or self.registry.root / "stored") / "artifacts" / "checkpoint"
-        found.mkdir(parents=True, exist_ok=True)
-        (found / "of.txt").write_text(artifact_uri)
-        return str(found)
+        checkpoint = Path(dst_path or self.registry.root / "stored") / "artifacts" / "checkpoint"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "of.txt").write_text(artifact_uri)
+        return str(checkpoint)
 
     def predict(self, cfg, compute, mixture, model, out) -> None:
         assert compute == self.registry.params.compute
         assert mixture == self.registry.params.paths.mixture
         out.mkdir()
-        self.places.append(out)
+        self.output_folders.append(out)
         (out / "captions.txt").write_text((model / "checkpoint" / "of.txt").read_text())
         self.calls.append(((out / "captions.txt").read_text(), cfg.max_new_tokens, cfg.batch_pairs))
 
@@ -212,24 +221,24 @@ class Rescoring:
         assert clean == params.paths.clean
         assert (predictions / "captions.txt").is_file()
         out.mkdir()
-        pq.write_table(scores(self.cider), out / SCORES)
+        pq.write_table(make_scores(self.cider), out / SCORES)
         (out / "metrics.json").write_text("{}")
         return {"toy/total": {"CIDEr": 150.0}}
 
 
 @pytest.fixture
 def rescoring(registry, monkeypatch) -> Rescoring:
-    """Version 1 is champion, scored 9.0 on the test set "old"; version 2 is scored 1.5 on the test set "new"."""
+    """Make version 1 champion with CIDEr 9.0 on the test set "old", and add version 2 with 1.5 on "new"."""
     registry.grow(9.0, test_set="old", predict__max_new_tokens="17")
     registry.add(1.5, seed=1, test_set="new")
     return Rescoring(registry, monkeypatch)
 
 
-# A project that trains and registers, each run committed to a branch of its own, and what it pushes to
+# A project that trains and registers. Each run is committed to its own branch
 
 
 class Team:
-    """`project` trains; `origin` and `remote` are what others see of its commits and data; `database` is MLflow's."""
+    """A project that trains, with a git remote `origin`, a DVC remote `remote` and the MLflow store `database`."""
 
     def __init__(self, folder: Path, trained: Path, store: Path) -> None:
         self.folder = folder
@@ -253,7 +262,7 @@ class Team:
         toy.run(self.project, "git", "push", "--quiet", "origin", "main")
 
     def run(self, name: str, seed: int | None = None) -> None:
-        """Train, commit to runs/<name>, push commit and data, register; as a flow does."""
+        """Train, commit to runs/<name>, push the commit and the data, and register, like a flow."""
         toy.run(self.project, "git", "checkout", "--quiet", "-b", f"runs/{name}", "main")
         if seed is not None:
             toy.change(self.project, "train", seed=seed)
@@ -262,44 +271,47 @@ class Team:
         toy.run(self.project, "dvc", "push", "--quiet")
         toy.run(self.project, "git", "push", "--quiet", "origin", f"runs/{name}")
         command = [sys.executable, "-m", "m3diff", "register"]
-        given = os.environ | {"M3DIFF_FLOW_RUN": name}
-        subprocess.run(command, cwd=self.project, env=given, stdout=subprocess.DEVNULL, check=True)
+        environment = os.environ | {"M3DIFF_FLOW_RUN": name}
+        subprocess.run(command, cwd=self.project, env=environment, stdout=subprocess.DEVNULL, check=True)
 
 
 @pytest.fixture(scope="session")
 def team(trained_once: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Team:
-    """One version, of the branch runs/first. Tests leave it as it is."""
-    made = Team(tmp_path_factory.mktemp("team"), trained_once, empty_store)
-    made.run("first")
-    return made
+    """Return a project with one version from the branch runs/first. Tests must not change it."""
+    team = Team(tmp_path_factory.mktemp("team"), trained_once, empty_store)
+    team.run("first")
+    return team
 
 
-def anew(registry: Registry) -> None:
-    """The registered model is deleted on MLflow's page; the next registration makes it again."""
+def recreate_model(registry: Registry) -> None:
+    """Delete the registered model, as on MLflow's page, and create it again, as the next registration does."""
     registry.client.delete_registered_model("m3diff")
-    time.sleep(0.01)  # when it was made tells one from the other, in ms
+    time.sleep(0.01)  # the creation time in ms distinguishes the two models
     registry.client.create_registered_model("m3diff")
 
 
-def remedies(text: str) -> list[int]:
-    """The versions that the commands in a text make champion."""
+def versions_in_remedies(text: str) -> list[int]:
+    """Return the versions that the commands in a text make champion."""
     return [int(version) for version in re.findall(r"m3diff rollback --to (\d+)", text)]
 
 
-def tag(registry: Registry) -> str | None:
-    return registry.client.get_registered_model("m3diff").tags.get(TAG)
+def read_count_tag(registry: Registry) -> str | None:
+    return registry.client.get_registered_model("m3diff").tags.get(COUNT_TAG)
 
 
-def agrees(registry: Registry) -> None:
-    """One champion, which is the record's; nothing is left to do."""
+def check_one_champion(registry: Registry) -> None:
+    """Check that the champion is the one on record and that no move is pending."""
     assert numbering_faults() == []
-    assert pending_move(Path(".")) is None
+    assert find_pending_move(Path(".")) is None
     assert follow_champions(read_decisions(), "m3diff").champions[-1] == registry.aliases()["champion"]
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """A process of its own that does this; its id. It collects no garbage: what tests of training left in this process
-    (torch's process groups) waits for threads that a fork does not have."""
+def start_child(work: Callable[[], object]) -> int:
+    """Run a function in a child process and return the id of the process.
+
+    Garbage collection is disabled in the child, because objects that tests of training left in this process (torch's
+    process groups) wait for threads that do not exist in a fork.
+    """
     child = os.fork()
     if child == 0:
         gc.disable()
@@ -311,5 +323,5 @@ def in_child(work: Callable[[], object]) -> int:
     return child
 
 
-def ended(child: int) -> int:
+def wait_for_child(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -12,56 +12,56 @@ from m3diff.registry.decisions import (
     OvertakenError,
 )
 from tests.errors import raises
-from tests.registry.conftest import Registry, agrees, ended, in_child
+from tests.registry.conftest import Registry, check_one_champion, start_child, wait_for_child
 
 
-def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object]) -> list[int]:
-    """Do something after each judgement; the champions that were compared with."""
-    real = promote.judge_scores
-    seen = []
+def act_after_judgements(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object]) -> list[int]:
+    """Call `act` after each judgement. Return a list to which each judgement adds the champion of the comparison."""
+    judge_scores_of_promote = promote.judge_scores
+    compared_champions = []
 
     def judge_scores(*arguments):
-        verdict = real(*arguments)
+        verdict = judge_scores_of_promote(*arguments)
         champion = arguments[-1]
-        seen.append(int(champion.version))
-        act(len(seen))
+        compared_champions.append(int(champion.version))
+        act(len(compared_champions))
         return verdict
 
     monkeypatch.setattr(promote, "judge_scores", judge_scores)
-    return seen
+    return compared_champions
 
 
 def test_a_champion_that_moved_meanwhile_is_judged_against_anew(waiting, monkeypatch):
-    seen = meanwhile(monkeypatch, lambda times: waiting.point("champion", 2))
+    compared_champions = act_after_judgements(monkeypatch, lambda times: waiting.point("champion", 2))
     decision = waiting.decide(version=3)
-    assert seen == [1, 2]
+    assert compared_champions == [1, 2]
     assert decision.outcome == "refused"
     assert decision.champion == 2
     assert waiting.record() == ["first", "moved elsewhere", "refused"]
-    agrees(waiting)
-    seen = meanwhile(monkeypatch, lambda times: waiting.point("champion", 4 - 3 * (times % 2)))
+    check_one_champion(waiting)
+    compared_champions = act_after_judgements(monkeypatch, lambda times: waiting.point("champion", 4 - 3 * (times % 2)))
     with raises(OvertakenError, "registry.champion_moved_often", attempts=5):
         waiting.decide(version=3)
-    assert seen == [2, 1, 4, 1, 4]
+    assert compared_champions == [2, 1, 4, 1, 4]
 
 
 def test_a_champion_that_moved_there_and_back_meanwhile_is_judged_against_anew(waiting, monkeypatch):
-    """Another machine promotes version 2, and a person sees that it is bad and goes back to 1."""
+    """Another machine promotes version 2, and somebody rolls it back to version 1."""
 
     def act(times: int) -> None:
         if times == 1:
-            with monkeypatch.context() as other:
-                other.setattr(promote, "process_lock", lambda *_: nullcontext())
+            with monkeypatch.context() as patch:
+                patch.setattr(promote, "process_lock", lambda *_: nullcontext())
                 assert waiting.decide(version=2).outcome == "promoted"
             waiting.rollback(why="bad")
 
-    meanwhile(monkeypatch, act)
+    act_after_judgements(monkeypatch, act)
     assert "m3diff promote --again" in waiting.decide(version=2).reason
     assert waiting.record() == ["first", "promoted", "rolled back", "refused"]
-    agrees(waiting)
+    check_one_champion(waiting)
 
 
-def held(registry: Registry, lock: str) -> bool:
+def is_held(registry: Registry, lock: str) -> bool:
     with (registry.root / ".git" / "m3diff" / f"{lock}.lock").open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,26 +74,28 @@ def test_one_promote_judges_at_a_time_beside_rollbacks_and_moves_exclude_moves(w
     locks = []
     moved = []
     real = MlflowClient.set_registered_model_alias
-    meanwhile(monkeypatch, lambda times: locks.append((held(waiting, "promote"), held(waiting, "record"))))
+    act_after_judgements(
+        monkeypatch, lambda times: locks.append((is_held(waiting, "promote"), is_held(waiting, "record")))
+    )
 
     def move(*args):
-        locks.append(held(waiting, "record"))
+        locks.append(is_held(waiting, "record"))
         moved.append(args[-2:])
         real(*args)
 
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", move)
     waiting.decide(version=2)
     assert locks == [(True, False), True, True]
-    assert moved == [("previous", "1"), ("champion", "2")], "so that there is always a way back"
+    assert moved == [("previous", "1"), ("champion", "2")], "the previous champion is known at any time"
     waiting.rollback()
-    assert locks[3:] == [True], "of a rollback too"
+    assert locks[3:] == [True], "a rollback holds the lock, too"
 
 
 def test_of_four_processes_at_once_the_best_version_is_champion_in_the_end(waiting):
     waiting.add(2.0, seed=1)
-    children = [in_child(lambda version=version: waiting.decide(version)) for version in (5, 4, 3, 2)]
-    assert [ended(child) for child in children] == [0, 0, 0, 0]
+    children = [start_child(lambda version=version: waiting.decide(version)) for version in (5, 4, 3, 2)]
+    assert [wait_for_child(child) for child in children] == [0, 0, 0, 0]
     assert waiting.aliases()["champion"] == 2
     assert set(waiting.record()[1:]) <= {"promoted", "refused"}
     assert len(waiting.record()) == 5
-    agrees(waiting)
+    check_one_champion(waiting)

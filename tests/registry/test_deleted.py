@@ -6,12 +6,12 @@ import pytest
 from click.testing import CliRunner
 from mlflow.cli import gc as remove_deleted
 
-from tests.registry.conftest import Registry, Rescoring, anew, remedies
+from tests.registry.conftest import Registry, Rescoring, recreate_model, versions_in_remedies
 
 
 @pytest.mark.fault("T9")
 def test_a_new_version_is_not_taken_for_the_rolled_back_one_of_its_number(rolled_back):
-    anew(rolled_back)
+    recreate_model(rolled_back)
     rolled_back.add(1.3)
     rolled_back.rollback(to=1, why="accepted")
     assert rolled_back.grow(1.6, 1.7) == ["promoted", "promoted"]
@@ -23,7 +23,7 @@ def test_a_new_version_is_not_taken_for_the_rolled_back_one_of_its_number(rolled
 @pytest.mark.slow(12)
 @pytest.mark.fault("T9")
 def test_the_rolled_back_model_under_another_number_is_still_rolled_back(rolled_back):
-    anew(rolled_back)
+    recreate_model(rolled_back)
     rolled_back.add(1.0)
     rolled_back.rollback(to=1, why="accepted")
     newest = rolled_back.add(2.0, dvc__checkpoint="of 2.0")
@@ -48,44 +48,44 @@ def test_a_store_put_back_to_a_backup_gives_a_number_to_another_run(rolled_back,
     assert rolled_back.rollback().target == 3
 
 
-def delete(registry: Registry, what: str, version: int = 1) -> None:
-    """Something of a version."""
+def delete(registry: Registry, loss: str, version: int = 1) -> None:
+    """Delete a part of a version."""
     run = registry.client.get_run(registry.version(version).run_id).info
     stored = Path(run.artifact_uri.removeprefix("file://")) / "scores.parquet"
-    if what in ("run in the bin", "run gone"):
+    if loss in ("run in the bin", "run gone"):
         registry.client.delete_run(run.run_id)
-    if what == "run gone":
+    if loss == "run gone":
         store = registry.params.register_.tracking_uri
         done = CliRunner().invoke(remove_deleted, ["--backend-store-uri", store], env={"MLFLOW_TRACKING_URI": store})
         assert done.exit_code == 0, done.output
-    if what == "experiment in the bin":
+    if loss == "experiment in the bin":
         registry.client.delete_experiment(registry.experiment)
-    if what == "scores":
+    if loss == "scores":
         stored.unlink()
-    if what == "half of the scores":
+    if loss == "half of the scores":
         stored.write_bytes(b"PAR1")
 
 
 DELETED = {"run in the bin": 0, "experiment in the bin": 0, "run gone": 1, "scores": 1, "half of the scores": 1}
-"""What is deleted of the champion, and whether it is then scored again."""
+"""Parts of the champion that are deleted, and whether the champion is then scored again."""
 
 
 @pytest.mark.fault("T10")
-@pytest.mark.parametrize("what", DELETED)
-def test_a_champion_without_its_run_or_scores_is_scored_again_or_refused(registry, monkeypatch, what):
+@pytest.mark.parametrize("loss", DELETED)
+def test_a_champion_without_its_run_or_scores_is_scored_again_or_refused(registry, monkeypatch, loss):
     registry.grow(1.0, test_set="new")
     registry.add(2.0, seed=1, test_set="new")
-    delete(registry, what)
+    delete(registry, loss)
     rescoring = Rescoring(registry, monkeypatch)
-    if DELETED[what]:
+    if DELETED[loss]:
         rescoring.error = FileNotFoundError("no checkpoint")
         decision = registry.decide()
         assert decision.outcome == "refused"
-        assert remedies(decision.reason) == [2]
+        assert versions_in_remedies(decision.reason) == [2]
         rescoring.error = None
         lost = registry.add(3.0, test_set="new")
-        delete(registry, what, lost)
+        delete(registry, loss, lost)
         assert "m3diff register" in registry.decide(version=lost).reason
     decision = registry.decide(version=2)
     assert decision.outcome == "promoted"
-    assert decision.scored_again == bool(DELETED[what])
+    assert decision.scored_again == bool(DELETED[loss])

@@ -1,4 +1,4 @@
-"""The gate on models of known quality, and on files of scores that cannot be compared."""
+"""The gate on models of known quality, and on scores that cannot be compared."""
 
 import numpy as np
 import pyarrow as pa
@@ -12,34 +12,48 @@ from m3diff.stages.register.params import Promote
 PROTOCOL = "minichange/total"
 PAIRS = 1200
 RUNS = 200
-EXACT = "change_exact_accuracy"
+EXACT_ACCURACY = "change_exact_accuracy"
 PHI = 0.5
-"""How alike two models' errors are, as the correlation of right and wrong over pairs: two embedded runs of other
-recipes, both 90 % exact, have 0.54 on their 480 test pairs, since what is hard for one is hard for the other."""
+"""Correlation between the correct pairs of two models. Two embedded runs with different recipes, both 90 % exact, have
+0.54 on their 480 test pairs, because the same pairs are hard for both."""
 NO_NUMBERS = [float("nan"), float("inf"), float("-inf"), None]
 
 
-def gate(**changes) -> Promote:
-    plain = {"protocol": PROTOCOL, "metric": EXACT, "min_gain": 0.0, "confidence": 0.95, "guards": {}}
+def make_gate(**changes) -> Promote:
+    plain = {"protocol": PROTOCOL, "metric": EXACT_ACCURACY, "min_gain": 0.0, "confidence": 0.95, "guards": {}}
     return Promote(**plain | changes)
 
 
-def right(rng: np.random.Generator, shares: tuple[float, float], phi: float, pairs: int, runs: int) -> np.ndarray:
-    """Which pairs two models have right, bool [2, pairs, runs]: each with its share, alike by `phi`."""
-    a, b = shares
-    both = a * b + phi * np.sqrt(a * (1 - a) * b * (1 - b))
-    drawn = rng.random((pairs, runs))
-    return np.stack([drawn < a, (drawn < both) | ((drawn >= a) & (drawn < a + b - both))])
+def draw_correct_pairs(
+    rng: np.random.Generator, shares: tuple[float, float], phi: float, pairs: int, runs: int
+) -> np.ndarray:
+    """Draw which pairs two models have right, as bool [2, pairs, runs].
+
+    Args:
+        shares: the share of correct pairs of each model.
+        phi: the correlation between the correct pairs of the two models.
+    """
+    first_share, second_share = shares
+    share_of_both = first_share * second_share + phi * np.sqrt(
+        first_share * (1 - first_share) * second_share * (1 - second_share)
+    )
+    uniform = rng.random((pairs, runs))
+    is_correct_in_first = uniform < first_share
+    is_correct_in_second = (uniform < share_of_both) | (
+        ~is_correct_in_first & (uniform < first_share + second_share - share_of_both)
+    )
+    return np.stack([is_correct_in_first, is_correct_in_second])
 
 
-def lows(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Lower bounds of the gains of every run at once: values [pairs, runs] -> [runs]. One drawing serves all runs."""
-    ours, theirs = resample(first.astype(float), second.astype(float))
-    return np.array([bounds(gain, 0.95).low for gain in ((ours - theirs) / len(first)).T])
+def lower_bounds_of_gain(challenger: np.ndarray, champion: np.ndarray) -> np.ndarray:
+    """Return the lower bound of the gain of each run: values [pairs, runs] -> [runs]. All runs share one resampling."""
+    challenger_sums, champion_sums = resample(challenger.astype(float), champion.astype(float))
+    gains = (challenger_sums - champion_sums) / len(challenger)
+    return np.array([bounds(gain, 0.95).low for gain in gains.T])
 
 
-def scores(exact: np.ndarray, **columns: list) -> pa.Table:
-    """scores.parquet of pairs of one change."""
+def make_scores(exact: np.ndarray, **columns: list) -> pa.Table:
+    """Return a scores.parquet for pairs with one change. `exact` says for each pair whether it is correct."""
     counts = np.zeros((len(exact), len(COUNTS)))
     for name, values in {"captions": 1, "single": 1, "single_exact_right": exact, "changed": 1}.items():
         counts[:, COUNTS.index(name)] = values
@@ -52,69 +66,80 @@ def scores(exact: np.ndarray, **columns: list) -> pa.Table:
 def test_of_200_equal_models_at_most_one_in_twenty_is_promoted(share, phi):
     rng = np.random.default_rng(2)
     if share == "skewed":  # as CIDEr's scores are
-        hard = rng.exponential(4.0, (PAIRS, RUNS))
+        difficulty = rng.exponential(4.0, (PAIRS, RUNS))
         noise = rng.exponential(2.0, (2, PAIRS, RUNS))
-        ours, theirs = np.where(rng.random(noise.shape) < 0.1, 0, hard + noise)
+        challenger, champion = np.where(rng.random(noise.shape) < 0.1, 0, difficulty + noise)
     else:
-        ours, theirs = right(rng, (share, share), phi, PAIRS, RUNS)
-    assert 0 < (lows(ours, theirs) > 0).sum() <= RUNS / 20
+        challenger, champion = draw_correct_pairs(rng, (share, share), phi, PAIRS, RUNS)
+    assert 0 < (lower_bounds_of_gain(challenger, champion) > 0).sum() <= RUNS / 20
 
 
-@pytest.mark.parametrize(("champion", "phi"), [(0.86, PHI), (0.9, PHI), (0.86, 0.3)])
-def test_a_gain_of_four_points_over_1200_pairs_is_promoted_nine_times_in_ten(champion, phi):
-    ours, theirs = right(np.random.default_rng(3), (champion + 0.04, champion), phi, PAIRS, RUNS)
-    assert ours.mean() - theirs.mean() == pytest.approx(0.04, abs=0.003)
-    assert (lows(ours, theirs) > 0).sum() >= 0.9 * RUNS
+@pytest.mark.parametrize(("champion_share", "phi"), [(0.86, PHI), (0.9, PHI), (0.86, 0.3)])
+def test_a_gain_of_four_points_over_1200_pairs_is_promoted_nine_times_in_ten(champion_share, phi):
+    shares = (champion_share + 0.04, champion_share)
+    challenger, champion = draw_correct_pairs(np.random.default_rng(3), shares, phi, PAIRS, RUNS)
+    assert challenger.mean() - champion.mean() == pytest.approx(0.04, abs=0.003)
+    assert (lower_bounds_of_gain(challenger, champion) > 0).sum() >= 0.9 * RUNS
 
 
 def test_the_gate_says_of_one_run_what_the_simulation_says():
-    ours, theirs = right(np.random.default_rng(4), (0.89, 0.86), PHI, PAIRS, 12)
-    found = [judge(gate(), scores(a), scores(b)) for a, b in zip(ours.T, theirs.T, strict=True)]
-    assert [verdict.low for verdict in found] == lows(ours, theirs).tolist()
-    promoted = [verdict.outcome == "promoted" for verdict in found]
-    assert promoted == (lows(ours, theirs) > 0).tolist()
-    assert 0 < sum(promoted) < len(found)
+    challengers, champions = draw_correct_pairs(np.random.default_rng(4), (0.89, 0.86), PHI, PAIRS, 12)
+    verdicts = []
+    for challenger, champion in zip(challengers.T, champions.T, strict=True):
+        verdicts.append(judge(make_gate(), make_scores(challenger), make_scores(champion)))
+    lower_bounds = lower_bounds_of_gain(challengers, champions)
+    assert [verdict.low for verdict in verdicts] == lower_bounds.tolist()
+    is_promoted = [verdict.outcome == "promoted" for verdict in verdicts]
+    assert is_promoted == (lower_bounds > 0).tolist()
+    assert 0 < sum(is_promoted) < len(verdicts)
 
 
 @pytest.fixture(scope="module")
 def models() -> np.ndarray:
-    """A challenger and a champion, right on 0.9 and 0.8 of 600 pairs; the gain's interval is about 0.07 to 0.13."""
-    return right(np.random.default_rng(5), (0.9, 0.8), PHI, 600, 1)[:, :, 0]
+    """Return a challenger and a champion, right on 0.9 and 0.8 of 600 pairs. The gain is 0.07 to 0.13."""
+    return draw_correct_pairs(np.random.default_rng(5), (0.9, 0.8), PHI, 600, 1)[:, :, 0]
 
 
 def test_a_verdict_has_gain_interval_and_pairs_and_its_bound_decides(models):
-    ours, theirs = models.mean(axis=1)
-    found = judge(gate(), *map(scores, models))
-    assert found.outcome == "promoted"
-    assert found.pairs == 600
-    assert found.challenger_score == pytest.approx(ours)
-    assert found.champion_score == pytest.approx(theirs)
-    assert found.gain == pytest.approx(ours - theirs)
-    assert found.low < found.gain < found.high
-    assert found.reason == (
-        f"{EXACT} on {PROTOCOL} {ours:.4f}, the champion's {theirs:.4f}: gain {found.gain:+.4f}, "
-        f"95 % interval {found.low:+.4f} to {found.high:+.4f} over 600 pairs; the lower bound exceeds 0"
+    challenger_mean, champion_mean = models.mean(axis=1)
+    verdict = judge(make_gate(), *map(make_scores, models))
+    assert verdict.outcome == "promoted"
+    assert verdict.pairs == 600
+    assert verdict.challenger_score == pytest.approx(challenger_mean)
+    assert verdict.champion_score == pytest.approx(champion_mean)
+    assert verdict.gain == pytest.approx(challenger_mean - champion_mean)
+    assert verdict.low < verdict.gain < verdict.high
+    assert verdict.reason == (
+        f"{EXACT_ACCURACY} on {PROTOCOL} {challenger_mean:.4f}, the champion's {champion_mean:.4f}: "
+        f"gain {verdict.gain:+.4f}, 95 % interval {verdict.low:+.4f} to {verdict.high:+.4f} over 600 pairs; "
+        "the lower bound exceeds 0"
     )
-    assert judge(gate(min_gain=found.low - 1e-6), *map(scores, models)).outcome == "promoted"
-    assert judge(gate(min_gain=found.low), *map(scores, models)).outcome == "refused"
-    first = judge_without_champion(gate(guards={"SPICE": 0.1}), scores(models[0]))
-    reason = f"there was no champion; {EXACT} {ours:.4f} over 600 pairs of {PROTOCOL}"
-    assert first == Verdict(outcome="first", reason=reason, pairs=600, challenger_score=found.challenger_score)
-    surer = judge(gate(confidence=0.999), *map(scores, models))
-    assert surer.low < found.low
-    assert "99.9 %" in surer.reason
+    assert judge(make_gate(min_gain=verdict.low - 1e-6), *map(make_scores, models)).outcome == "promoted"
+    assert judge(make_gate(min_gain=verdict.low), *map(make_scores, models)).outcome == "refused"
+    first_verdict = judge_without_champion(make_gate(guards={"SPICE": 0.1}), make_scores(models[0]))
+    reason = f"there was no champion. {EXACT_ACCURACY} {challenger_mean:.4f} over 600 pairs of {PROTOCOL}"
+    assert first_verdict == Verdict(
+        outcome="first", reason=reason, pairs=600, challenger_score=verdict.challenger_score
+    )
+    stricter_verdict = judge(make_gate(confidence=0.999), *map(make_scores, models))
+    assert stricter_verdict.low < verdict.low
+    assert "99.9 %" in stricter_verdict.reason
 
 
 @pytest.mark.fault("23", "T13")
 @pytest.mark.parametrize("case", ["the other way round", "equal pair by pair", "ten pairs"])
 def test_what_is_worse_equal_or_of_few_pairs_is_refused(models, case):
-    few = np.stack([np.ones(10), np.zeros(10)])
-    pair = {"the other way round": models[::-1], "equal pair by pair": models[[0, 0]], "ten pairs": few}[case]
-    found = judge(gate(), *map(scores, pair))
-    assert found.outcome == "refused"
-    assert found.pairs == len(pair[0])
-    assert (found.low is None) == (case == "ten pairs")
-    assert found.low is None or found.low <= 0
+    ten_pairs = np.stack([np.ones(10), np.zeros(10)])
+    compared_models = {
+        "the other way round": models[::-1],
+        "equal pair by pair": models[[0, 0]],
+        "ten pairs": ten_pairs,
+    }[case]
+    verdict = judge(make_gate(), *map(make_scores, compared_models))
+    assert verdict.outcome == "refused"
+    assert verdict.pairs == len(compared_models[0])
+    assert (verdict.low is None) == (case == "ten pairs")
+    assert verdict.low is None or verdict.low <= 0
 
 
 # Guards
@@ -122,7 +147,7 @@ def test_what_is_worse_equal_or_of_few_pairs_is_refused(models, case):
 
 @pytest.mark.fault("S2", "T13")
 @pytest.mark.parametrize(
-    ("ours", "theirs", "tolerance", "outcome"),
+    ("challenger_spice", "champion_spice", "tolerance", "outcome"),
     [
         (0.5, 0.5, 0.02, "promoted"),
         (0.4801, 0.5, 0.02, "promoted"),
@@ -136,58 +161,68 @@ def test_what_is_worse_equal_or_of_few_pairs_is_refused(models, case):
         (0.869998, 0.90, 0.03, "refused"),
     ],
 )
-def test_a_guarded_score_may_be_worse_by_exactly_its_tolerance_and_no_more(models, ours, theirs, tolerance, outcome):
-    tables = [scores(exact, SPICE=[value] * 600) for exact, value in zip(models, (ours, theirs), strict=True)]
-    found = judge(gate(guards={"SPICE": tolerance}), *tables)
-    assert found.outcome == outcome
-    assert found.low > 0
-    guard = found.guards["SPICE"]
-    assert guard.challenger == pytest.approx(ours)
-    assert guard.champion == pytest.approx(theirs)
+def test_a_guarded_score_may_be_worse_by_exactly_its_tolerance_and_no_more(
+    models, challenger_spice, champion_spice, tolerance, outcome
+):
+    tables = []
+    for exact, spice in zip(models, (challenger_spice, champion_spice), strict=True):
+        tables.append(make_scores(exact, SPICE=[spice] * 600))
+    verdict = judge(make_gate(guards={"SPICE": tolerance}), *tables)
+    assert verdict.outcome == outcome
+    assert verdict.low > 0
+    guard = verdict.guards["SPICE"]
+    assert guard.challenger == pytest.approx(challenger_spice)
+    assert guard.champion == pytest.approx(champion_spice)
     assert guard.tolerance == tolerance
-    assert f"SPICE {ours:.4f}" in found.reason
-    assert f"{theirs:.4f}" in found.reason
+    assert f"SPICE {challenger_spice:.4f}" in verdict.reason
+    assert f"{champion_spice:.4f}" in verdict.reason
 
 
 @pytest.mark.fault("T13")
 @pytest.mark.parametrize("pairs", [10, 100, 600])
 def test_a_guard_that_is_better_if_smaller_may_grow_by_exactly_its_tolerance(models, pairs):
-    more, less = (scores(exact) for exact in models)
-    silent = np.array(more["change_statistics"].to_pylist())
-    silent[:pairs, COUNTS.index("changed_called_unchanged")] = 1  # says "no change" of these pairs
-    more = more.set_column(2, "change_statistics", pa.array(silent.tolist()))
-    exactly = round(pairs / 600, 6)
-    assert judge(gate(guards={"false_no_change": exactly}), more, less).outcome == "promoted"
-    refused = judge(gate(guards={"false_no_change": exactly - 0.001}), more, less)
-    assert refused.outcome == "refused"
-    assert f"false_no_change {exactly:.4f}" in refused.reason
+    challenger, champion = (make_scores(exact) for exact in models)
+    statistics = np.array(challenger["change_statistics"].to_pylist())
+    statistics[:pairs, COUNTS.index("changed_called_unchanged")] = 1  # says "no change" of these pairs
+    challenger = challenger.set_column(2, "change_statistics", pa.array(statistics.tolist()))
+    increase = round(pairs / 600, 6)
+    assert judge(make_gate(guards={"false_no_change": increase}), challenger, champion).outcome == "promoted"
+    verdict = judge(make_gate(guards={"false_no_change": increase - 0.001}), challenger, champion)
+    assert verdict.outcome == "refused"
+    assert f"false_no_change {increase:.4f}" in verdict.reason
 
 
 @pytest.mark.fault("18", "23")
 def test_a_model_without_a_score_of_the_gate_is_refused_or_not_comparable(models):
-    plain = scores(models[1])
-    whole = scores(models[1], SPICE=[0.5] * 600)
-    ours = scores(models[0], SPICE=[0.6] * 600)
-    found = judge(gate(metric="SPICE", guards={"METEOR": 0.1, EXACT: 0.1}), plain, whole)
-    assert found.outcome == "refused"
+    champion_without_spice = make_scores(models[1])
+    champion = make_scores(models[1], SPICE=[0.5] * 600)
+    challenger = make_scores(models[0], SPICE=[0.6] * 600)
+    verdict = judge(
+        make_gate(metric="SPICE", guards={"METEOR": 0.1, EXACT_ACCURACY: 0.1}), champion_without_spice, champion
+    )
+    assert verdict.outcome == "refused"
     for name in ("SPICE", "METEOR", PROTOCOL):
-        assert name in found.reason
-    assert EXACT not in found.reason
-    assert judge_without_champion(gate(metric="SPICE"), plain).outcome == "refused"
-    asked = [gate(guards={"SPICE": 0.1}), gate(metric="SPICE"), gate(metric="SPICE", guards={EXACT: 0.1})]
-    assert [has_comparable_scores(cfg, ours, plain) for cfg in asked] == [False, False, False]
-    assert [has_comparable_scores(cfg, ours, whole) for cfg in asked] == [True, True, True]
-    for cfg in asked[:2]:
-        refused = judge(cfg, ours, plain)
-        assert refused.outcome == "refused"
-        assert "champion" in refused.reason
-        assert "SPICE" in refused.reason
+        assert name in verdict.reason
+    assert EXACT_ACCURACY not in verdict.reason
+    assert judge_without_champion(make_gate(metric="SPICE"), champion_without_spice).outcome == "refused"
+    gates = [
+        make_gate(guards={"SPICE": 0.1}),
+        make_gate(metric="SPICE"),
+        make_gate(metric="SPICE", guards={EXACT_ACCURACY: 0.1}),
+    ]
+    assert [has_comparable_scores(cfg, challenger, champion_without_spice) for cfg in gates] == [False, False, False]
+    assert [has_comparable_scores(cfg, challenger, champion) for cfg in gates] == [True, True, True]
+    for cfg in gates[:2]:
+        verdict = judge(cfg, challenger, champion_without_spice)
+        assert verdict.outcome == "refused"
+        assert "champion" in verdict.reason
+        assert "SPICE" in verdict.reason
 
 
 # Files that are not over the same pairs, and what is no number
 
 
-def spice(values: list[float | None]) -> pa.Table:
+def make_spice_scores(values: list[float | None]) -> pa.Table:
     names = [f"minichange/{n:06d}" for n in range(len(values))]
     column = pa.array(values, pa.float64())
     return pa.table({"protocol": [PROTOCOL] * len(values), "id": names, "SPICE": column})
@@ -195,52 +230,80 @@ def spice(values: list[float | None]) -> pa.Table:
 
 SPREAD = [n / 200 for n in range(200)]
 WORST_NULL = [None] * 40 + SPREAD[40:]
-UNLIKE = {
-    "itself with its worst scores null": (spice(WORST_NULL), spice(SPREAD), "it has no SPICE of 40 pairs"),
-    "the champion's are null": (spice(SPREAD), spice(WORST_NULL), "the champion has no SPICE of 40 pairs"),
-    "as many nulls of other pairs": (spice(WORST_NULL), spice(SPREAD[:160] + [None] * 40), "it has no SPICE of 40"),
-    "one null": (spice([None, *SPREAD[1:]]), spice([0.0] * 200), "such as minichange/000000"),
+DIFFERENT_PAIRS = {
+    "the same scores, the worst of them null": (
+        make_spice_scores(WORST_NULL),
+        make_spice_scores(SPREAD),
+        "the challenger has no SPICE for 40 pairs",
+    ),
+    "the champion's worst scores null": (
+        make_spice_scores(SPREAD),
+        make_spice_scores(WORST_NULL),
+        "the champion has no SPICE for 40 pairs",
+    ),
+    "as many nulls of other pairs": (
+        make_spice_scores(WORST_NULL),
+        make_spice_scores(SPREAD[:160] + [None] * 40),
+        "the challenger has no SPICE for 40",
+    ),
+    "one null": (make_spice_scores([None, *SPREAD[1:]]), make_spice_scores([0.0] * 200), "such as minichange/000000"),
 }
 
 
 @pytest.mark.fault("T13", "S2")
-@pytest.mark.parametrize("case", UNLIKE)
+@pytest.mark.parametrize("case", DIFFERENT_PAIRS)
 def test_scores_that_are_not_over_the_same_pairs_are_refused(case):
-    ours, theirs, words = UNLIKE[case]
-    found = judge(gate(metric="SPICE"), ours, theirs)
-    assert found.outcome == "refused", found.reason
-    assert words in found.reason, found.reason
-    guarded = [table.append_column("CIDEr", pa.array([v] * len(table))) for table, v in ((ours, 2.0), (theirs, 1.0))]
-    assert judge(gate(metric="CIDEr", guards={"SPICE": 1.0}), *guarded).outcome == "refused"
-    assert has_comparable_scores(gate(metric="SPICE"), ours, theirs) == ("the champion has" not in found.reason)
+    challenger, champion, words = DIFFERENT_PAIRS[case]
+    verdict = judge(make_gate(metric="SPICE"), challenger, champion)
+    assert verdict.outcome == "refused", verdict.reason
+    assert words in verdict.reason, verdict.reason
+    tables = [
+        table.append_column("CIDEr", pa.array([value] * len(table)))
+        for table, value in ((challenger, 2.0), (champion, 1.0))
+    ]
+    assert judge(make_gate(metric="CIDEr", guards={"SPICE": 1.0}), *tables).outcome == "refused"
+    assert has_comparable_scores(make_gate(metric="SPICE"), challenger, champion) == (
+        "the champion has" not in verdict.reason
+    )
 
 
 @pytest.mark.fault("T13")
 def test_nulls_of_equal_pairs_in_any_order_are_compared_and_other_pairs_not(models):
-    better = [value and value + 0.1 for value in WORST_NULL]
+    better_values = [value and value + 0.1 for value in WORST_NULL]
     order = np.random.default_rng(7).permutation(200)
-    found = judge(gate(metric="SPICE"), spice(better).take(order), spice(WORST_NULL))
-    assert found.outcome == "promoted"
-    assert found.gain == pytest.approx(0.1)
-    for ours, theirs in ((WORST_NULL, WORST_NULL), ([], []), ([1.0], [0.0])):
-        assert judge(gate(metric="SPICE"), spice(ours), spice(theirs)).outcome == "refused"
-    ours, theirs = map(scores, models)
-    assert has_comparable_scores(gate(), ours, theirs.take(np.arange(600)[::-1]))
-    assert not has_comparable_scores(gate(), ours, theirs.slice(1))
+    spice_gate = make_gate(metric="SPICE")
+    verdict = judge(spice_gate, make_spice_scores(better_values).take(order), make_spice_scores(WORST_NULL))
+    assert verdict.outcome == "promoted"
+    assert verdict.gain == pytest.approx(0.1)
+    for challenger, champion in ((WORST_NULL, WORST_NULL), ([], []), ([1.0], [0.0])):
+        verdict = judge(spice_gate, make_spice_scores(challenger), make_spice_scores(champion))
+        assert verdict.outcome == "refused"
+    challenger, champion = map(make_scores, models)
+    assert has_comparable_scores(make_gate(), challenger, champion.take(np.arange(600)[::-1]))
+    assert not has_comparable_scores(make_gate(), challenger, champion.slice(1))
     with pytest.raises(ValueError, match=r"600\D+599"):
-        judge(gate(), ours, theirs.slice(1))
+        judge(make_gate(), challenger, champion.slice(1))
 
 
 @pytest.mark.fault("S2")
-@pytest.mark.parametrize(("value", "pairs"), [*((v, 600) for v in NO_NUMBERS), *((v, 1) for v in NO_NUMBERS[:3])])
-@pytest.mark.parametrize("asked", [{"metric": "SPICE"}, {"guards": {"SPICE": 1e9}}], ids=["metric", "guard"])
-def test_nan_infinity_and_missing_scores_are_refused_of_any_model(models, asked, value, pairs):
-    columns = [pa.array([v] * n + [0.5] * (600 - n), pa.float64()) for v, n in ((value, pairs), (0.6, 600), (0.4, 600))]
-    ours, better = (scores(models[0], SPICE=column) for column in columns[:2])
-    theirs, plain = (scores(models[1], SPICE=column) for column in columns[::2])
-    for challenger, champion, whose in ((ours, plain, "it"), (ours, theirs, "it"), (better, theirs, "the champion")):
-        found = judge(gate(**asked), challenger, champion)
-        assert found.outcome == "refused", found.reason
-        assert f"{whose} has no SPICE" in found.reason, found.reason
-    assert not has_comparable_scores(gate(**asked), better, theirs), "first it is scored again"
-    assert judge_without_champion(gate(**asked), ours).reason.startswith("it has no SPICE on")
+@pytest.mark.parametrize(
+    ("value", "pairs"), [*((value, 600) for value in NO_NUMBERS), *((value, 1) for value in NO_NUMBERS[:3])]
+)
+@pytest.mark.parametrize("settings", [{"metric": "SPICE"}, {"guards": {"SPICE": 1e9}}], ids=["metric", "guard"])
+def test_nan_infinity_and_missing_scores_are_refused_of_any_model(models, settings, value, pairs):
+    column_without_score = pa.array([value] * pairs + [0.5] * (600 - pairs), pa.float64())
+    challenger_without_score = make_scores(models[0], SPICE=column_without_score)
+    champion_without_score = make_scores(models[1], SPICE=column_without_score)
+    challenger = make_scores(models[0], SPICE=[0.6] * 600)
+    champion = make_scores(models[1], SPICE=[0.4] * 600)
+    cfg = make_gate(**settings)
+    for bad_challenger, any_champion, reason in (
+        (challenger_without_score, champion, "it has no SPICE"),
+        (challenger_without_score, champion_without_score, "it has no SPICE"),
+        (challenger, champion_without_score, "the champion has no SPICE"),
+    ):
+        verdict = judge(cfg, bad_challenger, any_champion)
+        assert verdict.outcome == "refused", verdict.reason
+        assert reason in verdict.reason, verdict.reason
+    assert not has_comparable_scores(cfg, challenger, champion_without_score), "the champion is scored again first"
+    assert judge_without_champion(cfg, challenger_without_score).reason.startswith("it has no SPICE on")

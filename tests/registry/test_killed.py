@@ -1,4 +1,4 @@
-"""A decision whose process is killed at any of its writes leaves one champion, as recorded."""
+"""If the process of a decision is killed at any write, there is still one champion, as recorded."""
 
 import os
 import signal
@@ -12,24 +12,24 @@ from m3diff.registry import decisions as record
 from m3diff.registry.decisions import (
     read_decisions,
 )
-from tests.registry.conftest import Registry, agrees, ended, in_child
+from tests.registry.conftest import Registry, check_one_champion, start_child, wait_for_child
 
 WRITES = ("hash-object", "commit-tree", "update-ref")
 
 
-def counting(at: int | None) -> Callable[[], int]:
-    """Count every durable write of this process, and kill it in place of the write `at` (0: the first)."""
+def kill_at_write(at: int | None) -> Callable[[], int]:
+    """Count the durable writes of this process, and kill it instead of the write with the number `at`, from 0."""
     done = 0
 
     def counted(real):
-        def write(*args, **named):
+        def write(*args, **options):
             nonlocal done
             if real.__name__ == "run_git" and not {*WRITES} & {*args}:
-                return real(*args, **named)
+                return real(*args, **options)
             if done == at:
                 os.kill(os.getpid(), signal.SIGKILL)
             done += 1
-            return real(*args, **named)
+            return real(*args, **options)
 
         return write
 
@@ -39,15 +39,15 @@ def counting(at: int | None) -> Callable[[], int]:
     return lambda: done
 
 
-def killed_at(registry: Registry, act: Callable[[Registry], object], at: int | None) -> int:
-    """Do it in a process that is killed before its write `at`; how many writes it made where it ended by itself."""
+def act_until_killed(registry: Registry, act: Callable[[Registry], object], at: int | None) -> int:
+    """Run `act` in a child that is killed before its write `at`. If `at` is None, return the number of writes."""
 
     def work() -> None:
-        writes = counting(at)
+        writes = kill_at_write(at)
         act(registry)
         (registry.root / "writes").write_text(str(writes()))
 
-    code = ended(in_child(work))
+    code = wait_for_child(start_child(work))
     assert code == (0 if at is None else -signal.SIGKILL)
     return int((registry.root / "writes").read_text()) if at is None else -1
 
@@ -71,43 +71,46 @@ KILLS = {
     "rolled back": ((1.0, 2.0, 3.0), ROLLBACK, 7, [THIRD, SECOND | {"challenger": 3}]),
     "rolled back to the last": ((1.0, 2.0), ROLLBACK, 7, [SECOND, {"challenger": 2, "champion": 1}]),
 }
-"""The CIDErs that are there, what is killed, how many durable writes it makes (two git objects, the refs, the aliases),
-and the aliases that there may be in the end: of a rollback, those before it where it was killed unrecorded."""
+"""For each case: the CIDErs of the versions, the action that is killed, the number of its durable writes (two git
+objects, the refs and the aliases), and the aliases that may exist at the end. A rollback that was killed before it was
+recorded leaves the aliases as they were."""
 
 
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("name", KILLS)
 def test_killed_at_any_write_the_next_promote_leaves_one_champion_as_recorded(name, registry, tmp_path, monkeypatch):
-    """Before the first write, between any two, and after the last one."""
-    ciders, act, writes, ends = KILLS[name]
+    """The process is killed before each of its writes."""
+    ciders, act, writes, final_aliases = KILLS[name]
     registry.grow(*ciders[:-1])
     registry.add(ciders[-1])
     if act is ROLLBACK:
         registry.decide()
-    whole = registry.copy(tmp_path / "whole")
-    monkeypatch.chdir(whole.root)
-    assert killed_at(whole, act, None) == writes
-    assert whole.aliases() == ends[-1]
-    agrees(whole)
+    complete_registry = registry.copy(tmp_path / "whole")
+    monkeypatch.chdir(complete_registry.root)
+    assert act_until_killed(complete_registry, act, None) == writes
+    assert complete_registry.aliases() == final_aliases[-1]
+    check_one_champion(complete_registry)
     outcomes = set()
-    for at in range(writes):
-        broken = registry.copy(tmp_path / f"killed-{at}")
-        monkeypatch.chdir(broken.root)
-        killed_at(broken, act, at)
-        decision = broken.decide()
-        assert broken.aliases() in ends, f"killed before write {at}"
-        assert broken.record().count(name.removesuffix(" to the last")) == (0 if broken.aliases() != ends[-1] else 1)
-        agrees(broken)
+    for killed_write in range(writes):
+        killed_registry = registry.copy(tmp_path / f"killed-{killed_write}")
+        monkeypatch.chdir(killed_registry.root)
+        act_until_killed(killed_registry, act, killed_write)
+        decision = killed_registry.decide()
+        assert killed_registry.aliases() in final_aliases, f"killed before write {killed_write}"
+        assert killed_registry.record().count(name.removesuffix(" to the last")) == (
+            0 if killed_registry.aliases() != final_aliases[-1] else 1
+        )
+        check_one_champion(killed_registry)
         outcomes.add(decision.outcome)
-        assert broken.decide().outcome in ("unchanged", "refused"), "nothing is left to do"
-        agrees(broken)
+        assert killed_registry.decide().outcome in ("unchanged", "refused"), "nothing is left to do"
+        check_one_champion(killed_registry)
     assert outcomes == {"rolled back": {"unchanged", "refused"}}.get(name.removesuffix(" to the last"), {name})
 
 
 @pytest.mark.parametrize("overtaken", ["moved", "deleted", None])
 def test_a_killed_promotion_is_finished_by_a_rollback_or_recorded_as_not_done(waiting, overtaken):
-    """Killed before the aliases moved; then another machine made version 2 champion, or a person deleted version 4."""
-    killed_at(waiting, lambda registry: registry.decide(version=4), 4)
+    """The process is killed before it moves the aliases. Then version 2 becomes champion, or version 4 is deleted."""
+    act_until_killed(waiting, lambda registry: registry.decide(version=4), 4)
     assert [entry.target for entry in read_decisions()] == [1, 4]
     assert waiting.aliases()["champion"] == 1
     if overtaken == "moved":
@@ -120,7 +123,7 @@ def test_a_killed_promotion_is_finished_by_a_rollback_or_recorded_as_not_done(wa
         assert not_done.abandoned_move == 2
         assert not_done.target == 4
         assert not_done.champion_before == 1
-        assert not_done.reason.endswith(" 2"), "the champion that was found"
+        assert not_done.reason.endswith(" 2"), "the actual champion"
     elif overtaken == "deleted":
         waiting.client.delete_model_version("m3diff", "4")
         assert waiting.decide(version=3).outcome == "promoted"
@@ -131,4 +134,4 @@ def test_a_killed_promotion_is_finished_by_a_rollback_or_recorded_as_not_done(wa
         assert waiting.record() == ["first", "promoted", "rolled back"]
         assert waiting.aliases()["champion"] == 1
         assert waiting.decide(version=4).outcome == "refused"
-    agrees(waiting)
+    check_one_champion(waiting)

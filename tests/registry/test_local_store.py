@@ -1,4 +1,4 @@
-"""A version that is read from MLflow's sqlite file is the one that MLflow itself finds."""
+"""The version that is read from MLflow's sqlite file is the version that MLflow finds."""
 
 import shutil
 import sqlite3
@@ -14,36 +14,36 @@ from m3diff.models.checkpoint import write_manifest
 from m3diff.records.errors import DataError, Fault
 from m3diff.registry import model_source
 from m3diff.registry.local_store import NoSuchVersionError, StoredVersion, find_stored_version, read_stored_tags
-from m3diff.registry.tracking import connected, experiment_id
+from m3diff.registry.tracking import connect, experiment_id
 from tests.errors import raises
 
 MODEL = "m3diff"
 URI = "sqlite:///services/mlflow/mlflow.db"
-HERE = Path("services/mlflow")
+STORE_FOLDER = Path("services/mlflow")
 
 
 class Store:
-    """A project's store with one run, whose versions are made as MLflow's own client makes them."""
+    """The store of a project with one run. MLflow's client creates its versions."""
 
     def __init__(self, root: Path, empty: Path) -> None:
         self.root = root
-        self.database = root / HERE / "mlflow.db"
+        self.database = root / STORE_FOLDER / "mlflow.db"
         self.database.parent.mkdir(parents=True)
         shutil.copy(empty, self.database)
-        with connected(URI) as client:
+        with connect(URI) as client:
             self.client: MlflowClient = client
             client.create_registered_model(MODEL)
             self.experiment = experiment_id(client, "m3diff")
 
     def add(self, *aliases: str, limit: str | None = "32", folder: str = "a model & 50%") -> int:
-        """The number of a new version with a checkpoint, and these aliases."""
-        place = self.root / HERE / "artifacts" / "m3diff" / folder
-        checkpoint = place / "artifacts" / "checkpoint"
+        """Create a version with a checkpoint and these aliases, and return its number."""
+        artifact_folder = self.root / STORE_FOLDER / "artifacts" / "m3diff" / folder
+        checkpoint = artifact_folder / "artifacts" / "checkpoint"
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "config.json").write_text("{}")
         write_manifest(checkpoint, family="m3diff", base="x", base_sha256="y")
         tags = {} if limit is None else {"predict.max_new_tokens": limit}
-        version = self.client.create_model_version(MODEL, place.as_uri(), tags=tags)
+        version = self.client.create_model_version(MODEL, artifact_folder.as_uri(), tags=tags)
         for alias in aliases:
             self.client.set_registered_model_alias(MODEL, alias, version.version)
         return int(version.version)
@@ -84,11 +84,11 @@ def test_a_moved_alias_is_followed_at_once(store):
     second = store.add("champion", folder="second")
     assert find_stored_version(URI, MODEL, "champion") == StoredVersion(
         number=second,
-        checkpoint=store.root / HERE / "artifacts/m3diff/second/artifacts/checkpoint",
+        checkpoint=store.root / STORE_FOLDER / "artifacts/m3diff/second/artifacts/checkpoint",
         max_new_tokens=32,
     )
     store.client.set_registered_model_alias(MODEL, "champion", "1")
-    assert model_source.version_of(URI, MODEL, "champion") == "m3diff/1"
+    assert model_source.resolve_version(URI, MODEL, "champion") == "m3diff/1"
 
 
 @pytest.mark.parametrize("model", ["7", "champion", "Challenger", "m3diff"])
@@ -115,9 +115,9 @@ def test_a_deleted_version_is_none(store):
 def test_another_model_s_alias_is_not_this_one_s(store):
     store.add(folder="first")
     store.client.create_registered_model("other")
-    place = (store.root / HERE / "artifacts/m3diff/first").as_uri()
-    other = store.client.create_model_version("other", place)
-    store.client.set_registered_model_alias("other", "champion", other.version)
+    source = (store.root / STORE_FOLDER / "artifacts/m3diff/first").as_uri()
+    version = store.client.create_model_version("other", source)
+    store.client.set_registered_model_alias("other", "champion", version.version)
     with raises(NoSuchVersionError, "registry.no_such_version", model=MODEL, value="champion"):
         find_stored_version(URI, MODEL, "champion")
 
@@ -143,15 +143,15 @@ def test_a_store_that_does_not_exist_is_not_made(tmp_path, monkeypatch):
         source("champion")
     fault = refused.value.fields["fault"]
     assert fault.code == "registry.no_database"
-    assert fault.fields["database"] == tmp_path / HERE / "mlflow.db"
+    assert fault.fields["database"] == tmp_path / STORE_FOLDER / "mlflow.db"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_reading_changes_no_byte_and_leaves_no_file(store):
     store.add("champion")
-    before = {path: path.read_bytes() for path in (store.root / HERE).rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in (store.root / STORE_FOLDER).rglob("*") if path.is_file()}
     assert find_stored_version(URI, MODEL, "champion") is not None
-    assert {path: path.read_bytes() for path in (store.root / HERE).rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in (store.root / STORE_FOLDER).rglob("*") if path.is_file()} == before
 
 
 def test_an_experiment_that_dvc_runs_in_a_copy_reads_the_project_s_store(store, monkeypatch):
@@ -162,7 +162,7 @@ def test_an_experiment_that_dvc_runs_in_a_copy_reads_the_project_s_store(store, 
     assert find_stored_version(URI, MODEL, "champion") is not None
 
 
-LEFT = {
+READ_BY_MLFLOW = {
     "an alias with a meaning of MLflow's own": ("latest", lambda store: None),
     "a table of another MLflow": (
         "champion",
@@ -176,14 +176,14 @@ LEFT = {
         "champion",
         lambda store: store.execute("UPDATE model_versions SET storage_location = NULL, source = 'models:/m-1'"),
     ),
-    "files that are gone": ("champion", lambda store: shutil.rmtree(store.root / HERE / "artifacts")),
+    "files that are gone": ("champion", lambda store: shutil.rmtree(store.root / STORE_FOLDER / "artifacts")),
     "a file that is no database": ("champion", lambda store: store.database.write_text("no database " * 99)),
 }
 
 
-@pytest.mark.parametrize("reason", LEFT)
+@pytest.mark.parametrize("reason", READ_BY_MLFLOW)
 def test_what_a_plain_read_cannot_answer_is_left_to_mlflow(reason, store):
-    model, change = LEFT[reason]
+    model, change = READ_BY_MLFLOW[reason]
     store.add("champion")
     change(store)
     assert find_stored_version(URI, MODEL, model) is None
@@ -203,22 +203,22 @@ def test_a_store_that_is_no_file_is_left_to_mlflow(address):
 
 def test_a_store_that_was_moved_is_mended_by_mlflow_and_then_read(store, tmp_path, monkeypatch, capsys):
     store.add("champion")
-    there = tmp_path / "there"
-    shutil.copytree(tmp_path / "services", there / "services")
-    monkeypatch.chdir(there)
+    new_project = tmp_path / "there"
+    shutil.copytree(tmp_path / "services", new_project / "services")
+    monkeypatch.chdir(new_project)
     assert find_stored_version(URI, MODEL, "champion") is None
-    mended = source("champion")
-    assert mended.folder.is_relative_to(there)
+    mended_source = source("champion")
+    assert mended_source.folder.is_relative_to(new_project)
     quick = find_stored_version(URI, MODEL, "champion")
     assert quick is not None
-    assert quick.checkpoint == mended.folder
+    assert quick.checkpoint == mended_source.folder
 
 
 def test_a_version_is_found_without_importing_mlflow(store):
     store.add("champion")
     code = (
-        "import sys; from pathlib import Path; from m3diff.registry.model_source import find, version_of;"
-        f"find({URI!r}, 'm3diff', 'champion', Path('base'), 64); version_of({URI!r}, 'm3diff', 'champion');"
+        "import sys; from pathlib import Path; from m3diff.registry.model_source import find, resolve_version;"
+        f"find({URI!r}, 'm3diff', 'champion', Path('base'), 64); resolve_version({URI!r}, 'm3diff', 'champion');"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Promotion: which alias moves when, and what is recorded of a decision."""
+"""Promotion: the moves of the aliases and the recorded decisions."""
 
 import re
 import time
@@ -7,7 +7,7 @@ import pytest
 
 from m3diff.records.errors import DataError
 from tests.errors import raises
-from tests.registry.conftest import PAIRS, PROTOCOL, scores
+from tests.registry.conftest import PAIRS, PROTOCOL, make_scores
 
 
 @pytest.mark.fault("23")
@@ -35,12 +35,12 @@ def test_a_better_version_becomes_champion_and_a_worse_one_is_refused_once(regis
 def test_the_record_has_each_decision_with_parameters_numbers_reason_and_time(registry):
     protocol = "minichange/semantic"
     registry.gate(protocol=protocol, metric="SPICE", guards={"CIDEr": 0.5})
-    made = []
+    entries = []
     for cider, spice in ((2.0, 0.2), (1.6, 0.3), (1.0, 0.4)):
-        registry.add(scores(cider, protocol=protocol, SPICE=spice))
-        made.append(registry.decide())
-    assert "CIDEr 1.0000" in made[2].reason
-    first, second, _ = registry.entries()
+        registry.add(make_scores(cider, protocol=protocol, SPICE=spice))
+        entries.append(registry.decide())
+    assert "CIDEr 1.0000" in entries[2].reason
+    first_entry, second, _ = registry.entries()
     assert second.number == 2
     assert second.action == "promote"
     assert second.champion_before == 1
@@ -48,7 +48,7 @@ def test_the_record_has_each_decision_with_parameters_numbers_reason_and_time(re
     assert second.previous == 1
     assert second.model == "m3diff"
     assert second.outcome == "promoted"
-    assert second.reason == made[1].reason
+    assert second.reason == entries[1].reason
     assert second.gate == {
         **{"protocol": protocol, "metric": "SPICE", "min_gain": 0.0, "confidence": 0.95, "pairs": PAIRS},
         **{name: pytest.approx(0.1) for name in ("low", "gain", "high")},
@@ -57,17 +57,17 @@ def test_the_record_has_each_decision_with_parameters_numbers_reason_and_time(re
     }
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", second.decided_at)
     assert second.decided_at[:10] == time.strftime("%Y-%m-%d", time.gmtime())
-    assert first.champion_before is None
-    assert first.previous is None
-    assert first.gate["champion_score"] is None
-    assert f"SPICE 0.2000 over {PAIRS} pairs of {protocol}" in first.reason
+    assert first_entry.champion_before is None
+    assert first_entry.previous is None
+    assert first_entry.gate["champion_score"] is None
+    assert f"SPICE 0.2000 over {PAIRS} pairs of {protocol}" in first_entry.reason
 
 
 @pytest.mark.fault("23")
 def test_a_challenger_without_scores_or_without_those_of_the_gate_is_refused(registry):
     registry.add()
     assert "scores.parquet" in registry.decide().reason
-    registry.add(scores(1.0).rename_columns(["protocol", "id", "other"]))
+    registry.add(make_scores(1.0).rename_columns(["protocol", "id", "other"]))
     assert f"CIDEr on {PROTOCOL}" in registry.decide().reason
     registry.client.create_model_version("m3diff", "file:///nowhere")
     assert registry.decide(version=3).outcome == "refused", "made by hand"

@@ -1,4 +1,4 @@
-"""Prune removes old versions with all that only they need, and keeps what a kept version needs."""
+"""Prune removes old versions with everything that only they need."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests import toy
 from tests.registry.conftest import Team
 
 RUNS = ("first", "second", "third")
-BRANCHES = {f"refs/{place}/runs/{name}" for place in ("heads", "remotes/origin") for name in RUNS}
+BRANCHES = {f"refs/{folder}/runs/{name}" for folder in ("heads", "remotes/origin") for name in RUNS}
 
 
 @dataclass
@@ -28,7 +28,7 @@ class VersionFiles:
     run_id: str
 
     @classmethod
-    def of(cls, team: Team, number: int) -> "VersionFiles":
+    def read(cls, team: Team, number: int) -> "VersionFiles":
         version = team.client.get_model_version("m3diff", str(number))
         model = team.client.get_logged_model(version.source.removeprefix("models:/"))
         cache = team.project / ".dvc/cache"
@@ -53,14 +53,14 @@ def existing_branches(team: Team) -> set[str]:
 def test_old_versions_are_removed_with_all_that_only_they_need(
     trained_once, empty_store, tmp_path, monkeypatch, capsys
 ):
-    """Three versions of three branches: the first is the champion, the last the challenger."""
+    """There are three versions on three branches. The first is the champion and the last is the challenger."""
     team = Team(tmp_path, trained_once, empty_store)
     for name, seed in zip(RUNS, (None, 1, 2), strict=True):
         team.run(name, seed)
     team.client.set_registered_model_alias("m3diff", "champion", "1")
     monkeypatch.chdir(team.project)
-    champion = VersionFiles.of(team, 1)
-    old_version = VersionFiles.of(team, 2)
+    champion = VersionFiles.read(team, 1)
+    old_version = VersionFiles.read(team, 2)
 
     for arguments, code in ((["--dry-run"], 0), ([], 2), (["--dry-run", "--yes"], 0)):
         assert main(["prune", "--keep", "1", *arguments]) == code
@@ -93,7 +93,7 @@ def test_old_versions_are_removed_with_all_that_only_they_need(
 
 @pytest.fixture
 def warm_started() -> Any:
-    """Versions 5 to 1 with their checkpoints and bases: 5 began with 4, 4 with 3, 3 with 1."""
+    """Return versions 5 to 1 with their checkpoints and bases: 5 was trained from 4, 4 from 3, and 3 from 1."""
     checkpoints_and_bases = {5: ("e", "d"), 4: ("d", "c"), 3: ("c", "a"), 2: ("b", "x"), 1: ("a", "x")}
     return [
         SimpleNamespace(version=str(number), tags={"dvc.checkpoint": checkpoint, "dvc.base": base})

@@ -1,4 +1,4 @@
-"""A champion of another test set, and any model, is captioned and scored on the test set that is here."""
+"""A champion from another test set, and any other model, is captioned and scored on the current test set."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ from m3diff.models.generation import load_captioner
 from m3diff.provenance.dvc import dvc_hash
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.lineage import PREDICT_CODE, hash_test_set
+from m3diff.registry.lineage import PREDICT_CODE_DIGESTS, hash_test_set
 from m3diff.registry.model_source import Source
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
@@ -37,19 +37,21 @@ def test_a_champion_of_another_test_set_is_scored_again_and_its_scores_kept(regi
     assert decision.champion_score == pytest.approx(1.0)
     batch = registry.params.predict.batch_pairs
     assert rescoring.calls == [("models:/m3diff/1/artifacts/checkpoint", 17, batch)]
-    said = capsys.readouterr().out
-    assert "champion 1 has no scores on this test set (new); it is captioned and scored by the code of today" in said
-    kept = {found.path for found in registry.client.list_artifacts(registry.version(1).run_id, "scored_again/new")}
-    assert kept == {"scored_again/new/scores.parquet", "scored_again/new/metrics.json"}
+    output = capsys.readouterr().out
+    assert "champion 1 has no scores on this test set (new); it is captioned and scored by the code of today" in output
+    artifacts = {
+        artifact.path for artifact in registry.client.list_artifacts(registry.version(1).run_id, "scored_again/new")
+    }
+    assert artifacts == {"scored_again/new/scores.parquet", "scored_again/new/metrics.json"}
     scratch = registry.params.compute.scratch
-    assert rescoring.places[0].is_relative_to(scratch), "it is gone"
-    assert list(scratch.glob("promote/*")) == [], "it is gone"
+    assert rescoring.output_folders[0].is_relative_to(scratch), "the folder is removed"
+    assert list(scratch.glob("promote/*")) == [], "the folder is removed"
     registry.add(1.1, seed=2, test_set="new")
     registry.point("champion", 1)
-    again = registry.decide()
-    assert again.champion_score == pytest.approx(1.0)
-    assert not again.scored_again
-    assert len(rescoring.calls) == 1, "its scores on this test set are kept"
+    second_decision = registry.decide()
+    assert second_decision.champion_score == pytest.approx(1.0)
+    assert not second_decision.scored_again
+    assert len(rescoring.calls) == 1, "its scores on this test set are stored"
 
 
 def test_its_old_score_counts_for_nothing_nor_do_scores_without_those_of_the_gate(registry, rescoring):
@@ -58,8 +60,8 @@ def test_its_old_score_counts_for_nothing_nor_do_scores_without_those_of_the_gat
     assert decision.outcome == "refused"
     assert decision.champion_score == pytest.approx(2.0)
     registry.decide()
-    assert registry.record() == ["first", "refused"], "the same decision from the scores that are kept"
-    registry.point("champion", registry.add(test_set="new", dvc__code=dvc_hash(REPOSITORY / PREDICT_CODE)))
+    assert registry.record() == ["first", "refused"], "the stored scores give the same decision"
+    registry.point("champion", registry.add(test_set="new", dvc__code=dvc_hash(REPOSITORY / PREDICT_CODE_DIGESTS)))
     registry.add(2.5, seed=1, test_set="new")
     assert registry.decide().scored_again
     assert len(rescoring.calls) == 2
@@ -67,22 +69,22 @@ def test_its_old_score_counts_for_nothing_nor_do_scores_without_those_of_the_gat
 
 
 def test_a_challenger_is_refused_if_the_champion_cannot_be_scored_again(registry, rescoring):
-    for passing in (ConnectionError, BlockingIOError):
-        rescoring.error = passing("may pass by itself")
-        with pytest.raises(passing):
+    for transient_error in (ConnectionError, BlockingIOError):
+        rescoring.error = transient_error("may pass by itself")
+        with pytest.raises(transient_error):
             registry.decide()
     assert registry.record() == ["first"]
-    for kind in (MlflowException, CheckpointError, FileNotFoundError, DataError):
-        rescoring.error = error = kind("gone")
-        refused = registry.decide()
-        assert refused.outcome == "refused"
-        assert f": {error}" in refused.reason
-        assert "m3diff rollback --to 2 --why" in refused.reason
-    rescoring.here = "third"
+    for error_class in (MlflowException, CheckpointError, FileNotFoundError, DataError):
+        rescoring.error = error = error_class("gone")
+        decision = registry.decide()
+        assert decision.outcome == "refused"
+        assert f": {error}" in decision.reason
+        assert "m3diff rollback --to 2 --why" in decision.reason
+    rescoring.present_test_set = "third"
     rescoring.error = None
-    refused = registry.decide()
-    assert refused.outcome == "refused"
-    assert " third" in refused.reason, "the digest of the test set that is here"
+    decision = registry.decide()
+    assert decision.outcome == "refused"
+    assert " third" in decision.reason, "the digest of the current test set"
     assert rescoring.calls == []
     assert registry.aliases() == {"challenger": 2, "champion": 1}
 
@@ -90,32 +92,32 @@ def test_a_challenger_is_refused_if_the_champion_cannot_be_scored_again(registry
 def test_a_version_captions_the_test_set_with_its_own_limit_and_its_scores_are_kept(registry, rescoring):
     params = registry.params
     run = registry.version(1).run_id
-    place, scores = score_model(params, "champion", Path("base"))
-    assert place == params.compute.scratch / "evaluated" / "m3diff-1"
+    folder, scores = score_model(params, "champion", Path("base"))
+    assert folder == params.compute.scratch / "evaluated" / "m3diff-1"
     assert scores == {"toy/total": {"CIDEr": 150.0}}
     assert rescoring.calls == [("models:/m3diff/1/artifacts/checkpoint", 17, params.predict.batch_pairs)]
-    assert (place / "predictions/captions.txt").is_file()
-    kept = {found.path for found in registry.client.list_artifacts(run, "scored_again/new")}
-    assert kept == {f"scored_again/new/{name}" for name in ("scores.parquet", "metrics.json")}
-    (place / "older").touch()
-    rescoring.here = "old"
+    assert (folder / "predictions/captions.txt").is_file()
+    artifacts = {artifact.path for artifact in registry.client.list_artifacts(run, "scored_again/new")}
+    assert artifacts == {f"scored_again/new/{name}" for name in ("scores.parquet", "metrics.json")}
+    (folder / "older").touch()
+    rescoring.present_test_set = "old"
     score_model(params, "champion", Path("base"))
-    assert registry.client.list_artifacts(run, "scored_again/old") == [], "its run has them"
-    assert not (place / "older").exists(), "made anew"
-    assert [file.name for file in place.parent.iterdir()] == ["m3diff-1"], "nothing half made is left"
+    assert registry.client.list_artifacts(run, "scored_again/old") == [], "its run already has these scores"
+    assert not (folder / "older").exists(), "the folder is created again"
+    assert [file.name for file in folder.parent.iterdir()] == ["m3diff-1"], "no temporary folder is left"
 
 
 def test_of_a_folder_nothing_is_kept_and_adapters_are_led_to_their_base(registry, rescoring, monkeypatch, capsys):
     folder = Path(rescoring.download("of a folder"))
-    placed = []
-    monkeypatch.setattr(module, "find", lambda *given: Source("m3diff/sha256-1", folder, 64, Path("base")))
-    monkeypatch.setattr("m3diff.models.checkpoint.place_on_base", lambda *given: placed.append(given))
+    calls = []
+    monkeypatch.setattr(module, "find", lambda *arguments: Source("m3diff/sha256-1", folder, 64, Path("base")))
+    monkeypatch.setattr("m3diff.models.checkpoint.place_on_base", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr("m3diff.models.checkpoint.verify_loaded", lambda folder: {})
-    place, _ = score_model(registry.params, str(folder), Path("base"), Path("mine"))
-    assert place == Path("mine")
+    out, _ = score_model(registry.params, str(folder), Path("base"), Path("mine"))
+    assert out == Path("mine")
     assert rescoring.calls[0][:2] == ("of a folder", 64)
-    ((copied, _, base),) = placed
-    assert copied.name == "checkpoint"
+    ((checkpoint, _, base),) = calls
+    assert checkpoint.name == "checkpoint"
     assert base == Path("base")
     with pytest.raises(DataError, match="mine"):
         score_model(registry.params, str(folder), Path("base"), Path("mine"))
@@ -125,7 +127,7 @@ def test_of_a_folder_nothing_is_kept_and_adapters_are_led_to_their_base(registry
 
 def test_a_fault_of_a_model_names_the_folder_that_was_given(registry, rescoring, monkeypatch):
     folder = Path(rescoring.download("of a folder"))
-    monkeypatch.setattr(module, "find", lambda *given: Source("m3diff/sha256-1", folder, 64, None))
+    monkeypatch.setattr(module, "find", lambda *arguments: Source("m3diff/sha256-1", folder, 64, None))
 
     def refuse(cfg: object, compute: object, mixture: Path, model: Path, out: Path) -> None:
         raise CheckpointError("files.unreadable", path=model / "checkpoint/config.json", cause="not JSON")
@@ -150,43 +152,43 @@ def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compare
     params = load_params()
     paths = params.paths
     table = pq.read_table(paths.report / "scores.parquet")
-    better = pa.array([value + 1 for value in table["CIDEr"].to_pylist()])
-    challenger = table.set_column(table.schema.get_field_index("CIDEr"), "CIDEr", better)
+    better_cider = pa.array([value + 1 for value in table["CIDEr"].to_pylist()])
+    challenger = table.set_column(table.schema.get_field_index("CIDEr"), "CIDEr", better_cider)
 
-    with tracking.connected(params.register_.tracking_uri) as client:
+    with tracking.connect(params.register_.tracking_uri) as client:
         experiment = tracking.experiment_id(client, "m3diff")
         runs = [client.create_run(experiment).info.run_id for _ in range(2)]
         model = stage.log_model(client, runs[0], params.register_, paths, 4, params.train.base)
-        kept = Path(mlflow.artifacts.download_artifacts(model)) / "artifacts/checkpoint"
-        assert is_adapters(kept) == (keeps == "adapters")
-        assert (kept / "model.safetensors").is_file() == (keeps == "merged")
+        stored_checkpoint = Path(mlflow.artifacts.download_artifacts(model)) / "artifacts/checkpoint"
+        assert is_adapters(stored_checkpoint) == (keeps == "adapters")
+        assert (stored_checkpoint / "model.safetensors").is_file() == (keeps == "merged")
         pair = {side: str(next(Path("data/01_raw").rglob("*.png"))) for side in ("before", "after")}
         images = (load_image(pair["before"]), load_image(pair["after"]))
-        whole = load_captioner(paths.model / "checkpoint", 4).caption([images])
-        assert mlflow.pyfunc.load_model(model).predict(pd.DataFrame([pair])) == whole
+        expected_captions = load_captioner(paths.model / "checkpoint", 4).caption([images])
+        assert mlflow.pyfunc.load_model(model).predict(pd.DataFrame([pair])) == expected_captions
         mlflow.register_model(model, "m3diff", tags={"test_set.sha256": "old", "predict.max_new_tokens": "4"})
         pq.write_table(challenger, "scores.parquet")
         client.log_artifact(runs[1], "scores.parquet")
-        on = hash_test_set(paths)
-        client.create_model_version("m3diff", "file:///nowhere", runs[1], tags={"test_set.sha256": on})
+        test_set = hash_test_set(paths)
+        client.create_model_version("m3diff", "file:///nowhere", runs[1], tags={"test_set.sha256": test_set})
         for alias, version in (("champion", "1"), ("challenger", "2")):
             client.set_registered_model_alias("m3diff", alias, version)
 
         shutil.rmtree(paths.model)
         capsys.readouterr()
         assert main(["promote"]) == 0
-        said = capsys.readouterr().out
-        assert "promote: champion 1 has no scores on this test set" in said
-        assert "gain +1.0000, 95 % interval +1.0000 to +1.0000 over 24 pairs; the lower bound exceeds 0" in said
-        place = f"scored_again/{on:.12}/scores.parquet"
-        assert pq.read_table(client.download_artifacts(runs[0], place)).equals(table)
+        output = capsys.readouterr().out
+        assert "promote: champion 1 has no scores on this test set" in output
+        assert "gain +1.0000, 95 % interval +1.0000 to +1.0000 over 24 pairs; the lower bound exceeds 0" in output
+        scores_path = f"scored_again/{test_set:.12}/scores.parquet"
+        assert pq.read_table(client.download_artifacts(runs[0], scores_path)).equals(table)
         assert main(["evaluate", "--model", "previous", "--out", "old"]) == 0
-        said = capsys.readouterr().out
-        assert "minichange/total, times 100: CIDEr " in said
-        assert said.endswith("report: old/report/report.html\n")
+        output = capsys.readouterr().out
+        assert "minichange/total, times 100: CIDEr " in output
+        assert output.endswith("report: old/report/report.html\n")
         assert pq.read_table("old/report/scores.parquet").equals(table)
         assert (paths.report / "report.html").is_file()
-        assert not paths.model.exists(), "what the run left is as it was"
+        assert not paths.model.exists(), "the outputs of the last run are not changed"
         aliases = client.get_registered_model("m3diff").aliases
-        found = {alias: int(version) for alias, version in aliases.items()}
-        assert found == {"challenger": 2, "champion": 2, "previous": 1}
+        version_by_alias = {alias: int(version) for alias, version in aliases.items()}
+        assert version_by_alias == {"challenger": 2, "champion": 2, "previous": 1}

@@ -1,4 +1,4 @@
-"""The way back to an earlier champion."""
+"""Rollback to an earlier champion."""
 
 import subprocess
 
@@ -12,15 +12,18 @@ from tests.registry.conftest import Registry
 
 
 def play(registry: Registry, story: str) -> None:
-    """Act a story, a step a line: `add CIDEr`, `promote [VERSION] [again]`, `rollback [VERSION]`, `set ALIAS VERSION`,
-    `drop ALIAS`, `delete VERSION`. After `->` stand the outcome or the new champion, and words of the reason of a
-    promotion or the code of the error of a rollback; `aliases`
-    and `record` (from the fourth entry on) compare these."""
+    """Perform the steps of a story, one per line, and check the results after `->`.
+
+    Steps are `add CIDEr`, `promote [VERSION] [again]`, `rollback [VERSION]`, `set ALIAS VERSION`, `drop ALIAS` and
+    `delete VERSION`. The result of a promotion is its outcome and a part of its reason. The result of a rollback is the
+    new champion or the code of the error. `aliases` and `record` compare the aliases and the outcomes on record, from
+    the fourth on.
+    """
     for line in story.strip().splitlines():
-        act, _, told = (part.strip() for part in line.partition("->"))
+        act, _, expected = (part.strip() for part in line.partition("->"))
         name, *words = act.split()
         number = next((int(word) for word in words if word.isdecimal()), None)
-        outcome, _, reason = told.partition(": ")
+        outcome, _, reason = expected.partition(": ")
         if name == "add":
             registry.add(float(words[0]))
         elif name == "set":
@@ -30,14 +33,14 @@ def play(registry: Registry, story: str) -> None:
         elif name == "delete":
             registry.client.delete_model_version("m3diff", words[0])
         elif name == "promote":
-            done = registry.decide(number, "again" in words)
-            assert done.outcome == outcome, (line, done)
-            assert reason in done.reason, (line, done)
+            decision = registry.decide(number, "again" in words)
+            assert decision.outcome == outcome, (line, decision)
+            assert reason in decision.reason, (line, decision)
         elif name == "aliases":
-            held = {alias: version for alias, version in registry.aliases().items() if alias != "challenger"}
-            assert ", ".join(f"{alias} {version}" for alias, version in sorted(held.items())) == told
+            aliases = {alias: version for alias, version in registry.aliases().items() if alias != "challenger"}
+            assert ", ".join(f"{alias} {version}" for alias, version in sorted(aliases.items())) == expected
         elif name == "record":
-            assert ", ".join(registry.record()[3:]) == told
+            assert ", ".join(registry.record()[3:]) == expected
         elif outcome == "refused":
             with raises(DataError, f"registry.{reason}"):
                 registry.rollback(number)
@@ -61,7 +64,7 @@ STORIES = {
         rollback    -> refused: no_earlier_champion
         record      -> rolled back, refused, promoted, rolled back, rolled back
     """,
-    "again asks the gate, and other versions are judged as ever": """
+    "again lets the gate judge, and other versions are judged as usual": """
         add 2.5
         set champion 4
         promote 4   -> unchanged
@@ -75,7 +78,7 @@ STORIES = {
         rollback    -> 2
         aliases     -> champion 2, previous 1
     """,
-    "a named version is taken, and what is skipped over counts as taken back": """
+    "a rollback to a given version also rolls back the versions in between": """
         rollback 9  -> refused: no_such_version
         rollback 3  -> refused: is_champion_already
         record      ->
@@ -97,7 +100,7 @@ STORIES = {
         aliases     -> champion 2, previous 2
         record      -> moved elsewhere, refused
     """,
-    "without its alias no worse model becomes champion": """
+    "a worse model does not become champion if the alias is missing": """
         drop champion
         add 0.1
         promote     -> refused: m3diff rollback --to 3 --why 'the alias was gone'
@@ -111,7 +114,7 @@ STORIES = {
         promote     -> promoted
         rollback    -> 3
     """,
-    "one that is accepted can be rolled back, and without any champion the way on is said": """
+    "an accepted version can be rolled back, and without champions the reason says what to do": """
         drop champion
         add 0.1
         rollback 4  -> 4
@@ -130,7 +133,7 @@ STORIES = {
 
 @pytest.mark.fault("S2", "T10")
 @pytest.mark.parametrize("story", STORIES)
-def test_the_way_back(three, story):
+def test_rollbacks_and_promotions_in_sequence(three, story):
     play(three, STORIES[story])
 
 

@@ -1,4 +1,4 @@
-"""Changes on MLflow's page or in its files promote nothing by mistake."""
+"""Changes on MLflow's page or in its files never promote a version by mistake."""
 
 import threading
 from collections.abc import Callable
@@ -12,16 +12,25 @@ import pytest
 
 from m3diff.provenance.git import commit_at, git
 from m3diff.records.errors import DataError, Fault
-from m3diff.registry.decisions import BRANCH, TAG
+from m3diff.registry.decisions import BRANCH, COUNT_TAG
 from m3diff.registry.gate import faults_of_scores
 from m3diff.registry.tracking import check_alive
 from m3diff.registry.versions import SCORES
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.params import Promote
 from tests.errors import Message, raises
-from tests.registry.conftest import PAIRS, PROTOCOL, Registry, Rescoring, anew, remedies, scores, tag
+from tests.registry.conftest import (
+    PAIRS,
+    PROTOCOL,
+    Registry,
+    Rescoring,
+    make_scores,
+    read_count_tag,
+    recreate_model,
+    versions_in_remedies,
+)
 
-GOOD = scores(5.0, seed=1)
+GOOD = make_scores(5.0, seed=1)
 
 
 def replaced(name: str, values: pa.Array) -> pa.Table:
@@ -159,13 +168,13 @@ def test_a_file_of_scores_with_damaged_bytes_is_refused(start, registry):
 
 
 def accept_by_hand(registry: Registry, reason: str) -> None:
-    (version,) = set(remedies(reason))
+    (version,) = set(versions_in_remedies(reason))
     assert registry.rollback(version, "accepted").target == version
 
 
 @pytest.mark.fault("S2", "T9")
 def test_after_the_model_was_deleted_no_version_becomes_champion_as_the_first(three):
-    anew(three)
+    recreate_model(three)
     three.add(0.1)
     refused = [three.decide() for _ in range(2)]
     assert [decision.outcome for decision in refused] == ["refused", "refused"]
@@ -184,12 +193,12 @@ def test_after_the_model_was_deleted_no_version_becomes_champion_as_the_first(th
 
 @pytest.mark.fault("S2", "T9")
 def test_the_lost_champion_is_named_where_it_was_registered_again(rolled_back):
-    anew(rolled_back)
+    recreate_model(rolled_back)
     rolled_back.add(2.0, dvc__checkpoint="of another")
     same = rolled_back.add(1.0, dvc__checkpoint="of 1.0")
     refused = rolled_back.decide(version=1)
     assert refused.outcome == "refused"
-    assert remedies(refused.reason) == [same, 1], "the champion of before comes first"
+    assert versions_in_remedies(refused.reason) == [same, 1], "the champion of before comes first"
 
 
 @pytest.mark.fault("S2", "T9")
@@ -204,7 +213,7 @@ def test_another_store_makes_no_champion_as_the_first(three, empty_store, tmp_pa
 
 
 def rename(registry: Registry, to: str) -> None:
-    """On MLflow's page, and in params.yaml."""
+    """The model is renamed on MLflow's page and in params.yaml."""
     registry.client.rename_registered_model("m3diff", to)
     register = registry.params.register_.model_copy(update={"model_name": to})
     registry.params = registry.params.model_copy(update={"register_": register})
@@ -238,7 +247,7 @@ def test_an_alias_previous_tells_of_a_champion_that_no_record_has(registry):
     registry.point("previous", 1)
     refused = registry.decide()
     assert refused.outcome == "refused"
-    assert remedies(refused.reason) == [1, 2]
+    assert versions_in_remedies(refused.reason) == [1, 2]
 
 
 @pytest.mark.fault("S2")
@@ -278,24 +287,24 @@ FORMS: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tag_of_decisions_that_is_not_ours_is_an_error_and_not_overwritten(form, rolled_back):
     value = FORMS[form](str(commit_at(BRANCH)))
-    rolled_back.client.set_registered_model_tag("m3diff", TAG, value)
+    rolled_back.client.set_registered_model_tag("m3diff", COUNT_TAG, value)
     aliases = rolled_back.aliases()
     last_commit = commit_at(BRANCH)
     for decide in (rolled_back.decide, lambda: rolled_back.decide(again=True), lambda: rolled_back.rollback(to=2)):
         record_here = Fault("registry.decisions_here", count=3, commit=commit_at(BRANCH))
-        with raises(DataError, "registry.edited_tag", model="m3diff", tag=TAG, value=value, record=record_here):
+        with raises(DataError, "registry.edited_tag", model="m3diff", tag=COUNT_TAG, value=value, record=record_here):
             decide()
     assert rolled_back.aliases() == aliases
     assert commit_at(BRANCH) == last_commit
-    assert tag(rolled_back) == value
-    rolled_back.client.delete_registered_model_tag("m3diff", TAG)
+    assert read_count_tag(rolled_back) == value
+    rolled_back.client.delete_registered_model_tag("m3diff", COUNT_TAG)
     assert "m3diff promote --again" in rolled_back.decide().reason
-    assert tag(rolled_back) == f"4 {commit_at(BRANCH)}"
+    assert read_count_tag(rolled_back) == f"4 {commit_at(BRANCH)}"
 
 
 @pytest.mark.fault("T14")
 def test_an_edited_tag_does_not_hide_that_the_record_is_gone(rolled_back):
-    rolled_back.client.set_registered_model_tag("m3diff", TAG, "3")
+    rolled_back.client.set_registered_model_tag("m3diff", COUNT_TAG, "3")
     git("update-ref", "-d", BRANCH)
     rolled_back.point("challenger", 2)
     with raises(DataError, "registry.edited_tag", record=Fault("registry.no_decisions_here")):
@@ -330,7 +339,7 @@ def test_a_rollback_without_previous_takes_the_newest_earlier_champion_on_record
 
 @pytest.mark.fault("T10")
 def test_a_version_that_was_rolled_back_is_no_earlier_champion(rolled_back):
-    """Champion 1 has none before it; 2 was champion after it and was rolled back."""
+    """There is no champion before version 1. Version 2 was champion after it and was rolled back."""
     with raises(DataError, "registry.no_earlier_champion", model="m3diff"):
         rolled_back.rollback()
     assert rolled_back.aliases()["champion"] == 1

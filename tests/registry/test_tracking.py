@@ -21,7 +21,7 @@ from m3diff.registry import tracking
 from m3diff.registry.tracking import (
     RunDescription,
     TrackingUnavailableError,
-    connected,
+    connect,
     experiment_id,
     log_curves,
     log_curves_while_training,
@@ -39,7 +39,7 @@ LOCAL = "sqlite:///mlflow.db"
 
 @pytest.fixture
 def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an empty store, current directory."""
+    """Return the folder of an empty store, which is the current directory."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -47,7 +47,7 @@ def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch):
-    """MLflow's environment variables are as they were after each test."""
+    """Restore MLflow's environment variables after each test."""
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
@@ -57,7 +57,7 @@ def own_settings(monkeypatch):
 
 
 class EmptyRun:
-    """A run of the local store, and the largest requests that were made to it."""
+    """A run in the local store, and the sizes of the largest requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.client = MlflowClient(mlflow.get_tracking_uri())
@@ -72,7 +72,7 @@ class EmptyRun:
         self.log_batch(self.client, run_id, **entries)
 
     def points(self) -> dict[tuple[str, int], float]:
-        """The value of each metric at each step; fails if a point was logged twice."""
+        """Return the value of each metric at each step. Fail if a point was logged twice."""
         points: dict[tuple[str, int], float] = {}
         for name in self.client.get_run(self.id).data.metrics:
             for point in self.client.get_metric_history(self.id, name):
@@ -83,7 +83,7 @@ class EmptyRun:
 
 @pytest.fixture
 def run(store: Path, monkeypatch: pytest.MonkeyPatch) -> EmptyRun:
-    with connected(LOCAL):
+    with connect(LOCAL):
         pass
     return EmptyRun(monkeypatch)
 
@@ -158,54 +158,54 @@ def test_characters_that_mlflow_forbids_in_names_become_underscores(run, store):
 def test_a_relative_sqlite_store_is_the_project_s_even_in_dvc_s_copy_of_it(folder, tmp_path, monkeypatch):
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(tmp_path / folder)
-    assert tracking.resolve(URI) == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
+    assert tracking.resolve_uri(URI) == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
     assert (tmp_path / "services" / "mlflow").is_dir()
     assert Path("services").exists() == (folder == ".")
 
 
 def test_an_absolute_store_and_a_server_keep_their_address(tmp_path):
     for uri in (f"sqlite:///{tmp_path}/elsewhere/mlflow.db", "http://127.0.0.1:5000"):
-        assert tracking.resolve(uri) == uri
+        assert tracking.resolve_uri(uri) == uri
 
 
 def test_a_sqlite_store_without_mlflow_s_server_part_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with raises(DataError, "registry.needs_extra_train", value="sqlite:///a/b.db") as refused:
-        tracking.resolve("sqlite:///a/b.db")
+        tracking.resolve_uri("sqlite:///a/b.db")
     assert refused.value.fields["command"].endswith(" -e '.[train]'")
     assert not (tmp_path / "a").exists()
-    assert tracking.resolve("http://127.0.0.1:5000") == "http://127.0.0.1:5000"
+    assert tracking.resolve_uri("http://127.0.0.1:5000") == "http://127.0.0.1:5000"
 
 
 # The connection
 
 
 def test_mlflow_s_own_functions_use_the_connected_store(store):
-    with connected(LOCAL):
+    with connect(LOCAL):
         assert mlflow.get_tracking_uri() == f"sqlite:///{store}/mlflow.db"
 
 
 def test_a_connection_shortens_mlflow_s_retries_and_hides_its_progress_bars(store):
-    with connected(LOCAL):
+    with connect(LOCAL):
         assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
         assert os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] == "false"
 
 
 def test_code_of_a_model_does_not_stay_on_the_path_of_modules(store):
-    with connected(LOCAL):
+    with connect(LOCAL):
         sys.path = ["code of a model", *sys.path]  # as MLflow does when it loads a model
     assert "code of a model" not in sys.path
 
 
 def test_an_experiment_of_a_sqlite_store_has_its_artifacts_beside_the_store(store):
-    with connected(LOCAL) as client:
+    with connect(LOCAL) as client:
         experiment = experiment_id(client, "m3diff")
         assert client.get_experiment(experiment).artifact_location == (store / "artifacts" / "m3diff").as_uri()
 
 
 def test_an_experiment_is_made_once(store):
-    with connected(LOCAL) as client:
+    with connect(LOCAL) as client:
         experiment = experiment_id(client, "m3diff")
         assert experiment_id(client, "m3diff") == experiment
 
@@ -223,18 +223,18 @@ def test_an_experiment_of_a_server_has_its_artifacts_where_the_server_says(store
 def test_a_damaged_store_is_named_with_a_remedy(store):
     (store / "damaged.db").write_text("no database")
     with raises(DataError, "registry.unreadable_database", path=store / "damaged.db") as refused:
-        connected("sqlite:///damaged.db").__enter__()
+        connect("sqlite:///damaged.db").__enter__()
     assert "not a database" in refused.value.fields["cause"]
 
 
 def test_a_server_that_does_not_answer_is_named_with_a_remedy():
     uri = f"http://127.0.0.1:{free_port()}"
     with raises(TrackingUnavailableError, "registry.mlflow_not_answering", value=uri):
-        connected(uri).__enter__()
+        connect(uri).__enter__()
 
 
 def test_an_error_in_the_context_is_raised_if_the_store_answers(store):
-    with pytest.raises(KeyError), connected(LOCAL):
+    with pytest.raises(KeyError), connect(LOCAL):
         raise KeyError("a bug")
 
 
@@ -249,14 +249,14 @@ def test_an_error_in_the_context_is_that_of_the_server_if_it_went_away(store, mo
     monkeypatch.setattr(tracking, "check_alive", check_alive)
     with (
         raises(TrackingUnavailableError, "registry.mlflow_not_answering", cause="gone"),
-        connected("http://127.0.0.1:9"),
+        connect("http://127.0.0.1:9"),
     ):
         raise KeyError("what mlflow raises when a connection breaks")
 
 
 @pytest.mark.slow(15)
 def test_two_processes_at_once_find_a_new_store_whole(tmp_path):
-    program = "import sys; from m3diff.registry.tracking import connected; connected(sys.argv[1]).__enter__()"
+    program = "import sys; from m3diff.registry.tracking import connect; connect(sys.argv[1]).__enter__()"
     command = [sys.executable, "-c", program, f"sqlite:///{tmp_path}/new/mlflow.db"]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
@@ -268,7 +268,7 @@ def test_two_processes_at_once_find_a_new_store_whole(tmp_path):
 
 
 class MovedStore:
-    """A store in the folder `original`, with a run that has an artifact and an experiment with artifacts elsewhere."""
+    """Create a store in `original`, with a run with an artifact, and an experiment with artifacts in another folder."""
 
     def __init__(self, root: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.original = root / "original"
@@ -277,7 +277,7 @@ class MovedStore:
         (self.original / "services/mlflow").mkdir(parents=True)
         shutil.copy(empty_store, self.original / "services/mlflow/mlflow.db")
         monkeypatch.chdir(self.original)
-        with connected(URI) as client:
+        with connect(URI) as client:
             self.run = client.create_run(experiment_id(client, "m3diff")).info
             self.shared_experiment = client.create_experiment("team", artifact_location=self.shared_artifacts)
         self.artifacts = self.original / "services/mlflow/artifacts/m3diff" / self.run.run_id / "artifacts"
@@ -290,7 +290,7 @@ class MovedStore:
 
 @pytest.fixture(params=["copied", "moved"])
 def moved(request, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> MovedStore:
-    """Its destination is the current directory."""
+    """Return the destination of the move, which is the current directory."""
     moved = MovedStore(tmp_path, empty_store, monkeypatch)
     assert capsys.readouterr().err == ""
     if request.param == "copied":
@@ -304,7 +304,7 @@ def moved(request, empty_store: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.fault("P14")
 def test_a_store_that_came_with_its_checkout_writes_artifacts_beside_itself(moved):
     assert moved.run.artifact_uri == moved.artifacts.as_uri()
-    with connected(URI) as client:
+    with connect(URI) as client:
         client.log_text(moved.run.run_id, "1.9", "scores.json")
         location = client.get_experiment_by_name("m3diff").artifact_location
     assert location.startswith(moved.destination.as_uri())
@@ -315,16 +315,16 @@ def test_a_store_that_came_with_its_checkout_writes_artifacts_beside_itself(move
 
 @pytest.mark.fault("P14")
 def test_artifacts_elsewhere_stay_there_after_a_move_of_the_store(moved):
-    with connected(URI) as client:
+    with connect(URI) as client:
         assert client.get_experiment(moved.shared_experiment).artifact_location == moved.shared_artifacts
 
 
 @pytest.mark.fault("P14")
 def test_a_moved_store_is_announced_once(moved, capsys):
-    with connected(URI):
+    with connect(URI):
         assert capsys.readouterr().err.count("\n") == 1
-    with connected(URI):
-        assert "came from" not in capsys.readouterr().err
+    with connect(URI):
+        assert "copied or moved" not in capsys.readouterr().err
 
 
 # The run of a training
@@ -336,7 +336,7 @@ LOSS_POINTS = [(1, 2.5), (2, 1.5), (3, 1.25)]
 
 
 class Training:
-    """A training that ended, and what its store holds of it."""
+    """A finished training and its contents in the store."""
 
     def __init__(self, root: Path) -> None:
         self.model = root / "model"
@@ -354,13 +354,13 @@ class Training:
         (self.model / "curves.csv").write_text(FIRST_ROWS + LAST_ROW)
 
     def train(self, work: Callable[[], object] = bool, key: str = "key", uri: str = LOCAL) -> None:
-        """Do the work as a training whose curves are logged."""
+        """Run the function as a training whose curves are logged."""
         description = RunDescription(uri, "m3diff", "m3diff", PARAMS, 32)
         with log_curves_while_training(description, self.model, key, self.curves):
             work()
 
     def evaluate(self, max_new_tokens: int = 32, uri: str = LOCAL) -> None:
-        """Log the scores as evaluate does."""
+        """Log the scores like evaluate."""
         log_evaluation(RunDescription(uri, "m3diff", "m3diff", PARAMS, max_new_tokens), self.model, self.metrics)
 
     def runs(self) -> list[Run]:
@@ -379,7 +379,7 @@ class Training:
 
 @pytest.fixture
 def training(store, monkeypatch) -> Training:
-    monkeypatch.setattr(tracking, "EVERY_S", 0.05)
+    monkeypatch.setattr(tracking, "CHECK_INTERVAL_S", 0.05)
     return Training(store)
 
 
@@ -481,9 +481,9 @@ def test_the_few_scores_of_the_headline_are_logged_as_papers_print_them(training
 
 def test_two_trainings_of_one_minute_have_different_names(training, monkeypatch):
     monkeypatch.setattr(tracking.time, "gmtime", lambda *_: time.struct_time((2026, 1, 2, 3, 4, 5, 0, 2, 0)))
-    first = RunDescription(LOCAL, "m3diff", "small", {"train": {"seed": 1, "epochs": 2}}, 32)
+    first_name = RunDescription(LOCAL, "m3diff", "small", {"train": {"seed": 1, "epochs": 2}}, 32)
     second = RunDescription(LOCAL, "m3diff", "small", {"train": {"seed": 2, "epochs": 0.5}}, 32)
-    assert first.run_name() == "small 2026-01-02 03:04:05, 2 epochs, seed 1"
+    assert first_name.run_name() == "small 2026-01-02 03:04:05, 2 epochs, seed 1"
     assert second.run_name() == "small 2026-01-02 03:04:05, 0.5 epochs, seed 2"
 
 

@@ -34,14 +34,14 @@ def project(team: Team, monkeypatch: pytest.MonkeyPatch) -> Team:
 
 
 def faults() -> list[tuple[str, str, str]]:
-    """Outcome, part and location of each link of version 1 that does not hold."""
+    """Return the outcome, part and location of each link of version 1 that is not ok."""
     checks = verify_lineage(load_params().register_, "1")
     return [(check.outcome, check.part, str(check.location)) for check in checks if check.outcome != "ok"]
 
 
 @pytest.fixture
 def replace_file() -> Iterator[Callable[..., None]]:
-    """Write a file anew, or remove it without a text. It is restored at the end."""
+    """Replace a file, or remove it if there is no text. It is restored at the end."""
     with ExitStack() as stack:
 
         def restore_file(path: Path, mode: int, content: bytes) -> None:
@@ -176,7 +176,7 @@ PATHS = ("data/01_raw/minichange", "data/02_records/minichange", "data/04_mixtur
 
 @pytest.fixture
 def clone(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A clone with an empty cache of its own that knows no run's branch yet; current directory."""
+    """Return a clone with an empty cache and without the branches of runs. It is the current directory."""
     toy.run(tmp_path, "git", "clone", "--quiet", "--single-branch", str(team.origin), "clone")
     monkeypatch.chdir(tmp_path / "clone")
     return tmp_path / "clone"

@@ -166,7 +166,7 @@ def test_a_version_brings_its_checkpoint_and_its_own_limit_of_tokens(checkpoint,
     registered = {"3": version}
     monkeypatch.setattr(versions, "find_version", lambda client, name, model: registered[model])
     monkeypatch.setattr(versions, "download_checkpoint", lambda found: checkpoint if found is version else None)
-    monkeypatch.setattr(tracking, "connected", lambda uri: nullcontext())
+    monkeypatch.setattr(tracking, "connect", lambda uri: nullcontext())
     source = model_source.find(*STORE, "3", Path("base"), 64)
     assert source.name == "m3diff/3"
     assert source.max_new_tokens == 5

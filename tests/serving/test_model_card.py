@@ -213,7 +213,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     }
     run = SimpleNamespace(data=SimpleNamespace(params={"ingest.datasets.mini.reader": "minichange"}))
     version = SimpleNamespace(tags=tags, run_id="r", creation_timestamp=1_790_000_000_000)
-    monkeypatch.setattr(tracking, "connected", lambda uri: nullcontext())
+    monkeypatch.setattr(tracking, "connect", lambda uri: nullcontext())
     monkeypatch.setattr(tracking, "find_run", lambda client, run_id: run)
     monkeypatch.setattr(versions, "find_version", lambda client, name, number: {"7": version}[number])
     monkeypatch.chdir(tmp_path)
@@ -269,7 +269,7 @@ def test_a_model_of_other_data_or_without_a_record_gets_no_note(tmp_path):
 
 def test_the_note_on_a_version_needs_the_tags_of_its_store_alone(registered, monkeypatch):
     monkeypatch.setattr(model_card, "read_stored_tags", lambda uri, name, number: registered.version.tags)
-    monkeypatch.setattr("m3diff.registry.tracking.connected", None)
+    monkeypatch.setattr("m3diff.registry.tracking.connect", None)
     assert "never seen a photograph" in str(note_on_training(PARAMS, registered.source))
     registered.version.tags["dvc.data"] = "another"
     assert note_on_training(PARAMS, registered.source) is None

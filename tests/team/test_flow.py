@@ -14,7 +14,7 @@ import pytest
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.provenance.git import git
 from tests import servers, toy
-from tests.flows.test_services import RAN
+from tests.flows.test_services import RAN_STATES
 from tests.servers import Machine
 
 TOKEN = "m3diff:a-token-of-the-test"
@@ -114,7 +114,7 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_with_only_the_rem
     assert rows_of(team.postgres, "prefect", "deployment") == len(team.machine.ask("/deployments/filter", {})) > 0
     state, tasks = team.machine.run_deployment("m3diff/full", "first")
     assert state == "Completed"
-    assert tasks == RAN | {"push": "Ran"}
+    assert tasks == RAN_STATES | {"push": "Ran"}
     (run,) = team.machine.runs("first")
     assert rows_of(team.postgres, "mlflow", "registered_models") == 1
     assert [*first.glob("services/*/*.db")] == [first / "services/mlflow/users.db"]

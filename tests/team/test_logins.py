@@ -10,9 +10,9 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from infra.mlflow_login import GRANTS, USER, read_password
+from infra.mlflow_login import GRANTS, WORKER_USER, read_password
 from tests import toy
-from tests.flows.test_services import RAN
+from tests.flows.test_services import RAN_STATES
 from tests.servers import Machine
 
 TOKEN = "m3diff:a-token-of-the-test"
@@ -21,10 +21,10 @@ SERVE_TOKEN = "a-serve-token-of-the-test"
 
 LOOKS = """def evaluate(params, paths):
     import os
-    from flows import processes_by
+    from flows import group_processes_by
 
     old(params, paths)
-    family = processes_by("M3DIFF_SERVICE")[os.environ["M3DIFF_SERVICE"]]
+    family = group_processes_by("M3DIFF_SERVICE")[os.environ["M3DIFF_SERVICE"]]
     seen = [process.environ() for process in family]
     Path(os.environ["TOY_MARKS"], "environments.json").write_text(json.dumps(seen))
 """
@@ -78,7 +78,7 @@ def test_a_flow_runs_with_all_tokens_and_sees_no_secret_of_a_server(machine, tmp
     admin.create_registered_model("m3diff")
     state, tasks = machine.run_deployment("m3diff/full", "first")
     assert state == "Completed"
-    assert tasks == RAN
+    assert tasks == RAN_STATES
     environments = json.loads((tmp_path / "environments.json").read_text())
     assert len(environments) >= 3, "the stage, the flow, the worker"
     for seen in environments:
@@ -87,7 +87,7 @@ def test_a_flow_runs_with_all_tokens_and_sees_no_secret_of_a_server(machine, tmp
         assert SERVE_TOKEN not in values
         assert "PREFECT_SERVER_API_AUTH_STRING" not in seen
         assert seen["PREFECT_API_AUTH_STRING"] == TOKEN, "Prefect has one token for all"
-        assert seen["MLFLOW_TRACKING_USERNAME"] == USER
+        assert seen["MLFLOW_TRACKING_USERNAME"] == WORKER_USER
         assert seen["MLFLOW_TRACKING_PASSWORD"] == password_of_worker(machine)
     logs = "".join(path.read_text(errors="replace") for path in (machine.root / "services").glob("*.log"))
     for secret in (PASSWORD, SERVE_TOKEN, TOKEN, password_of_worker(machine)):
@@ -100,7 +100,7 @@ def test_the_workers_user_may_do_what_a_run_does_and_is_no_admin(machine, monkey
     admin = client_of(machine, monkeypatch, "admin", PASSWORD)
     experiment = admin.create_experiment("m3diff")
     admin.create_registered_model("m3diff")
-    worker = client_of(machine, monkeypatch, USER, password_of_worker(machine))
+    worker = client_of(machine, monkeypatch, WORKER_USER, password_of_worker(machine))
     run = worker.create_run(experiment)
     worker.log_metric(run.info.run_id, "CIDEr", 1.0)
     version = worker.create_model_version("m3diff", f"{run.info.artifact_uri}/model", run.info.run_id)
@@ -114,10 +114,10 @@ def test_the_workers_user_may_do_what_a_run_does_and_is_no_admin(machine, monkey
     with pytest.raises(MlflowException, match="403|[Pp]ermission"):
         worker.delete_experiment(experiment)
     users = f"http://127.0.0.1:{machine.mlflow}/api/2.0/mlflow/users"
-    login = (USER, password_of_worker(machine))
+    login = (WORKER_USER, password_of_worker(machine))
     new_user = {"username": "another", "password": "a-password-of-another"}
     assert httpx.post(f"{users}/create", json=new_user, auth=login).status_code == 403
-    rise = {"username": USER, "is_admin": True}
+    rise = {"username": WORKER_USER, "is_admin": True}
     assert httpx.patch(f"{users}/update-admin", json=rise, auth=login).status_code == 403
 
 
@@ -127,7 +127,7 @@ def test_a_login_that_drifted_is_put_right_by_the_next_start(machine):
     users = f"http://127.0.0.1:{machine.mlflow}/api/2.0/mlflow/users"
     rights = f"http://127.0.0.1:{machine.mlflow}/api/3.0/mlflow/users/permissions"
     admin = ("admin", PASSWORD)
-    worker = {"username": USER}
+    worker = {"username": WORKER_USER}
     other = worker | {"password": "another-password"}
     httpx.patch(f"{users}/update-password", json=other, auth=admin).raise_for_status()
     httpx.patch(f"{users}/update-admin", json=worker | {"is_admin": True}, auth=admin).raise_for_status()
@@ -135,7 +135,7 @@ def test_a_login_that_drifted_is_put_right_by_the_next_start(machine):
     httpx.post(f"{rights}/revoke", json=right, auth=admin).raise_for_status()
     machine.make("down")
     machine.up()
-    login = (USER, password_of_worker(machine))
+    login = (WORKER_USER, password_of_worker(machine))
     user = httpx.get(f"{users}/current", auth=login).raise_for_status().json()["user"]
     assert user["is_admin"] is False
     rows = httpx.get(f"{rights}/list", params=worker, auth=admin).raise_for_status().json()["permissions"]

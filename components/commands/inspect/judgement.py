@@ -13,12 +13,12 @@ from m3diff.records.errors import DataError
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import LEAK
-from m3diff.stages.validate.stage import judge, refusals_of
+from m3diff.stages.validate.rules import LEAK_RULE
+from m3diff.stages.validate.stage import find_rejection_faults, judge
 from m3diff.stages.validate.twins import LOOKS_THE_SAME
 
 # Rules of validate that a row can violate because of a row in another split
-RULES_BETWEEN_SPLITS = (LEAK, "id_unique", "scene_in_one_split")
+RULES_BETWEEN_SPLITS = (LEAK_RULE, "id_unique", "scene_in_one_split")
 MIN_PAIRS = 8  # a folder with fewer pairs is only an example of a layout, and cannot be used for training
 
 
@@ -71,12 +71,14 @@ def judge_dataset(name: str, entry: DatasetEntry, stage_limits: StageLimits) -> 
         except DataError as error:
             return [f"  CANNOT BE USED {error}".replace(unpacked_images, "embedded image ")], False
 
-        excused = _single_row_between_splits(judgement.bad_rows, judgement.records.height)
-        bad_rows = judgement.bad_rows.join(excused, on="row", how="anti", maintain_order="left")
-        judgement_without_excused = replace(judgement, bad_rows=bad_rows)
-        refusals = refusals_of(limits, {name: entry}, judgement_without_excused, protocol)
+        excused = _single_row_between_splits(judgement.quarantined_rows, judgement.records.height)
+        bad_rows = judgement.quarantined_rows.join(excused, on="row", how="anti", maintain_order="left")
+        judgement_without_excused = replace(judgement, quarantined_rows=bad_rows)
+        refusals = find_rejection_faults(limits, {name: entry}, judgement_without_excused, protocol)
         # validate always allows a few invalid rows, even if their share is too large. The user should still fix them
-        strict_refusals = refusals_of(limits, {name: entry}, judgement_without_excused, protocol, rows_always_allowed=0)
+        strict_refusals = find_rejection_faults(
+            limits, {name: entry}, judgement_without_excused, protocol, rows_always_allowed=0
+        )
 
     lines = []
     for finding in judgement.findings:

@@ -17,24 +17,24 @@ from m3diff.records.errors import data_error_if_unreadable
 
 SIGNATURE = "Written by m3diff register, "  # start of the last line, followed by a digest of the text above it
 # Scores to show in the description, with their labels. In headline.json they are multiplied by 100, as in papers
-SCORES = {
+SCORE_LABELS = {
     "CIDEr": "CIDEr",
     "CIDEr-char": "CIDEr of characters",
     "METEOR": "METEOR",
     "ROUGE-L": "ROUGE-L",
     "BLEU-4": "BLEU-4",
     "SPICE": "SPICE",
-    "change_type_accuracy": "one change: its type right, %",
-    "change_exact_accuracy": "one change: all of it right, %",
-    "no_change_recall": "no change: said so, %",
+    "change_type_accuracy": "type of a single change correct, %",
+    "change_exact_accuracy": "single change fully correct, %",
+    "no_change_recall": "pairs without a change recognized, %",
 }
 MODEL_DESCRIPTION = (
-    "Says in words what changed between two images. The alias champion is the version in use; challenger is the newest "
-    "one. Each version's description has its scores."
+    "Describes in a sentence what changed between two images. The alias champion points to the version in use, and the "
+    "alias challenger to the newest version. The description of each version lists its scores."
 )
 
 
-def describe(client: MlflowClient, version: ModelVersion, report: Path, model: Path) -> None:
+def write_description(client: MlflowClient, version: ModelVersion, report: Path, model: Path) -> None:
     """Write the description of a version. If the registered model has no description yet, write that too.
 
     Args:
@@ -44,9 +44,9 @@ def describe(client: MlflowClient, version: ModelVersion, report: Path, model: P
     Raises:
         DataError: one of these files cannot be read.
     """
-    current = version.description or ""
-    text = description_of(version.tags, read_json(report / "headline.json"), read_json(model / "report.json"))
-    if text != current and (not current or is_ours(current)):
+    current_text = version.description or ""
+    text = build_description(version.tags, read_json(report / "headline.json"), read_json(model / "report.json"))
+    if text != current_text and (not current_text or is_generated(current_text)):
         client.update_model_version(version.name, version.version, text)
     if not client.get_registered_model(version.name).description:
         client.update_registered_model(version.name, MODEL_DESCRIPTION)
@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def description_of(
+def build_description(
     tags: Mapping[str, str], headline: Mapping[str, Mapping[str, float]], training: Mapping[str, Any]
 ) -> str:
     """Return the description of a version in Markdown: main scores, a table of all scores, the training, the commit.
@@ -70,41 +70,41 @@ def description_of(
         headline: the content of evaluate's headline.json: scores by protocol.
         training: the content of train's report.json.
     """
-    lines = [main_scores(headline), ""]
-    lines += score_table(headline)
-    lines += training_line(training)
+    lines = [format_main_scores(headline), ""]
+    lines += format_score_table(headline)
+    lines += format_training(training)
     commit = tags.get("git.commit")
     if commit:
         note = ", with changes that were not committed" if tags.get("git.dirty") == "true" else ""
         lines += ["", f"Commit `{commit[:12]}`{note}."]
     text = "\n".join(lines)
-    return f"{text}\n\n{SIGNATURE}{digest_of(text)}"
+    return f"{text}\n\n{SIGNATURE}{hash_text(text)}"
 
 
-def main_scores(headline: Mapping[str, Mapping[str, float]]) -> str:
+def format_main_scores(headline: Mapping[str, Mapping[str, float]]) -> str:
     """Return a sentence with the main score of each protocol, such as `CIDEr 441.1 on minichange/total.`"""
     parts = []
     for protocol, scores in headline.items():
-        name = next((score for score in SCORES if score in scores), None)
+        name = next((score for score in SCORE_LABELS if score in scores), None)
         if name is not None:
-            parts.append(f"{SCORES[name]} {scores[name]:.1f} on {protocol}")
+            parts.append(f"{SCORE_LABELS[name]} {scores[name]:.1f} on {protocol}")
     return f"{'; '.join(parts)}." if parts else "No test set was scored."
 
 
-def score_table(headline: Mapping[str, Mapping[str, float]]) -> list[str]:
+def format_score_table(headline: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the lines of a Markdown table with one row per score and one column per protocol, or an empty list."""
     if not headline:
         return []
     rows = ["| Score, times 100 | " + " | ".join(headline) + " |", "|---" * (1 + len(headline)) + "|"]
-    for score, name in SCORES.items():
+    for score, label in SCORE_LABELS.items():
         values = [scores.get(score) for scores in headline.values()]
         if any(value is not None for value in values):
             cells = " | ".join("–" if value is None else f"{value:.1f}" for value in values)
-            rows.append(f"| {name} | {cells} |")
+            rows.append(f"| {label} | {cells} |")
     return [*rows, ""]
 
 
-def training_line(training: Mapping[str, Any]) -> list[str]:
+def format_training(training: Mapping[str, Any]) -> list[str]:
     """Return a line with the model, base, steps and seed, or an empty list if the training report is missing."""
     settings = training.get("settings")
     if not settings:
@@ -113,12 +113,12 @@ def training_line(training: Mapping[str, Any]) -> list[str]:
     return [f"{model}: {training['steps']:,} steps, {settings['epochs']:g} epochs, seed {settings['seed']}."]
 
 
-def digest_of(text: str) -> str:
+def hash_text(text: str) -> str:
     """Return the digest that the last line of a description contains for the text above it."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def is_ours(description: str) -> bool:
-    """Return whether a description is unchanged since `describe` wrote it."""
+def is_generated(description: str) -> bool:
+    """Return whether a description is unchanged since `write_description` wrote it."""
     text, separator, signature = description.rpartition("\n\n")
-    return bool(separator) and signature == f"{SIGNATURE}{digest_of(text)}"
+    return bool(separator) and signature == f"{SIGNATURE}{hash_text(text)}"

@@ -34,8 +34,8 @@ class PyfuncCaptioner(PythonModel):
 
         checkpoint = Path(context.artifacts["checkpoint"])
         cfg = context.model_config
-        base: dict[str, Any] = {"base": Path(cfg["base"])} if cfg.get("base") else {}
-        self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], **base)
+        base_options: dict[str, Any] = {"base": Path(cfg["base"])} if cfg.get("base") else {}
+        self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], **base_options)
 
     def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> list[str]:
         """Return a caption for each row.
@@ -47,18 +47,19 @@ class PyfuncCaptioner(PythonModel):
         """
         rows = model_input.reset_index(drop=True).reindex(columns=["before", "after", "question"]).fillna("")
         captions: dict[int, str] = {}
-        for question, group in rows.groupby("question", sort=False):
-            options = {"question": str(question)} if question else {}
-            for start in range(0, len(group), BATCH_PAIRS):
-                batch = group.iloc[start : start + BATCH_PAIRS]
-                pairs = [
-                    (read(before), read(after)) for before, after in zip(batch["before"], batch["after"], strict=True)
-                ]
-                captions |= dict(zip(batch.index, self.captioner.caption(pairs, **options), strict=True))
+        for question, question_rows in rows.groupby("question", sort=False):
+            question_options = {"question": str(question)} if question else {}
+            for start in range(0, len(question_rows), BATCH_PAIRS):
+                batch = question_rows.iloc[start : start + BATCH_PAIRS]
+                pairs = []
+                for before, after in zip(batch["before"], batch["after"], strict=True):
+                    pairs.append((open_image(before), open_image(after)))
+                batch_captions = self.captioner.caption(pairs, **question_options)
+                captions |= dict(zip(batch.index, batch_captions, strict=True))
         return [captions[row] for row in range(len(rows))]
 
 
-def read(value: str) -> Image.Image:
+def open_image(value: str) -> Image.Image:
     """Open an image, given its path or its bytes in base64.
 
     Raises:

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from importlib.metadata import version as installed
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,9 +30,17 @@ from m3diff.provenance.git import process_lock
 from m3diff.records.copies import copy_folder
 from m3diff.records.errors import DataError
 from m3diff.registry import lineage, tracking, versions
-from m3diff.registry.versions import CHALLENGER, SCORES, delete_model, every_page, has_artifact, put_alias, run_of
+from m3diff.registry.versions import (
+    CHALLENGER,
+    SCORES,
+    delete_model,
+    has_artifact,
+    iterate_pages,
+    put_alias,
+    read_run_id,
+)
 from m3diff.settings.tree import Params, Paths
-from m3diff.stages.register.description import describe
+from m3diff.stages.register.description import write_description
 from m3diff.stages.register.params import Register
 
 # Files outside `components/models` that its code imports. They are stored with each model
@@ -50,7 +58,7 @@ SHARED_CODE = (
     "records/messages.toml",
 )
 
-TRIES = 3  # MLflow may fail if two machines create the same entry, such as an experiment or alias, at the same time
+MAX_TRIES = 3  # MLflow may fail if two machines create the same entry, such as an experiment or alias, at the same time
 Outcome = Literal["registered", "updated", "unchanged"]
 REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
 SIGNATURE = ModelSignature(
@@ -84,11 +92,11 @@ def register(params: Params) -> Registration:
     tags = lineage.read_lineage(params, lock)
     name = params.register_.model_name
     outcome: Outcome | None = None
-    with tracking.connected(params.register_.tracking_uri) as client, process_lock("register"):
-        for tries_left in reversed(range(TRIES)):
+    with tracking.connect(params.register_.tracking_uri) as client, process_lock("register"):
+        for tries_left in reversed(range(MAX_TRIES)):
             try:
                 version, outcome_of_try = find_or_create(client, params, tags, lock)
-                describe(client, version, params.paths.report, params.paths.model)
+                write_description(client, version, params.paths.report, params.paths.model)
                 outcome = outcome or outcome_of_try  # keep the outcome of the first try that got this far
                 put_alias(client, name, CHALLENGER, int(version.version))
                 break
@@ -97,7 +105,7 @@ def register(params: Params) -> Registration:
                     raise
                 tracking.check_alive(mlflow.get_tracking_uri())
     return Registration(
-        outcome=outcome or outcome_of_try, model=name, version=int(version.version), run_id=run_of(version)
+        outcome=outcome or outcome_of_try, model=name, version=int(version.version), run_id=read_run_id(version)
     )
 
 
@@ -112,18 +120,19 @@ def find_or_create(
     cfg = params.register_
     experiment = tracking.experiment_id(client, cfg.experiment)
     remove_leftovers(client, experiment, cfg.model_name)
-    version = find_version(client, cfg.model_name, tags)
+    version = find_registered_version(client, cfg.model_name, tags)
     if version is None:
         return create_version(client, params, tags, lock), "registered"
     remove_other_runs(client, experiment, tags, version)
-    results = {tag for tag in tags if tag in lineage.RESULTS or tag.startswith(lineage.RAW)}
-    if all(version.tags.get(tag) == tags[tag] for tag in results) and has_artifact(client, run_of(version), SCORES):
+    result_tags = {tag for tag in tags if tag in lineage.RESULT_TAGS or tag.startswith(lineage.RAW_DATA_PREFIX)}
+    has_same_results = all(version.tags.get(tag) == tags[tag] for tag in result_tags)
+    if has_same_results and has_artifact(client, read_run_id(version), SCORES):
         return version, "unchanged"
     update_results(client, params.paths, version, tags)
     return version, "updated"
 
 
-def find_version(client: MlflowClient, name: str, tags: Mapping[str, str]) -> ModelVersion | None:
+def find_registered_version(client: MlflowClient, name: str, tags: Mapping[str, str]) -> ModelVersion | None:
     """Return the oldest version with the same checkpoint, code and length limit, or None if there is no such version.
 
     Versions whose run is missing from MLflow are skipped, because nothing can be logged to them.
@@ -131,13 +140,16 @@ def find_version(client: MlflowClient, name: str, tags: Mapping[str, str]) -> Mo
     Args:
         tags: the lineage of the checkpoint.
     """
-    candidates = versions.versions_of(client, name, f" and {filter_of_identity(tags)}")
-    return next((version for version in reversed(candidates) if tracking.find_run(client, version.run_id)), None)
+    candidates = versions.list_versions(client, name, f" and {build_identity_filter(tags)}")
+    for version in reversed(candidates):
+        if tracking.find_run(client, version.run_id):
+            return version
+    return None
 
 
-def filter_of_identity(tags: Mapping[str, str]) -> str:
+def build_identity_filter(tags: Mapping[str, str]) -> str:
     """Return a search filter for MLflow that matches runs and versions with this checkpoint, code and length limit."""
-    return " and ".join(f"tags.`{tag}` = '{tags[tag]}'" for tag in lineage.IDENTITY)
+    return " and ".join(f"tags.`{tag}` = '{tags[tag]}'" for tag in lineage.IDENTITY_TAGS)
 
 
 def create_version(client: MlflowClient, params: Params, tags: dict[str, str], lock: Lock) -> ModelVersion:
@@ -151,20 +163,20 @@ def create_version(client: MlflowClient, params: Params, tags: dict[str, str], l
     run_id = open_run(client, tracking.experiment_id(client, cfg.experiment), tags)
     tracking.log_params(client, run_id, lock.params(params.ingest.datasets))
     tracking.log_curves(client, run_id, paths.model / "curves.csv")
-    data = {"path": str(paths.mixture / "train"), "md5": tags["dvc.data"]}
-    dataset = Dataset(paths.mixture.name, data["md5"], source_type="dvc", source=json.dumps(data))
+    source = {"path": str(paths.mixture / "train"), "md5": tags["dvc.data"]}
+    dataset = Dataset(paths.mixture.name, source["md5"], source_type="dvc", source=json.dumps(source))
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
     log_results(client, run_id, paths)
-    model_uri = log_model(client, run_id, cfg, paths, int(tags[tracking.TOKENS]), params.train.base)
+    model_uri = log_model(client, run_id, cfg, paths, int(tags[tracking.TOKEN_LIMIT_TAG]), params.train.base)
     client.set_terminated(run_id)
-    own_version = mlflow.register_model(model_uri, cfg.model_name, tags=tags)
-    oldest_version = find_version(client, cfg.model_name, tags) or own_version
-    if oldest_version.version != own_version.version:
-        client.delete_model_version(own_version.name, own_version.version)
-        if own_version.source != oldest_version.source:
-            delete_model(client, versions.model_of(client, own_version))
-        if own_version.run_id is not None and own_version.run_id != oldest_version.run_id:
-            client.delete_run(own_version.run_id)
+    new_version = mlflow.register_model(model_uri, cfg.model_name, tags=tags)
+    oldest_version = find_registered_version(client, cfg.model_name, tags) or new_version
+    if oldest_version.version != new_version.version:
+        client.delete_model_version(new_version.name, new_version.version)
+        if new_version.source != oldest_version.source:
+            delete_model(client, versions.find_stored_model(client, new_version))
+        if new_version.run_id is not None and new_version.run_id != oldest_version.run_id:
+            client.delete_run(new_version.run_id)
     return oldest_version
 
 
@@ -175,14 +187,18 @@ def open_run(client: MlflowClient, experiment: str, tags: dict[str, str]) -> str
     create a new run.
     """
     run_tags = tags | tracking.process_tag()
-    for run in client.search_runs([experiment], filter_of_identity(tags), order_by=["attributes.start_time ASC"]):
+    for run in client.search_runs([experiment], build_identity_filter(tags), order_by=["attributes.start_time ASC"]):
         # Skip a run that another machine is still writing to
         if run.info.status != "RUNNING" or tracking.is_abandoned(run.data.tags, run.info.start_time):
             return tracking.resume_run(client, run.info.run_id, run_tags)
-    training_run = tracking.find_run_of_weights(client, experiment, tags.get(tracking.WEIGHTS), tags[tracking.TOKENS])
-    if training_run and tracking.VERSION not in client.get_run(training_run).data.tags:
-        return tracking.resume_run(client, training_run, run_tags)
-    return client.create_run(experiment, run_name=f"train {tags[tracking.VERSION][:8]}", tags=run_tags).info.run_id
+    training_run_id = tracking.find_run_of_weights(
+        client, experiment, tags.get(tracking.WEIGHTS_TAG), tags[tracking.TOKEN_LIMIT_TAG]
+    )
+    if training_run_id and tracking.CHECKPOINT_TAG not in client.get_run(training_run_id).data.tags:
+        return tracking.resume_run(client, training_run_id, run_tags)
+    return client.create_run(
+        experiment, run_name=f"train {tags[tracking.CHECKPOINT_TAG][:8]}", tags=run_tags
+    ).info.run_id
 
 
 # Clean up after registrations that were killed, but not after those that are still running on another machine
@@ -190,11 +206,11 @@ def open_run(client: MlflowClient, experiment: str, tags: dict[str, str]) -> str
 
 def remove_leftovers(client: MlflowClient, experiment: str, name: str) -> None:
     """Clean up after registrations that were killed: remove their incomplete models and end their runs."""
-    for model in every_page(client.search_logged_models, [experiment], f"name = '{name}'"):
+    for model in iterate_pages(client.search_logged_models, [experiment], f"name = '{name}'"):
         if model.status != LoggedModelStatus.READY and tracking.is_abandoned(model.tags, model.creation_timestamp):
             delete_model(client, model)
     for run in client.search_runs([experiment], "attributes.status = 'RUNNING'", ViewType.ACTIVE_ONLY):
-        if tracking.PROCESS in run.data.tags and tracking.is_abandoned(run.data.tags, run.info.start_time):
+        if tracking.PROCESS_TAG in run.data.tags and tracking.is_abandoned(run.data.tags, run.info.start_time):
             client.set_terminated(run.info.run_id, "KILLED")
 
 
@@ -204,11 +220,11 @@ def remove_other_runs(client: MlflowClient, experiment: str, tags: dict[str, str
     A registration leaves such a run behind if it is killed or if the store rejects a request. Runs that another process
     is still writing to are kept.
     """
-    for run in client.search_runs([experiment], filter_of_identity(tags), ViewType.ACTIVE_ONLY):
+    for run in client.search_runs([experiment], build_identity_filter(tags), ViewType.ACTIVE_ONLY):
         is_in_use = run.info.status == "RUNNING" and not tracking.is_abandoned(run.data.tags, run.info.start_time)
         if run.info.run_id == version.run_id or is_in_use:
             continue
-        for model in every_page(client.search_logged_models, [experiment], f"source_run_id = '{run.info.run_id}'"):
+        for model in iterate_pages(client.search_logged_models, [experiment], f"source_run_id = '{run.info.run_id}'"):
             delete_model(client, model)
         client.delete_run(run.info.run_id)
 
@@ -231,13 +247,13 @@ def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, ta
     Raises:
         DataError: somebody deleted the run.
     """
-    run_id = run_of(version)
-    if client.get_run(run_id).info.lifecycle_stage == tracking.DELETED:
+    run_id = read_run_id(version)
+    if client.get_run(run_id).info.lifecycle_stage == tracking.DELETED_STAGE:
         command = tracking.command_to_restore("runs", run_id)
         raise DataError("registry.deleted_run", model=version.name, version=int(version.version), command=command)
     log_results(client, run_id, paths)
     for tag in version.tags.keys() - tags:
-        if tag.startswith(lineage.RAW) or tag == tracking.FLOW_RUN:  # left by an earlier evaluation
+        if tag.startswith(lineage.RAW_DATA_PREFIX) or tag == tracking.FLOW_RUN_TAG:  # left by an earlier evaluation
             client.delete_tag(run_id, tag)
             client.delete_model_version_tag(version.name, version.version, tag)
     for tag, value in tags.items():
@@ -251,7 +267,7 @@ def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, ma
     If an earlier call stored a complete model for this run, return that model's URI.
     """
     experiment = client.get_run(run_id).info.experiment_id
-    for model in every_page(client.search_logged_models, [experiment], f"source_run_id = '{run_id}'"):
+    for model in iterate_pages(client.search_logged_models, [experiment], f"source_run_id = '{run_id}'"):
         if model.status == LoggedModelStatus.READY:
             return model.model_uri
     checkpoint = paths.model / "checkpoint"
@@ -268,24 +284,40 @@ def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, ma
             model_config=model_config,
             code_paths=[str(copy_code(Path(scratch)))],
             signature=SIGNATURE,
-            input_example=example(paths),
+            input_example=build_example(paths),
             tags=tracking.process_tag(),
-            pip_requirements=[f"{package}=={installed(package).split('+')[0]}" for package in REQUIREMENTS],
+            pip_requirements=pin_requirements(),
         ).model_uri
+
+
+def pin_requirements() -> list[str]:
+    """Return the packages that a model needs, each with its installed version, such as `torch==2.9.1`."""
+    requirements: list[str] = []
+    for package in REQUIREMENTS:
+        version, _, _ = installed_version(package).partition("+")  # leave out a local label such as `+cpu`
+        requirements.append(f"{package}=={version}")
+    return requirements
 
 
 def copy_code(scratch: Path) -> Path:
     """Copy the part of `m3diff` that a model needs to run without a checkout, and return the folder of the copy."""
     package = scratch / "m3diff"
-    copy_folder(lineage.MODEL_CODE, package / lineage.MODEL_CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_folder(
+        lineage.MODEL_CODE_FOLDER,
+        package / lineage.MODEL_CODE_FOLDER.name,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     for shared in SHARED_CODE:
         (package / shared).parent.mkdir(exist_ok=True)
-        shutil.copyfile(lineage.MODEL_CODE.parent / shared, package / shared)
+        shutil.copyfile(lineage.MODEL_CODE_FOLDER.parent / shared, package / shared)
     return package
 
 
-def example(paths: Paths) -> pd.DataFrame:
+def build_example(paths: Paths) -> pd.DataFrame:
     """Return an example input of the model: a test pair with its images in base64."""
     record = next(lineage.captioned_records(paths))
-    images = {side: base64.b64encode(Path(record[side]).read_bytes()).decode() for side in ("before", "after")}
+    images: dict[str, str] = {}
+    for side in ("before", "after"):
+        content = Path(record[side]).read_bytes()
+        images[side] = base64.b64encode(content).decode()
     return pd.DataFrame([images])

@@ -41,14 +41,14 @@ ASPECT_TOLERANCE = 0.02  # relative difference; smaller differences come from ro
 LISTED_ROWS = 5  # maximum number of rows that a finding lists
 
 REMEDY = (
-    "under a caption of a change; name the right image, or mark pairs without a change: change_types: none, or "
-    "options: {no_change: {COLUMN: VALUE}} (reader pairs)"
+    "although a caption describes a change; correct the path of the image, or mark pairs without a change: "
+    "change_types: none, or options: {no_change: {COLUMN: VALUE}} (reader pairs)"
 )
 SAME_BYTES = "same bytes"
 REASONS = {
-    SAME_BYTES: "after: {} is the image before, {}, byte for byte",
-    EQUAL: "after: {} has the pixels of the image before, {}",
-    NOISE: "after: {} is the image before, {}, saved anew and nothing else",
+    SAME_BYTES: "after: {} has the same bytes as the image before, {}",
+    EQUAL: "after: {} has the same pixels as the image before, {}",
+    NOISE: "after: {} differs from the image before, {}, only by compression noise",
 }
 
 
@@ -70,11 +70,13 @@ class Finding(BaseModel):
     first: list[str]
 
 
-def likeness_of(pairs: pl.DataFrame, table: pl.DataFrame, compare_px: int, cache: Path, stage: str) -> pl.DataFrame:
+def compare_similar_pairs(
+    pairs: pl.DataFrame, table: pl.DataFrame, compare_px: int, cache: Path, stage: str
+) -> pl.DataFrame:
     """Compare the images of pairs whose captions describe a change and whose thumbnails are similar.
 
     Args:
-        pairs: as `sound_pairs` returns them.
+        pairs: as `select_valid_pairs` returns them.
         table: all records, with RAW_SCHEMA.
         compare_px: side of the square image that the model sees, in pixels.
         cache: Parquet file that caches comparisons by content.
@@ -84,54 +86,58 @@ def likeness_of(pairs: pl.DataFrame, table: pl.DataFrame, compare_px: int, cache
         One row per compared pair, with the columns `row`, `likeness` (as `compare_pairs` returns it) and `unshown`.
         `unshown` is the reason why the pair does not show a change, or null if it shows one.
     """
-    alike = pairs.filter(_have_similar_thumbnails(pairs))
-    texts = table[alike["row"]].select("references", "change_types")
+    similar_pairs = pairs.filter(_have_similar_thumbnails(pairs))
+    texts = table[similar_pairs["row"]].select("references", "change_types")
     describes_change = [captions_describe_change(references, types) for references, types in texts.iter_rows()]
-    candidates = alike.filter(pl.Series(describes_change, dtype=pl.Boolean))
+    candidates = similar_pairs.filter(pl.Series(describes_change, dtype=pl.Boolean))
     digests = table[candidates["row"]].select("before_sha256", "after_sha256")
-    compared = candidates.select("row", "before", "after").hstack(digests)
-    likeness = compare_pairs(compared, compare_px, cache, stage)
-    has_same_bytes = compared["before_sha256"] == compared["after_sha256"]
+    compared_pairs = candidates.select("row", "before", "after").hstack(digests)
+    likeness = compare_pairs(compared_pairs, compare_px, cache, stage)
+    has_same_bytes = compared_pairs["before_sha256"] == compared_pairs["after_sha256"]
     kind = pl.when(has_same_bytes).then(pl.lit(SAME_BYTES)).otherwise(likeness)
     reasons = []
     for unchanged_kind, reason in REASONS.items():
         reason_with_remedy = pl.format(f"{reason}, {{}}", "after", "before", pl.lit(REMEDY))
         reasons.append(pl.when(kind == unchanged_kind).then(reason_with_remedy))
-    return compared.select("row", likeness=likeness, unshown=pl.coalesce(reasons))
+    return compared_pairs.select("row", likeness=likeness, unshown=pl.coalesce(reasons))
 
 
 def _have_similar_thumbnails(pairs: pl.DataFrame) -> pl.Series:
     """Return for each pair whether the thumbnails of its images differ by at most ALIKE_LEVELS."""
-    difference = np.abs(_levels(pairs["thumb"]) - _levels(pairs["thumb_after"]))
+    difference = np.abs(_grey_levels(pairs["thumb"]) - _grey_levels(pairs["thumb_after"]))
     return pl.Series(difference.max(axis=1, initial=0) <= ALIKE_LEVELS, dtype=pl.Boolean)
 
 
-def _levels(thumbs: pl.Series) -> NDArray[np.int16]:
+def _grey_levels(thumbs: pl.Series) -> NDArray[np.int16]:
     """Return the grey levels of thumbnails, [thumbnails, 64]."""
     return np.frombuffer(b"".join(thumbs), dtype=np.uint8).reshape(-1, 64).astype(np.int16)
 
 
-def findings(
-    pairs: pl.DataFrame, likeness: pl.DataFrame, bad: pl.DataFrame, table: pl.DataFrame, images: pl.DataFrame
+def list_findings(
+    pairs: pl.DataFrame,
+    likeness: pl.DataFrame,
+    quarantined_rows: pl.DataFrame,
+    table: pl.DataFrame,
+    images: pl.DataFrame,
 ) -> list[Finding]:
     """Return the findings of all kinds, in the order of the datasets.
 
     Args:
-        pairs: as `sound_pairs` returns them.
-        likeness: as `likeness_of` returns it.
-        bad: the quarantined rows. Their images are examined, too, except in the search for images that occur in several
-            splits.
+        pairs: as `select_valid_pairs` returns them.
+        likeness: as `compare_similar_pairs` returns it.
+        quarantined_rows: the quarantined rows. Their images are examined, too, except in the search for images that
+            occur in several splits.
         table: all records, with RAW_SCHEMA.
         images: verdicts on image files, as `check_images` returns them.
     """
-    sources = table[pairs["row"]].select("dataset", "source", "before_sha256")
-    pairs = pairs.hstack(sources)
-    unchanged = likeness.filter(pl.col("unshown").is_not_null())
-    changed_pairs = pairs.join(unchanged, on="row", how="anti", maintain_order="left")
-    clean_pairs = pairs.join(bad, on="row", how="anti", maintain_order="left")
+    pair_sources = table[pairs["row"]].select("dataset", "source", "before_sha256")
+    pairs = pairs.hstack(pair_sources)
+    unchanged_pairs = likeness.filter(pl.col("unshown").is_not_null())
+    changed_pairs = pairs.join(unchanged_pairs, on="row", how="anti", maintain_order="left")
+    clean_pairs = pairs.join(quarantined_rows, on="row", how="anti", maintain_order="left")
     all_findings = list(_hidden_changes(pairs.join(likeness, on="row")))
     all_findings += _placeholders(changed_pairs, images)
-    all_findings += _sides_that_differ(changed_pairs, images)
+    all_findings += _different_sides(changed_pairs, images)
     all_findings += _before_in_several_splits(clean_pairs)
     order = {name: number for number, name in enumerate(table["dataset"].unique(maintain_order=True))}
     return sorted(all_findings, key=lambda finding: order[finding.dataset])
@@ -139,16 +145,16 @@ def findings(
 
 def _hidden_changes(pairs: pl.DataFrame) -> Iterator[Finding]:
     """Yield a finding per dataset with changes that are invisible at the model's resolution."""
-    for (dataset,), faint in pairs.filter(likeness=FAINT).group_by("dataset", maintain_order=True):
+    for (dataset,), faint_pairs in pairs.filter(likeness=FAINT).group_by("dataset", maintain_order=True):
         yield Finding(
             dataset=str(dataset),
             kind="hidden_changes",
-            count=faint.height,
+            count=faint_pairs.height,
             sentence=(
-                f"{faint.height:,} pairs differ by nothing that is seen at validate.compare_px, the resolution of the "
-                "model; crop their images around the change, or train a model of more pixels"
+                f"the change in {faint_pairs.height:,} pairs cannot be seen at validate.compare_px, the resolution of "
+                "the model; crop their images around the change, or train a model with a higher resolution"
             ),
-            first=faint["source"].head(LISTED_ROWS).to_list(),
+            first=faint_pairs["source"].head(LISTED_ROWS).to_list(),
         )
 
 
@@ -158,12 +164,12 @@ def _placeholders(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding
     Pictures that look like the images that they are paired with are not placeholders. Examples are a background with
     several edits, a frame of a fixed camera and a template.
     """
-    sides = _sides(pairs)
+    sides = _list_sides(pairs)
     suspects = pl.concat([_plain_thumbs(sides, images), _frequent_thumbs(sides)]).unique(maintain_order=True)
     sides = sides.filter(pl.col("thumb").is_in(suspects.implode()))
-    mean_difference = np.abs(_levels(sides["thumb"]) - _levels(sides["other_thumb"])).mean(axis=1)
-    unlike = sides.filter(pl.Series(mean_difference > UNLIKE_LEVELS, dtype=pl.Boolean))
-    for (dataset, _), uses in unlike.group_by(["dataset", "thumb"], maintain_order=True):
+    mean_difference = np.abs(_grey_levels(sides["thumb"]) - _grey_levels(sides["other_thumb"])).mean(axis=1)
+    dissimilar_sides = sides.filter(pl.Series(mean_difference > UNLIKE_LEVELS, dtype=pl.Boolean))
+    for (dataset, _), uses in dissimilar_sides.group_by(["dataset", "thumb"], maintain_order=True):
         if uses["other_content"].n_unique() < PLACEHOLDER_PAIRS:
             continue
         count = uses["row"].n_unique()
@@ -172,14 +178,14 @@ def _placeholders(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding
             kind="placeholders",
             count=count,
             sentence=(
-                f"{count:,} pairs have one picture on a side, such as {uses['path'][0]}: perhaps a "
-                "placeholder for an image that was not there; fetch the images again or leave these rows out"
+                f"{count:,} pairs share the same picture, such as {uses['path'][0]}, which may be a placeholder for a "
+                "missing image; download the images again or remove these rows"
             ),
             first=uses["source"].unique(maintain_order=True).head(LISTED_ROWS).to_list(),
         )
 
 
-def _sides(pairs: pl.DataFrame) -> pl.DataFrame:
+def _list_sides(pairs: pl.DataFrame) -> pl.DataFrame:
     """Return one row per image of each pair. Each row also has the content and thumbnail of the pair's other image."""
     columns = ["row", "dataset", "source"]
     before = pairs.select(
@@ -206,7 +212,7 @@ def _sides(pairs: pl.DataFrame) -> pl.DataFrame:
 def _plain_thumbs(sides: pl.DataFrame, images: pl.DataFrame) -> pl.Series:
     """Return the thumbnails of plain grey pictures and of nearly uniform colour pictures."""
     thumbs = sides["thumb"].unique(maintain_order=True)
-    levels = _levels(thumbs)
+    levels = _grey_levels(thumbs)
     from_median = np.abs(levels - np.median(levels, axis=1, keepdims=True))
     is_colored = thumbs.is_in(images.filter(color=COLOR)["thumb"].implode()).to_numpy()
     is_plain = (from_median <= PLAIN_LEVELS).sum(axis=1) >= PLAIN_CELLS
@@ -228,7 +234,7 @@ def _frequent_thumbs(sides: pl.DataFrame) -> pl.Series:
     return uses.join(pairs, on="dataset", maintain_order="left").filter(is_frequent)["thumb"]
 
 
-def _sides_that_differ(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding]:
+def _different_sides(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding]:
     """Yield a finding per dataset with pairs whose images differ in size, aspect ratio, colour or bit depth."""
     shapes = images.select("path", "width", "height", "bits", "color")
     pairs = pairs.join(shapes, left_on="before", right_on="path", maintain_order="left")
@@ -237,44 +243,52 @@ def _sides_that_differ(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Fi
     aspect_after = pl.col("width_after") / pl.col("height_after")
     before_is_grey = (pl.col("color") == GREY) & (pl.col("color_after") == COLOR)
     after_is_grey = (pl.col("color") == COLOR) & (pl.col("color_after") == GREY)
-    differs = {
+    is_different = {
         "size": (pl.col("width") != pl.col("width_after")) | (pl.col("height") != pl.col("height_after")),
         "aspect": (aspect - aspect_after).abs() > ASPECT_TOLERANCE * pl.max_horizontal(aspect, aspect_after),
         "mode (one in colour, one grey)": before_is_grey | after_is_grey,
         "bit depth": pl.col("bits") != pl.col("bits_after"),
     }
-    flagged = pairs.with_columns(**differs).filter(pl.any_horizontal(*differs))
-    for (dataset,), rows in flagged.group_by("dataset", maintain_order=True):
-        counts = {property_name: int(rows[property_name].sum()) for property_name in differs}
-        listed = ", ".join(f"{count:,} in {property_name}" for property_name, count in counts.items() if count)
+    flagged_pairs = pairs.with_columns(**is_different).filter(pl.any_horizontal(*is_different))
+    for (dataset,), rows in flagged_pairs.group_by("dataset", maintain_order=True):
+        differences = []
+        for property_name in is_different:
+            count = int(rows[property_name].sum())
+            if count:
+                differences.append(f"{count:,} in {property_name}")
         yield Finding(
             dataset=str(dataset),
             kind="sides_differ",
             count=rows.height,
-            sentence=f"the sides of {rows.height:,} pairs differ: {listed}; a model takes that for the change",
+            sentence=(
+                f"the two images of {rows.height:,} pairs differ: {', '.join(differences)}; a model may learn this as "
+                "the change"
+            ),
             first=rows["source"].head(LISTED_ROWS).to_list(),
         )
 
 
 def _before_in_several_splits(pairs: pl.DataFrame) -> Iterator[Finding]:
     """Yield a finding per dataset that uses the same before image in several splits."""
-    by_image = pairs.group_by("dataset", "before_sha256", maintain_order=True).agg(
+    images = pairs.group_by("dataset", "before_sha256", maintain_order=True).agg(
         splits=pl.col("split").n_unique(),
         train=(pl.col("split") == "train").sum(),
         test=(pl.col("split") == "test").sum(),
     )
-    repeated = by_image.filter(pl.col("splits") > 1)
-    for (dataset,), befores in repeated.group_by("dataset", maintain_order=True):
-        rows = pairs.join(befores, on=["dataset", "before_sha256"], how="semi", maintain_order="left")
-        tested = befores.filter(pl.col("train") > 0, pl.col("test") > 0)
+    repeated_images = images.filter(pl.col("splits") > 1)
+    for (dataset,), before_images in repeated_images.group_by("dataset", maintain_order=True):
+        rows = pairs.join(before_images, on=["dataset", "before_sha256"], how="semi", maintain_order="left")
+        leaked_images = before_images.filter(pl.col("train") > 0, pl.col("test") > 0)
+        train_pairs = leaked_images["train"].sum()
+        test_pairs = leaked_images["test"].sum()
         yield Finding(
             dataset=str(dataset),
             kind="before_in_several_splits",
-            count=befores.height,
+            count=before_images.height,
             sentence=(
-                f"{befores.height:,} images are the before-image of pairs in several splits; {tested.height:,} of "
-                f"these are in both train ({tested['train'].sum():,} pairs) and test ({tested['test'].sum():,} pairs). "
-                "Give the pairs of an image the same `scene`, so that they share a split"
+                f"{before_images.height:,} images are the before-image of pairs in several splits; "
+                f"{leaked_images.height:,} of these are in both train ({train_pairs:,} pairs) and test "
+                f"({test_pairs:,} pairs). Give the pairs of an image the same `scene`, so that they share a split"
             ),
             first=rows["source"].head(LISTED_ROWS).to_list(),
         )

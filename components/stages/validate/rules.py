@@ -1,8 +1,9 @@
 """The rules for clean records. Each rule is written once, for two engines: polars and great-expectations.
 
-Rules read *facts*: the columns of the table that `facts` computes, which has one row per record. This way, only a few
-vectorised passes over the 896k references are required. polars finds the bad rows (`bad_rows`), and great-expectations
-checks the same rules (`suite.py`). One of the facts is whether a training pair is also in a test set (`twins.py`).
+Rules read *facts*: the columns of the table that `compute_facts` returns, which has one row per record. This way, only
+a few vectorised passes over the 896k references are required. polars finds the rows that break a rule
+(`find_quarantined_rows`), and great-expectations checks the same rules (`suite.py`). One of the facts is whether a
+training pair is also in a test set (`twins.py`).
 """
 
 from dataclasses import dataclass, field
@@ -15,16 +16,19 @@ from m3diff.images.check import OK
 from m3diff.records.schemas import SPLITS
 
 # If a pair is in two splits, it is removed from the split with the lower rank, so that test sets stay complete
-RANK = {"train": 0, "val": 1, "test": 2}
+SPLIT_RANKS = {"train": 0, "val": 1, "test": 2}
 
 # HTML, and special tokens of chat templates (`<image>`, `<|im_end|>`), which would change the meaning of a prompt
 MARKUP = r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);"
 
-NOT_GIVEN = "is not given"  # verdict used if the row does not name an image
-TOO_LARGE = ["images.too_large", "images.tiles_too_large"]  # codes of the faults of images that exceed the pixel limit
+NO_PATH_VERDICT = "is not given"  # verdict used if the row does not name an image
+TOO_LARGE_CODES = [
+    "images.too_large",
+    "images.tiles_too_large",
+]  # codes of the faults of images that exceed the pixel limit
 
 # The only rule that a valid row can break. Rows that break only this rule do not count towards the share of bad rows
-LEAK = "not_in_test"
+LEAK_RULE = "not_in_test"
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Rule:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def rules(max_chars: int) -> list[Rule]:
+def build_rules(max_chars: int) -> list[Rule]:
     """Return all rules. If a row breaks several rules, its reasons are listed in this order.
 
     Args:
@@ -60,7 +64,7 @@ def rules(max_chars: int) -> list[Rule]:
 
 def _row_rules() -> list[Rule]:
     has_repeated_id = pl.col("id").is_not_null() & (pl.col("turn") != pl.col("turn").min().over("id"))
-    repeated_id = "id: {} occurs more than once; the first of the highest split (test, val, train) stays"
+    repeated_id = "id: {} occurs more than once; only the first row in the highest split (test, val, train) is kept"
     return [
         Rule(
             name="readable",
@@ -73,7 +77,7 @@ def _row_rules() -> list[Rule]:
             name="id_given",
             column="id",
             is_broken=pl.col("id").is_null(),
-            reason=_unless_unreadable("id: is missing"),
+            reason=_reason_if_readable("id: is missing"),
             expectation="ExpectColumnValuesToNotBeNull",
         ),
         Rule(
@@ -94,14 +98,14 @@ def _split_rules() -> list[Rule]:
             name="split_given",
             column="split",
             is_broken=pl.col("split").is_null(),
-            reason=_unless_unreadable("split: is missing"),
+            reason=_reason_if_readable("split: is missing"),
             expectation="ExpectColumnValuesToNotBeNull",
         ),
         Rule(
             name="split_known",
             column="split",
             is_broken=~pl.col("split").is_in(SPLITS),
-            reason=pl.format("split: {} is none of train, val, test", "split"),
+            reason=pl.format("split: {} is not train, val or test", "split"),
             expectation="ExpectColumnValuesToBeInSet",
             arguments={"value_set": list(SPLITS)},
         ),
@@ -114,10 +118,10 @@ def _split_rules() -> list[Rule]:
             arguments={"value_set": [1]},
         ),
         Rule(
-            name=LEAK,
+            name=LEAK_RULE,
             column="twin",
             is_broken=pl.col("twin").is_not_null(),
-            reason=pl.format("leak: test pair {} {}, so this one may not train", "twin", "how"),
+            reason=pl.format("leak: test pair {} {}, so this pair is not used for training", "twin", "how"),
             expectation="ExpectColumnValuesToBeNull",
         ),
     ]
@@ -131,7 +135,7 @@ def _reference_rules(max_chars: int) -> list[Rule]:
             name="references_given",
             column="references",
             is_broken=pl.col("references") == 0,
-            reason=_unless_unreadable("references: there is none; a pair needs at least one, which may be empty"),
+            reason=_reason_if_readable("references: are missing; a pair needs at least one, which may be empty"),
             expectation="ExpectColumnValuesToBeBetween",
             arguments={"min_value": 1},
         ),
@@ -140,7 +144,9 @@ def _reference_rules(max_chars: int) -> list[Rule]:
             column="longest_reference",
             is_broken=length > max_chars,
             reason=pl.format(
-                "references: one has {} characters, more than validate.max_caption_chars = {}", length, max_chars
+                "references: the longest has {} characters, more than validate.max_caption_chars = {}",
+                length,
+                max_chars,
             ),
             expectation="ExpectColumnValuesToBeBetween",
             arguments={"max_value": max_chars},
@@ -149,7 +155,7 @@ def _reference_rules(max_chars: int) -> list[Rule]:
             name="no_markup",
             column="markup_references",
             is_broken=marked_references > 0,
-            reason=pl.format("references: {} hold HTML or a special token; write plain text", marked_references),
+            reason=pl.format("references: {} contain HTML or a special token; write plain text", marked_references),
             expectation="ExpectColumnValuesToBeInSet",
             arguments={"value_set": [0]},
         ),
@@ -186,8 +192,8 @@ def _image_rules() -> list[Rule]:
     return image_rules
 
 
-def _unless_unreadable(reason: str) -> pl.Expr:
-    """Return the reason, or null for a row that could not be read. All values of such a row are missing anyway."""
+def _reason_if_readable(reason: str) -> pl.Expr:
+    """Return the reason, or null for a row that could not be read, because all values of such a row are missing."""
     return pl.when(pl.col("fault").is_null()).then(pl.lit(reason))
 
 
@@ -197,26 +203,28 @@ def _is_absent(side: str) -> pl.Expr:
     An image file that is damaged is not absent. Other rules report it.
     """
     is_missing = pl.col(f"{side}_code").eq_missing(pl.lit("images.missing"))
-    return is_missing | (pl.col(f"{side}_image") == NOT_GIVEN)
+    return is_missing | (pl.col(f"{side}_image") == NO_PATH_VERDICT)
 
 
 def _reason_for_absent_images() -> pl.Expr:
     """Return the verdicts on the absent images, or null if the row's fault already describes them."""
     verdicts = [pl.when(_is_absent(side)).then(_reason_of_verdict(side)) for side in SIDES]
-    joined = pl.concat_str(verdicts, separator="; ", ignore_nulls=True)
+    joined_verdicts = pl.concat_str(verdicts, separator="; ", ignore_nulls=True)
     # polars joins nulls to an empty string, and an empty reason would leave a stray "; "
-    return pl.when(joined != "").then(joined)
+    return pl.when(joined_verdicts != "").then(joined_verdicts)
 
 
 def _reason_of_verdict(side: str) -> pl.Expr:
     """Return the verdict on an image. For an image that is too large, add that the limit can be raised."""
-    is_too_large = pl.col(f"{side}_code").is_in(TOO_LARGE)
+    is_too_large = pl.col(f"{side}_code").is_in(TOO_LARGE_CODES)
     raise_limit = pl.when(is_too_large).then(pl.lit(", or raise validate.max_image_pixels")).otherwise(pl.lit(""))
     reason = pl.format(f"{side}: {{}} {{}}{{}}", side, f"{side}_image", raise_limit)
-    return pl.when(pl.col(side).is_not_null()).then(reason).otherwise(_unless_unreadable(f"{side}: is not given"))
+    return pl.when(pl.col(side).is_not_null()).then(reason).otherwise(_reason_if_readable(f"{side}: is not given"))
 
 
-def facts(records: pl.DataFrame, images: pl.DataFrame, leaks: pl.DataFrame, likeness: pl.DataFrame) -> pl.DataFrame:
+def compute_facts(
+    records: pl.DataFrame, images: pl.DataFrame, leaks: pl.DataFrame, likeness: pl.DataFrame
+) -> pl.DataFrame:
     """Return one row per record, with the columns that the rules read.
 
     The columns are `row`, the columns of the records except lists, and the computed facts.
@@ -225,7 +233,7 @@ def facts(records: pl.DataFrame, images: pl.DataFrame, leaks: pl.DataFrame, like
         records: records with RAW_SCHEMA.
         images: verdicts by path, as `check_images` returns them.
         leaks: `row`, `twin` and `how` of the training pairs that are also in a test set, as `find_twins` returns them.
-        likeness: `row` and `unshown` of pairs with similar images, as `likeness_of` returns them.
+        likeness: `row` and `unshown` of pairs with similar images, as `compare_similar_pairs` returns them.
     """
     rows = records.drop("references", "change_types").with_row_index("row")
     rows = rows.hstack(_reference_facts(records["references"]))
@@ -235,15 +243,15 @@ def facts(records: pl.DataFrame, images: pl.DataFrame, leaks: pl.DataFrame, like
         rows = rows.join(verdicts, on=side, how="left")
     rows = rows.join(leaks, on="row", how="left")
     rows = rows.join(likeness.select("row", "unshown"), on="row", how="left")
-    rank = pl.col("split").replace_strict(RANK, default=-1, return_dtype=pl.Int64)
-    is_unreadable = pl.col("fault").is_not_null()
+    rank = pl.col("split").replace_strict(SPLIT_RANKS, default=-1, return_dtype=pl.Int64)
+    has_fault = pl.col("fault").is_not_null()
     scene_splits = pl.col("split").n_unique().over("scene")
     rows = rows.sort("row").with_columns(
-        pl.col("before_image", "after_image").fill_null(NOT_GIVEN),
+        pl.col("before_image", "after_image").fill_null(NO_PATH_VERDICT),
         rank=rank,
         # Among rows with the same id, only the row with the lowest turn is kept. Readable rows come first, then higher
         # splits, then earlier rows
-        turn=(2 - rank + 3 * is_unreadable) * records.height + pl.col("row"),
+        turn=(2 - rank + 3 * has_fault) * records.height + pl.col("row"),
         scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
     )
     return rows.with_columns(
@@ -268,8 +276,8 @@ def _reference_facts(references: pl.Series) -> pl.DataFrame:
 def _names_of_absent_images() -> pl.Expr:
     """Return which images are absent, such as "before, after", or null if both images are present."""
     names = [pl.when(_is_absent(side)).then(pl.lit(side)) for side in SIDES]
-    joined = pl.concat_str(names, separator=", ", ignore_nulls=True)
-    return pl.when(pl.any_horizontal(_is_absent(side) for side in SIDES)).then(joined)
+    joined_names = pl.concat_str(names, separator=", ", ignore_nulls=True)
+    return pl.when(pl.any_horizontal(_is_absent(side) for side in SIDES)).then(joined_names)
 
 
 def _verdict_if_unreadable(side: str) -> pl.Expr:
@@ -278,14 +286,14 @@ def _verdict_if_unreadable(side: str) -> pl.Expr:
     return pl.when((verdict != OK) & ~_is_absent(side)).then(verdict)
 
 
-def bad_rows(row_facts: pl.DataFrame, all_rules: list[Rule]) -> pl.DataFrame:
+def find_quarantined_rows(row_facts: pl.DataFrame, all_rules: list[Rule]) -> pl.DataFrame:
     """Return `row`, `rules` (the names of the broken rules) and `reason` for every row that breaks a rule."""
-    flagged = row_facts.with_columns(rule.is_broken.alias(f"bad_{rule.name}") for rule in all_rules)
-    broken = flagged.filter(pl.any_horizontal(pl.col("^bad_.*$")))
-    names = [pl.when(f"bad_{rule.name}").then(pl.lit(rule.name)) for rule in all_rules]
+    flagged_rows = row_facts.with_columns(rule.is_broken.alias(f"bad_{rule.name}") for rule in all_rules)
+    broken_rows = flagged_rows.filter(pl.any_horizontal(pl.col("^bad_.*$")))
+    rule_names = [pl.when(f"bad_{rule.name}").then(pl.lit(rule.name)) for rule in all_rules]
     reasons = [pl.when(f"bad_{rule.name}").then(rule.reason) for rule in all_rules]
-    return broken.select(
+    return broken_rows.select(
         "row",
-        rules=pl.concat_list(names).list.drop_nulls(),
+        rules=pl.concat_list(rule_names).list.drop_nulls(),
         reason=pl.concat_str(reasons, separator="; ", ignore_nulls=True),
     )

@@ -27,12 +27,12 @@ from m3diff.records.errors import DataError, Fault, command_to_read_again
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.validate.pairs import Finding, findings, likeness_of
+from m3diff.stages.validate.pairs import Finding, compare_similar_pairs, list_findings
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import LEAK, RANK, Rule, bad_rows, facts, rules
-from m3diff.stages.validate.suite import ExpectationResult, run_suite, unexpected_count
-from m3diff.stages.validate.twins import find_twins, sound_pairs
-from m3diff.stages.validate.words import worded_result, words_of
+from m3diff.stages.validate.rules import LEAK_RULE, SPLIT_RANKS, Rule, build_rules, compute_facts, find_quarantined_rows
+from m3diff.stages.validate.suite import ExpectationResult, run_suite, unexpected_count_fault
+from m3diff.stages.validate.twins import find_twins, select_valid_pairs
+from m3diff.stages.validate.words import describe_result, describe_rule
 
 QUARANTINE_SCHEMA = pa.schema(
     [*RECORD_SCHEMA, pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
@@ -42,15 +42,16 @@ QUARANTINE_SCHEMA = pa.schema(
 # set are removed
 COMPARED_SPLITS = (("train", "test"), ("val", "test"), ("train", "val"))
 
-# A single bad row in a small split exceeds any share, but does not indicate that other rows are bad. See `allowed_rows`
-ROWS_ALWAYS_ALLOWED = 1
+# A single bad row in a small split exceeds any share, but does not indicate that other rows are bad. See
+# `count_allowed_rows`
+MIN_ALLOWED_ROWS = 1
 
 PAGE_ROWS = 200  # maximum number of rows that the page shows per broken rule
 
 # White space, line and paragraph separators, control characters and invisible spaces. Any sequence of these characters
 # is replaced by one space. A line separator in a reference would make the tokenizer of the metrics emit an extra line,
 # and all later pairs would be scored against the references of other pairs
-SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
+WHITE_SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
 
 
 class ValidateCounts(BaseModel):
@@ -105,9 +106,9 @@ class Judgement:
     Attributes:
         records: all rows, with RAW_SCHEMA.
         images: verdicts on image files, as `check_images` returns them.
-        facts: facts about each row, as `facts` returns them.
+        facts: facts about each row, as `compute_facts` returns them.
         rules: the rules that were checked.
-        bad_rows: rows that break a rule, as `bad_rows` returns them.
+        quarantined_rows: rows that break a rule, as `find_quarantined_rows` returns them.
         overlaps: numbers of pairs in several splits, as in the report.
         findings: unusual properties, as in the report.
     """
@@ -116,7 +117,7 @@ class Judgement:
     images: pl.DataFrame
     facts: pl.DataFrame
     rules: list[Rule]
-    bad_rows: pl.DataFrame
+    quarantined_rows: pl.DataFrame
     overlaps: dict[str, int]
     findings: list[Finding]
 
@@ -167,17 +168,17 @@ def validate(
     shutil.rmtree(out / "docs", ignore_errors=True)
     with ThreadPoolExecutor(1) as writer:  # polars releases the GIL, so great-expectations runs at the same time
         writing = writer.submit(_split_and_write, judgement, out)
-        results, miscounts = run_suite(row_facts, judgement.rules, expected_pairs(entries))
+        results, miscounts = run_suite(row_facts, judgement.rules, read_expected_pairs(entries))
     rows = writing.result()
     _require_agreement(results, judgement)
-    report = _report(judgement, rows)
+    report = _build_report(judgement, rows)
     assert report.rows_in == judgement.records.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
-    faults = refusals(cfg, report, rows, miscounts)
-    faults += missing_test_pairs(protocol, entries, rows.clean)
+    faults = faults_of_report(cfg, report, rows, miscounts)
+    faults += faults_of_test_pairs(protocol, entries, rows.clean)
     write_page(report, results, rows.quarantine, out / "docs", faults)
     for finding in report.findings:
-        print(f"validate: {finding.dataset}: {finding.sentence}; first {finding.first[0]}")
+        print(f"validate: {finding.dataset}: {finding.sentence}. The first is {finding.first[0]}")
     if rows.clean.filter(split="test").is_empty():
         print("validate: no dataset has a test pair, so no model can be scored")
     if faults:
@@ -185,16 +186,17 @@ def validate(
         raise DataError("validate.data_refused", faults=faults, quarantine=out / "quarantine.parquet", page=page)
     if rows.quarantine.height:
         bad_row = rows.quarantine.row(0, named=True)
-        print(f"validate: {rows.quarantine.height:,} rows are left out, first {bad_row['source']}: {bad_row['reason']}")
+        count = rows.quarantine.height
+        print(f"validate: {count:,} rows are quarantined. The first is {bad_row['source']}: {bad_row['reason']}")
     return report
 
 
 def _require_agreement(results: Sequence[ExpectationResult], judgement: Judgement) -> None:
     """Check that great-expectations and polars agree on which rules are broken."""
-    unmet = {result.rule for result in results if not result.is_met}
-    unmet_rules = unmet & {rule.name for rule in judgement.rules}
-    broken_rules = set(judgement.bad_rows["rules"].explode().drop_nulls())
-    assert unmet_rules == broken_rules, (unmet_rules, judgement.bad_rows["rules"])
+    unmet_names = {result.rule for result in results if not result.is_met}
+    unmet_rules = unmet_names & {rule.name for rule in judgement.rules}
+    broken_rules = set(judgement.quarantined_rows["rules"].explode().drop_nulls())
+    assert unmet_rules == broken_rules, (unmet_rules, judgement.quarantined_rows["rules"])
 
 
 def judge(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path) -> Judgement:
@@ -207,10 +209,10 @@ def judge(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path,
     tables = [load_table(file, RAW_SCHEMA, "ingest", if_empty="validate.no_record") for file in files]
     table = pl.concat([pl.DataFrame(table) for table in tables])
     images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
-    _refuse_changed_images(table, images, entries)
-    pairs = sound_pairs(table, images)
+    _require_unchanged_images(table, images, entries)
+    pairs = select_valid_pairs(table, images)
     pair_cache = image_cache.with_name(f"pairs_of_{image_cache.name}")
-    likeness = likeness_of(pairs, table, cfg.compare_px, pair_cache, "validate")
+    likeness = compare_similar_pairs(pairs, table, cfg.compare_px, pair_cache, "validate")
     twins = {
         (split, reference_split): find_twins(pairs, split, reference_split, cfg.near_duplicate_max_diff)
         for split, reference_split in COMPARED_SPLITS
@@ -218,26 +220,26 @@ def judge(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path,
     leaks = twins["train", "test"]
     if cfg.allow_test_leakage:
         leaks = leaks.clear()
-    row_facts = facts(table, images, leaks, likeness)
-    all_rules = rules(cfg.max_caption_chars)
-    bad = bad_rows(row_facts, all_rules)
+    row_facts = compute_facts(table, images, leaks, likeness)
+    all_rules = build_rules(cfg.max_caption_chars)
+    quarantined_rows = find_quarantined_rows(row_facts, all_rules)
     return Judgement(
         records=table,
         images=images,
         facts=row_facts,
         rules=all_rules,
-        bad_rows=bad,
+        quarantined_rows=quarantined_rows,
         overlaps={f"{split} in {reference_split}": rows.height for (split, reference_split), rows in twins.items()},
-        findings=findings(pairs, likeness, bad, table, images),
+        findings=list_findings(pairs, likeness, quarantined_rows, table, images),
     )
 
 
-def refusals_of(
+def find_rejection_faults(
     cfg: Validate,
     entries: Mapping[str, DatasetEntry],
     judgement: Judgement,
     protocol: str | None = None,
-    rows_always_allowed: int = ROWS_ALWAYS_ALLOWED,
+    rows_always_allowed: int = MIN_ALLOWED_ROWS,
 ) -> list[Fault]:
     """Return the faults for which `validate` would reject the checked data.
 
@@ -253,13 +255,13 @@ def refusals_of(
     rows = _split_rows(judgement)
     counted_rows = judgement.facts.filter(count_flags(judgement, cfg.allow_lost_test_pairs) == 1)
     miscounts = []
-    for dataset, splits in expected_pairs(entries).items():
+    for dataset, splits in read_expected_pairs(entries).items():
         for split, expected in splits.items():
             count = counted_rows.filter(dataset=dataset, own_split=split).height
             if count != expected:
-                miscounts.append(unexpected_count(dataset, split, count, expected=expected))
-    faults = refusals(cfg, _report(judgement, rows), rows, miscounts, rows_always_allowed)
-    faults += missing_test_pairs(protocol, entries, rows.clean)
+                miscounts.append(unexpected_count_fault(dataset, split, count, expected=expected))
+    faults = faults_of_report(cfg, _build_report(judgement, rows), rows, miscounts, rows_always_allowed)
+    faults += faults_of_test_pairs(protocol, entries, rows.clean)
     return faults
 
 
@@ -269,32 +271,34 @@ def count_flags(judgement: Judgement, allow_lost_test_pairs: bool) -> pl.Series:
     A training pair that is quarantined because it is in a test set counts, because it is not missing from the dataset.
     A quarantined test pair counts if `allow_lost_test_pairs` is true. The report lists such pairs.
     """
-    bad = judgement.bad_rows.filter(pl.col("rules") != [LEAK])
-    is_missing = pl.col("row").is_in(bad["row"].to_list())
+    missing_rows = judgement.quarantined_rows.filter(pl.col("rules") != [LEAK_RULE])
+    is_missing = pl.col("row").is_in(missing_rows["row"].to_list())
     if allow_lost_test_pairs:
         is_missing &= pl.col("own_split").ne_missing("test")
     return judgement.facts.select(counts=(~is_missing).cast(pl.Int64))["counts"]
 
 
-def _refuse_changed_images(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:
+def _require_unchanged_images(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:
     """Raise a DataError if the digest of any image differs from the digest in the records."""
     current_digests = images.select("path", current="digest")
-    recorded = pl.concat(
+    recorded_images = pl.concat(
         table.select("source", "dataset", side=pl.lit(side), path=side, recorded=f"{side}_sha256") for side in SIDES
     )
-    compared = recorded.drop_nulls("path").join(current_digests, on="path", how="left", maintain_order="left")
-    changed = compared.filter(pl.col("recorded").ne_missing(pl.col("current")))
-    if changed.is_empty():
+    compared_images = recorded_images.drop_nulls("path").join(
+        current_digests, on="path", how="left", maintain_order="left"
+    )
+    changed_images = compared_images.filter(pl.col("recorded").ne_missing(pl.col("current")))
+    if changed_images.is_empty():
         return
-    row = changed.row(0, named=True)
+    row = changed_images.row(0, named=True)
     dataset = row["dataset"]
-    paths = changed.filter(dataset=dataset)["path"].unique().to_list()
+    paths = changed_images.filter(dataset=dataset)["path"].unique().to_list()
     raise DataError(
         "validate.image_changed",
         source=row["source"],
         side=row["side"],
         path=row["path"],
-        count=changed["path"].n_unique(),
+        count=changed_images["path"].n_unique(),
         dataset=dataset,
         command=_command_to_ingest_again(dataset, entries[dataset], paths),
     )
@@ -315,7 +319,7 @@ def _command_to_ingest_again(name: str, entry: DatasetEntry, paths: list[str]) -
     return command_to_read_again(os.path.commonpath(folders) or ".")
 
 
-def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, int]]:
+def read_expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, int]]:
     """Return the expected number of pairs per dataset and split, as published or as set in `params.yaml`.
 
     Splits are named as in the dataset's files, before `train_on` is applied.
@@ -324,7 +328,7 @@ def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, i
     for name, entry in entries.items():
         if entry.expected_pairs == "published":
             part = DATASETS[entry.reader].part(name)
-            assert part is not None, f"{name}: rules.py lets no dataset through whose counts are not published"
+            assert part is not None, f"{name}: settings/rules.py should have rejected unpublished counts"
             expected[name] = part.pairs()
         elif entry.expected_pairs is not None:
             expected[name] = {str(split): pairs for split, pairs in entry.expected_pairs.items()}
@@ -346,11 +350,11 @@ def _write_table(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
 def _split_rows(judgement: Judgement) -> SplitRows:
     """Divide the checked rows into clean and bad rows, and normalize the white space in references of clean rows."""
     rows = judgement.records.with_row_index("row")
-    clean = rows.join(judgement.bad_rows, on="row", how="anti").sort("row")
-    quarantine = rows.join(judgement.bad_rows, on="row", how="inner").sort("row")
+    clean = rows.join(judgement.quarantined_rows, on="row", how="anti").sort("row")
+    quarantine = rows.join(judgement.quarantined_rows, on="row", how="inner").sort("row")
     references = clean.select("row", "references").explode("references", empty_as_null=False)
-    respaced = pl.col("references").str.replace_all(SPACE, " ").str.strip_chars(" ")
-    references = references.with_columns(respaced=respaced)
+    respaced_text = pl.col("references").str.replace_all(WHITE_SPACE, " ").str.strip_chars(" ")
+    references = references.with_columns(respaced=respaced_text)
     by_row = references.group_by("row", maintain_order=True).agg(references="respaced")
     assert by_row.height == clean.height, (by_row.height, clean.height)
     return SplitRows(
@@ -360,30 +364,30 @@ def _split_rows(judgement: Judgement) -> SplitRows:
     )
 
 
-def _report(judgement: Judgement, rows: SplitRows) -> ValidateReport:
+def _build_report(judgement: Judgement, rows: SplitRows) -> ValidateReport:
     images = judgement.images
-    is_sound = pl.col("verdict") == OK
+    is_valid = pl.col("verdict") == OK
     named_format = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
     datasets = {}
     for name in pl.concat([rows.clean["dataset"], rows.quarantine["dataset"]]).unique().sort():
-        datasets[name] = _counts_of(rows.clean.filter(dataset=name), rows.quarantine.filter(dataset=name))
+        datasets[name] = _count_dataset(rows.clean.filter(dataset=name), rows.quarantine.filter(dataset=name))
     return ValidateReport(
         stage="validate",
         rows_in=rows.clean.height + rows.quarantine.height,
         rows_out=rows.clean.height,
         quarantined=rows.quarantine.height,
-        leaks=rows.quarantine.filter(pl.col("rules") == [LEAK]).height,
+        leaks=rows.quarantine.filter(pl.col("rules") == [LEAK_RULE]).height,
         references_respaced=rows.respaced,
         overlaps=judgement.overlaps,
         findings=judgement.findings,
         images=images.height,
-        bad_images=images.filter(~is_sound).height,
-        mislabelled_images=images.filter(is_sound, named_format.ne_missing(pl.col("format"))).height,
+        bad_images=images.filter(~is_valid).height,
+        mislabelled_images=images.filter(is_valid, named_format.ne_missing(pl.col("format"))).height,
         datasets=datasets,
     )
 
 
-def _counts_of(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
+def _count_dataset(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
     """Return the counts of one dataset, from its clean and bad rows."""
     references = pl.col("references").list.len().sum()
     by_split = clean.group_by("split").agg(pairs=pl.len(), references=references).sort("split")
@@ -392,7 +396,7 @@ def _counts_of(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
         references=dict(by_split.select("split", "references").iter_rows()),
         quarantined=quarantine.height,
         broken_rules=dict(quarantine["rules"].explode().value_counts().sort("rules").iter_rows()),
-        lost_test_pairs=lost_test_pairs(clean, quarantine),
+        lost_test_pairs=list_lost_test_pairs(clean, quarantine),
     )
 
 
@@ -417,44 +421,44 @@ def write_page(
     """
     loader = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    pages.filters["lower_first"] = lower_first
+    pages.filters["lower_first"] = lowercase_first_letter
     broken_rules = quarantine["rules"].explode().drop_nulls().unique().sort()
     splits = dict.fromkeys(split for counts in report.datasets.values() for split in counts.pairs)
     page = pages.get_template("docs.html.j2").render(
         report=report,
         faults=faults,
-        checks=[worded_result(result) for result in results],
+        checks=[describe_result(result) for result in results],
         unmet=sum(not result.is_met for result in results),
         broken={rule: quarantine.filter(pl.col("rules").list.contains(rule)).to_dicts() for rule in broken_rules},
-        words={rule: words_of(rule) for rule in broken_rules},
-        splits=sorted(splits, key=lambda split: RANK.get(split, len(RANK))),
+        words={rule: describe_rule(rule) for rule in broken_rules},
+        splits=sorted(splits, key=lambda split: SPLIT_RANKS.get(split, len(SPLIT_RANKS))),
         shown=PAGE_ROWS,
     )
     write_atomic(site / "index.html", page)
 
 
-def lower_first(text: str) -> str:
+def lowercase_first_letter(text: str) -> str:
     """Convert the first letter to lowercase, except in abbreviations such as HTML."""
     is_abbreviation = text[1:2].isupper()
     return text if is_abbreviation else text[:1].lower() + text[1:]
 
 
-def lost_test_pairs(clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
+def list_lost_test_pairs(clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
     """Return `<id>: <reason>` for each test pair in quarantine, or `<source>: <reason>` if the row has no id.
 
     A quarantined row with the same id as a clean row is not listed. The dataset repeats that pair, so it is not lost.
     """
     is_repeated = pl.col("id").is_not_null() & pl.col("id").is_in(clean["id"].to_list())
-    lost = quarantine.filter(pl.col("own_split") == "test", ~is_repeated)
-    return [f"{row['id'] or row['source']}: {row['reason']}" for row in lost.iter_rows(named=True)]
+    lost_rows = quarantine.filter(pl.col("own_split") == "test", ~is_repeated)
+    return [f"{row['id'] or row['source']}: {row['reason']}" for row in lost_rows.iter_rows(named=True)]
 
 
-def refusals(
+def faults_of_report(
     cfg: Validate,
     report: ValidateReport,
     rows: SplitRows,
     miscounts: list[Fault],
-    rows_always_allowed: int = ROWS_ALWAYS_ALLOWED,
+    rows_always_allowed: int = MIN_ALLOWED_ROWS,
 ) -> list[Fault]:
     """Return the faults for which the data is rejected, or an empty list if the data is accepted."""
     faults = list(miscounts)
@@ -462,9 +466,9 @@ def refusals(
     if cfg.allow_lost_test_pairs:
         return faults
     for name, counts in report.datasets.items():
-        lost = counts.lost_test_pairs
-        if lost:
-            faults.append(Fault("validate.lost_test_pairs", dataset=name, value=len(lost), rows=lost))
+        lost_pairs = counts.lost_test_pairs
+        if lost_pairs:
+            faults.append(Fault("validate.lost_test_pairs", dataset=name, value=len(lost_pairs), rows=lost_pairs))
     return faults
 
 
@@ -484,7 +488,7 @@ class ShareLimit:
 
 
 def shares_above_limits(
-    cfg: Validate, clean: pl.DataFrame, quarantine: pl.DataFrame, rows_always_allowed: int = ROWS_ALWAYS_ALLOWED
+    cfg: Validate, clean: pl.DataFrame, quarantine: pl.DataFrame, rows_always_allowed: int = MIN_ALLOWED_ROWS
 ) -> Iterator[Fault]:
     """Yield a fault for each share of bad or leaked rows that is above its limit.
 
@@ -504,10 +508,10 @@ def shares_above_limits(
         group_by=("dataset",),
         code="validate.too_many_leaks",
     )
-    bad = quarantine.filter(pl.col("rules") != [LEAK])
-    leaked = quarantine.filter(pl.col("rules").list.contains(LEAK))
-    yield from _groups_above_limit(bad_limit, bad, all_rows, rows_always_allowed)
-    yield from _groups_above_limit(leak_limit, leaked, all_rows.filter(split="train"), rows_always_allowed)
+    bad_rows = quarantine.filter(pl.col("rules") != [LEAK_RULE])
+    leaked_rows = quarantine.filter(pl.col("rules").list.contains(LEAK_RULE))
+    yield from _groups_above_limit(bad_limit, bad_rows, all_rows, rows_always_allowed)
+    yield from _groups_above_limit(leak_limit, leaked_rows, all_rows.filter(split="train"), rows_always_allowed)
 
 
 def _groups_above_limit(
@@ -516,29 +520,29 @@ def _groups_above_limit(
     """Yield a fault for each group of rows in which the share of faulty rows is above the limit."""
     for key, group in faulty_rows.group_by(limit.group_by, maintain_order=True):
         values = dict(zip(limit.group_by, key, strict=True))
-        in_group = [pl.col(column) == value for column, value in values.items() if value is not None]
-        total = all_rows.filter(in_group).height
-        if group.height <= allowed_rows(limit.share, total, rows_always_allowed):
+        is_in_group = [pl.col(column) == value for column, value in values.items() if value is not None]
+        total = all_rows.filter(is_in_group).height
+        if group.height <= count_allowed_rows(limit.share, total, rows_always_allowed):
             continue
         name = " ".join(str(value) if value else "without a split" for value in key)
         reasons = [f"{row['source']}: {row['reason']}" for row in group.iter_rows(named=True)]
         yield Fault(limit.code, group=name, value=group.height, total=total, limit=limit.share, rows=reasons)
 
 
-def allowed_rows(share: float, rows: int, rows_always_allowed: int = ROWS_ALWAYS_ALLOWED) -> int:
+def count_allowed_rows(share: float, rows: int, rows_always_allowed: int = MIN_ALLOWED_ROWS) -> int:
     """Return how many rows of a group may be bad or in a test set.
 
     At least `rows_always_allowed` rows are allowed, because in a small group a single row exceeds any sensible share,
     and quarantined rows are not used for training. However, at least one row of the group must remain. A share of 0
     does not allow any rows, because a user who sets 0 wants to know about every row.
     """
-    by_share = math.floor(Fraction(str(share)) * rows)
+    rows_by_share = math.floor(Fraction(str(share)) * rows)
     if share > 0 and rows > rows_always_allowed:
-        return max(by_share, rows_always_allowed)
-    return by_share
+        return max(rows_by_share, rows_always_allowed)
+    return rows_by_share
 
 
-def missing_test_pairs(
+def faults_of_test_pairs(
     protocol: str | None, entries: Mapping[str, DatasetEntry], clean: pl.DataFrame
 ) -> Iterator[Fault]:
     """Yield a fault if the dataset with which the gate scores models has no clean test pairs."""

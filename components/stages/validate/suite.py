@@ -78,11 +78,11 @@ def run_suite(
         results.append(result)
         if not result.is_met and result.expectation == "expect_table_row_count_to_equal":
             split = result.rule.removeprefix("pairs of ")
-            miscounts.append(unexpected_count(result.dataset, split, row_count, expected=config.kwargs["value"]))
+            miscounts.append(unexpected_count_fault(result.dataset, split, row_count, expected=config.kwargs["value"]))
     return results, miscounts
 
 
-def unexpected_count(dataset: str, split: str, pairs: int, expected: int) -> Fault:
+def unexpected_count_fault(dataset: str, split: str, pairs: int, expected: int) -> Fault:
     """Return the fault for a split that does not have the expected number of pairs."""
     return Fault("validate.unexpected_count", dataset=dataset, split=split, value=pairs, expected=expected)
 

@@ -24,7 +24,7 @@ LOOKS_THE_SAME = "looks the same"  # value of `how` if the image files of the tw
 THUMBS = ["thumb", "thumb_after"]
 
 
-def sound_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
+def select_valid_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
     """Return the pairs whose two images are valid, with thumbnails and a number for each distinct image content.
 
     Args:
@@ -36,13 +36,13 @@ def sound_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
         the numbers of the image contents `content` and `content_after`. `low` and `high` are the same two numbers in
         ascending order.
     """
-    sound_images = images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
+    valid_images = images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
     contents = ("content", "content_after")
     return (
         records.with_row_index("row")
         .select("row", "id", "split", "before", "after")
-        .join(sound_images, left_on="before", right_on="path")
-        .join(sound_images, left_on="after", right_on="path", suffix="_after")
+        .join(valid_images, left_on="before", right_on="path")
+        .join(valid_images, left_on="after", right_on="path", suffix="_after")
         .with_columns(low=pl.min_horizontal(contents), high=pl.max_horizontal(contents))
         .sort("row")
     )
@@ -89,9 +89,11 @@ def _twins_by_look(candidates: pl.DataFrame, references: pl.DataFrame, max_diff:
     counts = tree.query_ball_point(quarters, max_diff, p=np.inf, return_length=True)
     twin_of: dict[int, int] = {}
     for rows in _slices(counts):
-        near = tree.query_ball_point(quarters[rows], max_diff, p=np.inf, return_sorted=True)
+        neighbours_of_candidates = tree.query_ball_point(quarters[rows], max_diff, p=np.inf, return_sorted=True)
         candidate_rows = np.repeat(rows, counts[rows])
-        reference_rows = np.concatenate([np.asarray(neighbours, dtype=np.int64) for neighbours in near])
+        reference_rows = np.concatenate(
+            [np.asarray(neighbours, dtype=np.int64) for neighbours in neighbours_of_candidates]
+        )
         differences = np.abs(candidate_thumbs[candidate_rows] - reference_thumbs[reference_rows])
         is_alike = differences.max(axis=1) <= max_diff
         alike_rows, first_match = np.unique(candidate_rows[is_alike], return_index=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from m3diff.stages.validate.suite import ExpectationResult
 
 
-class RuleWords(NamedTuple):
+class RuleText(NamedTuple):
     """Descriptions of what a rule requires and of what is wrong with a row that breaks it."""
 
     requirement: str
@@ -13,25 +13,25 @@ class RuleWords(NamedTuple):
 
 
 RULES = {
-    "readable": RuleWords("The line of the annotation file can be read", "The line cannot be read"),
-    "id_given": RuleWords("Every pair has an id", "No id"),
-    "id_unique": RuleWords("No id occurs twice", "The id occurs more than once"),
-    "split_given": RuleWords("Every pair has a split", "No split"),
-    "split_known": RuleWords("The split is train, val or test", "An unknown split"),
-    "scene_in_one_split": RuleWords("The pairs of a scene are in one split", "The scene is in several splits"),
-    "not_in_test": RuleWords("No training pair is in a test set", "A training pair that is in a test set"),
-    "references_given": RuleWords("Every pair has a caption", "No caption"),
-    "reference_length": RuleWords("No caption is too long", "A caption is too long"),
-    "no_markup": RuleWords("No caption holds HTML or a special token", "HTML or a special token in a caption"),
-    "shows_a_change": RuleWords("A pair with a change has two different images", "Both images are the same"),
-    "images_present": RuleWords("Both image files are there", "An image file is missing"),
-    "before_decodes": RuleWords("The image before can be opened", "The image before cannot be opened"),
-    "after_decodes": RuleWords("The image after can be opened", "The image after cannot be opened"),
+    "readable": RuleText("The line of the annotation file can be read", "The line cannot be read"),
+    "id_given": RuleText("Every pair has an id", "No id"),
+    "id_unique": RuleText("No id occurs twice", "The id occurs more than once"),
+    "split_given": RuleText("Every pair has a split", "No split"),
+    "split_known": RuleText("The split is train, val or test", "An unknown split"),
+    "scene_in_one_split": RuleText("The pairs of a scene are in one split", "The scene is in several splits"),
+    "not_in_test": RuleText("No training pair is in a test set", "A training pair that is in a test set"),
+    "references_given": RuleText("Every pair has a caption", "No caption"),
+    "reference_length": RuleText("No caption is too long", "A caption is too long"),
+    "no_markup": RuleText("No caption holds HTML or a special token", "HTML or a special token in a caption"),
+    "shows_a_change": RuleText("A pair with a change has two different images", "Both images are the same"),
+    "images_present": RuleText("Both image files are there", "An image file is missing"),
+    "before_decodes": RuleText("The image before can be opened", "The image before cannot be opened"),
+    "after_decodes": RuleText("The image after can be opened", "The image after cannot be opened"),
 }
 PAIR_COUNT = "pairs of "  # rules about the number of pairs in a split are named by this prefix and the split
 
 
-class WordedResult(NamedTuple):
+class ResultText(NamedTuple):
     """The result of an expectation, described in words.
 
     Attributes:
@@ -47,21 +47,21 @@ class WordedResult(NamedTuple):
     outcome: str
 
 
-def words_of(rule: str) -> RuleWords:
+def describe_rule(rule: str) -> RuleText:
     """Return the descriptions of a rule. If RULES does not contain the rule, use its name as both descriptions."""
-    return RULES.get(rule, RuleWords(rule, rule))
+    return RULES.get(rule, RuleText(rule, rule))
 
 
-def worded_result(result: ExpectationResult) -> WordedResult:
+def describe_result(result: ExpectationResult) -> ResultText:
     """Describe the result of an expectation in words."""
     rows = "1 row" if result.row_count == 1 else f"{result.row_count or 0:,} rows"
     if result.rule == "rows":
         sentence = "There is at least one row"
-        outcome = f"{rows} there"
+        outcome = f"found {rows}"
     elif result.rule.startswith(PAIR_COUNT):
         sentence = f"The split {result.rule.removeprefix(PAIR_COUNT)} has as many pairs as expected"
-        outcome = f"{rows} there"
+        outcome = f"found {rows}"
     else:
-        sentence = words_of(result.rule).requirement
-        outcome = f"not met by {rows}"
-    return WordedResult(dataset=result.dataset, sentence=sentence, is_met=result.is_met, outcome=outcome)
+        sentence = describe_rule(result.rule).requirement
+        outcome = f"broken by {rows}"
+    return ResultText(dataset=result.dataset, sentence=sentence, is_met=result.is_met, outcome=outcome)

@@ -18,7 +18,7 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
 from m3diff.stages.validate.stage import validate
 from tests.layouts import WRITERS, judge_by_polars_alone
-from tests.stages.validate.test_pairs import box, moved, scene, write_pairs
+from tests.stages.validate.test_pairs import draw_scene, paint_box, shift_region, write_pairs
 from tests.toy import REPOSITORY
 
 Spoil = Callable[[Path], Any]
@@ -69,7 +69,7 @@ SPOILED: dict[str, Spoil] = {
 
 @pytest.mark.parametrize("case", SPOILED)
 def test_a_folder_that_validate_refuses_is_not_called_sound(tmp_path, case):
-    root = write_pairs(tmp_path / "own", moved)
+    root = write_pairs(tmp_path / "own", paint_box)
     assert check(root, {})[1]
     SPOILED[case](root)
     lines, sound = check(root, {})
@@ -83,11 +83,13 @@ def split_once(root: Path) -> None:
 
 
 SOUND: dict[str, Callable[[Path], Any]] = {
-    "pairs": lambda root: write_pairs(root, moved),
+    "pairs": lambda root: write_pairs(root, paint_box),
     "no change": lambda root: write_pairs(root, lambda number, image: image, "nothing has changed"),
-    "a change below a pixel": lambda root: write_pairs(root, lambda number, image: box(80, 60, 1, 1, 15)(image)),
-    "other sizes": lambda root: write_pairs(root, lambda number, image: moved(number, image).resize((80, 60))),
-    "one image before in two splits": lambda root: split_once(write_pairs(root, moved)),
+    "a change below a pixel": lambda root: write_pairs(
+        root, lambda number, image: shift_region(80, 60, 1, 1, 15)(image)
+    ),
+    "other sizes": lambda root: write_pairs(root, lambda number, image: paint_box(number, image).resize((80, 60))),
+    "one image before in two splits": lambda root: split_once(write_pairs(root, paint_box)),
     **{reader: write for reader, write in WRITERS.items() if reader not in ("birds_to_words", "iedit")},
 }
 """The two that are left out have a single pair in two splits, which is shown: more than any share of a handful."""
@@ -113,8 +115,8 @@ def test_images_embedded_in_parquet_are_opened(tmp_path):
     rows = []
     for number in range(4):
         sides = {"before": tmp_path / "a.png", "after": tmp_path / "b.png"}
-        scene(number).save(sides["before"])
-        moved(number, scene(number)).save(sides["after"])
+        draw_scene(number).save(sides["before"])
+        paint_box(number, draw_scene(number)).save(sides["after"])
         images = {side: {"bytes": path.read_bytes(), "path": f"{side}{number}.png"} for side, path in sides.items()}
         rows.append({**images, "captions": "it moved", "split": "test" if number == 3 else "train"})
     for folder in ("sound", "spoiled"):
@@ -128,7 +130,7 @@ def test_images_embedded_in_parquet_are_opened(tmp_path):
 
 
 def test_equal_images_embedded_in_parquet_are_called_by_their_table(tmp_path):
-    scene(1).save(tmp_path / "a.png")
+    draw_scene(1).save(tmp_path / "a.png")
     image = {"bytes": (tmp_path / "a.png").read_bytes(), "path": "a.png"}
     (tmp_path / "own").mkdir()
     table = pl.DataFrame([{"before": image, "after": image, "captions": "it moved", "split": "train"}])
@@ -141,7 +143,7 @@ def test_equal_images_embedded_in_parquet_are_called_by_their_table(tmp_path):
 
 
 def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeypatch):
-    root = write_pairs(tmp_path / "own", moved)
+    root = write_pairs(tmp_path / "own", paint_box)
     monkeypatch.setattr("m3diff.commands.inspect.EMBEDDED_LIMITS", None)
     params = tmp_path / "params.yaml"
     profile = {"extends": str(REPOSITORY / "profiles/embedded"), "compute": {"scratch": str(tmp_path / "runs")}}
@@ -158,7 +160,7 @@ def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeyp
 
 @pytest.mark.parametrize("folder", ["no", "007", "1e3", "null", "2024-01-05"])
 def test_the_printed_entry_keeps_the_name_of_its_folder(tmp_path, folder):
-    lines, sound = check(write_pairs(tmp_path / folder, moved), {})
+    lines, sound = check(write_pairs(tmp_path / folder, paint_box), {})
     assert sound
     (name,) = yaml.safe_load(lines[-1])
     assert name == folder

@@ -1,4 +1,4 @@
-"""Metrics side by side, and the stage evaluate on six pairs: its files, what it refuses and what is absent."""
+"""Several metrics together, and the stage evaluate on six pairs: its files, refusals and absent scores."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from tests.scoring import bench
 PROTOCOL = "toy/test"
 
 
-def written(out: Path) -> dict[str, Any]:
+def read_metrics(out: Path) -> dict[str, Any]:
     return json.loads((out / "metrics.json").read_text())["protocols"][PROTOCOL]
 
 
@@ -45,7 +45,7 @@ def test_without_optional_inputs_and_with_a_hanging_meteor_scores_are_null_with_
         path.unlink()
     compute = bench.compute(scorer_timeout_s=1, spice_dir=tmp_path)
     evaluate(bench.config(), compute, *folders, tmp_path / "out")
-    metrics = written(tmp_path / "out")
+    metrics = read_metrics(tmp_path / "out")
     absent = metrics["absent"]
     for name in ("change_type_accuracy", "no_change_recall", "CIDEr_shuffled", "METEOR"):
         assert metrics[name] is None
@@ -58,17 +58,17 @@ def test_without_optional_inputs_and_with_a_hanging_meteor_scores_are_null_with_
 
 
 def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And the whole stage in Python but for the tokenizer: which file holds what, and what is on the page."""
+    """This also checks the contents of all files and of the page."""
     folders = bench.write(tmp_path)
     monkeypatch.setattr(bootstrap, "MIN_PAIRS", 6)
     report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "ROUGE-L", "CIDEr"])
-    whole = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert whole == report.model_dump(mode="json")
+    contents = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert contents == report.model_dump(mode="json")
     assert (tmp_path / "out" / "headline.json").read_text() == json.dumps(headline(report), indent=1) + "\n"
-    assert whole["rows_in"] == 6
-    assert whole["rows_out"] == 6
-    assert list(whole["protocols"]) == [PROTOCOL]
-    metrics = whole["protocols"][PROTOCOL]
+    assert contents["rows_in"] == 6
+    assert contents["rows_out"] == 6
+    assert list(contents["protocols"]) == [PROTOCOL]
+    metrics = contents["protocols"][PROTOCOL]
     assert {"METEOR", "BLEU-4", "SPICE"}.isdisjoint(metrics.keys() | metrics["change"].keys())
     assert metrics["pairs"] == 6
     assert metrics["published_pairs"] is None
@@ -82,8 +82,8 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     assert [row["change_types"] for row in rows] == [types for _, types, _ in bench.RECORDS]
     assert [row["predicted_type"] for row in rows] == ["color", "removal", "none", "several", "none", "color"]
     assert [row["exact_right"] for row in rows] == [True, False, False, False, True, False]
-    known = ["protocol", "id", "dataset", "change_types", "prediction", "CIDEr", "ROUGE-L"]
-    assert table.column_names == [*known, *METRICS["change_accuracy"].columns]
+    first_columns = ["protocol", "id", "dataset", "change_types", "prediction", "CIDEr", "ROUGE-L"]
+    assert table.column_names == [*first_columns, *METRICS["change_accuracy"].columns]
     types = {"CIDEr": "double", "id": "string", "type_right": "bool", "change_statistics": "list<element: double>"}
     assert {name: str(table.schema.field(name).type) for name in types} == types
     empty = score_table(choose_metrics(["CIDEr", "change_accuracy"]), [], {}).schema
@@ -94,24 +94,24 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
 
 
 def test_protocols_are_scored_on_their_own_pairs_and_an_incomplete_one_is_refused(tmp_path, monkeypatch):
-    def numbered(n: int) -> None:
+    def set_pair_count(n: int) -> None:
         protocols = (Protocol("total", n=n), Protocol("even", n=3, ids="[024]"))
         monkeypatch.setitem(DATASETS.data, "pairs", replace(DATASETS["pairs"], protocols=protocols))
 
     folders = bench.write(tmp_path)
-    numbered(7)
+    set_pair_count(7)
     incomplete = Fault("evaluate.incomplete_protocol", protocol="toy/total", value=6, expected=7)
     with raises(DataError, "evaluate.incomplete_protocols", faults=[incomplete]):
         bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
     assert not (tmp_path / "out").exists()
-    found = bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], allow_fewer_pairs=True).protocols
-    assert {name: of.is_partial for name, of in found.items()} == {"toy/total": True, "toy/even": False}
-    numbered(6)
-    found = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "CIDEr"]).protocols
-    assert {name: of.pairs for name, of in found.items()} == {"toy/total": 6, "toy/even": 3}
-    assert found["toy/even"].scores["change_type_accuracy"] == 1 / 2  # pair 0 right, pair 2 missed; 4 is a distractor
-    assert found["toy/even"].scores["no_change_recall"] == 1.0
-    assert found["toy/total"].scores["no_change_recall"] == 1 / 2
+    reports = bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], allow_fewer_pairs=True).protocols
+    assert {name: report.is_partial for name, report in reports.items()} == {"toy/total": True, "toy/even": False}
+    set_pair_count(6)
+    reports = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "CIDEr"]).protocols
+    assert {name: report.pairs for name, report in reports.items()} == {"toy/total": 6, "toy/even": 3}
+    assert reports["toy/even"].scores["change_type_accuracy"] == 1 / 2  # pair 0 right, pair 2 missed; 4 is a distractor
+    assert reports["toy/even"].scores["no_change_recall"] == 1.0
+    assert reports["toy/total"].scores["no_change_recall"] == 1 / 2
     table = pq.read_table(tmp_path / "out" / "scores.parquet").to_pylist()
     assert [row["id"] for row in table if row["protocol"] == "toy/even"] == ["toy/0", "toy/2", "toy/4"]
     of_total = {row["id"]: row["CIDEr"] for row in table if row["protocol"] == "toy/total"}
@@ -147,19 +147,19 @@ def test_scores_of_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_
 
     metrics = {"a": metric(fail, "a_headline", scores=("a_1", "a_headline"))}
     metrics["words"] = metric(constant, overall=("control",))
-    found = score(metrics)
-    of_group = {"a_1": None, "a_headline": None, "words": 2.0}
-    groups = dict.fromkeys(("change", "multi_change", "distractors"), of_group)
-    assert found.groups == {ALL: of_group | {"control": None}} | groups
-    assert found.absent == {"a_headline": "out of words"}
-    assert found.pairs == {"a": {"column": 1.0}}
+    scores = score(metrics)
+    group_scores = {"a_1": None, "a_headline": None, "words": 2.0}
+    groups = dict.fromkeys(("change", "multi_change", "distractors"), group_scores)
+    assert scores.groups == {ALL: group_scores | {"control": None}} | groups
+    assert scores.absent == {"a_headline": "out of words"}
+    assert scores.pairs == {"a": {"column": 1.0}}
 
 
 # metrics.json
 
 
 def report(protocol: str = "total", n: int | None = 8) -> EvaluateReport:
-    """Every caption score 0.5, the accuracies as they are, one interval."""
+    """Return a report in which every caption score is 0.5, with one interval and the real accuracies."""
     spec = replace(DATASETS["pairs"], protocols=(Protocol(protocol, n=n),))
     return bench.evidence(
         Path(), bench.pairs(), {"toy": spec}, intervals={"CIDEr": Interval(low=0.4, high=0.75)}
@@ -170,24 +170,28 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read(tmp_path: Path
     report().write(tmp_path / "metrics.json")
     text = (tmp_path / "metrics.json").read_text()
     assert '"changes": 2,' in text, "counts stay whole numbers"
-    written = json.loads(text)
-    assert list(written) == ["stage", "rows_in", "rows_out", "protocols"]
-    assert written["stage"] == "evaluate"
-    assert written["rows_in"] == 6
-    assert written["rows_out"] == 6
-    assert list(written["protocols"]) == ["toy/total"]
-    total = written["protocols"]["toy/total"]
+    contents = json.loads(text)
+    assert list(contents) == ["stage", "rows_in", "rows_out", "protocols"]
+    assert contents["stage"] == "evaluate"
+    assert contents["rows_in"] == 6
+    assert contents["rows_out"] == 6
+    assert list(contents["protocols"]) == ["toy/total"]
+    total = contents["protocols"]["toy/total"]
     captions = ["CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "SPICE"]
     overall = METRICS["change_accuracy"].overall
     groups = ["intervals", "change", "multi_change", "distractors", "by_type", "by_changes", "by_length", "absent"]
     assert list(total) == ["pairs", "published_pairs", *captions, "CIDEr_shuffled", *overall, *groups]
     false_changes = ["false_changes", "false_changes_per_pair"]
-    of_type = ["type_accuracy", "place_accuracy", "exact_accuracy", *false_changes]
+    type_scores = ["type_accuracy", "place_accuracy", "exact_accuracy", *false_changes]
     assert list(total["change"]) == ["pairs", *captions, *false_changes]
-    named = {"by_type": ["color", "illumination", "removal"], "by_changes": ["1", "2"], "by_length": ["1-9", "10-19"]}
-    assert {name: list(total[name]) for name in named} == named
-    for name, (first, *_) in named.items():
-        assert list(total[name][first]) == ["pairs", *captions, *of_type]
+    group_names = {
+        "by_type": ["color", "illumination", "removal"],
+        "by_changes": ["1", "2"],
+        "by_length": ["1-9", "10-19"],
+    }
+    assert {name: list(total[name]) for name in group_names} == group_names
+    for name, (first_group, *_) in group_names.items():
+        assert list(total[name][first_group]) == ["pairs", *captions, *type_scores]
     assert total["pairs"] == 6
     assert total["published_pairs"] == 8
     assert total["intervals"] == {"CIDEr": {"low": 0.4, "high": 0.75}}
@@ -204,15 +208,15 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read(tmp_path: Path
 
 
 def test_the_headline_scores_are_those_of_each_first_protocol_times_100():
-    first = report().protocols["toy/total"]
-    second = report("other").protocols
-    protocols = {"toy/total": first, **second, "more/all": first}
-    found = headline(EvaluateReport(stage="evaluate", rows_in=9, rows_out=6, protocols=protocols))
-    assert list(found) == ["toy/total", "more/all"]
-    assert found["toy/total"]["CIDEr"] == 50.0
-    assert found["toy/total"]["change_type_accuracy"] == round(100 * first.scores["change_type_accuracy"], 2)
-    assert not {"SPICE", "reversal"} & found["toy/total"].keys(), "scores that are absent"
-    assert set(found["toy/total"]) <= set(HEADLINE)
+    total = report().protocols["toy/total"]
+    other_protocols = report("other").protocols
+    protocols = {"toy/total": total, **other_protocols, "more/all": total}
+    headlines = headline(EvaluateReport(stage="evaluate", rows_in=9, rows_out=6, protocols=protocols))
+    assert list(headlines) == ["toy/total", "more/all"]
+    assert headlines["toy/total"]["CIDEr"] == 50.0
+    assert headlines["toy/total"]["change_type_accuracy"] == round(100 * total.scores["change_type_accuracy"], 2)
+    assert not {"SPICE", "reversal"} & headlines["toy/total"].keys(), "absent scores are left out"
+    assert set(headlines["toy/total"]) <= set(HEADLINE)
     partial = {8: True, 6: False, None: False}
     assert {n: report(n=n).protocols["toy/total"].is_partial for n in partial} == partial
 
@@ -226,8 +230,8 @@ WRONG = 'Sure! {"right": false, "reason": "other object"} Bye.'
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    with chat_server(RIGHT) as known:
-        yield known
+    with chat_server(RIGHT) as server:
+        yield server
 
 
 def settings(server: Server, **changes: Any) -> JudgeSettings:
@@ -245,21 +249,23 @@ def test_a_run_has_the_share_of_captions_called_right_with_every_answer(server: 
     out = tmp_path / "out"
     compute = bench.compute(scratch=tmp_path / "scratch")
     report = evaluate(bench.config(metrics=["judge", "change_accuracy"], judge=cfg), compute, *folders, out)
-    found = report.protocols["toy/test"]
-    assert found.scores["judge"] == 3 / 5  # 0, 3 and 5 right; 2 and 4 ("nothing changed") wrong; none of 1
-    assert found.scores["judge_answered"] == 5 / 6
-    assert found.groups["distractors"]["judge"] == 1 / 2
+    protocol_report = report.protocols["toy/test"]
+    assert protocol_report.scores["judge"] == 3 / 5  # 0, 3 and 5 right; 2 and 4 ("nothing changed") wrong; none of 1
+    assert protocol_report.scores["judge_answered"] == 5 / 6
+    assert protocol_report.groups["distractors"]["judge"] == 1 / 2
     rows = {row["id"]: row for row in pq.read_table(out / "scores.parquet").to_pylist()}
     assert [rows[f"toy/{n}"]["judge"] for n in range(6)] == [True, None, False, True, False, True]
     assert rows["toy/0"]["judge_answer"] == RIGHT
     assert rows["toy/1"]["judge_answer"] == "{}"
     assert server.keys == {"Bearer secret"}
-    asked = set(server.texts)
-    assert all("toy" not in text and ".png" not in text for text in asked)  # the words alone, no names, no image
-    (first,) = [text for text in asked if "by a model:\n- the red cube at the left became blue\n" in text]
-    assert "- the red cube at the left turned blue\n- the red cube at the left became blue\n" in first
+    questions = set(server.texts)
+    assert all(
+        "toy" not in text and ".png" not in text for text in questions
+    )  # only the captions, and no names or images
+    (first_question,) = [text for text in questions if "by a model:\n- the red cube at the left became blue\n" in text]
+    assert "- the red cube at the left turned blue\n- the red cube at the left became blue\n" in first_question
     stored = [json.loads(line) for line in (tmp_path / "scratch" / "judge.jsonl").read_text().splitlines()]
-    assert {entry["question"] for entry in stored} == asked
+    assert {entry["question"] for entry in stored} == questions
     assert "secret" not in (tmp_path / "scratch" / "judge.jsonl").read_text()
 
 
@@ -268,9 +274,9 @@ def test_a_server_that_puts_off_is_asked_again_and_other_text_is_no_verdict(serv
     refusal = {"role": "assistant", "content": None, "refusal": "I cannot"}
     server.replies = {"a?": [429, 503, WRONG], "b?": [RIGHT], "c?": [cut], "d?": [refusal], "e?": [None]}
     server.replies |= {"f?": ['{"right": "yes"}'], "g?": ["[true]"]}
-    found = judge(server, tmp_path).ask([f"{name}?" for name in "abcdefg"])
-    without = [cut, "refused: I cannot", "no answer", '{"right": "yes"}', "[true]"]
-    assert found == [(False, WRONG), (True, RIGHT), *((None, answer) for answer in without)]
+    verdicts = judge(server, tmp_path).ask([f"{name}?" for name in "abcdefg"])
+    answers_without_verdict = [cut, "refused: I cannot", "no answer", '{"right": "yes"}', "[true]"]
+    assert verdicts == [(False, WRONG), (True, RIGHT), *((None, answer) for answer in answers_without_verdict)]
 
 
 def test_a_wrong_key_or_model_costs_the_judge_alone_and_names_the_parameter(server: Server, tmp_path: Path):
@@ -280,16 +286,16 @@ def test_a_wrong_key_or_model_costs_the_judge_alone_and_names_the_parameter(serv
 
 
 def test_verdicts_of_another_judge_end_the_stage_and_the_section_may_use_them(server, tmp_path, capsys):
-    """The score is not merely absent: the stage would be done, and DVC would not run it again."""
+    """This is an error and not an absent score, because DVC would not run a finished stage again."""
     folders = bench.write(tmp_path)
     compute = bench.compute(scratch=tmp_path / "scratch")
 
-    def run(other: Server, name: str, **changes: Any) -> float | None:
-        cfg = bench.config(metrics=["judge", "change_accuracy"], judge=settings(other, **changes).model_dump())
+    def run(judge_server: Server, name: str, **changes: Any) -> float | None:
+        cfg = bench.config(metrics=["judge", "change_accuracy"], judge=settings(judge_server, **changes).model_dump())
         return evaluate(cfg, compute, *folders, tmp_path / name).protocols["toy/test"].scores["judge"]
 
-    with chat_server(WRONG) as first:
-        assert run(first, "first") == 0
+    with chat_server(WRONG) as first_server:
+        assert run(first_server, "first") == 0
     capsys.readouterr()
     with pytest.raises(OtherServerError):
         run(server, "refused")
@@ -297,7 +303,7 @@ def test_verdicts_of_another_judge_end_the_stage_and_the_section_may_use_them(se
     assert not (tmp_path / "refused/metrics.json").exists()
     assert run(server, "reused", reuse_answers=True) == 0
     assert "evaluate: judge: 6 of 6 answers are from the cache" in capsys.readouterr().out
-    for name in ("metrics.json", "scores.parquet"):  # DVC's outputs hold no time and no count of the cache
+    for name in ("metrics.json", "scores.parquet"):  # outputs of DVC have no times and no counts of the cache
         assert (tmp_path / "reused" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
     assert run(server, "anew", reuse_answers=False) == 1
 
@@ -315,9 +321,9 @@ def test_without_a_judge_the_score_is_absent_and_nothing_is_asked_if_not_chosen(
 
 def test_a_sample_is_the_same_whatever_stands_beside_it_and_keeps_its_order():
     pairs = bench.pairs()
-    some = sample(pairs, 3)
-    assert len(some) == 3
-    assert sample(pairs[::-1], 3) == some[::-1]
-    assert [pair for pair in pairs if pair in some] == some
-    assert {pair.id for pair in sample(pairs, 2)} < {pair.id for pair in some}
+    sampled_pairs = sample(pairs, 3)
+    assert len(sampled_pairs) == 3
+    assert sample(pairs[::-1], 3) == sampled_pairs[::-1]
+    assert [pair for pair in pairs if pair in sampled_pairs] == sampled_pairs
+    assert {pair.id for pair in sample(pairs, 2)} < {pair.id for pair in sampled_pairs}
     assert sample(pairs, 10) == pairs

@@ -1,4 +1,4 @@
-"""A trained toy project with an empty MLflow store: both made once, copied for each test."""
+"""A trained toy project with an empty MLflow store. Both are created once and copied for each test."""
 
 import shutil
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def copy(trained_once: Path, empty_store: Path) -> Callable[[Path], Path]:
 
 @pytest.fixture
 def trained(copy: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project, current directory."""
+    """Return a copy of the project, which is the current directory."""
     root = copy(tmp_path)
     monkeypatch.chdir(root)
     return root

@@ -1,7 +1,7 @@
-"""Registrations as processes of their own, forked from one that has imported what they need, and killed where asked.
+"""Run registrations in forks of a process that has imported everything, and kill them before a given write.
 
-Run as a script inside the toy project it reads a request a line and answers with the forks' exit codes. Durable writes
-are commits to the database that change it, and files of artifacts; the first file of a folder is a write of its own.
+As a script in the toy project, this module reads one request per line and prints the exit codes of the forks. Durable
+writes are commits that change the database, and artifact files. The first file of a folder counts as a separate write.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ KILLED = 137
 
 
 class Forks:
-    """The parent's side."""
+    """Sends requests to the process that forks the registrations."""
 
     def __init__(self, project: Path) -> None:
         environment = os.environ | {"PYTHONPATH": str(project)}
@@ -30,26 +30,26 @@ class Forks:
         self.process: Any = subprocess.Popen(command, cwd=project, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def register(self, root: Path, at_once: int = 1, kill_at: int | None = None, lock: bool = True) -> list[int]:
-        """Exit codes of registrations in `root`; 137: killed."""
+        """Run registrations in `root` and return their exit codes. 137 means that the registration was killed."""
         request = {"root": str(root), "at_once": at_once, "kill_at": kill_at, "lock": lock}
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
 
 class Writes:
-    """Counts the durable writes of this process and kills it before the one asked for."""
+    """Counts the durable writes of this process and kills it before the write with the number `kill_at`."""
 
     def __init__(self, kill_at: int | None, names: Path) -> None:
         self.kill_at = kill_at
         self.names = names
-        self.made = 0
+        self.write_count = 0
 
-    def before(self, what: str) -> None:
-        if self.made == self.kill_at:
+    def record_write(self, name: str) -> None:
+        if self.write_count == self.kill_at:
             os._exit(KILLED)
-        self.made += 1
+        self.write_count += 1
         with self.names.open("a") as file:
-            file.write(what + "\n")
+            file.write(name + "\n")
 
     def watch(self) -> None:
         import sqlalchemy
@@ -64,24 +64,25 @@ class Writes:
         @event.listens_for(sqlalchemy.Engine, "commit")
         def commit(connection: Any) -> None:
             if changes := connection.info.pop("changes", None):
-                self.before(", ".join(dict.fromkeys(changes)))
+                self.record_write(", ".join(dict.fromkeys(changes)))
 
         @event.listens_for(sqlalchemy.Engine, "rollback")
         def rollback(connection: Any) -> None:
             connection.info.pop("changes", None)
 
-        of_file = Artifacts.log_artifact
-        of_folder = Artifacts.log_artifacts
+        log_one_artifact = Artifacts.log_artifact
+        log_all_artifacts = Artifacts.log_artifacts
 
-        def log_artifact(self_: Any, file: str, place: str | None = None) -> None:
-            self.before(f"file {Path(file).name}")
-            of_file(self_, file, place)
+        def log_artifact(self_: Any, file: str, target: str | None = None) -> None:
+            self.record_write(f"file {Path(file).name}")
+            log_one_artifact(self_, file, target)
 
-        def log_artifacts(self_: Any, folder: str, place: str | None = None) -> None:
-            self.before(f"folder {Path(place or '.').name}")
-            of_file(self_, str(min(path for path in Path(folder).iterdir() if path.is_file())), place)
-            self.before(f"the rest of folder {Path(place or '.').name}")
-            of_folder(self_, folder, place)
+        def log_artifacts(self_: Any, folder: str, target: str | None = None) -> None:
+            self.record_write(f"folder {Path(target or '.').name}")
+            files = [path for path in Path(folder).iterdir() if path.is_file()]
+            log_one_artifact(self_, str(min(files)), target)
+            self.record_write(f"the rest of folder {Path(target or '.').name}")
+            log_all_artifacts(self_, folder, target)
 
         Artifacts.log_artifact = log_artifact
         Artifacts.log_artifacts = log_artifacts
@@ -95,40 +96,40 @@ def serve() -> None:
         os.chdir(root)
         Writes(kill_at, Path("services/writes.txt")).watch()
         if not lock:
-            stage.alone = lambda _: contextlib.nullcontext()
+            stage.process_lock = lambda _: contextlib.nullcontext()
             meet_before_the_version(stage, Path("services/here"))
         time.sleep(max(0.0, start - time.time()))
         stage.register(load_params())
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        job = functools.partial(work, asked["root"], asked["kill_at"], asked["lock"], time.time() + 0.2)
-        jobs = [fork(job) for _ in range(asked["at_once"])]
+        request = json.loads(line)
+        job = functools.partial(work, request["root"], request["kill_at"], request["lock"], time.time() + 0.2)
+        jobs = [fork(job) for _ in range(request["at_once"])]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in jobs]))
 
 
-def meet_before_the_version(stage: Any, place: Path) -> None:
-    """Let three registrations that share no lock see no version all of them, as those of several machines may."""
-    find = stage.find_version
+def meet_before_the_version(stage: Any, meeting_folder: Path) -> None:
+    """Make three registrations without a lock wait for each other, so that none of them finds a version."""
+    find_version = stage.find_registered_version
 
-    def meeting(*arguments: Any) -> Any:
-        found = find(*arguments)
-        stage.find_version = find
-        place.mkdir(exist_ok=True)
-        (place / str(os.getpid())).touch()
+    def find_version_with_others(*arguments: Any) -> Any:
+        version = find_version(*arguments)
+        stage.find_registered_version = find_version
+        meeting_folder.mkdir(exist_ok=True)
+        (meeting_folder / str(os.getpid())).touch()
         deadline = time.monotonic() + 60
-        while len(list(place.iterdir())) < 3 and time.monotonic() < deadline:
+        while len(list(meeting_folder.iterdir())) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
-        return found
+        return version
 
-    stage.find_version = meeting
+    stage.find_registered_version = find_version_with_others
 
 
 def fork(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    gc.disable()  # what tests of training left here waits for threads that a fork does not have
+    gc.disable()  # objects of other tests may wait for threads that do not exist in a fork
     sys.stdout = sys.stderr
     try:
         work()

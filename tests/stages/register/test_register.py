@@ -1,4 +1,4 @@
-"""Registering the toy's training: what MLflow holds afterwards, and what is refused."""
+"""Register the training of the toy project: the contents of MLflow afterwards, and refusals."""
 
 import base64
 import hashlib
@@ -34,11 +34,11 @@ from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.records.errors import DataError, Fault, ValueFault
 from m3diff.registry import lineage, tracking, versions
 from m3diff.registry.lineage import captioned_records, find_adapters, hash_test_set
-from m3diff.registry.tracking import PROCESS, RunDescription, log_curves_while_training, log_evaluation
+from m3diff.registry.tracking import PROCESS_TAG, RunDescription, log_curves_while_training, log_evaluation
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
 from m3diff.stages.register.params import Register
-from m3diff.stages.register.pyfunc import BATCH_PAIRS, PyfuncCaptioner, read
+from m3diff.stages.register.pyfunc import BATCH_PAIRS, PyfuncCaptioner, open_image
 from tests import toy
 from tests.errors import Message, raises
 from tests.servers import free_port
@@ -46,8 +46,8 @@ from tests.stages.register.forks import KILLED, Forks
 from tests.toy import change, store
 
 
-class Opened:
-    """A registry over the project's store; `register` stores no files."""
+class OpenRegistry:
+    """The registry of the project. `register` does not store the files of the model."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -58,8 +58,8 @@ class Opened:
     def log_model(self, client, run_id: str, cfg, paths, max_new_tokens: int, base: Path) -> str:
         self.logged.append(max_new_tokens)
         experiment = client.get_run(run_id).info.experiment_id
-        made = mlflow.create_external_model(name=cfg.model_name, source_run_id=run_id, experiment_id=experiment)
-        return made.model_uri
+        model = mlflow.create_external_model(name=cfg.model_name, source_run_id=run_id, experiment_id=experiment)
+        return model.model_uri
 
     def register(self) -> stage.Registration:
         return stage.register(load_params())
@@ -87,16 +87,16 @@ class Opened:
 
 
 @pytest.fixture
-def opened(trained, monkeypatch) -> Iterator[Opened]:
-    yield Opened(trained, monkeypatch)
+def open_registry(trained, monkeypatch) -> Iterator[OpenRegistry]:
+    yield OpenRegistry(trained, monkeypatch)
     mlflow.set_tracking_uri("")
 
 
 @pytest.mark.fault("24")
-def test_one_training_leaves_one_run_and_one_version_with_all_its_results(opened, capsys):
-    opened.register()
-    client = opened.client
-    (run,) = opened.runs()
+def test_one_training_leaves_one_run_and_one_version_with_all_its_results(open_registry, capsys):
+    open_registry.register()
+    client = open_registry.client
+    (run,) = open_registry.runs()
     params = yaml.safe_load(Path("params.yaml").read_text())
     assert run.data.params["train.seed"] == str(params["train"]["seed"])
     assert run.data.params["models.m3diff.rates.llm"] == str(params["models"]["m3diff"]["rates"]["llm"])
@@ -114,7 +114,7 @@ def test_one_training_leaves_one_run_and_one_version_with_all_its_results(opened
     head, row, *_ = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["version", "aliases", "registered", "CIDEr"]
     (listed,) = versions.list_models(load_params().register_, toy.TOTAL, ["CIDEr"])
-    commit = toy.run(opened.root, "git", "rev-parse", "HEAD").strip()
+    commit = toy.run(open_registry.root, "git", "rev-parse", "HEAD").strip()
     number, alias, _, _, cider, *_ = row.split()
     assert number == "1"
     assert alias == "challenger"
@@ -123,58 +123,58 @@ def test_one_training_leaves_one_run_and_one_version_with_all_its_results(opened
     assert listed["version"] == 1
     assert listed["aliases"] == ["challenger"]
     assert listed["scores"] == {"CIDEr": 1.24}
-    assert listed["checkpoint"] == opened.tags()["dvc.checkpoint"]
+    assert listed["checkpoint"] == open_registry.tags()["dvc.checkpoint"]
     assert listed["commit"] == commit
     assert listed["dirty"] is False
 
 
 @pytest.mark.fault("09", "19")
-def test_a_silent_server_and_differences_from_dvc_lock_are_refused(opened, capsys):
+def test_a_silent_server_and_differences_from_dvc_lock_are_refused(open_registry, capsys):
     uri = f"http://127.0.0.1:{free_port()}"
-    kept = Path("params.yaml").read_text()
-    change(opened.root, "register", tracking_uri=uri)
+    original_params = Path("params.yaml").read_text()
+    change(open_registry.root, "register", tracking_uri=uri)
     assert main(["register"]) == 75
     assert Message("registry.mlflow_not_answering", value=uri).in_text(capsys.readouterr().err)
-    Path("params.yaml").write_text(kept)
+    Path("params.yaml").write_text(original_params)
     Path("data/07_report/metrics.json").write_text("something else")
     assert main(["register"]) == 3
     metrics = Path("data/07_report/metrics.json")
     assert Message("dvc.differs_from_lock", path=metrics).in_text(capsys.readouterr().err)
-    assert opened.client.search_model_versions("name = 'm3diff'") == []
+    assert open_registry.client.search_model_versions("name = 'm3diff'") == []
 
 
 @pytest.mark.slow(20)
-def test_the_challenger_is_the_version_of_the_checkpoint_that_is_there(opened):
-    first = opened.register()
-    assert str(first) == f"models:/m3diff/1 registered (MLflow run {first.run_id})"
+def test_the_challenger_is_the_version_of_the_checkpoint_that_is_there(open_registry):
+    first_registration = open_registry.register()
+    assert str(first_registration) == f"models:/m3diff/1 registered (MLflow run {first_registration.run_id})"
     lock = Path("dvc.lock").read_text()
-    opened.repro("train", seed=1)
-    second = opened.register()
-    assert second.outcome == "registered"
-    assert second.version == 2
-    assert opened.challenger() == 2
-    assert second.run_id != first.run_id
-    assert opened.logged == [64, 64]
+    open_registry.repro("train", seed=1)
+    second_registration = open_registry.register()
+    assert second_registration.outcome == "registered"
+    assert second_registration.version == 2
+    assert open_registry.challenger() == 2
+    assert second_registration.run_id != first_registration.run_id
+    assert open_registry.logged == [64, 64]
     Path("dvc.lock").write_text(lock)
-    change(opened.root, "train", seed=7407)
-    toy.run(opened.root, "dvc", "checkout", "-q", "--force")
-    toy.run(opened.root, "dvc", "repro", "-q")
-    again = opened.register()
-    assert again.version == 1
-    assert again.run_id == first.run_id
-    assert opened.challenger() == 1
-    assert len(opened.runs()) == 2
+    change(open_registry.root, "train", seed=7407)
+    toy.run(open_registry.root, "dvc", "checkout", "-q", "--force")
+    toy.run(open_registry.root, "dvc", "repro", "-q")
+    third_registration = open_registry.register()
+    assert third_registration.version == 1
+    assert third_registration.run_id == first_registration.run_id
+    assert open_registry.challenger() == 1
+    assert len(open_registry.runs()) == 2
 
 
-def test_run_and_version_have_all_tags_of_the_lineage_which_a_new_evaluation_changes(opened, monkeypatch):
+def test_run_and_version_have_all_tags_of_the_lineage_which_a_new_evaluation_changes(open_registry, monkeypatch):
     with monkeypatch.context() as flow:
         flow.setenv("M3DIFF_FLOW_RUN", "the first")
-        tags = opened.tags()
-        done = opened.register()
-    (run,) = opened.runs()
-    described = opened.client.get_model_version("m3diff", "1").description
+        tags = open_registry.tags()
+        done = open_registry.register()
+    (run,) = open_registry.runs()
+    described = open_registry.client.get_model_version("m3diff", "1").description
     assert described.startswith(f"CIDEr 124.0 on {toy.TOTAL}.")
-    assert opened.client.get_model_version("m3diff", "1").tags == tags
+    assert open_registry.client.get_model_version("m3diff", "1").tags == tags
     assert tags.items() <= run.data.tags.items()
     assert run.info.run_name == f"train {tags['dvc.checkpoint'][:8]}"
     assert done.outcome == "registered"
@@ -187,71 +187,73 @@ def test_run_and_version_have_all_tags_of_the_lineage_which_a_new_evaluation_cha
     assert dataset.source_type == "dvc"
     assert json.loads(dataset.source) == {"path": "data/04_mixture/train", "md5": tags["dvc.data"]}
 
-    opened.client.set_model_version_tag("m3diff", "1", "dvc.raw.gone", "a dataset that left")
-    opened.client.set_tag(done.run_id, "dvc.raw.gone", "a dataset that left")
-    opened.client.set_model_version_tag("m3diff", "1", "note", "a person's, which stays")
-    opened.repro("evaluate", gallery=76)
-    assert opened.register().outcome == "updated"
-    tags = opened.tags()
-    (run,) = opened.runs()
-    assert opened.client.get_model_version("m3diff", "1").tags == tags | {"note": "a person's, which stays"}
+    open_registry.client.set_model_version_tag("m3diff", "1", "dvc.raw.gone", "a dataset that left")
+    open_registry.client.set_tag(done.run_id, "dvc.raw.gone", "a dataset that left")
+    open_registry.client.set_model_version_tag("m3diff", "1", "note", "a person's, which stays")
+    open_registry.repro("evaluate", gallery=76)
+    assert open_registry.register().outcome == "updated"
+    tags = open_registry.tags()
+    (run,) = open_registry.runs()
+    assert open_registry.client.get_model_version("m3diff", "1").tags == tags | {"note": "a person's, which stays"}
     assert tags.items() <= run.data.tags.items()
     assert not {"prefect.flow_run", "dvc.raw.gone"} & run.data.tags.keys()
     assert run.data.metrics[f"{toy.TOTAL}/CIDEr"] == 1.76
     assert run.data.metrics[f"x100/{toy.TOTAL}/CIDEr"] == 176.0
-    described = opened.client.get_model_version("m3diff", "1").description
+    described = open_registry.client.get_model_version("m3diff", "1").description
     assert described.startswith(f"CIDEr 176.0 on {toy.TOTAL}.")
-    (of_pairs,) = pq.read_table(opened.client.download_artifacts(done.run_id, "scores.parquet"))["CIDEr"].unique()
+    (of_pairs,) = pq.read_table(open_registry.client.download_artifacts(done.run_id, "scores.parquet"))[
+        "CIDEr"
+    ].unique()
     assert of_pairs.as_py() == 1.76
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", lambda *_: pytest.fail("written again"))
-    opened.client.set_model_version_tag("m3diff", "1", "git.commit", "another, which no result depends on")
-    assert opened.register().outcome == "unchanged"
+    open_registry.client.set_model_version_tag("m3diff", "1", "git.commit", "another, which no result depends on")
+    assert open_registry.register().outcome == "unchanged"
 
 
 @pytest.mark.fault("T10")
-@pytest.mark.parametrize("what", ["experiment", "run"])
-def test_what_was_deleted_in_mlflow_is_said_and_registered_when_it_is_mended(opened, capsys, what):
-    if what == "run":
-        opened.client.delete_run(opened.register().run_id)
-        opened.repro("evaluate", gallery=76)
+@pytest.mark.parametrize("deletion", ["experiment", "run"])
+def test_a_deleted_experiment_or_run_is_an_error_until_it_is_restored(open_registry, capsys, deletion):
+    if deletion == "run":
+        open_registry.client.delete_run(open_registry.register().run_id)
+        open_registry.repro("evaluate", gallery=76)
     else:
-        opened.client.delete_experiment(opened.experiment)
+        open_registry.client.delete_experiment(open_registry.experiment)
     capsys.readouterr()
     assert main(["register"]) == 3
-    (said,) = capsys.readouterr().err.splitlines()
-    address, command = re.search(r"MLFLOW_TRACKING_URI=(\S+) mlflow (\w+ restore \S+ \w+)", said).groups()
-    opened.mlflow(*command.split(), at=address)
+    (error_line,) = capsys.readouterr().err.splitlines()
+    address, command = re.search(r"MLFLOW_TRACKING_URI=(\S+) mlflow (\w+ restore \S+ \w+)", error_line).groups()
+    open_registry.mlflow(*command.split(), at=address)
     assert main(["register"]) == 0
-    assert f"models:/m3diff/1 {'updated' if what == 'run' else 'registered'}" in capsys.readouterr().out
+    assert f"models:/m3diff/1 {'updated' if deletion == 'run' else 'registered'}" in capsys.readouterr().out
 
 
 @pytest.mark.fault("T10")
 @pytest.mark.parametrize(
-    ("what", "outcome", "version"),
+    ("deletion", "outcome", "version"),
     [("run", "registered", 2), ("version", "registered", 2), ("model", "registered", 1), ("scores", "updated", 1)],
 )
-def test_a_deleted_run_version_model_or_score_file_is_made_again(opened, what, outcome, version):
-    run = opened.register().run_id
-    if what == "run":
-        opened.client.delete_run(run)
-        opened.mlflow("gc", "--backend-store-uri", mlflow.get_tracking_uri(), at=mlflow.get_tracking_uri())
-    elif what == "scores":
-        Path(opened.client.get_run(run).info.artifact_uri.removeprefix("file://"), "scores.parquet").unlink()
-    elif what == "version":
-        opened.client.delete_model_version("m3diff", "1")
+def test_a_deleted_run_version_model_or_score_file_is_created_again(open_registry, deletion, outcome, version):
+    run = open_registry.register().run_id
+    if deletion == "run":
+        open_registry.client.delete_run(run)
+        open_registry.mlflow("gc", "--backend-store-uri", mlflow.get_tracking_uri(), at=mlflow.get_tracking_uri())
+    elif deletion == "scores":
+        Path(open_registry.client.get_run(run).info.artifact_uri.removeprefix("file://"), "scores.parquet").unlink()
+    elif deletion == "version":
+        open_registry.client.delete_model_version("m3diff", "1")
     else:
-        opened.client.delete_registered_model("m3diff")
-    done = opened.register()
-    assert done.outcome == outcome
-    assert done.version == version
-    assert opened.challenger() == version
-    assert (done.run_id == run) == (what != "run")
-    assert opened.register().outcome == "unchanged"
+        open_registry.client.delete_registered_model("m3diff")
+    registration = open_registry.register()
+    assert registration.outcome == outcome
+    assert registration.version == version
+    assert open_registry.challenger() == version
+    assert (registration.run_id == run) == (deletion != "run")
+    assert open_registry.register().outcome == "unchanged"
 
 
 @pytest.fixture
-def training_run(opened) -> Run:
-    """The run that the training opened and evaluate added scores to."""
+def training_run(open_registry) -> Run:
+    """Return the run that training created and to which evaluate logged scores."""
     params = load_params()
     model = params.paths.model
     description = RunDescription(
@@ -264,22 +266,22 @@ def training_run(opened) -> Run:
     with log_curves_while_training(description, model, "key", model / "curves.csv"):
         pass
     log_evaluation(description, model, params.paths.report / "metrics.json")
-    (run,) = opened.runs()
+    (run,) = open_registry.runs()
     return run
 
 
-def test_the_run_that_the_training_opened_becomes_that_of_the_version(opened, training_run):
-    assert opened.register().run_id == training_run.info.run_id
-    (run,) = opened.runs()
+def test_the_run_that_the_training_opened_becomes_that_of_the_version(open_registry, training_run):
+    assert open_registry.register().run_id == training_run.info.run_id
+    (run,) = open_registry.runs()
     assert run.info.run_name == training_run.info.run_name
-    assert len(opened.client.get_metric_history(run.info.run_id, "train/loss")) == 3
+    assert len(open_registry.client.get_metric_history(run.info.run_id, "train/loss")) == 3
     assert run.data.params["train.seed"] == "5", "MLflow does not change a parameter"
-    assert run.data.params["evaluate.gallery"], "which the training did not log"
+    assert run.data.params["evaluate.gallery"], "the training did not log this parameter"
 
 
-def test_the_run_of_a_version_is_no_other_version_s(opened, training_run):
-    opened.register()
-    other_run = stage.open_run(opened.client, opened.experiment, opened.tags() | {"dvc.code": "c"})
+def test_the_run_of_a_version_is_not_used_for_another_version(open_registry, training_run):
+    open_registry.register()
+    other_run = stage.open_run(open_registry.client, open_registry.experiment, open_registry.tags() | {"dvc.code": "c"})
     assert other_run != training_run.info.run_id
 
 
@@ -296,51 +298,55 @@ HOUR_MS = 3600_000
     ],
     ids=["alive here", "ended here", "recent elsewhere", "old elsewhere"],
 )
-def test_a_run_of_another_process_is_resumed_once_it_is_abandoned(process, age_ms, is_resumed, opened):
+def test_a_run_of_another_process_is_resumed_once_it_is_abandoned(process, age_ms, is_resumed, open_registry):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    tags = opened.tags()
-    other_tags = tags | {PROCESS: process.format(here=socket.gethostname(), ended=ended.pid)}
+    tags = open_registry.tags()
+    other_tags = tags | {PROCESS_TAG: process.format(here=socket.gethostname(), ended=ended.pid)}
     started_ms = int(time.time() * 1000) - age_ms
-    other_run = opened.client.create_run(opened.experiment, tags=other_tags, start_time=started_ms).info.run_id
-    own_run = stage.open_run(opened.client, opened.experiment, tags)
+    other_run = open_registry.client.create_run(
+        open_registry.experiment, tags=other_tags, start_time=started_ms
+    ).info.run_id
+    own_run = stage.open_run(open_registry.client, open_registry.experiment, tags)
     assert (own_run == other_run) == is_resumed
 
 
 @pytest.mark.fault("m1")
-def test_who_loses_the_race_for_a_version_takes_back_its_version_model_and_run(opened, monkeypatch):
-    """Another machine makes the same version after this one looked for it, and before this one makes its own."""
-    really = mlflow.register_model
-    theirs = []
+def test_the_loser_of_a_race_removes_its_version_model_and_run(open_registry, monkeypatch):
+    """Another machine creates the same version after this one looked for it and before it creates its own."""
+    register_model = mlflow.register_model
+    other_versions = []
 
-    def overtaken(uri: str, name: str, tags: dict[str, str]) -> object:
-        run = opened.client.create_run(opened.experiment, tags=tags).info.run_id
-        model = opened.log_model(opened.client, run, load_params().register_, None, 64, Path())
-        opened.client.set_terminated(run)
-        theirs.append(really(model, name, tags=tags))
-        return really(uri, name, tags=tags)
+    def register_after_other(uri: str, name: str, tags: dict[str, str]) -> object:
+        run = open_registry.client.create_run(open_registry.experiment, tags=tags).info.run_id
+        model = open_registry.log_model(open_registry.client, run, load_params().register_, None, 64, Path())
+        open_registry.client.set_terminated(run)
+        other_versions.append(register_model(model, name, tags=tags))
+        return register_model(uri, name, tags=tags)
 
-    move = MlflowClient.set_registered_model_alias
+    set_alias = MlflowClient.set_registered_model_alias
 
-    def at_once(*given: object) -> None:
-        move(*given)
+    def move_and_fail(*arguments: object) -> None:
+        set_alias(*arguments)
         raise MlflowException("UNIQUE constraint failed: registered_model_aliases")
 
-    monkeypatch.setattr(mlflow, "register_model", overtaken)
-    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", at_once)
-    done = opened.register()
-    assert done.outcome == "registered"
-    assert done.version == 1
-    assert opened.challenger() == 1
-    assert done.run_id == theirs[0].run_id
-    assert [int(version.version) for version in opened.client.search_model_versions("name = 'm3diff'")] == [1]
-    assert [run.info.run_id for run in opened.runs()] == [theirs[0].run_id]
-    models = opened.client.search_logged_models([opened.experiment])
-    assert [model.model_uri for model in models] == [theirs[0].source]
-    tags = opened.tags()
+    monkeypatch.setattr(mlflow, "register_model", register_after_other)
+    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", move_and_fail)
+    registration = open_registry.register()
+    assert registration.outcome == "registered"
+    assert registration.version == 1
+    assert open_registry.challenger() == 1
+    assert registration.run_id == other_versions[0].run_id
+    assert [int(version.version) for version in open_registry.client.search_model_versions("name = 'm3diff'")] == [1]
+    assert [run.info.run_id for run in open_registry.runs()] == [other_versions[0].run_id]
+    models = open_registry.client.search_logged_models([open_registry.experiment])
+    assert [model.model_uri for model in models] == [other_versions[0].source]
+    tags = open_registry.tags()
     for _ in range(10):
-        opened.client.create_model_version("m3diff", "file:///nowhere", done.run_id, tags=tags)
-    assert int(stage.find_version(opened.client, "m3diff", tags).version) == 1, "of several the first"
+        open_registry.client.create_model_version("m3diff", "file:///nowhere", registration.run_id, tags=tags)
+    assert int(stage.find_registered_version(open_registry.client, "m3diff", tags).version) == 1, (
+        "the oldest of several versions"
+    )
 
 
 def test_a_version_brings_every_file_that_its_model_can_import():
@@ -360,17 +366,23 @@ def test_a_version_contains_the_code_of_its_model_and_the_first_captioned_pair(t
     models = trained / "components" / "models"
     code = [path for path in models.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert files == {*stage.SHARED_CODE, *(str(path.relative_to(models.parent)) for path in code)}
-    (row,) = stage.example(load_params().paths).to_dict("records")
+    (row,) = stage.build_example(load_params().paths).to_dict("records")
     images = [base64.b64decode(row[side]) for side in ("before", "after")]
     root = trained / "data/01_raw/minichange"
     assert images == [(root / folder / "2.png").read_bytes() for folder in ("images", "sc_images")]
 
 
-# Registrations at the same moment, and one that is killed before each of its durable writes, N of N
+# Registrations at the same time, and a registration that is killed before each of its durable writes
 
-NEEDED = ("INTO runs", "INTO logged_models", "INTO model_versions", "file report.html", "INTO registered_model")
-SOME = pytest.mark.slow(45)
-ALL = pytest.mark.slow(240)
+REQUIRED_WRITES = (
+    "INTO runs",
+    "INTO logged_models",
+    "INTO model_versions",
+    "file report.html",
+    "INTO registered_model",
+)
+SAMPLED_KILLS = pytest.mark.slow(45)
+ALL_KILLS = pytest.mark.slow(240)
 
 
 @pytest.fixture(scope="module")
@@ -382,16 +394,16 @@ def warm(trained_once: Path) -> Iterator[Forks]:
 
 @pytest.fixture(scope="module")
 def undisturbed(warm: Forks, copy: Callable[[Path], Path], tmp_path_factory) -> tuple[dict, list[str]]:
-    """What one registration leaves, and its durable writes."""
+    """Return the contents of the store after one registration, and the names of its durable writes."""
     root = copy(tmp_path_factory.mktemp("undisturbed"))
     assert warm.register(root) == [0]
-    return left(root), (root / "services/writes.txt").read_text().splitlines()
+    return read_store(root), (root / "services/writes.txt").read_text().splitlines()
 
 
-def left(root: Path) -> dict[str, Any]:
-    """What a store holds, without what differs from one registration to the next: ids, times, the process."""
+def read_store(root: Path) -> dict[str, Any]:
+    """Return the contents of a store without ids, times and processes, which differ between registrations."""
     client = store(root)
-    (experiment,) = [found for found in client.search_experiments() if found.name == "m3diff"]
+    (experiment,) = [entry for entry in client.search_experiments() if entry.name == "m3diff"]
     runs = client.search_runs([experiment.experiment_id])
     models = client.search_logged_models([experiment.experiment_id])
     versions = client.search_model_versions("name = 'm3diff'")
@@ -399,13 +411,13 @@ def left(root: Path) -> dict[str, Any]:
     assert {version.source for version in versions} == {model.model_uri for model in models}
     folders = root / "services/mlflow/artifacts/m3diff"
     stored = {path.parent.name: path for path in folders.glob("models/*/artifacts")}
-    assert set(stored) == {model.model_id for model in models}, "no files of a model that is gone"
+    assert set(stored) == {model.model_id for model in models}, "files of a removed model are left"
     (files,) = [sorted(str(file.relative_to(path)) for file in path.rglob("*")) for path in stored.values()]
     return {
         "runs": [(run.info.status, run.info.run_name, run.data.params, sorted(run.data.metrics)) for run in runs],
         "tags": [{tag: run.data.tags[tag] for tag in versions[0].tags} for run in runs],
         "inputs": [[data.dataset.digest for data in run.inputs.dataset_inputs] for run in runs],
-        "artifacts": [sorted(found.path for found in client.list_artifacts(run.info.run_id)) for run in runs],
+        "artifacts": [sorted(entry.path for entry in client.list_artifacts(run.info.run_id)) for run in runs],
         "models": [(model.name, model.status == LoggedModelStatus.READY) for model in models],
         "files": files,
         "versions": [version.tags for version in versions],
@@ -420,39 +432,43 @@ def left(root: Path) -> dict[str, Any]:
 def test_three_registrations_at_once_make_one_version_of_one_run(warm, copy, tmp_path, undisturbed, lock):
     root = copy(tmp_path)
     assert warm.register(root, at_once=3, lock=lock) == [0, 0, 0]
-    assert left(root) == undisturbed[0]
+    assert read_store(root) == undisturbed[0]
 
 
 @pytest.mark.fault("m2")
-@pytest.mark.parametrize("sample", [pytest.param(5, marks=SOME), pytest.param(0, marks=ALL)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "sample", [pytest.param(5, marks=SAMPLED_KILLS), pytest.param(0, marks=ALL_KILLS)], ids=["some", "all"]
+)
 def test_killed_before_any_of_its_writes_it_leaves_nothing_pending(warm, undisturbed, copy, tmp_path, sample):
-    """Killed after a write is killed before the next one: nothing durable is between the two."""
+    """A kill after a write is the same as a kill before the next write."""
     expected, writes = undisturbed
     assert len(writes) > 20
-    assert all(any(needed in name for name in writes) for needed in NEEDED), writes
+    assert all(any(needed in name for name in writes) for needed in REQUIRED_WRITES), writes
     kills = list(range(1, len(writes)))
-    wrong = {}
-    for at in sorted(random.Random(20261122).sample(kills, sample)) if sample else kills:
-        root = copy(tmp_path / str(at))
-        assert warm.register(root, kill_at=at) == [KILLED]
+    differences = {}
+    for write in sorted(random.Random(20261122).sample(kills, sample)) if sample else kills:
+        root = copy(tmp_path / str(write))
+        assert warm.register(root, kill_at=write) == [KILLED]
         assert warm.register(root) == [0]
-        if (found := left(root)) != expected:
-            wrong[f"{at}: before {writes[at]}"] = {key: found[key] for key in found if found[key] != expected[key]}
+        if (contents := read_store(root)) != expected:
+            differences[f"{write}: before {writes[write]}"] = {
+                key: contents[key] for key in contents if contents[key] != expected[key]
+            }
         shutil.rmtree(root)
-    assert wrong == {}, wrong
+    assert differences == {}, differences
 
 
-# The registered model's own code
+# The code of the registered model
 
 
 class Recorder:
-    """A captioner that says the colours it sees and keeps what it was asked."""
+    """Replaces the captioner. A caption is the colours of the images, and the options of each batch are recorded."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, dict[str, str]]] = []
 
-    def caption(self, pairs, **asked: str) -> list[str]:
-        self.batches.append((len(pairs), asked))
+    def caption(self, pairs, **options: str) -> list[str]:
+        self.batches.append((len(pairs), options))
         return [f"{before.getpixel((0, 0))[0]}>{after.getpixel((0, 0))[0]}" for before, after in pairs]
 
 
@@ -462,18 +478,18 @@ def test_rows_of_one_question_share_batches_and_the_captions_keep_the_rows_order
         Image.new("RGB", (2, 2), (red, 0, 0)).save(image)
     images[9] = base64.b64encode(Path(images[9]).read_bytes()).decode()
     model = PyfuncCaptioner()
-    asked = {"question": "Which colour?"}
+    options = {"question": "Which colour?"}
     model.captioner = Recorder()
     questions = [None, "", "Which colour?"]
     rows = [{"before": images[n], "after": images[-n], "question": questions[n % 3]} for n in range(40)]
     assert model.predict(None, pd.DataFrame(rows, index=range(7, 47))) == [f"{n}>{-n % 40}" for n in range(40)]
-    assert model.captioner.batches == [(BATCH_PAIRS, {}), (11, {}), (13, asked)]
+    assert model.captioner.batches == [(BATCH_PAIRS, {}), (11, {}), (13, options)]
     assert model.predict(None, pd.DataFrame([{"before": images[3], "after": images[5]}])) == ["3>5"]
 
 
 @pytest.mark.parametrize("base", [{}, {"base": "over/here"}])
 def test_the_checkpoint_is_loaded_with_predicts_limit_and_adapters_with_a_base(base, monkeypatch):
-    monkeypatch.setattr(generation, "load_captioner", lambda *arguments, **more: (arguments, more))
+    monkeypatch.setattr(generation, "load_captioner", lambda *arguments, **options: (arguments, options))
     model = PyfuncCaptioner()
     cfg = {"max_new_tokens": 7} | base
     model.load_context(SimpleNamespace(artifacts={"checkpoint": "some/where"}, model_config=cfg))
@@ -485,16 +501,16 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 
 
 @pytest.mark.parametrize("value", ["no/such.png", base64.b64encode(b"no image").decode(), "A" * 5000, f"#{PIXEL}"])
-def test_what_is_neither_a_path_nor_an_image_in_base64_is_named(value):
-    assert read(PIXEL).size == (1, 1)
+def test_a_value_that_is_neither_a_path_nor_a_base64_image_is_refused(value):
+    assert open_image(PIXEL).size == (1, 1)
     with raises(ValueFault, "registry.neither_path_nor_base64", value=value[:60]):
-        read(value)
+        open_image(value)
 
 
-RAW = ("minichange", "minichange_free", "minichange_shifted")
+DATASETS = ("minichange", "minichange_free", "minichange_shifted")
 
 
-# The lineage of a version: every hash by hand, and what is refused because the working tree is something else
+# The lineage of a version, and refusals if the working tree differs
 
 
 @pytest.fixture(scope="module")
@@ -504,7 +520,7 @@ def project_once(trained_once: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def project(project_once: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tests leave it as it is."""
+    """Return the project, which is the current directory. Tests must not change it."""
     monkeypatch.chdir(project_once)
     return project_once
 
@@ -513,13 +529,13 @@ def read_lineage() -> dict[str, str]:
     return lineage.read_lineage(load_params(), Lock())
 
 
-def changed(path: str, text: str) -> dict[str, str] | Fault:
-    """The lineage while a file holds this, or why there is none; the file is put back, or taken away again."""
+def lineage_with_change(path: str, text: str) -> dict[str, str] | Fault:
+    """Return the lineage, or the fault, while a file has this text. The file is restored or removed afterwards."""
     file = Path(path)
-    before = file.read_bytes() if file.is_file() else None
-    new = not file.parent.is_dir()
+    old_bytes = file.read_bytes() if file.is_file() else None
+    is_new_folder = not file.parent.is_dir()
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)  # it may be a link into DVC's cache
+    file.unlink(missing_ok=True)  # the file may be a link into DVC's cache
     file.write_text(text)
     try:
         return read_lineage()
@@ -527,9 +543,9 @@ def changed(path: str, text: str) -> dict[str, str] | Fault:
         return error.fault
     finally:
         file.unlink()
-        if before is not None:
-            file.write_bytes(before)
-        if new:
+        if old_bytes is not None:
+            file.write_bytes(old_bytes)
+        if is_new_folder:
             shutil.rmtree(file.parent)
 
 
@@ -538,13 +554,15 @@ def sha256(text: bytes | str) -> str:
 
 
 @pytest.mark.slow(35)
-def test_every_part_of_the_lineage_is_the_hash_of_what_it_names(project):
+def test_every_tag_of_the_lineage_is_the_hash_of_its_content(project):
     stages = yaml.safe_load(Path("dvc.lock").read_text())["stages"]
     recorded = {entry["path"]: entry["md5"] for stage in stages.values() for entry in stage["outs"]}
     records = pq.read_table("data/03_clean/records.parquet").to_pylist()
     tests = [row for row in records if row["split"] == "test"]
-    both = [[row[f"{side}_sha256"].hex() for side in ("before", "after")] for row in tests]
-    seen = [json.dumps([row["id"], row["references"], *hashes]) for row, hashes in zip(tests, both, strict=True)]
+    image_hashes = [[row[f"{side}_sha256"].hex() for side in ("before", "after")] for row in tests]
+    lines = [
+        json.dumps([row["id"], row["references"], *hashes]) for row, hashes in zip(tests, image_hashes, strict=True)
+    ]
     content = sha256(Path("data/00_base/config.json").read_bytes())
     word = sha256(Path("data/05_model/checkpoint/word.txt").read_bytes())
     assert read_lineage() == {
@@ -555,13 +573,13 @@ def test_every_part_of_the_lineage_is_the_hash_of_what_it_names(project):
         "dvc.val_data": recorded["data/04_mixture/val"],
         "dvc.metrics": recorded["data/07_report/metrics.json"],
         "dvc.lock.sha256": sha256(Path("dvc.lock").read_bytes()),
-        "test_set.sha256": sha256("".join(seen)),
+        "test_set.sha256": sha256("".join(lines)),
         "dvc.base": recorded["data/00_base"],
         "base.sha256": sha256(f"config.json\0{content}\n"),
         "git.commit": toy.run(project, "git", "rev-parse", "HEAD").strip(),
         "git.dirty": "false",
         "weights.sha256": sha256(json.dumps({"model.safetensors": word})),
-    } | {f"dvc.raw.{name}": recorded[f"data/01_raw/{name}"] for name in RAW}
+    } | {f"dvc.raw.{name}": recorded[f"data/01_raw/{name}"] for name in DATASETS}
 
 
 def test_a_flow_run_and_changed_code_are_named_and_what_dvc_writes_is_not(project, monkeypatch):
@@ -569,11 +587,14 @@ def test_a_flow_run_and_changed_code_are_named_and_what_dvc_writes_is_not(projec
     with monkeypatch.context() as flow:
         flow.setenv("M3DIFF_FLOW_RUN", "a1b2")
         assert read_lineage() == before | {"prefect.flow_run": "a1b2"}
-    for path in ("data/note", "data/01_raw/minichange/images/new.txt"):  # raw data is named as it was ingested
-        assert changed(path, "new") == before
+    for path in (
+        "data/note",
+        "data/01_raw/minichange/images/new.txt",
+    ):  # the lineage has the raw data that was ingested
+        assert lineage_with_change(path, "new") == before
     for path in ("toy.py", "components/settings/tree.py", "new.py", "data/01_raw/real.dvc", "data/new/folder/real.dvc"):
         text = Path(path).read_text() if Path(path).is_file() else ""
-        assert changed(path, f"{text}\n# a comment\n") == before | {"git.dirty": "true"}, path
+        assert lineage_with_change(path, f"{text}\n# a comment\n") == before | {"git.dirty": "true"}, path
 
 
 def test_what_differs_from_dvc_lock_or_was_never_there_has_no_lineage(project):
@@ -582,41 +603,41 @@ def test_what_differs_from_dvc_lock_or_was_never_there_has_no_lineage(project):
         *("data/05_model/checkpoint/word.txt", "data/05_model/curves.csv", "data/06_predictions/predictions.json"),
         *("data/07_report/metrics.json", "data/07_report/scores.parquet", "data/07_report/report.html"),
     ):
-        refused = changed(path, "something else")
+        refused = lineage_with_change(path, "something else")
         assert refused.code == "dvc.differs_from_lock"
         assert path.startswith(str(refused.fields["path"]))
     generation = "components/models/generation.py"
-    assert isinstance(changed(generation, Path(generation).read_text() + "\n# a comment\n"), dict)
-    refused = changed(generation, "something = 1\n")
+    assert isinstance(lineage_with_change(generation, Path(generation).read_text() + "\n# a comment\n"), dict)
+    refused = lineage_with_change(generation, "something = 1\n")
     assert refused == Fault("registry.code_changed", path=generation)
     params = yaml.safe_load(Path("params.yaml").read_text())
     params["ingest"]["datasets"]["real"] = {"reader": "pairs", "root": "data/01_raw/real"}
-    refused = changed("params.yaml", yaml.safe_dump(params, sort_keys=False))
+    refused = lineage_with_change("params.yaml", yaml.safe_dump(params, sort_keys=False))
     assert refused == Fault("dvc.not_recorded", path=Path("data/01_raw/real"), entry="ingest@real deps")
     with raises(DataError, "dvc.not_in_lock", path=Path("nowhere")):
         Lock().current(Path("nowhere"))
 
 
-def test_adapters_are_find_adapters_where_asked(tmp_path):
-    plain = {"tracking_uri": "sqlite:///mlflow.db", "experiment": "m3diff", "model_name": "m3diff"}
-    both = [Register(**plain, keeps=keeps) for keeps in ("adapters", "merged")]
-    assert [find_adapters(cfg, tmp_path) for cfg in both] == [None, None]
+def test_adapters_are_found_only_if_versions_keep_adapters(tmp_path):
+    fields = {"tracking_uri": "sqlite:///mlflow.db", "experiment": "m3diff", "model_name": "m3diff"}
+    settings = [Register(**fields, keeps=keeps) for keeps in ("adapters", "merged")]
+    assert [find_adapters(cfg, tmp_path) for cfg in settings] == [None, None]
     (tmp_path / "adapters").mkdir()
-    assert [find_adapters(cfg, tmp_path) for cfg in both] == [tmp_path / "adapters", None]
+    assert [find_adapters(cfg, tmp_path) for cfg in settings] == [tmp_path / "adapters", None]
 
 
-def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **changed: Any) -> Any:
-    """Three clean records, of which some were captioned; `changed` is written over record a."""
+def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **changes: Any) -> Any:
+    """Write three clean records, and predictions for some of them. `changes` replace fields of record a."""
     row = {"before": "1.png", "after": "2.png", "before_sha256": b"1", "after_sha256": b"2", "references": ["x", "y"]}
     rows = [{"id": name, **row} for name in "cba"]
-    rows[2] |= changed
+    rows[2] |= changes
     pq.write_table(pa.Table.from_pylist(rows), root / "records.parquet")
     (root / "predictions.json").write_text(json.dumps([{"image_id": name, "caption": ""} for name in captioned]))
     return SimpleNamespace(clean=root, predictions=root)
 
 
 @pytest.mark.parametrize(
-    ("changed", "same"),
+    ("changes", "same"),
     [
         ({"captioned": ("a",)}, False),
         ({"captioned": ("a", "c")}, False),
@@ -626,11 +647,11 @@ def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **change
         ({"captioned": ("a", "b"), "before": "elsewhere/1.png"}, True),
     ],
 )
-def test_a_test_set_depends_on_pairs_references_and_images_not_on_paths_or_order(tmp_path, changed, same):
+def test_a_test_set_depends_on_pairs_references_and_images_not_on_paths_or_order(tmp_path, changes, same):
     paths = write_test_set(tmp_path)
     assert [record["id"] for record in captioned_records(paths)] == ["a", "b"]
-    first = hash_test_set(paths)
-    assert (hash_test_set(write_test_set(tmp_path, **changed)) == first) == same
+    first_hash = hash_test_set(paths)
+    assert (hash_test_set(write_test_set(tmp_path, **changes)) == first_hash) == same
 
 
 def test_the_hash_of_a_folder_is_dvcs_and_compiled_files_are_no_part_of_it(project):
@@ -649,15 +670,17 @@ def test_parameters_and_hashes_are_those_of_the_last_run_in_dvc_lock(tmp_path):
     watched.parent.mkdir()
     for file in (watched, free):
         file.write_text(file.name)
-    here = {"ingest.datasets.here": {"root": "h"}}
-    gone = {"ingest.datasets.gone": {"root": "g"}}
-    trained = {"train": {"seed": 1}, "models.m": {"rank": 2}}
-    ran = {"ingest@here": here, "ingest@gone": gone, "train": trained}
-    stages: dict[str, Any] = {stage: {"params": {"params.yaml": sections}} for stage, sections in ran.items()}
+    present_section = {"ingest.datasets.here": {"root": "h"}}
+    removed_section = {"ingest.datasets.gone": {"root": "g"}}
+    train_section = {"train": {"seed": 1}, "models.m": {"rank": 2}}
+    sections_by_stage = {"ingest@here": present_section, "ingest@gone": removed_section, "train": train_section}
+    stages: dict[str, Any] = {
+        stage: {"params": {"params.yaml": sections}} for stage, sections in sections_by_stage.items()
+    }
     stages["predict"] = {"deps": [{"path": str(watched), "md5": hashlib.md5(b"watched.py").hexdigest()}]}
     (tmp_path / "dvc.lock").write_text(yaml.safe_dump({"stages": stages}))
     lock = Lock(tmp_path / "dvc.lock")
-    assert lock.params(["here"]) == here | trained
+    assert lock.params(["here"]) == present_section | train_section
     before = lock.current(tmp_path / "code")
     free.write_text("changed")
     assert lock.current(tmp_path / "code") == dvc_hash(tmp_path / "code") != before

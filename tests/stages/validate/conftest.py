@@ -1,4 +1,4 @@
-"""Data of the tests of validate: a small CLEVR-Change."""
+"""A small CLEVR-Change for the tests of validate."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def quick(monkeypatch) -> None:
 
 
 def quarantine(folder: Path) -> dict[str, str]:
-    """Reason by id, after checking that no row was lost."""
+    """Return the reasons by id, after checking that no row was lost."""
     frame = pl.read_parquet(folder / "clean/quarantine.parquet")
     clean = pl.read_parquet(folder / "clean/records.parquet")
     assert clean.height + frame.height == pq.read_metadata(folder / "records/mini/records.parquet").num_rows

@@ -1,4 +1,4 @@
-"""Pairs that train although they are in a test set."""
+"""Training pairs that are also in a test set."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from m3diff.records.errors import DataError
-from m3diff.stages.validate.twins import LOOKS_THE_SAME, find_twins, sound_pairs
+from m3diff.stages.validate.twins import LOOKS_THE_SAME, find_twins, select_valid_pairs
 from tests.errors import raises
 from tests.layouts import (
     judge_by_polars_alone,
@@ -21,7 +21,7 @@ from tests.layouts import (
 
 
 def scene(number: int, moved: bool = False) -> Image.Image:
-    """160x120: soft ground and four discs, whose places follow the number; `moved` shifts one of them."""
+    """Draw four blurred boxes at positions that depend on the number. `moved` shifts one of them."""
     random = np.random.default_rng(number)
     image = Image.new("RGB", (160, 120), tuple(int(v) for v in random.integers(60, 200, 3)))
     for disc in range(4):
@@ -32,7 +32,7 @@ def scene(number: int, moved: bool = False) -> Image.Image:
 
 
 def write_own(root: Path, pairs: dict[str, tuple[Image.Image, Image.Image, str]], suffix: str = "png", **save) -> Path:
-    """A collection of pairs (before, after, split) by name, its images saved with the options `save`."""
+    """Write and ingest a dataset of pairs (before, after, split) by name. Images are saved with the options `save`."""
     root.mkdir(parents=True)
     rows = []
     for name, (before, after, split) in pairs.items():
@@ -61,7 +61,7 @@ def test_one_leaked_pair_of_few_is_left_out_and_does_not_stop_the_stage(tmp_path
 
 @pytest.mark.fault("16")
 def test_a_test_pair_does_not_train_under_another_name_direction_encoding_or_size(tmp_path):
-    """Val may be in test, and one shared image or another change of a scene is no leak."""
+    """Validation pairs may be in test. A shared image, or another change in the same scene, is not a leak."""
     held_pairs = {name: pair[:2] for name, pair in HELD_OUT.items()}
     write_own(tmp_path / "official", HELD_OUT | {"v": (*held_pairs["1"], "val")})
     mine = {"copy": held_pairs["1"], "back": held_pairs["2"][::-1], "own": (scene(7), scene(7, moved=True))}
@@ -91,7 +91,7 @@ def test_a_test_pair_does_not_train_under_another_name_direction_encoding_or_siz
 
 @pytest.mark.parametrize(("split", "train_on"), [("train", ["train"]), ("val", ["train", "val"])])
 def test_leaked_pairs_above_their_own_limit_stop_the_stage(split, train_on, tmp_path, monkeypatch):
-    """A share of what trains, whatever the files call it; what the limit of bad rows lets through is no excuse."""
+    """The share is computed over the rows that are trained on. The limit for bad rows does not allow leaks."""
     judge_by_polars_alone(monkeypatch)
     own_pairs = {f"own{n}": (scene(9 + n), scene(9 + n, moved=True), "train") for n in range(3)}
     copies = {f"copy{n}": HELD_OUT[n][:2] + (split,) for n in "01"}
@@ -111,18 +111,18 @@ def test_leaked_pairs_above_their_own_limit_stop_the_stage(split, train_on, tmp_
 
 
 def pairs_of(thumbs: np.ndarray, tests: int) -> pl.DataFrame:
-    """Sound pairs of these thumbnails [pairs, 128], all of different content; the first are the test pairs."""
+    """Return valid pairs with these thumbnails, [pairs, 128], and different contents. The first are test pairs."""
     halves = [half.tobytes() for pair in thumbs.astype(np.uint8) for half in (pair[:64], pair[64:])]
     paths = [f"{n}.png" for n in range(len(halves))]
     digests = [n.to_bytes(4) for n in range(len(halves))]
     images = pl.DataFrame({"path": paths, "digest": digests, "thumb": halves, "verdict": ["ok"] * len(halves)})
     split = ["test" if n < tests else "train" for n in range(len(thumbs))]
     records = pl.DataFrame({"id": paths[::2], "split": split, "before": paths[::2], "after": paths[1::2]})
-    return sound_pairs(records, images)
+    return select_valid_pairs(records, images)
 
 
 def fixed_camera(pairs: int, noise: int) -> np.ndarray:
-    """Thumbnails of a scene that differ by this noise alone, so that nearly all pairs are candidates."""
+    """Return thumbnails of one scene that differ only by noise, so that nearly all pairs are candidates."""
     random = np.random.default_rng(0)
     return np.tile(random.integers(60, 200, 64), 2) + random.integers(-noise, noise + 1, (pairs, 128))
 
@@ -130,7 +130,7 @@ def fixed_camera(pairs: int, noise: int) -> np.ndarray:
 @pytest.mark.parametrize("at_once", [1, 50, 200_000])
 @pytest.mark.parametrize("kind", ["a fixed camera", "all alike", "scenes, some of them turned round"])
 def test_each_row_has_the_first_test_pair_that_looks_the_same(kind, at_once, monkeypatch):
-    """Compared with every pair against every other, whatever the number of candidates that are held_pairs at once."""
+    """The result is the same as if all pairs were compared, for any number of comparisons that are made at once."""
     monkeypatch.setattr("m3diff.stages.validate.twins.COMPARED_AT_ONCE", at_once)
     random = np.random.default_rng(1)
     if kind == "scenes, some of them turned round":
@@ -154,7 +154,7 @@ def test_each_row_has_the_first_test_pair_that_looks_the_same(kind, at_once, mon
 
 @pytest.mark.slow(10)
 def test_pairs_of_a_fixed_camera_are_compared_in_little_memory():
-    """Eight million candidates: in one piece they take a gigabyte."""
+    """There are eight million candidates, which would take a gigabyte if they were compared at once."""
     code = (
         "import resource\nfrom tests.stages.validate.test_leaks import find_twins, fixed_camera, pairs_of\n"
         "pairs = pairs_of(fixed_camera(5_000, 2), 1_000)\n"

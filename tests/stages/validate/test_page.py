@@ -56,5 +56,5 @@ def test_the_page_has_checks_in_words_folded_below_the_rows(raw):
     assert "expect_column" not in text
     assert text.index("Rows that are left out") < text.index("<details")
     assert "Checks run on every record (Great Expectations):" in text[text.index("<details") :]
-    assert '<td>Both image files are there</td><td class="broken">not met by 1 row</td>' in text
+    assert '<td>Both image files are there</td><td class="broken">broken by 1 row</td>' in text
     assert '<td>The image after can be opened</td><td class="met">met</td>' in text

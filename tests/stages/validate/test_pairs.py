@@ -1,4 +1,4 @@
-"""Pairs that cannot show what their captions say: quarantined, or counted and kept."""
+"""Pairs that do not show the change in their captions are quarantined, or counted in a finding."""
 
 import csv
 import io
@@ -17,8 +17,8 @@ from tests.layouts import run_ingest, run_validate
 Edit = Callable[[Image.Image], Image.Image]
 
 
-def scene(number: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
-    """A photo-like picture: a slope of light with grain, and boxes whose places follow the number."""
+def draw_scene(number: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
+    """Draw an image like a photo: a gradient with noise, and boxes at positions that depend on the number."""
     random = np.random.default_rng(number)
     width, height = size
     slope = np.add.outer(np.linspace(40, 140, height), np.linspace(0, 60, width))
@@ -26,30 +26,33 @@ def scene(number: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
     image = Image.fromarray(np.clip(slope[..., None] + random.integers(0, 40, 3) + grain, 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(image)
     for _ in range(5):
-        left, top = (int(value) for value in random.integers(0, (width - 30, height - 30)))
-        draw.rectangle((left, top, left + 24, top + 20), fill=tuple(int(value) for value in random.integers(0, 256, 3)))
+        box_left, box_top = (int(value) for value in random.integers(0, (width - 30, height - 30)))
+        draw.rectangle(
+            (box_left, box_top, box_left + 24, box_top + 20),
+            fill=tuple(int(value) for value in random.integers(0, 256, 3)),
+        )
     return image
 
 
-def saved(image: Image.Image, path: Path, **options: object) -> str:
+def save_image(image: Image.Image, path: Path, **options: object) -> str:
     image.save(path, **options)
     return str(path)
 
 
-def reopened(image: Image.Image, kind: str, **options: object) -> Image.Image:
+def reencode(image: Image.Image, kind: str, **options: object) -> Image.Image:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return Image.open(buffer).convert("RGB")
 
 
-SAVED_ANEW: dict[str, tuple[str, dict[str, object], Edit]] = {
+SAVED_AGAIN: dict[str, tuple[str, dict[str, object], Edit]] = {
     "PNG of another compression": ("png", {"compress_level": 1}, lambda image: image),
     "BMP": ("bmp", {}, lambda image: image),
     "JPEG of quality 30": ("jpg", {"quality": 30}, lambda image: image),
     "JPEG of quality 75, progressive": ("jpg", {"quality": 75, "progressive": True}, lambda image: image),
     "JPEG of quality 95": ("jpg", {"quality": 95}, lambda image: image),
     "JPEG without subsampling": ("jpg", {"quality": 80, "subsampling": 0}, lambda image: image),
-    "JPEG of a JPEG": ("jpg", {"quality": 60}, lambda image: reopened(image, "JPEG", quality=90)),
+    "JPEG of a JPEG": ("jpg", {"quality": 60}, lambda image: reencode(image, "JPEG", quality=90)),
     "WebP": ("webp", {"quality": 80}, lambda image: image),
     "GIF": ("gif", {}, lambda image: image),
     "one level lighter": ("png", {}, lambda image: image.point(lambda value: min(255, value + 1))),
@@ -62,29 +65,31 @@ SAVED_ANEW: dict[str, tuple[str, dict[str, object], Edit]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAVED_ANEW)
+@pytest.mark.parametrize("case", SAVED_AGAIN)
 def test_an_image_that_was_only_saved_again_shows_no_change(tmp_path, case):
-    suffix, options, edit = SAVED_ANEW[case]
-    before = scene(1)
+    suffix, options, edit = SAVED_AGAIN[case]
+    before = draw_scene(1)
     if case == "JPEG of a JPEG":
         before = edit(before)
-    original = saved(before, tmp_path / "before.png")
-    copy = saved(before if case == "JPEG of a JPEG" else edit(before), tmp_path / f"after.{suffix}", **options)
+    original = save_image(before, tmp_path / "before.png")
+    copy = save_image(before if case == "JPEG of a JPEG" else edit(before), tmp_path / f"after.{suffix}", **options)
     assert compare_images(original, copy, 100) in (EQUAL, NOISE)
     assert compare_images(copy, original, 100) in (EQUAL, NOISE)
 
 
-def box(left: int, top: int, width: int, height: int, shift: int) -> Edit:
+def shift_region(region_left: int, region_top: int, width: int, height: int, shift: int) -> Edit:
     def edit(image: Image.Image) -> Image.Image:
         pixels = np.asarray(image).astype(np.int16)
-        region = pixels[top : top + height, left : left + width]
-        pixels[top : top + height, left : left + width] = region + (shift if region.mean() < 128 else -shift)
+        region = pixels[region_top : region_top + height, region_left : region_left + width]
+        pixels[region_top : region_top + height, region_left : region_left + width] = region + (
+            shift if region.mean() < 128 else -shift
+        )
         return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
     return edit
 
 
-def lettered(text: str) -> Edit:
+def draw_text(text: str) -> Edit:
     def edit(image: Image.Image) -> Image.Image:
         copy = image.copy()
         ImageDraw.Draw(copy).text((20, 20), text, fill="white")
@@ -93,8 +98,8 @@ def lettered(text: str) -> Edit:
     return edit
 
 
-def recolored(image: Image.Image) -> Image.Image:
-    """A box of 6x6 in another colour of the same brightness."""
+def recolor(image: Image.Image) -> Image.Image:
+    """Paint a box of 6x6 pixels in another colour of the same brightness."""
     bands = list(image.split())
     bands[0].paste(200, (70, 50, 76, 56))
     bands[2].paste(20, (70, 50, 76, 56))
@@ -102,13 +107,13 @@ def recolored(image: Image.Image) -> Image.Image:
 
 
 CHANGES: dict[str, Edit] = {
-    "an object of 5x5 pixels": box(71, 43, 5, 5, 60),
-    "a thin line": box(30, 61, 60, 1, 60),
-    "a faint object of 10x10": box(50, 50, 10, 10, 12),
-    "another colour": recolored,
-    "a letter": lettered("F"),
+    "an object of 5x5 pixels": shift_region(71, 43, 5, 5, 60),
+    "a thin line": shift_region(30, 61, 60, 1, 60),
+    "a faint object of 10x10": shift_region(50, 50, 10, 10, 12),
+    "another colour": recolor,
+    "a letter": draw_text("F"),
     "three levels lighter": lambda image: image.point(lambda value: min(255, value + 3)),
-    "a faint shadow on a half": box(0, 0, 80, 120, 5),
+    "a faint shadow on a half": shift_region(0, 0, 80, 120, 5),
     "without its colours": lambda image: image.convert("L").convert("RGB"),
     "half the size": lambda image: image.resize((80, 60)),
     "cut at a side": lambda image: image.crop((20, 0, 160, 120)),
@@ -120,25 +125,29 @@ CHANGES: dict[str, Edit] = {
 @pytest.mark.parametrize("suffixes", ["png png", "png jpg", "jpg jpg", "png webp"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_small_change_is_not_mistaken_for_noise(tmp_path, change, suffixes):
-    first, second = suffixes.split()
-    before = saved(scene(1), tmp_path / f"before.{first}", **({"quality": 80} if first != "png" else {}))
-    after = saved(
-        CHANGES[change](scene(1)), tmp_path / f"after.{second}", **({"quality": 60} if second != "png" else {})
+    before_suffix, after_suffix = suffixes.split()
+    before = save_image(
+        draw_scene(1), tmp_path / f"before.{before_suffix}", **({"quality": 80} if before_suffix != "png" else {})
+    )
+    after = save_image(
+        CHANGES[change](draw_scene(1)),
+        tmp_path / f"after.{after_suffix}",
+        **({"quality": 60} if after_suffix != "png" else {}),
     )
     assert compare_images(before, after, 100) in (FAINT, CHANGED)
 
 
 def test_a_grey_jpeg_of_a_coloured_image_is_a_change(tmp_path):
-    before = saved(scene(1), tmp_path / "before.png")
-    after = saved(scene(1).convert("L"), tmp_path / "after.jpg", quality=80)
+    before = save_image(draw_scene(1), tmp_path / "before.png")
+    after = save_image(draw_scene(1).convert("L"), tmp_path / "after.jpg", quality=80)
     assert compare_images(before, after, 100) == CHANGED
 
 
 @pytest.mark.parametrize(("compare_px", "likeness"), [(100, FAINT), (1000, CHANGED)])
 def test_a_change_is_faint_only_at_the_resolution_of_the_model(tmp_path, compare_px, likeness):
     image = Image.new("RGB", (2000, 1500), (90, 60, 30))
-    before = saved(image, tmp_path / "before.png")
-    after = saved(box(1000, 1000, 3, 3, 120)(image), tmp_path / "after.png")
+    before = save_image(image, tmp_path / "before.png")
+    after = save_image(shift_region(1000, 1000, 3, 3, 120)(image), tmp_path / "after.png")
     assert compare_images(before, after, compare_px) == likeness
 
 
@@ -209,27 +218,27 @@ def test_a_pair_describes_a_change_if_one_caption_does(references, types, tells)
 
 
 def write_pairs(root: Path, edit: Callable[[int, Image.Image], Image.Image], caption: str = "it moved") -> Path:
-    """Twelve pairs; of the pair `number` the image after is `edit(number, image)`. Every fourth is a test pair."""
+    """Write twelve pairs, with the image after `edit(number, image)`. Every fourth pair is a test pair."""
     root.mkdir(parents=True)
     with (root / "pairs.csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["before", "after", "captions", "split"])
         for number in range(12):
-            before = scene(number)
+            before = draw_scene(number)
             before.save(root / f"{number}.png")
             edit(number, before).save(root / f"{number}_2.png")
             table.writerow([f"{number}.png", f"{number}_2.png", caption, "train" if number % 4 else "test"])
     return root
 
 
-def moved(number: int, image: Image.Image) -> Image.Image:
+def paint_box(number: int, image: Image.Image) -> Image.Image:
     copy = image.copy()
     copy.paste((255, 255, 0), (50, 40, 90, 80))
     return copy
 
 
-def judged(root: Path, **limits: object) -> tuple[list[tuple[str, int]], list[str]]:
-    """Kinds and counts of the findings, and the ids in quarantine for showing no change."""
+def judge_folder(root: Path, **limits: object) -> tuple[list[tuple[str, int]], list[str]]:
+    """Return the kinds and counts of the findings, and the ids of pairs that are quarantined without a change."""
     run_ingest(root, "pairs", "own")
     report = run_validate(root.parent, **limits)
     frame = pl.read_parquet(root.parent / "clean/quarantine.parquet")
@@ -238,73 +247,76 @@ def judged(root: Path, **limits: object) -> tuple[list[tuple[str, int]], list[st
 
 
 def test_both_engines_send_copies_under_a_caption_of_a_change_to_quarantine(tmp_path):
-    root = write_pairs(tmp_path / "own", lambda n, image: image if n < 2 else moved(n, image))
-    kinds, unshown = judged(root)
+    root = write_pairs(tmp_path / "own", lambda n, image: image if n < 2 else paint_box(n, image))
+    kinds, unshown = judge_folder(root)
     assert kinds == []
     assert unshown == ["own/0.png|0_2.png", "own/1.png|1_2.png"]
 
 
 def test_copies_under_captions_of_no_change_stay(tmp_path, quick):
     root = write_pairs(tmp_path / "own", lambda n, image: image, caption="there is no difference")
-    kinds, unshown = judged(root)
+    kinds, unshown = judge_folder(root)
     assert kinds == unshown == []
 
 
 def test_sound_pairs_have_no_finding(tmp_path, quick):
-    kinds, unshown = judged(write_pairs(tmp_path / "own", moved))
+    kinds, unshown = judge_folder(write_pairs(tmp_path / "own", paint_box))
     assert kinds == unshown == []
 
 
-def logo() -> Image.Image:
-    """A picture that is neither plain nor like a scene."""
+def draw_logo() -> Image.Image:
+    """Draw a picture that is neither plain nor similar to a scene."""
     levels = np.random.default_rng(7).integers(0, 256, (3, 4, 3), dtype=np.uint8)
     return Image.fromarray(levels).resize((160, 120), Image.Resampling.NEAREST)
 
 
-def placeholder(color: object) -> Callable[[int, Image.Image], Image.Image]:
+def draw_placeholder(color: object) -> Callable[[int, Image.Image], Image.Image]:
     def edit(number: int, image: Image.Image) -> Image.Image:
         picture = Image.new("RGB", (160, 120), color)
         ImageDraw.Draw(picture).text((60, 50), "n/a", fill=(60, 60, 60))
-        return picture if number < 5 else moved(number, image)
+        return picture if number < 5 else paint_box(number, image)
 
     return edit
 
 
 FINDINGS: dict[str, tuple[Callable[[int, Image.Image], Image.Image], list[tuple[str, int]]]] = {
-    "a grey placeholder": (placeholder((205, 205, 205)), [("placeholders", 5)]),
-    "a black placeholder": (placeholder("black"), [("placeholders", 5)]),
-    "two of one placeholder": (lambda n, i: placeholder("white")(0, i) if n < 2 else moved(n, i), []),
-    "cut": (lambda n, i: i.crop((40, 0, 160, 120)) if n < 3 else moved(n, i), [("sides_differ", 3)]),
-    "turned": (lambda n, i: i.transpose(Image.Transpose.ROTATE_90) if n < 3 else moved(n, i), [("sides_differ", 3)]),
-    "larger": (lambda n, i: moved(n, i).resize((320, 240)) if n < 3 else moved(n, i), [("sides_differ", 3)]),
-    "grey": (lambda n, i: moved(n, i).convert("L") if n < 3 else moved(n, i), [("sides_differ", 3)]),
-    "another band of transparency": (lambda n, i: moved(n, i).convert("RGBA"), []),
-    "one picture in colour": (lambda n, i: logo() if n < 5 else moved(n, i), [("placeholders", 5)]),
-    "a speck": (lambda n, i: box(80, 60, 1, 1, 15)(i) if n < 3 else moved(n, i), [("hidden_changes", 3)]),
+    "a grey placeholder": (draw_placeholder((205, 205, 205)), [("placeholders", 5)]),
+    "a black placeholder": (draw_placeholder("black"), [("placeholders", 5)]),
+    "two of one placeholder": (lambda n, i: draw_placeholder("white")(0, i) if n < 2 else paint_box(n, i), []),
+    "cut": (lambda n, i: i.crop((40, 0, 160, 120)) if n < 3 else paint_box(n, i), [("sides_differ", 3)]),
+    "turned": (
+        lambda n, i: i.transpose(Image.Transpose.ROTATE_90) if n < 3 else paint_box(n, i),
+        [("sides_differ", 3)],
+    ),
+    "larger": (lambda n, i: paint_box(n, i).resize((320, 240)) if n < 3 else paint_box(n, i), [("sides_differ", 3)]),
+    "grey": (lambda n, i: paint_box(n, i).convert("L") if n < 3 else paint_box(n, i), [("sides_differ", 3)]),
+    "another band of transparency": (lambda n, i: paint_box(n, i).convert("RGBA"), []),
+    "one picture in colour": (lambda n, i: draw_logo() if n < 5 else paint_box(n, i), [("placeholders", 5)]),
+    "a speck": (lambda n, i: shift_region(80, 60, 1, 1, 15)(i) if n < 3 else paint_box(n, i), [("hidden_changes", 3)]),
 }
 
 
 @pytest.mark.parametrize("case", FINDINGS)
 def test_findings_are_counted_and_their_pairs_stay(tmp_path, quick, case):
     edit, expected = FINDINGS[case]
-    kinds, unshown = judged(write_pairs(tmp_path / "own", edit))
+    kinds, unshown = judge_folder(write_pairs(tmp_path / "own", edit))
     assert kinds == expected
     assert unshown == []
 
 
 def test_one_before_image_in_train_and_test_is_counted(tmp_path, quick):
-    root = write_pairs(tmp_path / "own", moved)
+    root = write_pairs(tmp_path / "own", paint_box)
     for number in (1, 2, 5):
         (root / f"{number}.png").write_bytes((root / "0.png").read_bytes())
-    assert judged(root)[0] == [("before_in_several_splits", 1)]
+    assert judge_folder(root)[0] == [("before_in_several_splits", 1)]
 
 
 def test_comparisons_are_cached_by_content_and_a_broken_cache_changes_nothing(tmp_path, quick, monkeypatch):
-    root = write_pairs(tmp_path / "own", lambda n, i: box(80, 60, 1, 1, 15)(i))
-    first = judged(root)
+    root = write_pairs(tmp_path / "own", lambda n, i: shift_region(80, 60, 1, 1, 15)(i))
+    first_judgement = judge_folder(root)
     cache = tmp_path / "pairs_of_image_cache.parquet"
     with monkeypatch.context() as patch:
         patch.setattr("m3diff.images.compare.compare_images", None)
-        assert judged(root) == first
+        assert judge_folder(root) == first_judgement
     cache.write_bytes(b"PAR1")
-    assert judged(root) == first
+    assert judge_folder(root) == first_judgement

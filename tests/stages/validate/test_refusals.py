@@ -16,8 +16,8 @@ from m3diff.datasets.spec import Published, SplitCount
 from m3diff.records.errors import DataError, Fault
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import LEAK
-from m3diff.stages.validate.stage import ValidateReport, allowed_rows, shares_above_limits
+from m3diff.stages.validate.rules import LEAK_RULE
+from m3diff.stages.validate.stage import ValidateReport, count_allowed_rows, shares_above_limits
 from tests.errors import raises
 from tests.layouts import (
     edit_json,
@@ -68,7 +68,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize(("share", "rows", "allowed"), ALLOWED.values(), ids=ALLOWED)
 def test_one_row_of_a_group_is_allowed_but_not_the_only_one(share, rows, allowed):
-    assert allowed_rows(share, rows) == allowed
+    assert count_allowed_rows(share, rows) == allowed
 
 
 @pytest.mark.parametrize(("protocol", "is_refused"), [("mini/total", True), ("other/total", False), (None, False)])
@@ -97,7 +97,7 @@ COUNTS = {"train": 6, "val": 2, "test": 4}
 
 @pytest.fixture
 def expect(raw, monkeypatch) -> Callable[..., ValidateReport]:
-    """Validate with these expected pairs, and CLEVR-Change published with `published` pairs under the name mini."""
+    """Return a function that validates with expected pairs, and with `published` as published pairs of CLEVR-Change."""
     run_ingest(raw)
 
     def check(expected, published=COUNTS, **fields) -> ValidateReport:
@@ -146,7 +146,7 @@ def test_a_validation_split_that_trains_is_judged_as_a_validation_split(raw, exp
 
 @pytest.mark.fault("16")
 def test_a_lost_test_pair_is_refused_unless_allowed_and_counts_exclude_quarantine(raw, expect):
-    """A repeated row of a test pair that stays is no lost pair; a training pair that is left out for test counts."""
+    """A repeated row is not a lost test pair. A training pair that is quarantined because it is in test is counted."""
     (raw / "sc_images/CLEVR_semantic_000001.png").unlink()
     (raw / "sc_images/CLEVR_semantic_000003.png").unlink()
     for folder, kind in (("images", "default"), ("sc_images", "semantic")):
@@ -226,7 +226,7 @@ def limits(share: float) -> Any:
 def test_exactly_the_allowed_share_passes_where_floats_would_round_it_down():
     for share, count in ((0.29, 29), (0.07, 7), (0.57, 57), (0.58, 58)):
         rows = [{"dataset": "a", "split": "train", "own_split": "train", "source": "", "reason": ""}] * 100
-        for rule in (LEAK, "empty"):
+        for rule in (LEAK_RULE, "empty"):
             quarantine = pl.DataFrame(rows[:count]).with_columns(rules=pl.lit([rule]))
             assert [*shares_above_limits(limits(share), pl.DataFrame(rows[count:]), quarantine)] == []
             assert len([*shares_above_limits(limits(share - 0.001), pl.DataFrame(rows[count:]), quarantine)]) == 1

@@ -1,4 +1,4 @@
-"""Clean records, the quarantine and the report of validate."""
+"""The clean records, the quarantine and the report of validate."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from m3diff.records.errors import Fault
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.rules import rules
+from m3diff.stages.validate.rules import build_rules
 from m3diff.stages.validate.words import RULES
 from tests.errors import Message
 from tests.layouts import (
@@ -33,14 +33,14 @@ from tests.layouts import (
 from tests.stages.validate.conftest import KEY, ingest_and_validate, quarantine
 
 
-def outputs(folder: Path) -> dict[str, bytes]:
+def read_outputs(folder: Path) -> dict[str, bytes]:
     files = sorted(path for path in (folder / "clean").rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.fault("15", "16", "17")
 def test_each_bad_row_is_quarantined_with_its_reason_and_all_others_stay(tmp_path):
-    """Near-infrared is no transparency: white pictures would also be near to every other, and lose a training pair."""
+    """A fourth band may be near-infrared and not transparency. Images that became white would look like twins."""
     separators = ["\u2028", "\u2029", "\r\n", "\v", "\f", "\x85", "\x1c", "\x00", "\ufeff", " \t "]
     raw = write_clevr(tmp_path / "raw", {"train": [3, 5, 12, 20], "val": [9], "test": [1, 12, 40]})
     for scene, alpha in ((5, 5), (9, 9), (40, 40)):
@@ -51,9 +51,9 @@ def test_each_bad_row_is_quarantined_with_its_reason_and_all_others_stay(tmp_pat
             image.save(path, "PNG" if scene == 5 else "TIFF")
     path = raw / "images/CLEVR_default_000020.png"
     path.write_bytes(path.read_bytes()[:60])
-    texts = {3: ["see <b>this</b>"], 1: [f"the{each}cube " for each in separators], 9: ["fine", ""]}
-    named = {f"CLEVR_default_{scene:06d}.png": found for scene, found in texts.items()}
-    edit_json(raw / "change_captions.json", lambda references: references.update(named))
+    texts = {3: ["see <b>this</b>"], 1: [f"the{separator}cube " for separator in separators], 9: ["fine", ""]}
+    captions_by_image = {f"CLEVR_default_{scene:06d}.png": captions for scene, captions in texts.items()}
+    edit_json(raw / "change_captions.json", lambda references: references.update(captions_by_image))
     reasons = ingest_and_validate(raw)
     blank = Message("images.blank", band="fourth band", highest_alpha=5)
     truncated = Message("images.undecodable")
@@ -66,12 +66,12 @@ def test_each_bad_row_is_quarantined_with_its_reason_and_all_others_stay(tmp_pat
     }
     assert reasons.keys() == {f"mini/{name.zfill(10 + 2 * name.endswith('_n'))}" for name in expected}
     for name, reason in expected.items():
-        full = f"mini/{name.zfill(10 + 2 * name.endswith('_n'))}"
-        assert re.fullmatch(reason, reasons[full]), full
+        pair_id = f"mini/{name.zfill(10 + 2 * name.endswith('_n'))}"
+        assert re.fullmatch(reason, reasons[pair_id]), pair_id
     clean = pl.read_parquet(tmp_path / "clean/records.parquet")
-    kept = dict(clean.select("id", "references").iter_rows())
-    assert kept["mini/000001.png"] == ["the cube"] * len(separators)
-    assert kept["mini/000009.png"] == ["fine", ""]
+    references = dict(clean.select("id", "references").iter_rows())
+    assert references["mini/000001.png"] == ["the cube"] * len(separators)
+    assert references["mini/000009.png"] == ["fine", ""]
     assert clean.filter(scene="mini/000012")["split"].to_list() == ["test", "test"]
     assert json.loads((tmp_path / "clean/report.json").read_text())["references_respaced"] == len(separators)
 
@@ -97,17 +97,17 @@ def test_every_count_of_the_report(raw, quick):
     edit_json(raw / "change_captions.json", lambda references: references.update(texts))
     (raw / "sc_images/CLEVR_semantic_000003.png").write_bytes(b"no image")
     image = Image.open(raw / "sc_images/CLEVR_semantic_000008.png")
-    image.save(raw / "sc_images/CLEVR_semantic_000008.png", "JPEG")  # of another format than its name says
-    for folder, kind in (("images", "default"), ("nsc_images", "nonsemantic")):  # a training pair that is in test
+    image.save(raw / "sc_images/CLEVR_semantic_000008.png", "JPEG")  # the format does not match the name
+    for folder, kind in (("images", "default"), ("nsc_images", "nonsemantic")):  # a training pair that is also in test
         shutil.copy(raw / f"{folder}/CLEVR_{kind}_000012.png", raw / f"{folder}/CLEVR_{kind}_000008.png")
     run_ingest(raw)
     run_ingest(write_spot(raw.parent / "spot"), "spot_the_diff", "other")
     run_ingest(raw, name="removed")
     entries = {name: make_entry("pairs", raw) for name in ("other", "mini")}
-    both = run_validate(raw.parent, entries, near_duplicate_max_diff=None)
-    assert both.datasets["other"].references == {"train": 5, "val": 1, "test": 1}
+    report_of_both = run_validate(raw.parent, entries, near_duplicate_max_diff=None)
+    assert report_of_both.datasets["other"].references == {"train": 5, "val": 1, "test": 1}
     datasets = pl.read_parquet(raw.parent / "clean/records.parquet")["dataset"].to_list()
-    assert datasets == ["other"] * 4 + ["mini"] * 9, "in the order of their entries; others are passed over"
+    assert datasets == ["other"] * 4 + ["mini"] * 9, "datasets are in the order of their entries"
     report = run_validate(raw.parent, {"mini": entries["mini"]}, near_duplicate_max_diff=None)
     (finding,) = report.findings
     assert finding.dataset == "mini"
@@ -132,7 +132,7 @@ def test_every_count_of_the_report(raw, quick):
 
 @pytest.mark.fault("14")
 def test_both_engines_agree_on_the_rows_that_break_each_rule(tmp_path):
-    """One dataset with a row for each rule; great-expectations must find the very rules that polars finds."""
+    """The dataset has a row for each rule. great-expectations and polars must find the same broken rules."""
     save_picture(tmp_path / "raw/a.png", 1)
     save_picture(tmp_path / "raw/b.png", 2)
     sound = {"before": "a.png", "after": "b.png", "captions": ["x"]}
@@ -192,7 +192,7 @@ def test_a_missing_file_and_a_broken_file_break_different_rules(raw):
 
 
 def test_every_rule_has_words():
-    assert {rule.name for rule in rules(2000)} == RULES.keys()
+    assert {rule.name for rule in build_rules(2000)} == RULES.keys()
 
 
 @pytest.mark.slow(25)
@@ -203,9 +203,9 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
         "from pathlib import Path; from tests.layouts import run_validate\n"
         f"if __name__ == '__main__': run_validate(Path({str(raw.parent)!r}), cache=Path({str(raw / 'other')!r}))"
     )
-    first = outputs(raw.parent)
+    first_outputs = read_outputs(raw.parent)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert outputs(raw.parent) == first
+    assert read_outputs(raw.parent) == first_outputs
 
 
 def test_values_outside_the_limits_of_the_section_are_refused():
