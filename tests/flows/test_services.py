@@ -145,7 +145,7 @@ def test_no_page_of_the_servers_asks_a_host_that_is_not_this_machine(servers):
             page.wait_for_timeout(1500)
             assert page.inner_text("body").strip(), f"{address}: an empty page"
             page.close()
-            asked[address] = watch.left
+            asked[address] = watch.foreign_requests
     assert {page: requests for page, requests in asked.items() if requests} == {}
     records = f"{mlflow}ajax-api/3.0/mlflow/ui-telemetry"  # what MLflow's page would report, for the server to pass on
     assert httpx.get(records).json()["disable_ui_telemetry"] is True
