@@ -29,7 +29,7 @@ from PIL import Image, ImageDraw
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machine import machine, write  # noqa: E402
+from benchmarks.machine import describe_machine, write_results  # noqa: E402
 from m3diff.models.checkpoint import read_manifest  # noqa: E402
 from m3diff.models.generation import QUESTION, load_captioner  # noqa: E402
 from m3diff.runtime import prepare  # noqa: E402
@@ -80,7 +80,7 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def program(checkout: Path) -> str:
+def path_of_m3diff(checkout: Path) -> str:
     """Return the path of a checkout's `m3diff` command."""
     return str(checkout / ".venv" / "bin" / "m3diff")
 
@@ -89,21 +89,22 @@ def make_sides(arguments: argparse.Namespace, pair: tuple[Path, Path], max_new_t
     """Return the compared commands: the stock script, `m3diff caption`, and those of --version and --against."""
     model = str(arguments.model)
     images = [str(path) for path in pair]
-    stock = [sys.executable, str(ROOT / "benchmarks" / "stock_caption.py"), model, *images, QUESTION]
+    stock_script = [sys.executable, str(ROOT / "benchmarks" / "stock_caption.py")]
+    stock_command = [*stock_script, model, *images, QUESTION, str(max_new_tokens)]
     caption_command = ["caption", *images, "--json", "--model"]
     sides = [
-        Side(name=STOCK, command=[*stock, str(max_new_tokens)], folder=ROOT),
-        Side(name="m3diff caption", command=[program(ROOT), *caption_command, model], folder=ROOT),
+        Side(name=STOCK, command=stock_command, folder=ROOT),
+        Side(name="m3diff caption", command=[path_of_m3diff(ROOT), *caption_command, model], folder=ROOT),
     ]
     if arguments.version:
-        command = [program(ROOT), *caption_command, arguments.version]
+        command = [path_of_m3diff(ROOT), *caption_command, arguments.version]
         sides.append(Side(name=f"m3diff caption --model {arguments.version}", command=command, folder=ROOT))
     if arguments.against:
         other_checkout = arguments.against.resolve()
         sides.append(
             Side(
                 name=f"m3diff caption of {other_checkout.name}",
-                command=[program(other_checkout), *caption_command, model],
+                command=[path_of_m3diff(other_checkout), *caption_command, model],
                 folder=other_checkout,
             )
         )
@@ -111,7 +112,7 @@ def make_sides(arguments: argparse.Namespace, pair: tuple[Path, Path], max_new_t
 
 
 @torch.inference_mode()
-def own_tokens(checkpoint: Path, pair: tuple[Path, Path], max_new_tokens: int) -> list[int]:
+def captioner_tokens(checkpoint: Path, pair: tuple[Path, Path], max_new_tokens: int) -> list[int]:
     """Return the token IDs that the captioner of `m3diff caption` generates for the pair."""
     captioner = load_captioner(checkpoint, max_new_tokens)
     generated: list[torch.Tensor] = []
@@ -123,7 +124,8 @@ def own_tokens(checkpoint: Path, pair: tuple[Path, Path], max_new_tokens: int) -
         return tokens
 
     captioner.model.generate = record
-    captioner.caption([tuple(Image.open(image, formats=["PNG"]) for image in pair)])
+    before, after = (Image.open(image, formats=["PNG"]) for image in pair)
+    captioner.caption([(before, after)])
     return generated[0].tolist()
 
 
@@ -142,7 +144,7 @@ def compare(sides: list[Side], turns: int) -> str:
     return caption
 
 
-def figures(sides: list[Side]) -> dict[str, dict[str, Any]]:
+def summarize(sides: list[Side]) -> dict[str, dict[str, Any]]:
     """Return each side's durations, the median duration, and the median ratio to the stock script's time.
 
     Each ratio compares two durations of the same turn.
@@ -164,7 +166,7 @@ def main() -> None:
     prepare()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="checkpoint of M3Diff; default: the run's")
-    parser.add_argument("--version", metavar="NAME", help="and by this version or alias, of the same weights")
+    parser.add_argument("--version", metavar="NAME", help="also time this version or alias of the same weights")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout with its .venv")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -172,20 +174,22 @@ def main() -> None:
     arguments.model = arguments.model.resolve()
     family = read_manifest(arguments.model)["family"]
     if family != "m3diff":
-        sys.exit(f"{arguments.model}: of the family {family}; the stock script loads m3diff alone")
-    facts = machine()
+        sys.exit(f"{arguments.model} is of the family {family}, but the stock script loads only m3diff")
+    facts = describe_machine()
     max_new_tokens = load_params(ROOT / "params.yaml").predict.max_new_tokens
     with TemporaryDirectory() as folder:
         pair = write_pair(Path(folder))
         sides = make_sides(arguments, pair, max_new_tokens)
         stock = subprocess.run(sides[0].command, cwd=ROOT, capture_output=True, text=True, check=True)
         tokens = json.loads(stock.stdout)["tokens"]
-        assert own_tokens(arguments.model, pair, max_new_tokens) == tokens, "the captioner generates other tokens"
+        assert captioner_tokens(arguments.model, pair, max_new_tokens) == tokens, "the captioner generates other tokens"
         caption = compare(sides, arguments.turns)
-    result = figures(sides)
+    result = summarize(sides)
     for name, row in result.items():
         print(f"{row['median_s']:6.2f} s  {row['times_stock']:5.2f} x stock (at most {TARGET})  {name}")
-    write({"machine": facts, "caption": caption, "tokens": tokens, "sides": result, "target": TARGET}, arguments.out)
+    write_results(
+        {"machine": facts, "caption": caption, "tokens": tokens, "sides": result, "target": TARGET}, arguments.out
+    )
 
 
 if __name__ == "__main__":

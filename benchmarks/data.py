@@ -61,7 +61,7 @@ from scipy.stats import t as student_t
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machine import machine, write  # noqa: E402
+from benchmarks.machine import describe_machine, write_results  # noqa: E402
 from benchmarks.pictures import PX, write_picture_pair  # noqa: E402
 from m3diff.datasets import DATASETS  # noqa: E402
 from m3diff.runtime import prepare  # noqa: E402
@@ -167,7 +167,7 @@ class SmallImages:
 
 def write_mixture(root: Path, samples: int = SAMPLES) -> dict[str, Part]:
     """Write the datasets of the mixture to `root`/<name> unless `root` exists. Return their sizes."""
-    parts = _scaled(samples)
+    parts = _scale_parts(samples)
     if root.exists():
         return parts
     unfinished = _empty_folder(root)
@@ -192,15 +192,15 @@ def write_pictures(root: Path, pairs: int = PICTURE_PAIRS) -> None:
     part = Part((pairs, 0), (2 * pairs, 0), (5, 20), 2_000)
     rows = []
     for number, captions in enumerate(_captions(rng, part, 0)):
-        ending = ("jpg", "png")[number % 2]
+        suffix = "png" if number % 2 else "jpg"
         split = {0: "test", 1: "val"}.get(number // 2 % 10, "train")
-        sides = {side: f"{number // 1000}/{number}_{side}.{ending}" for side in ("before", "after")}
+        sides = {side: f"{number // 1000}/{number}_{side}.{suffix}" for side in ("before", "after")}
         rows.append({**sides, "captions": captions, "split": split})
         (unfinished / sides["before"]).parent.mkdir(exist_ok=True)
     with ProcessPoolExecutor() as pool:
-        befores = [unfinished / row["before"] for row in rows]
-        afters = [unfinished / row["after"] for row in rows]
-        list(pool.map(write_picture_pair, range(pairs), befores, afters, chunksize=8))
+        paths_before = [unfinished / row["before"] for row in rows]
+        paths_after = [unfinished / row["after"] for row in rows]
+        list(pool.map(write_picture_pair, range(pairs), paths_before, paths_after, chunksize=8))
     (unfinished / "pairs.json").write_text(json.dumps(rows), "utf-8")
     unfinished.rename(root)
 
@@ -217,7 +217,7 @@ def _empty_folder(root: Path) -> Path:
     return unfinished
 
 
-def _scaled(samples: int) -> dict[str, Part]:
+def _scale_parts(samples: int) -> dict[str, Part]:
     """Return the datasets' sizes, scaled so that the mixture has exactly `samples` captions.
 
     CLEVR-DC absorbs the rounding errors of the other datasets.
@@ -225,9 +225,9 @@ def _scaled(samples: int) -> dict[str, Part]:
     share = samples / SAMPLES
     parts = {}
     for name, part in PARTS.items():
-        train, val = (round(number * share) for number in part.pairs)
+        pairs = round(part.pairs[0] * share), round(part.pairs[1] * share)
         captions = round(part.captions[0] * share), round(part.captions[1] * share)
-        parts[name] = part._replace(pairs=(train, val), captions=captions)
+        parts[name] = part._replace(pairs=pairs, captions=captions)
     remainder = samples - sum(sum(part.captions) for part in parts.values())
     clevr_dc = parts["clevr_dc"]
     parts["clevr_dc"] = clevr_dc._replace(captions=(clevr_dc.captions[0] + remainder, clevr_dc.captions[1]))
@@ -243,11 +243,16 @@ def _captions(rng: np.random.Generator, part: Part, split_index: int) -> Caption
     captions = part.captions[split_index]
     words = _words(part.vocabulary)
     lengths = rng.integers(part.words[0], part.words[1] + 1, captions)
-    sampled = rng.integers(0, len(words), lengths.sum())
+    sampled = rng.integers(0, len(words), lengths.sum())  # indexes of the words of all captions, one after another
     ends = np.concatenate([[0], lengths.cumsum()])
-    texts = [" ".join(words[index] for index in sampled[start:end].tolist()) for start, end in pairwise(ends)]
+    texts = []
+    for start, end in pairwise(ends):
+        texts.append(" ".join(words[index] for index in sampled[start:end].tolist()))
     cuts = (np.arange(pairs + 1) * captions) // pairs
-    return [[f"{text} {number}" for number, text in enumerate(texts[start:end])] for start, end in pairwise(cuts)]
+    captions_of_pairs = []
+    for start, end in pairwise(cuts):
+        captions_of_pairs.append([f"{text} {number}" for number, text in enumerate(texts[start:end])])
+    return captions_of_pairs
 
 
 def _words(number: int) -> list[str]:
@@ -308,16 +313,19 @@ def mixture_entries(root: Path, parts: Mapping[str, Part]) -> dict[str, dict[str
 
     The val splits are also used for training, since the paper's 145k pairs include them.
     """
-    return {
-        name: {
-            **({"reader": "omnidiff"} if name in OMNIDIFF else PAIRS_ENTRY),
+    entries: dict[str, dict[str, Any]] = {}
+    for name, part in parts.items():
+        reader_fields = {"reader": "omnidiff"} if name in OMNIDIFF else PAIRS_ENTRY
+        expected_pairs = {"train": part.pairs[0], "val": part.pairs[1]}
+        if name == GATE:
+            expected_pairs["test"] = TEST_PAIRS
+        entries[name] = {
+            **reader_fields,
             "root": str(root / name),
             "train_on": ["train", "val"],
-            "expected_pairs": {"train": part.pairs[0], "val": part.pairs[1]}
-            | ({"test": TEST_PAIRS} if name == GATE else {}),
+            "expected_pairs": expected_pairs,
         }
-        for name, part in parts.items()
-    }
+    return entries
 
 
 def run_stages(
@@ -434,7 +442,7 @@ def measure_peer(params: Path, mode: str, mixture: Path | None = None) -> dict[s
     order = peer_order(params, mode, out) | {"started": time.time()}
     figures = run_watched([sys.executable, "-P", str(PEER), json.dumps(order)], ROOT, OFFLINE)
     if mixture is not None:
-        require_same_samples(mixture, out / "samples")
+        check_same_samples(mixture, out / "samples")
     shutil.rmtree(out)
     return {
         "rows": figures["rows"],
@@ -452,7 +460,9 @@ def peer_order(params: Path, mode: str, out: Path) -> dict[str, Any]:
     """
     values = load_params(params)
     convert = values.convert
-    assert (convert.references_per_pair, convert.no_change_share, convert.sources) == (None, 1.0, {}), convert
+    assert convert.references_per_pair is None, convert
+    assert convert.no_change_share == 1.0, convert
+    assert convert.sources == {}, convert
     questions = load_questions(ROOT / convert.questions)
     return {
         "mode": mode,
@@ -465,7 +475,7 @@ def peer_order(params: Path, mode: str, out: Path) -> dict[str, Any]:
     }
 
 
-def require_same_samples(mixture: Path, samples: Path) -> None:
+def check_same_samples(mixture: Path, samples: Path) -> None:
     """Check that the Parquet files in both folders have the same rows, in any order.
 
     Raises:
@@ -496,14 +506,15 @@ def measure_by_turns(checkout: Checkout, params: Path, args: argparse.Namespace)
             if side == checkout.name:
                 turns[side].append(measure_mixture(checkout, params, args.runs))
             else:
-                turns[side].append(measure_peer(params, side, params.parent / "04_mixture" if turn == 0 else None))
+                mixture = params.parent / "04_mixture" if turn == 0 else None  # samples are compared only once
+                turns[side].append(measure_peer(params, side, mixture))
     own_turns = turns[checkout.name]
-    row = over_turns(own_turns)
+    row = summarize_turns(own_turns)
     row["warm_validate_s"] = statistics.median(turn["warm_validate_s"] for turn in own_turns)
     row["warm_runs_s"] = [seconds for turn in own_turns for seconds in turn["warm_runs_s"]]
     row["peers"] = {}
     for mode in modes:
-        peer = over_turns(turns[mode])
+        peer = summarize_turns(turns[mode])
         assert peer["rows"] == row["rows"], f"{mode}: {peer['rows']} rows, but {row['rows']} of this checkout"
         for name in ("cold", "warm"):
             seconds = zip(turns[mode], own_turns, strict=True)
@@ -513,7 +524,7 @@ def measure_by_turns(checkout: Checkout, params: Path, args: argparse.Namespace)
     return row
 
 
-def over_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the median durations and the largest peak memory over several turns."""
     row = dict(turns[0])
     for name in ("cold_s", "warm_s"):
@@ -597,7 +608,7 @@ def compare(folder: Path, checkouts: Sequence[Checkout], args: argparse.Namespac
         ingest_mixture(checkout, mixture)
         # This run is not counted, since it compiles modules and reads files from disk
         measure_turn(checkout, pictures, mixture, warm_runs=1)
-    print(f"written, ingested and run once without a clock in {time.time() - start:.0f} s", flush=True)
+    print(f"written, ingested and run once without timing in {time.time() - start:.0f} s", flush=True)
     seconds: dict[str, dict[str, list[float]]] = {
         checkout.name: {name: [] for name in DURATIONS} for checkout in checkouts
     }
@@ -619,7 +630,9 @@ def report_ratios(seconds: Mapping[str, Mapping[str, list[float]]]) -> dict[str,
     for name, title in DURATIONS.items():
         result = ratio_of_turns(own_seconds[name], other_seconds[name])
         limit = RATIO_LIMITS.get(name)
-        verdict = "" if limit is None else f"{limit:6.2f} {'kept' if result.high <= limit else 'exceeded'}"
+        verdict = ""
+        if limit is not None:
+            verdict = f"{limit:6.2f} {'kept' if result.high <= limit else 'exceeded'}"
         medians = f"{statistics.median(own_seconds[name]):8.2f} {statistics.median(other_seconds[name]):8.2f}"
         print(f"{title:42} {medians} {result.ratio:6.3f} {result.low:7.3f} {result.high:7.3f} {verdict}")
         ratios[name] = {"ratio": result.ratio, "low": result.low, "high": result.high, "limit": limit}
@@ -633,7 +646,10 @@ def picture_entries(root: Path) -> dict[str, dict[str, Any]]:
 
 def print_size(row: Mapping[str, Any]) -> None:
     """Print a line for this checkout, and a line for each mode of the peer with its ratios to this checkout."""
-    for title, side in {"m3diff": row, **{PEER_MODES[mode]: peer for mode, peer in row["peers"].items()}}.items():
+    sides = {"m3diff": row}
+    for mode, peer in row["peers"].items():
+        sides[PEER_MODES[mode]] = peer
+    for title, side in sides.items():
         figures = f"{side['cold_s']:7.1f} {side['warm_s']:7.1f} {side['peak_rss_mb']:8,.0f}"
         microseconds = f"{1e6 * side['warm_s'] / side['rows']:9.2f}"
         ratios = f" {side['cold_ratio']:20.1f} {side['warm_ratio']:6.1f}" if "cold_ratio" in side else ""
@@ -690,7 +706,7 @@ def main() -> None:
     if args.peer_turns < 1:
         parser.error("--peer-turns: at least one")
     own_checkout = Checkout("this", ROOT, sys.executable)
-    facts = machine()
+    facts = describe_machine()
     print(f"{facts['device']}; load before the start {facts['load_before']:.1f}")
     with ExitStack() as stack:
         folder = (args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
@@ -701,7 +717,7 @@ def main() -> None:
         else:
             figures = measure_sizes(folder, own_checkout, args)
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    write({"date": date, **facts, **figures}, args.out or (AGAINST_RESULTS if args.against else RESULTS))
+    write_results({"date": date, **facts, **figures}, args.out or (AGAINST_RESULTS if args.against else RESULTS))
 
 
 if __name__ == "__main__":

@@ -125,7 +125,16 @@ REFERENCES = {
 BYTES = (".parquet", ".jsonl", ".npz", ".jinja", ".txt", ".model", ".out")
 IMAGES = (".png", ".jpg", ".webp")
 # JSON keys and CSV columns that are ignored: times, paths, module names, and hashes of files that already have a digest
-SKIPPED = {"auto_map", "auto_mapping", "base", "base_model_name_or_path", "base_sha256", "files", "path", "seconds"}
+IGNORED_KEYS = {
+    "auto_map",
+    "auto_mapping",
+    "base",
+    "base_model_name_or_path",
+    "base_sha256",
+    "files",
+    "path",
+    "seconds",
+}
 
 
 def main() -> int:
@@ -134,33 +143,33 @@ def main() -> int:
     parser.add_argument("commit", nargs="?", help="compare with this commit")
     parser.add_argument("--json", action="store_true", help="print the digest of every file as JSON")
     args = parser.parse_args()
-    other_digests = digests_of(args.commit) if args.commit else None
-    own_digests = digests()
+    other_digests = compute_digests_of_commit(args.commit) if args.commit else None
+    own_digests = compute_digests()
     if args.json:
         print(json.dumps(own_digests, indent=1))
     elif other_digests is None:
-        print("\n".join(f"{digest:.16}  {folder}" for folder, digest in by_folder(own_digests).items()))
+        print("\n".join(f"{digest:.16}  {folder}" for folder, digest in combine_by_folder(own_digests).items()))
     return 0 if other_digests is None else compare(other_digests, own_digests)
 
 
 def compare(other_digests: dict[str, str], own_digests: dict[str, str]) -> int:
     """Print a line for each folder, followed by its files that differ. Return 1 if any file differs, otherwise 0."""
     names = dict.fromkeys([*other_digests, *own_digests])
-    different = [name for name in names if other_digests.get(name) != own_digests.get(name)]
-    other_folders = by_folder(other_digests)
-    own_folders = by_folder(own_digests)
+    changed_names = [name for name in names if other_digests.get(name) != own_digests.get(name)]
+    other_folders = combine_by_folder(other_digests)
+    own_folders = combine_by_folder(own_digests)
     print(f"{'there':16}  {'here':16}  equal  name")
     for folder in dict.fromkeys(map(folder_of, names)):
-        files = [name for name in different if folder_of(name) == folder]
+        files = [name for name in changed_names if folder_of(name) == folder]
         other_digest = other_folders.get(folder, "absent")
         own_digest = own_folders.get(folder, "absent")
         print(f"{other_digest:16.16}  {own_digest:16.16}  {'NO' if files else 'yes':5}  {folder}")
         print("".join(f"{'':43}{name}\n" for name in files), end="")
-    print(f"{len(names) - len(different)} of {len(names)} files equal")
-    return 1 if different else 0
+    print(f"{len(names) - len(changed_names)} of {len(names)} files equal")
+    return 1 if changed_names else 0
 
 
-def by_folder(files: dict[str, str]) -> dict[str, str]:
+def combine_by_folder(files: dict[str, str]) -> dict[str, str]:
     """Return a combined digest of all files in each folder."""
     folders: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, digest in files.items():
@@ -174,7 +183,7 @@ def folder_of(name: str) -> str:
     return "/".join(parts[:2])
 
 
-def digests_of(commit: str) -> dict[str, str]:
+def compute_digests_of_commit(commit: str) -> dict[str, str]:
     """Check out a commit and return its digests, computed by the commit's copy of this script."""
     git = ("git", "-C", str(ROOT), "worktree")
     remove = [*git, "remove", "--force", str(OTHER_CHECKOUT)]
@@ -188,7 +197,7 @@ def digests_of(commit: str) -> dict[str, str]:
         subprocess.run(remove, check=True)
 
 
-def digests() -> dict[str, str]:
+def compute_digests() -> dict[str, str]:
     """Run the small training runs and return the digest of each output file by name.
 
     The outputs of the embedded run are included with the digests that dvc.lock records for them.
@@ -205,7 +214,7 @@ def digests() -> dict[str, str]:
     score()
     files = dict(recorded_outputs())
     for folder in ("raw", "data", "bases", *RUNS, "scores", "llava"):
-        files |= dict(contents(WORK / folder))
+        files |= dict(digest_files(WORK / folder))
     return files
 
 
@@ -285,7 +294,7 @@ def score() -> None:
         (folder / f"{name}.json").write_text(m3diff("small", ("score", *arguments, "--json")))
 
 
-def contents(folder: Path) -> Iterator[tuple[str, str]]:
+def digest_files(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the name and digest of each file in a folder and its subfolders. Images in a folder share one digest."""
     images: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -308,31 +317,31 @@ def content_of(file: Path) -> bytes | None:
         return file.read_bytes()
     if file.suffix == ".csv":
         rows = csv.DictReader(file.read_text().splitlines())
-        return json.dumps([without_skipped(row) for row in rows]).encode()
+        return json.dumps([remove_ignored_keys(row) for row in rows]).encode()
     if file.suffix == ".json" and file.name != "recipe.json":
-        return json.dumps(without_skipped(json.loads(file.read_text())), sort_keys=True).encode()
+        return json.dumps(remove_ignored_keys(json.loads(file.read_text())), sort_keys=True).encode()
     if file.suffix == ".safetensors":
-        return json.dumps(tensors(file.read_bytes()), sort_keys=True).encode()
+        return json.dumps(describe_tensors(file.read_bytes()), sort_keys=True).encode()
     return None
 
 
-def tensors(content: bytes) -> dict[str, Any]:
+def describe_tensors(content: bytes) -> dict[str, Any]:
     """Return the type, shape and digest of each tensor in a safetensors file, by name."""
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
     header.pop("__metadata__", None)
-    described = {}
+    descriptions = {}
     for name, tensor in header.items():
         begin, end = tensor["data_offsets"]
-        described[name] = (tensor["dtype"], tensor["shape"], sha256(content[start + begin : start + end]))
-    return described
+        descriptions[name] = (tensor["dtype"], tensor["shape"], sha256(content[start + begin : start + end]))
+    return descriptions
 
 
-def without_skipped(tree: Any) -> Any:
-    """Return a JSON value without the keys in SKIPPED, at any depth."""
+def remove_ignored_keys(tree: Any) -> Any:
+    """Return a JSON value without the keys in IGNORED_KEYS, at any depth."""
     if isinstance(tree, dict):
-        return {key: without_skipped(value) for key, value in tree.items() if key not in SKIPPED}
-    return [without_skipped(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: remove_ignored_keys(value) for key, value in tree.items() if key not in IGNORED_KEYS}
+    return [remove_ignored_keys(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def sha256(content: bytes) -> str:

@@ -49,36 +49,39 @@ class Row:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def ladder(device: str) -> list[Row]:
+def make_rows(device: str) -> list[Row]:
     """Return all rows, starting with those that take the least time."""
-    small = f" --device {device} --shapes {'7b' if device == 'cuda' else 'tiny'}"
-    threads = "" if device == "cuda" else " --threads 1 --pairs 2"
-    tests = (ROOT / "tests" / "gpu" / "test_gpu.py").read_text()
-    names = [f"::{name}" for name in re.findall(r"^def (test_\w+)", tests, re.M)] if device == "cuda" else [""]
-    rows = [Row(f"tests/gpu {name}", f"-m pytest -q -m gpu tests/gpu/test_gpu.py{name}", 100) for name in names]
+    if device == "cuda":
+        options = "--device cuda --shapes 7b"
+        text = (ROOT / "tests" / "gpu" / "test_gpu.py").read_text()
+        tests = [f"::{name}" for name in re.findall(r"^def (test_\w+)", text, re.M)]
+    else:
+        options = f"--device {device} --shapes tiny --threads 1 --pairs 2"
+        tests = [""]  # all tests in one row, which skips them
+    rows = [Row(f"tests/gpu {test}", f"-m pytest -q -m gpu tests/gpu/test_gpu.py{test}", 100) for test in tests]
 
-    def lever(name: str, **variables: str) -> Row:
+    def train_row(name: str, **variables: str) -> Row:
         title = ", ".join([name, *(f"{variable}={value}" for variable, value in variables.items())])
-        command = f"benchmarks/train.py{small}{threads} --repeats 1 --rows {shlex.quote(name)} --out {{out}}"
+        command = f"benchmarks/train.py {options} --repeats 1 --rows {shlex.quote(name)} --out {{out}}"
         return Row(name=f"train: {title}", command=command, limit_s=240, environment=variables)
 
-    rows.append(lever("packed, flex, none"))
-    rows.append(lever("packed, flex, selective"))
-    rows.append(lever("packed, flex, none", PYTORCH_ALLOC_CONF="expandable_segments:False"))
+    rows.append(train_row("packed, flex, none"))
+    rows.append(train_row("packed, flex, selective"))
+    rows.append(train_row("packed, flex, none", PYTORCH_ALLOC_CONF="expandable_segments:False"))
     for is_deprioritized in ("0", "1"):
-        rows.append(lever("packed, sdpa, none", TORCH_CUDNN_SDPA_DEPRIORITIZED=is_deprioritized))
-        rows.append(lever("unpacked", TORCH_CUDNN_SDPA_DEPRIORITIZED=is_deprioritized))
-    rows.append(lever("unpacked, full"))
+        rows.append(train_row("packed, sdpa, none", TORCH_CUDNN_SDPA_DEPRIORITIZED=is_deprioritized))
+        rows.append(train_row("unpacked", TORCH_CUDNN_SDPA_DEPRIORITIZED=is_deprioritized))
+    rows.append(train_row("unpacked, full"))
     return rows
 
 
-def climb(rows: list[Row], results: Path, budget_s: float, device: str) -> int:
-    """Run the rows that are missing from `results` until the time budget is used up. Return the number of rows left."""
+def run_missing_rows(rows: list[Row], results: Path, budget_s: float, device: str) -> int:
+    """Run the rows that are missing from `results` for at most `budget_s` seconds. Return how many are missing."""
     end = time.monotonic() + budget_s
     results.parent.mkdir(parents=True, exist_ok=True)
     finished = finished_rows(results)
-    todo = [row for row in rows if row.name not in finished]
-    for number, row in enumerate(todo):
+    missing_rows = [row for row in rows if row.name not in finished]
+    for number, row in enumerate(missing_rows):
         remaining_s = end - time.monotonic()
         # The first row of a slice is recorded even if it is cut off. Otherwise, a row that takes longer than a slice
         # would be started again in every slice
@@ -86,8 +89,9 @@ def climb(rows: list[Row], results: Path, budget_s: float, device: str) -> int:
         result = None if remaining_s < 1 else run_row(row, min(row.limit_s, remaining_s), device)
         is_cut_off = result is not None and result["rc"] == signal.SIGKILL and remaining_s < row.limit_s
         if result is None or (is_cut_off and not had_whole_slice):
-            print(f"{len(todo) - number} of {len(rows)} rows are left: run again for the next slice", flush=True)
-            return len(todo) - number
+            missing_count = len(missing_rows) - number
+            print(f"{missing_count} of {len(rows)} rows are missing: run again for the next slice", flush=True)
+            return missing_count
         with results.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(f"{row.name}: exit {result['rc']} after {result['seconds']} s", flush=True)
@@ -116,7 +120,7 @@ def run_row(row: Row, limit_s: float, device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "printed").open("w+") as printed:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-Wignore", *(part.format(out=out) for part in shlex.split(row.command))]
-        started = time.monotonic()
+        start = time.monotonic()
         process = subprocess.Popen(
             command, env=variables, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT
         )
@@ -129,13 +133,14 @@ def run_row(row: Row, limit_s: float, device: str) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         printed.seek(0)
-        lines = out.with_suffix(".jsonl")
+        rows_file = out.with_suffix(".jsonl")
+        rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
         return {
             "name": row.name,
             "rc": abs(process.returncode),
-            "seconds": round(time.monotonic() - started, 1),
+            "seconds": round(time.monotonic() - start, 1),
             "figures": json.loads(out.read_text()) if out.exists() else None,
-            "rows": [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else [],
+            "rows": rows,
             "printed": printed.read()[-TAIL:],
             "environment": row.environment,
         }
@@ -149,8 +154,8 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="regular expression of the rows to run; all by default")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    rows = [row for row in ladder(args.device) if re.search(args.rows, row.name)]
-    climb(rows, args.out, args.budget, args.device)
+    rows = [row for row in make_rows(args.device) if re.search(args.rows, row.name)]
+    run_missing_rows(rows, args.out, args.budget, args.device)
 
 
 if __name__ == "__main__":

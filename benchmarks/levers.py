@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +139,9 @@ class Size:
         """
         sequences = list(enumerate(self.groups))
         if not variant.packed:
-            sequences = [(number, [branch]) for number, group in sequences for branch in group]
+            sequences = []
+            for number, group in enumerate(self.groups):
+                sequences += [(number, [branch]) for branch in group]
         size = self.micro["packed" if variant.packed else variant.activation_checkpointing]
         return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
@@ -202,11 +205,15 @@ class MasterAdamW:
 
     def __init__(self, model: torch.nn.Module, settings: Any) -> None:
         groups = trainable_groups(model, M3DIFF, settings)
-        self.weights = [p for group in groups for p in group.parameters]
-        masters = {id(p): p if p.dtype == torch.float32 else p.detach().float() for p in self.weights}
-        self.masters = [masters[id(p)] for p in self.weights]
-        slots = [{"params": [masters[id(p)] for p in group.parameters], "lr": group.lr} for group in groups]
-        self.optimizer = torch.optim.AdamW(slots, weight_decay=0.0, fused=True)
+        self.weights = list(chain.from_iterable(group.parameters for group in groups))
+        masters = {}
+        for weight in self.weights:
+            masters[id(weight)] = weight if weight.dtype == torch.float32 else weight.detach().float()
+        self.masters = [masters[id(weight)] for weight in self.weights]
+        parameter_groups = []
+        for group in groups:
+            parameter_groups.append({"params": [masters[id(weight)] for weight in group.parameters], "lr": group.lr})
+        self.optimizer = torch.optim.AdamW(parameter_groups, weight_decay=0.0, fused=True)
 
     def clear(self) -> None:
         """Delete all gradients."""
@@ -250,7 +257,8 @@ class Bench:
         side = self.size.config.vision_config.image_size
         self.to_pixels = M3DiffImageProcessor(size={"height": side, "width": side}).to_pixels
         self.processor: Any = SimpleNamespace(pad_id=PAD, image_inputs=self.image_inputs)
-        self.tokens = sum(len(reference) for group in self.size.groups for _, reference in group)
+        branches = chain.from_iterable(self.size.groups)
+        self.tokens = sum(len(reference) for _, reference in branches)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -289,7 +297,7 @@ class Bench:
 
     def stock_loss(self, sequences: list[tuple[int, Branches]], batch: MicroBatch) -> Tensor:
         """Return the summed loss of transformers' own loss function, with one right-padded caption per row."""
-        captions = [branch for _, branches in sequences for branch in branches]
+        captions = list(chain.from_iterable(branches for _, branches in sequences))
         ids = [torch.tensor([*prompt, *reference]) for prompt, reference in captions]
         labels = [torch.tensor([-100] * len(prompt) + list(reference)) for prompt, reference in captions]
         mask = pad_sequence([torch.ones_like(tokens) for tokens in ids], batch_first=True)
@@ -322,7 +330,7 @@ class Measurement:
         optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
         seconds = statistics.median(self.run_s) + optimizer
         batches = list(size.micro_batches(self.variant))
-        lengths = [length for _, sequences in batches for length in sequences]
+        lengths = list(chain.from_iterable(sequences for _, sequences in batches))
         rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": len(lengths) / seconds}
         spread = (max(self.run_s) - min(self.run_s)) / statistics.median(self.run_s)
         figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread}
@@ -397,14 +405,14 @@ def measure_alone(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Me
         bench.model.zero_grad(set_to_none=True)
 
 
-def check_losses(measured: list[Measurement], precision: str) -> None:
+def check_losses(measurements: list[Measurement], precision: str) -> None:
     """Check that every variant has the same loss as the first one.
 
     Raises:
         AssertionError: a loss differs by more than the tolerance.
     """
-    for measurement in measured:
-        reference = measured[0]
+    for measurement in measurements:
+        reference = measurements[0]
         deviation = abs(measurement.loss / reference.loss - 1)
         # A new MDP module is initialised to zero or almost zero, so a model without the module has about the same loss
         tolerance = SAME_LOSS[precision] if measurement.variant.mdp else 0.05
@@ -459,7 +467,7 @@ def planned_gb(size: Size, variant: Variant, precision: str) -> float | None:
 def model_flops(size: Size, variant: Variant) -> float:
     """Return the FLOPs of the forward and backward passes over all captions, without recomputation."""
     batches = list(size.micro_batches(variant))
-    lengths = [length for _, sequences in batches for length in sequences]
+    lengths = list(chain.from_iterable(sequences for _, sequences in batches))
     supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
     terms = M3DIFF.flops(meta_model(size.config, M3DIFF, size.settings), sum(lengths) / len(lengths), supervised)
     return len(lengths) * sum(term.total for term in terms)
@@ -477,7 +485,7 @@ def planned_activations_gb(size: Size, variant: Variant, precision: str) -> floa
     return sum(activations.values()) / 1e9
 
 
-def chosen_variants(rows: Sequence[str] | None, gpu: bool, precision: str) -> tuple[Variant, ...]:
+def choose_variants(rows: Sequence[str] | None, gpu: bool, precision: str) -> tuple[Variant, ...]:
     """Return the variants with the names in `rows`, in this order. If `rows` is None, return all for the device.
 
     Raises:
@@ -487,7 +495,7 @@ def chosen_variants(rows: Sequence[str] | None, gpu: bool, precision: str) -> tu
     if rows is None:
         return ABLATION + (GPU_ROWS if gpu or precision == "bf16" else ())
     if unknown := [name for name in rows if name not in variants]:
-        raise ValueError(f"no row is called {unknown[0]!r}; rows: {'; '.join(variants)}")
+        raise ValueError(f"there is no row {unknown[0]!r}; rows: {'; '.join(variants)}")
     return tuple(variants[name] for name in rows)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from m3diff.records.machine import usable_cpus
 
 
-def machine(device: str = "cpu") -> dict[str, Any]:
+def describe_machine(device: str = "cpu") -> dict[str, Any]:
     """Return facts about the machine and the versions of the main libraries.
 
     Args:
@@ -29,7 +29,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def write(result: dict[str, Any], out: Path) -> None:
+def write_results(result: dict[str, Any], out: Path) -> None:
     """Write the results as JSON and print the path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n", "utf-8")

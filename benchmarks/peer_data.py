@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,17 @@ class Conversion:
         question = self.question(record)
         texts = [" ".join(text.split()) for text in record["references"]]
         if record["split"] == "train":
-            first_index_of = {text: index for index, text in reversed(list(enumerate(texts))) if text}
-            texts_by_index = sorted((index, text) for text, index in first_index_of.items())
+            index_of_text: dict[str, int] = {}
+            for index, text in enumerate(texts):
+                if text:
+                    index_of_text.setdefault(text, index)
+            numbered_texts = [(index, text) for text, index in index_of_text.items()]
         else:
-            texts_by_index = list(enumerate(texts))
-        copied = {name: record[name] for name in COPIED_FIELDS}
+            numbered_texts = list(enumerate(texts))
+        fields = {name: record[name] for name in COPIED_FIELDS}
         return [
-            {"id": f"{record['id']}#{index}", "pair": record["id"], **copied, "question": question, "reference": text}
-            for index, text in texts_by_index
+            {"id": f"{record['id']}#{index}", "pair": record["id"], **fields, "question": question, "reference": text}
+            for index, text in numbered_texts
         ]
 
     def question(self, record: Row) -> str:
@@ -130,7 +134,9 @@ class Conversion:
         questions = self.questions[record["dataset"]]
         if record["split"] != "train":
             return questions[0]
-        bits = int.from_bytes(hashlib.blake2b(record["id"].encode(), digest_size=8, key=self.key).digest(), "little")
+        digest = hashlib.blake2b(record["id"].encode(), digest_size=8, key=self.key).digest()
+        bits = int.from_bytes(digest, "little")
+        # The output function of SplitMix64
         bits = (bits + 0x9E3779B97F4A7C15) & MASK
         bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
         bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
@@ -150,11 +156,13 @@ def columns_of(rows: Sequence[Row]) -> Batch:
 
 def convert_by_rows(records: Dataset, check: RecordCheck, conversion: Conversion) -> Dataset:
     """Convert with functions that take a single row. Only the last step, which adds rows, must take a batch."""
-    checked = records.map(lambda record: {"is_sound": check.is_sound(record)})
-    sound = checked.filter(lambda record: record["is_sound"])
-    sampled = sound.map(lambda record: {"samples": conversion.samples(record)}, remove_columns=sound.column_names)
-    return sampled.map(
-        lambda batch: columns_of([sample for samples in batch["samples"] for sample in samples]),
+    checked_records = records.map(lambda record: {"is_sound": check.is_sound(record)})
+    sound_records = checked_records.filter(lambda record: record["is_sound"])
+    sample_lists = sound_records.map(
+        lambda record: {"samples": conversion.samples(record)}, remove_columns=sound_records.column_names
+    )
+    return sample_lists.map(
+        lambda batch: columns_of(list(chain.from_iterable(batch["samples"]))),
         batched=True,
         remove_columns=["samples"],
     )
@@ -162,12 +170,15 @@ def convert_by_rows(records: Dataset, check: RecordCheck, conversion: Conversion
 
 def convert_by_batches(records: Dataset, check: RecordCheck, conversion: Conversion) -> Dataset:
     """Convert with functions that take a batch of 1,000 rows."""
-    sound = records.filter(lambda batch: [check.is_sound(record) for record in rows_of(batch)], batched=True)
-    return sound.map(
-        lambda batch: columns_of([sample for record in rows_of(batch) for sample in conversion.samples(record)]),
-        batched=True,
-        remove_columns=sound.column_names,
-    )
+    sound_records = records.filter(lambda batch: [check.is_sound(record) for record in rows_of(batch)], batched=True)
+
+    def convert_batch(batch: Batch) -> Batch:
+        samples: list[Row] = []
+        for record in rows_of(batch):
+            samples += conversion.samples(record)
+        return columns_of(samples)
+
+    return sound_records.map(convert_batch, batched=True, remove_columns=sound_records.column_names)
 
 
 MODES: dict[str, Callable[[Dataset, RecordCheck, Conversion], Dataset]] = {

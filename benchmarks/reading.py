@@ -68,15 +68,16 @@ def main() -> None:
     """Run the stages in a clone, then print the files to read with their line counts and the totals."""
     prepare()
     for stage in (("dvc", "repro", "-q"), ("m3diff", "register")):
-        run("-m", *stage, traced=True)
-    files = reading_order(calls())
+        run("-m", *stage, is_traced=True)
+    files = reading_order(read_calls())
     for file in files:
         print(f"{file.lines:5}  {'run ' if file.is_run else 'read'}  {file.path.relative_to(CLONE)}")
-    print(total(files, "all that runs or is read"))
-    print(total([file for file in files if "stages" in file.path.parts], "the stages' own"))
+    print(describe_total(files, "run or read"))
+    stage_files = [file for file in files if "stages" in file.path.parts]
+    print(describe_total(stage_files, "in the folder of the stages"))
 
 
-def total(files: list[CountedFile], title: str) -> str:
+def describe_total(files: list[CountedFile], title: str) -> str:
     """Return a line of text with the total number of lines and files."""
     run_count = sum(file.is_run for file in files)
     lines = sum(file.lines for file in files)
@@ -99,22 +100,25 @@ def prepare() -> None:
     run("-m", "dvc", "repro", "-q", f"synthesize@{name}")
 
 
-def run(*arguments: str, traced: bool = False) -> None:
-    """Run Python in the clone with the clone's code. If `traced` is set, record the functions that are called."""
+def run(*arguments: str, is_traced: bool = False) -> None:
+    """Run Python in the clone with the clone's code. If `is_traced` is true, record the functions that are called."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     environment["PYTHONPATH"] = str(CLONE)
-    if traced:
+    if is_traced:
         environment["PYTHONPATH"] += f"{os.pathsep}{HOOK}"
         folders = (f"{(CLONE / folder).resolve()}{os.sep}" for folder in FOLDERS)
         environment |= {"READING_CALLS": str(CALLS), "READING_FOLDERS": os.pathsep.join(folders)}
     subprocess.run([sys.executable, *arguments], cwd=CLONE, env=environment, check=True)
 
 
-def calls() -> list[tuple[Path, int]]:
+def read_calls() -> list[tuple[Path, int]]:
     """Return the file and first line of each function that was called, in the order of the first calls."""
-    rows = [row.split("\t") for file in CALLS.iterdir() for row in file.read_text().splitlines()]
+    rows = []
+    for file in CALLS.iterdir():
+        rows += [line.split("\t") for line in file.read_text().splitlines()]
     rows.sort(key=lambda row: float(row[0]))
-    return list(dict.fromkeys((Path(path), int(line)) for _, path, line in rows))
+    functions = [(Path(path), int(line)) for _, path, line in rows]
+    return list(dict.fromkeys(functions))  # without repetitions, in order
 
 
 def reading_order(functions: list[tuple[Path, int]]) -> list[CountedFile]:
@@ -132,14 +136,15 @@ def files_named_by(path: Path, line: int) -> Iterator[Path]:
     for function in ast.walk(tree(path)):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) != line:
+        lines = [function.lineno, *(decorator.lineno for decorator in function.decorator_list)]
+        if min(lines) != line:
             continue
-        names = imports(path) | dict(imported(path, function))
+        names = imports(path) | dict(find_imports(path, function))
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and node.id in names:
-                file = definition(*names[node.id])
+                file = find_definition(*names[node.id])
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
-                file = definition(*names[node.value.id], node.attr)
+                file = find_definition(*names[node.value.id], node.attr)
             else:
                 continue
             if file not in (None, path):
@@ -155,10 +160,10 @@ def tree(path: Path) -> ast.Module:
 @cache
 def imports(path: Path) -> dict[str, tuple[str, ...]]:
     """Return a dictionary from each name that a file imports to the parts of the name's dotted path."""
-    return dict(imported(path, tree(path)))
+    return dict(find_imports(path, tree(path)))
 
 
-def imported(path: Path, node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
+def find_imports(path: Path, node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each name that is imported inside a syntax node, with the parts of the name's dotted path."""
     package = path.relative_to(CLONE).parent.parts
     for statement in ast.walk(node):
@@ -173,7 +178,7 @@ def imported(path: Path, node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]
                     yield alias.asname, tuple(alias.name.split("."))
 
 
-def definition(*dotted: str) -> Path | None:
+def find_definition(*dotted: str) -> Path | None:
     """Return the file that defines the object at a dotted path, or None if the path is not part of the project."""
     folder = CLONE
     for index, part in enumerate(dotted):
@@ -195,7 +200,7 @@ def origin(file: Path, name: str) -> Path | None:
     if not file.is_file():
         return None
     dotted = imports(file).get(name)
-    return (definition(*dotted) if dotted else None) or file
+    return (find_definition(*dotted) if dotted else None) or file
 
 
 if __name__ == "__main__":

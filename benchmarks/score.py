@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.data import ratio_of_turns  # noqa: E402
-from benchmarks.machine import machine, write  # noqa: E402
+from benchmarks.machine import describe_machine, write_results  # noqa: E402
 from m3diff.runtime import prepare  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "score.json"
@@ -104,7 +104,7 @@ class Scene:
     color: str
 
 
-def real_captions(annotations: Path, images: int) -> Captions:
+def read_captions(annotations: Path, images: int) -> Captions:
     """Return captions of COCO images that were written by people.
 
     The file has 1,000 images. For more images, several rounds go through the file. The first round uses the captions as
@@ -115,16 +115,19 @@ def real_captions(annotations: Path, images: int) -> Captions:
     captions: dict[int, list[str]] = {}
     for row in json.loads(annotations.read_text("utf-8"))["annotations"]:
         captions.setdefault(row["image_id"], []).append(row["caption"])
-    sets = [captions[image] for image in sorted(captions) if len(captions[image]) >= REFERENCES]
+    caption_sets = [captions[image] for image in sorted(captions) if len(captions[image]) >= REFERENCES]
     predictions = {}
     references = {}
     for number in range(images):
-        round_number, set_number = divmod(number, len(sets))
-        texts = sets[set_number]
-        other_captions = sets[(set_number + 1 + round_number) % len(sets)]
+        round_number, set_number = divmod(number, len(caption_sets))
+        texts = caption_sets[set_number]
+        other_texts = caption_sets[(set_number + 1 + round_number) % len(caption_sets)]
         name = f"{number:06}"
-        references[name] = [join_halves(texts[i], texts[(i + round_number) % len(texts)]) for i in range(REFERENCES)]
-        predictions[name] = join_halves(texts[round_number % len(texts)], other_captions[0])
+        references[name] = []
+        for index in range(REFERENCES):
+            partner = texts[(index + round_number) % len(texts)]
+            references[name].append(join_halves(texts[index], partner))
+        predictions[name] = join_halves(texts[round_number % len(texts)], other_texts[0])
     return Captions("people's, of COCO", predictions, references)
 
 
@@ -135,7 +138,7 @@ def join_halves(head_text: str, tail_text: str) -> str:
     return " ".join(head[: len(head) // 2] + tail[len(tail) // 2 :])
 
 
-def made_captions(images: int, seed: int = 0) -> Captions:
+def draw_captions(images: int, seed: int = 0) -> Captions:
     """Return captions of random scenes. Some predictions describe a different scene than the references."""
     rng = random.Random(seed)
     predictions = {}
@@ -236,22 +239,23 @@ def own_scores(captions: Captions) -> Scores:
     return Scores(corpus, images)
 
 
-def differences(scores: Scores, stock: Scores) -> dict[str, float]:
+def largest_differences(scores: Scores, stock: Scores) -> dict[str, float]:
     """Return the largest relative difference between a score and the stock score, by name of the score.
 
     The corpus score and the scores of all images are compared.
     """
-    greatest = {}
-    for name, value in stock.corpus.items():
-        stock_values = [value, *stock.images.get(name, [])]
+    largest = {}
+    for name, stock_score in stock.corpus.items():
+        stock_values = [stock_score, *stock.images.get(name, [])]
         values = [scores.corpus[name], *scores.images.get(name, [])]
-        greatest[name] = max(abs(b - a) / max(abs(a), 1e-12) for a, b in zip(stock_values, values, strict=True))
-    return greatest
+        pairs = zip(values, stock_values, strict=True)
+        largest[name] = max(abs(value - stock_value) / max(abs(stock_value), 1e-12) for value, stock_value in pairs)
+    return largest
 
 
-def are_equal(greatest: dict[str, float]) -> bool:
+def are_equal(differences: dict[str, float]) -> bool:
     """Return whether the largest relative difference of every score is within its tolerance."""
-    return all(value <= (0.0 if name in EXACT else TOLERANCE) for name, value in greatest.items())
+    return all(value <= (0.0 if name in EXACT else TOLERANCE) for name, value in differences.items())
 
 
 @dataclass
@@ -311,7 +315,7 @@ def take_turns(sides: Sequence[Side], turns: int) -> None:
             print(f"turn {turn + 1}: {side.name:>6} {seconds:7.2f} s, processor {processor_seconds:7.2f} s", flush=True)
 
 
-def figures(sides: Sequence[Side]) -> dict[str, Any]:
+def summarize(sides: Sequence[Side]) -> dict[str, Any]:
     """Return the median times of each side and, except for this checkout, the ratio to this checkout's time."""
     own_side = sides[0]
     rows = {}
@@ -339,26 +343,26 @@ def measure(captions: Captions, against: Path | None, turns: int) -> dict[str, A
         captions_file.write_text(json.dumps(captions.__dict__), "utf-8")
         sides = make_sides(captions_file, predictions, references, against)
         take_turns(sides, turns)
-        stock = stock_scores_in_silence(captions)
-    greatest = differences(own_scores(captions), stock)
-    rows = figures(sides)
-    by_name = {side.name: side for side in sides}
-    corpus = Scores(by_name["this"].scores, {})
-    equal_to_other = against is None or by_name["other"].scores == by_name["this"].scores
+        stock = stock_scores_without_output(captions)
+    differences = largest_differences(own_scores(captions), stock)
+    rows = summarize(sides)
+    printed_scores = {side.name: side.scores for side in sides}
+    corpus = Scores(printed_scores["this"], {})
+    equal_to_other = against is None or printed_scores["other"] == printed_scores["this"]
     return {
         "images": len(captions.predictions),
         "references": REFERENCES,
         "captions": captions.source,
         "sides": rows,
         "target_ratio": TARGET_RATIO,
-        "equal": are_equal(greatest) and are_equal(differences(corpus, Scores(stock.corpus, {}))),
+        "equal": are_equal(differences) and are_equal(largest_differences(corpus, Scores(stock.corpus, {}))),
         "equal_to_other": equal_to_other,
-        "differences": greatest,
-        "scores": by_name["this"].scores,
+        "differences": differences,
+        "scores": printed_scores["this"],
     }
 
 
-def stock_scores_in_silence(captions: Captions) -> Scores:
+def stock_scores_without_output(captions: Captions) -> Scores:
     """Return pycocoevalcap's scores. Its output is redirected to stderr, because stdout may contain the result."""
     with redirect_stdout(sys.stderr):
         return stock_scores(captions)
@@ -371,27 +375,27 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=IMAGES)
     parser.add_argument("--turns", type=int, default=TURNS, help="turns of every side")
     parser.add_argument("--against", type=Path, help="folder of another checkout, where `make install` ran")
-    parser.add_argument("--made", action="store_true", help="made captions where people's are at hand, too")
+    parser.add_argument("--made", action="store_true", help="use made captions even if COCO's are available")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--stock", type=Path, help=argparse.SUPPRESS)  # captions to score with pycocoevalcap
     args = parser.parse_args()
     if args.stock:
-        scores = stock_scores_in_silence(Captions(**json.loads(args.stock.read_text("utf-8"))))
+        scores = stock_scores_without_output(Captions(**json.loads(args.stock.read_text("utf-8"))))
         print(json.dumps({"scores": scores.corpus}))
         return
     against = args.against and args.against.resolve()
     if against and not (against / ".venv/bin/m3diff").exists():
         parser.error(f"--against: {against} has no .venv; run `make install` there")
     is_made = args.made or not COCO.is_file()
-    captions = made_captions(args.images) if is_made else real_captions(COCO, args.images)
-    facts = machine()
+    captions = draw_captions(args.images) if is_made else read_captions(COCO, args.images)
+    facts = describe_machine()
     print(f"{facts['device']}; load before the start {os.getloadavg()[0]:.1f}; captions: {captions.source}", flush=True)
     result = measure(captions, against, args.turns)
     for name, row in result["sides"].items():
         times = f"{row['ratio']:6.2f} x this" if "ratio" in row else ""
         print(f"{name:>6} {row['seconds']:7.2f} s, processor {row['processor_seconds']:7.2f} s {times}")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    write({"date": date, **facts, "pycocoevalcap": version("pycocoevalcap"), **result}, args.out)
+    write_results({"date": date, **facts, "pycocoevalcap": version("pycocoevalcap"), **result}, args.out)
     assert result["equal"], f"scores differ from stock's: {result['differences']}"
     assert result["equal_to_other"], "the two checkouts give different scores"
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,8 @@ def embedded_job(folder: Path, captions: int | None, global_batch: int, micro_ba
     return Job(cfg, model, compute, folder, run_dir / "out", run_dir, "")
 
 
-def own_step(job: Job) -> Callable[[], float]:
-    """Start the project's training loop, and return a function that takes one step and returns the step's loss.
+def start_training(job: Job) -> Callable[[], float]:
+    """Start the project's training loop. Return a function that takes a step and returns its loss.
 
     `torch.distributed` must be initialised.
     """
@@ -162,13 +163,13 @@ def serve_own(pipe: Connection, job: Job) -> None:
     logging.disable_progress_bar()
     job.run_dir.mkdir(parents=True, exist_ok=True)
     with single_worker_group(job.compute.gpu):
-        step = own_step(job)
+        step = start_training(job)
         while step_count := pipe.recv():
-            started = time.perf_counter()
+            start = time.perf_counter()
             losses = [step() for _ in range(step_count)]
             if job.compute.gpu:
                 torch.cuda.synchronize()
-            pipe.send((time.perf_counter() - started, losses))
+            pipe.send((time.perf_counter() - start, losses))
 
 
 MAX_STEPS = 100_000
@@ -218,7 +219,9 @@ class StockDataset(torch.utils.data.Dataset):
         self.order = lru_cache(maxsize=4)(self._order)
 
     def _order(self, step: int) -> list[int]:
-        return [int(row) for sequence in self.schedule.global_sequences(step) for row in sequence]
+        """Return the rows of a step's captions."""
+        sequences = self.schedule.global_sequences(step)
+        return [int(row) for row in chain.from_iterable(sequences)]
 
     def __len__(self) -> int:
         return MAX_STEPS * self.schedule.global_batch
@@ -232,18 +235,18 @@ class StockDataset(torch.utils.data.Dataset):
         return {
             "input_ids": torch.tensor([*prompt, *reference]),
             "labels": torch.tensor([-100] * len(prompt) + list(reference)),
-            "pixel_values": normalised(images, self.processor.image_processor),
+            "pixel_values": normalise(images, self.processor.image_processor),
         }
 
 
-def normalised(images: np.ndarray, image_processor: Any) -> Tensor:
+def normalise(images: np.ndarray, image_processor: Any) -> Tensor:
     """Convert uint8 images [2, side, side, 3] to normalised floats [2, 3, side, side]."""
     mean = torch.tensor(image_processor.image_mean)[:, None, None]
     std = torch.tensor(image_processor.image_std)[:, None, None]
     return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
 
 
-def padded(rows: list[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
+def pad_rows(rows: list[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     """Combine rows of a `StockDataset` into a right-padded batch."""
     input_ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
@@ -283,7 +286,7 @@ class Rounds(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first request."""
-        self._next(control)
+        self._await_request(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Store the loss of the step. After the last requested step, send the results and wait for the next request."""
@@ -295,9 +298,9 @@ class Rounds(TrainerCallback):
                 torch.cuda.synchronize()
             self.pipe.send((time.perf_counter() - self.started, trainer.losses))
             trainer.losses = []
-            self._next(control)
+            self._await_request(control)
 
-    def _next(self, control: Any) -> None:
+    def _await_request(self, control: Any) -> None:
         self.count = self.pipe.recv()
         control.should_training_stop = not self.count
         self.started = time.perf_counter()
@@ -318,7 +321,7 @@ def stock_model(job: Job) -> tuple[Any, Any]:
     return adapted.to("cuda" if gpu else "cpu"), family.load_processor(job.cfg.base)
 
 
-def trainer_for(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
+def make_trainer(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
     """Return the Trainer for a job with one caption per sequence.
 
     The Trainer uses the global batch and micro-batch sizes of the job, which are numbers of captions.
@@ -327,8 +330,8 @@ def trainer_for(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
     compute = job.compute
     model, processor = stock_model(job)
     groups = trainable_groups(model, FAMILIES[job.model.family], job.model)
-    slots = [{"params": group.parameters, "lr": group.lr} for group in groups]
-    optimizer = torch.optim.AdamW(slots, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
+    parameter_groups = [{"params": group.parameters, "lr": group.lr} for group in groups]
+    optimizer = torch.optim.AdamW(parameter_groups, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     samples = read_training_samples(job.mixture)
     schedule = Schedule(samples, 1, cfg.seed, cfg.global_batch, compute.micro_batch, MAX_STEPS)
     loader = Loader(samples, processor, threads=1, device=Device(compute.gpu, cfg.precision))
@@ -353,7 +356,7 @@ def trainer_for(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
         model=model,
         args=arguments,
         train_dataset=StockDataset(samples, schedule, loader, processor),
-        data_collator=partial(padded, pad_id=processor.pad_id),
+        data_collator=partial(pad_rows, pad_id=processor.pad_id),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
         callbacks=callbacks,
     )
@@ -364,7 +367,7 @@ def serve_peer(pipe: Connection, job: Job) -> None:
     torch.set_num_threads(job.compute.cpus_per_worker)
     rounds = Rounds(pipe, job.compute.gpu)
     logging.disable_progress_bar()
-    trainer = trainer_for(job, [rounds])
+    trainer = make_trainer(job, [rounds])
     trainer.remove_callback(PrinterCallback)
     rounds.trainer = trainer
     trainer.train()

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.machine import machine, write  # noqa: E402
+from benchmarks.machine import describe_machine, write_results  # noqa: E402
 from m3diff.models.device import process_environment  # noqa: E402
 from m3diff.runtime import prepare  # noqa: E402
 
@@ -41,32 +41,32 @@ def compare_sides(args: argparse.Namespace) -> dict[str, Any]:
 
 def conditions(args: argparse.Namespace, device: str) -> dict[str, Any]:
     """Return the conditions of the measurement, which must be the same for all rows of a file."""
-    same: dict[str, Any] = {"device": device, "shapes": args.shapes, "precision": args.precision}
+    facts: dict[str, Any] = {"device": device, "shapes": args.shapes, "precision": args.precision}
     if args.shapes == "tiny":
-        same["pairs"] = args.pairs
-    return same
+        facts["pairs"] = args.pairs
+    return facts
 
 
-def require_same(earlier: dict[str, Any], now: dict[str, Any], file: Path) -> None:
+def check_conditions(earlier: dict[str, Any], current: dict[str, Any], file: Path) -> None:
     """Exit with an error if the earlier results in a file were measured under different conditions."""
-    for name, value in now.items():
+    for name, value in current.items():
         if earlier.get(name) != value:
             sys.exit(
-                f"--rows: {file} has figures of {name} {earlier.get(name)!r}, and these would be of {value!r}; "
-                "write to another file (--out), or leave --rows out, which measures all rows anew"
+                f"--rows: the rows in {file} were measured with {name} {earlier.get(name)!r}, not {value!r}; write to "
+                "another file (--out), or leave out --rows to measure all rows again"
             )
 
 
-def earlier_result(args: argparse.Namespace, now: dict[str, Any]) -> dict[str, Any]:
+def read_earlier_result(args: argparse.Namespace, current: dict[str, Any]) -> dict[str, Any]:
     """Return the earlier result that `--rows` extends, or an empty dictionary if there is none."""
     if not args.rows or not args.out.is_file():
         return {}
     earlier = json.loads(args.out.read_text("utf-8"))
-    require_same(earlier, now, args.out)
+    check_conditions(earlier, current, args.out)
     return earlier
 
 
-def earlier_lines(args: argparse.Namespace, now: dict[str, Any]) -> list[dict[str, Any]]:
+def read_earlier_rows(args: argparse.Namespace, current: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the earlier rows that `--rows` keeps. Incomplete lines are skipped."""
     file = args.out.with_suffix(".jsonl")
     if not args.rows or not file.is_file():
@@ -77,11 +77,11 @@ def earlier_lines(args: argparse.Namespace, now: dict[str, Any]) -> list[dict[st
             rows.append(json.loads(line))
     kept_rows = [row for row in rows if row["name"] not in args.rows]
     for row in kept_rows:
-        require_same(row, now, file)
+        check_conditions(row, current, file)
     return kept_rows
 
 
-def merged(earlier: dict[str, Any], result: dict[str, Any], command: str) -> dict[str, Any]:
+def merge_results(earlier: dict[str, Any], result: dict[str, Any], command: str) -> dict[str, Any]:
     """Return the earlier result with the new rows added, or the new result if there is no earlier one.
 
     A new row replaces an earlier row of the same name. Each added row records the command that measured it.
@@ -89,32 +89,37 @@ def merged(earlier: dict[str, Any], result: dict[str, Any], command: str) -> dic
     if not earlier:
         return result
     rows = [row | {"command": command} for row in result["ablation"]]
-    measured_now = {row["name"] for row in rows} | {*result["not_run"]}
     new_rows = {row["name"]: row for row in rows}
-    ablation = [new_rows.pop(row["name"], row) for row in earlier["ablation"] if row["name"] not in result["not_run"]]
-    not_run = {name: reason for name, reason in earlier["not_run"].items() if name not in measured_now}
-    return earlier | {"ablation": [*ablation, *new_rows.values()], "not_run": not_run | result["not_run"]}
+    new_names = {*new_rows, *result["not_run"]}
+    ablation = []
+    for row in earlier["ablation"]:
+        if row["name"] not in result["not_run"]:
+            ablation.append(new_rows.pop(row["name"], row))
+    ablation += new_rows.values()
+    not_run = {name: reason for name, reason in earlier["not_run"].items() if name not in new_names}
+    return earlier | {"ablation": ablation, "not_run": not_run | result["not_run"]}
 
 
-def ablation(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
+def measure_ablation(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
     """Measure the speedup of each optimization and return the results. Each row is printed and written immediately."""
-    from benchmarks.levers import chosen_variants, measure_levers
+    from benchmarks.levers import choose_variants, measure_levers
 
     gpu = args.device == "cuda"
     lines = args.out.with_suffix(".jsonl")
-    now = conditions(args, facts["device"])
+    current = conditions(args, facts["device"])
     try:
-        variants = chosen_variants(args.rows, gpu, args.precision)
+        variants = choose_variants(args.rows, gpu, args.precision)
     except ValueError as error:
         sys.exit(f"--rows: {error}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    earlier_rows = earlier_lines(args, now)
+    earlier_rows = read_earlier_rows(args, current)
     lines.write_text("".join(json.dumps(row) + "\n" for row in earlier_rows))
 
     def report(row: dict[str, Any]) -> None:
         with lines.open("a") as file:
-            file.write(json.dumps(row | now) + "\n")
-        print(", ".join(f"{key} {value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()))
+            file.write(json.dumps(row | current) + "\n")
+        cells = [f"{key} {value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()]
+        print(", ".join(cells))
 
     return measure_levers(args.shapes, gpu, args.precision, args.pairs, args.repeats, facts["device"], variants, report)
 
@@ -127,24 +132,26 @@ def main() -> None:
     parser.add_argument("--shapes", choices=["7b", "tiny"], default="7b" if gpu else "tiny")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
-    parser.add_argument("--pairs", type=int, default=16, help="pairs of a step on embedded shapes, five captions each")
+    parser.add_argument(
+        "--pairs", type=int, default=16, help="pairs per step at embedded shapes, of five captions each"
+    )
     parser.add_argument("--repeats", type=int, help="rounds; 5 on a CPU, 2 on a GPU")
     parser.add_argument("--steps", type=int, default=10, help="steps whose losses are compared")
     parser.add_argument("--round-s", type=float, default=2.0, help="seconds of a round")
-    parser.add_argument("--rows", nargs="+", metavar="NAME", help="these rows of the levers alone; all by default")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="measure only these rows; default: all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ.update(process_environment(args.device == "cuda"))  # before DeepSpeed is imported
-    facts = machine(args.device)
-    earlier = earlier_result(args, conditions(args, facts["device"]))
+    facts = describe_machine(args.device)
+    earlier = read_earlier_result(args, conditions(args, facts["device"]))
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
     sides = compare_sides(args) if args.device == "cpu" and args.precision == "fp32" and not args.rows else {}
     command = f"python benchmarks/train.py {' '.join(sys.argv[1:])}".strip()
     ratios = {name: row["captions_per_s"] / sides["peer"]["captions_per_s"] for name, row in sides.items()}
     circumstances = {"shapes": args.shapes, "precision": args.precision, **facts, "command": command}
-    result = ablation(args, facts) | sides | {"ratios": ratios} | circumstances
-    write(merged(earlier, result, command), args.out)
+    result = measure_ablation(args, facts) | sides | {"ratios": ratios} | circumstances
+    write_results(merge_results(earlier, result, command), args.out)
 
 
 if __name__ == "__main__":

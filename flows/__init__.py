@@ -6,7 +6,7 @@ Importing this package does not change the process; call `flows.runtime.prepare`
 import psutil
 
 # Protocol class for uvicorn, used by servers that require no token. It refuses requests from pages of other sites
-GUARD = "m3diff.serving.same_origin:Guarded"
+GUARD = "m3diff.serving.same_origin:GuardedProtocol"
 
 # Environment variable that Prefect's worker sets for the process of a flow. Child processes inherit it
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"

@@ -20,7 +20,7 @@ from dvc.utils.serialize import modify_yaml
 from flows import dvc
 from m3diff.provenance.dvc import write_settings
 from m3diff.provenance.git import AS_COMMITTED, GitError, find_commit, git, has_branch, require_own_repository
-from m3diff.records.errors import shell_word
+from m3diff.records.errors import cause_of, shell_word
 from m3diff.records.files import lock_exclusively
 from m3diff.registry import tracking
 from m3diff.registry.versions import CHAMPION, find_aliased_version
@@ -256,7 +256,7 @@ def write_overrides(file: Path, overrides: Sequence[str]) -> None:
                     section = section.setdefault(name, {})
                 section[key] = yaml.safe_load(value)
             except (yaml.YAMLError, TypeError, AttributeError) as error:
-                raise ParamsError("flows.wrong_override", value=text, cause=str(error)) from error
+                raise ParamsError("flows.wrong_override", value=text, cause=cause_of(error)) from error
 
 
 def share_with_checkout(checkout: Path, params: Params) -> tuple[str, ...]:

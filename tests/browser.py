@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages: the one that is installed, or Playwright's own."""
+"""Start a headless Chromium for tests of pages: the installed one, or Playwright's own."""
 
 import os
 import shutil
@@ -19,18 +19,20 @@ REMEDY = (
 
 
 def find_chromium() -> str | None:
-    """An installed Chromium or Chrome; None where there is none that is known."""
-    named = os.environ.get("CHROMIUM")
-    found = [named, *map(shutil.which, NAMES), str(MAC) if MAC.exists() else None]
-    return next((path for path in found if path), None)
+    """Return the path of an installed Chromium or Chrome, or None if none is found."""
+    paths = [os.environ.get("CHROMIUM")]
+    paths += [shutil.which(name) for name in NAMES]
+    if MAC.exists():
+        paths.append(str(MAC))
+    return next((path for path in paths if path), None)
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A headless browser.
+    """Yield a headless browser.
 
     Raises:
-        RuntimeError: there is none; says how to get one.
+        RuntimeError: no browser is installed. The message says how to install one.
     """
     with sync_playwright() as playwright:
         browser = launch(playwright)
@@ -46,21 +48,21 @@ def launch(playwright: Playwright) -> Browser:
 
 
 class Watch:
-    """Requests and complaints of a page, from the moment that it is watched."""
+    """Record the requests of a page, and the errors and warnings in its console."""
 
     def __init__(self, page: Page) -> None:
         self.requests: list[str] = []
         self.complaints: list[str] = []
         page.on("request", lambda request: self.requests.append(request.url))
-        page.on("console", self._heard)
+        page.on("console", self._record_message)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
-    def _heard(self, message: Any) -> None:
+    def _record_message(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)
 
     @property
-    def left(self) -> list[str]:
-        """Requests that left this machine."""
-        here = ("file:", "data:", "blob:", "about:", "http://127.0.0.1:")
-        return [url for url in self.requests if not url.startswith(here)]
+    def foreign_requests(self) -> list[str]:
+        """The requests that left this machine."""
+        local_prefixes = ("file:", "data:", "blob:", "about:", "http://127.0.0.1:")
+        return [url for url in self.requests if not url.startswith(local_prefixes)]

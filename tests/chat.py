@@ -27,20 +27,21 @@ class Fault(Enum):
 
 @dataclass
 class Server:
-    """A chat server: what it replies, and what it was asked.
+    """A chat server: its replies, and the requests that it got.
 
     A reply is a text, a message (with `finish_reason` if that is not "stop"), None (no choice), a status, a status with
     a body, the bytes of a body, or a Fault.
 
     Attributes:
-        default: the reply to a question for which `replies` has none.
-        replies: by a word in the question: a list of replies, of which the last is repeated.
-        models: the reply to `GET /v1/models`; 501: there is no such route.
-        redirects: by method: status and URL, up to /v1.
-        delay, delays: seconds before a reply; of single questions, by a word in them.
+        default: the reply to a question without an entry in `replies`.
+        replies: maps a word in the question to a list of replies. The last reply is repeated.
+        models: the reply to `GET /v1/models`. 501 means that there is no such route.
+        redirects: maps a method to the status and the URL (up to /v1) of a redirect.
+        delay: seconds before a reply.
+        delays: maps a word in the question to the seconds before the reply.
         listed: number of requests for the list of models.
-        asked, times, keys: the requests, when they came, and the keys in them.
-        now, at_once: number of requests under way, and the most at a time.
+        requests, times, keys: the bodies of the requests, their times of arrival, and the keys in them.
+        concurrent, max_concurrent: number of requests in progress, now and at most.
         closing: set when the server ends.
     """
 
@@ -51,24 +52,26 @@ class Server:
     redirects: dict[str, tuple[int, str]] = field(default_factory=dict)
     listed: int = 0
     closing: threading.Event = field(default_factory=threading.Event)
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     retry_after: str = "0.01"
     delay: float = 0.0
     delays: dict[str, float] = field(default_factory=dict)
-    at_once: int = 0
-    now: int = 0
+    max_concurrent: int = 0
+    concurrent: int = 0
 
     @property
     def texts(self) -> list[str]:
         """The texts of the requests, without images."""
-        return [text_of(body) for body in self.asked]
+        return [text_of(body) for body in self.requests]
 
     def reply(self, text: str) -> Any:
         """Return the next reply to a question."""
-        replies = next((replies for word, replies in self.replies.items() if word in text), [self.default])
-        return replies.pop(0) if len(replies) > 1 else replies[0]
+        for word, replies in self.replies.items():
+            if word in text:
+                return replies.pop(0) if len(replies) > 1 else replies[0]
+        return self.default
 
 
 def text_of(body: dict[str, Any]) -> str:
@@ -116,13 +119,13 @@ class Replies(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def send(self, status: int, sent: bytes) -> None:
+    def send(self, status: int, content: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Retry-After", self.chat.retry_after)
-        self.send_header("Content-Length", str(len(sent)))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(sent)
+        self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -148,28 +151,29 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
-                chat.asked.append(body)
+                chat.requests.append(body)
                 chat.times.append(time.monotonic())
                 chat.keys.add(self.headers["Authorization"])
-                chat.now += 1
-                chat.at_once = max(chat.at_once, chat.now)
-                redirected = "POST" in chat.redirects
-                reply = None if redirected else chat.reply(text_of(body))
-            if redirected:
+                chat.concurrent += 1
+                chat.max_concurrent = max(chat.max_concurrent, chat.concurrent)
+                is_redirected = "POST" in chat.redirects
+                reply = None if is_redirected else chat.reply(text_of(body))
+            if is_redirected:
                 with lock:
-                    chat.now -= 1
+                    chat.concurrent -= 1
                 self.redirect(*chat.redirects["POST"])
                 return
-            time.sleep(next((s for word, s in chat.delays.items() if word in text_of(body)), chat.delay))
+            delays = [seconds for word, seconds in chat.delays.items() if word in text_of(body)]
+            time.sleep(delays[0] if delays else chat.delay)
             if isinstance(reply, Fault):
                 with lock:
-                    chat.now -= 1
+                    chat.concurrent -= 1
                 self.fail(reply)
                 return
-            status, sent = as_body(reply)
+            status, content = as_body(reply)
             with lock:
-                chat.now -= 1
-            self.send(status, sent)
+                chat.concurrent -= 1
+            self.send(status, content)
 
     Handler.chat = chat
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""The order of the tests, the sample of long tests that `--all` runs, and shared fixtures."""
+"""Order the tests, choose the sample of long tests that `--all` runs, and define shared fixtures."""
 
 import fcntl
 import gc
@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers for this test, reproducible by `--faults-seed`."""
+    """Return a random generator for this test. `--faults-seed` reproduces its numbers."""
     seed = request.config.option.faults_seed
     print(f"--faults-seed {seed}")
     return random.Random(f"{seed} {request.node.name}")
@@ -76,11 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
-    """Return the tests that this run leaves out."""
+    """Return the names of the tests that this run leaves out."""
     seconds = {item.nodeid: seconds_of(item) for item in items if is_sampled(item)}
     spent = 0.0
     left_out = set()
-    for test in sorted(seconds, key=lambda test: random.Random(f"{seed} {test}").random()):  # a new one moves no other
+    # The position of a test depends only on its name, so that a new test does not change the order of others
+    for test in sorted(seconds, key=lambda test: random.Random(f"{seed} {test}").random()):
         if spent + seconds[test] > SAMPLE_S:
             left_out.add(test)
         else:
@@ -89,7 +90,7 @@ def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
 
 
 def is_sampled(item: pytest.Item) -> bool:
-    """Tell whether `--all` runs this test only on some days."""
+    """Return whether `--all` runs this test only on some days."""
     is_fault_test = item.get_closest_marker("fault") is not None or item.path.is_relative_to(FAULTS)
     return seconds_of(item) >= LONG_S or (is_fault_test and seconds_of(item) > 0)
 
@@ -117,7 +118,7 @@ sys.addaudithook(refuse_own_stores)
 
 @pytest.fixture(autouse=True)
 def own_stores_stay_closed() -> Iterator[None]:
-    """Fail a test even if a library caught that failure or it happened in a thread."""
+    """Fail a test that opened such a database even if a library or a thread hid the failure."""
     opened_stores.clear()
     yield
     assert opened_stores == [], "the test opened a store of this checkout"
@@ -128,7 +129,7 @@ MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
-    """A function of a name and `make` that returns the folder that `make` filled, once for all workers.
+    """Return a function of a name and `make` that calls `make(folder)` once for all workers and returns the folder.
 
     A test that writes to the folder must copy it.
     """
@@ -152,7 +153,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 
 @pytest.fixture(scope="session")
 def built_once(made_once: MadeOnce) -> Path:
-    """The toy project before any stage ran."""
+    """Return the toy project before any stage has run."""
     from tests import toy
 
     return made_once("built-toy", toy.build)
@@ -160,7 +161,7 @@ def built_once(made_once: MadeOnce) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_once(made_once: MadeOnce) -> Path:
-    """The toy project after all stages ran."""
+    """Return the toy project after all stages have run."""
     from tests import toy
 
     return made_once("trained-toy", lambda root: toy.run(toy.build(root), "dvc", "repro", "-q"))
@@ -168,7 +169,7 @@ def trained_once(made_once: MadeOnce) -> Path:
 
 @pytest.fixture(scope="session")
 def empty_store(made_once: MadeOnce) -> Path:
-    """An empty database of MLflow. It already has its tables, which take seconds to make."""
+    """Return an empty MLflow database that already has its tables, since they take seconds to create."""
 
     def make(folder: Path) -> None:
         from mlflow.tracking import MlflowClient
@@ -180,6 +181,6 @@ def empty_store(made_once: MadeOnce) -> Path:
 
 
 def seconds_of(item: pytest.Item) -> float:
-    """Return the seconds of a test by its mark `slow`; 0 without the mark."""
+    """Return the seconds in the mark `slow` of a test, or 0 without the mark."""
     mark = item.get_closest_marker("slow")
     return (mark.args[0] if mark.args else 10) if mark else 0

@@ -1,4 +1,4 @@
-"""Assertions about errors: their class, code and fields, and never their wording, which is in one snapshot."""
+"""Assert the class, code and fields of errors. The wording is only in a snapshot, tests/messages.txt."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def raises(error: type[CodedError], code: str, **fields: Any) -> Iterator[pytest
 
 
 class _OpenFormatter(MessageFormatter):
-    """Leaves the fields open that have no value."""
+    """Replace a field without a value by OPEN_VALUE."""
 
     def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
         return kwargs.get(key, OPEN_VALUE)

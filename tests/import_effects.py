@@ -1,4 +1,4 @@
-"""What the import of a module changes in its process, apart from what its libraries change themselves.
+"""Report what the import of a module changes in its process, apart from the changes by its libraries.
 
 `python -m tests.import_effects libraries MODULE...` prints the names of the modules of other projects that the imports
 load. `python -m tests.import_effects effects MODULE...`, with those names on stdin, loads them first. It then imports
@@ -45,7 +45,7 @@ def process_state() -> State:
     for number in SIGNALS:
         state["signal", number.name] = signal.getsignal(number)
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             state["file descriptor", descriptor] = os.readlink(f"/proc/self/fd/{descriptor}")
     return state
 
@@ -91,21 +91,22 @@ def library_changes(before: State, after: State) -> list[str]:
 def effects(libraries: list[str], modules: list[str]) -> dict[str, list[str]]:
     """Import the libraries, then the modules one after another.
 
-    Returns the changes in the process by module, and as `libraries` those of all modules in the libraries. Modules and
-    libraries without changes are left out.
+    Returns:
+        The changes of the process by module. The key `libraries` has the changes of all modules in the libraries.
+        Modules and libraries without changes are left out.
     """
     for name in libraries:
-        with suppress(ImportError):  # a part of a library that another part has to make first
+        with suppress(ImportError):  # some parts of a library can only be imported after others
             importlib.import_module(name)
     libraries_before = library_state()
-    found: dict[str, list[str]] = {}
+    changes_by_module: dict[str, list[str]] = {}
     for module in modules:
         process_before = process_state()
         importlib.import_module(module)
-        found[module] = process_changes(process_before, process_state())
-    # Once, since it takes about a second
-    found["libraries"] = library_changes(libraries_before, library_state())
-    return {name: changes for name, changes in found.items() if changes}
+        changes_by_module[module] = process_changes(process_before, process_state())
+    # Once for all modules, since it takes about a second
+    changes_by_module["libraries"] = library_changes(libraries_before, library_state())
+    return {name: changes for name, changes in changes_by_module.items() if changes}
 
 
 def main(question: str, *modules: str) -> None:

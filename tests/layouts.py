@@ -1,4 +1,4 @@
-"""Datasets in their exact layouts on disk, as small as a test wants them."""
+"""Write small datasets in their exact layouts on disk."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
 
 
 def write_clevr(root: Path, splits: dict[str, list[Any]] | None = None) -> Path:
-    """CLEVR-Change: scenes with gaps in their numbers, every image distinct, two references a pair."""
+    """Write CLEVR-Change: scenes with gaps in their numbers, distinct images, and two references per pair."""
     splits = splits or CLEVR_SPLITS
     scenes = sorted({scene for numbers in splits.values() for scene in numbers})
     kinds = (("images", "default", 0), ("sc_images", "semantic", 80), ("nsc_images", "nonsemantic", 160))
@@ -34,20 +34,23 @@ def write_clevr(root: Path, splits: dict[str, list[Any]] | None = None) -> Path:
         for scene in scenes:
             save_picture(root / folder / f"CLEVR_{kind}_{scene:06d}.png", scene, shade)
     keys = [f"CLEVR_default_{scene:06d}.png" for scene in scenes]
-    told = {key: [f"the cube of {key[14:20]} turned red", "it became red"] for key in keys}
-    write_json(root / "change_captions.json", told)
-    write_json(root / "no_change_captions.json", {k: ["nothing has changed", "no change was made"] for k in keys})
+    change_captions = {key: [f"the cube of {key[14:20]} turned red", "it became red"] for key in keys}
+    write_json(root / "change_captions.json", change_captions)
+    write_json(root / "no_change_captions.json", {key: ["nothing has changed", "no change was made"] for key in keys})
     write_json(root / "splits.json", splits)
     write_json(root / "type_mapping.json", {"color": [f"{scene:06d}.png" for scene in scenes], "size": ["000003.png"]})
     return root
 
 
 def save_picture(path: Path, number: int, shade: int = 0, mode: str = "RGB") -> Path:
-    """16x16 pixels, told apart by a block (place and colour follow the number) on a ground (follows the shade)."""
+    """Save an image of 16x16 pixels with a block.
+
+    The number sets the position and the colour of the block, and the shade sets the colour of the background.
+    """
     image = Image.new("RGB", (16, 16), (shade, 40, 90))
-    left = 2 * (number % 7)
-    top = 2 * (number // 7 % 7)
-    image.paste((255, 255 - 10 * number % 256, 0), (left, top, left + 3, top + 3))
+    x = 2 * (number % 7)
+    y = 2 * (number // 7 % 7)
+    image.paste((255, 255 - 10 * number % 256, 0), (x, y, x + 3, y + 3))
     path.parent.mkdir(parents=True, exist_ok=True)
     image.convert(mode).save(path)
     return path
@@ -58,26 +61,26 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
-    """Rewrite a JSON file by a function that changes its value in place."""
+    """Rewrite a JSON file with a function that changes its value in place."""
     value = json.loads(path.read_text(encoding="utf-8"))
     change(value)
     write_json(path, value)
 
 
 def make_entry(reader: str, root: Path, **fields: Any) -> DatasetEntry:
-    """An entry of `ingest.datasets`; what is no field of DatasetEntry is an option of the reader."""
-    known = fields.keys() & {"train_on", "follow_links", "image_root", "expected_pairs"}
-    own = {key: fields.pop(key) for key in known}
-    return DatasetEntry.model_validate({"reader": reader, "root": root, "options": fields} | own)
+    """Return an entry of `ingest.datasets`. Fields that DatasetEntry does not have become options of the reader."""
+    entry_names = fields.keys() & {"train_on", "follow_links", "image_root", "expected_pairs"}
+    entry_fields = {name: fields.pop(name) for name in entry_names}
+    return DatasetEntry.model_validate({"reader": reader, "root": root, "options": fields} | entry_fields)
 
 
 def run_ingest(root: Path, reader: str = "clevr_change", name: str = "mini", **fields: Any) -> IngestReport:
-    """Read one dataset into `records/<name>` beside its root; `fields` as in `make_entry`."""
+    """Ingest a dataset into `records/<name>` next to its root. See `make_entry` for `fields`."""
     return ingest(name, make_entry(reader, root, **fields), image_cache(root.parent), root.parent / "records")
 
 
 def run_validate(folder: Path, entries: Any = None, cache: Path | None = None, **changes: Any) -> ValidateReport:
-    """Check `folder/records`, or what `entries` names of it, into `folder/clean`, any share of bad rows allowed."""
+    """Validate `folder/records`, or the datasets in `entries`, into `folder/clean`, with any share of bad rows."""
     fields: dict[str, Any] = {"max_quarantined_share": 1.0, "max_leaked_share": 1.0, "allow_lost_test_pairs": True}
     fields |= {"max_caption_chars": 2000, "max_image_pixels": 1_000_000, "allow_test_leakage": False}
     cfg = Validate.model_validate(fields | {"near_duplicate_max_diff": 2, "compare_px": 100} | changes)
@@ -86,7 +89,7 @@ def run_validate(folder: Path, entries: Any = None, cache: Path | None = None, *
 
 
 def judge_by_polars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validate without the second judgement of great-expectations, which other tests compare with the first."""
+    """Validate without great-expectations, the second engine. Other tests compare both engines."""
 
     def run_suite(row_facts: pl.DataFrame, rules: list[Rule], _: Any) -> tuple[list[ExpectationResult], list[str]]:
         broken_rules = find_quarantined_rows(row_facts, rules)["rules"].explode().drop_nulls().unique()
@@ -100,7 +103,7 @@ def judge_by_polars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ingested(folder: Path) -> dict[str, DatasetEntry]:
-    """Entries of the datasets that have records in `folder`, by name."""
+    """Return the entries of the datasets that have records in `folder`, by name."""
     reports = sorted((folder / "records").glob("*.json"))
     return {path.stem: make_entry(json.loads(path.read_text())["reader"], folder) for path in reports}
 
@@ -110,7 +113,7 @@ def image_cache(folder: Path) -> Path:
 
 
 def write_clevr_dc(root: Path) -> Path:
-    """CLEVR-DC: un-padded names, so that 10 would come before 9 if they were sorted as text."""
+    """Write CLEVR-DC. Numbers in names are not padded, so that 10 comes before 9 if names are sorted as text."""
     for scene in (9, 10, 47999):
         save_picture(root / f"bef/{scene}.png", scene, 0)
         save_picture(root / f"aft/{scene}.png", scene, 90)
@@ -120,50 +123,57 @@ def write_clevr_dc(root: Path) -> Path:
 
 
 def write_spot(root: Path) -> Path:
-    """Spot-the-Diff: an id in three records, an empty sentence, a test pair whose only reference is empty."""
-    records = {
+    """Write Spot-the-Diff: an id in three records, an empty sentence, a test pair whose only reference is empty."""
+    sentences_by_split = {
         "train": [("235", ["the suv is gone"]), ("76", [""]), ("235", ["a man left", ""]), ("235", ["it is dark"])],
         "val": [("8", ["there are no differences"])],
         "test": [("9", [""])],
     }
-    for split, found in records.items():
-        (root / "annotations").mkdir(parents=True, exist_ok=True)
-        write_json(root / f"annotations/{split}.json", [{"img_id": i, "sentences": s} for i, s in found])
-        for img_id, _ in found:
+    (root / "annotations").mkdir(parents=True, exist_ok=True)
+    for split, entries in sentences_by_split.items():
+        records = [{"img_id": img_id, "sentences": sentences} for img_id, sentences in entries]
+        write_json(root / f"annotations/{split}.json", records)
+        for img_id, _ in entries:
             save_picture(root / f"resized_images/{img_id}.png", int(img_id), 10)
             save_picture(root / f"resized_images/{img_id}_2.png", int(img_id), 120)
     return root
 
 
 def write_iedit(root: Path) -> Path:
-    """IEdit: one pair under two uids, a valid and a train pair that are in test, a GIF, images of different size."""
+    """Write IEdit: a pair with two uids, a valid and a train pair that are also in test, and images in four formats."""
     rows = {
         "train": [("a.jpg", "b.gif", "Zhopped_1"), ("a.jpg", "b.gif", "Zhopped_2"), ("e.JPG", "f.png", "Reddit_3")],
         "valid": [("e.JPG", "f.png", "Reddit_4"), ("g.jpeg", "h.png", "Reddit_5")],
         "test": [("e.JPG", "f.png", "Reddit_6"), ("a.jpg", "h.png", "Reddit_7")],
     }
-    for split, found in rows.items():
-        records = [{"img0": a, "img1": b, "sents": [f"edit  of {uid} "], "uid": uid} for a, b, uid in found]
-        root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
+    for split, split_rows in rows.items():
+        records = [
+            {"img0": before, "img1": after, "sents": [f"edit  of {uid} "], "uid": uid}
+            for before, after, uid in split_rows
+        ]
         write_json(root / f"{split}.json", records)
     for number, name in enumerate(("a.jpg", "b.gif", "e.JPG", "f.png", "g.jpeg", "h.png")):
         save_picture(root / "images" / name, 9 * number, 40 * number)
     return root
 
 
-BIRD_COLUMNS = [f"img{n}{what}" for n in (1, 2) for what in ("ObservationURL", "ImgURL", "Species", "Selection")]
+BIRD_COLUMNS = ["img1ObservationURL", "img1ImgURL", "img1Species", "img1Selection"]
+BIRD_COLUMNS += ["img2ObservationURL", "img2ImgURL", "img2Species", "img2Selection"]
 BIRD_COLUMNS += ["split", "annN", "description"]
 
 
 def write_birds(path: Path, rows: list[tuple[str, str, str, str]]) -> None:
-    """The Birds-to-Words TSV of rows (first photo, second photo, split, description)."""
+    """Write the TSV of Birds-to-Words from rows of first photo, second photo, split and description."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, delimiter="\t", quotechar='"', lineterminator="\n")
         table.writerow(BIRD_COLUMNS)
-        for number, (first, second, split, description) in enumerate(rows):
-            photos = [[f"{SITE}/{p}", f"{SITE}/{p}/medium.jpg?1545", "Larus", "visual"] for p in (first, second)]
-            table.writerow([*photos[0], *photos[1], split, number % 5 + 1, description])
+        for number, (first_photo, second_photo, split, description) in enumerate(rows):
+            cells: list[Any] = []
+            for photo in (first_photo, second_photo):
+                cells += [f"{SITE}/{photo}", f"{SITE}/{photo}/medium.jpg?1545", "Larus", "visual"]
+            table.writerow([*cells, split, number % 5 + 1, description])
 
 
 SITE = "https://www.inaturalist.org/photos"
@@ -173,16 +183,17 @@ SAME += ["no change has occurred", "almost nothing has changed"]
 
 
 def levir_record(split: str, number: int, texts: Sequence[str]) -> dict[str, Any]:
-    """A record of LevirCCcaptions.json: `raw` begins with a space and ends with a full stop, `tokens` have neither."""
-    ids = range(5 * number, 5 * number + len(texts))
-    told = zip(ids, texts, strict=True)
-    sentences = [{"raw": f" {t} .", "tokens": t.split(), "imgid": number, "sentid": each} for each, t in told]
-    about = {"filepath": split, "filename": f"{split}_{number:06d}.png", "imgid": number, "split": split}
-    return about | {"changeflag": int(list(texts) != SAME), "sentids": [*ids], "sentences": sentences}
+    """Return a record of LevirCCcaptions.json. `raw` begins with a space and ends with a full stop; `tokens` do not."""
+    ids = list(range(5 * number, 5 * number + len(texts)))
+    sentences = []
+    for sentence_id, text in zip(ids, texts, strict=True):
+        sentences.append({"raw": f" {text} .", "tokens": text.split(), "imgid": number, "sentid": sentence_id})
+    record = {"filepath": split, "filename": f"{split}_{number:06d}.png", "imgid": number, "split": split}
+    return record | {"changeflag": int(list(texts) != SAME), "sentids": ids, "sentences": sentences}
 
 
 def write_levir(root: Path) -> Path:
-    """LEVIR-CC: a pair that changed in train and test, one that did not in val and test."""
+    """Write LEVIR-CC: train and test have a pair with a change, val and test have a pair without one."""
     records = [
         levir_record("train", 1, [f"{n} villas are built" for n in range(5)]),
         levir_record("val", 1, SAME),
@@ -191,14 +202,14 @@ def write_levir(root: Path) -> Path:
     ]
     for shade, record in enumerate(records):
         for number, side in enumerate("AB"):
-            place = root / f"images/{record['split']}/{side}/{record['filename']}"
-            save_picture(place, shade, 40 * shade + 20 * number)
+            path = root / f"images/{record['split']}/{side}/{record['filename']}"
+            save_picture(path, shade, 40 * shade + 20 * number)
     write_json(root / "LevirCCcaptions.json", {"images": records})
     return root
 
 
 def stored(number: int, kind: str = "PNG") -> dict[str, Any]:
-    """An image as the Hugging Face hub stores it in Parquet."""
+    """Return an image as the Hugging Face hub stores it in Parquet."""
     image = Image.new("RGB", (16, 16), (37 * number % 256, 40, 5 * number % 256))
     data = io.BytesIO()
     image.save(data, kind)
@@ -206,38 +217,43 @@ def stored(number: int, kind: str = "PNG") -> dict[str, Any]:
 
 
 def write_shards(root: Path, split: str, rows: Sequence[Mapping[str, Any]], count: int = 1) -> None:
-    """`data/<split>-NNNNN-of-NNNNN.parquet`, the rows shared out over so many files."""
+    """Write rows to `count` files `data/<split>-NNNNN-of-NNNNN.parquet`."""
     (root / "data").mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist([dict(row) for row in rows])
     for number in range(count):
-        part = table.slice(number * len(rows) // count, (number + 1) * len(rows) // count - number * len(rows) // count)
-        pq.write_table(part, root / f"data/{split}-{number:05d}-of-{count:05d}-2f1a.parquet")
+        start = number * len(rows) // count
+        end = (number + 1) * len(rows) // count
+        pq.write_table(table.slice(start, end - start), root / f"data/{split}-{number:05d}-of-{count:05d}-2f1a.parquet")
 
 
-def emu_row(split: str, idx: int, instruction: str, edited: bool = True, number: int = 0) -> dict[str, Any]:
-    """A row of emu_edit_test_set_generations; of emu_edit_test_set, which has no edits, if not `edited`."""
+def emu_row(split: str, idx: int, instruction: str, is_edited: bool = True, number: int = 0) -> dict[str, Any]:
+    """Return a row of emu_edit_test_set_generations, or without an edit, a row of emu_edit_test_set."""
     row = {"instruction": instruction, "image": stored(number), "task": "add", "split": split, "idx": idx, "hash": "a1"}
     row |= {"input_caption": "a fence", "output_caption": "a goat"}
-    return row | ({"edited_image": stored(number + 1, "JPEG"), "model": "emu"} if edited else {})
+    if is_edited:
+        row |= {"edited_image": stored(number + 1, "JPEG"), "model": "emu"}
+    return row
 
 
 def write_emu(root: Path) -> Path:
-    """Emu Edit as it is downloaded: `idx` counts in each split from 0; the images lie in the Parquet files alone."""
+    """Write Emu Edit as downloaded: `idx` starts at 0 in each split, and images are only in the Parquet files."""
     texts = {"validation": ["make it night", " add a rainbow", "add a spatula"], "test": ["add a goat", "add a fork"]}
-    for place, (split, found) in enumerate(texts.items()):
-        rows = [emu_row(split, n, text, number=10 * place + 2 * n) for n, text in enumerate(found)]
-        write_shards(root, split, rows[::-1], 2 - place)
+    for split_number, (split, instructions) in enumerate(texts.items()):
+        rows = []
+        for idx, instruction in enumerate(instructions):
+            rows.append(emu_row(split, idx, instruction, number=10 * split_number + 2 * idx))
+        write_shards(root, split, rows[::-1], 2 - split_number)
     return root
 
 
 def brush_row(img_id: str, turn: int, instruction: str, number: int) -> dict[str, Any]:
-    """A turn of MagicBrush's train or dev: it begins with the image that the turn before it ended with."""
+    """Return a turn of MagicBrush's train or dev. Its source image is the target image of the previous turn."""
     row = {"img_id": img_id, "turn_index": turn, "source_img": stored(number), "mask_img": stored(200)}
     return row | {"instruction": instruction, "target_img": stored(number + 1)}
 
 
 def write_magicbrush(root: Path) -> Path:
-    """MagicBrush: two turns of a photo in train, one in dev, and the unpacked zip of test with two turns."""
+    """Write MagicBrush: two turns of a photo in train, one in dev, and the unpacked zip of test with two turns."""
     turns = [brush_row("242679", 1, "add a cat", 1), brush_row("242679", 2, "make it black", 2)]
     write_shards(root, "train", turns, 2)
     write_shards(root, "dev", [brush_row("17", 1, "remove the cup", 10)])
@@ -245,49 +261,56 @@ def write_magicbrush(root: Path) -> Path:
         {"input": "139306-input.png", "mask": "139306-mask1.png", "instruction": "add a dog"},
         {"input": "139306-output1.png", "mask": "139306-mask2.png", "instruction": "put a hat on it"},
     ]
-    for number, end in enumerate(("input", "output1", "output2")):
-        save_picture(root / f"test/images/139306/139306-{end}.png", number, 60 * number)
+    for number, name in enumerate(("input", "output1", "output2")):
+        save_picture(root / f"test/images/139306/139306-{name}.png", number, 60 * number)
     write_json(root / "test/edit_sessions.json", {"139306": session})
     return root
 
 
 def write_syned(root: Path) -> Path:
-    """Syned: lines sorted as text, stray spaces, keys that end with one, none to five paraphrases."""
+    """Write Syned: lines sorted as text, stray spaces (also at the end of keys), and zero to five paraphrases."""
     train = ["0 <INSTRUCT>  make the sky night", "10 <INSTRUCT> add a duck. ", "2 <INSTRUCT> zip it up", ""]
     test = ["0 <INSTRUCT> add a goat", "10 <INSTRUCT>  add a bag ", "2 <INSTRUCT> add a fork", ""]
     root.mkdir(parents=True, exist_ok=True)
     (root / "instructions_with_idx_train_split.txt").write_text("\n".join(train))
     (root / "instructions_with_idx_test_split.txt").write_text("\n".join(test))
     write_json(root / "splits.json", {"train": [2, 0], "validation": [10]})
-    two = ["a goat", "I'm just an AI, I cannot"]
-    five = ["a fork", "a fork by it", "f", "g", "h"]
-    variants = {"0 ": two, "2 ": five, "10 ": []}
-    write_json(root / "gt_augmented_test_clean.json", variants)
-    for place, part in enumerate(("validation", "test")):
-        rows = [emu_row(part, idx, "x", number=40 * place + 2 * idx) for idx in (0, 10, 2)]
-        write_shards(root / "emu_edit", part, rows)
+    paraphrases = {
+        "0 ": ["a goat", "I'm just an AI, I cannot"],
+        "2 ": ["a fork", "a fork by it", "f", "g", "h"],
+        "10 ": [],
+    }
+    write_json(root / "gt_augmented_test_clean.json", paraphrases)
+    for split_number, split in enumerate(("validation", "test")):
+        rows = [emu_row(split, idx, "x", number=40 * split_number + 2 * idx) for idx in (0, 10, 2)]
+        write_shards(root / "emu_edit", split, rows)
     return root
 
 
-def nlvr_line(identifier: str, sentence: str, label: Any, **more: Any) -> dict[str, Any]:
-    """A line of NLVR2; the label is text."""
-    line = {"sentence": sentence, "left_url": "http://a/1.jpg", "right_url": "http://a/2.jpg", "label": label}
-    split = {"directory": 38} if identifier.startswith("train") else {"extra_validations": {"w1": label}}
-    named = {"identifier": identifier, "validation": {"w2": label}, "writer": "w3", "synset": "dog", "query": "dogs7"}
-    return line | named | split | more
+def nlvr_line(identifier: str, sentence: str, label: Any, **fields: Any) -> dict[str, Any]:
+    """Return a line of NLVR2. The label is text."""
+    line: dict[str, Any] = {
+        "sentence": sentence,
+        "left_url": "http://a/1.jpg",
+        "right_url": "http://a/2.jpg",
+        "label": label,
+    }
+    line |= {"identifier": identifier, "validation": {"w2": label}, "writer": "w3", "synset": "dog", "query": "dogs7"}
+    line |= {"directory": 38} if identifier.startswith("train") else {"extra_validations": {"w1": label}}
+    return line | fields
 
 
 def write_nlvr(root: Path) -> Path:
-    """NLVR2: pairs with two true sentences, with one, and with none, whose images are not needed; a JPEG as .png."""
+    """Write NLVR2: pairs with two, one and no true sentences, and a JPEG file that is named .png."""
     lines = {
         "train": [("train-1-0-0", "two dogs", "True"), ("train-1-1-0", "a cat", "False")],
         "dev": [("dev-850-0-0", "a bus", "True"), ("dev-850-0-1", "two buses", "False")],
         "test1": [("test1-0-1-0", "a cup", "True"), ("test1-7-0-0", "x", "True"), ("test1-0-1-1", "a mug", "True")],
     }
     (root / "data").mkdir(parents=True, exist_ok=True)
-    for part, found in lines.items():
-        told = "".join(json.dumps(nlvr_line(*line)) + "\n" for line in found)
-        (root / f"data/{part}.json").write_text(told, encoding="utf-8")
+    for part, arguments in lines.items():
+        text = "".join(json.dumps(nlvr_line(*line)) + "\n" for line in arguments)
+        (root / f"data/{part}.json").write_text(text, encoding="utf-8")
     for number, pair in enumerate(("train/38/train-1-0", "dev/dev-850-0", "test1/test1-0-1", "test1/test1-7-0")):
         for side in (0, 1):
             save_picture(root / f"images/{pair}-img{side}.png", number, 100 * side)
@@ -312,12 +335,12 @@ def write_bird_folder(root: Path) -> Path:
     return root
 
 
-def write_manifest(root: Path, name: str, **renamed: str) -> Path:
-    """A pair of one's own, its columns renamed."""
+def write_manifest(root: Path, name: str, **column_names: str) -> Path:
+    """Write a user's dataset with one pair. `column_names` maps fields of the pair to the names of their columns."""
     row = {"before": "a.png", "after": "b.png", "captions": "the mug left", "split": "train"}
     for number, image in enumerate(("a.png", "b.png")):
         save_picture(root / image, number)
-    row = {renamed.get(field, field): value for field, value in row.items()}
+    row = {column_names.get(field, field): value for field, value in row.items()}
     if name.endswith(".csv"):
         (root / name).write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
     else:
@@ -330,6 +353,7 @@ def write_minichange(root: Path) -> Path:
     return root
 
 
+# Functions that write a small folder of each dataset, by reader
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "birds_to_words": write_bird_folder,
     "clevr_change": write_clevr,
@@ -345,4 +369,3 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "spot_the_diff": write_spot,
     "syned": write_syned,
 }
-"""A small folder of each dataset."""

@@ -19,7 +19,7 @@ WORD = r"(?<![^\s(\"'])[a-z]+(?:'[a-z]+)?(?=[.,;:?!)\"']*(?:\s|$))"
 
 
 def reword(text: str) -> str:
-    """Return the text with every letter of its words moved by 13. Fields, code and line breaks stay."""
+    """Return the text with every letter of its words rotated by 13. Fields, code and line breaks stay."""
 
     def change(match: re.Match[str]) -> str:
         return match[0] if match[0][0] in "`{}" else codecs.encode(match[0], "rot13")

@@ -1,7 +1,8 @@
-"""Servers for real, on this machine alone: those of `make up`, one of Prefect, a listener to notices, and a team's
+"""Start real servers on this machine: those of `make up`, Prefect's server, a listener for notices, and those of a team
 (PostgreSQL, SSH, an S3-compatible store).
 
-Each leaves nothing behind. What is not installed is named with the command that installs it.
+Each server ends with its block and leaves no files. If a program is missing, the error names the command that installs
+it.
 """
 
 import contextlib
@@ -31,22 +32,22 @@ SECRET = "only-for-tests"
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def until(condition: Callable[[], Any], seconds: float = UNTIL_S) -> Any:
-    """Wait for what is true in the end, and give it."""
+    """Wait until a condition is true, and return its value."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"the condition was not met within {seconds:.0f} s"
         time.sleep(0.2)
-    return found
+    return value
 
 
 def ask_prefect(api: str, method: str, path: str, body: Any = None, login: str = "") -> Any:
-    """The answer of a Prefect server, which is asked again where its SQLite is busy."""
+    """Return the answer of a Prefect server. The request is sent again if the server's SQLite is busy."""
     import httpx
 
     auth = tuple(login.split(":", 1)) if login else None
@@ -58,14 +59,14 @@ def ask_prefect(api: str, method: str, path: str, body: Any = None, login: str =
 
 
 class Machine:
-    """The project's folder as a person has it: `make up`, and a second shell."""
+    """A user's project folder with the services of `make up`, and a second shell."""
 
-    def __init__(self, root: Path, **more: str) -> None:
+    def __init__(self, root: Path, **variables: str) -> None:
         self.prefect = free_port()
         self.mlflow = free_port()
-        ours = {"M3DIFF_PREFECT_PORT": self.prefect, "M3DIFF_MLFLOW_PORT": self.mlflow}
+        ports = {"M3DIFF_PREFECT_PORT": str(self.prefect), "M3DIFF_MLFLOW_PORT": str(self.mlflow)}
         self.root = root
-        self.environment = os.environ | {name: str(port) for name, port in ours.items()} | more
+        self.environment = os.environ | ports | variables
         self.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{self.prefect}/api"
         self.environment["PREFECT_WORKER_QUERY_SECONDS"] = "1"  # by default 10
 
@@ -74,15 +75,16 @@ class Machine:
             [sys.executable, *command], cwd=self.root, env=self.environment, capture_output=True, text=True
         )
 
-    def make(self, what: str) -> subprocess.CompletedProcess:
-        return self.run(str(REPOSITORY / "infra" / "services.py"), what)
+    def make(self, target: str) -> subprocess.CompletedProcess:
+        """Run `make up`, `make status` or `make down`."""
+        return self.run(str(REPOSITORY / "infra" / "services.py"), target)
 
     def up(self) -> None:
-        started = self.make("up")
-        assert started.returncode == 0, started.stdout + started.stderr
+        result = self.make("up")
+        assert result.returncode == 0, result.stdout + result.stderr
 
     def ask(self, path: str, body: Any = None, method: str = "") -> Any:
-        """The answer of Prefect's API; with a body by POST."""
+        """Return the answer of Prefect's API. A request with a body is a POST by default."""
         login = self.environment.get("PREFECT_API_AUTH_STRING", "")
         method = method or ("GET" if body is None else "POST")
         return ask_prefect(self.environment["PREFECT_API_URL"], method, path, body, login)
@@ -93,21 +95,23 @@ class Machine:
     def states(self, *names: str) -> list[str]:
         return sorted(run["state_name"] for run in self.runs(*names))
 
-    def begin(self, deployment: str, name: str, *more: str) -> dict[str, Any]:
-        """Run a deployment from the second shell; the flow run."""
-        done = self.run("-m", "prefect", "deployment", "run", deployment, "--flow-run-name", name, *more)
-        assert done.returncode == 0, done.stdout + done.stderr + (self.root / "services" / "worker.log").read_text()
+    def begin(self, deployment: str, name: str, *options: str) -> dict[str, Any]:
+        """Run a deployment from the second shell and return the flow run."""
+        result = self.run("-m", "prefect", "deployment", "run", deployment, "--flow-run-name", name, *options)
+        if result.returncode:
+            log = (self.root / "services" / "worker.log").read_text()
+            raise AssertionError(result.stdout + result.stderr + log)
         (run,) = self.runs(name)
         return run
 
     def run_deployment(self, deployment: str, name: str) -> tuple[str, dict[str, str]]:
-        """Run it to the end; the state of the flow run, and of each of its tasks, by name."""
+        """Run a deployment to its end. Return the state of the flow run, and the state of each task by name."""
         run = self.begin(deployment, name, "--watch")
         tasks = self.ask("/task_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
         return run["state_name"], {task["name"]: task["state_name"] for task in tasks}
 
     def process(self, service: str) -> psutil.Process:
-        """The process of a service; raises IndexError where it is not up."""
+        """Return the process of a service. Raise IndexError if the service is not running."""
         from infra.processes import running_processes
 
         return running_processes(self.root.resolve() / "services")[service][0]
@@ -115,7 +119,7 @@ class Machine:
 
 @contextlib.contextmanager
 def services_of(root: Path, **environment: str) -> Iterator[Machine]:
-    """The services of `make up` in this project."""
+    """Start the services of `make up` in a project, and stop them after the block."""
     machine = Machine(root, **environment)
     try:
         machine.up()
@@ -126,31 +130,32 @@ def services_of(root: Path, **environment: str) -> Iterator[Machine]:
 
 @contextlib.contextmanager
 def prefect_server(home: Path, port: int = 0) -> Iterator[dict[str, str]]:
-    """A Prefect server of its own; the environment for those who use it."""
+    """Start a separate Prefect server and yield the environment of its clients."""
     home.mkdir(parents=True, exist_ok=True)
-    given = str(port or free_port())
-    ours = {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{given}/api", "DO_NOT_TRACK": "true"}
-    environment = os.environ | ours | {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", given]
-    health = f"{ours['PREFECT_API_URL']}/health"
+    port = port or free_port()
+    api = f"http://127.0.0.1:{port}/api"
+    variables = {"PREFECT_HOME": str(home), "PREFECT_API_URL": api, "DO_NOT_TRACK": "true"}
+    environment = os.environ | variables | {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    health = f"{api}/health"
     with started(command, home / "server.log", lambda: answers(health), 300, signal.SIGKILL, env=environment):
         yield environment
 
 
 class Listener:
-    """A web server on this machine that keeps what it is sent, or refuses it."""
+    """A web server on this machine that records or refuses the notices that it gets."""
 
     def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []
         self.code = 200
-        outer = self
+        listener = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                if outer.code == 200:
-                    outer.got.append(json.loads(body))
-                self.send_response(outer.code)
+                if listener.code == 200:
+                    listener.got.append(json.loads(body))
+                self.send_response(listener.code)
                 self.end_headers()
 
             def log_message(self, *words: object) -> None:
@@ -161,15 +166,17 @@ class Listener:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
-# A team's
+# The servers of a team
 
 
 class Postgres(NamedTuple):
+    """A running PostgreSQL server."""
+
     port: int
     user: str
 
     def create(self, database: str) -> str:
-        """A new database; its address without the scheme's driver: `postgresql://...`."""
+        """Create a database and return its address without a driver: `postgresql://...`."""
         import psycopg2
 
         connection = psycopg2.connect(self.url("postgres"))
@@ -183,25 +190,26 @@ class Postgres(NamedTuple):
 
 
 class Ssh(NamedTuple):
-    """`remote` has the options of a DVC remote that keeps its files under `folder`."""
+    """A running SSH server. `remote` has the options of a DVC remote that stores its files in `folder`."""
 
     folder: Path
     remote: dict[str, str]
 
 
 class S3(NamedTuple):
-    """`environment` is what boto3, and so DVC and MLflow, read."""
+    """A running S3 store. boto3, and so DVC and MLflow, read `environment`."""
 
     bucket: str
     environment: dict[str, str]
 
 
 def program(name: str, package: str, *folders: str) -> str:
-    """The program's path. Raises RuntimeError if it is not installed."""
-    found = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *folders]))
-    if found is None:
+    """Return the path of a program. Raise RuntimeError if it is not installed."""
+    search_path = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
+    path = shutil.which(name, path=search_path)
+    if path is None:
         raise RuntimeError(f"{name} is not on this machine: apt-get install -y --no-install-recommends {package}")
-    return found
+    return path
 
 
 def listens(port: int) -> bool:
@@ -218,7 +226,7 @@ def started(
     *signs: int,
     **options: object,
 ) -> Iterator[None]:
-    """Run a server while the block runs; SIGINT, then SIGKILL, or these signals end it with its group."""
+    """Run a server during the block. Then end its process group with `signs`, by default SIGINT and then SIGKILL."""
     with log.open("ab") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **options)
     deadline = time.monotonic() + patience_s
@@ -238,13 +246,14 @@ def started(
 
 @contextlib.contextmanager
 def postgres() -> Iterator[Postgres]:
-    """PostgreSQL with a password; as root it runs as the package's own account, since it refuses to run as root."""
+    """Start PostgreSQL with a password. It refuses to run as root, so it then runs as the user `postgres`."""
     bins = [str(path) for path in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
-    server, initdb = (program(name, "postgresql", *bins) for name in ("postgres", "initdb"))
+    server = program("postgres", "postgresql", *bins)
+    initdb = program("initdb", "postgresql", *bins)
     account = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.getuid() == 0 else {}
     user = "postgres" if account else getpass.getuser()
-    with tempfile.TemporaryDirectory(prefix="m3diff-postgres-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="m3diff-postgres-") as folder_name:
+        folder = Path(folder_name)
         port = free_port()
         password = folder / "password"
         password.write_text(SECRET)
@@ -256,14 +265,15 @@ def postgres() -> Iterator[Postgres]:
             [*make, "--no-sync", "-E", "UTF8", "--locale=C"], check=True, capture_output=True, cwd=folder, **account
         )
         command = [server, "-D", str(folder / "data"), "-p", str(port), "-k", str(folder), "-h", "127.0.0.1"]
-        found = Postgres(port, user)
-        with started(command, folder.with_suffix(".log"), lambda: accepts(found), cwd=folder, **account):
-            yield found
-        folder.with_suffix(".log").unlink()
+        postgres_server = Postgres(port, user)
+        log = folder.with_suffix(".log")
+        with started(command, log, lambda: accepts_connections(postgres_server), cwd=folder, **account):
+            yield postgres_server
+        log.unlink()
 
 
-def accepts(server: Postgres) -> bool:
-    """Whether PostgreSQL takes a connection: it listens before it is ready."""
+def accepts_connections(server: Postgres) -> bool:
+    """Return whether PostgreSQL accepts connections. It listens before it is ready."""
     import psycopg2
 
     try:
@@ -275,13 +285,13 @@ def accepts(server: Postgres) -> bool:
 
 @contextlib.contextmanager
 def ssh() -> Iterator[Ssh]:
-    """An SSH server with keys of its own, which lets in the current user by one key and nobody by password."""
+    """Start an SSH server with new keys. It accepts one key of the current user, and no passwords."""
     sshd = program("sshd", "openssh-server", "/usr/sbin")
     keygen = program("ssh-keygen", "openssh-client")
     if os.getuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where sshd separates its privileges
-    with tempfile.TemporaryDirectory(prefix="m3diff-ssh-") as place:
-        folder = Path(place)
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd needs this folder for privilege separation
+    with tempfile.TemporaryDirectory(prefix="m3diff-ssh-") as folder_name:
+        folder = Path(folder_name)
         port = free_port()
         for name in ("host", "client"):
             subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
@@ -292,7 +302,7 @@ def ssh() -> Iterator[Ssh]:
             "HostKey": str(folder / "host"),
             "AuthorizedKeysFile": str(folder / "client.pub"),
             "PidFile": str(folder / "pid"),
-            "StrictModes": "no",  # the temporary folder's parents are everybody's
+            "StrictModes": "no",  # everybody can write to the parents of the temporary folder
             "PasswordAuthentication": "no",
             "KbdInteractiveAuthentication": "no",
             "UsePAM": "no",
@@ -302,13 +312,14 @@ def ssh() -> Iterator[Ssh]:
         (folder / "config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
         command = [sshd, "-D", "-e", "-f", str(folder / "config")]
         with started(command, folder / "log", lambda: listens(port)):
-            place = {"url": f"ssh://{getpass.getuser()}@127.0.0.1:{port}{folder}/remote", "allow_agent": "false"}
-            yield Ssh(folder / "remote", place | {"keyfile": str(folder / "client")})
+            url = f"ssh://{getpass.getuser()}@127.0.0.1:{port}{folder}/remote"
+            remote = {"url": url, "allow_agent": "false", "keyfile": str(folder / "client")}
+            yield Ssh(folder / "remote", remote)
 
 
 @contextlib.contextmanager
 def s3(bucket: str = "m3diff") -> Iterator[S3]:
-    """A store that speaks S3 (moto), in memory, with one empty bucket."""
+    """Start an S3-compatible store (moto) in memory with one empty bucket."""
     import boto3
 
     port = free_port()
@@ -316,11 +327,11 @@ def s3(bucket: str = "m3diff") -> Iterator[S3]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
     with (
-        tempfile.TemporaryDirectory(prefix="m3diff-s3-") as place,
-        started(command, Path(place) / "log", lambda: answers(f"{address}/moto-api/")),
+        tempfile.TemporaryDirectory(prefix="m3diff-s3-") as folder_name,
+        started(command, Path(folder_name) / "log", lambda: answers(f"{address}/moto-api/")),
     ):
-        given = {"aws_access_key_id": "test", "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
-        boto3.client("s3", endpoint_url=address, **given).create_bucket(Bucket=bucket)
+        login = {"aws_access_key_id": "test", "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
+        boto3.client("s3", endpoint_url=address, **login).create_bucket(Bucket=bucket)
         yield S3(bucket, keys | {"AWS_EC2_METADATA_DISABLED": "true", "MLFLOW_S3_ENDPOINT_URL": address})
 
 

@@ -1,8 +1,9 @@
-"""Put on PYTHONPATH as `sitecustomize.py`, this writes down and refuses each attempt of a Python process to leave the
-machine: a connection, a datagram, or a question for the address of another machine.
+"""Record and refuse each attempt of a Python process to reach another machine. Tests put this file on PYTHONPATH as
+`sitecustomize.py`.
 
-The folder that SOCKET_GUARD names gets `loaded`, a line for each process that is watched (its arguments), and
-`attempts`, a line for each attempt. What stays on the machine passes. Code that is not Python is not seen.
+An attempt is a connection, a datagram, or a lookup of the address of another machine. In the folder SOCKET_GUARD, the
+file `loaded` gets a line with the arguments of each watched process, and `attempts` gets a line for each attempt.
+Traffic within the machine is allowed. Code that is not Python is not watched.
 """
 
 import os
@@ -26,8 +27,8 @@ def write(file: str, line: str) -> None:
         out.write(line.replace("\n", " ") + "\n")
 
 
-def is_here(host: str | bytes | None) -> bool:
-    """Whether a name or an address is this machine's own: one can listen on those alone."""
+def is_on_this_machine(host: str | bytes | None) -> bool:
+    """Return whether a name or an address belongs to this machine: a process can only listen on such addresses."""
     host = host.decode() if isinstance(host, bytes) else host
     if host in OWN_NAMES:
         return True
@@ -41,37 +42,39 @@ def is_here(host: str | bytes | None) -> bool:
     return True
 
 
-def refuse(what: str, host: object) -> None:
-    write("attempts", f"{what} {host!r} by {sys.argv}")
-    raise ConnectionRefusedError(f"socket guard: {what} {host!r}")
+def refuse(operation: str, host: object) -> None:
+    write("attempts", f"{operation} {host!r} by {sys.argv}")
+    raise ConnectionRefusedError(f"socket guard: {operation} {host!r}")
 
 
 def guarded_connect(self: socket.socket, address: object) -> None:
-    if self.family in INTERNET and self.type != socket.SOCK_DGRAM and not is_here(address[0]):  # a datagram: see sendto
+    # `sendto` checks datagrams
+    if self.family in INTERNET and self.type != socket.SOCK_DGRAM and not is_on_this_machine(address[0]):
         refuse("connect", address)
     return connect(self, address)
 
 
 def guarded_connect_ex(self: socket.socket, address: object) -> int:
-    if self.family in INTERNET and not is_here(address[0]):
+    if self.family in INTERNET and not is_on_this_machine(address[0]):
         refuse("connect", address)
     return connect_ex(self, address)
 
 
-def guarded_sendto(self: socket.socket, data: bytes, *rest: object) -> int:
-    if self.family in INTERNET and not is_here(rest[-1][0]):
-        refuse("sendto", rest[-1])
-    return sendto(self, data, *rest)
+def guarded_sendto(self: socket.socket, data: bytes, *flags_and_address: object) -> int:
+    address = flags_and_address[-1]
+    if self.family in INTERNET and not is_on_this_machine(address[0]):
+        refuse("sendto", address)
+    return sendto(self, data, *flags_and_address)
 
 
-def guarded_getaddrinfo(host: str | bytes | None, *rest: object, **named: object) -> list:
-    if not is_here(host):
+def guarded_getaddrinfo(host: str | bytes | None, *arguments: object, **options: object) -> list:
+    if not is_on_this_machine(host):
         refuse("getaddrinfo", host)
-    return getaddrinfo(host, *rest, **named)
+    return getaddrinfo(host, *arguments, **options)
 
 
 def guarded_gethostbyname(host: str) -> str:
-    if not is_here(host):
+    if not is_on_this_machine(host):
         refuse("gethostbyname", host)
     return gethostbyname(host)
 

@@ -1,4 +1,4 @@
-"""`make bench-train ROWS=...` measures some rows and leaves the others as they are."""
+"""Test that `make bench-train ROWS=...` measures some rows and does not change the others."""
 
 import json
 import sys
@@ -22,12 +22,12 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     result = CONDITIONS | {"ablation": rows, "not_run": {}, "packed": {"losses": [1.0]}, "command": "the first run's"}
     file.write_text(json.dumps(result))
     file.with_suffix(".jsonl").write_text("".join(json.dumps(row | CONDITIONS) + "\n" for row in rows))
-    monkeypatch.setattr(train, "machine", lambda device: DEVICE)
+    monkeypatch.setattr(train, "describe_machine", lambda device: DEVICE)
     return file
 
 
 def run(out: Path, monkeypatch: pytest.MonkeyPatch, *rows: str, seconds: int = 2, not_run: str = "") -> dict[str, Any]:
-    """Run the benchmark for these rows, which pretend to take some seconds; return the result."""
+    """Run the benchmark for these rows with simulated durations, and return the result."""
 
     def measure_levers(*arguments: Any) -> dict[str, Any]:
         *_, variants, report = arguments

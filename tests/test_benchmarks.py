@@ -1,4 +1,4 @@
-"""The benchmarks run and compare the same work: the same rows, trainable tensors and losses on every side."""
+"""Test that the benchmarks run and that all sides do the same work: equal rows, trained tensors and losses."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from safetensors.numpy import save
 
 from benchmarks import data as data_benchmark
 from benchmarks import digests
-from benchmarks.gpu import Row, climb
+from benchmarks.gpu import Row, run_missing_rows
 from tests.tiny import (
     one_thread,  # noqa: F401  # pytest finds it by its name
     tiny_base,
@@ -42,9 +42,11 @@ def test_every_variant_trains_the_same_references_to_the_same_loss(bench):
     for variant in ABLATION + GPU_ROWS:
         bench.use_variant(variant)
         losses[variant.name] = bench.run(variant)
-    without = losses.pop("stock without MDP")
+    loss_without_module = losses.pop("stock without MDP")
     assert list(losses.values()) == pytest.approx([losses["stock"]] * 14, rel=1e-5)
-    assert without == pytest.approx(losses["stock"], rel=0.05)  # a new module is zero-initialised, or nearly
+    assert loss_without_module == pytest.approx(
+        losses["stock"], rel=0.05
+    )  # a new module is zero-initialised, or nearly
     assert bench.size.captions == 10
 
 
@@ -99,7 +101,7 @@ SMALL_RUNS: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
     f"{TRAIN} --steps 4 --round-s 0.01": (25, check_train),
     f"{TRAIN} --precision bf16 {GPU_ROWS}": (60, check_gpu_rows),
 }
-"""Each benchmark with arguments for a small run, the seconds of that run, and a check of its figures."""
+"""By the command line of a small run: its seconds and a function that checks its figures."""
 
 
 def test_every_benchmark_has_a_small_run() -> None:
@@ -156,8 +158,8 @@ def test_a_slice_continues_after_the_last_and_a_failed_row_does_not_end_it(tmp_p
         Row(name="hangs", command=SLEEPS, limit_s=1),
         Row(name="long", command=SLEEPS, limit_s=60),
     ]
-    assert climb(rows, results, 6, "cpu") == 1
-    assert climb(rows, results, 2, "cpu") == 0, "a row that had a whole slice is recorded"
+    assert run_missing_rows(rows, results, 6, "cpu") == 1
+    assert run_missing_rows(rows, results, 2, "cpu") == 0, "a row that had a whole slice is recorded"
     lines = read_lines(results)
     assert {name: line["rc"] for name, line in lines.items()} == {"writes": 0, "fails": 1, "hangs": 9, "long": 9}
     assert list(lines) == ["writes", "fails", "hangs", "long"]
@@ -169,10 +171,10 @@ def test_a_slice_continues_after_the_last_and_a_failed_row_does_not_end_it(tmp_p
 def test_a_slice_removes_a_line_that_a_kill_cut_off_and_runs_its_row(tmp_path: Path) -> None:
     results = tmp_path / "gpu.jsonl"
     finished = Row(name="finished", command=WRITES_FIGURES, limit_s=60)
-    climb([finished], results, 12, "cpu")
+    run_missing_rows([finished], results, 12, "cpu")
     with results.open("a") as file:
         file.write('{"name": "to')
-    assert climb([finished, Row(name="torn", command=WRITES_FIGURES, limit_s=60)], results, 12, "cpu") == 0
+    assert run_missing_rows([finished, Row(name="torn", command=WRITES_FIGURES, limit_s=60)], results, 12, "cpu") == 0
     lines = read_lines(results)
     assert list(lines) == ["finished", "torn"]
     assert lines["torn"]["rc"] == 0
@@ -180,7 +182,7 @@ def test_a_slice_removes_a_line_that_a_kill_cut_off_and_runs_its_row(tmp_path: P
 
 
 def mixture_records(folder: Path) -> list[dict[str, Any]]:
-    """Every row of a mixture's datasets, with the folder of its images as `root`."""
+    """Return the rows of all datasets in a mixture. The field `root` is the folder of the images."""
     manifests = [*folder.glob("*/pairs.json"), *folder.glob("*/annotations.json")]
     return [row | {"root": file.parent} for file in manifests for row in json.loads(file.read_text("utf-8"))]
 
@@ -252,19 +254,19 @@ def test_the_ratio_of_turns_is_paired(seconds, other_seconds, ratio, low, high):
 
 
 def test_two_checkouts_take_turns_and_alternate_in_going_first(tmp_path, monkeypatch, capsys):
-    measured = []
+    checkout_names = []
 
     def measure_turn(checkout, pictures, mixture, warm_runs):
-        measured.append(checkout.name)
-        slower = 1.2 if checkout.name == "this" else 1.0
-        return dict.fromkeys(data_benchmark.DURATIONS, slower)
+        checkout_names.append(checkout.name)
+        seconds = 1.2 if checkout.name == "this" else 1.0
+        return dict.fromkeys(data_benchmark.DURATIONS, seconds)
 
     monkeypatch.setattr(data_benchmark, "measure_turn", measure_turn)
     monkeypatch.setattr(data_benchmark, "ingest_mixture", lambda checkout, params: None)
     checkouts = [data_benchmark.Checkout(name, REPOSITORY, sys.executable) for name in ("this", "other")]
     options = argparse.Namespace(sizes=[1000], pairs=2, turns=3, runs=1)
     figures = data_benchmark.compare(tmp_path, checkouts, options)
-    assert measured == ["this", "other"] + ["this", "other"] + ["other", "this"] + ["this", "other"]
+    assert checkout_names == ["this", "other"] + ["this", "other"] + ["other", "this"] + ["this", "other"]
     assert figures["ratios"]["ingest_s"] == pytest.approx({"ratio": 1.2, "low": 1.2, "high": 1.2, "limit": 1.15})
     assert figures["ratios"]["pictures_validate_s"]["limit"] is None
     assert capsys.readouterr().out.count("exceeded") == 3
@@ -273,18 +275,18 @@ def test_two_checkouts_take_turns_and_alternate_in_going_first(tmp_path, monkeyp
 def test_a_process_that_imports_another_checkout_is_refused(tmp_path):
     (tmp_path / "components").mkdir()
     (tmp_path / "params.yaml").write_text("")
-    elsewhere = data_benchmark.Checkout("other", tmp_path, sys.executable)
+    other_checkout = data_benchmark.Checkout("other", tmp_path, sys.executable)
     with pytest.raises(RuntimeError, match="make install"):
-        data_benchmark.run_stages(elsewhere, tmp_path / "params.yaml", [])
+        data_benchmark.run_stages(other_checkout, tmp_path / "params.yaml", [])
 
 
 def test_tensors_are_compared_without_their_order_and_notes():
     floats = np.arange(6, dtype=np.float32)
     integers = np.ones(2, dtype=np.int64)
-    digest = digests.tensors(save({"a": floats, "b": integers}, {"note": "yesterday"}))
-    assert digest == digests.tensors(save({"b": integers, "a": floats}))
-    assert digest != digests.tensors(save({"a": floats, "b": integers + 1}))
-    assert digest != digests.tensors(save({"a": floats.reshape(2, 3), "b": integers}))
+    digest = digests.describe_tensors(save({"a": floats, "b": integers}, {"note": "yesterday"}))
+    assert digest == digests.describe_tensors(save({"b": integers, "a": floats}))
+    assert digest != digests.describe_tensors(save({"a": floats, "b": integers + 1}))
+    assert digest != digests.describe_tensors(save({"a": floats.reshape(2, 3), "b": integers}))
 
 
 def test_pixels_and_values_are_digested_and_paths_are_not(tmp_path, monkeypatch):
@@ -297,7 +299,7 @@ def test_pixels_and_values_are_digested_and_paths_are_not(tmp_path, monkeypatch)
         (folder / "report.json").write_text(json.dumps({"all": [{"path": path, "loss": loss}]}))
         (folder / "log.csv").write_text(f"loss,seconds\n{loss},{level}\n")
         Image.new("RGB", (4, 4), (0, 0, blue)).save(folder / "image.png", compress_level=level)
-        digests_of_runs.append(dict(digests.contents(folder)))
+        digests_of_runs.append(dict(digests.digest_files(folder)))
     assert digests_of_runs[0] == digests_of_runs[1]
     changed = [name for name in digests_of_runs[0] if digests_of_runs[0][name] != digests_of_runs[2][name]]
     assert changed == ["run/log.csv", "run/report.json", "run/1 images"]

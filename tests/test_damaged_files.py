@@ -1,4 +1,4 @@
-"""A file that is cut off or of another kind ends a command with one line: its name and what to do, and no traceback."""
+"""Test that a damaged file ends a command with one line that names the file and a remedy, and without a traceback."""
 
 import shutil
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from tests.toy import REPOSITORY
 TRAIN = Path("data/04_mixture/train/0.parquet")
 TEST = Path("data/04_mixture/test/0.parquet")
 SCORES = Path("data/07_report/scores.parquet")
-HERE = Path("data/00_base")
-WEIGHTS = HERE / "model.safetensors"
-CONFIG = HERE / "config.json"
-TOKENIZER = HERE / "tokenizer.json"
+BASE_COPY = Path("data/00_base")
+WEIGHTS = BASE_COPY / "model.safetensors"
+CONFIG = BASE_COPY / "config.json"
+TOKENIZER = BASE_COPY / "tokenizer.json"
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut off": lambda data: data[: len(data) // 2],
     "emptied": lambda data: b"",
@@ -48,7 +48,7 @@ CASES = [
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(BASE, HERE)
+    shutil.copytree(BASE, BASE_COPY)
     sample = {"id": "minichange/0#0", "pair": "minichange/0", "dataset": "minichange", "split": "train"}
     sample |= {"question": "What has changed?", "reference": "a cup is gone", "before": "a.png", "after": "b.png"}
     rows = pl.DataFrame([sample | {f"{side}_sha256": bytes(32) for side in ("before", "after")}])

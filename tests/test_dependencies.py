@@ -1,4 +1,4 @@
-"""What DVC compares is what decides: code by its meaning, paths by interpolation, and what reruns after a change."""
+"""Test what DVC compares (code by its meaning, paths by interpolation) and which stages rerun after a change."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ LOOPED = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
 GRAPH = {name: entry.get("do", entry) for name, entry in LOOPED.items()}
 
 
-# No stage depends on the wording of errors, so that a better sentence makes none stale
+# No stage depends on the wording of errors, so that a better sentence makes no stage stale
 MESSAGES = REPOSITORY / "components" / "records" / "messages.toml"
 
 
@@ -31,26 +31,26 @@ def dependencies(stage: str) -> set[str]:
 
 
 def resources(code: Iterable[Path]) -> set[str]:
-    """Files beside the code (templates, tables) whose name stands in one of its strings, or in such a template's."""
-    everything = [path for path in (REPOSITORY / "components").rglob("*") if path.is_file()]
-    others = [path for path in everything if path.suffix not in (".py", ".pyc") and path != MESSAGES]
-    found: set[Path] = set()
-    waiting = list(code)
-    while waiting:
-        text = "\n".join(file.read_text() for file in waiting)
-        named = {path for path in others if re.search(rf"[\"'/]{re.escape(path.name)}[\"']", text)}
-        waiting = [path for path in named - found if path.suffix == ".j2"]
-        found |= named
-    return {str(path.relative_to(REPOSITORY)) for path in found}
+    """Return the templates and tables whose names occur in strings of the code, or of a template that it uses."""
+    files = [path for path in (REPOSITORY / "components").rglob("*") if path.is_file()]
+    candidates = [path for path in files if path.suffix not in (".py", ".pyc") and path != MESSAGES]
+    used_files: set[Path] = set()
+    unread_files = list(code)
+    while unread_files:
+        text = "\n".join(file.read_text() for file in unread_files)
+        named_files = {path for path in candidates if re.search(rf"[\"'/]{re.escape(path.name)}[\"']", text)}
+        unread_files = [path for path in named_files - used_files if path.suffix == ".j2"]
+        used_files |= named_files
+    return {str(path.relative_to(REPOSITORY)) for path in used_files}
 
 
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if stage != "code"])
 def test_a_stage_depends_on_its_code_and_on_the_templates_and_tables_it_reads(stage, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     modules = modules_by_stage(load_params(Path("params.yaml")))
-    ours = [name for name in modules if name.partition("@")[0] == stage]
-    assert ours or stage == "augment", "stage `code` writes nothing of it"
-    for name in ours:
+    names = [name for name in modules if name.partition("@")[0] == stage]
+    assert names or stage == "augment", "stage `code` writes no digests for it"
+    for name in names:
         code = digests(REPOSITORY / "components" / "stages" / stage / "stage.py", modules[name])
         assert resources(REPOSITORY / file for file in code) == dependencies(stage)
         file = REPOSITORY / "code" / f"{name}.json"
@@ -58,47 +58,57 @@ def test_a_stage_depends_on_its_code_and_on_the_templates_and_tables_it_reads(st
 
 
 def test_dvc_lock_is_of_the_committed_code_and_parameters():
-    """`dvc repro` renews it. The frozen base is recorded by hand: two hours of training would make it again."""
+    """`dvc repro` renews dvc.lock. The frozen base is recorded by hand, since training it again takes two hours."""
     stages = yaml.safe_load((REPOSITORY / "dvc.lock").read_text())["stages"]
     params = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
     stale = []
     for name in stages.keys() - {"pretrain", "code"}:
         recorded = {dep["path"]: dep["md5"] for dep in stages[name]["deps"]}
-        for path in [path for path in recorded if path.startswith(("code/", "components/", "profiles/"))]:
-            if hashlib.md5((REPOSITORY / path).read_bytes()).hexdigest() != recorded[path]:
+        for path, md5 in recorded.items():
+            is_of_project = path.startswith(("code/", "components/", "profiles/"))
+            if is_of_project and hashlib.md5((REPOSITORY / path).read_bytes()).hexdigest() != md5:
                 stale.append(f"{name}: {path}")
-        ran = stages[name]["params"]["params.yaml"]
-        stale += [f"{name}: {place}" for place in ran if params_at(params, place) != ran[place]]
+        recorded_params = stages[name]["params"]["params.yaml"]
+        stale += [f"{name}: {key}" for key in recorded_params if params_at(params, key) != recorded_params[key]]
     assert not stale, "run `dvc repro`"
     assert {name.partition("@")[0] for name in stages} == GRAPH.keys() - {"augment"}
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
-    if items is None:
+    """Yield the dotted name and the value of every leaf of nested mappings and lists."""
+    if isinstance(tree, dict):
+        items = list(tree.items())
+    elif isinstance(tree, list):
+        items = list(enumerate(tree))
+    else:
         yield name, tree
         return
     for key, value in items:
         yield from leaves(value, f"{name}.{key}" if name else str(key))
 
 
+# Where a run computes, where its results are shown, and a name that is no path. No stage reads or writes data there
 NO_DATA = ("compute.", "register.tracking_uri", "promote.protocol")
-"""Where a run computes, where its results are shown, and a name that is no path: no stage has its data there."""
 
 
 def test_every_path_in_params_yaml_is_a_dependency_or_an_output_by_interpolation():
     params = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
-    named = {name for name, value in leaves(params) if isinstance(value, str) and "/" in value}
-    named = {name for name in named if not name.startswith(NO_DATA)}
-    used = set()
+    paths = set()
+    for name, value in leaves(params):
+        if isinstance(value, str) and "/" in value and not name.startswith(NO_DATA):
+            paths.add(name)
+    interpolated = set()
     for stage in LOOPED.values():
         text = yaml.safe_dump({key: stage.get("do", stage).get(key) for key in ("deps", "outs", "metrics", "plots")})
-        used |= set(re.findall(r"\$\{([\w.]+)\}", text))
+        interpolated |= set(re.findall(r"\$\{([\w.]+)\}", text))
         section = stage.get("foreach", "").strip("${}")
-        each = {f"{section}.{key}." for key in params_at(params, section)} if section else set()
-        used |= {start + name.removeprefix("item.") for name in used if name.startswith("item.") for start in each}
-    assert named <= used, f"dvc.yaml has no dependency and no output ${{{', '.join(sorted(named - used))}}}"
-    assert named >= {"train.base", "convert.questions", "ingest.datasets.minichange.root", "paths.records"}
+        fields = {name.removeprefix("item.") for name in interpolated if name.startswith("item.")}
+        keys = params_at(params, section) if section else {}
+        for key in keys:
+            interpolated |= {f"{section}.{key}.{field}" for field in fields}
+    unused = sorted(paths - interpolated)
+    assert unused == [], "dvc.yaml has no dependency and no output with these parameters"
+    assert paths >= {"train.base", "convert.questions", "ingest.datasets.minichange.root", "paths.records"}
 
 
 def params_at(params: dict[str, Any], section: str) -> dict[str, Any]:
@@ -109,7 +119,7 @@ def params_at(params: dict[str, Any], section: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def current_once(trained_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy project with a dataset from outside beside MiniChange, every stage up to date."""
+    """Build the toy project with an external dataset in addition to MiniChange. Every stage is up to date."""
     root = Path(shutil.copytree(trained_once, tmp_path_factory.mktemp("current") / "toy", symlinks=True))
     toy.write_dataset(root / "data/01_raw/real", ("train", "train", "val", "test"))
     rewrite(root / "data/01_raw/real/grammar.json", json.dumps({"clause_separator": ", and "}))
@@ -123,15 +133,15 @@ def current(current_once: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(current_once, tmp_path / "toy", symlinks=True))
 
 
-def set_params(root: Path, place: str, value: Any) -> None:
+def set_params(root: Path, dotted_key: str, value: Any) -> None:
     params = yaml.safe_load((root / "params.yaml").read_text())
-    section, _, key = place.rpartition(".")
+    section, _, key = dotted_key.rpartition(".")
     params_at(params, section)[key] = value
     rewrite(root / "params.yaml", yaml.safe_dump(params, sort_keys=False))
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Write a file anew: it may be a link into DVC's cache."""
+    """Replace a file, which may be a link into DVC's cache."""
     path.unlink(missing_ok=True)
     path.write_text(text)
 
@@ -148,11 +158,11 @@ def append_to(*paths: str, text: str = "# a comment") -> Callable[[Path], None]:
     return change
 
 
-def set_to(place: str, value: Any) -> Callable[[Path], None]:
-    return lambda root: set_params(root, place, value)
+def set_to(dotted_key: str, value: Any) -> Callable[[Path], None]:
+    return lambda root: set_params(root, dotted_key, value)
 
 
-def draw_anew(number: int) -> Callable[[Path], None]:
+def redraw_image(number: int) -> Callable[[Path], None]:
     image = Image.new("RGB", (8, 8), (7, 7, 7))
     return lambda root: image.save(root / "data/01_raw/real/sc_images" / f"{number}.png")
 
@@ -163,34 +173,34 @@ def add_test_only_dataset(root: Path) -> None:
 
 
 def templates(folder: str) -> list[str]:
-    found = [str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "components" / folder).rglob("*.j2")]
-    assert found, folder
-    return found
+    paths = [str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "components" / folder).rglob("*.j2")]
+    assert paths, folder
+    return paths
 
 
 ADDED = "ADDED = 1"
 CONVERT = ["convert", "train", "predict", "evaluate"]
 TRAIN = ["train", "predict", "evaluate"]
 INGEST = ["ingest@real", "validate"]
-PLACES = ("compute.workers", "models.no_module.rates.llm", "promote.min_gain", "pretrain.seed")
-OF_NO_STAGE = tuple(set_to(place, 7) for place in PLACES)
-OF_CODE_ALONE = (
+UNUSED_PARAMS = ("compute.workers", "models.no_module.rates.llm", "promote.min_gain", "pretrain.seed")
+CHANGES_OF_NO_STAGE = tuple(set_to(key, 7) for key in UNUSED_PARAMS)
+# A comment; the planner, another family, another dataset's reader, the template of another page
+CHANGES_OF_CODE_ONLY = (
     append_to("components/stages/train/loop.py"),
     append_to("components/commands/plan/__init__.py", "components/models/onediff.py", text=ADDED),
     append_to("components/datasets/omnidiff.py", text=ADDED),
     append_to(*templates("commands/inspect")),
 )
-"""A comment; the planner, another family, another dataset's reader, the template of another page."""
 
 CHANGES: dict[str, tuple[tuple[Callable[[Path], None], ...], list[str], list[str]]] = {
     # what changed: how, the stages that `dvc status` names, the stages that `dvc repro` runs
-    "what no stage reads": (OF_NO_STAGE, [], []),
-    "code that no stage runs": (OF_CODE_ALONE, ["code"], ["code"]),
+    "what no stage reads": (CHANGES_OF_NO_STAGE, [], []),
+    "code that no stage runs": (CHANGES_OF_CODE_ONLY, ["code"], ["code"]),
     "base": ((append_to("data/00_base/config.json"),), ["pretrain", "train"], TRAIN),
     "questions": ((append_to("profiles/questions.yaml"),), ["convert"], CONVERT),
     "grammar": ((append_to("data/01_raw/real/grammar.json"),), INGEST[:1], [*INGEST, "evaluate"]),
-    "image that trains": ((draw_anew(0),), INGEST[:1], [*INGEST, *CONVERT]),
-    "image that only tests": ((draw_anew(3),), INGEST[:1], [*INGEST, "convert", "predict", "evaluate"]),
+    "image that trains": ((redraw_image(0),), INGEST[:1], [*INGEST, *CONVERT]),
+    "image that only tests": ((redraw_image(3),), INGEST[:1], [*INGEST, "convert", "predict", "evaluate"]),
     "test-only dataset": (
         (add_test_only_dataset,),
         ["code", "ingest@birds", "validate", "convert"],
@@ -210,14 +220,14 @@ CHANGES: dict[str, tuple[tuple[Callable[[Path], None], ...], list[str], list[str
 @pytest.mark.fault("25", "27")
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_a_change_dvc_reruns_only_what_depends_on_it(current, change):
-    makes, changed, reruns = CHANGES[change]
-    for make in makes:
-        make(current)
-    assert list(toy.status(current)) == changed
-    if changed:
+    functions, changed_stages, reruns = CHANGES[change]
+    for function in functions:
+        function(current)
+    assert list(toy.status(current)) == changed_stages
+    if changed_stages:
         assert re.findall(r"Running stage '(.+)'", toy.run(current, "dvc", "repro")) == reruns
     else:
-        assert reruns == [], "what `dvc status` does not name does not run"
+        assert reruns == [], "a stage that `dvc status` does not list does not run"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""docs/deviations.md is true: parameters have the values that it names, files exist, counts are those of the plan."""
+"""Test docs/deviations.md: the parameters have the named values, the files exist, and the counts equal the plan's."""
 
 import re
 from dataclasses import fields

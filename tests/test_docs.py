@@ -1,4 +1,4 @@
-"""docs/extending.md is true: its code blocks run in the files that they name, and its examples go through every stage.
+"""Test docs/extending.md: its code blocks run in the named files, and its examples pass through every stage.
 
 The notebook of docs runs, too.
 """
@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,7 +47,7 @@ def page() -> str:
 
 @pytest.fixture(scope="module")
 def blocks(page) -> list[tuple[str, str]]:
-    """The file that each code block names in its first line, and the code."""
+    """Return each code block as a tuple of the file in its first line and the code."""
     files = [(match["file"], match["code"]) for match in BLOCK.finditer(page)]
     assert len(files) == page.count("```") // 2, "every block names its file in its first line"
     return files
@@ -54,7 +55,7 @@ def blocks(page) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def code(blocks, tmp_path, monkeypatch):
-    """A function that loads the module of a block until the end of the test."""
+    """Return a function that loads the module of a block until the end of the test."""
 
     def load(file: str) -> ModuleType:
         path = tmp_path / file
@@ -165,7 +166,7 @@ def metric(code, blocks, monkeypatch):
 
 @pytest.fixture
 def parameters(entry, kitchen, metric, settings, blocks, tmp_path) -> Path:
-    """A profile like the embedded run with the dataset, metric and family of the page, at a small scale."""
+    """Write a small profile like the embedded one, with the dataset, metric and family of the page."""
     model = section(blocks, "small_gpu")["small_gpu"]
     model["module"] |= {"vision_feature_layers": [1, 2], "heads": 2}
     folders = ("base", "records", "clean", "mixture", "model", "predictions", "report")
@@ -232,7 +233,7 @@ def outputs(cell: nbformat.NotebookNode) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small project in the state in which `make run` leaves it."""
+    """Return a small project as `make run` leaves it."""
     root = tmp_path_factory.mktemp("project")
     (root / "params.yaml").touch()
     tiny_checkpoint(tiny_base(root / "base"), root / "data/05_model/checkpoint")
@@ -265,7 +266,8 @@ def test_every_cell_runs_and_gives_captions_an_overlay_and_scores(project):
     assert all(name in table for name in captions)
     assert table.count("a noise became another") == 12
     assert "pairs 12; references a pair 2.00" in scores
-    shown = [out.data for cell in notebook.cells for out in cell.get("outputs", []) if "data" in out]
+    outputs_of_cells = chain.from_iterable(cell.get("outputs", []) for cell in notebook.cells)
+    shown = [output.data for output in outputs_of_cells if "data" in output]
     assert sum("image/png" in data for data in shown) == 1
     sheets = sorted(str(path.relative_to(project / "runs/notebook")) for path in project.rglob("notebook/**/*.png"))
     assert sheets == sorted(f"{name}.png" for name in captions)

@@ -1,4 +1,4 @@
-"""The client of chat endpoints against a server on 127.0.0.1: nothing is lost, nothing is asked twice."""
+"""Test the client of chat endpoints with a server on 127.0.0.1: it loses no answer and asks no question twice."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from m3diff.endpoint import client
-from m3diff.endpoint.answers import UNKNOWN_SERVER, AnswerStore, EndpointAnswer, OtherServerError, other_server
+from m3diff.endpoint.answers import UNKNOWN_SERVER, AnswerStore, EndpointAnswer, OtherServerError, other_server_error
 from m3diff.endpoint.client import REUSE_OPTION, Endpoint
 from m3diff.endpoint.questions import EndpointQuestion, data_url
 from m3diff.endpoint.servers import ServerIdentity, read_server
@@ -44,14 +44,14 @@ YES = ("text", "yes")
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("A_KEY", "secret")
-    with chat_server() as known:
-        yield known
+    with chat_server() as server:
+        yield server
 
 
 def endpoint(server: Server, folder: Path, **changes: Any) -> Endpoint:
     store = folder / "answers.jsonl"
-    known = {"url": server.url, "model": "m", "key_variable": "A_KEY", "timeout_s": 20, "store": store}
-    return Endpoint(**(known | changes))
+    arguments = {"url": server.url, "model": "m", "key_variable": "A_KEY", "timeout_s": 20, "store": store}
+    return Endpoint(**(arguments | changes))
 
 
 def ask(server: Server, folder: Path, *texts: str, **changes: Any) -> list[EndpointAnswer]:
@@ -63,17 +63,17 @@ def picture(path: Path, color: str = "red") -> Path:
     return path
 
 
-BY_WRITER = partial(EndpointWriterSettings, kind="endpoint", model="m")
-BY_JUDGE = partial(JudgeSettings, model="m")
+WRITER = partial(EndpointWriterSettings, kind="endpoint", model="m")
+JUDGE = partial(JudgeSettings, model="m")
 
 
 def fault_of_value(error: ValidationError) -> Fault:
-    """The fault of the only value that a section refused."""
+    """Return the fault of the only value that a section refused."""
     (details,) = error.errors()
     return details["ctx"]["error"].fault
 
 
-SECTIONS = {"writer": BY_WRITER, "judge": BY_JUDGE}
+SECTIONS = {"writer": WRITER, "judge": JUDGE}
 
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
@@ -104,32 +104,32 @@ def test_a_url_of_no_server_is_refused(section, url):
     assert fault_of_value(refused.value) == Fault("endpoint.not_a_url", value=url)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_proxy_of_the_environment_gets_nothing_that_stays_on_this_machine(elsewhere, server, tmp_path, monkeypatch):
-    """The same URL as if it were another machine's goes through the proxy, as everywhere."""
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_requests_to_this_machine_do_not_use_a_proxy(is_remote, server, tmp_path, monkeypatch):
+    """A request to the same URL uses the proxy if the URL counts as another machine's."""
     for name in ("NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    if elsewhere:
+    if is_remote:
         monkeypatch.setattr("m3diff.endpoint.url.THIS_MACHINE", ())
     with chat_server("by the proxy") as proxy:
         for name in ("HTTP_PROXY", "http_proxy"):
             monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
-        assert ask(server, tmp_path, "a?") == [("text", "by the proxy" if elsewhere else "yes")]
-        assert len(proxy.asked) == elsewhere
+        assert ask(server, tmp_path, "a?") == [("text", "by the proxy" if is_remote else "yes")]
+        assert len(proxy.requests) == is_remote
 
 
 def test_answers_come_in_the_order_of_the_questions_whatever_comes_first(server, tmp_path):
     server.replies = {f"question {number}": [f"answer {number}"] for number in range(9, -1, -1)}
     server.delay = 0.05
-    found = ask(server, tmp_path, *(f"question {number}" for number in range(10)))
-    assert [answer.text for answer in found] == [f"answer {number}" for number in range(10)]
-    assert server.at_once > 1
+    answers = ask(server, tmp_path, *(f"question {number}" for number in range(10)))
+    assert [answer.text for answer in answers] == [f"answer {number}" for number in range(10)]
+    assert server.max_concurrent > 1
     assert server.keys == {"Bearer secret"}
-    assert {(body["model"], body["temperature"]) for body in server.asked} == {("m", 0)}
+    assert {(body["model"], body["temperature"]) for body in server.requests} == {("m", 0)}
     assert "secret" not in (tmp_path / "answers.jsonl").read_text()
 
 
-def smooth(path: Path, size: tuple[int, int] = (96, 64), mode: str = "RGB", **options: Any) -> Path:
+def save_photograph(path: Path, size: tuple[int, int] = (96, 64), mode: str = "RGB", **options: Any) -> Path:
     exif = Image.Exif()
     text = PngInfo()
     exif[0x010F] = "A camera"
@@ -154,50 +154,52 @@ def smooth(path: Path, size: tuple[int, int] = (96, 64), mode: str = "RGB", **op
     ],
 )
 def test_an_image_is_sent_as_the_projects_models_see_it_without_metadata(name, kind, options, tmp_path):
-    path = smooth(tmp_path / name, **options)
-    seen = load_image(path)
+    path = save_photograph(tmp_path / name, **options)
+    original = load_image(path)
     (head, _, text) = data_url(path).partition(";base64,")
     data = base64.b64decode(text)
     image = Image.open(io.BytesIO(data))
     assert head == f"data:image/{kind}"
-    assert image.size == seen.size
+    assert image.size == original.size
     assert image.mode == "RGB"
-    assert seen.height > seen.width, "upright"
-    difference = np.abs(np.asarray(image, dtype=int) - np.asarray(seen, dtype=int))
+    assert original.height > original.width, "upright"
+    difference = np.abs(np.asarray(image, dtype=int) - np.asarray(original, dtype=int))
     assert difference.mean() < (1 if kind == "jpeg" else 1e-9)
     assert not any(word in data for word in (b"A camera", b"at home", b"Exif", b"eXIf", b"ICC", b"iCCP", b"a film"))
     assert kind == "png" or len(data) < 1.1 * path.stat().st_size
 
 
 def test_a_question_is_asked_once_in_one_run_and_in_the_next(server, tmp_path):
-    first = ask(server, tmp_path, "a?", "b?", "a?")
+    answers = ask(server, tmp_path, "a?", "b?", "a?")
     assert sorted(server.texts) == ["a?", "b?"]
-    assert ask(server, tmp_path, "b?", "a?", "c?")[:2] == [first[1], first[0]]
+    assert ask(server, tmp_path, "b?", "a?", "c?")[:2] == [answers[1], answers[0]]
     assert sorted(server.texts) == ["a?", "b?", "c?"]
 
 
-def test_an_answer_belongs_to_its_whole_question_and_model_and_to_nothing_else(server, tmp_path):
-    one, same, other = (picture(tmp_path / f"{n}.png", color) for n, color in enumerate(("red", "red", "blue")))
-    facts = {"text": "a?", "images": (one,)}
-    first = endpoint(server, tmp_path).key(EndpointQuestion(**facts))
-    for same_place in (endpoint(server, tmp_path, url=f"{server.url}/"), endpoint(server, tmp_path, timeout_s=1)):
-        assert same_place.key(EndpointQuestion(**facts | {"images": (same,)})) == first
-    changes = [{"text": "b?"}, {"system": "else"}, {"seed": 1}, {"n": 1}, {"images": (other,)}, {"images": ()}]
+def test_the_key_of_an_answer_covers_the_whole_question_and_the_model(server, tmp_path):
+    image = picture(tmp_path / "0.png", "red")
+    same_image = picture(tmp_path / "1.png", "red")
+    other_image = picture(tmp_path / "2.png", "blue")
+    facts = {"text": "a?", "images": (image,)}
+    first_key = endpoint(server, tmp_path).key(EndpointQuestion(**facts))
+    for same_endpoint in (endpoint(server, tmp_path, url=f"{server.url}/"), endpoint(server, tmp_path, timeout_s=1)):
+        assert same_endpoint.key(EndpointQuestion(**facts | {"images": (same_image,)})) == first_key
+    changes = [{"text": "b?"}, {"system": "else"}, {"seed": 1}, {"n": 1}, {"images": (other_image,)}, {"images": ()}]
     keys = [endpoint(server, tmp_path).key(EndpointQuestion(**facts | change)) for change in changes]
     keys += [
         endpoint(server, tmp_path, **change).key(EndpointQuestion(**facts))
         for change in ({"model": "o"}, {"max_tokens": 7})
     ]
-    assert len({first, *keys}) == 9
+    assert len({first_key, *keys}) == 9
     assert endpoint(server, tmp_path, max_tokens=7).ask([EndpointQuestion("a?")], "test") == [YES]
-    assert server.asked[-1]["max_tokens"] == 7
+    assert server.requests[-1]["max_tokens"] == 7
 
 
-def test_a_server_that_puts_off_is_asked_again_after_the_time_it_names(server, tmp_path):
+def test_a_temporary_rejection_is_retried_after_the_time_that_the_server_sets(server, tmp_path):
     server.retry_after = "0.4"
     server.replies = {"a?": [429, 503, "done"]}
     assert ask(server, tmp_path, "a?") == [("text", "done")]
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
     assert min(later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)) >= 0.4
 
 
@@ -222,11 +224,11 @@ def test_a_server_that_puts_off_is_asked_again_after_the_time_it_names(server, t
 )
 def test_refusals_empty_and_truncated_answers_are_told_apart_and_are_answers(reply, answer, server, tmp_path):
     server.replies = {"a?": [reply]}
-    (found,) = ask(server, tmp_path, "a?")
-    assert found.kind == answer[0]
-    assert answer[1] in (None, found.text)
-    assert ask(server, tmp_path, "a?") == [found]
-    assert len(server.asked) == 1
+    (stored,) = ask(server, tmp_path, "a?")
+    assert stored.kind == answer[0]
+    assert answer[1] in (None, stored.text)
+    assert ask(server, tmp_path, "a?") == [stored]
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_refusals_empty_and_truncated_answers_are_told_apart_and_are_answers(rep
         ((200, {"error": {"message": "rate limited", "code": 429}}), EndpointError, "endpoint.error_reply"),
     ],
 )
-def test_what_is_no_answer_ends_the_run_and_what_was_answered_stays(reply, error, code, server, tmp_path):
+def test_a_reply_without_an_answer_ends_the_run_and_earlier_answers_stay(reply, error, code, server, tmp_path):
     ask(server, tmp_path, "a?")
     server.replies = {"b?": [reply]}
     with raises(error, code) as ended:
@@ -257,8 +259,8 @@ def test_what_is_no_answer_ends_the_run_and_what_was_answered_stays(reply, error
     assert server.texts.count("a?") == 1
 
 
-def test_a_form_that_the_server_takes_of_no_question_is_the_users(server, tmp_path, monkeypatch):
-    """It ends at the first of one question, and of many before all of them are asked."""
+def test_a_form_that_the_server_always_rejects_is_the_users_error(server, tmp_path, monkeypatch):
+    """A run of one question ends after it. A run of many questions ends before all of them are sent."""
     monkeypatch.setattr(client, "WINDOW", 16)
     server.replies = {"?": [(400, {"error": {"message": "no such field"}})]}
     with raises(ParamsError, "endpoint.refused", names=["'a?'"]) as refused:
@@ -266,25 +268,25 @@ def test_a_form_that_the_server_takes_of_no_question_is_the_users(server, tmp_pa
     assert "no such field" in refused.value.fields["cause"]
     with raises(ParamsError, "endpoint.refused"):
         ask(server, tmp_path, *(f"{number}?" for number in range(200)))
-    assert len(server.asked) <= 1 + 16
+    assert len(server.requests) <= 1 + 16
     assert not (tmp_path / "answers.jsonl").exists()
 
 
-@pytest.mark.parametrize(("first", "status"), [("a?", 400), ("b?", 413), ("b?", 422)])
-def test_a_question_that_alone_is_not_taken_is_refused_by_the_server_and_ends_no_run(first, status, server, tmp_path):
+@pytest.mark.parametrize(("slow_question", "status"), [("a?", 400), ("b?", 413), ("b?", 422)])
+def test_a_single_rejected_question_is_refused_and_does_not_end_the_run(slow_question, status, server, tmp_path):
     server.replies = {"b?": [(status, {"error": {"message": "too long"}})]}
-    server.delays = {first: 0.2}
+    server.delays = {slow_question: 0.2}
     answer, refusal = ask(server, tmp_path, "a?", "b?")
     assert answer == YES
     assert refusal.kind == "refused"
     assert "too long" in refusal.text
     assert ask(server, tmp_path, "b?", "a?") == [refusal, answer]
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
     server.replies["c?"] = [status]
     assert ask(server, tmp_path, "a?", "c?")[1].kind == "refused", "the other was answered in an earlier run"
 
 
-def test_a_line_that_a_kill_has_torn_is_asked_for_again_and_harms_no_other(server, tmp_path):
+def test_the_question_of_a_torn_line_is_asked_again_and_other_lines_stay(server, tmp_path):
     ask(server, tmp_path, "a?", "b?")
     store = tmp_path / "answers.jsonl"
     torn_text = json.loads(store.read_bytes().splitlines()[-1])["question"]
@@ -298,21 +300,21 @@ NO_ANSWERS = ["5", "[]", "null", '"a"', '{"key": "a"}', '{"key": "a", "kind": "t
 NO_ANSWERS += ['{"key": [1], "kind": "text", "answer": "b"}', '{"key": "a", "kind": "other", "answer": "b"}']
 
 
-def test_a_line_that_is_no_answer_is_read_as_none(tmp_path):
+def test_a_line_without_an_answer_is_skipped(tmp_path):
     store = tmp_path / "answers.jsonl"
-    AnswerStore(store).keep("k", {}, EndpointAnswer("text", "yes"))
+    AnswerStore(store).store_answer("k", {}, EndpointAnswer("text", "yes"))
     store.write_text("\n".join([*NO_ANSWERS, store.read_text()]))
     assert AnswerStore(store).last_answers == {"k": YES}
 
 
-def test_an_answer_that_is_forgotten_is_asked_for_again_and_no_other(server, tmp_path):
-    one = endpoint(server, tmp_path)
+def test_only_the_question_of_a_revoked_answer_is_asked_again(server, tmp_path):
+    model = endpoint(server, tmp_path)
     questions = [EndpointQuestion("a?"), EndpointQuestion("b?")]
     server.replies = {"a?": ["first", "second"]}
-    assert one.ask(questions, "test") == [("text", "first"), YES]
-    one.forget(questions[:1])
-    assert len(AnswerStore(one.answers.path).last_answers) == 1, "by the file, too"
-    assert one.ask(questions, "test") == [("text", "second"), YES]
+    assert model.ask(questions, "test") == [("text", "first"), YES]
+    model.forget(questions[:1])
+    assert len(AnswerStore(model.answers.path).last_answers) == 1, "the file is updated, too"
+    assert model.ask(questions, "test") == [("text", "second"), YES]
     assert ask(server, tmp_path, "a?", "b?") == [("text", "second"), YES]
     assert sorted(server.texts) == ["a?", "a?", "b?"]
 
@@ -322,30 +324,30 @@ def ask_many(url: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_after_a_kill_in_the_middle_only_what_has_no_answer_on_the_disk_is_asked(server, tmp_path):
+def test_after_a_kill_only_questions_without_a_stored_answer_are_asked(server, tmp_path):
     server.delay = 0.05
     asking = multiprocessing.get_context("spawn").Process(target=ask_many, args=(server.url, tmp_path))
     asking.start()
-    while len(server.asked) < 20:
+    while len(server.requests) < 20:
         time.sleep(0.01)
     os.kill(asking.pid, signal.SIGKILL)
     asking.join()
     time.sleep(0.2)
-    kept = {json.loads(line)["question"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()}
-    assert 8 <= len(kept) < 60
+    stored_questions = {entry["question"] for entry in entries_of(tmp_path)}
+    assert 8 <= len(stored_questions) < 60
     server.delay = 0
     ask_many(server.url, tmp_path)
     times = Counter(server.texts)
     assert len(times) == 60
-    assert {times[text] for text in kept} == {1}
-    assert sum(times.values()) <= 60 + 8, "at most those that were on their way are asked twice"
+    assert {times[text] for text in stored_questions} == {1}
+    assert sum(times.values()) <= 60 + 8, "only questions in flight may be asked twice"
 
 
-# Whose answer it is
+# Which server an answer belongs to
 
 
 def models(name: str = "m", **fields: Any) -> dict[str, Any]:
-    """What `GET /v1/models` answers, with the model between two others."""
+    """Return the reply to `GET /v1/models`, with the model between two others."""
     entries = [{"id": "other", "root": "/else"}, {"id": name, "object": "model", **fields}, {"id": "last"}]
     return {"object": "list", "data": entries}
 
@@ -385,7 +387,7 @@ def test_an_answer_is_stored_with_its_server_and_the_time(server, tmp_path):
     ],
     ids=["404", "501", "503", "empty object", "page", "array", "null", "empty list", "numbers", "unlisted", "hang"],
 )
-def test_a_server_without_a_list_of_models_is_known_by_its_url_alone(listing, server, tmp_path, monkeypatch):
+def test_a_server_without_a_list_of_models_is_identified_by_its_url(listing, server, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "RETRIES", 0)
     monkeypatch.setattr(client, "IDENTIFY_S", 0.3)
     server.models = listing
@@ -395,7 +397,7 @@ def test_a_server_without_a_list_of_models_is_known_by_its_url_alone(listing, se
 
 
 def test_a_single_entry_of_another_name_describes_the_server(server, tmp_path):
-    """As m3diff's own server lists the version, which is asked by the registered model's name."""
+    """m3diff's server lists the version, but a client may use the name of the registered model."""
     server.models = {"data": [{"id": "m3diff/1"}]}
     ask(server, tmp_path, "a?", model="m3diff")
     server.models = {"data": [{"id": "m3diff/2"}]}
@@ -403,7 +405,7 @@ def test_a_single_entry_of_another_name_describes_the_server(server, tmp_path):
         ask(server, tmp_path, "a?", "b?", model="m3diff")
 
 
-def test_a_run_whose_answers_are_all_there_needs_no_server(server, tmp_path, capsys):
+def test_a_run_with_only_cached_answers_needs_no_server(server, tmp_path, capsys):
     server.models = models(root="/weights/a")
     ask(server, tmp_path, "a?", "b?")
     capsys.readouterr()
@@ -450,27 +452,28 @@ def test_another_url_is_another_server(url):
 
 @pytest.mark.parametrize("new", [(), ("c?",)], ids=["all answers there", "one missing"])
 @pytest.mark.parametrize("earlier", ["another URL", "an earlier version"])
-def test_answers_that_are_not_known_to_be_of_this_server_are_refused_unsent(earlier, new, server, tmp_path):
-    with chat_server("of the first") as first:
-        ask(first if earlier == "another URL" else server, tmp_path, "a?", "b?")
+def test_answers_from_other_servers_are_refused_before_a_request(earlier, new, server, tmp_path):
+    with chat_server("of the first") as first_server:
+        ask(first_server if earlier == "another URL" else server, tmp_path, "a?", "b?")
     if earlier == "an earlier version":
         remove_fields(tmp_path, "server", "date")
-    server.asked.clear()
+    server.requests.clear()
     server.listed = 0
-    whose = ServerIdentity(first.url) if earlier == "another URL" else None
-    expected = {"path": tmp_path / "answers.jsonl", "answers": 2, "questions": 2 + len(new), "servers": {whose: 2}}
+    earlier_server = ServerIdentity(first_server.url) if earlier == "another URL" else None
+    expected = {"path": tmp_path / "answers.jsonl", "answers": 2, "questions": 2 + len(new)}
+    expected["servers"] = {earlier_server: 2}
     with raises(OtherServerError, "endpoint.other_server", **expected, option=REUSE_OPTION) as refused:
         ask(server, tmp_path, "a?", "b?", *new)
     (origin,) = refused.value.fields["origins"]
-    assert origin == Fault("endpoint.origin", answers=2, server=whose or UNKNOWN_SERVER)
-    assert server.asked == []
+    assert origin == Fault("endpoint.origin", answers=2, server=earlier_server or UNKNOWN_SERVER)
+    assert server.requests == []
     assert server.listed == 0
 
 
-def test_of_many_other_servers_the_most_common_are_named():
-    servers = Counter({ServerIdentity(f"http://{name}/v1"): 9 - place for place, name in enumerate("abcde")})
+def test_only_the_most_common_of_many_servers_are_named():
+    servers = Counter({ServerIdentity(f"http://{name}/v1"): 9 - rank for rank, name in enumerate("abcde")})
     requested_server = Fault("endpoint.requested_server", server="http://f/v1", model="m")
-    error = other_server(Path("answers.jsonl"), servers, requested_server, 40, REUSE_OPTION)
+    error = other_server_error(Path("answers.jsonl"), servers, requested_server, 40, REUSE_OPTION)
     *origins, further = error.fields["origins"]
     assert [origin.fields["server"].url for origin in origins] == ["http://a/v1", "http://b/v1", "http://c/v1"]
     assert further == Fault("endpoint.further_origins", servers=2)
@@ -481,7 +484,7 @@ def test_errors_of_an_endpoint_survive_pickle():
     requested_server = Fault("endpoint.requested_server", server="http://f/v1", model="m")
     errors = [
         EndpointError("endpoint.failed", url="http://f/v1", model="m", cause="reset", names=["a.png"]),
-        other_server(Path("answers.jsonl"), Counter({None: 2}), requested_server, 3, REUSE_OPTION),
+        other_server_error(Path("answers.jsonl"), Counter({None: 2}), requested_server, 3, REUSE_OPTION),
         redirect_error("http://f/v1", 307, None),
     ]
     for error in errors:
@@ -491,28 +494,28 @@ def test_errors_of_an_endpoint_survive_pickle():
 
 
 def test_the_user_may_use_answers_of_another_server(server, tmp_path, capsys):
-    with chat_server("of the first") as first:
-        ask(first, tmp_path, "a?")
+    with chat_server("of the first") as first_server:
+        ask(first_server, tmp_path, "a?")
     remove_fields(tmp_path, "date")
-    one = endpoint(server, tmp_path, reuse=True)
-    assert one.ask([EndpointQuestion("a?")], "test") == [("text", "of the first")]
-    assert server.asked == []
-    assert one.ask([EndpointQuestion("a?"), EndpointQuestion("b?")], "test") == [("text", "of the first"), YES]
+    model = endpoint(server, tmp_path, reuse=True)
+    assert model.ask([EndpointQuestion("a?")], "test") == [("text", "of the first")]
+    assert server.requests == []
+    assert model.ask([EndpointQuestion("a?"), EndpointQuestion("b?")], "test") == [("text", "of the first"), YES]
     assert server.texts == ["b?"]
-    assert [(source.url, source.answers, source.cached) for source in one.sources] == [
-        (first.url, 1, 1),
+    assert [(source.url, source.answers, source.cached) for source in model.sources] == [
+        (first_server.url, 1, 1),
         (server.url, 1, 0),
     ]
     assert "1 of 2 answers are from the cache" in capsys.readouterr().out
 
 
-def test_the_user_may_ask_anew_and_each_server_keeps_its_answers(server, tmp_path):
-    with chat_server("of the first") as first:
-        ask(first, tmp_path, "a?")
+def test_the_user_may_ask_again_and_each_server_keeps_its_answers(server, tmp_path):
+    with chat_server("of the first") as first_server:
+        ask(first_server, tmp_path, "a?")
         assert ask(server, tmp_path, "a?", reuse=False) == [YES]
         assert ask(server, tmp_path, "a?") == [YES]
-        assert ask(first, tmp_path, "a?") == [("text", "of the first")]
-        assert len(first.asked) == len(server.asked) == 1
+        assert ask(first_server, tmp_path, "a?") == [("text", "of the first")]
+        assert len(first_server.requests) == len(server.requests) == 1
 
 
 CHANGES = {
@@ -545,8 +548,8 @@ def test_another_model_beside_it_in_the_list_changes_nothing(server, tmp_path):
     assert server.texts == ["a?", "b?"]
 
 
-def test_answers_of_two_models_at_one_url_make_no_result_together(server, tmp_path):
-    """The run was continued after the server had been restarted, and the next one finds all answers."""
+def test_answers_of_two_models_at_one_url_are_not_mixed(server, tmp_path):
+    """A run is continued after a restart of the server. The next run finds all answers in the cache."""
     server.models = models(root="/weights/a")
     ask(server, tmp_path, "a?")
     server.models = models(root="/weights/b")
@@ -558,14 +561,14 @@ def test_answers_of_two_models_at_one_url_make_no_result_together(server, tmp_pa
 
 
 def test_two_calls_of_one_run_do_not_mix_two_models(server, tmp_path):
-    """A writer asks for each split: the first split's answers are there, those of the second are not."""
+    """A writer asks once per split. The answers for the first split are cached, and those for the second are not."""
     server.models = models(root="/weights/a")
     ask(server, tmp_path, "a?")
     server.models = models(root="/weights/b")
-    one = endpoint(server, tmp_path)
-    one.ask([EndpointQuestion("a?")], "test")
+    model = endpoint(server, tmp_path)
+    model.ask([EndpointQuestion("a?")], "test")
     with raises(OtherServerError, "endpoint.other_server"):
-        one.ask([EndpointQuestion("b?")], "test")
+        model.ask([EndpointQuestion("b?")], "test")
     assert server.texts == ["a?"]
 
 
@@ -573,29 +576,29 @@ def test_two_calls_of_one_run_do_not_mix_two_models(server, tmp_path):
     "kind", [None, {"content": None, "refusal": "no"}, {"content": "a", "finish_reason": "length"}]
 )
 def test_an_answer_without_a_text_belongs_to_its_server_too(kind, server, tmp_path):
-    with chat_server(kind) as first:
-        ask(first, tmp_path, "a?")
+    with chat_server(kind) as first_server:
+        ask(first_server, tmp_path, "a?")
     with raises(OtherServerError, "endpoint.other_server"):
         ask(server, tmp_path, "a?")
     assert ask(server, tmp_path, "a?", reuse=False) == [YES]
 
 
-def test_a_forgotten_answer_leaves_those_of_other_servers(server, tmp_path):
-    with chat_server("of the first") as first:
-        ask(first, tmp_path, "a?")
-        one = endpoint(server, tmp_path, reuse=False)
-        one.ask([EndpointQuestion("a?")], "test")
-        one.forget([EndpointQuestion("a?")])
-        assert ask(first, tmp_path, "a?") == [("text", "of the first")]
-        assert len(first.asked) == 1
+def test_a_revoked_answer_does_not_affect_those_of_other_servers(server, tmp_path):
+    with chat_server("of the first") as first_server:
+        ask(first_server, tmp_path, "a?")
+        model = endpoint(server, tmp_path, reuse=False)
+        model.ask([EndpointQuestion("a?")], "test")
+        model.forget([EndpointQuestion("a?")])
+        assert ask(first_server, tmp_path, "a?") == [("text", "of the first")]
+        assert len(first_server.requests) == 1
 
 
 @pytest.mark.parametrize("reuse", [None, False, True])
-def test_a_server_that_takes_other_weights_in_the_middle_makes_no_result_in_silence(reuse, server, tmp_path):
+def test_a_change_of_weights_during_a_run_is_noticed(reuse, server, tmp_path):
     server.models = models(root="/weights/a")
 
     def reply(text: str) -> str:
-        if len(server.asked) == 10:
+        if len(server.requests) == 10:
             server.models = models(root="/weights/b")
         return server.models["data"][1]["root"]
 
@@ -617,7 +620,7 @@ def test_a_server_that_takes_other_weights_in_the_middle_makes_no_result_in_sile
     assert {answer.text for answer in ask(server, tmp_path, *questions, reuse=False)} == {"/weights/b"}
 
 
-def test_a_server_that_fails_after_a_change_of_weights_gives_its_answers_to_none(server, tmp_path, monkeypatch):
+def test_answers_before_a_failure_belong_to_no_server_if_the_weights_changed(server, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "RETRIES", 0)
     server.models = models(root="/weights/a")
 
@@ -632,7 +635,7 @@ def test_a_server_that_fails_after_a_change_of_weights_gives_its_answers_to_none
     assert {answer.server for key in stored.answers_by_key for answer in stored.answers_to(key)} == {None}
 
 
-def test_a_server_that_is_gone_after_the_answers_leaves_them(server, tmp_path):
+def test_answers_stay_if_the_server_stops_after_them(server, tmp_path):
     server.models = models(root="/weights/a")
 
     def reply(text: str) -> str:
@@ -661,8 +664,8 @@ NOT_PROPOSED = ("to another scheme", "to no URL", "to a host that is none", "to 
 
 @pytest.mark.parametrize("case", REDIRECTS)
 def test_no_redirect_is_followed_and_the_error_names_its_target(case, server, tmp_path):
-    with chat_server("of the other") as other:
-        urls = {"same": f"{server.url}/again", "other": other.url}
+    with chat_server("of the other") as other_server:
+        urls = {"same": f"{server.url}/again", "other": other_server.url}
         server.redirects = {method: (status, urls.get(to, to)) for method, (status, to) in REDIRECTS[case].items()}
         status, target = next(iter(server.redirects.values()))
         start = time.monotonic()
@@ -670,12 +673,12 @@ def test_no_redirect_is_followed_and_the_error_names_its_target(case, server, tm
         with raises(RedirectError, code, url=server.url, status=status) as refused:
             endpoint(server, tmp_path).ask([EndpointQuestion("a?", (picture(tmp_path / "a.png"),))], "test")
         assert time.monotonic() - start < 3
-        assert other.asked == []
-        assert other.listed == 0
+        assert other_server.requests == []
+        assert other_server.listed == 0
     assert target in refused.value.target
     assert refused.value.fields.get("expected", target) == target
     assert AnswerStore(tmp_path / "answers.jsonl").last_answers == {}
-    assert len(server.asked) <= 1, "it is not asked again"
+    assert len(server.requests) <= 1, "it is not asked again"
 
 
 def test_a_target_is_shown_without_a_user_a_key_and_a_query():
@@ -705,14 +708,14 @@ def test_the_cause_of_a_lost_connection_is_named(server, tmp_path, monkeypatch):
     assert "refused" in lost.value.fields["cause"]
 
 
-def test_a_line_of_a_thousand_nested_lists_is_read_as_none(tmp_path):
+def test_a_line_of_deeply_nested_lists_is_skipped(tmp_path):
     store = tmp_path / "answers.jsonl"
     line = json.dumps({"key": "k", "kind": "text", "answer": "yes"})
     store.write_text(f"{'[' * 100_000}\n{line}\n")
     assert AnswerStore(store).last_answers == {"k": YES}
 
 
-def test_a_line_of_an_earlier_version_takes_every_answer_back(server, tmp_path):
+def test_a_revocation_of_an_earlier_version_revokes_every_answer(server, tmp_path):
     ask(server, tmp_path, "a?")
     (entry,) = entries_of(tmp_path)
     with (tmp_path / "answers.jsonl").open("a") as file:
@@ -723,8 +726,8 @@ def test_a_line_of_an_earlier_version_takes_every_answer_back(server, tmp_path):
 def test_a_store_is_shared_by_models_and_each_has_its_own_answers(server, tmp_path):
     server.models = models(root="/weights/a")
     ask(server, tmp_path, "a?")
-    with chat_server("of the other") as other:
-        assert ask(other, tmp_path, "a?", model="o") == [("text", "of the other")]
+    with chat_server("of the other") as other_server:
+        assert ask(other_server, tmp_path, "a?", model="o") == [("text", "of the other")]
     assert ask(server, tmp_path, "a?") == [YES]
 
 
@@ -733,7 +736,7 @@ def test_a_server_that_cannot_be_read_is_not_recorded(value):
     assert read_server(value) is None
 
 
-# A server that gives no answer in time
+# A server that does not answer in time
 
 
 def two_images(folder: Path, count: int) -> list[EndpointQuestion]:
@@ -751,32 +754,32 @@ def test_a_server_that_hangs_on_two_images_ends_the_run_after_a_few_questions(fa
     with raises(EndpointError, "endpoint.silent_on_images", **expected):
         endpoint(server, tmp_path, timeout_s=0.5).ask(two_images(tmp_path, 40), "test")
     assert time.monotonic() - start < 5
-    assert len(server.asked) == 16, "each of the first eight twice"
+    assert len(server.requests) == 16, "each of the first eight twice"
     assert "0.5 s" in capsys.readouterr().err
 
 
-def test_fewer_questions_than_are_asked_at_once_hang_as_well(server, tmp_path):
+def test_a_server_that_hangs_on_a_single_question_ends_the_run(server, tmp_path):
     server.default = ServerFault.HANG
     with raises(EndpointError, "endpoint.silent", questions=1, limit=0.3):
         ask(server, tmp_path, "a?", timeout_s=0.3)
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
     assert not (tmp_path / "answers.jsonl").exists()
 
 
-def test_a_slow_server_answers_what_it_can_and_the_rest_is_named(server, tmp_path):
+def test_a_slow_server_answers_some_questions_and_the_others_are_counted(server, tmp_path):
     server.replies = {f"question {number}.": [ServerFault.HANG] for number in range(0, 40, 8)}
     with raises(EndpointError, "endpoint.slow_on_images", answers=35, questions=5):
         endpoint(server, tmp_path, timeout_s=0.4).ask(two_images(tmp_path, 40), "test")
     assert len(entries_of(tmp_path)) == 35
     server.replies = {}
     assert endpoint(server, tmp_path).ask(two_images(tmp_path, 40), "test") == [YES] * 40
-    assert len(server.asked) == 35 + 2 * 5 + 5
+    assert len(server.requests) == 35 + 2 * 5 + 5
 
 
-def test_a_question_that_is_answered_at_the_second_attempt_is_answered(server, tmp_path):
+def test_an_answer_at_the_second_attempt_counts(server, tmp_path):
     server.replies = {"a?": [ServerFault.HANG, "late"]}
     assert ask(server, tmp_path, "a?", timeout_s=0.4) == [("text", "late")]
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
 
 
 def test_a_server_that_hangs_after_some_answers_ends_the_run(server, tmp_path):
@@ -785,16 +788,16 @@ def test_a_server_that_hangs_after_some_answers_ends_the_run(server, tmp_path):
     with raises(EndpointError, "endpoint.silent_on_images", answers=20, images=2):
         endpoint(server, tmp_path, timeout_s=0.4).ask(two_images(tmp_path, 90), "test")
     assert len(entries_of(tmp_path)) == 20
-    assert len(server.asked) <= 20 + 2 * 16
+    assert len(server.requests) <= 20 + 2 * 16
 
 
-def test_a_connection_that_is_reset_ends_the_run_as_one_that_is_refused(server, tmp_path, monkeypatch):
+def test_a_reset_connection_ends_the_run_like_a_refused_one(server, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "RETRIES", 1)
     server.default = ServerFault.RESET
     with raises(EndpointError, "endpoint.failed") as reset:
         ask(server, tmp_path, "a?")
     assert "APIConnectionError" in reset.value.fields["cause"]
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
     with raises(EndpointError, "endpoint.no_list_of_models"):
         ask(Server("", url="http://127.0.0.1:9/v1"), tmp_path, "a?")
 

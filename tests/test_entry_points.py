@@ -1,4 +1,4 @@
-"""Entry points of a stage: it has one word in params.yaml, dvc.yaml, command line, folder and flow."""
+"""Test that a stage has the same name in params.yaml, dvc.yaml, the command line, its folder and the flow."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Names of files and folders that are not UTF-8, as old cameras, archives and Windows shares leave them."""
+"""Test names of files and folders that are not UTF-8, as old cameras, archives and Windows shares create them."""
 
 import os
 from pathlib import Path
@@ -70,6 +70,7 @@ WORDS = {
     "a quote": ("it's", "'it'\"'\"'s'"),
     "UTF-8": ("café", "café"),
     "Latin-1": (os.fsdecode(b"caf\xe9 1'.png"), "$'caf\\xe9\\x201\\x27.png'"),
+    "a newline": ("one\ntwo.png", "$'one\\x0atwo.png'"),
     "an option": ("-rf", "./-rf"),
 }
 

@@ -1,4 +1,4 @@
-"""File systems that refuse chmod, links, locks or fsync, and what the umask says of every file that is written."""
+"""Test file systems that refuse chmod, links, locks or fsync, and the modes of written files under a umask."""
 
 import errno
 import os
@@ -45,9 +45,9 @@ def test_a_whole_file_in_place_of_an_older_one_has_the_mode_of_a_plain_one(tmp_p
 
 
 def test_folders_have_the_mode_of_plain_ones(tmp_path, umask):
-    with new_folder(tmp_path / "below/made") as made:
-        made.mkdir()
-        (made / "file").write_text("x")
+    with new_folder(tmp_path / "below/made") as folder_to_fill:
+        folder_to_fill.mkdir()
+        (folder_to_fill / "file").write_text("x")
     write_atomic(tmp_path / "other/file", "x")
     for folder in ("below", "below/made", "other"):
         assert mode_of(tmp_path / folder) == 0o777 & ~umask
@@ -85,7 +85,7 @@ def test_weights_have_the_mode_of_a_plain_file(tmp_path, umask):
 
 
 def refuse(code: int):
-    def call(*_arguments: object, **_named: object) -> None:
+    def call(*_arguments: object, **_options: object) -> None:
         raise OSError(code, os.strerror(code))
 
     return call
@@ -95,7 +95,7 @@ REFUSALS = [errno.EPERM, errno.ENOTSUP, errno.EACCES]
 
 
 @pytest.mark.parametrize("code", REFUSALS, ids=errno.errorcode.get)
-def test_files_are_written_where_chmod_is_refused(code, tmp_path, monkeypatch):
+def test_files_are_written_if_chmod_is_refused(code, tmp_path, monkeypatch):
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     for name in ("chmod", "lchmod", "fchmod", "chown", "link", "setxattr"):
         monkeypatch.setattr(os, name, refuse(code), raising=False)
@@ -107,7 +107,7 @@ def test_files_are_written_where_chmod_is_refused(code, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [*REFUSALS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_a_copy_stands_in_for_a_link_that_is_refused(code, tmp_path, monkeypatch):
+def test_a_copy_replaces_a_link_that_is_refused(code, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     monkeypatch.setattr(os, "symlink", refuse(code))
     link_or_copy(tmp_path / "file", tmp_path / "link")
@@ -116,7 +116,7 @@ def test_a_copy_stands_in_for_a_link_that_is_refused(code, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP], ids=errno.errorcode.get)
-def test_files_and_checkpoints_are_written_where_fsync_is_unknown(code, tmp_path, monkeypatch):
+def test_files_and_checkpoints_are_written_if_fsync_is_not_supported(code, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", refuse(code))
     write_atomic(tmp_path / "file", "x")
     state._flush(tmp_path)
@@ -124,7 +124,7 @@ def test_files_and_checkpoints_are_written_where_fsync_is_unknown(code, tmp_path
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
-def test_a_disk_that_fails_is_an_error_and_leaves_nothing(code, tmp_path, monkeypatch):
+def test_a_disk_error_is_raised_and_leaves_no_file(code, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", refuse(code))
     with pytest.raises(OSError) as raised:
         write_atomic(tmp_path / "file", "x")
@@ -132,7 +132,7 @@ def test_a_disk_that_fails_is_an_error_and_leaves_nothing(code, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_fails_leaves_the_older_file_and_nothing_else(tmp_path):
+def test_a_failed_writer_leaves_only_the_older_file(tmp_path):
     write_atomic(tmp_path / "file", "old")
 
     def write_half() -> None:
@@ -154,21 +154,19 @@ def test_a_file_system_without_locks_is_named_and_work_goes_on(code, tmp_path, m
     assert "a.lock" in capsys.readouterr().err
 
 
-def test_a_lock_that_another_holds_is_refused(tmp_path):
-    with (tmp_path / "a.lock").open("a") as mine, (tmp_path / "a.lock").open("a") as other:
-        lock_exclusively(mine)
+def test_a_lock_of_another_process_is_refused(tmp_path):
+    with (tmp_path / "a.lock").open("a") as first_file, (tmp_path / "a.lock").open("a") as second_file:
+        lock_exclusively(first_file)
         with pytest.raises(BlockingIOError):
-            lock_exclusively(other, wait=False)
+            lock_exclusively(second_file, wait=False)
 
 
-def test_nothing_calls_what_file_systems_refuse_but_the_functions_tested_here():
+def test_only_the_tested_functions_make_calls_that_file_systems_refuse():
     calls = ("os.chmod(", "shutil.copy(", "shutil.copy2(", "shutil.copytree(", "fcntl.flock(", "os.fsync(", "os.link(")
-    users = {
-        f"{path.name} {call}"
-        for path in [*(REPOSITORY / "components").rglob("*.py")]
-        for call in calls
-        if call in path.read_text("utf-8")
-    }
+    users = set()
+    for path in (REPOSITORY / "components").rglob("*.py"):
+        text = path.read_text("utf-8")
+        users |= {f"{path.name} {call}" for call in calls if call in text}
     assert users == {"files.py fcntl.flock(", "files.py os.fsync("}
     assert Path(files.__file__).parent == Path(copies.__file__).parent
 
@@ -182,7 +180,7 @@ for name in ("chmod", "fchmod", "lchmod", "chown", "link", "symlink"):
 """
 
 
-def test_ingest_runs_where_chmod_and_links_are_refused_and_follows_the_umask(tmp_path):
+def test_ingest_follows_the_umask_if_chmod_and_links_are_refused(tmp_path):
     save_picture(tmp_path / "raw/a.png", 1)
     save_picture(tmp_path / "raw/b.png", 2)
     (tmp_path / "raw/pairs.csv").write_text("before,after,captions,split\na.png,b.png,the lamp is gone,train\n")

@@ -1,10 +1,11 @@
-"""Checks of image files, and the cache of them."""
+"""Test the checks of image files and the cache of their results."""
 
 import hashlib
 import io
 import os
 import sys
 import zlib
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,7 +64,7 @@ def test_broken_files_are_told_apart(tmp_path):
 
 
 @pytest.mark.fault("15")
-def test_what_is_no_file_is_never_opened(tmp_path):
+def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
@@ -129,13 +130,13 @@ def test_a_check_has_bits_colour_and_upright_size(tmp_path, mode, suffix, bits, 
 @pytest.fixture
 def read_paths(monkeypatch) -> list[list[str]]:
     read_names: list[list[str]] = []
-    real = image_check._check_on_cores
+    check_on_cores = image_check._check_on_cores
 
-    def note(batches, *arguments):
-        read_names.append([Path(path).name for batch in batches for path in batch])
-        return real(batches, *arguments)
+    def record(batches, *arguments):
+        read_names.append([Path(path).name for path in chain.from_iterable(batches)])
+        return check_on_cores(batches, *arguments)
 
-    monkeypatch.setattr(image_check, "_check_on_cores", note)
+    monkeypatch.setattr(image_check, "_check_on_cores", record)
     return read_names
 
 
@@ -189,7 +190,7 @@ def test_after_a_change_of_the_pixel_limit_cached_images_are_judged_again(tmp_pa
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1 not parquet", "other columns", "other types"])
-def test_a_damaged_cache_is_only_read_anew(tmp_path, damage):
+def test_a_damaged_cache_is_replaced(tmp_path, damage):
     save_picture(tmp_path / "a.png", 1)
     verdicts(tmp_path, "a.png")
     cache = tmp_path / "cache.parquet"
@@ -203,7 +204,7 @@ def test_a_damaged_cache_is_only_read_anew(tmp_path, damage):
 
 
 def test_images_are_dealt_to_a_cluster_in_batches_and_none_is_lost(tmp_path, monkeypatch):
-    """With a cluster of this process, which keeps order and counts; a real one is in the slow test."""
+    """The cluster is simulated in this process. A slow test uses a real one."""
 
     class Task:
         def __init__(self, function):

@@ -1,4 +1,4 @@
-"""Wording of the errors: every code that is raised has a message with the fields that it is raised with."""
+"""Test the messages of errors: each raised code has a message, and the message uses the fields of the error."""
 
 import ast
 import pickle
@@ -12,10 +12,12 @@ import pytest
 
 from m3diff.records.errors import (
     LOCATION,
+    MAX_VALUE_CHARS,
     MESSAGES,
     DataError,
     Fault,
     ParamsError,
+    cause_of,
     data_error_if_unreadable,
     fields_of,
     wording,
@@ -25,19 +27,19 @@ from tests.reword import reword_catalogue
 from tests.toy import REPOSITORY
 
 SNAPSHOT = Path(__file__).with_name("messages.txt")
-SAMPLE_NUMBER = 1234  # for fields that are numbers, in the snapshot
+SAMPLE_NUMBER = 1234  # value in the snapshot of fields that are numbers
 
 
 def error_classes() -> set[str]:
-    """The names of all classes of errors with codes, and `Fault`."""
+    """Return the names of all classes of errors with codes, and `Fault`."""
     bases: dict[str, list[str]] = {}
     for _, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [ast.unparse(base) for base in node.bases]
     classes = {"CodedError"}
-    while added := {name for name, parents in bases.items() if classes & set(parents)} - classes:
-        classes |= added
+    while subclasses := {name for name, parents in bases.items() if classes & set(parents)} - classes:
+        classes |= subclasses
     return classes | {"Fault"}
 
 
@@ -48,7 +50,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every place where an error or a fault is made, with the call."""
+    """Yield the location and the call of every place where the code creates an error or a fault."""
     classes = error_classes()
     for path, tree in modules():
         for node in ast.walk(tree):
@@ -57,14 +59,14 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 
 def codes_of(argument: ast.expr) -> list[str]:
-    """The codes that an argument may be: a constant, or either side of a condition."""
+    """Return the codes that an argument may be: a constant, or both sides of a conditional expression."""
     if isinstance(argument, ast.IfExp):
         return codes_of(argument.body) + codes_of(argument.orelse)
     return [argument.value] if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else []
 
 
 def all_constants() -> set[str]:
-    """Every text in the code: a code that is nowhere among them is raised by nothing."""
+    """Return all string constants of the code. A code that is not among them is never raised."""
     texts = set()
     for _, tree in modules():
         for node in ast.walk(tree):
@@ -94,10 +96,10 @@ def test_every_code_that_is_raised_has_a_message() -> None:
 def test_an_error_has_the_fields_of_its_message() -> None:
     missing = {}
     for location, call in calls():
-        given_fields = {keyword.arg for keyword in call.keywords}
+        call_fields = {keyword.arg for keyword in call.keywords}
         for code in codes_of(call.args[0]):
-            absent = template_fields(code) - given_fields if code in wording() else set()
-            if absent - set(LOCATION) and None not in given_fields:
+            absent = template_fields(code) - call_fields if code in wording() else set()
+            if absent - set(LOCATION) and None not in call_fields:
                 missing[location] = f"{code}: {', '.join(sorted(absent))}"
     assert missing == {}
 
@@ -113,7 +115,7 @@ def test_a_message_has_a_problem_and_at_most_a_remedy() -> None:
 
 
 def snapshot() -> str:
-    """Every message, rendered with made values."""
+    """Return every message, rendered with sample values."""
     lines = []
     for code in sorted(wording()):
         values = {}
@@ -130,11 +132,11 @@ def takes_number(code: str, name: str) -> bool:
 
 
 def test_the_wording_is_that_of_the_snapshot() -> None:
-    """`python -m tests.test_messages > tests/messages.txt` renews it. Read what changes."""
+    """`python -m tests.test_messages > tests/messages.txt` renews the snapshot. Read the changes."""
     assert snapshot() == SNAPSHOT.read_text(encoding="utf-8")
 
 
-def test_other_words_leave_codes_fields_and_commands_as_they_are() -> None:
+def test_rewording_changes_no_codes_fields_and_commands() -> None:
     """`python -m tests.reword` shows which tests read sentences."""
     text = MESSAGES.read_text(encoding="utf-8")
     reworded = tomllib.loads(reword_catalogue(text))
@@ -153,7 +155,7 @@ def test_other_words_leave_codes_fields_and_commands_as_they_are() -> None:
 # How a message is rendered
 
 
-def test_a_message_begins_with_where_the_fault_is(tmp_path: Path) -> None:
+def test_a_message_begins_with_the_location_of_the_fault(tmp_path: Path) -> None:
     fault = Fault("images.video", path=tmp_path / "a.png", row=1200)
     assert fault.location == f"{tmp_path / 'a.png'}, row 1,200"
     assert str(fault).startswith(f"{fault.location}: {fault.problem}; ")
@@ -171,6 +173,45 @@ def test_an_absent_field_or_an_unknown_code_hides_no_fault() -> None:
 
 def test_a_field_of_another_type_than_its_format_is_shown_as_text() -> None:
     assert "many" in str(Fault("images.tiles_too_large", value="many", limit=2))
+
+
+@pytest.mark.parametrize("character", ["\n", "\r\n", "\t", "\x1b", "\x85", "\u2028"], ids=repr)
+def test_control_characters_of_a_value_are_escaped(character: str) -> None:
+    escaped = repr(character)[1:-1]
+    text = str(Fault("images.archive", path=Path(f"one{character}two.png"), kind=f"three{character}four"))
+    assert f"one{escaped}two.png" in text
+    assert f"three{escaped}four" in text
+    assert text.splitlines() == [text]
+
+
+def test_control_characters_of_items_are_escaped() -> None:
+    listed = str(Fault("serving.ambiguous_names", names=["one\ntwo", "three"]))
+    assert r"one\ntwo, three" in listed
+    rows = str(Fault("validate.lost_test_pairs", dataset="mine", value=1, rows=["one\ntwo"]))
+    assert rows.splitlines()[-1] == r"  one\ntwo"
+
+
+def test_a_value_of_an_unknown_code_stays_on_one_line() -> None:
+    assert str(Fault("images.no_such_code", value="one\ntwo")) == r"images.no_such_code value=one\ntwo"
+
+
+def test_a_fault_in_a_field_keeps_its_lines() -> None:
+    inner = Fault("validate.lost_test_pairs", dataset="mine", value=1, rows=["one"])
+    assert str(inner) in str(Fault("settings.wrong_value", cause=inner, found="1"))
+    assert "\n" in str(inner)
+
+
+def test_a_cause_with_several_lines_becomes_one_line() -> None:
+    assert cause_of(ValueError("expected a key\n  in line 3\n")) == "expected a key in line 3"
+
+
+def test_a_long_value_is_shortened_and_a_command_is_not() -> None:
+    text = str(Fault("images.archive", path="a.png", kind="x" * 5000))
+    assert "x" * MAX_VALUE_CHARS in text
+    assert "x" * (MAX_VALUE_CHARS + 1) not in text
+    assert "(5,000 characters)" in text
+    command = "touch " + "x" * 5000
+    assert command in str(Fault("images.pointer", path="a.png", kind="DVC", command=command))
 
 
 def test_an_error_keeps_class_code_and_fields_when_it_is_pickled() -> None:
@@ -193,7 +234,7 @@ def test_the_matcher_of_messages_refuses_other_texts(text: str) -> None:
     assert Message("images.archive", path="a.png", kind="a zip archive") != text
 
 
-def test_the_matcher_of_messages_leaves_open_what_is_not_given() -> None:
+def test_the_matcher_of_messages_accepts_any_value_of_an_omitted_field() -> None:
     shown = str(Fault("images.archive", path="a.png", kind="a tar archive"))
     assert Message("images.archive", path="a.png") == shown
     assert Message("images.archive").in_text(f"m3diff ingest: {shown}")

@@ -1,4 +1,4 @@
-"""A run makes no call to another machine: each of its Python processes runs under a guard of sockets."""
+"""Test that a run makes no call to another machine. A guard in each Python process watches its sockets."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ QUIETING_VARIABLES = {*PRIVACY, "CI", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", 
 
 
 class Guard:
-    """Runs processes under a guard of sockets, which refuses and records calls to other machines."""
+    """Run processes with a guard that refuses and records calls to other machines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Guard:
         return self._lines("attempts")
 
     def has_watched(self, words: str) -> bool:
-        """Return whether a process whose command line has these words was under the guard."""
+        """Return whether the guard watched a process whose command line contains these words."""
         return any(words in command_line for command_line in self._lines("loaded"))
 
     def _lines(self, file: str) -> list[str]:
@@ -71,7 +71,7 @@ def test_the_guard_records_and_refuses_a_call_to_another_machine(call, guard, tm
 
 
 @pytest.mark.slow(60)
-def test_the_pipeline_register_and_promote_call_nobody(guard, tmp_path):
+def test_the_pipeline_register_and_promote_make_no_calls(guard, tmp_path):
     root = toy.build(tmp_path / "toy")
     shutil.copy(REPOSITORY / ".dvc" / "config", root / ".dvc" / "config")
     toy.commit(root, "the project's own settings of DVC")
@@ -85,7 +85,7 @@ def test_the_pipeline_register_and_promote_call_nobody(guard, tmp_path):
 
 
 @pytest.mark.slow(40)
-def test_the_real_stages_up_to_the_checks_of_great_expectations_call_nobody(guard, tmp_path):
+def test_the_real_stages_up_to_the_checks_of_great_expectations_make_no_calls(guard, tmp_path):
     settings = {"seed": 1, "scenes": {"train": 12, "val": 4, "test": 4}, "image_px": 128, "references": 2}
     settings |= {"domain": "standard", "multi_change_share": 0.1, "oversample_types": [], "root": str(tmp_path / "raw")}
     names = ("base", "records", "clean", "mixture", "model", "predictions", "report")

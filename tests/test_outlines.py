@@ -1,4 +1,4 @@
-"""Outlines of a saliency map: around the right cells, on one scale, with the image under them as it was."""
+"""Test the outlines of a saliency map: they surround the right cells, have one scale, and leave the image unchanged."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests leave the stores of this checkout alone: its people's runs in MLflow, their flows in Prefect."""
+"""Test that tests do not open the stores of this checkout, which contain its users' MLflow runs and Prefect flows."""
 
 import sqlite3
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Paths with any letter, variables that mislead tools, and checkouts that were copied or moved."""
+"""Test paths with unusual characters, variables that mislead tools, and checkouts that were copied or moved."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ NAMES = ("my projects", "o'neill", 'a & b;$x (1) [x] "said" müller 5% #1? `w` *
 
 
 class Outcome(NamedTuple):
-    """The end of a process; `out` without spaces at both ends."""
+    """The exit code and output of a process. `out` has no spaces at its ends."""
 
     code: int
     out: str
@@ -34,7 +34,7 @@ def run(command: list[Any], **options: Any) -> Outcome:
 
 
 def run_code(code: str, folder: Path, environment: Mapping[str, str], python: str | Path = sys.executable) -> list[str]:
-    """Return the lines that code prints in a process of its own, whose `m3diff` is this repository's."""
+    """Run code in a fresh process with this repository's `m3diff`, and return the printed lines."""
     paths = os.pathsep.join([str(REPOSITORY), *(path for path in sys.path if "site-packages" in path)])
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LC_ALL") if name in os.environ}
     done = run([python, "-c", code], cwd=folder, env={"PYTHONPATH": paths} | inherited | environment)
@@ -44,12 +44,12 @@ def run_code(code: str, folder: Path, environment: Mapping[str, str], python: st
 
 @pytest.mark.fault("P1")
 def test_no_variable_misleads_git_or_mlflow(tmp_path):
-    """The variables by which CI gives git settings, such as safe.directory, stay."""
+    """The variables with git settings of a CI service, such as safe.directory, stay."""
     local_variables = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, text=True)
     environment = dict.fromkeys([*local_variables.stdout.split(), "MLFLOW_REGISTRY_URI"], "0")
-    print_kept = f"import os\n{PREPARE}print(*[name for name in {list(environment)} if name in os.environ])"
-    (kept,) = run_code(print_kept, tmp_path, environment)
-    assert set(kept.split()) == {"GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"}
+    code = f"import os\n{PREPARE}print(*[name for name in {list(environment)} if name in os.environ])"
+    (names,) = run_code(code, tmp_path, environment)
+    assert set(names.split()) == {"GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"}
 
 
 PRINT_PROXIES = (
@@ -129,7 +129,7 @@ def test_caches_are_kept_elsewhere_if_the_home_cannot_be_written(tmp_path):
 
 
 def environment_at(folder: Path, code: Path = REPOSITORY) -> Path:
-    """Return the Python of a new virtual environment that has this one's packages and the `m3diff` of `code`."""
+    """Create a virtual environment with this one's packages and the `m3diff` of `code`. Return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
     (packages,) = (folder / ".venv").glob("lib/python3*/site-packages")
     shared = [path for path in sys.path if "site-packages" in path]
@@ -151,7 +151,7 @@ def test_a_shell_starts_this_python_by_its_path_without_quotes_as_ray_does(name,
 
 
 def run_score(folder: Path, script: Path, python: Path | str = sys.executable) -> Outcome:
-    """Run `m3diff score` in a folder, by a script as pip writes it."""
+    """Run `m3diff score` in a folder with a script like those that pip writes."""
     script.write_text("import sys; from m3diff.__main__ import main; sys.argv = ['m3diff', 'score']; sys.exit(main())")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if python == sys.executable:
@@ -160,7 +160,7 @@ def run_score(folder: Path, script: Path, python: Path | str = sys.executable) -
 
 
 def project(folder: Path, *files: str) -> Path:
-    """Write a folder with these files, empty, and the link by which a checkout's code is imported."""
+    """Write a folder with these empty files and the link through which the code of a checkout is imported."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("")
@@ -234,7 +234,11 @@ OTHER_SCRIPT = "#!/bin/sh\necho mine\n"
 
 
 class Moved(NamedTuple):
-    """A checkout, and the folder that it was copied or moved to. `tools`: a PATH with what `make install` looks for."""
+    """A checkout and the folder to which it was copied or moved.
+
+    Attributes:
+        tools: a folder for PATH with the programs that `make install` needs.
+    """
 
     origin: Path
     folder: Path
@@ -242,14 +246,14 @@ class Moved(NamedTuple):
     is_copy: bool
 
     def install(self) -> Outcome:
-        """Run what `make install` runs first."""
+        """Run the first command of `make install`."""
         check = [sys.executable, str(REPOSITORY / "infra" / "check_system.py")]
         return run(check, cwd=self.folder, env={"PATH": str(self.tools)})
 
 
 @pytest.fixture(params=[("copied", "there"), ("moved", "o'neill & sons")], ids=["copied", "moved"])
 def moved(request, tmp_path: Path) -> Moved:
-    how, name = request.param
+    method, name = request.param
     origin = project(tmp_path / "first", "stand-in")
     python = environment_at(origin)
     tools = tmp_path / "bin"
@@ -265,11 +269,11 @@ def moved(request, tmp_path: Path) -> Moved:
     done = run([origin / "bin/m3diff", "models"])
     assert done == Outcome(0, f"by {origin / '.venv'} models", "")
     folder = tmp_path / name
-    if how == "copied":
+    if method == "copied":
         shutil.copytree(origin, folder, symlinks=True)
     else:
         origin.rename(folder)
-    return Moved(origin, folder, tools, is_copy=how == "copied")
+    return Moved(origin, folder, tools, is_copy=method == "copied")
 
 
 @pytest.mark.fault("P6")

@@ -1,4 +1,4 @@
-"""Checks before a run: each fault is named with what the machine has and what the run needs."""
+"""Test the checks before a run: each fault says what the machine has and what the run needs."""
 
 import os
 import re
@@ -36,7 +36,7 @@ from tests.toy import REPOSITORY, store
 
 @pytest.fixture
 def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
-    """The embedded run in a new folder, with a base of one GiB, on a machine that has all that it needs."""
+    """Return the embedded run in a new folder, with a base of one GiB, on a machine that has everything it needs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(preflight_module, "size_of", lambda folder: GIB if folder == Path("data/00_base") else 0)
@@ -85,7 +85,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, **answers: Callable[[], Any]) -> l
 
 
 def faults_of(params: Params) -> list[Any]:
-    """What preflight refuses: faults, or sentences of parts that have no codes."""
+    """Return the faults that preflight finds."""
     with raises(NotReadyError, "preflight.cannot_start") as refusal:
         preflight(params)
     faults: list[Any] = refusal.value.fields["faults"]
@@ -218,7 +218,7 @@ def test_each_metric_that_evaluate_refuses_without_java_is_refused_here(params, 
 
 @pytest.fixture
 def with_jars(params: Params, tmp_path: Path) -> Params:
-    """The run with a folder for the jars of SPICE, which does not exist yet."""
+    """Return the run with a folder for the jars of SPICE that does not exist yet."""
     return with_compute(params, spice_dir=tmp_path / "jars")
 
 
@@ -268,7 +268,7 @@ def test_a_server_of_mlflow_that_is_gone_is_named(params, monkeypatch):
 
 @pytest.fixture
 def mlflow_store(params, empty_store, tmp_path) -> Iterator[MlflowClient]:
-    """The embedded run's store with a first champion, in a git repository."""
+    """Return the store of the embedded run with a first champion, in a git repository."""
     (tmp_path / "services" / "mlflow").mkdir(parents=True)
     shutil.copy(empty_store, tmp_path / "services" / "mlflow" / "mlflow.db")
     subprocess.run(["git", "init", "-q"], check=True)
@@ -321,7 +321,7 @@ def test_a_store_that_is_no_database_is_a_fault(params, mlflow_store, tmp_path):
 
 
 def with_base(params: Params, base: Path, **datasets: DatasetEntry) -> Params:
-    """The parameters with this base; the first of the datasets, if any, is the one by which the gate scores."""
+    """Return the parameters with this base. The gate uses the first of the datasets, if there are any."""
     changes: dict[str, Any] = {"train": params.train.model_copy(update={"base": base})}
     if datasets:
         protocol = f"{next(iter(datasets))}/test"

@@ -1,4 +1,4 @@
-"""README.md and the guides are true: the tree, the commands of make, the figures of the results and every link."""
+"""Test README.md and the guides: the tree of files, the commands of make, the figures of results, and every link."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def tree() -> dict[str, set[str]]:
 
 
 def on_disk(folder: str) -> set[str]:
-    """Return the names directly in a folder that git tracks or would track, without hidden ones and `__init__.py`."""
+    """Return the names in a folder that git tracks or would track, except hidden files and `__init__.py`."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder or "."]
     listed = subprocess.check_output(command, cwd=REPOSITORY, text=True).splitlines()
     names = set()
@@ -134,7 +134,7 @@ def test_the_table_of_the_models_has_the_figures_of_the_comparison(results):
 
 
 def equal_seconds_last(rows: list[list[str]]) -> list[list[str]]:
-    """Return the table's rows in the order of compare.json, which has those for equal seconds last."""
+    """Return the rows of the table in the order of compare.json. The rows for equal seconds come last."""
     equal_seconds = [cells for cells in rows if cells[0].startswith("the same")]
     return [cells for cells in rows if cells not in equal_seconds] + equal_seconds
 

@@ -1,4 +1,4 @@
-"""What is told, logged or kept names no password."""
+"""Test that messages, logs and notices contain no password."""
 
 import pytest
 
@@ -13,7 +13,7 @@ PLAIN = ("ssh://git@host/x", "s3://bucket/me@x", "mail me@host", "http://host:50
 
 
 @pytest.mark.parametrize(
-    ("text", "left"),
+    ("text", "redacted"),
     [
         (f"fatal: 'https://me:{SECRET}@host/x.git/' is gone", "fatal: 'https://***@host/x.git/' is gone"),
         (f"https://{SECRET}@host/x", "https://***@host/x"),
@@ -26,14 +26,14 @@ PLAIN = ("ssh://git@host/x", "s3://bucket/me@x", "mail me@host", "http://host:50
         *((text, text) for text in PLAIN),
     ],
 )
-def test_a_redacted_address_loses_its_password_and_nothing_else(monkeypatch, text, left):
+def test_a_redacted_address_loses_its_password_and_nothing_else(monkeypatch, text, redacted):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"{SECRET}-of-the-environment")
     for name, value in (("SHORT_TOKEN", "a"), ("SEVEN_TOKEN", "seven77"), ("EIGHT_TOKEN", "eight888")):
         monkeypatch.setenv(name, value)
-    assert redact(text) == left
+    assert redact(text) == redacted
 
 
-def test_errors_lines_and_notices_name_none(tmp_path, monkeypatch):
+def test_errors_lines_and_notices_contain_no_password(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     address = f"https://me:{SECRET}@127.0.0.1:9"
     with pytest.raises(TrackingUnavailableError) as gone:
@@ -41,10 +41,13 @@ def test_errors_lines_and_notices_name_none(tmp_path, monkeypatch):
     git("init", "--quiet")
     with pytest.raises(GitError) as refused:
         git("fetch", "--quiet", f"{address}/x.git")
-    told = [str(gone.value), str(refused.value), str(dvc.DvcError.of_command("dvc pull", 1, [f"{address} is gone"]))]
-    told += dvc.readable_lines([f"{address}\n"])
+    dvc_error = dvc.DvcError.of_command("dvc pull", 1, [f"{address} is gone"])
+    texts = [str(gone.value), str(refused.value), str(dvc_error)]
+    texts += dvc.readable_lines([f"{address}\n"])
     monkeypatch.setenv(notices.NOTIFY_VARIABLE, "json://127.0.0.1:9")
-    monkeypatch.setattr(notices, "send", lambda where, title, text: told.append(text) or True)
+    monkeypatch.setattr(notices, "send", lambda address, title, text: texts.append(text) or True)
     notices.send_notice(pytest.fail, "key", "title", f"{address} is gone", tmp_path)
-    assert len(told) == 5
-    assert all("127.0.0.1" in text and SECRET not in text for text in told), told
+    assert len(texts) == 5
+    for text in texts:
+        assert "127.0.0.1" in text
+        assert SECRET not in text

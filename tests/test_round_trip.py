@@ -1,4 +1,4 @@
-"""Whatever records there are, they come through ingest, validate, convert and export, and are read back the same."""
+"""Test that any records pass through ingest, validate, convert and export, and are read back unchanged."""
 
 import json
 import re
@@ -45,11 +45,11 @@ def test_any_records_come_through_the_pipeline(pairs):
         quarantine = pl.read_parquet(folder / "clean/quarantine.parquet")
         assert report.rows_in == len(pairs) == clean.height + quarantine.height
         assert all(row["reason"] and row["rules"] for row in quarantine.iter_rows(named=True))
-        for kept in clean.iter_rows(named=True):
-            meant = pairs[int(kept["id"].removeprefix("mini/"))]
-            assert kept["references"] == [one_space(caption) for caption in meant["captions"]]
-            assert kept["split"] == meant["split"]
-            assert kept["change_types"] == meant["change_types"]
+        for record in clean.iter_rows(named=True):
+            pair = pairs[int(record["id"].removeprefix("mini/"))]
+            assert record["references"] == [collapse_spaces(caption) for caption in pair["captions"]]
+            assert record["split"] == pair["split"]
+            assert record["change_types"] == pair["change_types"]
         if clean.height:
             check_samples(folder, clean)
 
@@ -64,13 +64,13 @@ def write_manifest(root: Path, pairs: list[dict[str, Any]]) -> None:
                 save_picture(root / path, pair["image"], 90 * shade)
 
 
-def one_space(caption: str) -> str:
-    """Python's own reading of the promise: every run of white, control or invisible characters is one space."""
+def collapse_spaces(caption: str) -> str:
+    """Replace every run of white, control or invisible characters by one space, as ingest promises."""
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u200b\ufeff]+", " ", caption).strip(" ")
 
 
 def check_samples(folder: Path, clean: pl.DataFrame) -> None:
-    """Training has the distinct references, evaluation all of them; the export has all with words."""
+    """Check that training has the distinct references, evaluation has all, and the export has all with words."""
     fields = {"seed": 1, "questions": Path("profiles/questions.yaml"), "sources": {}}
     cfg = Convert(references_per_pair=9, no_change_share=1, **fields)
     convert(cfg, ingested(folder), folder / "clean", folder / "mixture")

@@ -1,4 +1,4 @@
-"""An import changes nothing in the process; `prepare` does, and every entry point calls it."""
+"""Test that an import does not change the process, and that every entry point calls `prepare`, which does."""
 
 import json
 import os
@@ -21,7 +21,7 @@ EXEMPT = {
 
 
 def every_module() -> list[str]:
-    """The modules of both packages, by name."""
+    """Return the names of all modules of both packages."""
     names = []
     for package in ("m3diff", "flows"):
         folders = [str((REPOSITORY / package).resolve())]
@@ -30,13 +30,13 @@ def every_module() -> list[str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a process in which nobody has called `prepare`."""
+    """Return the environment of a process in which `prepare` has not been called."""
     inherited = {name: value for name, value in os.environ.items() if name not in PRIVACY and name != "UVICORN_HTTP"}
     return inherited | {"PYTHONPATH": str(REPOSITORY)} | variables
 
 
 def python(*arguments: str, text: str = "", **variables: str) -> str:
-    """What a fresh Python prints; it runs in the checkout."""
+    """Run a fresh Python in the checkout and return its output."""
     command = [sys.executable, *arguments]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment(**variables), input=text, capture_output=True, text=True
@@ -60,7 +60,7 @@ def test_an_import_of_any_module_changes_nothing():
 
 
 def effects_of_code(code: str, folder: Path) -> dict[str, list[str]]:
-    """What the import of a module with this code changes; the module is called `faulty`."""
+    """Return the changes by the import of a module `faulty` with this code."""
     (folder / "faulty.py").write_text(code)
     paths = os.pathsep.join([str(REPOSITORY), str(folder)])
     libraries = python("-m", "tests.import_effects", "libraries", "faulty", PYTHONPATH=paths)
@@ -154,7 +154,7 @@ print(sorted({names} - os.environ.keys()))
 
 
 def variables_unset_by(code: str, folder: Path) -> str:
-    """The variables of PRIVACY that an entry point leaves unset."""
+    """Return the variables of PRIVACY that an entry point does not set."""
     indented = "\n".join(f"    {line}" for line in code.split("\n"))
     script = folder / "entry_point.py"
     script.write_text(BEGIN.format(code=indented, names=set(PRIVACY)))

@@ -1,6 +1,6 @@
-"""The six steps of docs/your-data.md, each command as it stands there, on sixty pairs of a user's own.
+"""Test the six steps of docs/your-data.md with the commands of the page, on sixty pairs of a user.
 
-In the place of the real base and its GPU stand the embedded ones; all else is as the page has it.
+The real base and its GPU are replaced by the embedded base and the CPU. Everything else is as on the page.
 """
 
 import csv
@@ -20,11 +20,12 @@ from tests.toy import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "your-data.md").read_text()
 BLOCKS = re.findall(r"^```(bash|yaml)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-HERE = ("components", "flows", "profiles", "data/00_base", "dvc.yaml", "params.yaml", ".gitignore", "pyproject.toml")
+FOLDERS = ("components", "flows", "profiles", "data/00_base")
+FILES = ("dvc.yaml", "params.yaml", ".gitignore", "pyproject.toml")
 
 
 def write_pairs(root: Path) -> None:
-    """Sixty pairs as the page shows them: a square that moves or stays, in rooms of which no two look alike."""
+    """Write sixty pairs like those of the page: a square that moves or stays, in rooms that all look different."""
     rows = [["before", "after", "caption", "split"]]
     for number in range(60):
         draw = random.Random(number)
@@ -35,9 +36,10 @@ def write_pairs(root: Path) -> None:
             y = draw.randrange(90)
             color = tuple(draw.randrange(256) for _ in range(3))
             ImageDraw.Draw(room).rectangle((x - 25, y - 25, x + 25, y + 25), fill=color)
-        for side, left in (("before", 20), ("after", 60 if number % 3 else 20)):
+        x_after = 60 if number % 3 else 20
+        for side, x in (("before", 20), ("after", x_after)):
             image = room.copy()
-            ImageDraw.Draw(image).rectangle((left, 20, left + 30, 50), fill="red")
+            ImageDraw.Draw(image).rectangle((x, 20, x + 30, 50), fill="red")
             (root / side).mkdir(parents=True, exist_ok=True)
             image.save(root / side / name)
         caption = "the red square moved to the right" if number % 3 else "nothing changed"
@@ -48,8 +50,9 @@ def write_pairs(root: Path) -> None:
 
 
 def use_the_embedded_base(params: Path) -> None:
-    """Model, training and machine of the embedded profile, two epochs of it; the data stay the user's."""
-    values, embedded = (yaml.safe_load(path.read_text()) for path in (params, params.parent / "profiles/embedded.yaml"))
+    """Set the model, training and machine of the embedded profile, with two epochs. The data stay the user's."""
+    values = yaml.safe_load(params.read_text())
+    embedded = yaml.safe_load((params.parent / "profiles/embedded.yaml").read_text())
     for section in ("models", "train", "compute"):
         values[section] = embedded[section]
     values["train"]["epochs"] = 2
@@ -58,10 +61,10 @@ def use_the_embedded_base(params: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name in HERE:
-        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        copy(REPOSITORY / name, tmp_path / name)
+    for name in FOLDERS:
+        shutil.copytree(REPOSITORY / name, tmp_path / name)
+    for name in FILES:
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     (tmp_path / "m3diff").symlink_to("components")
     run(tmp_path, "git init -q -b main && dvc init -q && dvc config core.analytics false")
     run(tmp_path, "git add -A && git commit -qm start")
@@ -70,7 +73,9 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(project: Path, commands: str) -> str:
-    names = {f"GIT_{who}_{what}": "a@b.example" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    names = {}
+    for person in ("AUTHOR", "COMMITTER"):
+        names |= {f"GIT_{person}_NAME": "a@b.example", f"GIT_{person}_EMAIL": "a@b.example"}
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(project)}
     shell = ["bash", "-euc", commands]
     environment = os.environ | path | names
@@ -84,28 +89,28 @@ def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_shared_fol
     assert [kind for kind, _ in BLOCKS] == ["bash", "yaml", *["bash"] * 7]
     (check, profile, read, look, train, caption, share, commit, back) = (text for _, text in BLOCKS)
 
-    said = run(project, check)
-    entry = re.search(r"^    (my-pairs: .*)$", said, re.MULTILINE)
+    output = run(project, check)
+    entry = re.search(r"^    (my-pairs: .*)$", output, re.MULTILINE)
     assert entry is not None
     assert entry[1] in profile, "the page has the entry that the check suggests"
-    assert re.search(r"train +48 +48\n +val +4 +4\n +test +8 +8\n", said)
+    assert re.search(r"train +48 +48\n +val +4 +4\n +test +8 +8\n", output)
 
     (project / "profiles" / "mine.yaml").write_text(profile)
-    said = run(project, read)
-    assert "validate: rows in 60, rows out 60" in said
+    output = run(project, read)
+    assert "validate: rows in 60, rows out 60" in output
     assert (project / "data/01_raw/my-pairs.dvc").is_file()
     run(project, look)
     assert "my-pairs" in (project / "data/03_clean/statistics.html").read_text()
 
     use_the_embedded_base(project / "params.yaml")
-    said = run(project, train)
-    assert "tokens" in said
-    assert "val_loss" in said
+    output = run(project, train)
+    assert "tokens" in output
+    assert "val_loss" in output
     assert "the red square moved" in (project / "data/07_report/report.html").read_text()
-    said = run(project, caption)
-    assert len(said.strip().splitlines()[-1]) > 0
-    with Image.open(project / "seen.png") as seen:
-        assert seen.width > 2 * 120
+    output = run(project, caption)
+    assert len(output.strip().splitlines()[-1]) > 0
+    with Image.open(project / "seen.png") as overlay:
+        assert overlay.width > 2 * 120
     run(project, share)
     shared = {file.name for file in (project / "shared/my-model").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "m3diff_model.py"} <= shared

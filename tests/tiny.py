@@ -1,7 +1,8 @@
-"""A LLaVA-OneVision and an M3Diff small enough for a test, made from nothing."""
+"""Create tiny LLaVA-OneVision and M3Diff models with random weights."""
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def tiny_config(mdp: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
 
 
 def tiny_model(mdp: dict | None = None, seed: int = 0) -> M3DiffForConditionalGeneration:
-    """An M3Diff whose zero-initialised projections were given weights, so that no gradient is zero by construction."""
+    """Return an M3Diff with random weights in its zero-initialised projections, so that no gradient must be zero."""
     torch.manual_seed(seed)
     model = M3DiffForConditionalGeneration._from_config(tiny_config(mdp), attn_implementation=register_kernels())
     with torch.no_grad():
@@ -52,14 +53,18 @@ def tiny_model(mdp: dict | None = None, seed: int = 0) -> M3DiffForConditionalGe
 
 @torch.no_grad()
 def scale_features(model: torch.nn.Module) -> None:
-    """Features of about size one, as in a trained model: norms of tiny ones magnify rounding."""
+    """Scale the features to about one, as in a trained model. Norms of tiny features would magnify rounding errors."""
     for name, parameter in model.named_parameters():
         if "embed" in name and parameter.dim() > 1:
             parameter.mul_(15)
 
 
 def tiny_base(folder: Path, seed: int = 0, first_release: bool = False) -> Path:
-    """A LLaVA-OneVision with the project's tokenizer and random weights, or named as in the first release of 0.5 B."""
+    """Write a LLaVA-OneVision with the project's tokenizer and random weights.
+
+    Args:
+        first_release: whether to use the names of weights in the first release of the 0.5B model.
+    """
     torch.manual_seed(seed)
     tokenizer = FAMILIES["m3diff"].load_processor(BASE).tokenizer
     config = tiny_config(vocab_size=len(tokenizer)).to_dict()
@@ -88,7 +93,7 @@ def tiny_base(folder: Path, seed: int = 0, first_release: bool = False) -> Path:
 
 
 def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) -> M3DiffSettings:
-    """The settings of a tiny M3Diff; `rates` changes the learning rate of a part."""
+    """Return the settings of a tiny M3Diff. `rates` changes the learning rates of its parts."""
     without = {"module": None} if mdp is None else {}
     module = None if mdp is None else module_config(**mdp)
     return M3DiffSettings("m3diff", module, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
@@ -99,7 +104,7 @@ SEPARATE = VDM | {"images": "separate", "norm": "size", "layers": 3}
 
 
 def onediff_settings(module: dict | None = VDM, rank: int = 2, **rates: float | None) -> OneDiffSettings:
-    """The settings of a tiny OneDiff; `rates` changes the learning rate of a part."""
+    """Return the settings of a tiny OneDiff. `rates` changes the learning rates of its parts."""
     without = {"module": None} if module is None else {}
     module_settings = None if module is None else VDMConfig(**module)
     return OneDiffSettings("onediff", module_settings, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
@@ -110,7 +115,7 @@ CASES += ("blip2idc", "blip2idc on Qwen2")
 
 
 def tiny(case: str, folder: Path) -> tuple[Path, Any]:
-    """A base of one of CASES, written to `folder`, and settings that train on it."""
+    """Write the base of one of CASES to `folder`. Return the base and settings for training on it."""
     from tests.models.llava15 import write_llava15
     from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
@@ -124,7 +129,7 @@ def tiny(case: str, folder: Path) -> tuple[Path, Any]:
 
 
 def tiny_trained(base: Path, settings: M3DiffSettings, seed: int = 1) -> torch.nn.Module:
-    """A model on `base` whose trainable parameters have moved, with its adapters."""
+    """Return a model with adapters on `base`. Its trainable parameters differ from their initial values."""
     family = FAMILIES[settings.family]
     torch.manual_seed(seed)
     model = prepare(family.load_base(base, settings, torch.float32, "sdpa"), family, settings).eval()
@@ -136,7 +141,7 @@ def tiny_trained(base: Path, settings: M3DiffSettings, seed: int = 1) -> torch.n
 
 
 def tiny_checkpoint(base: Path, folder: Path, settings: M3DiffSettings | None = None, seed: int = 1) -> Path:
-    """A checkpoint on `base` as training writes it."""
+    """Write a checkpoint on `base` as training writes it, and return its folder."""
     settings = settings or tiny_settings()
     processor = FAMILIES[settings.family].load_processor(base)
     model = tiny_trained(base, settings, seed)
@@ -145,8 +150,8 @@ def tiny_checkpoint(base: Path, folder: Path, settings: M3DiffSettings | None = 
 
 
 def pair_inputs(processor: Any, pairs: list, questions: list[str]) -> dict[str, torch.Tensor]:
-    """Inputs of `generate` for pairs of images, with what LLaVA-OneVision's own class asks for besides."""
-    prepared = [processor.prepare_image(image) for pair in pairs for image in pair]
+    """Return the inputs of `generate` for pairs of images, including those for LLaVA-OneVision's own class."""
+    prepared = [processor.prepare_image(image) for image in chain.from_iterable(pairs)]
     inputs = {**processor.prompt_inputs(questions), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
     if "batch_num_images" in inputs:
         inputs["image_sizes"] = torch.full((2 * len(pairs), 2), processor.image_processor.side)
@@ -155,7 +160,7 @@ def pair_inputs(processor: Any, pairs: list, questions: list[str]) -> dict[str, 
 
 @torch.no_grad()
 def saliency_map(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    """The maps of a model of pairs without a caption."""
+    """Return the saliency maps of pairs without captions."""
     is_llava = hasattr(model, "model")
     with model.recorded_maps() as maps:
         model.model.visual_tokens(pixel_values) if is_llava else model(pixel_values=pixel_values)
@@ -168,7 +173,7 @@ def noise_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
 
 
 def colour_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
-    """Dots of one colour on black: unlike noise, a tiny model tells one such image from another."""
+    """Return dots of one colour on black. A tiny model can distinguish such images, but not images of noise."""
     rng = np.random.default_rng(seed)
     colour = rng.integers(0, 256, 3)
     dots = rng.integers(0, 2, (size[1], size[0], 1))
@@ -177,7 +182,7 @@ def colour_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """For models of a few thousand parameters: a second thread costs more than it gives."""
+    """Compute with one thread. A second thread would slow down models with a few thousand parameters."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

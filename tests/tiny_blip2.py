@@ -1,4 +1,4 @@
-"""A BLIP-2 small enough for a test, with OPT or with Qwen2, in a directory as the published ones are."""
+"""Create a tiny BLIP-2 with OPT or Qwen2, in a folder like those of the published models."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,10 @@ WORDS = ("Ġthe", "Ġred", "Ġball", "Ġmoved", "Ġis", "Ġgone", "the", "Ġa", 
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """OPT's in small: bytes and a few words, GPT-2's way; <pad> is 1, </s> 2 starts and ends, <image> is the last."""
+    """Return a small OPT tokenizer: bytes and a few words, as in GPT-2.
+
+    The token <pad> is 1, </s> (2) starts and ends a text, and <image> is the last token.
+    """
     specials = ["<s>", "<pad>", "</s>", "<unk>"]
     names = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges: list[tuple[str, str]] = []
@@ -46,7 +49,7 @@ SIZES = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_hidden_layers": 2}
 
 
 def opt_text(tokenizer: Any) -> dict[str, Any]:
-    """As published: no field beside OPT's defaults that the published configuration leaves out, but for sizes."""
+    """Return the published configuration of OPT with small sizes. It has the same fields as the published one."""
     llm_fields = {
         "model_type": "opt",
         "eos_token_id": tokenizer.convert_tokens_to_ids("Ċ"),
@@ -74,7 +77,7 @@ TEXTS = {"opt": opt_text, "qwen2": qwen2_text}
 
 
 def published_config(llm: str = "opt") -> dict[str, Any]:
-    """The keys of Salesforce/blip2-opt-2.7b's config.json; sizes made small, and the Q-Former's dropout kept."""
+    """Return config.json of Salesforce/blip2-opt-2.7b with small sizes and the original dropout of the Q-Former."""
     tokenizer = tiny_tokenizer()
     qformer = {"hidden_size": 2 * WIDTH, "intermediate_size": 4 * WIDTH, "model_type": "blip_2_qformer"}
     vision = {"attention_dropout": 0.1, "dropout": 0.0, "image_size": SIDE, "intermediate_size": 2 * WIDTH}
@@ -96,7 +99,7 @@ def tiny_config(llm: str = "opt") -> Blip2IDCConfig:
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights of a size at which every one of them shows; transformers starts a vision encoder at 1e-10."""
+    """Randomise all weights so that each affects the output. transformers initialises a vision encoder with 1e-10."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name.lower() and name.endswith("weight")
@@ -107,7 +110,7 @@ def randomised(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def tiny_blip2(folder: Path, llm: str = "opt", seed: int = 0) -> Path:
-    """A BLIP-2 with random weights as it is published: shards with their index, and every other file's name."""
+    """Write a BLIP-2 with random weights and the files of the published model, including shards with an index."""
     folder.mkdir(parents=True)
     torch.manual_seed(seed)
     randomised(Blip2ForConditionalGeneration(tiny_config(llm))).save_pretrained(folder, max_shard_size="60KB")
@@ -120,7 +123,7 @@ def tiny_blip2(folder: Path, llm: str = "opt", seed: int = 0) -> Path:
 
 
 def write_processor(folder: Path) -> None:
-    """preprocessor_config.json, processor_config.json and the tokenizer's files."""
+    """Write preprocessor_config.json, processor_config.json and the files of the tokenizer."""
     size = {"height": SIDE, "width": SIDE}
     does = ("do_convert_rgb", "do_normalize", "do_rescale", "do_resize")
     preprocessor = {**dict.fromkeys(does, True), "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": size}
@@ -148,5 +151,5 @@ def write_processor(folder: Path) -> None:
 
 
 def blip2_settings(rank: int = 2, augment: Augment | None = None, **rates: float | None) -> Blip2IDCSettings:
-    """The settings of a tiny BLIP2IDC; `rates` changes the learning rate of a part."""
+    """Return the settings of a tiny BLIP2IDC. `rates` changes the learning rates of its parts."""
     return Blip2IDCSettings("blip2idc", Lora(rank, 2 * rank or 1), Rates(**RATES | rates), augment=augment)

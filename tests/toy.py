@@ -1,6 +1,6 @@
-"""A toy of the project: the real `dvc.yaml` and `params.yaml` over stages that write in no time what each declares.
+"""Build a toy of the project: the real `dvc.yaml` and `params.yaml`, and stages that write their outputs at once.
 
-`build(root)` makes it. This file is `toy.py` in it, and `python toy.py <stage> [<dataset>]` is a stage.
+`build(root)` builds it. The toy contains this file as `toy.py`, and `python toy.py <stage> [<dataset>]` runs a stage.
 """
 
 import csv
@@ -61,7 +61,7 @@ FILES = ("params.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignor
 
 
 def build(root: Path) -> Path:
-    """Write the toy project with git and DVC set up and the base in place, nothing run yet: as a fresh clone is."""
+    """Write the toy project like a fresh clone: with git, DVC and the base, and before any stage has run."""
     ignore = shutil.ignore_patterns("__pycache__")
     for folder in ("components", "flows", "profiles"):
         shutil.copytree(REPOSITORY / folder, root / folder, ignore=ignore)
@@ -84,7 +84,7 @@ def build(root: Path) -> Path:
 
 
 def store(root: Path) -> Any:
-    """A client of the project's MLflow store."""
+    """Return a client of the project's MLflow store."""
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{root}/services/mlflow/mlflow.db"
@@ -101,7 +101,7 @@ def change(root: Path, section: str, **values: object) -> None:
 
 
 def run(root: Path, tool: str, *arguments: str) -> str:
-    """Run git or this environment's dvc in the project and give what it printed."""
+    """Run git or this environment's dvc in the project and return its output."""
     command = [sys.executable, "-m", "dvc"] if tool == "dvc" else [tool]
     done = subprocess.run([*command, *arguments], cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, f"{tool} {' '.join(arguments)}: {done.stdout}"
@@ -109,7 +109,7 @@ def run(root: Path, tool: str, *arguments: str) -> str:
 
 
 def status(root: Path) -> dict[str, Any]:
-    """What `dvc status` calls changed, by stage."""
+    """Return the changes that `dvc status` lists, by stage."""
     command = [sys.executable, "-m", "dvc", "status", "--json"]
     return json.loads(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
 
@@ -130,11 +130,11 @@ WAITS = """def evaluate(params, paths):
     with (folder / "ended").open("a") as file:
         file.write("once ")
 """
-"""A stage that waits to be let go on."""
+"""A stage that waits until the file `go` exists."""
 
 
 def replace_stage(root: Path, stage: str, body: str) -> str:
-    """Another function for a stage, which may call the `old` one; the text of toy.py before."""
+    """Replace the function of a stage. The new one may call the `old` one. Return the original text of toy.py."""
     text = (root / "toy.py").read_text()
     assert f"\ndef {stage}(" in text
     (root / "toy.py").write_text(text.replace(f"\ndef {stage}(", f"\n{body}\n\ndef old(", 1))
@@ -142,7 +142,7 @@ def replace_stage(root: Path, stage: str, body: str) -> str:
 
 
 def load_and_caption(tracking_uri: str, rows: list[dict[str, str]], cwd: Path) -> tuple[str, list[str]]:
-    """Load the challenger in a fresh process: the file that its code comes from, and its captions."""
+    """Load the challenger in a fresh process. Return the file that its code comes from, and its captions."""
     command = [sys.executable, "-c", FRESH, tracking_uri, json.dumps(rows)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -151,7 +151,7 @@ def load_and_caption(tracking_uri: str, rows: list[dict[str, str]], cwd: Path) -
 
 
 def write_dataset(root: Path, splits: tuple[str, ...], seed: int = 0) -> None:
-    """A dataset in the toy's layout: `pairs.json`, `images/` and `sc_images/`, one pair to each entry of `splits`."""
+    """Write a dataset in the toy's layout: `pairs.json`, `images/` and `sc_images/`, one pair per entry of `splits`."""
     from PIL import Image
 
     for number in range(len(splits)):
@@ -190,9 +190,9 @@ def ingest(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
     for number, split in enumerate(json.loads((root / "pairs.json").read_text())):
         images = {side: root / folder / f"{number}.png" for side, folder in SIDES.items()}
         digests = {f"{side}_sha256": hashlib.sha256(path.read_bytes()).digest() for side, path in images.items()}
-        places = {side: str(path) for side, path in images.items()}
+        paths_by_side = {side: str(path) for side, path in images.items()}
         row = {"id": f"{name}/{number:06d}.png", "dataset": name, "split": split, "references": ["it became red"]}
-        rows.append(row | places | digests)
+        rows.append(row | paths_by_side | digests)
     write_rows(out / "records.parquet", rows)
     if (root / "grammar.json").is_file():
         shutil.copy(root / "grammar.json", out)
@@ -227,9 +227,9 @@ def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     rows = read_rows(paths["clean"] / "records.parquet")
     for split in ("train", "val", "test"):
         samples = [{name: row[name] for name in columns} | {"pair": row["id"]} for row in rows if row["split"] == split]
-        asked = {"question": questions, "reference": f"sampled with {params['convert']['seed']}"}
+        texts = {"question": questions, "reference": f"sampled with {params['convert']['seed']}"}
         (paths["mixture"] / split).mkdir()
-        write_rows(paths["mixture"] / split / "00000.parquet", [sample | asked for sample in samples])
+        write_rows(paths["mixture"] / split / "00000.parquet", [sample | texts for sample in samples])
     train = Counter(row["dataset"] for row in rows if row["split"] == "train")
     return {"datasets": {name: {"pairs": {"train": train[name]}} for name in params["ingest"]["datasets"]}}
 
@@ -240,18 +240,22 @@ def train(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     cfg = params["train"]
     base = Path(params["train"]["base"])
     checkpoint = paths["model"] / "checkpoint"
-    seen = [sha256_of_folder(folder) for folder in (paths["mixture"] / "train", paths["mixture"] / "val", base)]
-    word = hashlib.sha256(json.dumps([cfg, params["models"][cfg["model"]], seen]).encode()).hexdigest()[:8]
+    inputs = (paths["mixture"] / "train", paths["mixture"] / "val", base)
+    digests = [sha256_of_folder(folder) for folder in inputs]
+    settings = json.dumps([cfg, params["models"][cfg["model"]], digests])
+    word = hashlib.sha256(settings.encode()).hexdigest()[:8]
     checkpoint.mkdir()
     (checkpoint / "word.txt").write_text(word)
     (checkpoint / "model.safetensors").write_text(word)
     files = {name: hashlib.sha256(word.encode()).hexdigest() for name in ("model.safetensors", "word.txt")}
-    manifest = {"base": str(base), "base_sha256": seen[2], "files": files}
+    manifest = {"base": str(base), "base_sha256": digests[2], "files": files}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with (paths["model"] / "curves.csv").open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["step", "epoch", "loss", "lr_llm", "grad_norm", "val_loss", "val_loss_minichange", "val_cider"])
-        rows.writerows([s, s / 2, 1 / s, 0.1, s * 2, *((0.5, 0.6, 1.7) if s == 3 else ("", "", ""))] for s in (1, 2, 3))
+        for step in (1, 2, 3):
+            validation = (0.5, 0.6, 1.7) if step == 3 else ("", "", "")
+            rows.writerow([step, step / 2, 1 / step, 0.1, step * 2, *validation])
     per_epoch = math.ceil(len(read_rows(paths["mixture"] / "train" / "00000.parquet")) / cfg["global_batch"])
     steps = math.ceil(cfg["epochs"] * per_epoch)
     return {"steps": steps, "rows_out": steps * cfg["global_batch"], "alignment": {}}
@@ -284,18 +288,18 @@ def evaluate(params: dict[str, Any], paths: dict[str, Path]) -> None:
     (paths["report"] / "headline.json").write_text(json.dumps({TOTAL: {"CIDEr": round(100 * cider, 2)}}))
 
 
-WITH_REPORT = {"validate": "clean", "convert": "mixture", "train": "model", "predict": "predictions"}
-"""Stages that write a `report.json`, and where."""
+REPORT_FOLDERS = {"validate": "clean", "convert": "mixture", "train": "model", "predict": "predictions"}
+"""Stages that write a `report.json`, and the name of its folder in `paths`."""
 
 
 def main(stage: str, *dataset: str) -> None:
-    """Run one stage: its folder exists, its declared outputs are written, and a report where DVC expects one."""
+    """Run a stage: create the folders, write the declared outputs, and write a report if DVC expects one."""
     import yaml
 
     from m3diff.runtime import prepare
 
     prepare()
-    if stage == "synthesize":  # the one that tests interrupt: to import it takes longer than a stage
+    if stage == "synthesize":  # only tests of this stage need it, and the import takes longer than a stage
         from m3diff.__main__ import die_with_parent
 
         die_with_parent()
@@ -307,9 +311,10 @@ def main(stage: str, *dataset: str) -> None:
     from m3diff.provenance.dvc import require_unchanged_inputs
 
     with require_unchanged_inputs():
-        told = globals()[stage](params, paths, *dataset) or {}
-        if stage in WITH_REPORT:
-            (paths[WITH_REPORT[stage]] / "report.json").write_text(json.dumps({"stage": stage} | told))
+        facts = globals()[stage](params, paths, *dataset) or {}
+        if stage in REPORT_FOLDERS:
+            report = paths[REPORT_FOLDERS[stage]] / "report.json"
+            report.write_text(json.dumps({"stage": stage} | facts))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from benchmarks.experiments.runs import (
     read,
     run_experiment,
 )
-from m3diff.records.errors import Fault, ParamsError
+from m3diff.records.errors import Fault, ParamsError, cause_of
 from m3diff.records.files import sha256_of_folder, write_atomic
 from m3diff.runtime import prepare
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
@@ -122,15 +122,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run an experiment, write the results and print them as a page. Return the exit code."""
     prepare()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("name", help="a file of benchmarks/experiments without .yaml")
-    parser.add_argument("--seeds", type=int, help="how many, in place of the file's")
+    parser.add_argument("name", help="name of a file in benchmarks/experiments, without .yaml")
+    parser.add_argument("--seeds", type=int, help="number of seeds; default: as in the file")
     args = parser.parse_args(argv)
     out = RESULTS / f"{args.name}.json"
     try:
         params = load_params(PARAMS)
         cfg = read_experiment(args.name, args.seeds)
         check_synthetic(cfg, params)
-        results = conduct(args.name, cfg, params)
+        results = run_variants(args.name, cfg, params)
     except (ParamsError, OSError) as error:
         print(f"make experiment: {error}", file=sys.stderr)
         return 1
@@ -165,7 +165,7 @@ def read_experiment(name: str, seeds: int | None = None) -> Experiment:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         cfg = Experiment.model_validate(values | ({"seeds": seeds} if seeds else {}))
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        raise ParamsError("experiments.not_a_mapping", path=path, cause=str(error)) from error
+        raise ParamsError("experiments.not_a_mapping", path=path, cause=cause_of(error)) from error
     except ValidationError as error:
         faults = explain(error, values, Experiment)
         raise ParamsError("experiments.invalid_file", path=path, faults=faults) from error
@@ -181,17 +181,17 @@ def faults_of(cfg: Experiment) -> Iterator[Fault]:
             hint = suggest_name(name, cfg.variants)
             yield Fault("experiments.unknown_variant", key="compare_with", value=name, hint=hint)
     for number, (name, entry) in enumerate(cfg.variants.items()):
-        above = list(cfg.variants)[:number]
+        earlier_names = list(cfg.variants)[:number]
         synthetic = entry.get(SYNTHETIC, [])
         datasets = resolve(SYNTHETIC_DATA)["augment"] if synthetic else ()
         if not isinstance(synthetic, list) or not set(synthetic) <= set(datasets):
             key = f"variants.{name}.{SYNTHETIC}"
             names = list(datasets)
             yield Fault("experiments.not_made_data", key=key, value=synthetic, file=SYNTHETIC_DATA, names=names)
-        if entry.get(SAME_STEPS, name) not in (*above, name) or entry.get(SAME_STEPS) == name:
+        if entry.get(SAME_STEPS, name) not in (*earlier_names, name) or entry.get(SAME_STEPS) == name:
             key = f"variants.{name}.{SAME_STEPS}"
-            code = "experiments.not_a_variant_above" if above else "experiments.no_variant_above"
-            yield Fault(code, key=key, value=entry[SAME_STEPS], names=above)
+            code = "experiments.not_a_variant_above" if earlier_names else "experiments.no_variant_above"
+            yield Fault(code, key=key, value=entry[SAME_STEPS], names=earlier_names)
 
 
 def check_synthetic(cfg: Experiment, params: Params) -> None:
@@ -225,30 +225,31 @@ def changes_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def left_out(cfg: Experiment) -> dict[str, str]:
+def find_missing_variants(cfg: Experiment) -> dict[str, str]:
     """Return the names of the variants that cannot run on this machine, each with the reason."""
     absent: dict[str, str] = {}
     for name, entry in cfg.variants.items():
         for folder, command in cfg.needs.items():
             if str(folder) in entry.values() and not folder.is_dir():
-                absent[name] = f"left out: {name}: {folder} is not there; make it with `{command}`"
+                absent[name] = f"left out: {name}: {folder} does not exist; create it with `{command}`"
         if entry.get(SAME_STEPS) in absent:
-            absent[name] = f"left out: {name}: {entry[SAME_STEPS]}, with which it is compared, is left out"
+            absent[name] = f"left out: {name}: its reference {entry[SAME_STEPS]} is left out"
     return absent
 
 
 # The runs
 
 
-def conduct(experiment: str, cfg: Experiment, params: Params) -> dict[str, Any]:
+def run_variants(experiment: str, cfg: Experiment, params: Params) -> dict[str, Any]:
     """Run every variant of an experiment with every seed and return the results.
 
     Raises:
         CalledProcessError: a run failed.
         ParamsError: a run did not compute scores for one of the protocols.
     """
-    absent = left_out(cfg)
-    print("\n".join(absent.values()), end="\n" * bool(absent), flush=True)
+    absent = find_missing_variants(cfg)
+    for reason in absent.values():
+        print(reason, flush=True)
     runs: list[VariantRun] = []
     for name, entry in cfg.variants.items():
         if name not in absent:
@@ -314,7 +315,9 @@ def run_variant(
         if protocol not in metrics[0]:
             names = list(metrics[0])
             raise ParamsError("experiments.protocol_not_scored", key="protocols", value=protocol, names=names)
-    pairs = {protocol: summed([rows_of(scores, protocol) for scores in tables]) for protocol in cfg.protocols}
+    pairs = {}
+    for protocol in cfg.protocols:
+        pairs[protocol] = sum_over_seeds([rows_of(scores, protocol) for scores in tables])
     return VariantRun(
         name=name,
         changes=changes,
@@ -354,7 +357,7 @@ def measure_costs(experiment: str, cfg: Experiment, params: Params, runs: list[V
 # The table
 
 
-def summed(tables: Sequence[pa.Table]) -> pa.Table:
+def sum_over_seeds(tables: Sequence[pa.Table]) -> pa.Table:
     """Return a table with the statistics of each pair, summed over the seeds.
 
     Scores that combine all seeds are computed from this table.
@@ -379,11 +382,8 @@ def table(runs: Sequence[VariantRun], compare_with: Sequence[str], protocol: str
     """
     rows = []
     for run in runs:
-        references = [
-            other_run
-            for other_run in runs
-            if other_run is not run and other_run.name in (*compare_with, run.same_steps_as)
-        ]
+        reference_names = (*compare_with, run.same_steps_as)
+        references = [reference for reference in runs if reference is not run and reference.name in reference_names]
         seed_scores = [metrics[protocol] for metrics in run.metrics]
         cells = {}
         for score in seed_scores[0]:
@@ -405,7 +405,9 @@ def table(runs: Sequence[VariantRun], compare_with: Sequence[str], protocol: str
 
 def numbers(values: Sequence[Any]) -> list[float]:
     """Return the values as floats if all of them are numbers, otherwise an empty list."""
-    return [float(value) for value in values] if all(isinstance(value, int | float) for value in values) else []
+    if not all(isinstance(value, int | float) for value in values):
+        return []
+    return [float(value) for value in values]
 
 
 def differ(run: VariantRun, reference: VariantRun, protocol: str, score: str) -> dict[str, float] | None:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def changed_sections(changes: Mapping[str, Any], params: Params) -> tuple[Any, A
     Only changes of the model and of the base are applied.
     """
     base = Path(changes.get("train.base", params.train.base))
-    return params.train.model_copy(update={"base": base}), params.models[changes.get("train.model", params.train.model)]
+    model = changes.get("train.model", params.train.model)
+    return params.train.model_copy(update={"base": base}), params.models[model]
 
 
 def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
@@ -99,7 +101,8 @@ def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
     from m3diff.commands.plan import Run, make_plan
 
     train_section, settings = changed_sections(changes, params)
-    return make_plan(replace(Run.of(params), train=train_section, settings=settings)).caption_flops
+    run = replace(Run.of(params), train=train_section, settings=settings)
+    return make_plan(run).caption_flops
 
 
 def main(measurement: str, *arguments: str) -> str:
@@ -134,11 +137,12 @@ def measure_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any
     captioner = load_captioner(checkpoint, params.predict.max_new_tokens)
     records = pq.read_table(params.paths.clean / "records.parquet").to_pylist()
     test_rows = [row for row in records if row["split"] == "test"]
-    started = time.monotonic()
+    start_time = time.monotonic()
     pairs = [prepared_images(captioner, row) for row in test_rows[:CAPTIONS]]
     for start in range(0, CAPTIONS, BATCH):
-        captioner.answer([image for pair in pairs[start : start + BATCH] for image in pair], QUESTION)
-    speed = min(CAPTIONS, len(test_rows)) / (time.monotonic() - started)
+        images = list(chain.from_iterable(pairs[start : start + BATCH]))
+        captioner.answer(images, QUESTION)
+    speed = min(CAPTIONS, len(test_rows)) / (time.monotonic() - start_time)
     shares = no_change_shares(captioner, [row for row in records if row["split"] == "train"])
     areas = {}
     for name in datasets:
@@ -187,7 +191,8 @@ def no_change_area(
     no_change: list[float] = []
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
-        images = torch.from_numpy(np.stack([image for row in batch for image in prepared_images(captioner, row)]))
+        arrays = list(chain.from_iterable(prepared_images(captioner, row) for row in batch))
+        images = torch.from_numpy(np.stack(arrays))
         inputs = captioner.processor.prompt_inputs([QUESTION] * len(batch)) | captioner.processor.image_inputs(images)
         logits = captioner.model(**inputs, use_cache=False).logits[:, -1]
         no_change += (logits.softmax(-1)[:, tokens] @ weights).tolist()

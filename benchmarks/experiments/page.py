@@ -82,11 +82,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     columns = list(head)
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
-    yield from (f"| {' | '.join(cells)} |" for cells in rows)
+    for cells in rows:
+        yield f"| {' | '.join(cells)} |"
     yield ""
 
 
-def hundredfold(value: float | None, sign: str = "") -> str:
+def format_percent(value: float | None, sign: str = "") -> str:
     """Return a score times 100 with one decimal, or an empty string for None.
 
     Args:
@@ -123,7 +124,7 @@ def costs(results: Results) -> Iterator[str]:
             f"{cost['step_s']:.3f}",
             f"{epochs['equal seconds'].get(name, epochs['equal pairs']):g}",
         ]
-        cells += [hundredfold(cost["no_change_auc"][protocol]) for protocol in protocols]
+        cells += [format_percent(cost["no_change_auc"][protocol]) for protocol in protocols]
         rows.append(cells)
     return table(["variant", *columns], rows)
 
@@ -133,12 +134,12 @@ def intervals(scores: Mapping[str, Mapping[str, Any]], protocol: str) -> Iterato
     metrics = [metric for metric in METRICS if any(metric in by_protocol[protocol] for by_protocol in scores.values())]
     rows = []
     for name, by_protocol in scores.items():
-        cells = [bounded(by_protocol[protocol].get(metric), "score") for metric in metrics]
+        cells = [format_with_interval(by_protocol[protocol].get(metric), "score") for metric in metrics]
         rows.append([name, *cells])
     return table([f"`{protocol}`, times 100 (95 % interval over pairs)", *metrics], rows)
 
 
-def bounded(cell: Mapping[str, Any] | None, key: str, sign: str = "") -> str:
+def format_with_interval(cell: Mapping[str, Any] | None, key: str, sign: str = "") -> str:
     """Return a value as text, followed by its interval if there is one. Return an empty string if `cell` is None.
 
     Args:
@@ -147,12 +148,13 @@ def bounded(cell: Mapping[str, Any] | None, key: str, sign: str = "") -> str:
     """
     if cell is None:
         return ""
-    low = hundredfold(cell["low"], sign)
-    high = hundredfold(cell["high"], sign)
-    return hundredfold(cell[key], sign) + (f" ({low} to {high})" if low else "")
+    low = format_percent(cell["low"], sign)
+    high = format_percent(cell["high"], sign)
+    value = format_percent(cell[key], sign)
+    return f"{value} ({low} to {high})" if low else value
 
 
-def shown(rows: Rows) -> dict[str, str]:
+def available_scores(rows: Rows) -> dict[str, str]:
     """Return the compared scores that at least one variant has, with their headings.
 
     Some scores are missing if captions cannot be parsed.
@@ -166,10 +168,13 @@ def means(protocol: str, rows: Rows, seeds: int) -> Iterator[str]:
     corner = f"`{protocol}`, {rows[0]['pairs']} pairs, {seeds} seed{'s' * (seeds > 1)}{spread}, times 100"
     lines = []
     for row in rows:
-        cells = [row["scores"].get(score) or {"mean": None, "sd": None} for score in shown(rows)]
-        spreads = ["" if cell["sd"] is None else f" ± {hundredfold(cell['sd'])}" for cell in cells]
-        lines.append([row["row"], *(hundredfold(cell["mean"]) + sd for cell, sd in zip(cells, spreads, strict=True))])
-    return table([corner, *shown(rows).values()], lines)
+        line = [row["row"]]
+        for score in available_scores(rows):
+            cell = row["scores"].get(score) or {"mean": None, "sd": None}
+            deviation = "" if cell["sd"] is None else f" ± {format_percent(cell['sd'])}"
+            line.append(f"{format_percent(cell['mean'])}{deviation}")
+        lines.append(line)
+    return table([corner, *available_scores(rows).values()], lines)
 
 
 def differences(corner: str, rows: Rows, compared_rows: Mapping[str, tuple[Mapping[str, Any], str]]) -> Iterator[str]:
@@ -180,9 +185,9 @@ def differences(corner: str, rows: Rows, compared_rows: Mapping[str, tuple[Mappi
     """
     lines = []
     for label, (row, reference) in compared_rows.items():
-        cells = [row["scores"].get(score, {}).get("differences", {}).get(reference) for score in shown(rows)]
-        lines.append([label, *(bounded(cell, "gain", "+") for cell in cells)])
-    return table([f"{corner} (95 % interval over pairs)", *shown(rows).values()], lines)
+        cells = [row["scores"].get(score, {}).get("differences", {}).get(reference) for score in available_scores(rows)]
+        lines.append([label, *(format_with_interval(cell, "gain", "+") for cell in cells)])
+    return table([f"{corner} (95 % interval over pairs)", *available_scores(rows).values()], lines)
 
 
 def targets(rows: Rows) -> Iterator[str]:

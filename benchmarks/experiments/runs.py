@@ -56,15 +56,15 @@ def remove(name: str) -> None:
 
 def setting(key: str, value: Any) -> str:
     """Return a change to params.yaml in the format of `dvc exp run -S`. Strings are not quoted."""
-    return f"{key}={value if isinstance(value, str) else in_hydra(value)}"
+    return f"{key}={value if isinstance(value, str) else hydra_text(value)}"
 
 
-def in_hydra(value: Any) -> str:
+def hydra_text(value: Any) -> str:
     """Return a value in the syntax of Hydra's overrides, which is JSON with unquoted keys."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {in_hydra(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {hydra_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(in_hydra, value))}]"
+        return f"[{', '.join(map(hydra_text, value))}]"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -115,18 +115,19 @@ class Budget(NamedTuple):
 def budget_of(experiment: str, paths: Paths) -> Budget:
     """Return the budget of a finished experiment, read from its parameters and reports."""
     params = yaml.safe_load(read(experiment, PARAMS))
-    trained = json.loads(read(experiment, paths.model / "report.json"))
-    mixed = json.loads(read(experiment, paths.mixture / "report.json"))["datasets"]
+    training_report = json.loads(read(experiment, paths.model / "report.json"))
+    datasets = json.loads(read(experiment, paths.mixture / "report.json"))["datasets"]
     align = params["models"][params["train"]["model"]].get("align")
-    pairs = {name: counts["pairs"]["train"] for name, counts in mixed.items()}
-    aligned = sum(pairs[name] for name in (align["datasets"] if align else ()))
+    pairs = {name: counts["pairs"]["train"] for name, counts in datasets.items()}
+    alignment_datasets = align["datasets"] if align else ()
+    alignment_pairs = sum(pairs[name] for name in alignment_datasets)
     return Budget(
-        pairs=sum(pairs.values()) - aligned,
+        pairs=sum(pairs.values()) - alignment_pairs,
         epochs=params["train"]["epochs"],
-        steps=trained["steps"],
-        captions=trained["rows_out"],
-        alignment_pairs=aligned,
-        alignment_steps=int(trained["alignment"].get("steps", 0)),
+        steps=training_report["steps"],
+        captions=training_report["rows_out"],
+        alignment_pairs=alignment_pairs,
+        alignment_steps=int(training_report["alignment"].get("steps", 0)),
     )
 
 

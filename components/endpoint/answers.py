@@ -20,7 +20,7 @@ from m3diff.settings.section import ParamsError
 AnswerKind = Literal["text", "refused", "empty", "cut"]
 
 # Kind of a line that revokes an earlier answer
-FORGOTTEN = "forgotten"
+REVOCATION = "forgotten"
 
 UNKNOWN_SERVER = "a server that was not recorded"
 MAX_LISTED_SERVERS = 3
@@ -75,10 +75,10 @@ class AnswerSource(BaseModel):
 
 
 class OtherServerError(ParamsError):
-    """Cached answers came from another server or an unknown one. See `other_server` for the fields."""
+    """Cached answers came from another server or an unknown one. See `other_server_error` for the fields."""
 
 
-def other_server(
+def other_server_error(
     path: Path,
     servers: Counter[ServerIdentity | None],
     requested_server: Fault,
@@ -133,20 +133,21 @@ class AnswerStore:
         self.ends_in_torn_line = bool(content) and not content.endswith(b"\n")
         for line in content.split(b"\n"):
             with suppress(ValueError, TypeError, KeyError, RecursionError):
-                self._read(json.loads(line))
+                self._read_entry(json.loads(line))
 
-    def _read(self, entry: Any) -> None:
+    def _read_entry(self, entry: Any) -> None:
+        """Apply a line of the file: add its answer, or revoke an earlier one."""
         key = entry["key"]
         kind = entry["kind"]
         text = entry["answer"]
         server = read_server(entry.get("server"))
-        if kind == FORGOTTEN and "server" in entry:
+        if kind == REVOCATION and "server" in entry:
             self._drop(key, server)
-        elif kind == FORGOTTEN:
+        elif kind == REVOCATION:
             self.answers_by_key.pop(key, None)
         elif kind in get_args(AnswerKind) and isinstance(key, str) and isinstance(text, str):
-            date = entry.get("date")
-            self._add(key, StoredAnswer(EndpointAnswer(kind, text), server, date if isinstance(date, str) else None))
+            date = entry.get("date") if isinstance(entry.get("date"), str) else None
+            self._add(key, StoredAnswer(EndpointAnswer(kind, text), server, date))
 
     def _add(self, key: str, stored: StoredAnswer) -> None:
         self._drop(key, stored.server)  # so that the new answer comes last
@@ -161,13 +162,17 @@ class AnswerStore:
     @property
     def last_answers(self) -> dict[str, EndpointAnswer]:
         """The last answer to each question, from any server."""
-        return {key: list(by_server.values())[-1].answer for key, by_server in self.answers_by_key.items()}
+        last_answers = {}
+        for key, answers_by_server in self.answers_by_key.items():
+            last_stored = list(answers_by_server.values())[-1]
+            last_answers[key] = last_stored.answer
+        return last_answers
 
     def answers_to(self, key: str) -> list[StoredAnswer]:
         """Return the last answer of each server to a question, in the order of the file."""
         return list(self.answers_by_key.get(key, {}).values())
 
-    def keep(
+    def store_answer(
         self, key: str, facts: Mapping[str, Any], answer: EndpointAnswer, server: ServerIdentity | None = None
     ) -> StoredAnswer:
         """Write an answer with its server and the time, and flush it to the disk.
@@ -183,9 +188,9 @@ class AnswerStore:
             self._add(key, stored)
         return stored
 
-    def forget(self, key: str, server: ServerIdentity | None) -> None:
+    def revoke_answer(self, key: str, server: ServerIdentity | None) -> None:
         """Revoke a server's answer, so that the question is asked again."""
-        self._append({"key": key, "server": asdict(server) if server else None, "kind": FORGOTTEN, "answer": ""})
+        self._append({"key": key, "server": asdict(server) if server else None, "kind": REVOCATION, "answer": ""})
         self._drop(key, server)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -199,7 +204,7 @@ class AnswerStore:
             self.ends_in_torn_line = False
 
 
-def sources_of(answers: Iterable[StoredAnswer], are_cached: Iterable[bool]) -> list[AnswerSource]:
+def count_answers_by_server(answers: Iterable[StoredAnswer], are_cached: Iterable[bool]) -> list[AnswerSource]:
     """Return, for each server, how many answers it gave and how many of them were cached before the run."""
     answers_by_server: dict[ServerIdentity | None, list[tuple[StoredAnswer, bool]]] = {}
     for stored, is_cached in zip(answers, are_cached, strict=True):
@@ -224,14 +229,16 @@ def sources_of(answers: Iterable[StoredAnswer], are_cached: Iterable[bool]) -> l
 
 def describe_cache(sources: Sequence[AnswerSource], path: Path) -> str:
     """Return a line that says how many answers were cached, which servers they came from, and on which days (UTC)."""
-    parts = []
+    descriptions = []
     for source in sources:
         if not source.cached:
             continue
-        server = ServerIdentity(source.url, source.id, source.root, source.max_model_len) if source.url else None
+        server = UNKNOWN_SERVER
+        if source.url is not None:
+            server = str(ServerIdentity(source.url, source.id, source.root, source.max_model_len))
         days = dict.fromkeys(date[:10] for date in (source.cached_from, source.cached_until) if date)
-        when = f"from {' to '.join(days)}" if days else "of an unknown date"
-        parts.append(f"{source.cached:,} of {server or UNKNOWN_SERVER}, {when}")
+        period = f"from {' to '.join(days)}" if days else "of an unknown date"
+        descriptions.append(f"{source.cached:,} of {server}, {period}")
     cached = sum(source.cached for source in sources)
     total = sum(source.answers for source in sources)
-    return f"{cached:,} of {total:,} answers are from the cache {path}: {'; '.join(parts)}"
+    return f"{cached:,} of {total:,} answers are from the cache {path}: {'; '.join(descriptions)}"

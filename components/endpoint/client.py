@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,9 @@ from m3diff.endpoint.answers import (
     AnswerStore,
     EndpointAnswer,
     StoredAnswer,
+    count_answers_by_server,
     describe_cache,
-    other_server,
-    sources_of,
+    other_server_error,
 )
 from m3diff.endpoint.questions import EndpointQuestion, data_url, replace_surrogates
 from m3diff.endpoint.replies import read_answer
@@ -78,7 +78,7 @@ class Endpoint:
 
     Attributes:
         answers: the cache.
-        chosen: the answers that `ask` has returned so far, by the key of their question.
+        used_answers: the answers that `ask` has returned so far, by the key of their question.
         sources: the servers of the answers that the last call of `ask` returned.
     """
 
@@ -101,7 +101,7 @@ class Endpoint:
         self.reuse = reuse
         self.option = option
         self.answers = AnswerStore(store)
-        self.chosen: dict[str, StoredAnswer] = {}
+        self.used_answers: dict[str, StoredAnswer] = {}
         self.sources: list[AnswerSource] = []
 
     def ask(self, questions: Sequence[EndpointQuestion], task: str) -> list[EndpointAnswer]:
@@ -120,69 +120,77 @@ class Endpoint:
                 before that are cached.
         """
         keys = [self.key(question) for question in questions]
-        distinct = dict(zip(keys, questions, strict=True))
-        server = self._server_without_contact(distinct)
-        cached = self._ask_server(distinct, task) if server is None else self._choose(distinct, server)
-        self.chosen |= cached
-        self.sources = sources_of([self.chosen[key] for key in keys], [key in cached for key in keys])
-        if cached:
+        questions_by_key = dict(zip(keys, questions, strict=True))  # each question once
+        server = self._server_without_request(questions_by_key)
+        if server is None:
+            cached_answers = self._ask_new_questions(questions_by_key, task)
+        else:
+            cached_answers = self._select_cached_answers(questions_by_key, server)
+        self.used_answers |= cached_answers
+        answers = [self.used_answers[key] for key in keys]
+        self.sources = count_answers_by_server(answers, [key in cached_answers for key in keys])
+        if cached_answers:
             print(f"{task}: {describe_cache(self.sources, self.answers.path)}", flush=True)
-        return [self.chosen[key].answer for key in keys]
+        return [stored.answer for stored in answers]
 
-    def _ask_server(self, questions: Mapping[str, EndpointQuestion], task: str) -> dict[str, StoredAnswer]:
-        """Ask the questions that are not cached and add their answers to `chosen`. Return the cached answers."""
-        self._refuse_other_urls(questions)
+    def _ask_new_questions(self, questions: Mapping[str, EndpointQuestion], task: str) -> dict[str, StoredAnswer]:
+        """Ask the questions that are not cached and add their answers to `used_answers`. Return the cached answers."""
+        self._check_urls_of_answers(questions)
         with self._client() as client:
             server = self._identify_or_reuse(client, questions)
-            cached = self._choose(questions, server)
-            new = {key: question for key, question in questions.items() if key not in cached}
-            if new:
-                has_answered = any(stored.server == server for stored in cached.values())
+            cached_answers = self._select_cached_answers(questions, server)
+            new_questions = {key: question for key, question in questions.items() if key not in cached_answers}
+            if new_questions:
+                has_answered = any(stored.server == server for stored in cached_answers.values())
                 try:
-                    self.chosen |= self._ask(client, server, new, task, has_answered)
+                    self.used_answers |= self._ask_concurrently(client, server, new_questions, task, has_answered)
                 except (EndpointError, ParamsError):
-                    self._answers_after_change(client, server, new, questions)
+                    self._revoke_answers_after_change(client, server, new_questions, questions)
                     raise
-                self.chosen |= self._answers_after_change(client, server, new, questions)
-        return cached
+                self.used_answers |= self._revoke_answers_after_change(client, server, new_questions, questions)
+        return cached_answers
 
     # Which cached answers may be used
 
-    def _server_without_contact(self, keys: Iterable[str]) -> ServerIdentity | None:
-        """Return the server whose cached answers can be used without contacting any server.
+    def _server_without_request(self, keys: Iterable[str]) -> ServerIdentity | None:
+        """Return the server whose cached answers answer all questions, so that no request is needed.
 
-        Returns None if the server must be contacted, because an answer is not cached or because `reuse` is False.
+        Return None if a request is needed, because an answer is not cached or because `reuse` is False.
         """
         if self.reuse is False:
             return None
-        if server := self._server_of_all(keys):
+        if server := self._server_with_all_answers(keys):
             return server
-        if all(self.answers.answers_to(key) for key in keys):
-            servers = [stored.server for key in keys for stored in self._answers_at_url(key)]
-            return servers[-1] if servers else ServerIdentity(normalised_url(self.url))
-        return None
+        if not all(self.answers.answers_to(key) for key in keys):
+            return None
+        servers: list[ServerIdentity | None] = []
+        for key in keys:
+            servers += [stored.server for stored in self._answers_at_url(key)]
+        return servers[-1] if servers else ServerIdentity(normalised_url(self.url))
 
-    def _server_of_all(self, keys: Iterable[str]) -> ServerIdentity | None:
+    def _server_with_all_answers(self, keys: Iterable[str]) -> ServerIdentity | None:
         """Return the server at this URL for which every answer is cached, or None if there is no such server.
 
         If there are several such servers, the last one is returned.
         """
-        counts = Counter(stored.server for key in keys for stored in self._answers_at_url(key))
-        number_of_questions = len(list(keys))
-        complete = [server for server, count in counts.items() if count == number_of_questions]
-        return complete[-1] if complete else None
+        answer_counts: Counter[ServerIdentity | None] = Counter()
+        for key in keys:
+            answer_counts.update(stored.server for stored in self._answers_at_url(key))
+        question_count = len(list(keys))
+        complete_servers = [server for server, count in answer_counts.items() if count == question_count]
+        return complete_servers[-1] if complete_servers else None
 
     def _answers_at_url(self, key: str) -> list[StoredAnswer]:
         """Return the cached answers to a question that came from this URL."""
         url = normalised_url(self.url)
-        return [
-            stored for stored in self.answers.answers_to(key) if stored.server is not None and stored.server.url == url
-        ]
+        answers = self.answers.answers_to(key)
+        return [stored for stored in answers if stored.server is not None and stored.server.url == url]
 
-    def _refuse_other_urls(self, keys: Iterable[str]) -> None:
-        """Raise OtherServerError if a question has cached answers only from other URLs and `reuse` is None.
+    def _check_urls_of_answers(self, keys: Iterable[str]) -> None:
+        """Check that no question has cached answers only from other URLs, before anything is sent.
 
-        This is checked before anything is sent.
+        Raises:
+            OtherServerError: there is such a question, and `reuse` is None.
         """
         if self.reuse is not None:
             return
@@ -192,9 +200,9 @@ class Endpoint:
             if stored_answers and not self._answers_at_url(key):
                 other_servers[key] = stored_answers[-1].server
         requested_server = Fault("endpoint.requested_server", server=normalised_url(self.url), model=self.model)
-        self._refuse(other_servers, keys, requested_server)
+        self._raise_if_other_servers(other_servers, keys, requested_server)
 
-    def _choose(self, keys: Iterable[str], server: ServerIdentity) -> dict[str, StoredAnswer]:
+    def _select_cached_answers(self, keys: Iterable[str], server: ServerIdentity) -> dict[str, StoredAnswer]:
         """Return the cached answers that may be used instead of asking the server, depending on `reuse`.
 
         Raises:
@@ -202,40 +210,42 @@ class Endpoint:
                 server is restarted with different weights between two calls, the result would otherwise mix two models.
                 Also raised if all cached answers to a question are from other servers, and `reuse` is None.
         """
-        choice: dict[str, StoredAnswer] = {}
+        usable_answers: dict[str, StoredAnswer] = {}
         other_servers: dict[str, ServerIdentity | None] = {}
         if self.reuse is not True:
-            other_servers = {key: stored.server for key, stored in self.chosen.items() if stored.server != server}
+            other_servers = {key: stored.server for key, stored in self.used_answers.items() if stored.server != server}
         for key in keys:
             stored_answers = self.answers.answers_to(key)
-            own_answers = [stored for stored in stored_answers if stored.server == server]
-            candidates = own_answers or self._answers_at_url(key) or stored_answers
-            if own_answers or (candidates and self.reuse):
-                choice[key] = candidates[-1]
+            answers_of_server = [stored for stored in stored_answers if stored.server == server]
+            candidates = answers_of_server or self._answers_at_url(key) or stored_answers
+            if answers_of_server or (candidates and self.reuse):
+                usable_answers[key] = candidates[-1]
             elif candidates and self.reuse is None:
                 other_servers[key] = candidates[-1].server
-        self._refuse(other_servers, keys, Fault("endpoint.requested_server", server=server, model=self.model))
-        return choice
+        self._raise_if_other_servers(
+            other_servers, keys, Fault("endpoint.requested_server", server=server, model=self.model)
+        )
+        return usable_answers
 
-    def _refuse(
+    def _raise_if_other_servers(
         self, other_servers: Mapping[str, ServerIdentity | None], keys: Iterable[str], requested_server: Fault
     ) -> None:
         """Raise OtherServerError if `other_servers`, which maps the keys of questions to servers, is not empty."""
         if other_servers:
-            raise other_server(
+            raise other_server_error(
                 path=self.answers.path,
                 servers=Counter(other_servers.values()),
                 requested_server=requested_server,
-                questions=len({*keys, *self.chosen}),
+                questions=len({*keys, *self.used_answers}),
                 option=self.option,
             )
 
-    def _answers_after_change(
-        self, client: Any, server: ServerIdentity, new: Mapping[str, EndpointQuestion], keys: Iterable[str]
+    def _revoke_answers_after_change(
+        self, client: Any, server: ServerIdentity, new_questions: Mapping[str, EndpointQuestion], keys: Iterable[str]
     ) -> dict[str, StoredAnswer]:
-        """Check whether the URL now serves another model. If so, store the new answers as answers of an unknown server.
+        """Store the new answers as answers of an unknown server if the URL now serves another model.
 
-        It is then unknown which of the two models gave these answers. Returns the stored answers, or an empty
+        It is then unknown which of the two models gave these answers. Return the stored answers, or an empty
         dictionary if the model has not changed or if the server does not report what it serves.
 
         Raises:
@@ -249,32 +259,34 @@ class Endpoint:
             return {}
         if present_server.id is None or present_server == server:
             return {}
-        uncertain: dict[str, StoredAnswer] = {}
-        for key, question in new.items():
+        uncertain_answers: dict[str, StoredAnswer] = {}
+        for key, question in new_questions.items():
             for stored in self.answers.answers_to(key):
                 if stored.server == server:
-                    uncertain[key] = self.answers.keep(key, self._facts(question), stored.answer)
-                    self.answers.forget(key, server)
+                    uncertain_answers[key] = self.answers.store_answer(key, self._content_of(question), stored.answer)
+                    self.answers.revoke_answer(key, server)
         if self.reuse is not True:
             requested_server = Fault(
                 "endpoint.changed_server", server=present_server, earlier_server=server, model=self.model
             )
-            self._refuse(dict.fromkeys(uncertain), keys, requested_server)
-        return uncertain
+            self._raise_if_other_servers(dict.fromkeys(uncertain_answers), keys, requested_server)
+        return uncertain_answers
 
     def forget(self, questions: Iterable[EndpointQuestion]) -> None:
         """Revoke the answers to these questions that `ask` returned, so that the next run asks them again."""
         for question in questions:
             key = self.key(question)
-            stored = self.chosen.pop(key, None)
+            stored = self.used_answers.pop(key, None)
             if stored is not None:
-                self.answers.forget(key, stored.server)
+                self.answers.revoke_answer(key, stored.server)
 
     def key(self, question: EndpointQuestion) -> str:
         """Return the key of a question: a digest of its content and of the model's name."""
-        return hashlib.sha256(json.dumps(self._facts(question), sort_keys=True).encode()).hexdigest()
+        content = json.dumps(self._content_of(question), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
-    def _facts(self, question: EndpointQuestion) -> dict[str, Any]:
+    def _content_of(self, question: EndpointQuestion) -> dict[str, Any]:
+        """Return everything that the answer to a question depends on, as written to the cache."""
         return {
             "model": self.model,
             "system": question.system,
@@ -307,7 +319,7 @@ class Endpoint:
         try:
             return self._identify(client)
         except EndpointError:
-            server = self._server_of_all(keys)
+            server = self._server_with_all_answers(keys)
             if server is None:
                 raise
             return server
@@ -328,17 +340,17 @@ class Endpoint:
         except (openai.APIStatusError, openai.APITimeoutError):
             return ServerIdentity(normalised_url(self.url))
         except openai.OpenAIError as error:
-            self._refuse_redirect(error)
+            self._raise_if_redirect(error)
             raise EndpointError(
                 "endpoint.no_list_of_models", url=self.url, model=self.model, cause=describe_error(error)
             ) from error
         return identity_in_list(self.url, self.model, reply.text)
 
-    def _ask(
+    def _ask_concurrently(
         self,
         client: Any,
         server: ServerIdentity,
-        new: Mapping[str, EndpointQuestion],
+        questions: Mapping[str, EndpointQuestion],
         task: str,
         has_answered: bool,
     ) -> dict[str, StoredAnswer]:
@@ -351,47 +363,50 @@ class Endpoint:
         watch = SilenceWatch(lambda: self._report_silence(task))
         answers: dict[str, StoredAnswer] = {}
         rejections: dict[str, openai.APIStatusError] = {}
-        unanswered: list[str] = []
+        unanswered_keys: list[str] = []
 
-        def ask_one(key: str) -> bool:
-            """Ask one question and record the outcome. Return whether the server answered it."""
-            if not watch.begin():
+        def ask_question(key: str) -> bool:
+            """Ask a question and record the outcome. Return whether the server answered it."""
+            if not watch.begin_question():
                 return False
+            question = questions[key]
             outcome = None
             try:
-                outcome = self._answer_in_time(client, new[key], watch)
+                outcome = self._send_with_retry(client, question, watch)
             finally:
-                watch.end(is_answered=outcome is not None)
+                watch.end_question(is_answered=outcome is not None)
             if outcome is None:
-                unanswered.append(key)
+                unanswered_keys.append(key)
             elif isinstance(outcome, EndpointAnswer):
-                answers[key] = self.answers.keep(key, self._facts(new[key]), outcome, server)
+                answers[key] = self.answers.store_answer(key, self._content_of(question), outcome, server)
             else:
                 rejections[key] = outcome
             return isinstance(outcome, EndpointAnswer)
 
         with ThreadPoolExecutor(CONCURRENT_QUESTIONS) as pool:
             try:
-                for is_answered in progress(map_in_windows(pool, ask_one, list(new)), task, len(new), "question"):
+                outcomes = map_in_windows(pool, ask_question, list(questions))
+                for is_answered in progress(outcomes, task, len(questions), "question"):
                     has_answered |= is_answered
                     # If this many questions are rejected and none is answered, the form of the questions is the cause
                     if not has_answered and len(rejections) >= CONCURRENT_QUESTIONS:
                         break
-                    if watch.stopped:
+                    if watch.is_stopped:
                         break
             finally:
                 watch.stop()
                 pool.shutdown(cancel_futures=True)
         for key, error in rejections.items():
             if not has_answered:
-                raise self._refused_question(error, new[key])
+                raise self._rejected_question_error(error, questions[key])
             refusal = EndpointAnswer("refused", error.message)
-            answers[key] = self.answers.keep(key, self._facts(new[key]), refusal, server)
-        if unanswered:
-            raise EndpointError(self._fault_of_silence(new, unanswered, len(answers), watch.unanswered))
+            answers[key] = self.answers.store_answer(key, self._content_of(questions[key]), refusal, server)
+        if unanswered_keys:
+            silent_questions = [questions[key] for key in unanswered_keys]
+            raise EndpointError(self._fault_of_silence(silent_questions, len(answers), watch.consecutive_silences))
         return answers
 
-    def _answer_in_time(
+    def _send_with_retry(
         self, client: Any, question: EndpointQuestion, watch: SilenceWatch
     ) -> "EndpointAnswer | openai.APIStatusError | None":
         """Send a question up to ATTEMPTS times. Return the answer or rejection, or None if none arrives in time."""
@@ -399,14 +414,14 @@ class Endpoint:
 
         for _ in range(ATTEMPTS):
             try:
-                return self._answer(client, question)
+                return self._send(client, question)
             except openai.APITimeoutError:
-                watch.note()
-            if watch.stopped:
+                watch.record_silence()
+            if watch.is_stopped:
                 break
         return None
 
-    def _answer(self, client: Any, question: EndpointQuestion) -> "EndpointAnswer | openai.APIStatusError":
+    def _send(self, client: Any, question: EndpointQuestion) -> "EndpointAnswer | openai.APIStatusError":
         """Send a question once and return the answer, or the error with which the server rejects the question.
 
         Raises:
@@ -427,14 +442,14 @@ class Endpoint:
                 return error
             may_succeed_later = error.status_code >= 500 or error.status_code in RETRY_STATUSES
             if may_succeed_later:
-                raise self._failed_question(error, question) from error
-            raise self._refused_question(error, question) from error
+                raise self._failed_question_error(error, question) from error
+            raise self._rejected_question_error(error, question) from error
         except (openai.OpenAIError, json.JSONDecodeError) as error:
-            self._refuse_redirect(error)
+            self._raise_if_redirect(error)
             # The server was not reached, or the reply was truncated
-            raise self._failed_question(error, question) from error
+            raise self._failed_question_error(error, question) from error
 
-    def _refuse_redirect(self, error: Exception) -> None:
+    def _raise_if_redirect(self, error: Exception) -> None:
         """Raise RedirectError with the URL of this endpoint if the error was caused by a redirect."""
         redirect = error.__cause__
         if isinstance(redirect, RedirectError):
@@ -460,27 +475,27 @@ class Endpoint:
     # Messages
 
     def _report_silence(self, task: str) -> None:
-        """Print that the work continues, because the progress bar does not move before the first answer."""
+        """Print that the server did not answer, because the progress bar does not move before the first answer."""
         print(
-            f"{task}: {self.url} gave no answer to a question within {self.timeout_s:g} s; such a question is asked "
+            f"{task}: {self.url} did not answer a question within {self.timeout_s:g} s; each such question is sent "
             f"{ATTEMPTS} times",
             file=sys.stderr,
             flush=True,
         )
 
     def _fault_of_silence(
-        self, new: Mapping[str, EndpointQuestion], unanswered: Sequence[str], answers: int, consecutive_silences: int
+        self, questions: Sequence[EndpointQuestion], answers: int, consecutive_silences: int
     ) -> Fault:
         """Return the fault for a server that hangs or is too slow.
 
         Args:
-            unanswered: keys of the questions without an answer in time.
+            questions: the questions without an answer in time.
             answers: number of answers in this run.
             consecutive_silences: number of questions without an answer since the last answer.
         """
-        most_images = max(len(new[key].images) for key in unanswered)
+        max_images = max(len(question.images) for question in questions)
         hangs = not answers or consecutive_silences >= CONCURRENT_QUESTIONS
-        if most_images:
+        if max_images:
             code = "endpoint.silent_on_images" if hangs else "endpoint.slow_on_images"
         else:
             code = "endpoint.silent" if hangs else "endpoint.slow"
@@ -488,40 +503,42 @@ class Endpoint:
             code,
             url=self.url,
             model=self.model,
-            questions=len(unanswered),
-            images=most_images,
+            questions=len(questions),
+            images=max_images,
             answers=answers,
             limit=self.timeout_s,
             attempts=ATTEMPTS,
         )
 
-    def _failed_question(self, error: Exception, question: EndpointQuestion) -> EndpointError:
+    def _failed_question_error(self, error: Exception, question: EndpointQuestion) -> EndpointError:
         """Return the error for a question that may succeed in a later run."""
         return EndpointError(
             "endpoint.failed",
             url=self.url,
             model=self.model,
             cause=describe_error(error),
-            names=names_of(question),
+            names=describe_question(question),
         )
 
-    def _refused_question(self, error: Exception, question: EndpointQuestion) -> ParamsError:
+    def _rejected_question_error(self, error: Exception, question: EndpointQuestion) -> ParamsError:
         """Return the error for a question that the server rejects."""
         return ParamsError(
             "endpoint.refused",
             url=self.url,
             model=self.model,
             cause=describe_error(error),
-            names=names_of(question),
+            names=describe_question(question),
         )
 
 
-def names_of(question: EndpointQuestion) -> list[str]:
+def describe_question(question: EndpointQuestion) -> list[str]:
     """Return how a message refers to a question: by the paths of its images, or by the beginning of its text."""
-    return [str(path) for path in question.images] or [repr(question.text[:MAX_QUESTION_CHARS])]
+    if question.images:
+        return [str(path) for path in question.images]
+    return [repr(question.text[:MAX_QUESTION_CHARS])]
 
 
-def map_in_windows(pool: ThreadPoolExecutor, ask_one: Any, keys: Sequence[str]) -> Iterator[bool]:
-    """Yield the result of `ask_one` for each key, in order. At most WINDOW keys are in the pool at a time."""
+def map_in_windows(pool: ThreadPoolExecutor, function: Callable[[str], bool], keys: Sequence[str]) -> Iterator[bool]:
+    """Yield the result of a function for each key, in order. At most WINDOW keys are in the pool at a time."""
     for start in range(0, len(keys), WINDOW):
-        yield from pool.map(ask_one, keys[start : start + WINDOW])
+        yield from pool.map(function, keys[start : start + WINDOW])

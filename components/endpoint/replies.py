@@ -53,7 +53,8 @@ def remove_thoughts(text: str) -> str:
     Some servers leave out the opening tag. If the closing tag is missing, the reasoning was cut off and the result is
     empty.
     """
-    before, closing_tag, after = text.partition("</think>")
+    _, closing_tag, answer = text.partition("</think>")
     if closing_tag:
-        return after.lstrip()
-    return "" if before.lstrip().startswith("<think>") else text
+        return answer.lstrip()
+    is_only_reasoning = text.lstrip().startswith("<think>")
+    return "" if is_only_reasoning else text

@@ -38,6 +38,7 @@ def identity_in_list(url: str, model: str, listing: str) -> ServerIdentity:
 
 
 def _entry_of_model(entries: list[dict[str, Any]], model: str) -> dict[str, Any]:
+    """Return the entry of the model, the only entry, or an empty dictionary. See `identity_in_list`."""
     matching_entries = [entry for entry in entries if entry["id"] == model]
     if matching_entries:
         return matching_entries[0]
@@ -45,9 +46,11 @@ def _entry_of_model(entries: list[dict[str, Any]], model: str) -> dict[str, Any]
 
 
 def _identity_of_entry(url: str, entry: Mapping[str, Any]) -> ServerIdentity:
+    """Return the identity of a server. Fields of the entry with an unexpected type become None."""
     texts = {name: entry[name] for name in ("id", "root") if isinstance(entry.get(name), str)}
     length = entry.get("max_model_len")
-    return ServerIdentity(url=url, **texts, max_model_len=length if type(length) is int else None)
+    max_model_len = length if type(length) is int else None  # True is an instance of int, too
+    return ServerIdentity(url=url, **texts, max_model_len=max_model_len)
 
 
 def read_server(value: Any) -> ServerIdentity | None:

@@ -7,7 +7,7 @@ CONCURRENT_QUESTIONS = 8
 
 
 class SilenceWatch:
-    """Ends a run if the server hangs, by counting consecutive questions that got no answer in time.
+    """End a run if the server hangs. Consecutive questions that got no answer in time are counted.
 
     After such a question, the next question is sent only when an answer has arrived or when no other question is in
     flight. Otherwise every free thread would wait for the full time limit although the server hangs.
@@ -16,34 +16,42 @@ class SilenceWatch:
         report_silence: called when the first attempt of the run gets no answer in time.
 
     Attributes:
-        unanswered: number of questions without an answer in time since the last answer.
-        stopped: whether the run must end. No more questions are asked then.
+        consecutive_silences: number of questions without an answer in time since the last answer.
+        is_stopped: whether the run must end. No more questions are asked then.
     """
 
     def __init__(self, report_silence: Callable[[], None]) -> None:
         self.condition = threading.Condition()
         self.report_silence = report_silence
         self.has_reported = False
-        self.unanswered = 0
-        self.under_way = 0
-        self.stopped = False
+        self.consecutive_silences = 0
+        self.questions_in_flight = 0
+        self.is_stopped = False
 
-    def begin(self) -> bool:
+    def begin_question(self) -> bool:
         """Wait until a question may be asked. Return False if the run must end."""
         with self.condition:
-            self.condition.wait_for(lambda: self.stopped or not (self.unanswered and self.under_way))
-            self.under_way += not self.stopped
-            return not self.stopped
+            self.condition.wait_for(self._may_go_on)
+            if self.is_stopped:
+                return False
+            self.questions_in_flight += 1
+            return True
 
-    def end(self, is_answered: bool) -> None:
+    def _may_go_on(self) -> bool:
+        """Return whether the next question may be sent, or the run must end."""
+        is_waiting_for_answer = self.consecutive_silences > 0 and self.questions_in_flight > 0
+        return self.is_stopped or not is_waiting_for_answer
+
+    def end_question(self, is_answered: bool) -> None:
         """Record the outcome of a question. After CONCURRENT_QUESTIONS in a row without an answer, the run must end."""
         with self.condition:
-            self.under_way -= 1
-            self.unanswered = 0 if is_answered else self.unanswered + 1
-            self.stopped |= self.unanswered >= CONCURRENT_QUESTIONS
+            self.questions_in_flight -= 1
+            self.consecutive_silences = 0 if is_answered else self.consecutive_silences + 1
+            if self.consecutive_silences >= CONCURRENT_QUESTIONS:
+                self.is_stopped = True
             self.condition.notify_all()
 
-    def note(self) -> None:
+    def record_silence(self) -> None:
         """Record an attempt that got no answer in time. The first such attempt of the run is reported."""
         with self.condition:
             is_first = not self.has_reported
@@ -54,5 +62,5 @@ class SilenceWatch:
     def stop(self) -> None:
         """End the run. Waiting questions are not asked."""
         with self.condition:
-            self.stopped = True
+            self.is_stopped = True
             self.condition.notify_all()

@@ -17,7 +17,7 @@ class EndpointError(CodedError, ConnectionError):
 
 
 class RedirectError(ParamsError):
-    """The server answers with a redirect, which is never followed: images and key go only to the given URL."""
+    """The server answers with a redirect. It is never followed, so that images and key go only to the given URL."""
 
     @property
     def status(self) -> int:
@@ -69,7 +69,7 @@ def http_client(trust_env: bool) -> Any:
         def __iter__(self) -> Iterator[bytes]:
             for chunk in self.stream:
                 if time.monotonic() > self.deadline:
-                    raise httpx2.ReadTimeout("the reply is not whole in time")
+                    raise httpx2.ReadTimeout("the reply was not complete in time")
                 yield chunk
 
         def close(self) -> None:
@@ -132,6 +132,8 @@ def redirect_target(requested_url: str, headers: Mapping[str, str]) -> str | Non
 
 def describe_error(error: Exception) -> str:
     """Return a description of an error and its cause, because openai's own text is only "Connection error."."""
+    description = f"{type(error).__name__}: {error}"
     cause = error.__cause__
-    reason = f" ({type(cause).__name__}: {cause})" if cause is not None and str(cause) not in str(error) else ""
-    return f"{type(error).__name__}: {error}{reason}"
+    if cause is None or str(cause) in str(error):
+        return description
+    return f"{description} ({type(cause).__name__}: {cause})"

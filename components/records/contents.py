@@ -93,8 +93,10 @@ def _fault_of_text(head: bytes) -> Fault | None:
     if b"<svg" in text and text.startswith(b"<"):
         return Fault("images.format_not_read", kind="an SVG drawing")
     if text.startswith((b"<?xml", b"<Error")):
-        code = SERVER_ERROR.search(text)
-        return Fault("images.server_error", answer=code[1].decode()) if code else Fault("images.xml")
+        error_code = SERVER_ERROR.search(text)
+        if error_code is None:
+            return Fault("images.xml")
+        return Fault("images.server_error", answer=error_code[1].decode())
     if b"\0" in head or not _is_text(head):
         return None
     words = " ".join(text.decode("utf-8", "replace").split())
@@ -104,13 +106,15 @@ def _fault_of_text(head: bytes) -> Fault | None:
 
 
 def _is_text(head: bytes) -> bool:
+    """Return whether the start of a file is text in UTF-8, without control characters."""
     is_truncated = len(head) == HEAD_BYTES
     # a truncated head may end with at most 3 bytes of an incomplete character
-    decoded = head[:-3].decode("utf-8", "ignore") if is_truncated else head.decode("utf-8", "replace")
-    return all(char != "\ufffd" and (char.isprintable() or char.isspace()) for char in decoded)
+    text = head[:-3].decode("utf-8", "ignore") if is_truncated else head.decode("utf-8", "replace")
+    return all(char != "\ufffd" and (char.isprintable() or char.isspace()) for char in text)
 
 
 def _is_json(text: bytes, is_truncated: bool) -> bool:
+    """Return whether a text is JSON. A truncated text counts as JSON if it begins with a bracket."""
     if not text.startswith((b"{", b"[")):
         return False
     if is_truncated:

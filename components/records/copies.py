@@ -25,8 +25,8 @@ def copy_folder(source: Path, target: Path, ignore: Ignore | None = None) -> Pat
     """
     target.mkdir(parents=True)
     names = os.listdir(source)
-    ignored = set(ignore(str(source), names)) if ignore else set()
-    for name in sorted(set(names) - ignored):
+    ignored_names = set(ignore(str(source), names)) if ignore else set()
+    for name in sorted(set(names) - ignored_names):
         path = source / name
         if path.is_dir():
             copy_folder(path, target / name, ignore)

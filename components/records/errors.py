@@ -25,6 +25,13 @@ WORDING_OF_COPY: Mapping[str, Mapping[str, str]] | None = None
 # Fields that say where a fault is. A message begins with the fields in LOCATION that its template does not contain
 LOCATION = {"path": "{path}", "row": "row {row:,}", "line": "line {line:,}", "key": "{key}"}
 
+# A longer text in a field is cut in the message, so that a message stays readable if a file has one endless line
+MAX_VALUE_CHARS = 1000
+# Fields that are never cut: texts that the user copies, and the output of a program
+WHOLE_FIELDS = frozenset({"path", "command", "options", "output"})
+# Control characters and Unicode's line separators. A caption or a file name may contain them
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
 
 @functools.cache
 def wording() -> Mapping[str, Mapping[str, str]]:
@@ -35,12 +42,32 @@ def wording() -> Mapping[str, Mapping[str, str]]:
     return {f"{area}.{name}": message for area, messages in areas.items() for name, message in messages.items()}
 
 
+def escape_control_characters(text: str) -> str:
+    """Return the text on one line. A newline becomes `\\n`; other control characters are escaped in the same way."""
+    return CONTROL_CHARACTERS.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def shorten_value(value: Any) -> Any:
+    """Return the first MAX_VALUE_CHARS characters of a longer text and its length. Return any other value unchanged."""
+    if not isinstance(value, str) or len(value) <= MAX_VALUE_CHARS:
+        return value
+    return f"{value[:MAX_VALUE_CHARS]}... ({len(value):,} characters)"
+
+
+def text_of_item(item: Any) -> str:
+    """Return an item of a list as text. Only the message of a fault may have several lines."""
+    return str(item) if isinstance(item, Fault) else escape_control_characters(str(shorten_value(item)))
+
+
 class MessageFormatter(string.Formatter):
     """A formatter for messages.
 
+    Control characters of a text are escaped, so that a caption or a file name with a newline stays on one line. A fault
+    in a field is rendered as its own message, which may have several lines.
+
     In addition to the formats of `str.format`, a template may use:
         {names:list}        the items, separated by commas
-        {faults:lines}      each item on a new, indented line
+        {faults:lines}      each item on a new, indented line; a text with several lines keeps them
         {rows:first 5}      the first items, each on a new, indented line, and the number of further items
         {path:shell}        the value, quoted as one word of a shell command
         {rows:row|rows}     a number with its noun, such as "1 row" or "2,000 rows"
@@ -53,21 +80,22 @@ class MessageFormatter(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         """Return the value in the template's format, or as plain text if its type does not support this format."""
         if format_spec == "list":
-            return value if isinstance(value, str) else ", ".join(str(item) for item in value)
+            return escape_control_characters(value) if isinstance(value, str) else ", ".join(map(text_of_item, value))
         if format_spec == "lines":
             return value if isinstance(value, str) else indented_lines(value)
         if format_spec.startswith("first "):
             count = int(format_spec.removeprefix("first "))
-            return value if isinstance(value, str) else indented_lines(value, count)
+            return value if isinstance(value, str) else indented_lines([text_of_item(item) for item in value], count)
         if format_spec == "shell":
             return shell_word(value)
         if "|" in format_spec and not isinstance(value, str):
             singular, plural = format_spec.split("|")
             return f"{value:,} {singular if value == 1 else plural}"
         try:
-            return format(value, format_spec)
+            text = format(value, format_spec)
         except (TypeError, ValueError):
-            return str(value)
+            text = str(value)
+        return text if isinstance(value, Fault) else escape_control_characters(text)
 
 
 def indented_lines(items: Sequence[Any], count: int | None = None) -> str:
@@ -110,22 +138,27 @@ class Fault:
         """The part of the message that says what is wrong, without the location."""
         message = wording().get(self.code)
         if message is None:  # do not raise an error here, because it would hide the fault
-            field_texts = [f"{name}={value}" for name, value in self.fields.items() if name not in LOCATION]
-            return " ".join([self.code, *field_texts])
-        return self.formatter.vformat(message["problem"], (), self.fields)
+            fields = [(name, text_of_item(value)) for name, value in self.fields.items() if name not in LOCATION]
+            return " ".join([self.code, *(f"{name}={text}" for name, text in fields)])
+        return self._render(message["problem"])
 
     @property
     def remedy(self) -> str | None:
         """The part of the message that says what to do, or None if the message has no remedy."""
         remedy = wording().get(self.code, {}).get("remedy")
-        return remedy and self.formatter.vformat(remedy, (), self.fields)
+        return remedy and self._render(remedy)
 
     @property
     def location(self) -> str:
         """The location of the fault, such as "pairs.csv, row 7", without fields that the problem already mentions."""
         problem_fields = fields_of(wording().get(self.code, {}).get("problem", ""))
         templates = [text for name, text in LOCATION.items() if name in self.fields and name not in problem_fields]
-        return ", ".join(self.formatter.vformat(template, (), self.fields) for template in templates)
+        return ", ".join(self._render(template) for template in templates)
+
+    def _render(self, template: str) -> str:
+        """Return a template with the values of the fields. Long texts are cut, except those in WHOLE_FIELDS."""
+        values = {name: value if name in WHOLE_FIELDS else shorten_value(value) for name, value in self.fields.items()}
+        return self.formatter.vformat(template, (), values)
 
     @property
     def summary(self) -> str:
@@ -191,8 +224,8 @@ class ValueFault(CodedError, ValueError):
 
 
 def cause_of(error: Exception) -> Fault | str:
-    """Return the fault of an error, or its text if it has no code. Use it as a field of another fault."""
-    return error.fault if isinstance(error, CodedError) else str(error)
+    """Return the fault of an error, or its text on one line if it has no code. Use it as a field of another fault."""
+    return error.fault if isinstance(error, CodedError) else re.sub(r"\s*\n\s*", " ", str(error).strip())
 
 
 @contextmanager
@@ -227,10 +260,11 @@ def is_utf8(name: str) -> bool:
 def shell_word(path: Path | str) -> str:
     """Quote a path as one word of a shell command.
 
-    A name that is not UTF-8 is quoted as $'...' with hexadecimal bytes, which bash and zsh support.
+    A name that is not UTF-8 or contains a control character, such as a newline, is quoted as $'...' with hexadecimal
+    bytes, which bash and zsh support.
     """
     word = f"./{path}" if str(path).startswith("-") else str(path)
-    if is_utf8(word):
+    if is_utf8(word) and not CONTROL_CHARACTERS.search(word):
         return shlex.quote(word)
     characters = []
     for code in word.encode("utf-8", "surrogateescape"):

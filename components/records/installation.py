@@ -57,10 +57,10 @@ def wheel_file() -> str:
 
     distribution = metadata.distribution(NAME)
     # pip records where a package comes from if it was not downloaded from an index (PEP 610)
-    recorded = distribution.read_text("direct_url.json")
-    address = urlsplit(json.loads(recorded)["url"]) if recorded else None
-    if address is not None and address.scheme == "file":
-        file = Path(unquote(address.path))
+    origin = distribution.read_text("direct_url.json")
+    url = urlsplit(json.loads(origin)["url"]) if origin else None
+    if url is not None and url.scheme == "file":
+        file = Path(unquote(url.path))
         if file.is_file():
             return str(file)
     return f"{NAME}-{distribution.version}-py3-none-any.whl"

@@ -42,8 +42,8 @@ def usable_cpus(root: Path = ROOT) -> int:
     Args:
         root: the folder that contains `proc` and the mounted control groups. Tests use a different one.
     """
-    limits = [_scheduled_cpus()]
-    for folder in _own_groups(root, "cpu"):
+    limits = [_cpus_in_affinity()]
+    for folder in _limiting_groups(root, "cpu"):
         quota = _cpu_quota(folder)
         if quota is not None:
             limits.append(math.ceil(quota))
@@ -57,7 +57,7 @@ def usable_memory(root: Path = ROOT) -> int:
         root: as in `usable_cpus`.
     """
     limits = [_physical_memory(), *_address_space_limits()]
-    for folder in _own_groups(root, "memory"):
+    for folder in _limiting_groups(root, "memory"):
         limit = _memory_limit(folder)
         if limit is not None:
             limits.append(limit)
@@ -72,7 +72,7 @@ def available_memory(root: Path = ROOT) -> int:
     Args:
         root: as in `usable_cpus`.
     """
-    for line in _lines(root / "proc/meminfo"):
+    for line in _read_lines(root / "proc/meminfo"):
         name, _, amount = line.partition(":")
         kilobytes = amount.split()[:1]
         if name == "MemAvailable" and kilobytes and kilobytes[0].isdecimal():
@@ -90,16 +90,16 @@ def free_memory(available: int, root: Path = ROOT) -> int:
         root: as in `usable_cpus`.
     """
     limits = [available, *_address_space_limits()]
-    for folder in _own_groups(root, "memory"):
+    for folder in _limiting_groups(root, "memory"):
         limit = _memory_limit(folder)
-        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
-        if limit is not None and used is not None:
-            occupied = max(0, used - _reclaimable(folder))
-            limits.append(max(0, limit - occupied))
+        used_bytes = _read_number(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit is not None and used_bytes is not None:
+            occupied_bytes = max(0, used_bytes - _reclaimable_bytes(folder))
+            limits.append(max(0, limit - occupied_bytes))
     return min(limits)
 
 
-def _scheduled_cpus() -> int:
+def _cpus_in_affinity() -> int:
     """Return the number of CPUs in this process's affinity. On systems without affinity (macOS), return all CPUs."""
     if hasattr(os, "sched_getaffinity"):
         try:
@@ -122,23 +122,24 @@ def _address_space_limits() -> list[int]:
     return [] if soft == resource.RLIM_INFINITY else [soft]
 
 
-def _own_groups(root: Path, controller: str) -> Iterator[Path]:
+def _limiting_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of the control groups that limit this process by a controller: its group, then all parents."""
     mounts = list(_mounts(root))
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _read_lines(root / "proc/self/cgroup"):
         # "<hierarchy>:<controllers>:<group>"; for version 2, the hierarchy is 0 and the controllers are empty
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
+        hierarchy, _, controllers_and_group = line.partition(":")
+        controllers, _, group = controllers_and_group.partition(":")
         is_version_2 = hierarchy == "0" and not controllers
         if not is_version_2 and controller not in controllers.split(","):
             continue
         for mount in mounts:
             has_controller = is_version_2 or controller in mount.controllers
             if has_controller and mount.is_version_2 == is_version_2:
-                yield from _with_parents(mount, PurePosixPath(group))
+                yield from _folders_up_to_mount(mount, PurePosixPath(group))
 
 
-def _with_parents(mount: GroupMount, group: PurePosixPath) -> Iterator[Path]:
+def _folders_up_to_mount(mount: GroupMount, group: PurePosixPath) -> Iterator[Path]:
+    """Yield the folder of a group, then the folders of its parents up to the group at the top of the mount."""
     # In a container that shares the machine's namespace, /proc/self/cgroup contains the machine's path, while the
     # container's group is at the top of the mount. A path with `..` is outside the namespace. In both cases, only the
     # mount's group counts
@@ -151,7 +152,8 @@ def _with_parents(mount: GroupMount, group: PurePosixPath) -> Iterator[Path]:
 
 
 def _mounts(root: Path) -> Iterator[GroupMount]:
-    for line in _lines(root / "proc/self/mountinfo"):
+    """Yield the mounted trees of control groups."""
+    for line in _read_lines(root / "proc/self/mountinfo"):
         # proc(5): "... <group> <folder> <options> ... - <file system> <source> <controllers and options>"
         mount_point, separator, file_system = line.partition(" - ")
         fields = mount_point.split(" ")
@@ -159,23 +161,23 @@ def _mounts(root: Path) -> Iterator[GroupMount]:
         if not separator or len(fields) < 5 or len(types) < 3 or types[0] not in ("cgroup", "cgroup2"):
             continue
         yield GroupMount(
-            folder=root / _unescaped(fields[4]).lstrip("/"),
-            group=PurePosixPath(_unescaped(fields[3])),
+            folder=root / _unescape_path(fields[4]).lstrip("/"),
+            group=PurePosixPath(_unescape_path(fields[3])),
             is_version_2=types[0] == "cgroup2",
             controllers=frozenset(types[2].split(",")),
         )
 
 
-def _unescaped(path: str) -> str:
+def _unescape_path(path: str) -> str:
     """Return a path from mountinfo with \\040 replaced by a space."""
     return path.replace("\\040", " ")
 
 
 def _cpu_quota(folder: Path) -> float | None:
     """Return the number of CPUs that a group's quota allows, or None if there is no quota or the file is invalid."""
-    words = _words(folder / "cpu.max")
+    words = _read_words(folder / "cpu.max")
     if not words:  # version 1 has separate files for the quota and the period
-        words = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        words = _read_words(folder / "cpu.cfs_quota_us") + _read_words(folder / "cpu.cfs_period_us")
     try:
         quota = int(words[0])
         period = int(words[1])
@@ -185,32 +187,33 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _memory_limit(folder: Path) -> int | None:
-    limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+    """Return the memory limit of a group in bytes, or None if there is no limit."""
+    limit = _read_number(folder / "memory.max", folder / "memory.limit_in_bytes")
     return limit if limit is not None and 0 < limit < UNLIMITED_BYTES else None
 
 
-def _reclaimable(folder: Path) -> int:
+def _reclaimable_bytes(folder: Path) -> int:
     """Return the size of a group's inactive file pages in bytes. The kernel can reclaim these pages."""
-    fields = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
+    fields = dict(line.split(" ", 1) for line in _read_lines(folder / "memory.stat") if " " in line)
     # version 1 also has a total that includes child groups
     text = fields.get("total_inactive_file", fields.get("inactive_file", ""))
     return int(text) if text.isdecimal() else 0
 
 
-def _number(*files: Path) -> int | None:
+def _read_number(*files: Path) -> int | None:
     """Return the integer at the start of a file, from the first file that begins with an integer, or None."""
     for file in files:
-        words = _words(file)
+        words = _read_words(file)
         if words and words[0].isdecimal():
             return int(words[0])
     return None
 
 
-def _words(file: Path) -> list[str]:
-    return " ".join(_lines(file)).split()
+def _read_words(file: Path) -> list[str]:
+    return " ".join(_read_lines(file)).split()
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     """Return the lines of a kernel file, or an empty list if it is missing or cannot be read."""
     try:
         # the name of a group may contain any bytes

@@ -58,4 +58,8 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
         rows: cells of each row. All rows must have the same number of cells.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines

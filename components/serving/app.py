@@ -26,8 +26,8 @@ from m3diff.serving.limits import Capacity, Upload
 from m3diff.serving.model_card import Example
 from m3diff.serving.page import read_page
 from m3diff.serving.params import Serve
-from m3diff.serving.questions import note_on
-from m3diff.serving.refusals import CLIENT_LEFT, RequestRefusedError, respond, unprocessable
+from m3diff.serving.questions import note_about
+from m3diff.serving.refusals import CLIENT_CLOSED_REQUEST, RequestRefusedError, respond, unprocessable
 
 CHAT = "/v1/chat/completions"
 
@@ -59,14 +59,15 @@ class Server:
         # A single thread, so that only one request at a time needs extra memory for parsing
         self.parser = ThreadPoolExecutor(1)
         handlers_of_get = self._handlers_of_get()
-        handlers_of_post: dict[str, Any] = {CHAT: self.complete_chat, "/caption": self.caption}
+        handlers_of_post: dict[str, Any] = {CHAT: self.complete_chat, "/caption": self.caption_pair}
         self.paths = frozenset((*handlers_of_get, *handlers_of_post))
         routes = [Route(path, handler, methods=["GET"]) for path, handler in handlers_of_get.items()]
         routes += [Route(path, handler, methods=["POST"]) for path, handler in handlers_of_post.items()]
-        errors: tuple[Any, ...] = (RequestRefusedError, HTTPException, ClientDisconnect, Exception)
-        self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, respond))
+        error_types: tuple[Any, ...] = (RequestRefusedError, HTTPException, ClientDisconnect, Exception)
+        self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(error_types, respond))
 
     def _handlers_of_get(self) -> dict[str, Any]:
+        """Return the handlers of `GET` requests by path. A constant response is its own handler."""
         html, policy = read_page()
         return {
             "/": Response(html, media_type="text/html", headers={"content-security-policy": policy}),
@@ -84,12 +85,13 @@ class Server:
         """Answer one request (ASGI)."""
         assert scope["type"] == "http", "the server takes neither WebSockets nor lifespans"
         start = time.monotonic()
-        status = CLIENT_LEFT  # replaced when a response starts
+        status = CLIENT_CLOSED_REQUEST  # replaced when a response starts
         path = scope["path"]
         headers = Headers(scope=scope)
         upload = Upload(receive, headers, self.limits)
 
-        async def send_answer(message: Message) -> None:
+        async def send_message(message: Message) -> None:
+            """Send a message of the response. Before the first one, add SECURITY_HEADERS and discard the upload."""
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -101,7 +103,7 @@ class Server:
         try:
             refusal = access_refusal(path, headers, self.token)
             app = self.app if refusal is None else refusal.response(path)
-            await app(scope, upload, send_answer)
+            await app(scope, upload, send_message)
         finally:
             self.metrics.requests.labels(route, status).inc()
             self.metrics.seconds.labels(route).observe(time.monotonic() - start)
@@ -146,8 +148,8 @@ class Server:
         card = await model.card
         return JSONResponse(card.as_dict() | {"reads_question": model.facts.reads_question})
 
-    async def examples(self) -> dict[str, Example]:
-        """Return the example pairs of the current model by key. The result is empty until a model is loaded."""
+    async def examples_by_key(self) -> dict[str, Example]:
+        """Return the example pairs of the current model by their keys. Without a model, there are no examples."""
         if self.models.current is None:
             return {}
         card = await self.models.current.card
@@ -156,27 +158,27 @@ class Server:
     async def list_examples(self, request: Request) -> Response:
         """Handle `GET /examples`: list the example pairs with the routes of their images."""
         pairs = []
-        for key, example in (await self.examples()).items():
+        for key, example in (await self.examples_by_key()).items():
             image_routes = {side: f"/examples/{key}/{side}" for side in SIDES}
             pairs.append({"id": example.id, "reference": example.reference} | image_routes)
         return JSONResponse(pairs)
 
     async def send_example_image(self, request: Request) -> Response:
         """Handle `GET /examples/KEY/SIDE`: return an image of an example pair."""
-        examples = await self.examples()
+        examples = await self.examples_by_key()
         example = examples.get(request.path_params["key"])
         side = request.path_params["side"]
         if example is None or side not in SIDES:
             raise HTTPException(404)
         return FileResponse(getattr(example, side))
 
-    # Routes that caption
+    # Routes for captions
 
-    async def caption(self, request: Request) -> Response:
+    async def caption_pair(self, request: Request) -> Response:
         """Handle `POST /caption`: return the caption of a pair and, if requested, the overlays."""
-        question, answer = await self.answer(request)
+        question, answer = await self.answer_request(request)
         body: dict[str, Any] = {"caption": answer.caption, "model": answer.model}
-        if note := note_on(question):
+        if note := note_about(question):
             body["note"] = note
         if answer.overlay is not None:
             images = zip(SIDES, answer.overlay, strict=True)
@@ -185,7 +187,7 @@ class Server:
 
     async def complete_chat(self, request: Request) -> Response:
         """Handle `POST /v1/chat/completions`: return the caption of a pair in OpenAI's format."""
-        question, answer = await self.answer(request)
+        question, answer = await self.answer_request(request)
         model = self.models.current
         is_truncated = model is not None and answer.completion_tokens > model.facts.max_new_tokens
         choice = {
@@ -207,11 +209,11 @@ class Server:
             "choices": [choice],
             "usage": usage,
         }
-        if note := note_on(question):
+        if note := note_about(question):
             completion["note"] = note
         return JSONResponse(completion, headers={"X-Model-Version": answer.model})
 
-    async def answer(self, request: Request) -> tuple[str | None, ServedAnswer]:
+    async def answer_request(self, request: Request) -> tuple[str | None, ServedAnswer]:
         """Read and check a request and let the model answer it.
 
         Returns:
@@ -224,21 +226,21 @@ class Server:
         upload: Any = request.receive  # an Upload: see `__call__`
         self.require_model()
         with self.capacity.reserve(upload):
-            asked = await self.read(request, upload.max_bytes)
+            caption_request = await self.read_request(request, upload.max_bytes)
             model = self.require_model()  # the model may have been replaced in the meantime
-            check_question(asked, self.name, model.facts)
-            answer = await self.wait_for_answer(model.ask(asked))
+            check_question(caption_request, self.name, model.facts)
+            answer = await self.wait_for_answer(model.ask(caption_request))
         if isinstance(answer, UndecodableImage):
             raise unprocessable(
                 code="not_an_image",
-                found=answer.reason,
+                finding=answer.reason,
                 limit="an image that can be decoded to its end",
                 remedy=SAVE_AS_FILE,
             )
         self.metrics.batch.observe(answer.batch_pairs)
-        return asked.question, answer
+        return caption_request.question, answer
 
-    async def read(self, request: Request, max_bytes: int) -> Asked:
+    async def read_request(self, request: Request, max_bytes: int) -> Asked:
         """Parse the body of a request and check its images. Bodies are parsed one at a time.
 
         Raises:
@@ -247,28 +249,31 @@ class Server:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_chat = request.url.path == CHAT
         body: Any
-        parse: Callable[[Any], Asked]
+        parse_body: Callable[[Any], Asked]
         if content_type == "multipart/form-data" and not is_chat:
-            parse = read_form
+            parse_body = read_form
             body = await read_form_fields(request, max_bytes)
         elif content_type == "application/json" or is_chat:
-            parse = read_chat if is_chat else read_json
+            parse_body = read_chat if is_chat else read_json
             body = bytearray()
             async for part in request.stream():
                 body += part
         else:
             raise unprocessable(
                 code="wrong_type",
-                found=f"Content-Type {content_type!r}",
+                finding=f"Content-Type {content_type!r}",
                 limit="multipart/form-data or application/json",
                 remedy=FORM_REMEDY,
                 field="content-type",
             )
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.parser, lambda: check_images(parse(body), self.limits.max_image_mpx))
+
+        def parse_and_check() -> Asked:
+            return check_images(parse_body(body), self.limits.max_image_mpx)
+
+        return await asyncio.get_running_loop().run_in_executor(self.parser, parse_and_check)
 
     async def wait_for_answer(
-        self, answering: Awaitable[ServedAnswer | UndecodableImage]
+        self, answer: Awaitable[ServedAnswer | UndecodableImage]
     ) -> ServedAnswer | UndecodableImage:
         """Wait for the model's answer and return it. If it takes too long, cancel the request.
 
@@ -277,12 +282,12 @@ class Server:
         """
         try:
             async with asyncio.timeout(self.limits.answer_s):
-                return await answering
+                return await answer
         except TimeoutError as error:
             raise RequestRefusedError(
                 status=503,
                 code="timed_out",
-                found="no answer yet",
+                finding="no answer yet",
                 limit=f"{self.limits.answer_s:g} s for an answer (serve.answer_s)",
                 remedy="try again when the queue is shorter",
             ) from error
@@ -297,7 +302,7 @@ class Server:
             raise RequestRefusedError(
                 status=503,
                 code="not_ready",
-                found="no model yet",
+                finding="no model yet",
                 limit="a loaded model",
                 remedy="ask again when /readyz answers 200",
             )

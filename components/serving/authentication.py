@@ -33,27 +33,27 @@ def access_refusal(path: str, headers: Headers, token: str | None) -> RequestRef
         return _refusal_of_foreign_request(headers)
     if path in OPEN_ROUTES:
         return None
-    return _refusal_of_other_token(headers, token)
+    return _refusal_without_token(headers, token)
 
 
 def _refusal_of_foreign_request(headers: Headers) -> RequestRefusedError | None:
-    foreign = foreign_header(headers.raw)
-    if foreign is None:
+    header = foreign_header(headers.raw)
+    if header is None:
         return None
-    name, value = foreign
+    name, value = header
     code, limit, remedy = FOREIGN_REQUESTS[name]
     return RequestRefusedError(403, code, f"{name} {value[:100]!r}", limit, remedy, field=name)
 
 
-def _refusal_of_other_token(headers: Headers, token: str) -> RequestRefusedError | None:
+def _refusal_without_token(headers: Headers, token: str) -> RequestRefusedError | None:
     scheme, _, sent_token = headers.get("authorization", "").partition(" ")
-    is_token = hmac.compare_digest(sent_token.strip().encode(), token.encode())
-    if scheme.lower() == "bearer" and is_token:
+    is_same_token = hmac.compare_digest(sent_token.strip().encode(), token.encode())
+    if scheme.lower() == "bearer" and is_same_token:
         return None
     return RequestRefusedError(
         status=401,
         code="unauthorized",
-        found="another token" if sent_token else "no token",
+        finding="another token" if sent_token else "no token",
         limit="the token of this server",
         remedy="send the header `Authorization: Bearer TOKEN`",
         field="authorization",

@@ -19,10 +19,11 @@ from PIL import Image
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from m3diff import runtime
-from m3diff.cluster import on_one_machine, start_ray
+from m3diff.cluster import NoRoomError, on_one_machine, start_ray
 from m3diff.images.enlarge import enlarge
 from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import draw_outlines
+from m3diff.models.device import process_environment
 from m3diff.records.errors import DataError, Fault
 from m3diff.registry.model_source import Source, load
 from m3diff.serving.memory import PauseTrimmer
@@ -299,9 +300,36 @@ def draw_overlays(images: tuple[Image.Image, Image.Image], saliency_map: np.ndar
     return files[0], files[1]
 
 
-GPU_SHARE = 0.5  # share of a GPU that a replica reserves. While a new version replaces the old one, both are loaded
+# Share of a GPU that a replica reserves if `compute.gpu` is true. While a new version replaces the old one, both are
+# loaded
+GPU_SHARE = 0.5
 
 QUIET_LOGGING = {"log_level": "ERROR", "enable_access_log": False}
+
+
+def replica_options(compute: Compute) -> dict[str, Any]:
+    """Return the resources that a replica reserves on the cluster, and the environment variables of its process.
+
+    If `compute.gpu` is false, the replica reserves no GPU, and the variables hide the GPUs of its node. Otherwise, the
+    model would use a GPU that Ray may have given to another program.
+    """
+    return {
+        "num_cpus": 0,
+        "num_gpus": GPU_SHARE if compute.gpu else 0,
+        "runtime_env": {"env_vars": process_environment(compute.gpu)},
+    }
+
+
+def require_gpu_in_cluster() -> None:
+    """Check that a node of the connected cluster has a GPU. Ray Serve would wait for one forever.
+
+    Raises:
+        NoRoomError: no node has a GPU.
+    """
+    import ray
+
+    if not ray.cluster_resources().get("GPU", 0):
+        raise NoRoomError("serving.no_gpu_in_cluster", key="compute.gpu")
 
 
 class RayDeployment:
@@ -311,7 +339,7 @@ class RayDeployment:
         options: the arguments of `Replica` after `source`.
     """
 
-    def __init__(self, source: Source, cfg: Serve, options: tuple[Any, ...]) -> None:
+    def __init__(self, source: Source, cfg: Serve, compute: Compute, options: tuple[Any, ...]) -> None:
         import ray.serve
 
         self.name = f"m3diff-{uuid.uuid4().hex}"
@@ -319,7 +347,7 @@ class RayDeployment:
             name="captioner",
             num_replicas=cfg.replicas,
             max_ongoing_requests=cfg.max_queue,
-            ray_actor_options={"num_cpus": 0, "num_gpus": GPU_SHARE if ray.cluster_resources().get("GPU", 0) else 0},
+            ray_actor_options=replica_options(compute),
             graceful_shutdown_timeout_s=cfg.answer_s,
             graceful_shutdown_wait_loop_s=0.1,
             logging_config=QUIET_LOGGING,
@@ -360,6 +388,7 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
 
     Raises:
         ParamsError: several replicas are configured, but RAY_ADDRESS is not set.
+        NoRoomError: the cluster does not answer, or `compute.gpu` is true and the cluster has no GPU.
     """
     options = (cfg.batch_pairs, BATCH_WAIT_S, compute.cpus_per_worker)
     if on_one_machine():
@@ -373,8 +402,10 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
     start_ray(compute)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
+        if compute.gpu:
+            require_gpu_in_cluster()
         ray.serve.start(proxy_location="Disabled", logging_config=QUIET_LOGGING)
-        yield lambda source: RayDeployment(source, cfg, options)
+        yield lambda source: RayDeployment(source, cfg, compute, options)
     finally:
         ray.shutdown()  # Ray Serve keeps running, since other users of the cluster may need it
 

@@ -15,8 +15,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from m3diff.serving.batcher import Asked
-from m3diff.serving.caption import SIDES
-from m3diff.serving.refusals import SHOWN_CHARS, RequestRefusedError, shorten, unprocessable
+from m3diff.serving.refusals import MAX_EXCERPT_CHARS, RequestRefusedError, shorten, unprocessable
 
 MAX_FORM_FIELDS = 16
 FORM_REMEDY = "curl -F before=@a.png -F after=@b.png"
@@ -74,18 +73,18 @@ class HarmlessValues(NamedTuple):
 
     Attributes:
         description: the accepted values in words, for the error message.
-        include: a function that returns whether a value is accepted.
+        includes: a function that returns whether a value is accepted.
     """
 
     description: str
-    include: Callable[[Any], bool]
+    includes: Callable[[Any], bool]
 
 
 def _is_text_format(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and value.get("type") == "text")
 
 
-def _is_without_marks(value: Any) -> bool:
+def _has_no_stop_sequence(value: Any) -> bool:
     return not value or (isinstance(value, list) and not any(value))
 
 
@@ -93,7 +92,7 @@ def _leaves_tools_to_model(value: Any) -> bool:
     return value is None or value in ("none", "auto")
 
 
-def _is_text_alone(value: Any) -> bool:
+def _is_text_modality(value: Any) -> bool:
     return not value or value == ["text"]
 
 
@@ -113,8 +112,8 @@ CHAT_OPTIONS: Mapping[str, HarmlessValues] = {
     "response_format": HarmlessValues('null or {"type": "text"}', _is_text_format),
     "tool_choice": HarmlessValues('null, "none" or "auto"', _leaves_tools_to_model),
     "function_call": HarmlessValues('null, "none" or "auto"', _leaves_tools_to_model),
-    "modalities": HarmlessValues('null or ["text"]', _is_text_alone),
-    "stop": HarmlessValues("null or empty", _is_without_marks),
+    "modalities": HarmlessValues('null or ["text"]', _is_text_modality),
+    "stop": HarmlessValues("null or empty", _has_no_stop_sequence),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs"), NULL),
     **dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "tools", "functions"), EMPTY),
     # Options of vLLM, SGLang and llama.cpp
@@ -173,7 +172,8 @@ def read_json(body: bytearray) -> Asked:
         RequestRefusedError: the body is invalid (HTTP 422).
     """
     pair = _parse(PairBody, body)
-    before, after = (_decode_base64(side, getattr(pair, side)) for side in SIDES)
+    before = _decode_base64("before", pair.before)
+    after = _decode_base64("after", pair.after)
     return Asked(before, after, pair.question, pair.overlay)
 
 
@@ -201,7 +201,7 @@ def read_chat(body: bytearray) -> Asked:
     if len(chat.messages) != 1 or len(urls) != 2 or len(texts) > 1:
         raise unprocessable(
             code="wrong_parts",
-            found=f"{len(chat.messages)} message(s), {len(urls)} image(s), {len(texts)} text(s)",
+            finding=f"{len(chat.messages)} message(s), {len(urls)} image(s), {len(texts)} text(s)",
             limit="one message with exactly 2 images and at most one text",
             remedy="send the image before, then the image after, as two parts `image_url`",
             field="messages",
@@ -220,10 +220,10 @@ def check_chat_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         harmless_values = CHAT_OPTIONS.get(name)
-        if harmless_values is not None and not harmless_values.include(value):
+        if harmless_values is not None and not harmless_values.includes(value):
             raise unprocessable(
                 code="invalid_field",
-                found=shorten(value),
+                finding=shorten(value),
                 limit=f"{harmless_values.description}: the answer is one caption in plain text",
                 remedy="see docs/serving.md, or leave it out",
                 field=name,
@@ -231,53 +231,65 @@ def check_chat_options(options: Mapping[str, Any]) -> None:
 
 
 def _parse(model: type[Body], body: bytearray) -> Body:
-    separators = sum(body.count(mark) for mark in (b",", b"[", b"{"))
+    """Parse and validate a JSON body.
+
+    Raises:
+        RequestRefusedError: the body is invalid or has more than MAX_JSON_VALUES values (HTTP 422).
+    """
+    # Every value but the first follows one of these characters, so their number is an upper bound
+    separators = body.count(b",") + body.count(b"[") + body.count(b"{")
     if separators > MAX_JSON_VALUES:
         raise unprocessable(
             code="not_json",
-            found="no JSON of a caption's request: too many values",
+            finding="no JSON of a caption's request: too many values",
             limit=f"at most {MAX_JSON_VALUES:,} values",
             remedy="send the two images and the question alone",
         )
     return _validate(model.model_validate_json, body)
 
 
-def _validate(read: Callable[[Any], Body], value: Any) -> Body:
+def _validate(validate: Callable[[Any], Body], value: Any) -> Body:
     """Validate a value with one of pydantic's methods.
 
     Raises:
         RequestRefusedError: the value is invalid (HTTP 422). Only the first error is reported.
     """
     try:
-        return read(value)
+        return validate(value)
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        code = VALIDATION_CODES.get(fault["type"], "invalid_field")
+        details = error.errors(include_url=False)[0]
+        code = VALIDATION_CODES.get(details["type"], "invalid_field")
+        field = ".".join(shorten(part) for part in details["loc"])
         raise unprocessable(
             code=code,
-            found="nothing" if code == "missing_field" else _shown_input(fault["input"]),
-            limit=fault["msg"],
+            finding="nothing" if code == "missing_field" else _excerpt_of(details["input"]),
+            limit=details["msg"],
             remedy="see docs/serving.md, or leave it out",
-            field=".".join(shorten(part) for part in fault["loc"]) or None,
+            field=field or None,
         ) from error
 
 
-def _shown_input(value: Any) -> str:
+def _excerpt_of(value: Any) -> str:
     # Truncate before converting to a string, since the value may be as large as the request
     is_text = isinstance(value, str | bytes | bytearray)
-    return shorten(value[:SHOWN_CHARS] if is_text else value)
+    return shorten(value[:MAX_EXCERPT_CHARS] if is_text else value)
 
 
 def _decode_base64(field: str, text: bytes) -> bytes:
+    """Return the bytes of an image in base64 or in a data URL.
+
+    Raises:
+        RequestRefusedError: the text is neither (HTTP 422).
+    """
     prefix = DATA_URL_PREFIX.match(text)
-    encoded = text[prefix.end() if prefix else 0 :]
+    encoded = text[prefix.end() :] if prefix else text
     try:
         # `translate` creates a single object, whereas `split` would create one per line
         return base64.b64decode(encoded.translate(None, WHITESPACE), validate=True)
     except ValueError as error:
         raise unprocessable(
             code="not_base64",
-            found=f"{text[:SHOWN_CHARS].decode(errors='replace')} ({error})",
+            finding=f"{text[:MAX_EXCERPT_CHARS].decode(errors='replace')} ({error})",
             limit="an image's bytes in base64, in a chat as a data URL; no address is fetched",
             remedy="encode the file's bytes: base64 FILE",
             field=field,
@@ -313,11 +325,12 @@ async def read_form_fields(request: Request, max_bytes: int) -> list[tuple[str, 
     try:
         fields: list[tuple[str, str | bytes]] = []
         for name, value in form.multi_items():
-            fields.append((name, await value.read() if isinstance(value, UploadFile) else value))
+            content = await value.read() if isinstance(value, UploadFile) else value
+            fields.append((name, content))
         return fields
     finally:
         await form.close()
 
 
 def _not_a_form(reason: str) -> RequestRefusedError:
-    return unprocessable(code="not_a_form", found=reason[:100], limit="a multipart form", remedy=FORM_REMEDY)
+    return unprocessable(code="not_a_form", finding=reason[:100], limit="a multipart form", remedy=FORM_REMEDY)

@@ -30,7 +30,7 @@ from m3diff.images.saliency import draw_outlines
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, cause_of, shell_word
 from m3diff.records.progress import progress
-from m3diff.serving.questions import note_on
+from m3diff.serving.questions import note_about
 from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ GAP_PX = 12  # width of the gap between the two images of an overlay
 ImageSource = Path | Embedded  # a file, or bytes in a Parquet file
 
 
-class AskedPair(NamedTuple):
+class PairToCaption(NamedTuple):
     """A pair to caption. Its name is unique among the pairs that `find_pairs` returns."""
 
     name: str
@@ -57,7 +57,7 @@ def find_pairs(
     after: Path | None,
     image_root: Path | None = None,
     columns: Mapping[str, str] | None = None,
-) -> list[AskedPair]:
+) -> list[PairToCaption]:
     """Return the pairs in two images, two folders or a table.
 
     Args:
@@ -81,12 +81,17 @@ def find_pairs(
         raise DataError("serving.image_without_second", path=before, command=command)
     _check_columns(columns, is_table)
     if is_table:
-        return _of_table(before, [before.parent, *([image_root] if image_root else [])], columns)
+        roots = [before.parent]
+        if image_root is not None:
+            roots.append(image_root)
+        return _pairs_in_table(before, roots, columns)
     if after is None:
         raise DataError(_fault_of_folder(before))
     if before.is_dir() != after.is_dir():
         raise DataError("serving.folder_and_image", before=before, after=after, expected=EXPECTED_INPUT)
-    return _of_folders(before, after) if before.is_dir() else [AskedPair(before.stem, before, after)]
+    if before.is_dir():
+        return _pairs_in_folders(before, after)
+    return [PairToCaption(before.stem, before, after)]
 
 
 def _check_columns(columns: Mapping[str, str] | None, is_table: bool) -> None:
@@ -99,8 +104,10 @@ def _check_columns(columns: Mapping[str, str] | None, is_table: bool) -> None:
         return
     if not is_table:
         raise ParamsError("serving.columns_without_table")
-    if missing := [f"--{side} COLUMN" for side in SIDES if side not in columns]:
-        raise ParamsError("serving.one_column", names=[f"--{side}" for side in columns], expected=missing[0])
+    for side in SIDES:
+        if side not in columns:
+            named_options = [f"--{name}" for name in columns]
+            raise ParamsError("serving.one_column", names=named_options, expected=f"--{side} COLUMN")
 
 
 def _fault_of_folder(folder: Path) -> Fault:
@@ -118,18 +125,25 @@ def _fault_of_folder(folder: Path) -> Fault:
 # Two folders
 
 
-def _of_folders(before: Path, after: Path) -> list[AskedPair]:
-    images_before = _images(before)
-    images_after = _images(after)
+def _pairs_in_folders(before: Path, after: Path) -> list[PairToCaption]:
+    """Return the pairs of images whose file names match.
+
+    Raises:
+        DataError: a folder contains no image, or the names do not show which images belong together.
+    """
+    images_before = _images_by_name(before)
+    images_after = _images_by_name(after)
     for folder, images in ((before, images_before), (after, images_after)):
         if not images:
             formats = sorted(IMAGE_SUFFIXES)
             raise DataError("serving.no_image", path=folder, formats=formats, expected=EXPECTED_INPUT)
     matches = match_names(list(images_before), list(images_after))
     if matches.pairs:
-        return [
-            AskedPair(name, images_before[name], images_after[matches.pairs[name]]) for name in sorted(images_before)
-        ]
+        pairs = []
+        for name in sorted(images_before):
+            name_after = matches.pairs[name]
+            pairs.append(PairToCaption(name, images_before[name], images_after[name_after]))
+        return pairs
     unmatched_names = sorted([*matches.unmatched[0], *matches.unmatched[1]])
     faults = []
     if unmatched_names:
@@ -142,10 +156,13 @@ def _of_folders(before: Path, after: Path) -> list[AskedPair]:
 
 def _first_names(names: Sequence[str]) -> list[str]:
     """Return the first MAX_LISTED_NAMES names, followed by "..." if there are more."""
-    return [*names[:MAX_LISTED_NAMES], *(["..."] if names[MAX_LISTED_NAMES:] else [])]
+    first_names = list(names[:MAX_LISTED_NAMES])
+    if len(names) > MAX_LISTED_NAMES:
+        first_names.append("...")
+    return first_names
 
 
-def _images(folder: Path) -> dict[str, Path]:
+def _images_by_name(folder: Path) -> dict[str, Path]:
     """Return a folder's image paths by file name.
 
     The names do not include the suffix, unless several files differ only in the suffix.
@@ -166,22 +183,22 @@ def _images(folder: Path) -> dict[str, Path]:
 # A table
 
 
-def _of_table(table: Path, roots: list[Path], columns: Mapping[str, str] | None) -> list[AskedPair]:
+def _pairs_in_table(table: Path, roots: list[Path], columns: Mapping[str, str] | None) -> list[PairToCaption]:
     """Return the pairs in a table. Paths are relative to the table's folder and must stay inside `roots`."""
     if columns is None:
-        columns = _columns_of(table)
-    sides: list[tuple[ImageSource, ImageSource]] = []
+        columns = _detect_columns(table)
+    image_pairs: list[tuple[ImageSource, ImageSource]] = []
     for row in read_image_pairs(table, columns):
-        before = _image(table, roots, row.location, "before", row.before)
-        after = _image(table, roots, row.location, "after", row.after)
-        sides.append((before, after))
-    if not sides:
+        before = _image_in_row(table, roots, row.location, "before", row.before)
+        after = _image_in_row(table, roots, row.location, "after", row.after)
+        image_pairs.append((before, after))
+    if not image_pairs:
         raise DataError("serving.no_row", path=table, expected=EXPECTED_INPUT)
-    names = names_of(sides)
-    return [AskedPair(name, before, after) for name, (before, after) in zip(names, sides, strict=True)]
+    names = names_of(image_pairs)
+    return [PairToCaption(name, before, after) for name, (before, after) in zip(names, image_pairs, strict=True)]
 
 
-def _columns_of(table: Path) -> Mapping[str, str]:
+def _detect_columns(table: Path) -> Mapping[str, str]:
     """Detect the columns of the images before and after from the table's column names and values.
 
     Raises:
@@ -198,17 +215,18 @@ def _columns_of(table: Path) -> Mapping[str, str]:
         delimiter = sample.options["delimiter"]
         raise DataError("serving.no_image_columns_at_delimiter", path=table, columns=list(values), delimiter=delimiter)
     if len(columns.answers) > 1:
-        options = [_column_options(answer) for answer in columns.answers]
+        options = [_column_arguments(answer) for answer in columns.answers]
         raise DataError("serving.ambiguous_image_columns", path=table, cause=columns.question, options=options)
     return columns.answers[0]
 
 
-def _column_options(columns: Mapping[str, str]) -> str:
+def _column_arguments(columns: Mapping[str, str]) -> str:
+    """Return the command-line arguments that name these columns."""
     return " ".join(f"--{side} {shell_word(name)}" for side, name in columns.items())
 
 
-def _image(table: Path, roots: Sequence[Path], location: str, side: str, value: Any) -> ImageSource:
-    """Return the image for one side of a row.
+def _image_in_row(table: Path, roots: Sequence[Path], location: str, side: str, value: Any) -> ImageSource:
+    """Return the image for a side (`before` or `after`) of a row.
 
     Args:
         location: file and row, for error messages.
@@ -241,7 +259,7 @@ class PairCaption(NamedTuple):
         note: a warning that the model may have ignored the question, or None.
     """
 
-    pair: AskedPair
+    pair: PairToCaption
     caption: str | None
     fault: Fault | None = None
     note: str | None = None
@@ -254,7 +272,7 @@ class PairCaption(NamedTuple):
         """
         entry: dict[str, str | None] = {"name": self.pair.name}
         for side in SIDES:
-            entry[side] = _image_name(getattr(self.pair, side))
+            entry[side] = _describe_image(getattr(self.pair, side))
         if self.fault:
             entry["error"] = str(self.fault)
         else:
@@ -266,13 +284,14 @@ class PairCaption(NamedTuple):
         return entry
 
 
-def _image_name(image: ImageSource) -> str:
+def _describe_image(image: ImageSource) -> str:
+    """Return the path of an image, or the Parquet file and the name of an embedded image."""
     return str(image) if isinstance(image, Path) else f"{image.manifest}#bytes={image.name}"
 
 
 def caption_pairs(
     captioner: "Captioner",
-    pairs: Sequence[AskedPair],
+    pairs: Sequence[PairToCaption],
     question: str | None,
     overlay: Path | None,
     max_pixels: int = MAX_PIXELS,
@@ -290,16 +309,19 @@ def caption_pairs(
         ParamsError: the model does not support this question.
     """
     check_question(captioner, question)
-    note = note_on(question)
+    note = note_about(question)
     batches = [pairs[start : start + BATCH_PAIRS] for start in range(0, len(pairs), BATCH_PAIRS)]
-    for batch in progress(batches, "caption", unit="batch") if len(batches) > 1 else batches:
+    # A single batch needs no progress bar
+    batch_iterator = progress(batches, "caption", unit="batch") if len(batches) > 1 else batches
+    for batch in batch_iterator:
         images, faults = _load_batch(batch, max_pixels)
         captions: dict[str, str] = {}
         if images:
             captions, saliency_maps = _caption_batch(captioner, images, question, overlay is not None)
             for name, saliency_map in saliency_maps.items():
                 assert overlay is not None
-                _draw(images[name], saliency_map, overlay if len(pairs) == 1 else overlay / f"{name}.png")
+                file = overlay if len(pairs) == 1 else overlay / f"{name}.png"
+                _save_overlay(images[name], saliency_map, file)
         for pair in batch:
             if pair.name in faults:
                 yield PairCaption(pair, None, faults[pair.name])
@@ -308,7 +330,7 @@ def caption_pairs(
 
 
 def _load_batch(
-    batch: Sequence[AskedPair], max_pixels: int
+    batch: Sequence[PairToCaption], max_pixels: int
 ) -> tuple[dict[str, tuple[Image.Image, Image.Image]], dict[str, Fault]]:
     """Load a batch of pairs.
 
@@ -319,8 +341,8 @@ def _load_batch(
     faults: dict[str, Fault] = {}
     for pair in batch:
         try:
-            before = _load(pair.before, max_pixels)
-            after = _load(pair.after, max_pixels)
+            before = _load_image(pair.before, max_pixels)
+            after = _load_image(pair.after, max_pixels)
             images[pair.name] = before, after
         except ImageError as error:
             faults[pair.name] = error.fault
@@ -340,8 +362,11 @@ def _caption_batch(
     """
     from m3diff.models.generation import QUESTION
 
-    prepared = [captioner.processor.prepare_image(image) for both_images in images.values() for image in both_images]
-    texts, saliency_maps = captioner.answer(prepared, question or QUESTION, has_overlay)
+    prepared_images = []
+    for before, after in images.values():
+        prepared_images.append(captioner.processor.prepare_image(before))
+        prepared_images.append(captioner.processor.prepare_image(after))
+    texts, saliency_maps = captioner.answer(prepared_images, question or QUESTION, has_overlay)
     captions = dict(zip(images, texts, strict=True))
     if not has_overlay:
         return captions, {}
@@ -350,7 +375,12 @@ def _caption_batch(
     return captions, dict(zip(images, saliency_maps, strict=True))
 
 
-def _load(image: ImageSource, max_pixels: int) -> Image.Image:
+def _load_image(image: ImageSource, max_pixels: int) -> Image.Image:
+    """Load an image from a file or from a Parquet file.
+
+    Raises:
+        ImageError: the image is missing or cannot be read. The error names the file that contains the image.
+    """
     if isinstance(image, Path):
         if not image.exists():
             raise ImageError("serving.missing_image", path=image)
@@ -358,7 +388,7 @@ def _load(image: ImageSource, max_pixels: int) -> Image.Image:
     try:
         return load_image(io.BytesIO(image.read()), max_pixels=max_pixels)
     except ImageError as error:
-        fields = {**error.fields, "path": _image_name(image)}
+        fields = {**error.fields, "path": _describe_image(image)}
         raise ImageError(error.code, **fields) from error
 
 
@@ -378,10 +408,13 @@ def check_question(captioner: "Captioner", question: str | None) -> None:
         raise ParamsError("serving.unusable_question", value=question, cause=cause_of(error)) from error
 
 
-def _draw(images: tuple[Image.Image, Image.Image], saliency_map: np.ndarray, file: Path) -> None:
+def _save_overlay(images: tuple[Image.Image, Image.Image], saliency_map: np.ndarray, file: Path) -> None:
     """Save both images side by side with the outlines of the saliency map. Small images are enlarged."""
-    before, after = (draw_outlines(enlarge(image), saliency_map.astype(np.float32)) for image in images)
-    sheet = Image.new("RGB", (before.width + GAP_PX + after.width, max(before.height, after.height)), "white")
+    saliency = saliency_map.astype(np.float32)
+    before = draw_outlines(enlarge(images[0]), saliency)
+    after = draw_outlines(enlarge(images[1]), saliency)
+    size = (before.width + GAP_PX + after.width, max(before.height, after.height))
+    sheet = Image.new("RGB", size, "white")
     sheet.paste(before, (0, 0))
     sheet.paste(after, (before.width + GAP_PX, 0))
     file.parent.mkdir(parents=True, exist_ok=True)

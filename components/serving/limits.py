@@ -23,7 +23,7 @@ COPIES = 4  # maximum copies of a request in memory: received, parsed, on its wa
 
 
 class Upload:
-    """Receive the messages of one request, and enforce the limits on its size and upload time.
+    """Receive the messages of one request and enforce the limits on its size and upload time.
 
     The upload time is measured from the creation of this object.
 
@@ -57,7 +57,7 @@ class Upload:
             raise RequestRefusedError(
                 status=413,
                 code="too_large",
-                found=f"{self.received_bytes / 1e6:.1f} MB or more",
+                finding=f"{self.received_bytes / 1e6:.1f} MB or more",
                 limit=f"at most {self.limits.max_request_mb:g} MB a request (serve.max_request_mb)",
                 remedy="send smaller images, or JPEG and WebP instead of PNG; base64 takes a third more than a form",
             )
@@ -65,9 +65,9 @@ class Upload:
 
     async def discard(self) -> None:
         """Read and discard the rest of the body, up to DISCARDED_BYTES and until the time limit."""
-        last_byte = self.received_bytes + DISCARDED_BYTES
+        max_received_bytes = self.received_bytes + DISCARDED_BYTES
         with suppress(RequestRefusedError):
-            while not self.has_ended and self.received_bytes < last_byte:
+            while not self.has_ended and self.received_bytes < max_received_bytes:
                 await self._next_message()
 
     def _is_too_large(self) -> bool:
@@ -83,7 +83,7 @@ class Upload:
             raise RequestRefusedError(
                 status=408,
                 code="slow_client",
-                found="the rest is missing",
+                finding="the rest is missing",
                 limit=f"{UPLOAD_S:g} s to send a request",
                 remedy="send it faster, or smaller images",
             ) from error
@@ -135,7 +135,7 @@ class Capacity:
             raise RequestRefusedError(
                 status=429,
                 code="queue_full",
-                found=f"{self.requests} requests under way",
+                finding=f"{self.requests} requests under way",
                 limit=f"at most {max_requests} at a time (serve.max_queue)",
                 remedy="try again later",
             )
@@ -148,7 +148,7 @@ class Capacity:
             raise RequestRefusedError(
                 status=503,
                 code="memory_full",
-                found=f"{reserved_mb:.0f} MB are taken and {needed_bytes / 1e6:.0f} MB needed, {COPIES} times the "
+                finding=f"{reserved_mb:.0f} MB are taken and {needed_bytes / 1e6:.0f} MB needed, {COPIES} times the "
                 "request",
                 limit=f"at most {max_reserved_bytes / 1e6:.0f} MB at a time (serve.max_queue x serve.max_request_mb)",
                 remedy="try again later, or send smaller images",

@@ -14,8 +14,8 @@ from collections.abc import Callable
 PAUSE_S = 1.0  # seconds without a request before memory is returned
 
 
-def give_back() -> bool:
-    """Give freed memory back to the operating system. Return False if the C library does not support it."""
+def return_memory() -> bool:
+    """Return freed memory to the operating system. The result is False if the C library does not support this."""
     if sys.platform != "linux":
         return False
     try:
@@ -27,28 +27,27 @@ def give_back() -> bool:
 
 
 class PauseTrimmer:
-    """Give freed memory back to the operating system once after each burst of requests.
+    """Return freed memory to the operating system once after each burst of requests.
 
     Args:
-        give_back: function that gives the memory back. It is called in a thread, since it takes time and releases the
-            GIL.
+        return_memory: function that returns the memory. It runs in a thread, since it takes time and releases the GIL.
     """
 
-    def __init__(self, give_back: Callable[[], object] = give_back) -> None:
-        self.give_back = give_back
+    def __init__(self, return_memory: Callable[[], object] = return_memory) -> None:
+        self.return_memory = return_memory
         self.requests = 0
         self.timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Count a request that starts, and cancel a planned release of memory."""
+        """Count a request that starts. Memory is not returned before it ends."""
         self.requests += 1
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
     def end(self) -> None:
-        """Count a request that ends. After the last one, schedule the release of memory."""
+        """Count a request that ends. After the last one, return memory in PAUSE_S seconds unless a new one starts."""
         self.requests -= 1
         if not self.requests:
             loop = asyncio.get_running_loop()
-            self.timer = loop.call_later(PAUSE_S, lambda: loop.run_in_executor(None, self.give_back))
+            self.timer = loop.call_later(PAUSE_S, loop.run_in_executor, None, self.return_memory)

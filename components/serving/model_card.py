@@ -137,12 +137,15 @@ class TrainingRecord:
         """
         sources: dict[str, Mapping[str, Any]] = {}  # maps a synthetic dataset's folder to the dataset it was made from
         for stage in self.lock.stages:
-            kind, _, name = stage.partition("@")
-            settings = self.lock.ran_with(stage).get(f"augment.{name}") if kind == "augment" else None
+            stage_name, _, dataset = stage.partition("@")
+            if stage_name != "augment":
+                continue
+            settings = self.lock.ran_with(stage).get(f"augment.{dataset}")
             if settings:
                 sources[os.path.normpath(settings["root"])] = settings["source"]
         readers = {}
-        for name, entry in (self.lock.ran_with("convert").get("ingest.datasets") or {}).items():
+        entries = self.lock.ran_with("convert").get("ingest.datasets") or {}
+        for name, entry in entries.items():
             source = entry
             for _ in range(len(sources)):  # a `while` loop would not end if two sources named each other
                 source = sources.get(os.path.normpath(source["root"]), source)
@@ -157,7 +160,8 @@ class TrainingRecord:
         """
         path = self.lock.output("convert", "train").parent / "report.json"
         content = self.read_file(path)
-        if content is None or hashlib.md5(content).hexdigest() != self.lock.hashes(path).get("convert outs"):
+        recorded_hash = self.lock.hashes(path).get("convert outs")
+        if content is None or hashlib.md5(content).hexdigest() != recorded_hash:
             return ()
         readers = self.readers()
         datasets = []
@@ -191,15 +195,15 @@ class TrainingRecord:
     def _recorded_file(self, path: Path, entry: str) -> Path:
         """Return the path of a file with the recorded content, either on disk or in DVC's cache."""
         recorded_hash = self.lock.recorded(path, entry)
-        on_disk = self.root / path
-        if on_disk.is_file() and md5(on_disk) == recorded_hash:
-            return on_disk
-        cached = object_file(self._cache(), recorded_hash)
-        if not cached.is_file():
+        file = self.root / path
+        if file.is_file() and md5(file) == recorded_hash:
+            return file
+        cached_file = object_file(self._cache_folder(), recorded_hash)
+        if not cached_file.is_file():
             raise DataError("serving.content_not_fetched", path=path, value=recorded_hash)
-        return cached
+        return cached_file
 
-    def _cache(self) -> Path:
+    def _cache_folder(self) -> Path:
         return (self.root / run_dvc(self.root, "cache", "dir").strip()).resolve()
 
 
@@ -228,11 +232,12 @@ def rows_of_test_split(table: Path, datasets: list[str]) -> Iterator[dict[str, A
     import polars as pl  # imported here because `m3diff caption` uses the card without this table
 
     rows = pl.scan_parquet(table).filter(pl.col("split") == "test", pl.col("dataset").is_in(datasets)).sort("id")
-    reference = pl.col("references").list.first().fill_null("").alias("reference")
-    in_turn = rows.sort(pl.int_range(pl.len()).over("dataset"), "dataset").head(MAX_CANDIDATES)
+    position_in_dataset = pl.int_range(pl.len()).over("dataset")
+    candidates = rows.sort(position_in_dataset, "dataset").head(MAX_CANDIDATES)
     digests = [f"{side}_sha256" for side in SIDES]
+    reference = pl.col("references").list.first().fill_null("").alias("reference")
     with data_error_if_unreadable(table):
-        pairs = in_turn.select("id", *SIDES, *digests, reference).collect().to_dicts()
+        pairs = candidates.select("id", *SIDES, *digests, reference).collect().to_dicts()
     yield from pairs
 
 
@@ -243,8 +248,8 @@ def _is_unchanged(image: Path, digest: bytes) -> bool:
 # The record of a model
 
 
-def describe(params: Params, source: Source) -> ModelCard:
-    """Return the card of a model. Facts that cannot be found are left out, since a model can answer without a card."""
+def build_model_card(params: Params, source: Source) -> ModelCard:
+    """Return the card of a model. It lacks facts that are not recorded, since a model can answer without a card."""
     card = ModelCard(source.name, family=_family_of(source.folder))
     version = source.name.rpartition("/")[2]
     try:
@@ -266,32 +271,36 @@ def note_on_training(params: Params, source: Source) -> str | None:
     try:
         if version.isdecimal():
             cfg = params.register_
-            record = _record_of_tags(read_stored_tags(cfg.tracking_uri, cfg.model_name, int(version)))
+            record = _record_with_tags(read_stored_tags(cfg.tracking_uri, cfg.model_name, int(version)))
         else:
             record = _project_record(checkpoint)
         card = ModelCard(source.name, trained_on=record.trained_on() if record else ())
         if record is None or card.knows_photographs is not False:
             return None
         # This check comes last because hashing a large checkpoint takes seconds
-        if not version.isdecimal() and not _is_content_of(record, checkpoint):
+        if not version.isdecimal() and not _has_recorded_content(record, checkpoint):
             return None
     except Exception:  # git, DVC or sqlite failed, or a record is damaged; captioning works without them
         return None
     return " ".join(card.sentences())
 
 
-def _record_of_tags(tags: Mapping[str, str]) -> TrainingRecord | None:
+def _record_with_tags(tags: Mapping[str, str]) -> TrainingRecord | None:
     """Return the training record that matches a version's tags, or None if it is not on this machine."""
-    return next((record for record in _records(tags.get("git.commit")) if _is_of(record, tags)), None)
+    for record in _candidate_records(tags.get("git.commit")):
+        if _matches_tags(record, tags):
+            return record
+    return None
 
 
 def _family_of(checkpoint: Path) -> str | None:
+    """Return the name of a checkpoint's model family, or None if the manifest does not name it."""
     family = json.loads((checkpoint / "manifest.json").read_bytes()).get("family")
     return family if isinstance(family, str) else None
 
 
 def _card_of_folder(card: ModelCard, checkpoint: Path) -> ModelCard:
-    date = _day((checkpoint / "manifest.json").stat().st_mtime)
+    date = _date_of((checkpoint / "manifest.json").stat().st_mtime)
     record = _record_of_folder(checkpoint.resolve())
     return _with_record(replace(card, date=date), record)
 
@@ -302,7 +311,7 @@ def _record_of_folder(checkpoint: Path) -> TrainingRecord | None:
     The result is None if the folder's project does not have a record, or if the record describes another checkpoint.
     """
     record = _project_record(checkpoint)
-    return record if record is not None and _is_content_of(record, checkpoint) else None
+    return record if record is not None and _has_recorded_content(record, checkpoint) else None
 
 
 def _project_record(checkpoint: Path) -> TrainingRecord | None:
@@ -316,7 +325,7 @@ def _project_record(checkpoint: Path) -> TrainingRecord | None:
     return TrainingRecord(lock, root, partial(_read_file, root))
 
 
-def _is_content_of(record: TrainingRecord, checkpoint: Path) -> bool:
+def _has_recorded_content(record: TrainingRecord, checkpoint: Path) -> bool:
     """Return whether a checkpoint folder has the content that the stage `train` wrote.
 
     For large checkpoints, only the manifest is compared, since it contains the hashes of all other files.
@@ -339,15 +348,16 @@ def _card_of_version(params: Params, card: ModelCard, version: str) -> ModelCard
     with connect(cfg.tracking_uri) as client:
         registered = find_version(client, cfg.model_name, version)
         run = find_run(client, registered.run_id)
-    card = replace(card, date=_day(registered.creation_timestamp / 1000))
+    card = replace(card, date=_date_of(registered.creation_timestamp / 1000))
     tags = registered.tags
-    record = _record_of_tags(tags)
+    record = _record_with_tags(tags)
     if record is None:
-        card = replace(card, trained_on=_datasets_in(tags, run.data.params if run else {}))
+        logged_params = run.data.params if run else {}
+        card = replace(card, trained_on=_datasets_in_tags(tags, logged_params))
     return _with_record(card, record)
 
 
-def _records(commit: str | None) -> Iterator[TrainingRecord]:
+def _candidate_records(commit: str | None) -> Iterator[TrainingRecord]:
     """Yield the records that may describe a version: the record in the version's commit, then the checkout's record."""
     full_commit = git.commit_at(commit) if commit else None
     if full_commit:
@@ -356,7 +366,7 @@ def _records(commit: str | None) -> Iterator[TrainingRecord]:
         yield TrainingRecord(Lock(), Path(), partial(_read_file, Path()))
 
 
-def _is_of(record: TrainingRecord, tags: Mapping[str, str]) -> bool:
+def _matches_tags(record: TrainingRecord, tags: Mapping[str, str]) -> bool:
     """Return whether the data and checkpoint hashes in a record match a version's tags."""
     data_hash = record.lock.hashes(record.lock.output("convert", "train")).get("convert outs")
     checkpoint_hash = record.lock.hashes(record.lock.output("train", "checkpoint")).get("train outs")
@@ -364,19 +374,23 @@ def _is_of(record: TrainingRecord, tags: Mapping[str, str]) -> bool:
     return is_same_data and checkpoint_hash == tags.get("dvc.checkpoint")
 
 
-def _datasets_in(tags: Mapping[str, str], logged_params: Mapping[str, str]) -> tuple[TrainingData, ...]:
+def _datasets_in_tags(tags: Mapping[str, str], logged_params: Mapping[str, str]) -> tuple[TrainingData, ...]:
     """Return the training datasets that MLflow names for a version whose record is not on this machine.
 
     Their numbers of pairs are not known.
     """
+    names = [tag.removeprefix("dvc.raw.") for tag in tags if tag.startswith("dvc.raw.")]
     datasets = []
-    for name in sorted(tag.removeprefix("dvc.raw.") for tag in tags if tag.startswith("dvc.raw.")):
+    for name in sorted(names):
         reader = logged_params.get(f"ingest.datasets.{name}.reader")
-        datasets.append(TrainingData(name, is_drawn(reader if reader in list(DATASETS) else None)))
+        # The run may lack the reader, or this code may not know it
+        known_reader = reader if reader in list(DATASETS) else None
+        datasets.append(TrainingData(name, is_drawn(known_reader)))
     return tuple(datasets)
 
 
 def _with_record(card: ModelCard, record: TrainingRecord | None) -> ModelCard:
+    """Return the card with the training data and the example pairs of a record."""
     if record is None:
         return card
     card = replace(card, trained_on=record.trained_on())
@@ -391,5 +405,6 @@ def _read_file(root: Path, path: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def _day(seconds: float) -> str:
+def _date_of(seconds: float) -> str:
+    """Return the UTC date (YYYY-MM-DD) of a time in seconds since 1970."""
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))

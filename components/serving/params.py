@@ -12,8 +12,9 @@ class Serve(Section):
     """TCP port of the HTTP server."""
 
     replicas: int = Field(ge=1)
-    """Number of processes on the Ray cluster that load the model. On a cluster with GPUs, each process reserves half a
-    GPU. A new version starts while the old version is still running, so twice as many processes run for a while."""
+    """Number of processes on the Ray cluster that load the model. Each process reserves half a GPU if `compute.gpu` is
+    true, and none otherwise. A new version starts while the old version is still running, so twice as many processes
+    run for a while."""
 
     batch_pairs: int = Field(ge=1)
     """Maximum number of pairs that a replica captions in one batch. Larger batches serve more requests per second and

@@ -10,7 +10,7 @@ from m3diff.datasets.questions import asks_what_changed
 NOTE = "the model was trained to say what changed; it may pass over a question that asks something else"
 
 
-def note_on(question: str | None) -> str | None:
+def note_about(question: str | None) -> str | None:
     """Return the note for an answer to this question, or None if the question asks what changed."""
     if question is None:
         return None

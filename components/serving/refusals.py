@@ -18,9 +18,9 @@ REFUSAL_HEADERS = {
     503: {"retry-after": "5"},
 }
 
-CLIENT_LEFT = 499  # nginx's status code for a client that disconnected before the answer
+CLIENT_CLOSED_REQUEST = 499  # nginx's status code for a client that disconnected before the answer
 
-SHOWN_CHARS = 60
+MAX_EXCERPT_CHARS = 60  # maximum length of a text from a request in a refusal
 
 
 class RequestRefusedError(Exception):
@@ -29,18 +29,19 @@ class RequestRefusedError(Exception):
     Args:
         status: HTTP status code of the response.
         code: machine-readable error code.
-        found: what the request contains.
+        finding: what the request contains. It is the field `found` of the response.
         limit: what is allowed instead.
         remedy: what to do.
         field: the field of the request that caused the error, if any.
     """
 
-    def __init__(self, status: int, code: str, found: str, limit: str, remedy: str, field: str | None = None) -> None:
-        super().__init__(f"{field + ': ' if field else ''}{found}; {limit}; {remedy}")
+    def __init__(self, status: int, code: str, finding: str, limit: str, remedy: str, field: str | None = None) -> None:
+        location = f"{field}: " if field else ""
+        super().__init__(f"{location}{finding}; {limit}; {remedy}")
         self.status = status
         self.field = field
         self.headers: Mapping[str, str] = REFUSAL_HEADERS.get(status, {})
-        self.body = {"error": code, "field": field, "found": found, "limit": limit, "remedy": remedy}
+        self.body = {"error": code, "field": field, "found": finding, "limit": limit, "remedy": remedy}
 
     def response(self, path: str) -> Response:
         """Return the HTTP response. Routes of the OpenAI API use the error format that its clients expect."""
@@ -58,9 +59,9 @@ class RequestRefusedError(Exception):
         }
 
 
-def unprocessable(code: str, found: str, limit: str, remedy: str, field: str | None = None) -> RequestRefusedError:
+def unprocessable(code: str, finding: str, limit: str, remedy: str, field: str | None = None) -> RequestRefusedError:
     """Return the error for a request with invalid content (HTTP 422)."""
-    return RequestRefusedError(422, code, found, limit, remedy, field)
+    return RequestRefusedError(422, code, finding, limit, remedy, field)
 
 
 async def respond(request: Request, error: Exception) -> Response:
@@ -69,25 +70,25 @@ async def respond(request: Request, error: Exception) -> Response:
     Unexpected errors may mention files on this machine, so their text is written to the log and not sent to the client.
     """
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT)
-    return _refusal_of(request, error).response(request.url.path)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return _refusal_of_error(request, error).response(request.url.path)
 
 
-def _refusal_of(request: Request, error: Exception) -> RequestRefusedError:
+def _refusal_of_error(request: Request, error: Exception) -> RequestRefusedError:
     if isinstance(error, RequestRefusedError):
         return error
     if not isinstance(error, HTTPException):
         return RequestRefusedError(
             status=500,
             code="failed",
-            found="an error of the server",
+            finding="an error of the server",
             limit="none",
             remedy="its log says more; try again",
         )
     refusal = RequestRefusedError(
         status=error.status_code,
         code="no_such_route",
-        found=f"{request.method} {request.url.path[:100]}",
+        finding=f"{request.method} {request.url.path[:100]}",
         limit="the routes of docs/serving.md",
         remedy="correct method and path",
     )
@@ -96,6 +97,6 @@ def _refusal_of(request: Request, error: Exception) -> RequestRefusedError:
 
 
 def shorten(value: object) -> str:
-    """Return the value as text. Text longer than SHOWN_CHARS characters is cut there, and "..." is appended."""
+    """Return the value as text. If it has more than MAX_EXCERPT_CHARS characters, cut it and append "..."."""
     text = str(value)
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+    return text if len(text) <= MAX_EXCERPT_CHARS else f"{text[:MAX_EXCERPT_CHARS]}..."

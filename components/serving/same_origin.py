@@ -4,8 +4,8 @@ A page from any site can send requests to 127.0.0.1 through the browser of a per
 have a host name that resolves to 127.0.0.1 (DNS rebinding). Such requests are recognised by the headers that browsers
 send: Origin is the page's site, and Host is the name of the server that the page asked for.
 
-uvicorn also runs the Prefect and MLflow servers. It uses `Guarded` for them if the environment variable UVICORN_HTTP
-contains the path of that class.
+uvicorn also runs the Prefect and MLflow servers. It uses `GuardedProtocol` for them if the environment variable
+UVICORN_HTTP contains the path of that class.
 """
 
 import re
@@ -24,13 +24,13 @@ HOST = re.compile(ADDRESS, re.IGNORECASE)
 ORIGIN = re.compile(rf"(?P<scheme>https?)://{ADDRESS}", re.IGNORECASE)
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # Names that count as the same server, because Prefect's page sends requests to 127.0.0.1 even if opened as localhost
-SAME_SERVER = frozenset(("localhost", "127.0.0.1"))
+SAME_SERVER_NAMES = frozenset(("localhost", "127.0.0.1"))
 
 
 def foreign_header(
     headers: Iterable[tuple[bytes, bytes]], equivalent_names: frozenset[str] = frozenset()
 ) -> tuple[str, str] | None:
-    """Find the header that shows that a request comes from another site, so that it must be refused.
+    """Return the header that shows that a request comes from another site. The server must refuse such a request.
 
     The header Origin is allowed if it is http or https and its host name and port match the header Host. Default ports
     may be omitted.
@@ -72,11 +72,12 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request to the application, or answer HTTP 403 if its Host or Origin header is not allowed."""
-        foreign = foreign_header(scope["headers"], SAME_SERVER) if scope["type"] != "lifespan" else None
-        if foreign is None:
+        # A lifespan message is no request and has no headers
+        header = None if scope["type"] == "lifespan" else foreign_header(scope["headers"], SAME_SERVER_NAMES)
+        if header is None:
             await self.app(scope, receive, send)
             return
-        name, value = foreign
+        name, value = header
         reason = (
             f"{name.capitalize()}: {value[:100]!r} is another site's; without a token this server answers programs of "
             "this machine and its own page alone\n"
@@ -84,7 +85,7 @@ class Guard:
         await PlainTextResponse(reason, 403)(scope, receive, send)
 
 
-class Guarded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn chooses it on import
+class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn chooses it on import
     """uvicorn's HTTP protocol with a `Guard` around the application."""
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:

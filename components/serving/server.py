@@ -19,7 +19,7 @@ from m3diff.registry.model_source import Source, find, resolve_version
 from m3diff.serving import limits
 from m3diff.serving.app import Server
 from m3diff.serving.batcher import Metrics, Models, deployer
-from m3diff.serving.model_card import describe
+from m3diff.serving.model_card import build_model_card
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 
@@ -96,13 +96,13 @@ async def follow_alias(
             if await asyncio.to_thread(find_version) != current_name:
                 source = await asyncio.to_thread(find_source)
                 await models.switch(source)
-                print_line(f"answers now with {source.name}")
+                print_line(f"now answers with {source.name}")
                 await print_notes(models)
             last_failure = ""
         except Exception as error:  # MLflow or Ray failed, or a checkpoint is damaged
             models.metrics.poll_failures.inc()
             if str(error) != last_failure:
-                print_line(f"goes on with {current_name}; the next version could not be had: {error}", sys.stderr)
+                print_line(f"keeps answering with {current_name}; cannot load the next version: {error}", sys.stderr)
             last_failure = str(error)
 
 
@@ -123,41 +123,44 @@ def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
     """
     cfg = params.serve
     model_name = params.register_.model_name
-    registry_entry = (params.register_.tracking_uri, model_name, model)
+    tracking_uri = params.register_.tracking_uri
     is_alias = not (Path(model).is_dir() or model.isdecimal())
 
     def find_source() -> Source:
-        return find(*registry_entry, base, params.predict.max_new_tokens)
+        return find(tracking_uri, model_name, model, base, params.predict.max_new_tokens)
 
-    async def work() -> None:
+    def find_version() -> str:
+        return resolve_version(tracking_uri, model_name, model)
+
+    async def keep_model_current() -> None:
         """Load the first model, then follow the alias or wait forever."""
         await models.switch(source)
         print_line(f"{url_of(listener)} answers with {source.name}")
         await print_notes(models)
         if is_alias:
-            await follow_alias(models, lambda: resolve_version(*registry_entry), find_source, POLL_S)
+            await follow_alias(models, find_version, find_source, POLL_S)
         await asyncio.Event().wait()
 
     token = take_token(host)
     with listening_socket(host, port) as listener:
         source = find_source()
         with deployer(cfg, params.compute) as deploy:
-            models = Models(deploy, Metrics(), partial(describe, params))
+            models = Models(deploy, Metrics(), partial(build_model_card, params))
             server = Server(cfg, models, model_name, token)
-            asyncio.run(run(server, listener, cfg.answer_s, models, work))
+            asyncio.run(run(server, listener, cfg.answer_s, models, keep_model_current))
 
 
 async def run(
-    application: Server, listener: socket.socket, answer_s: float, models: Models, work: Callable[[], Any]
+    application: Server, listener: socket.socket, answer_s: float, models: Models, keep_model_current: Callable[[], Any]
 ) -> None:
-    """Answer requests and run `work` until a signal arrives, then shut down.
+    """Answer requests and keep the model current until a signal arrives, then shut down.
 
     Requests are accepted immediately, before the first model is loaded.
 
     Args:
         answer_s: maximum time for an answer in seconds. Shutdown waits for requests in progress at most this long plus
             UPLOAD_S.
-        work: a coroutine function that loads the first model and keeps it up to date.
+        keep_model_current: a coroutine function that loads the first model and follows its alias.
     """
     config = uvicorn.Config(
         application,
@@ -171,31 +174,31 @@ async def run(
         timeout_graceful_shutdown=int(limits.UPLOAD_S + answer_s) + 1,
     )
     server = uvicorn.Server(config)
-    has_stopped = stop_on_signals()
+    stop_event = stop_on_signals()
     # The public method `serve` would raise the signal again after shutdown
-    listening = asyncio.create_task(server._serve([listener]))
-    working = asyncio.create_task(work())
-    stopping = asyncio.create_task(has_stopped.wait())
-    await asyncio.wait((listening, working, stopping), return_when=asyncio.FIRST_COMPLETED)
+    server_task = asyncio.create_task(server._serve([listener]))
+    model_task = asyncio.create_task(keep_model_current())
+    signal_task = asyncio.create_task(stop_event.wait())
+    await asyncio.wait((server_task, model_task, signal_task), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
-    if working.done():
-        await listening
-        working.result()  # raises the error that kept the first model from loading
-    print_line("stops; answers what was asked")
-    working.cancel()
-    await listening
+    if model_task.done():
+        await server_task
+        model_task.result()  # raises the error that kept the first model from loading
+    print_line("stops after it has answered the requests in progress")
+    model_task.cancel()
+    await server_task
     await models.close()
 
 
 def stop_on_signals() -> asyncio.Event:
     """Return an event that is set by SIGTERM, SIGINT and SIGHUP. Under nohup, SIGHUP is still ignored."""
-    has_stopped = asyncio.Event()
-    numbers = [signal.SIGTERM, signal.SIGINT]
+    stop_event = asyncio.Event()
+    signals = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, has_stopped.set)
-    return has_stopped
+        signals.append(signal.SIGHUP)
+    for number in signals:
+        asyncio.get_running_loop().add_signal_handler(number, stop_event.set)
+    return stop_event
 
 
 def take_token(host: str) -> str | None:

@@ -21,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from m3diff.provenance.dvc import lookup
-from m3diff.records.errors import Fault
+from m3diff.records.errors import Fault, cause_of
 from m3diff.records.files import write_atomic
 from m3diff.settings.rules import RULES
 from m3diff.settings.section import ParamsError, explain, fields_of_name
@@ -70,7 +70,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except ParamsError as error:
         raise ParamsError(error.fault.at(path=path)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        fault = _tab_fault(text, error) or Fault("settings.not_yaml", cause=str(error))
+        fault = _tab_fault(text, error) or Fault("settings.not_yaml", cause=cause_of(error))
         raise ParamsError(fault.at(path=path)) from error
     if raw is None:
         raise ParamsError("settings.empty_file", path=path)

@@ -88,8 +88,8 @@ def test_where_the_images_go_is_printed_before_the_first_is_sent(server, folders
 
 def test_both_images_go_in_one_message_with_the_pair_s_own_question(server, folders, tmp_path):
     run(tmp_path, make_request(server))
-    assert len(server.asked) == 6
-    for body in server.asked:
+    assert len(server.requests) == 6
+    for body in server.requests:
         (message,) = body["messages"]
         *images, text = message["content"]
         name = re.search(r"pair (\d)\?", text["text"])[1]
@@ -118,7 +118,7 @@ def test_the_key_is_sent_and_stored_in_no_file(server, folders, tmp_path):
 def test_prompt_and_length_are_those_of_the_request(server, folders, tmp_path):
     run(tmp_path, make_request(server, prompt="Say it in {detail}. {question}", max_tokens=7))
     assert min(server.texts) == "Say it in {detail}. What changed in pair 0?"
-    assert {body["max_tokens"] for body in server.asked} == {7}
+    assert {body["max_tokens"] for body in server.requests} == {7}
 
 
 def test_captions_are_scored_as_evaluate_scores_them(server, folders, tmp_path):
@@ -157,9 +157,9 @@ def test_a_folder_that_is_named_is_not_written_over(server, folders, tmp_path):
 )
 def test_a_second_run_asks_only_what_is_not_stored(changes, questions, server, folders, tmp_path):
     earlier = run(tmp_path, make_request(server))
-    server.asked.clear()
+    server.requests.clear()
     result = run(tmp_path, make_request(server, **changes))
-    assert len(server.asked) == questions
+    assert len(server.requests) == questions
     assert (result.scored == earlier.scored) is ("limit" not in changes)
     assert (result.folder == earlier.folder) is (not changes)
 
@@ -191,9 +191,9 @@ def test_a_run_continues_a_killed_one_with_the_answers_that_are_missing(server, 
     store = tmp_path / "scratch/zero_shot.jsonl"
     lines = store.read_bytes().splitlines(keepends=True)
     store.write_bytes(b"".join(lines[:3]) + lines[3][:-20])
-    server.asked.clear()
+    server.requests.clear()
     assert predictions(run(tmp_path, make_request(server))) == bench.PREDICTIONS
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 def test_a_server_that_goes_on_failing_leaves_no_result(server, folders, tmp_path, monkeypatch):
@@ -275,7 +275,7 @@ def test_answers_without_any_caption_are_an_error_and_the_next_run_asks_anew(
     assert not (tmp_path / "scratch/evaluated").exists()
     server.replies = replies  # the server is mended
     assert predictions(run(tmp_path, make_request(server))) == bench.PREDICTIONS
-    assert len(server.asked) == 12
+    assert len(server.requests) == 12
 
 
 def test_marks_in_captions_are_counted(server, folders, tmp_path, capsys):
@@ -306,7 +306,7 @@ def test_fewer_pairs_than_papers_score_are_refused_unsent(server, folders, tmp_p
     set_published_pairs(monkeypatch, 7)
     with pytest.raises(DataError, match="7"):
         run(tmp_path, make_request(server))
-    assert server.asked == []
+    assert server.requests == []
 
 
 def test_a_changed_image_is_refused_unsent(server, folders, tmp_path):
@@ -314,14 +314,14 @@ def test_a_changed_image_is_refused_unsent(server, folders, tmp_path):
     with raises(DataError, "zero_shot.unusable_image", pair="toy/3") as changed:
         run(tmp_path, make_request(server), metrics=["CIDEr"], allow_fewer_pairs=True)
     assert changed.value.fields["cause"].code == "images.changed_since_ingest"
-    assert server.asked == []
+    assert server.requests == []
 
 
 def test_a_metric_without_its_java_is_refused_unsent(server, folders, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(JavaMissing):
         run(tmp_path, make_request(server), metrics=["CIDEr"], allow_fewer_pairs=True)
-    assert server.asked == []
+    assert server.requests == []
 
 
 @pytest.fixture
@@ -334,13 +334,13 @@ def unlicensed(folders: bench.Folders, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_images_without_a_licence_are_not_sent_to_another_machine(server, unlicensed, tmp_path):
     with pytest.raises(DataError, match="OmniDiff"):
         run(tmp_path, make_request(server), metrics=["CIDEr"], allow_fewer_pairs=True)
-    assert server.asked == []
+    assert server.requests == []
 
 
 def test_images_without_a_licence_are_sent_with_a_notice_if_the_user_allows_it(server, unlicensed, tmp_path, capsys):
     run(tmp_path, make_request(server, allow_unlicensed=True), allow_fewer_pairs=True)
     assert "OmniDiff" in capsys.readouterr().out
-    assert len(server.asked) == 6
+    assert len(server.requests) == 6
 
 
 @pytest.mark.parametrize(
@@ -370,17 +370,17 @@ def test_captions_of_another_server_are_not_published_as_this_ones(earlier, serv
         run(tmp_path, make_request(first if earlier == "another server" else server))
     if earlier == "an earlier version":
         without_servers(tmp_path / "scratch/zero_shot.jsonl")
-    server.asked.clear()
+    server.requests.clear()
     with raises(OtherServerError, "endpoint.other_server", answers=6, option=Fault("zero_shot.reuse_option")):
         run(tmp_path, make_request(server))
-    assert server.asked == []
+    assert server.requests == []
     own = make_request(server).default_folder(tmp_path / "scratch")
     assert earlier == "an earlier version" or not own.exists()
     reused = run(tmp_path, make_request(server, reuse_answers=True))
     assert reused.folder != own
-    assert server.asked == []
+    assert server.requests == []
     assert predictions(run(tmp_path, make_request(server, reuse_answers=False))) == bench.PREDICTIONS
-    assert len(server.asked) == 6
+    assert len(server.requests) == 6
 
 
 def test_the_report_says_whose_answers_are_from_the_cache_and_from_when(server, folders, tmp_path, capsys):
@@ -412,5 +412,5 @@ def test_a_server_that_hangs_on_two_images_leaves_no_result(server, folders, tmp
     assert cause.code == "endpoint.silent_on_images"
     assert cause.fields["questions"] == 6
     assert cause.fields["limit"] == 1
-    assert len(server.asked) == 12
+    assert len(server.requests) == 12
     assert not (tmp_path / "scratch/evaluated").exists()

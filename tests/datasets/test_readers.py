@@ -298,7 +298,7 @@ def test_what_cannot_be_read_stays_with_its_place_and_what_is_wrong(tmp_path, re
 
 CAPTIONS = "change_captions.json"
 TYPES = "type_mapping.json"
-WITHOUT_EDITED = shard("test", layouts.emu_row("test", 0, "x", edited=False))
+WITHOUT_EDITED = shard("test", layouts.emu_row("test", 0, "x", is_edited=False))
 # Reader, what is changed, code of the error, file, and other fields
 REFUSED: list[tuple[str, Change, str, str, dict[str, Any]]] = [
     ("clevr_change", put(TYPES, {"color": "a.png"}), "unexpected_value", TYPES, {"value": "text 'a.png'"}),

@@ -60,7 +60,7 @@ def variant_run(
         changes={},
         experiments=[name],
         metrics=metrics,
-        pairs={PROTOCOL: engine.summed(tables)},
+        pairs={PROTOCOL: engine.sum_over_seeds(tables)},
         budget=BUDGET,
         same_steps_as=same_steps_as,
     )
@@ -87,7 +87,7 @@ def rows() -> list[dict]:
 
 
 def test_the_statistics_of_a_pair_are_summed_over_the_seeds_in_any_order_of_rows():
-    summed = engine.summed([scores([1.0, 2.0, 3.0], "abc"), scores([30.0, 10.0, 20.0], "cab")])
+    summed = engine.sum_over_seeds([scores([1.0, 2.0, 3.0], "abc"), scores([30.0, 10.0, 20.0], "cab")])
     assert summed["id"].to_pylist() == ["a", "b", "c"]
     assert summed["CIDEr"].to_pylist() == [[11.0, 2.0], [22.0, 2.0], [33.0, 2.0]]
     assert summed.column_names == ["protocol", "id", "CIDEr"]

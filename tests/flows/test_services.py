@@ -151,7 +151,7 @@ def test_no_page_of_the_servers_asks_a_host_that_is_not_this_machine(servers):
             page.wait_for_timeout(1500)
             assert page.inner_text("body").strip(), f"{address}: an empty page"
             page.close()
-            foreign_requests[address] = watch.left
+            foreign_requests[address] = watch.foreign_requests
     assert {page: requests for page, requests in foreign_requests.items() if requests} == {}
     records = f"{mlflow}ajax-api/3.0/mlflow/ui-telemetry"  # MLflow's page would send its reports to this address
     assert httpx.get(records).json()["disable_ui_telemetry"] is True

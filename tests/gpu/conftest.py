@@ -1,4 +1,4 @@
-"""Tests of what no CPU can show: `make test-gpu`. `make test` leaves them out."""
+"""Fixtures of the tests that need a GPU. `make test-gpu` runs them, and `make test` does not."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ if torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Asked for where there is no GPU, they say so."""
+    """Skip the tests with a reason if torch cannot find a GPU."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -29,7 +29,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """fp32 products in fp32: TF32 keeps ten bits."""
+    """Compute fp32 products in fp32. TF32 would keep only ten bits."""
     matmul = torch.backends.cuda.matmul.allow_tf32
     convolution = torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -40,7 +40,7 @@ def exact_products() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """The compiler's limit of graphs counts those of the whole process."""
+    """Reset the compiler, because its limit of graphs applies to the whole process."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -1,5 +1,6 @@
-"""Tests of tests/gpu forced on a CPU, and the branches that a CPU never takes, on tensors without storage."""
+"""Run the tests in tests/gpu on a CPU, and test branches that a CPU never takes with tensors without storage."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from tests.tiny import MDP, tiny, tiny_settings
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is asked for, and the CPU computes."""
+    """Let the CPU compute although a GPU is requested."""
     monkeypatch.setattr(Device, "torch", torch.device("cpu"))
     monkeypatch.setattr(Device, "backend", "gloo")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
@@ -62,80 +63,89 @@ def test_a_resume(precision, mixture, tmp_path, monkeypatch, forced):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_a_resume_gives_adamw_lies_where_its_fused_kernel_reads_it(device):
+def test_resumed_states_of_adamw_are_on_the_device_of_its_fused_kernel(device):
     weight = torch.nn.Parameter(torch.zeros(3))
     adamw = torch.optim.AdamW([weight], fused=True)
     adamw.param_groups[0]["params"] = [weight.to(device)]
     engine: Any = SimpleNamespace(optimizer=SimpleNamespace(), basic_optimizer=adamw)
     start_moments(engine, 7)
-    ((_, held),) = adamw.state.items()
-    assert {name: (held[name].device.type, held[name].dtype) for name in ("step", *MOMENTS)} == dict.fromkeys(
-        ("step", *MOMENTS), (device, torch.float32)
-    )
+    (state,) = adamw.state.values()
+    for name in ("step", *MOMENTS):
+        assert state[name].device.type == device
+        assert state[name].dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masked", [False, True])
-def test_no_kernel_gets_fewer_key_heads_in_fp32_or_with_a_mask(dtype, masked, monkeypatch):
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_no_kernel_gets_fewer_key_heads_in_fp32_or_with_a_mask(dtype, has_mask, monkeypatch):
     heads: list[tuple[int, int, bool]] = []
-    stock = F.scaled_dot_product_attention
+    stock_kernel = F.scaled_dot_product_attention
 
-    def kernel(query: Any, key: Any, value: Any, mask: Any, **how: Any) -> Any:
-        heads.append((key.shape[1], value.shape[1], how["enable_gqa"]))
-        return stock(query, key, value, mask, **how)
+    def kernel(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        heads.append((key.shape[1], value.shape[1], options["enable_gqa"]))
+        return stock_kernel(query, key, value, mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
     with FakeTensorMode():
-        query, key = (torch.empty(2, n, 5, 8, dtype=dtype, device="cuda") for n in (4, 2))
-        mask = torch.empty(2, 1, 5, 5, dtype=torch.bool, device="cuda") if masked else None
+        query = torch.empty(2, 4, 5, 8, dtype=dtype, device="cuda")
+        key = torch.empty(2, 2, 5, 8, dtype=dtype, device="cuda")
+        mask = torch.empty(2, 1, 5, 5, dtype=torch.bool, device="cuda") if has_mask else None
         assert fused.sdpa(query, key, key, mask, None).shape == (2, 5, 4, 8)
-    assert heads == [(2, 2, True) if dtype == torch.bfloat16 and not masked else (4, 4, False)]
+    is_grouped = dtype == torch.bfloat16 and not has_mask
+    assert heads == [(2, 2, True) if is_grouped else (4, 4, False)]
 
 
-class Waits(TorchDispatchMode):
-    """Raises where a CPU would wait for what a device computes: to read a value, or to know a size."""
+class NoWaiting(TorchDispatchMode):
+    """Raise an error if the CPU would wait for the device in order to read a value or a size."""
 
     OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_backward", "equal", "bincount")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        there = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))
-        assert not (there and func.overloadpacket.__name__ in self.OPERATIONS), f"{func} waits for the device"
+        leaves = tree_leaves((args, kwargs))
+        is_on_device = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves)
+        waits = is_on_device and func.overloadpacket.__name__ in self.OPERATIONS
+        assert not waits, f"{func} waits for the device"
         return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("case", ["m3diff", "onediff on LLaVA-1.5", "blip2idc on Qwen2"])
 def test_a_micro_batch_waits_for_nothing(case, mixture, tmp_path, monkeypatch):
-    """Forward and backward on a device without values, while the module's contribution is recorded too."""
+    """Run forward and backward on a device without values, with and without recording the module's contribution."""
     base, settings = tiny(case, tmp_path / "base")
     family = FAMILIES[settings.family]
     device = Device(gpu=False, precision="bf16")
     if case == "m3diff":
         settings = tiny_settings(MDP | {"pos_embed_scale": 3.0})
-    made = recipe(base, model=settings, precision="bf16", micro_batch=4)
-    model, processor = prepare_model(made.cfg, made.model, made.compute, family)
-    batch = first_batch(made, mixture, processor, device)
+    training = recipe(base, model=settings, precision="bf16", micro_batch=4)
+    model, processor = prepare_model(training.cfg, training.model, training.compute, family)
+    batch = first_batch(training, mixture, processor, device)
     model.to("meta")
     monkeypatch.setattr(Device, "torch", torch.device("meta"))
     monkeypatch.setattr(Device, "move", lambda self, tensor: tensor.to("meta"))
-    for recorded in (False, True):
-        recording = family.contribution.recorded(unwrapped(model)) if recorded and family.contribution else Waits()
-        with recording, Waits():
+    recordings: list[Any] = [nullcontext()]
+    if family.contribution:
+        recordings.append(family.contribution.recorded(unwrapped(model)))
+    for recording in recordings:
+        with recording, NoWaiting():
             token_loss(model, batch, processor, device).backward()
-    assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad and "lora_" in n)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" in name:
+            assert parameter.grad is not None, name
 
 
-def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit():
+def test_visual_tokens_equal_those_of_masked_scatter_bit_for_bit():
     torch.manual_seed(0)
     ids = torch.tensor([[3, 9, 9, 1, 9, 3], [9, 3, 9, 9, 1, 1]])
     visual = torch.randn(6, 4, requires_grad=True)
     embeds = torch.randn(2, 6, 4, requires_grad=True)
     weight = torch.randn(2, 6, 4)
-    found = with_visual_tokens(embeds, visual, ids, 9)
-    wanted = embeds.masked_scatter((ids == 9)[..., None], visual)
-    assert found.equal(wanted)
-    given = (embeds, visual)
-    both = (torch.autograd.grad((made * weight).sum(), given) for made in (found, wanted))
-    assert all(ours.equal(theirs) for ours, theirs in zip(*both, strict=True))
+    scattered = with_visual_tokens(embeds, visual, ids, 9)
+    expected = embeds.masked_scatter((ids == 9)[..., None], visual)
+    assert scattered.equal(expected)
+    gradients = torch.autograd.grad((scattered * weight).sum(), (embeds, visual))
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), (embeds, visual))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert gradient.equal(expected_gradient)
 
 
 def test_a_step_of_deepspeed_never_waits_for_the_device(mixture, tmp_path, monkeypatch):
@@ -147,19 +157,19 @@ def test_a_step_of_deepspeed_never_waits_for_the_device(mixture, tmp_path, monke
     assert not waits
 
 
-def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_error(monkeypatch):
+def test_a_gpu_uses_compiled_kernels_and_too_many_graphs_are_an_error(monkeypatch):
     with FakeTensorMode():
         tensor = torch.empty(2, device="cuda")
     assert fused.fused_on_gpu(fused.swiglu, tensor) is fused.compiled(fused.swiglu)
     assert fused.fused_on_gpu(fused.swiglu, torch.empty(2)) is fused.swiglu
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
-    kernel = fused.compiled(lambda x, text: x * len(text))  # a graph for each value of Python
+    kernel = fused.compiled(lambda x, text: x * len(text))  # compiled again for each length of the text
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         [kernel(torch.ones(3), "a" * number) for number in range(12)]
 
 
-def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(monkeypatch):
+def test_a_gpus_memory_grows_in_segments_unless_the_user_sets_the_allocator(monkeypatch):
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(variable, raising=False)
     assert process_environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

@@ -14,7 +14,7 @@ from m3diff.commands.export.hub import write_model
 from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, read_manifest, verify_manifest, write_manifest
 from m3diff.models.decoding import FILE, decoding_settings
 from m3diff.models.generation import QUESTION, load_captioner
-from m3diff.serving.caption import AskedPair, caption_pairs
+from m3diff.serving.caption import PairToCaption, caption_pairs
 from m3diff.settings.load import load_params
 from m3diff.stages.predict.stage import CaptionJob, load_model
 from tests.tiny import BASE, CASES, colour_image, pair_inputs, tiny, tiny_checkpoint
@@ -129,7 +129,7 @@ def test_predict_caption_and_serve_load_the_same_greedy_model(plain, tmp_path):
         files = [tmp_path / f"{number}{side}.png" for side in ("a", "b")]
         before.save(files[0])
         after.save(files[1])
-        pairs.append(AskedPair(str(number), *files))
+        pairs.append(PairToCaption(str(number), *files))
     answers = caption_pairs(load_captioner(copied, MAX_NEW_TOKENS), pairs, None, None, 10_000)
     assert predicted == plain[1]
     assert [answer.caption for answer in answers] == plain[1]

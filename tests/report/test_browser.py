@@ -73,7 +73,7 @@ def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
     yield open_page
     for page, watch in opened:
-        assert watch.left == []
+        assert watch.foreign_requests == []
         assert watch.complaints == []
         page.close()
 

@@ -1,4 +1,4 @@
-"""The routes without a process: answers, and each refusal with its status and words."""
+"""Test the routes in this process: the answers, and each refusal with its status and text."""
 
 import asyncio
 import base64
@@ -24,7 +24,7 @@ from m3diff.serving.model_card import ModelCard, TrainingData
 from m3diff.serving.questions import NOTE
 from m3diff.serving.server import follow_alias
 from tests.serving import toy
-from tests.serving.toy import COMPUTE_S, Service, at, base64_of, chat, form, plain, png, source, toy_caption
+from tests.serving.toy import COMPUTE_S, Service, base64_of, chat, form, image_part, plain, png, source, toy_caption
 from tests.test_images import DAMAGES, damaged
 from tests.tiny import noise_image
 
@@ -42,17 +42,17 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     folder = toy.write_toy(tmp_path / "one", "one")
     services = []
 
-    def make_service(ready: bool = True, **changes: Any) -> Service:
+    def make_service(is_ready: bool = True, **changes: Any) -> Service:
         service = Service(**changes)
         services.append(service)
-        if ready:
+        if is_ready:
             service.run(service.models.switch(source(folder)))
         return service
 
     yield make_service
     for service in services:
-        assert service.server.capacity.requests == 0, "a request left its place taken"
-        assert service.server.capacity.reserved_bytes == 0, "a request left its memory taken"
+        assert service.server.capacity.requests == 0, "a request did not free its place in the queue"
+        assert service.server.capacity.reserved_bytes == 0, "a request did not free its memory"
         service.runner.close()
 
 
@@ -148,18 +148,20 @@ def as_json(**body: Any) -> dict[str, Any]:
     return {"json": {"before": BASE64, "after": BASE64} | body}
 
 
-def parts(*given: Any, **more: Any) -> dict[str, Any]:
-    return messages({"role": "user", "content": list(given)}, **more)
+def parts(*content: Any, **options: Any) -> dict[str, Any]:
+    """Return a chat request with one user message."""
+    return messages({"role": "user", "content": list(content)}, **options)
 
 
-def messages(*given: Any, **more: Any) -> dict[str, Any]:
-    return {"json": {"model": "m3diff", "messages": list(given)} | more}
+def messages(*chat_messages: Any, **options: Any) -> dict[str, Any]:
+    """Return a chat request."""
+    return {"json": {"model": "m3diff", "messages": list(chat_messages)} | options}
 
 
 FORM = "multipart/form-data"
 BASE64 = base64_of(AFTER)
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
-IMAGE, OTHER = chat(BEFORE, AFTER)["messages"][0]["content"]
+IMAGE, SECOND_IMAGE = chat(BEFORE, AFTER)["messages"][0]["content"]
 URL = IMAGE["image_url"]["url"]
 TEXT = {"type": "text", "text": "What?"}
 USER = {"role": "user", "content": [IMAGE] * 2}
@@ -189,10 +191,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a form without a boundary": (typed(b"x", FORM), "not_a_form", "a multipart form"),
     "chat: one image": (parts(TEXT, IMAGE), "wrong_parts", "1 image(s), 1 text(s); one message with"),
     "chat: two texts": (parts(TEXT, IMAGE, IMAGE, TEXT), "wrong_parts", "2 image(s), 2 text(s); one"),
-    "chat: an address": (parts(at("https://a.com/a.png"), IMAGE), "not_base64", f"{WHERE}https://a.com/a.png"),
-    "chat: a file's": (parts(at("file:///etc/passwd"), IMAGE), "not_base64", f"{WHERE}file:///etc/passwd"),
+    "chat: an address": (parts(image_part("https://a.com/a.png"), IMAGE), "not_base64", f"{WHERE}https://a.com/a.png"),
+    "chat: a file's": (parts(image_part("file:///etc/passwd"), IMAGE), "not_base64", f"{WHERE}file:///etc/passwd"),
     "chat: two messages": (
-        messages({**USER, "content": [IMAGE]}, {**USER, "content": [OTHER]}),
+        messages({**USER, "content": [IMAGE]}, {**USER, "content": [SECOND_IMAGE]}),
         "wrong_parts",
         "2 message(s)",
     ),
@@ -201,14 +203,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "chat: a stream": (parts(IMAGE, IMAGE, stream=True), "invalid_field", "stream: True"),
     "chat: a special token": (parts(TEXT | {"text": "<image>"}, IMAGE, IMAGE), "special_token", "'<image>'"),
 }
-"""A request, the code of its refusal, and words of it."""
+"""By name: a request, the code of its refusal, and a part of its text."""
 
 REFUSED_CHATS = {name: case for name, case in REFUSED.items() if name.startswith("chat: ")}
 REFUSED_PAIRS = {name: case for name, case in REFUSED.items() if name not in REFUSED_CHATS}
 
 
 @pytest.mark.parametrize(("request_", "code", "words"), REFUSED_PAIRS.values(), ids=REFUSED_PAIRS)
-def test_a_request_at_fault_is_refused_with_finding_limit_and_remedy(request_, code, words, serve):
+def test_an_invalid_request_is_refused_with_finding_limit_and_remedy(request_, code, words, serve):
     answer = serve().post(CAPTION, **request_)
     assert answer.status_code == 422, answer.text
     refusal = answer.json()
@@ -219,7 +221,7 @@ def test_a_request_at_fault_is_refused_with_finding_limit_and_remedy(request_, c
 
 
 @pytest.mark.parametrize(("request_", "code", "words"), REFUSED_CHATS.values(), ids=REFUSED_CHATS)
-def test_a_chat_at_fault_is_refused_in_openais_form(request_, code, words, serve):
+def test_an_invalid_chat_is_refused_in_openais_format(request_, code, words, serve):
     answer = serve().post(CHAT, **request_)
     assert answer.status_code == 422, answer.text
     error = answer.json()["error"]
@@ -235,18 +237,23 @@ def test_a_damaged_image_is_refused_or_read_and_breaks_nothing(kind, serve):
     assert {answer.status_code for answer in answers} <= {200, 422}
 
 
-LINES = [at(url[:60] + end + url[60:] + end) for url, end in ((URL, "\n"), (OTHER["image_url"]["url"], "\r\n"))]
+LINES = [
+    image_part(url[:60] + end + url[60:] + end)
+    for url, end in ((URL, "\n"), (SECOND_IMAGE["image_url"]["url"], "\r\n"))
+]
 
 
 HARMLESS_CHATS = {
-    "options": parts(IMAGE, OTHER, n=1, stream=False, stop=None, tools=[], temperature=0.7, max_tokens=3),
-    "names and details": messages({"role": "user", "name": "ann", "content": [at(URL, detail=None), OTHER]}),
+    "options": parts(IMAGE, SECOND_IMAGE, n=1, stream=False, stop=None, tools=[], temperature=0.7, max_tokens=3),
+    "names and details": messages(
+        {"role": "user", "name": "ann", "content": [image_part(URL, detail=None), SECOND_IMAGE]}
+    ),
     "base64 in lines": parts(*LINES),
 }
 
 
 @pytest.mark.parametrize("request_", HARMLESS_CHATS.values(), ids=HARMLESS_CHATS)
-def test_what_does_not_change_the_caption_of_a_chat_is_accepted(request_, serve):
+def test_chat_options_that_do_not_change_the_caption_are_accepted(request_, serve):
     answer = serve().post(CHAT, **request_)
     assert answer.status_code == 200, answer.text
     assert content(answer) == toy_caption("one", QUESTION, "10/20/0", "30/40/0")
@@ -297,8 +304,8 @@ REFUSED_OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED_OPTIONS, ids=lambda part: json.dumps(part)[:40])
-def test_an_option_that_asks_for_another_answer_than_a_caption_is_refused(name, value, serve):
-    answer = serve().post(CHAT, **parts(IMAGE, OTHER, **{name: value}))
+def test_an_option_that_asks_for_anything_but_a_caption_is_refused(name, value, serve):
+    answer = serve().post(CHAT, **parts(IMAGE, SECOND_IMAGE, **{name: value}))
     assert answer.status_code == 422, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -336,8 +343,8 @@ HARMLESS_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", HARMLESS_OPTIONS.values(), ids=HARMLESS_OPTIONS)
-def test_what_clients_send_by_default_changes_no_caption(options, serve):
-    answer = serve().post(CHAT, **parts(IMAGE, OTHER, **options))
+def test_the_default_options_of_clients_change_no_caption(options, serve):
+    answer = serve().post(CHAT, **parts(IMAGE, SECOND_IMAGE, **options))
     assert answer.status_code == 200, answer.text
     assert content(answer) == toy_caption("one", QUESTION, "10/20/0", "30/40/0")
 
@@ -346,8 +353,8 @@ def test_what_clients_send_by_default_changes_no_caption(options, serve):
 def test_a_model_is_described_by_the_version_and_by_the_registered_name(name, serve):
     answer = serve().get(f"/v1/models/{name}")
     assert answer.status_code == 200
-    named = name.replace("%2F", "/")
-    assert answer.json() == {"id": named, "object": "model", "created": 0, "owned_by": "m3diff"}
+    decoded_name = name.replace("%2F", "/")
+    assert answer.json() == {"id": decoded_name, "object": "model", "created": 0, "owned_by": "m3diff"}
     assert answer.headers["x-model-version"] == "m3diff/1"
 
 
@@ -360,8 +367,8 @@ def test_a_model_that_is_not_served_is_not_found_in_openais_form(name, serve):
     assert error["type"] == "invalid_request_error"
 
 
-def test_before_a_model_is_loaded_none_is_described(serve):
-    service = serve(ready=False)
+def test_no_model_is_described_before_one_is_loaded(serve):
+    service = serve(is_ready=False)
     assert service.get("/v1/models/m3diff").status_code == 503
     assert service.get("/v1/models/m3diff", headers={"Host": "evil.example.com"}).status_code == 403
     assert serve(token=TOKEN).get("/v1/models/m3diff").status_code == 401
@@ -377,7 +384,7 @@ def test_a_slash_after_the_list_of_models_is_the_list(serve):
     [(CAPTION, form(BEFORE, AFTER, question="Is it gone?")), (CHAT, parts(TEXT, IMAGE, IMAGE))],
     ids=["form", "chat"],
 )
-def test_a_question_to_a_model_that_reads_none_is_refused(route, request_, serve, monkeypatch):
+def test_a_question_to_a_model_that_reads_no_questions_is_refused(route, request_, serve, monkeypatch):
     monkeypatch.setattr(toy.ToyCaptioner, "family", FAMILIES["blip2idc"])
     answer = serve().post(route, **request_)
     assert answer.status_code == 422
@@ -404,22 +411,24 @@ def test_a_question_that_asks_something_else_is_noted_in_the_answer(kind, questi
     assert serve().post(route, **request).json().get("note") == note
 
 
-@pytest.mark.parametrize(("route", "request_"), [(CAPTION, form(BEFORE, AFTER)), (CHAT, parts(IMAGE, OTHER))], ids=str)
-def test_without_a_question_nothing_is_noted(route, request_, serve):
+@pytest.mark.parametrize(
+    ("route", "request_"), [(CAPTION, form(BEFORE, AFTER)), (CHAT, parts(IMAGE, SECOND_IMAGE))], ids=str
+)
+def test_an_answer_without_a_question_has_no_note(route, request_, serve):
     assert "note" not in serve().post(route, **request_).json()
 
 
-def test_the_card_of_the_model_that_answers_is_given(serve):
+def test_the_card_of_the_current_model_is_served(serve):
     data = TrainingData(dataset="minichange", is_drawn=True, pairs=2564)
     card = {"family": "m3diff", "date": "2026-11-28", "trained_on": (data,)}
-    given = serve(card=card).get("/model").json()
-    assert given == ModelCard("m3diff/1", **card).as_dict() | {"reads_question": True}
-    assert given["version"] == "1"
-    assert given["knows_photographs"] is False
+    served_card = serve(card=card).get("/model").json()
+    assert served_card == ModelCard("m3diff/1", **card).as_dict() | {"reads_question": True}
+    assert served_card["version"] == "1"
+    assert served_card["knows_photographs"] is False
 
 
 def test_a_model_answers_while_its_card_is_still_looked_up(serve, monkeypatch, tmp_path):
-    service = serve(ready=False)
+    service = serve(is_ready=False)
     is_looked_up = threading.Event()
 
     def describe(source: Any) -> ModelCard:
@@ -433,8 +442,8 @@ def test_a_model_answers_while_its_card_is_still_looked_up(serve, monkeypatch, t
     assert service.get("/model").json()["family"] == "m3diff"
 
 
-def test_before_a_model_is_loaded_there_is_no_card_and_no_pair_to_try(serve):
-    service = serve(ready=False)
+def test_there_are_no_card_and_no_examples_before_a_model_is_loaded(serve):
+    service = serve(is_ready=False)
     assert service.get("/model").status_code == 503
     assert service.get("/examples").json() == []
 
@@ -450,7 +459,7 @@ def test_a_chat_with_another_model_is_not_found(serve):
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
-def test_the_list_of_models_has_the_version_that_answers(serve):
+def test_the_list_of_models_has_the_current_version(serve):
     assert [entry["id"] for entry in serve().get("/v1/models").json()["data"]] == ["m3diff/1"]
 
 
@@ -469,7 +478,7 @@ def test_another_method_is_refused_with_the_one_that_is_allowed(serve):
 
 
 def test_a_server_without_a_model_is_healthy_and_not_ready(serve):
-    service = serve(ready=False)
+    service = serve(is_ready=False)
     assert service.get("/healthz").status_code == 200
     for answer in (service.get("/readyz"), service.get("/v1/models"), service.post(CAPTION, **PAIR)):
         assert answer.status_code == 503
@@ -477,7 +486,7 @@ def test_a_server_without_a_model_is_healthy_and_not_ready(serve):
 
 
 async def sent(part: bytes, count: int, pause_s: float = 0) -> AsyncIterator[bytes]:
-    """A body of no announced length."""
+    """Yield the parts of a body whose length is not announced."""
     for _ in range(count):
         yield part
         await asyncio.sleep(pause_s)
@@ -497,7 +506,7 @@ def test_a_chat_of_too_many_bytes_is_refused_in_openais_form(serve):
     assert answer.json()["error"]["code"] == "too_large"
 
 
-def test_a_request_that_comes_too_slowly_is_refused_in_time(serve, monkeypatch):
+def test_a_request_that_arrives_too_slowly_is_refused_in_time(serve, monkeypatch):
     service = serve(max_request_mb=1)
     monkeypatch.setattr(limits, "UPLOAD_S", 0.3)
     start = time.monotonic()
@@ -520,7 +529,7 @@ def test_a_full_queue_refuses_at_once_and_loses_no_other_request(serve):
 
 
 def large_image() -> bytes:
-    """An image of 0.75 MB. The four copies of a request with it take 3 MB; seven requests of 1 MB may take 7 MB."""
+    """Return an image of 0.75 MB. The copies of a request with it take 3 MB; seven requests of 1 MB may take 7 MB."""
     return png(noise_image(1, (500, 500)))
 
 
@@ -551,7 +560,7 @@ def test_the_largest_request_is_answered_however_short_the_queue_is(serve):
     assert service.post(CAPTION, **form(large_image(), BEFORE)).status_code == 200
 
 
-def test_an_answer_that_takes_too_long_is_given_up_and_no_longer_computed(serve, monkeypatch):
+def test_an_answer_that_takes_too_long_is_cancelled(serve, monkeypatch):
     service = serve(answer_s=COMPUTE_S / 4, batch_pairs=1)
     captioned = []
     answer = toy.ToyCaptioner.answer
@@ -622,7 +631,7 @@ def break_down(service: Service) -> list[httpx.Response]:
     return service.post_at_once(CAPTION, [form(BEFORE, AFTER, question="Break down?")] * 3)
 
 
-def test_an_error_inside_fails_its_own_batch_and_does_not_name_files_of_this_machine(serve):
+def test_an_internal_error_fails_only_its_batch_and_names_no_files(serve):
     service = serve()
     for answer in break_down(service):
         assert answer.status_code == 500
@@ -668,8 +677,8 @@ def test_a_version_takes_over_while_requests_run_and_none_is_lost(tmp_path, serv
         await asyncio.gather(*service.models.removing)
         return answers
 
-    found = {(answer["model"], answer["caption"].partition(":")[0]) for answer in service.run(main())}
-    assert found == {("m3diff/1", "one"), ("m3diff/2", "other")}
+    models_and_words = {(answer["model"], answer["caption"].partition(":")[0]) for answer in service.run(main())}
+    assert models_and_words == {("m3diff/1", "one"), ("m3diff/2", "other")}
     assert [replica.removed for replica in service.replicas] == [True, False]
 
 
@@ -691,7 +700,7 @@ def test_the_alias_is_followed_past_versions_that_cannot_be_loaded(tmp_path, ser
 
     service.run(main())
     printed = capsys.readouterr()
-    for told in ("model.safetensors: sha256 differs", "model.safetensors: cut off; fetch"):
-        assert printed.err.count(f"goes on with m3diff/1; the next version could not be had: {told}") == 1
-    assert printed.out == "m3diff serve: answers now with m3diff/4\n"
+    for cause in ("model.safetensors: sha256 differs", "model.safetensors: cut off; fetch"):
+        assert printed.err.count(f"keeps answering with m3diff/1; cannot load the next version: {cause}") == 1
+    assert printed.out == "m3diff serve: now answers with m3diff/4\n"
     assert {replica.removed for replica in service.replicas[:-1]} == {True}, "no damaged one is left in memory"

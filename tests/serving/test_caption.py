@@ -1,4 +1,4 @@
-"""`m3diff caption` on images of one's own: pairs of paths, folders and tables, many pairs, overlays, refusals."""
+"""Test `m3diff caption` with a user's images: two paths, folders, tables, overlays and refusals."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.records.errors import DataError, Fault
 from m3diff.registry import model_source, tracking, versions
-from m3diff.serving.caption import BATCH_PAIRS, AskedPair, caption_pairs, find_pairs
+from m3diff.serving.caption import BATCH_PAIRS, PairToCaption, caption_pairs, find_pairs
 from m3diff.serving.questions import NOTE
 from m3diff.settings.section import ParamsError
 from tests.errors import Message, raises
@@ -40,8 +40,8 @@ def images(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def pairs(images: Path, count: int) -> list[AskedPair]:
-    return [AskedPair(f"p{n}", images / f"{n}.png", images / f"{n + 1}.png") for n in range(count)]
+def pairs(images: Path, count: int) -> list[PairToCaption]:
+    return [PairToCaption(f"p{n}", images / f"{n}.png", images / f"{n + 1}.png") for n in range(count)]
 
 
 def caption(checkpoint: Path, *arguments: object) -> int:
@@ -50,27 +50,27 @@ def caption(checkpoint: Path, *arguments: object) -> int:
 
 def test_every_pair_has_its_own_answer_in_order_over_the_batches(checkpoint, images, capsys):
     captioner = load_captioner(checkpoint)
-    asked = pairs(images, BATCH_PAIRS + 3)
-    found = list(caption_pairs(captioner, asked, None, None))
-    assert [answer.pair for answer in found] == asked
-    alone = [next(caption_pairs(captioner, [pair], None, None)).caption for pair in asked]
-    assert [answer.caption for answer in found] == alone
-    assert len(set(alone)) > 1, "a model that says one thing shows no order"
+    image_pairs = pairs(images, BATCH_PAIRS + 3)
+    answers = list(caption_pairs(captioner, image_pairs, None, None))
+    assert [answer.pair for answer in answers] == image_pairs
+    single_captions = [next(caption_pairs(captioner, [pair], None, None)).caption for pair in image_pairs]
+    assert [answer.caption for answer in answers] == single_captions
+    assert len(set(single_captions)) > 1, "equal captions would not show their order"
     capsys.readouterr()
-    assert caption(checkpoint.parent, images / "0.png", images / "1.png") == 0, "a folder that holds it will do"
-    assert capsys.readouterr().out == f"{' '.join(alone[0].split())}\n"
+    assert caption(checkpoint.parent, images / "0.png", images / "1.png") == 0, "the parent folder is accepted, too"
+    assert capsys.readouterr().out == f"{' '.join(single_captions[0].split())}\n"
 
 
-def test_a_pair_that_cannot_be_read_is_said_and_the_others_are_captioned(checkpoint, images, capsys):
+def test_an_unreadable_pair_is_reported_and_the_others_are_captioned(checkpoint, images, capsys):
     (images / "bad.png").write_bytes(b"no image")
     Image.new("1", (1, 30_000)).save(images / "thin.png")
     (images / "t.csv").write_text("before,after\n0.png,1.png\n2.png,bad.png\nthin.png,1.png\n4.png,5.png\n")
     assert caption(checkpoint, images / "t.csv") == DATA_REFUSED
-    said = capsys.readouterr()
-    assert [line.split("\t")[0] for line in said.out.splitlines()] == ["0", "4"]
-    assert Message("images.text", path=images / "bad.png", kind="text").in_text(said.err)
+    as_text = capsys.readouterr()
+    assert [line.split("\t")[0] for line in as_text.out.splitlines()] == ["0", "4"]
+    assert Message("images.text", path=images / "bad.png", kind="text").in_text(as_text.err)
     size = {"width": 1, "height": 30_000, "value": 900_000_000, "limit": 100_000_000}
-    assert Message("images.too_large", path=images / "thin.png", **size).in_text(said.err)
+    assert Message("images.too_large", path=images / "thin.png", **size).in_text(as_text.err)
     assert caption(checkpoint, images / "t.csv", "--json") == DATA_REFUSED
     as_json = capsys.readouterr()
     summary = Message("command.pairs_without_caption", count=2, pairs=4)
@@ -80,10 +80,10 @@ def test_a_pair_that_cannot_be_read_is_said_and_the_others_are_captioned(checkpo
     assert rows[0]["before"] == str(images / "0.png")
     assert rows[1].keys() == {"name", "before", "after", "error", "model", "version"}
     captions = [" ".join(row["caption"].split()) for row in (rows[0], rows[3])]
-    assert captions == [line.split("\t")[1] for line in said.out.splitlines()]
+    assert captions == [line.split("\t")[1] for line in as_text.out.splitlines()]
 
 
-def test_a_question_with_the_mark_of_an_image_is_refused(checkpoint, images, capsys):
+def test_a_question_with_an_image_placeholder_is_refused(checkpoint, images, capsys):
     question = (images / "0.png", images / "1.png", "--question")
     assert caption(checkpoint, *question, "What is new in <image>?") == USAGE
     printed = capsys.readouterr()
@@ -92,7 +92,7 @@ def test_a_question_with_the_mark_of_an_image_is_refused(checkpoint, images, cap
     assert caption(checkpoint, *question, "What is new?") == 0
 
 
-def test_a_question_to_a_model_that_reads_none_is_refused(images):
+def test_a_question_to_a_model_that_reads_no_questions_is_refused(images):
     model: Any = SimpleNamespace(family=FAMILIES["blip2idc"])
     with raises(ParamsError, "serving.question_not_read", value="Is a cup gone?"):
         next(caption_pairs(model, pairs(images, 1), "Is a cup gone?", None))
@@ -102,17 +102,17 @@ SIDE = 13 * 40  # pixels of an image of 40 that is drawn large enough to be seen
 
 
 class Model:
-    """A captioner whose maps are given; it remembers questions and the last images."""
+    """A captioner that returns these maps, and records the questions and the last images."""
 
     processor = SimpleNamespace(prepare_image=np.asarray, encode_prompt=lambda question: ())
     family = SimpleNamespace(reads_question=True)
 
     def __init__(self, maps: np.ndarray | None) -> None:
         self.maps = maps
-        self.asked = list[str]()
+        self.questions = list[str]()
 
     def answer(self, prepared: list[np.ndarray], question: str, saliency: bool) -> Any:
-        self.asked.append(question)
+        self.questions.append(question)
         self.images = prepared
         return ["same"] * (len(prepared) // 2), self.maps
 
@@ -136,12 +136,12 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
 
 
 @pytest.mark.parametrize(
-    ("question", "asked"), [(None, QUESTION), ("Is a cup gone?", "Is a cup gone?")], ids=["none", "a question"]
+    ("question", "prompt"), [(None, QUESTION), ("Is a cup gone?", "Is a cup gone?")], ids=["none", "a question"]
 )
-def test_a_model_is_asked_the_question_or_what_changed(question, asked, images):
+def test_a_model_is_asked_the_question_or_what_changed(question, prompt, images):
     model: Any = Model(None)
     list(caption_pairs(model, pairs(images, 1), question, None))
-    assert model.asked == [asked]
+    assert model.questions == [prompt]
 
 
 def test_a_model_gets_the_image_before_first(images):
@@ -161,11 +161,11 @@ def test_overlays_of_a_model_without_maps_are_refused(images):
 STORE = ("sqlite:///:memory:", "m3diff")
 
 
-def test_a_version_brings_its_checkpoint_and_its_own_limit_of_tokens(checkpoint, monkeypatch):
+def test_a_version_has_a_checkpoint_and_its_own_limit_of_tokens(checkpoint, monkeypatch):
     version = SimpleNamespace(version="3", tags={"predict.max_new_tokens": "5"})
     registered = {"3": version}
     monkeypatch.setattr(versions, "find_version", lambda client, name, model: registered[model])
-    monkeypatch.setattr(versions, "download_checkpoint", lambda found: checkpoint if found is version else None)
+    monkeypatch.setattr(versions, "download_checkpoint", lambda requested: checkpoint if requested is version else None)
     monkeypatch.setattr(tracking, "connect", lambda uri: nullcontext())
     source = model_source.find(*STORE, "3", Path("base"), 64)
     assert source.name == "m3diff/3"
@@ -180,7 +180,7 @@ def test_a_folder_has_the_limit_of_tokens_of_the_parameters(checkpoint):
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     folders = ("one/a.png", "one/b.JPG", "one/notes.txt", "other/b.webp", "other/a.png", "empty/notes.txt")
     for name in (*folders, "x.png", "y.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -188,110 +188,110 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_folders_are_pairs_by_name_in_any_format(here):
-    a = AskedPair("a", here / "one/a.png", here / "other/a.png")
-    b = AskedPair("b", here / "one/b.JPG", here / "other/b.webp")
-    assert find_pairs(here / "one", here / "other") == [a, b]
+def test_two_folders_are_pairs_by_name_in_any_format(folder):
+    a = PairToCaption("a", folder / "one/a.png", folder / "other/a.png")
+    b = PairToCaption("b", folder / "one/b.JPG", folder / "other/b.webp")
+    assert find_pairs(folder / "one", folder / "other") == [a, b]
 
 
-def test_hidden_files_and_folders_are_no_images(here):
+def test_hidden_files_and_folders_are_no_images(folder):
     for side in ("one", "other"):
-        (here / side / "._a.png").write_bytes(b"\0\5\26\7")
-        (here / side / ".hidden").mkdir()
-    assert [pair.name for pair in find_pairs(here / "one", here / "other")] == ["a", "b"]
+        (folder / side / "._a.png").write_bytes(b"\0\5\26\7")
+        (folder / side / ".hidden").mkdir()
+    assert [pair.name for pair in find_pairs(folder / "one", folder / "other")] == ["a", "b"]
 
 
-def test_one_name_in_two_formats_is_two_images(here):
+def test_one_name_in_two_formats_is_two_images(folder):
     for file in ("one/c.png", "one/c.jpg", "other/c.png", "other/c.jpg"):
-        (here / file).touch()
-    names = [pair.name for pair in find_pairs(here / "one", here / "other")]
+        (folder / file).touch()
+    names = [pair.name for pair in find_pairs(folder / "one", folder / "other")]
     assert names == ["a", "b", "c.jpg", "c.png"]
 
 
-def test_two_images_are_one_pair(here):
-    assert find_pairs(here / "x.png", here / "y.png") == [AskedPair("x", here / "x.png", here / "y.png")]
+def test_two_images_are_one_pair(folder):
+    assert find_pairs(folder / "x.png", folder / "y.png") == [PairToCaption("x", folder / "x.png", folder / "y.png")]
 
 
-def test_a_table_names_paths_from_its_own_folder(here):
-    text = f"\ufeffid,after,before\n7,y.png,x.png\n8,{here}/x.png,one/a.png\n"
-    (here / "pairs.csv").write_text(text, encoding="utf-8")
-    assert find_pairs(here / "pairs.csv", None) == [
-        AskedPair("x", here / "x.png", here / "y.png"),
-        AskedPair("a", here / "one/a.png", here / "x.png"),
+def test_a_table_names_paths_from_its_own_folder(folder):
+    text = f"\ufeffid,after,before\n7,y.png,x.png\n8,{folder}/x.png,one/a.png\n"
+    (folder / "pairs.csv").write_text(text, encoding="utf-8")
+    assert find_pairs(folder / "pairs.csv", None) == [
+        PairToCaption("x", folder / "x.png", folder / "y.png"),
+        PairToCaption("a", folder / "one/a.png", folder / "x.png"),
     ]
 
 
 NO_PAIR = [
-    ("nowhere", "one", "", "serving.missing_input", {"path": "{here}/nowhere"}),
-    ("one", None, "", "serving.folder_without_second", {"path": "{here}/one"}),
-    ("one", "x.png", "", "serving.folder_and_image", {"before": "{here}/one", "after": "{here}/x.png"}),
-    ("empty", "empty", "", "serving.no_image", {"path": "{here}/empty"}),
+    ("nowhere", "one", "", "serving.missing_input", {"path": "{folder}/nowhere"}),
+    ("one", None, "", "serving.folder_without_second", {"path": "{folder}/one"}),
+    ("one", "x.png", "", "serving.folder_and_image", {"before": "{folder}/one", "after": "{folder}/x.png"}),
+    ("empty", "empty", "", "serving.no_image", {"path": "{folder}/empty"}),
     (
         "t.csv",
         None,
         "first;after\n1;2\n",
         "serving.no_image_columns_at_delimiter",
-        {"path": "{here}/t.csv", "columns": "['first', 'after']", "delimiter": ";"},
+        {"path": "{folder}/t.csv", "columns": "['first', 'after']", "delimiter": ";"},
     ),
-    ("t.csv", None, "before,after\n", "serving.no_row", {"path": "{here}/t.csv"}),
+    ("t.csv", None, "before,after\n", "serving.no_row", {"path": "{folder}/t.csv"}),
     (
         "t.csv",
         None,
         "before,after\nx.png,http://[::1]/y.png\n",
         "serving.unusable_path",
-        {"path": "{here}/t.csv, line 2", "key": "after"},
+        {"path": "{folder}/t.csv, line 2", "key": "after"},
     ),
     (
         "x.png",
         None,
         "",
         "serving.image_without_second",
-        {"path": "{here}/x.png", "command": "m3diff caption {here}/x.png AFTER"},
+        {"path": "{folder}/x.png", "command": "m3diff caption {folder}/x.png AFTER"},
     ),
 ]
 
 
 @pytest.mark.parametrize(("before", "after", "table", "code", "fields"), NO_PAIR)
-def test_what_is_no_pair_is_refused(here, before, after, table, code, fields):
-    (here / "t.csv").write_text(table)
+def test_paths_that_are_no_pair_are_refused(folder, before, after, table, code, fields):
+    (folder / "t.csv").write_text(table)
     with raises(DataError, code) as refused:
-        find_pairs(here / before, after and here / after)
+        find_pairs(folder / before, after and folder / after)
     values = {name: str(refused.value.fields[name]) for name in fields}
-    assert values == {name: value.format(here=here) for name, value in fields.items()}
+    assert values == {name: value.format(folder=folder) for name, value in fields.items()}
 
 
-def test_of_many_names_that_do_not_match_the_first_are_named(here):
-    (here / "many").mkdir()
+def test_only_the_first_of_many_unmatched_names_are_listed(folder):
+    (folder / "many").mkdir()
     for number in range(9):
-        (here / "many" / f"n{number}.png").touch()
+        (folder / "many" / f"n{number}.png").touch()
     fault = Fault("serving.unmatched_names", value=11, names=["a", "b", "n0", "n1", "n2", "..."])
     with raises(DataError, "serving.names_do_not_match", faults=[fault]):
-        find_pairs(here / "one", here / "many")
+        find_pairs(folder / "one", folder / "many")
 
 
-def test_a_row_with_another_number_of_fields_than_the_header_is_refused(here):
-    (here / "t.csv").write_text("before,after\nx.png,y.png\nx.png\n")
+def test_a_row_with_another_number_of_fields_than_the_header_is_refused(folder):
+    (folder / "t.csv").write_text("before,after\nx.png,y.png\nx.png\n")
     with pytest.raises(DataError, match="t.csv, line 3"):
-        find_pairs(here / "t.csv", None)
+        find_pairs(folder / "t.csv", None)
 
 
-@pytest.mark.parametrize("named", ["../x.png", "{here}/x.png", "one/../../x.png", "link.png", "..\\x.png"])
-def test_paths_in_a_table_stay_in_its_folder_unless_another_is_opened(here, named):
-    folder = here / "table"
-    (folder / "one").mkdir(parents=True)
-    (folder / "link.png").symlink_to(here / "x.png")
-    (folder / "in.png").touch()
-    (folder / "pairs.csv").write_text(f"before,after\nin.png,{named.format(here=here)}\n")
-    location = f"{folder / 'pairs.csv'}, line 2"
-    code = "serving.link_out_of_folder" if named == "link.png" else "serving.unusable_path"
+@pytest.mark.parametrize("path_in_table", ["../x.png", "{folder}/x.png", "one/../../x.png", "link.png", "..\\x.png"])
+def test_paths_in_a_table_stay_in_its_folder_or_in_the_image_root(folder, path_in_table):
+    table = folder / "table" / "pairs.csv"
+    (table.parent / "one").mkdir(parents=True)
+    (table.parent / "link.png").symlink_to(folder / "x.png")
+    (table.parent / "in.png").touch()
+    table.write_text(f"before,after\nin.png,{path_in_table.format(folder=folder)}\n")
+    location = f"{table}, line 2"
+    code = "serving.link_out_of_folder" if path_in_table == "link.png" else "serving.unusable_path"
     with raises(DataError, code, path=location, key="after"):
-        find_pairs(folder / "pairs.csv", None)
-    if "\\" not in named:
-        (pair,) = find_pairs(folder / "pairs.csv", None, here)
-        assert pair.before == folder / "in.png"
-        assert pair.after.resolve() == here / "x.png"
+        find_pairs(table, None)
+    if "\\" not in path_in_table:
+        (pair,) = find_pairs(table, None, folder)
+        assert pair.before == table.parent / "in.png"
+        assert pair.after.resolve() == folder / "x.png"
     with raises(DataError, code, path=location, key="after"):
-        find_pairs(folder / "pairs.csv", None, here / "other")
+        find_pairs(table, None, folder / "other")
 
 
 def test_the_folders_of_the_readme_are_pairs(tmp_path):
@@ -326,48 +326,48 @@ def test_two_names_of_a_folder_that_mean_one_image_are_named(tmp_path):
     assert fault in refused.value.fields["faults"]
 
 
-def test_a_folder_alone_is_no_pair_and_its_table_is_named(here):
-    (here / "pairs.csv").write_text("before,after\nx.png,y.png\n")
-    command = f"m3diff caption {here / 'pairs.csv'}"
-    with raises(DataError, "serving.table_in_folder", path=here, table="pairs.csv", command=command):
-        find_pairs(here, None)
+def test_a_single_folder_is_refused_and_its_table_is_suggested(folder):
+    (folder / "pairs.csv").write_text("before,after\nx.png,y.png\n")
+    command = f"m3diff caption {folder / 'pairs.csv'}"
+    with raises(DataError, "serving.table_in_folder", path=folder, table="pairs.csv", command=command):
+        find_pairs(folder, None)
 
 
-def test_columns_whose_order_is_a_question_are_asked_for_and_taken_as_they_are_named(here):
-    table = here / "t.csv"
+def test_columns_in_unclear_order_are_refused_until_they_are_named(folder):
+    table = folder / "t.csv"
     table.write_text("links;rechts\nx.png;y.png\n")
     options = ["--before links --after rechts", "--before rechts --after links"]
     with raises(DataError, "serving.ambiguous_image_columns", path=table, options=options):
         find_pairs(table, None)
     (pair,) = find_pairs(table, None, columns={"before": "rechts", "after": "links"})
-    assert pair.before == here / "y.png"
-    assert pair.after == here / "x.png"
+    assert pair.before == folder / "y.png"
+    assert pair.after == folder / "x.png"
 
 
-def test_the_columns_that_are_named_outrank_what_the_names_say(here):
-    (here / "t.csv").write_text("before,after,retouched\nx.png,y.png,one/a.png\n")
-    (pair,) = find_pairs(here / "t.csv", None, columns={"before": "after", "after": "retouched"})
-    assert pair.before == here / "y.png"
-    assert pair.after == here / "one/a.png"
+def test_named_columns_take_precedence_over_detected_ones(folder):
+    (folder / "t.csv").write_text("before,after,retouched\nx.png,y.png,one/a.png\n")
+    (pair,) = find_pairs(folder / "t.csv", None, columns={"before": "after", "after": "retouched"})
+    assert pair.before == folder / "y.png"
+    assert pair.after == folder / "one/a.png"
 
 
-def test_a_column_that_the_table_has_not_is_refused_with_its_columns(here):
-    (here / "t.csv").write_text("before,after\nx.png,y.png\n")
+def test_a_missing_column_is_refused(folder):
+    (folder / "t.csv").write_text("before,after\nx.png,y.png\n")
     with pytest.raises(DataError, match="Vorher"):
-        find_pairs(here / "t.csv", None, columns={"before": "Vorher", "after": "after"})
+        find_pairs(folder / "t.csv", None, columns={"before": "Vorher", "after": "after"})
 
 
-@pytest.mark.parametrize(("first", "second"), [("x.png", "y.png"), ("one", "other")], ids=["two images", "two folders"])
-def test_columns_are_of_a_table(first, second, here):
+@pytest.mark.parametrize(("before", "after"), [("x.png", "y.png"), ("one", "other")], ids=["two images", "two folders"])
+def test_columns_need_a_table(before, after, folder):
     with raises(ParamsError, "serving.columns_without_table"):
-        find_pairs(here / first, here / second, columns={"before": "a", "after": "b"})
+        find_pairs(folder / before, folder / after, columns={"before": "a", "after": "b"})
 
 
 @pytest.mark.parametrize(("side", "other_side"), [("before", "after"), ("after", "before")])
-def test_columns_of_both_images_are_needed(side, other_side, here):
-    (here / "t.csv").write_text("a,b\nx.png,y.png\n")
+def test_columns_of_both_images_are_needed(side, other_side, folder):
+    (folder / "t.csv").write_text("a,b\nx.png,y.png\n")
     with raises(ParamsError, "serving.one_column", names=[f"--{side}"], expected=f"--{other_side} COLUMN"):
-        find_pairs(here / "t.csv", None, columns={side: "a"})
+        find_pairs(folder / "t.csv", None, columns={side: "a"})
 
 
 NAMES_OF_PAIRS = {
@@ -381,22 +381,22 @@ NAMES_OF_PAIRS = {
 
 
 @pytest.mark.parametrize(("before", "names"), NAMES_OF_PAIRS.values(), ids=NAMES_OF_PAIRS)
-def test_pairs_of_a_table_bear_their_files_names_each_its_own(before, names, tmp_path):
+def test_pairs_of_a_table_get_distinct_names_from_their_files(before, names, tmp_path):
     rows = "".join(f"{path},after.png\n" for path in before)
     (tmp_path / "t.csv").write_text(f"before,after\n{rows}")
     assert [pair.name for pair in find_pairs(tmp_path / "t.csv", None)] == names
 
 
-def test_images_after_tell_pairs_of_one_image_before_apart(tmp_path):
+def test_pairs_with_the_same_image_before_are_named_after_both_images(tmp_path):
     (tmp_path / "t.csv").write_text("before,after\na.png,b.png\na.png,c.png\n")
     assert [pair.name for pair in find_pairs(tmp_path / "t.csv", None)] == ["a-b", "a-c"]
 
 
-def test_a_file_address_into_the_tables_folder_is_a_path_as_for_data_check(here):
-    (here / "t.csv").write_text(f"before,after\nfile://{here}/x.png,{here}/y.png\n")
-    (pair,) = find_pairs(here / "t.csv", None)
-    assert pair.before == here / "x.png"
-    assert pair.after == here / "y.png"
+def test_a_file_url_into_the_tables_folder_is_a_path(folder):
+    (folder / "t.csv").write_text(f"before,after\nfile://{folder}/x.png,{folder}/y.png\n")
+    (pair,) = find_pairs(folder / "t.csv", None)
+    assert pair.before == folder / "x.png"
+    assert pair.after == folder / "y.png"
 
 
 def test_json_names_the_model_and_its_version(checkpoint, images, capsys):
@@ -410,14 +410,14 @@ def test_json_names_the_model_and_its_version(checkpoint, images, capsys):
     ("question", "is_noted"),
     [("Is a cup gone?", True), ("What is the colour of the cup?", True), ("What has changed?", False), (None, False)],
 )
-def test_a_question_that_asks_something_else_than_what_changed_is_noted(question, is_noted, images):
+def test_the_answer_to_any_other_question_has_a_note(question, is_noted, images):
     model: Any = Model(None)
     (answer,) = caption_pairs(model, pairs(images, 1), question, None)
     assert (answer.note is not None) == is_noted
     assert ("note" in answer.as_dict("m3diff/1")) == is_noted
 
 
-def test_the_note_on_a_question_is_printed_once(checkpoint, images, capsys):
+def test_the_note_about_a_question_is_printed_once(checkpoint, images, capsys):
     (images / "t.csv").write_text("before,after\n0.png,1.png\n2.png,3.png\n")
     assert caption(checkpoint, images / "t.csv", "--question", "Is a cup gone?") == 0
     printed = capsys.readouterr()
@@ -426,7 +426,7 @@ def test_the_note_on_a_question_is_printed_once(checkpoint, images, capsys):
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "JSON"])
-def test_the_note_on_the_training_is_one_line_beside_the_captions(form, checkpoint, images, capsys, monkeypatch):
+def test_the_note_about_the_training_is_one_line_on_stderr(form, checkpoint, images, capsys, monkeypatch):
     monkeypatch.setattr("m3diff.serving.model_card.note_on_training", lambda params, source: "drawn scenes alone")
     assert caption(checkpoint, images / "0.png", images / "1.png", *form) == 0
     printed = capsys.readouterr()
@@ -435,15 +435,15 @@ def test_the_note_on_the_training_is_one_line_beside_the_captions(form, checkpoi
 
 
 @pytest.mark.parametrize(
-    ("size", "wanted"),
+    ("size", "enlarged_size"),
     [((128, 128), (512, 512)), ((40, 60), (520, 780)), ((100, 4000), (100, 4000)), ((16, 100), (320, 2000))],
     ids=["128 px", "a portrait", "a long strip", "a strip"],
 )
-def test_a_small_image_is_enlarged_by_whole_pixels(size, wanted):
+def test_a_small_image_is_enlarged_by_whole_pixels(size, enlarged_size):
     image = noise_image(1, size)
     large = enlarge(image)
-    assert large.size == wanted
-    factor = wanted[0] // size[0]
+    assert large.size == enlarged_size
+    factor = enlarged_size[0] // size[0]
     assert np.array_equal(np.asarray(large)[::factor, ::factor], np.asarray(image))
 
 
@@ -452,10 +452,10 @@ def test_a_large_image_is_not_enlarged():
     assert enlarge(image) is image
 
 
-def test_an_unreadable_image_of_a_table_is_named_by_the_table(images):
+def test_an_unreadable_embedded_image_is_named_after_the_table(images):
     model: Any = Model(None)
     embedded: Any = SimpleNamespace(manifest="pairs.parquet", name="0", read=lambda: b"no image")
-    (answer,) = caption_pairs(model, [AskedPair("p", embedded, images / "0.png")], None, None)
+    (answer,) = caption_pairs(model, [PairToCaption("p", embedded, images / "0.png")], None, None)
     assert answer.fault is not None
     assert answer.fault.code == "images.text"
     assert answer.fault.fields["path"] == "pairs.parquet#bytes=0"
@@ -464,7 +464,7 @@ def test_an_unreadable_image_of_a_table_is_named_by_the_table(images):
 
 def test_a_missing_image_is_named_and_the_other_pairs_are_captioned(images):
     model: Any = Model(None)
-    asked = [*pairs(images, 1), AskedPair("gone", images / "0.png", images / "gone.png")]
-    answers = list(caption_pairs(model, asked, None, None))
+    image_pairs = [*pairs(images, 1), PairToCaption("gone", images / "0.png", images / "gone.png")]
+    answers = list(caption_pairs(model, image_pairs, None, None))
     assert [answer.caption for answer in answers] == ["same", None]
     assert answers[1].fault == Fault("serving.missing_image", path=images / "gone.png")

@@ -1,4 +1,4 @@
-"""Memory is given back in the first pause after work, and never while a request is under way."""
+"""Test that memory is returned in the first pause after work, and never during a request."""
 
 import asyncio
 import sys
@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from m3diff.serving import memory
-from m3diff.serving.memory import PauseTrimmer, give_back
+from m3diff.serving.memory import PauseTrimmer, return_memory
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def pause(monkeypatch: pytest.MonkeyPatch) -> float:
     return 0.02
 
 
-def test_memory_is_given_back_once_when_the_last_request_ended(pause):
+def test_memory_is_returned_once_after_the_last_request(pause):
     calls: list[int] = []
     trimmer = PauseTrimmer(lambda: calls.append(1))
 
@@ -25,7 +25,7 @@ def test_memory_is_given_back_once_when_the_last_request_ended(pause):
         trimmer.begin()
         trimmer.end()
         await asyncio.sleep(5 * pause)
-        assert calls == [], "a request is under way"
+        assert calls == [], "a request is in progress"
         trimmer.end()
         await asyncio.sleep(10 * pause)
 
@@ -33,7 +33,7 @@ def test_memory_is_given_back_once_when_the_last_request_ended(pause):
     assert calls == [1]
 
 
-def test_a_request_in_the_pause_puts_it_off(pause):
+def test_a_request_in_the_pause_delays_the_return_of_memory(pause):
     calls: list[int] = []
     trimmer = PauseTrimmer(lambda: calls.append(1))
 
@@ -50,19 +50,19 @@ def test_a_request_in_the_pause_puts_it_off(pause):
     assert calls == [1]
 
 
-def test_a_system_without_the_call_is_left_alone(monkeypatch):
+def test_nothing_is_done_on_a_system_without_the_call(monkeypatch):
     monkeypatch.setattr(memory.sys, "platform", "darwin")
-    assert give_back() is False
+    assert return_memory() is False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems return freed memory themselves")
-def test_freed_memory_goes_back_to_the_system():
+def test_freed_memory_is_returned_to_the_system():
     process = psutil.Process()
     blocks = [b"x" * 100_000 for _ in range(1000)]  # below the size that glibc maps and returns by itself
-    kept = b"y" * 100_000  # above them on the heap, so that its top cannot be cut
+    block_above = b"y" * 100_000  # above them on the heap, so that the heap cannot shrink at its top
     del blocks
     before = process.memory_info().rss
-    if not give_back():
+    if not return_memory():
         pytest.skip("this C library has no malloc_trim")
     assert before - process.memory_info().rss > 50_000_000
-    assert kept
+    assert block_above

@@ -20,7 +20,7 @@ from m3diff.serving.model_card import (
     ModelCard,
     TrainingData,
     TrainingRecord,
-    describe,
+    build_model_card,
     is_drawn,
     note_on_training,
     rows_of_test_split,
@@ -34,7 +34,7 @@ CHECKPOINT = "data/05_model/checkpoint"
 
 
 def write_pair(root: Path, number: int, shade: int) -> dict[str, Any]:
-    """The images of a pair and its fields in the table of records."""
+    """Write the images of a pair and return its fields in the table of records."""
     fields: dict[str, Any] = {}
     for side in ("before", "after"):
         path = f"data/01_raw/mini/{side}_{number}.png"
@@ -55,7 +55,7 @@ def write_records(root: Path, shade: int = 0, pairs: int = 8) -> None:
 
 
 def write_project(root: Path, reader: str = "minichange") -> Path:
-    """A project whose dvc.lock has recorded a training; returns its checkpoint."""
+    """Write a project whose dvc.lock records a training, and return its checkpoint."""
     write_records(root)
     report = {"datasets": {"mini": {"pairs": {"train": 2564}}, "probe": {"pairs": {"train": 0}}}}
     files = {
@@ -85,10 +85,10 @@ def write_project(root: Path, reader: str = "minichange") -> Path:
 
 
 def card_of(checkpoint: Path) -> ModelCard:
-    return describe(PARAMS, Source("m3diff/sha256-0123456789ab", checkpoint, 16, None))
+    return build_model_card(PARAMS, Source("m3diff/sha256-0123456789ab", checkpoint, 16, None))
 
 
-def test_a_folder_is_described_by_the_project_that_it_lies_in(tmp_path):
+def test_a_folder_is_described_by_the_project_that_contains_it(tmp_path):
     card = card_of(write_project(tmp_path))
     assert card.notes == ()
     assert card.family == "m3diff"
@@ -117,7 +117,7 @@ def test_a_model_without_a_record_says_so(tmp_path):
     assert "not recorded" in card.sentences()[0]
 
 
-def test_pairs_to_try_are_test_pairs_with_their_references(tmp_path):
+def test_the_example_pairs_are_test_pairs_with_their_references(tmp_path):
     examples = card_of(write_project(tmp_path)).examples
     assert [example.id for example in examples] == [f"mini/{number}" for number in range(1, 7)]
     assert examples[0].reference == "1 fell"
@@ -125,7 +125,7 @@ def test_pairs_to_try_are_test_pairs_with_their_references(tmp_path):
     assert len({example.key for example in examples}) == 6
 
 
-def test_a_dataset_that_must_not_be_shown_has_no_pairs_to_try(tmp_path, monkeypatch):
+def test_a_dataset_that_must_not_be_shown_has_no_example_pairs(tmp_path, monkeypatch):
     checkpoint = write_project(tmp_path)
     monkeypatch.setattr(model_card, "may_be_shown", lambda reader: False)
     assert card_of(checkpoint).examples == ()
@@ -139,7 +139,7 @@ def test_an_image_that_changed_since_the_training_is_not_shown(tmp_path):
     assert ids == [f"mini/{number}" for number in range(3, 8)]
 
 
-def test_a_table_of_other_test_pairs_than_the_models_is_not_read(tmp_path):
+def test_a_table_of_other_test_pairs_is_not_read(tmp_path):
     checkpoint = write_project(tmp_path)
     write_records(tmp_path, pairs=3)
     card = card_of(checkpoint)
@@ -152,7 +152,7 @@ def test_a_table_of_other_test_pairs_than_the_models_is_not_read(tmp_path):
 def test_a_table_that_is_neither_on_disk_nor_in_the_cache_is_noted(tmp_path, monkeypatch):
     checkpoint = write_project(tmp_path)
     (tmp_path / RECORDS).unlink()
-    monkeypatch.setattr(TrainingRecord, "_cache", lambda record: tmp_path / "cache")
+    monkeypatch.setattr(TrainingRecord, "_cache_folder", lambda record: tmp_path / "cache")
     (note,) = card_of(checkpoint).notes
     assert Message("serving.content_not_fetched", path=RECORDS).in_text(note)
 
@@ -182,11 +182,11 @@ def test_a_report_of_another_mixture_gives_no_counts(tmp_path):
     assert card_of(checkpoint).trained_on == ()
 
 
-def test_a_dataset_that_was_made_of_another_counts_as_that_one():
-    made = {"root": "raw/made", "source": {"reader": "minichange", "root": "raw/mini"}}
+def test_a_synthetic_dataset_has_the_reader_of_its_source():
+    augment_settings = {"root": "raw/made", "source": {"reader": "minichange", "root": "raw/mini"}}
     entry = {"reader": "pairs", "root": "./raw/made"}
     stages = {
-        "augment@made": {"params": {"params.yaml": {"augment.made": made}}},
+        "augment@made": {"params": {"params.yaml": {"augment.made": augment_settings}}},
         "convert": {"params": {"params.yaml": {"ingest.datasets": {"mine": entry}}}},
     }
     lock = Lock(text=yaml.safe_dump({"stages": stages}).encode())
@@ -198,7 +198,7 @@ def test_a_dataset_that_was_made_of_another_counts_as_that_one():
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Version 7 of a store. A test may change its tags and its run; its records are in `tmp_path`."""
+    """Return version 7 of a store. A test may change its tags and its run. Its records are in `tmp_path`."""
     from contextlib import nullcontext
 
     from m3diff.registry import tracking, versions
@@ -221,7 +221,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_a_version_is_described_by_the_record_with_its_hashes(registered):
-    card = describe(PARAMS, registered.source)
+    card = build_model_card(PARAMS, registered.source)
     assert card.notes == ()
     assert card.as_dict()["version"] == "7"
     assert card.date == "2026-09-21"
@@ -230,20 +230,20 @@ def test_a_version_is_described_by_the_record_with_its_hashes(registered):
 
 
 @pytest.mark.parametrize("tag", ["dvc.data", "dvc.checkpoint"])
-def test_a_version_of_another_training_than_the_checkouts_has_no_pairs_of_it(tag, registered):
+def test_a_version_of_another_training_has_no_examples_from_the_checkout(tag, registered):
     registered.version.tags[tag] = "another"
-    card = describe(PARAMS, registered.source)
+    card = build_model_card(PARAMS, registered.source)
     assert card.examples == ()
     assert card.trained_on == (TrainingData(dataset="mini", is_drawn=True, pairs=None),)
     assert card.sentences()[0] == "Trained on pairs of mini."
 
 
 def test_a_version_whose_record_cannot_be_looked_up_is_served_with_its_name(registered, monkeypatch):
-    def refuse(*given: Any) -> Any:
+    def refuse(*arguments: Any) -> Any:
         raise ConnectionError("MLflow is away")
 
     monkeypatch.setattr("m3diff.registry.versions.find_version", refuse)
-    card = describe(PARAMS, registered.source)
+    card = build_model_card(PARAMS, registered.source)
     assert card.name == "m3diff/7"
     assert card.family == "m3diff"
     assert "MLflow is away" in card.notes[0]
@@ -253,7 +253,7 @@ def source_of(checkpoint: Path) -> Source:
     return Source("m3diff/sha256-0123456789ab", checkpoint, 16, None)
 
 
-def test_a_model_of_drawn_scenes_alone_gets_a_note_before_its_captions(tmp_path):
+def test_a_model_of_drawn_scenes_gets_a_note_before_its_captions(tmp_path):
     note = note_on_training(PARAMS, source_of(write_project(tmp_path)))
     assert note is not None
     assert "mini (2,564)" in note
@@ -267,7 +267,7 @@ def test_a_model_of_other_data_or_without_a_record_gets_no_note(tmp_path):
     assert note_on_training(PARAMS, source_of(tmp_path / "alone")) is None
 
 
-def test_the_note_on_a_version_needs_the_tags_of_its_store_alone(registered, monkeypatch):
+def test_the_note_about_a_version_needs_only_the_tags_in_its_store(registered, monkeypatch):
     monkeypatch.setattr(model_card, "read_stored_tags", lambda uri, name, number: registered.version.tags)
     monkeypatch.setattr("m3diff.registry.tracking.connect", None)
     assert "never seen a photograph" in str(note_on_training(PARAMS, registered.source))
@@ -276,7 +276,7 @@ def test_the_note_on_a_version_needs_the_tags_of_its_store_alone(registered, mon
 
 
 def test_a_damaged_store_gives_no_note_and_no_error(registered, monkeypatch):
-    def refuse(*given: Any) -> Any:
+    def refuse(*arguments: Any) -> Any:
         raise sqlite3.DatabaseError("file is not a database")
 
     monkeypatch.setattr(model_card, "read_stored_tags", refuse)
@@ -284,14 +284,14 @@ def test_a_damaged_store_gives_no_note_and_no_error(registered, monkeypatch):
 
 
 def test_datasets_take_turns_and_one_that_must_not_be_shown_is_left_out(tmp_path):
-    rows = [
-        {"id": f"{name}/{number}", "dataset": name, "split": split, "references": []} | write_pair(tmp_path, number, 0)
-        for name in ("a", "b", "withheld")
-        for number, split in enumerate(("train", "test", "val", "test"))
-    ]
+    rows = []
+    for name in ("a", "b", "withheld"):
+        for number, split in enumerate(("train", "test", "val", "test")):
+            row = {"id": f"{name}/{number}", "dataset": name, "split": split, "references": []}
+            rows.append(row | write_pair(tmp_path, number, 0))
     pl.DataFrame(rows).write_parquet(tmp_path / "records.parquet")
-    found = rows_of_test_split(tmp_path / "records.parquet", ["a", "b"])
-    assert [row["id"] for row in found] == ["a/1", "b/1", "a/3", "b/3"]
+    test_rows = rows_of_test_split(tmp_path / "records.parquet", ["a", "b"])
+    assert [row["id"] for row in test_rows] == ["a/1", "b/1", "a/3", "b/3"]
 
 
 def test_a_damaged_table_is_named(tmp_path):

@@ -1,8 +1,8 @@
-"""Questions other than what changed get a note. test_app.py and test_caption.py test the answers."""
+"""Test which questions get a note. test_app.py and test_caption.py test the note in answers."""
 
 import pytest
 
-from m3diff.serving.questions import NOTE, note_on
+from m3diff.serving.questions import NOTE, note_about
 
 
 @pytest.mark.parametrize(
@@ -10,9 +10,9 @@ from m3diff.serving.questions import NOTE, note_on
     ["What has changed from the first image to the second?", "what changed", "Describe the differences.", None],
 )
 def test_questions_of_training_are_not_noted(question):
-    assert note_on(question) is None
+    assert note_about(question) is None
 
 
 @pytest.mark.parametrize("question", ["Is a cup gone?", "What colour has the cup?", "Describe the first image."])
 def test_any_other_question_is_noted(question):
-    assert note_on(question) == NOTE
+    assert note_about(question) == NOTE

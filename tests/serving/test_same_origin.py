@@ -1,11 +1,11 @@
-"""Requests from the server's own page are recognised by Host and Origin. tests/flows tests the real servers."""
+"""Test that Host and Origin show whether a request comes from the server's own page. tests/flows tests real servers."""
 
 import pytest
 
-from m3diff.serving.same_origin import SAME_SERVER, foreign_header
+from m3diff.serving.same_origin import SAME_SERVER_NAMES, foreign_header
 
-# Host and Origin of a page that the server itself gave
-OWN = {
+# Host and Origin of requests from programs and from the server's own page
+ALLOWED_REQUESTS = {
     "a program": ("127.0.0.1:8000", None),
     "the address": ("127.0.0.1:8000", "http://127.0.0.1:8000"),
     "the name": ("localhost:8000", "http://localhost:8000"),
@@ -64,7 +64,7 @@ def headers(host: str, *origins: str) -> list[tuple[bytes, bytes]]:
     return [(b"host", host.encode()), *((b"Origin", origin.encode("latin-1")) for origin in origins)]
 
 
-@pytest.mark.parametrize(("host", "origin"), OWN.values(), ids=OWN)
+@pytest.mark.parametrize(("host", "origin"), ALLOWED_REQUESTS.values(), ids=ALLOWED_REQUESTS)
 def test_its_own_page_and_programs_are_answered(host, origin):
     assert foreign_header(headers(host, *([] if origin is None else [origin]))) is None
 
@@ -85,9 +85,9 @@ def test_a_host_that_is_not_this_machine_is_refused(host):
 
 
 def test_prefects_page_at_localhost_may_ask_its_api_at_the_address():
-    asked = headers("127.0.0.1:4200", "http://localhost:4200")
-    assert foreign_header(asked) == ("origin", "http://localhost:4200")
-    assert foreign_header(asked, SAME_SERVER) is None
-    assert foreign_header(headers("127.0.0.1:4200", "http://[::1]:4200"), SAME_SERVER) is not None
-    assert foreign_header(headers("127.0.0.1:4200", "http://localhost:4201"), SAME_SERVER) is not None
-    assert foreign_header(headers("127.0.0.1:4200", "chrome-extension://localhost:4200"), SAME_SERVER) is not None
+    request_headers = headers("127.0.0.1:4200", "http://localhost:4200")
+    assert foreign_header(request_headers) == ("origin", "http://localhost:4200")
+    assert foreign_header(request_headers, SAME_SERVER_NAMES) is None
+    assert foreign_header(headers("127.0.0.1:4200", "http://[::1]:4200"), SAME_SERVER_NAMES) is not None
+    assert foreign_header(headers("127.0.0.1:4200", "http://localhost:4201"), SAME_SERVER_NAMES) is not None
+    assert foreign_header(headers("127.0.0.1:4200", "chrome-extension://localhost:4200"), SAME_SERVER_NAMES) is not None

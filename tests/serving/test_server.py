@@ -1,7 +1,10 @@
-"""The server as people start it: its own process, a registry, clients over HTTP; on a cluster, Ray's replicas, too; the
-memory that it takes, held against docs/serving.md; a version as register logs it, by `mlflow models serve`, too."""
+"""Test the server as people start it: in a separate process, with a registry and clients over HTTP.
+
+Some tests use replicas on a Ray cluster, compare the memory with docs/serving.md, or run `mlflow models serve`.
+"""
 
 import io
+import itertools
 import os
 import signal
 import socket
@@ -25,9 +28,10 @@ from PIL.PngImagePlugin import PngInfo
 
 from m3diff.__main__ import main
 from m3diff.cluster import NoRoomError
+from m3diff.models.device import process_environment
 from m3diff.models.generation import load_captioner
 from m3diff.records.errors import Fault
-from m3diff.serving.batcher import deployer
+from m3diff.serving.batcher import deployer, replica_options
 from m3diff.serving.limits import COPIES
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.stage import SIGNATURE, copy_code
@@ -39,8 +43,7 @@ from tests.stages.train.cluster import cluster
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
-PATIENCE_S = 400
-"""For an answer where no limit of time is tested: a loaded machine is slow."""
+PATIENCE_S = 400  # time limit for an answer if no time limit is tested. A busy machine is slow
 
 UPLOAD_S = 3
 TOKEN = "0123456789abcdef0123"
@@ -58,31 +61,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def ask(server: Running, number: int) -> tuple[int, str]:
-    before, after = (png(plain(number % 256, place)) for place in (1, 2))
+    """Send a pair that depends on the number. Return the status and the caption."""
+    before = png(plain(number % 256, 1))
+    after = png(plain(number % 256, 2))
     answer = httpx.post(f"{server.address}/caption", **form(before, after), timeout=PATIENCE_S)
     return answer.status_code, answer.json().get("caption", "")
 
 
 @pytest.mark.slow(120)
-def test_replicas_on_a_cluster_survive_a_dead_one_and_the_cluster_the_server(tmp_path, monkeypatch):
+def test_a_dead_replica_loses_few_requests_and_the_cluster_outlives_the_server(tmp_path, monkeypatch):
     client = write_registry(tmp_path, "one", "two")
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # the toy's, on every node: a replica may be on the head, too
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # every node needs the toy, since any node may run a replica
     with cluster() as hosts:
         hosts.add(3, cpus=2)
-        options = {"replicas": 2, "answer_s": PATIENCE_S, "there": hosts.of_a_driver, "constants": CONSTANTS}
+        options = {"replicas": 2, "answer_s": PATIENCE_S, "variables": hosts.of_a_driver, "constants": CONSTANTS}
         with running(tmp_path, **options) as server, ThreadPoolExecutor(4) as clients:
             nodes = [psutil.Process(node.pid).children(recursive=True) for node in hosts.nodes.values()]
             replica = next(process for node in nodes for process in node if "ServeReplica" in process.name())
-            asking = [clients.submit(ask, server, number) for number in range(200)]
-            until(lambda: sum(one.done() for one in asking) > 20)
+            requests = [clients.submit(ask, server, number) for number in range(200)]
+            until(lambda: sum(request.done() for request in requests) > 20)
             replica.kill()
-            statuses = Counter(one.result()[0] for one in asking)
+            statuses = Counter(request.result()[0] for request in requests)
             assert statuses.keys() <= {200, 500}
             assert statuses[500] <= 4, (
-                f"more were lost than the dead one could have been asked: {server.output[-2000:]}"
+                f"more requests were lost than the dead replica can have had: {server.output[-2000:]}"
             )
             client.set_registered_model_alias("m3diff", "champion", "2")
-            server.wait_for("answers now with m3diff/2")
+            server.wait_for("now answers with m3diff/2")
             assert [ask(server, number)[1][:3] for number in range(4)] == ["two"] * 4
         with running(tmp_path, **options) as server:
             assert ask(server, 1)[1][:3] == "two"
@@ -128,53 +133,58 @@ def openai_client(server: Running) -> Any:
     return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
 
 
-def until_closed(port: int, *sent: bytes) -> tuple[bytes, float]:
-    """The server's answer on a connection that sends this and then nothing, and after how many seconds it closes."""
+def until_closed(port: int, *parts: bytes) -> tuple[bytes, float]:
+    """Send parts of a request. Return the server's answer and the seconds until it closes the connection."""
     start = time.monotonic()
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        for part in sent:
+        for part in parts:
             connection.sendall(part)
             time.sleep(0.2)
-        heard = b""
-        while part := connection.recv(65536):
-            heard += part
-    return heard, time.monotonic() - start
+        answer = b""
+        while received := connection.recv(65536):
+            answer += received
+    return answer, time.monotonic() - start
 
 
 @pytest.mark.slow
-def test_a_connection_that_says_nothing_or_stops_in_the_middle_is_closed(server):
+def test_a_connection_that_is_silent_or_stops_in_the_middle_is_closed(server):
     head = b"POST /caption HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     get = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    typed = b"Content-Type: application/json\r\nContent-Length: 900\r\n\r\n"
-    sent = ((), (head,), (get, head), (head + typed, b"only this"))
-    with ThreadPoolExecutor() as at_once:
-        closed = list(at_once.map(lambda parts: until_closed(server.port, *parts), sent))
-    for (heard, seconds), wanted in zip(closed, (b"", b"", b"HTTP/1.1 200", b"HTTP/1.1 408"), strict=True):
-        assert heard.startswith(wanted)
+    content_headers = b"Content-Type: application/json\r\nContent-Length: 900\r\n\r\n"
+    starts_by_request = {
+        (): b"",
+        (head,): b"",
+        (get, head): b"HTTP/1.1 200",
+        (head + content_headers, b"only this"): b"HTTP/1.1 408",
+    }
+    with ThreadPoolExecutor() as clients:
+        results = list(clients.map(lambda parts: until_closed(server.port, *parts), starts_by_request))
+    for (answer, seconds), start in zip(results, starts_by_request.values(), strict=True):
+        assert answer.startswith(start)
         assert UPLOAD_S - 1 < seconds < UPLOAD_S + 4
     assert httpx.get(f"{server.address}/readyz").status_code == 200
 
 
 @pytest.mark.slow(50)
 @pytest.mark.parametrize(
-    ("sign", "to"), [(signal.SIGTERM, os.kill), (signal.SIGHUP, os.kill), (signal.SIGINT, os.killpg)], ids=str
+    ("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGHUP, os.kill), (signal.SIGINT, os.killpg)], ids=str
 )
-def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign, to, tmp_path):
+def test_after_a_signal_requests_in_progress_are_answered_and_all_processes_end(number, send, tmp_path):
     write_registry(tmp_path, "one")
     slow = {"batcher.BATCH_WAIT_S": 3}
-    with running(tmp_path, constants=slow, answer_s=PATIENCE_S) as server, ThreadPoolExecutor() as at:
+    with running(tmp_path, constants=slow, answer_s=PATIENCE_S) as server, ThreadPoolExecutor() as clients:
         family = server.family()
-        answer = at.submit(httpx.post, f"{server.address}/caption", **form(BEFORE, AFTER), timeout=PATIENCE_S)
+        answer = clients.submit(httpx.post, f"{server.address}/caption", **form(BEFORE, AFTER), timeout=PATIENCE_S)
         while not server.metric("m3diff_queue_length"):
             time.sleep(0.1)
-        to(server.process.pid, sign)
+        send(server.process.pid, number)
         assert server.process.wait(60) == 0, server.output
         assert answer.result().status_code == 200
         assert psutil.wait_procs(family, 20)[1] == []
         assert "Traceback" not in server.output
 
 
-SAYS = """
+PRINT_LINES = """
 import sys
 from m3diff.serving.server import print_line
 print_line("one")
@@ -186,9 +196,9 @@ sys.exit(3)
 
 
 @pytest.mark.fault("W5")
-def test_a_server_whose_output_nobody_reads_any_more_goes_on():
-    """`m3diff serve 2>&1 | head -1`."""
-    line = [sys.executable, "-c", SAYS]
+def test_a_server_keeps_running_when_its_output_is_closed():
+    """As in `m3diff serve 2>&1 | head -1`."""
+    line = [sys.executable, "-c", PRINT_LINES]
     pipe = subprocess.PIPE
     process = subprocess.Popen(line, env=environment(), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
     assert process.stdout.readline() == b"m3diff serve: one\n"
@@ -208,7 +218,7 @@ def unknown(root: Any) -> list[str]:
     return ["--model", "nowhere"]
 
 
-CANNOT: dict[str, tuple[Callable[[Any], list[str]], str, int, Message | str]] = {
+REFUSED_STARTS: dict[str, tuple[Callable[[Any], list[str]], str, int, Message | str]] = {
     "open without a token": (
         lambda root: ["--host", "0.0.0.0"],
         "",
@@ -223,18 +233,19 @@ CANNOT: dict[str, tuple[Callable[[Any], list[str]], str, int, Message | str]] = 
     ),
     "no such version": (unknown, TOKEN, 3, "'nowhere'"),
     "a damaged checkpoint": (damaged, "", 3, "/checkpoint/model.safetensors: "),
-    "a taken port": (lambda root: [], "", 2, "Address already in use"),
+    "a used port": (lambda root: [], "", 2, "Address already in use"),
 }
 
 
-@pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_be_served_is_said_at_once_in_one_line(name, tmp_path, monkeypatch, capsys):
-    options, token, code, words = CANNOT[name]
+@pytest.mark.parametrize("name", REFUSED_STARTS)
+def test_a_server_that_cannot_start_prints_the_reason_in_one_line(name, tmp_path, monkeypatch, capsys):
+    options, token, code, words = REFUSED_STARTS[name]
     monkeypatch.setenv("M3DIFF_SERVE_TOKEN", token) if token else monkeypatch.delenv("M3DIFF_SERVE_TOKEN", False)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1] if name == "a taken port" else None
-        given = toy.command(tmp_path, *options(tmp_path), toy=False, port=port)
-        assert main(["--params", str(tmp_path / "params.yaml"), *given[given.index("serve") :]]) == code
+    with socket.create_server(("127.0.0.1", 0)) as used_socket:
+        port = used_socket.getsockname()[1] if name == "a used port" else None
+        command = toy.command(tmp_path, *options(tmp_path), toy=False, port=port)
+        arguments = command[command.index("serve") :]
+        assert main(["--params", str(tmp_path / "params.yaml"), *arguments]) == code
     printed = capsys.readouterr().err.splitlines()[-1]
     assert words.in_text(printed) if isinstance(words, Message) else words in printed
 
@@ -256,6 +267,59 @@ def test_replicas_on_a_cluster_that_does_not_answer_are_refused(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["CPU", "GPU"])
+def test_a_replica_reserves_what_the_setting_says(gpu):
+    options = replica_options(PARAMS.compute.model_copy(update={"gpu": gpu}))
+    assert options["num_gpus"] == (0.5 if gpu else 0)
+    assert options["runtime_env"]["env_vars"] == process_environment(gpu)
+
+
+@pytest.mark.parametrize(("gpu", "gpus_in_cluster"), [(False, 0), (False, 4), (True, 4)])
+def test_replicas_start_if_the_cluster_has_what_they_need(gpu, gpus_in_cluster, fake_cluster):
+    deployments = fake_cluster(gpus_in_cluster)
+    with deployer(PARAMS.serve, PARAMS.compute.model_copy(update={"gpu": gpu})) as deploy:
+        deploy(toy.source(Path("checkpoint")))
+    (options,) = deployments
+    assert options["ray_actor_options"]["num_gpus"] == (0.5 if gpu else 0)
+
+
+def test_a_cluster_without_the_required_gpu_is_refused(fake_cluster):
+    deployments = fake_cluster(0)
+    refused = raises(NoRoomError, "serving.no_gpu_in_cluster", key="compute.gpu")
+    with refused, deployer(PARAMS.serve, PARAMS.compute.model_copy(update={"gpu": True})):
+        pass
+    assert deployments == []
+
+
+@pytest.fixture
+def fake_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[dict[str, Any]]]:
+    """Return a function that simulates a cluster with this number of GPUs, and returns the options of deployments."""
+    import ray
+    import ray.serve
+
+    def connect(gpus: int) -> list[dict[str, Any]]:
+        deployments: list[dict[str, Any]] = []
+
+        class Deployment:
+            def options(self, **options: Any) -> "Deployment":
+                deployments.append(options)
+                return self
+
+            def bind(self, *arguments: Any) -> None:
+                pass
+
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+        monkeypatch.setattr("m3diff.serving.batcher.start_ray", lambda compute: None)
+        monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": float(gpus)} if gpus else {}))
+        monkeypatch.setattr(ray, "shutdown", lambda: None)
+        monkeypatch.setattr(ray.serve, "start", lambda **options: None)
+        monkeypatch.setattr(ray.serve, "deployment", lambda replica: Deployment())
+        monkeypatch.setattr(ray.serve, "run", lambda application, **options: None)
+        return deployments
+
+    return connect
+
+
 SERVE = PARAMS.serve.model_copy(update={"max_image_mpx": 10, "answer_s": PATIENCE_S})
 
 
@@ -270,43 +334,45 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
-def taken(processes: list[psutil.Process]) -> int:
+def used_memory(processes: list[psutil.Process]) -> int:
+    """Return the memory of the processes in bytes. Shared pages are counted in proportion."""
     rollups = [Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in processes]
     return sum(1024 * int(rollup.partition("\nPss:")[2].split()[0]) for rollup in rollups)
 
 
 @contextmanager
-def peak(server: Running, name: str, allowed: float) -> Iterator[None]:
-    """Within, the server grows by no more than a tenth over what is allowed."""
+def limit_growth(server: Running, name: str, limit: float) -> Iterator[None]:
+    """Check that the server's memory grows by at most 1.1 times the limit (in bytes) within the block."""
     family = server.family()
-    found = 0
-    ended = threading.Event()
+    growth = 0
+    end_event = threading.Event()
     assert len(family) == 1, "the model is in the server's own process"
-    idle = taken(family)
+    idle_memory = used_memory(family)
 
     def watch() -> None:
-        nonlocal found
-        while not ended.wait(0.02):
-            found = max(found, taken(family) - idle)
+        nonlocal growth
+        while not end_event.wait(0.02):
+            growth = max(growth, used_memory(family) - idle_memory)
 
-    watching = threading.Thread(target=watch)
-    watching.start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     try:
         yield
     finally:
-        ended.set()
-        watching.join()
-    print(f"{name}: {found / 1e6:,.0f} MB above idle, {allowed / 1e6:,.0f} allowed")
-    assert found <= 1.1 * allowed
+        end_event.set()
+        watcher.join()
+    print(f"{name}: {growth / 1e6:,.0f} MB above idle, {limit / 1e6:,.0f} allowed")
+    assert growth <= 1.1 * limit
 
 
 def text_bomb() -> bytes:
-    held = io.BytesIO()
+    """Return a small PNG with 63 MB of compressed text."""
+    file = io.BytesIO()
     info = PngInfo()
     for number in range(63):
         info.add_text(f"k{number}", "x" * 1_000_000, zip=True)
-    Image.new("L", (9, 9)).save(held, "PNG", pnginfo=info)
-    return held.getvalue()
+    Image.new("L", (9, 9)).save(file, "PNG", pnginfo=info)
+    return file.getvalue()
 
 
 def body(text: bytes) -> dict[str, object]:
@@ -326,9 +392,9 @@ HOSTILE: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.slow(40)
-def test_whatever_a_request_holds_it_keeps_to_its_share_of_the_stated_memory(limited):
+def test_no_request_takes_more_than_its_share_of_the_stated_memory(limited):
     for name, request in HOSTILE.items():
-        with peak(limited, name, COPIES * SERVE.max_request_mb * 1e6):
+        with limit_growth(limited, name, COPIES * SERVE.max_request_mb * 1e6):
             answer = httpx.post(f"{limited.address}/caption", timeout=PATIENCE_S, **request)  # type: ignore[arg-type]
         assert answer.status_code == (200 if name == "texts" else 422)
         assert len(answer.content) < 2_000
@@ -355,7 +421,7 @@ def register(root: Path, checkpoint: Path) -> str:
     return uri
 
 
-def test_the_code_of_a_version_has_the_wording_of_its_errors(tmp_path):
+def test_the_code_of_a_version_contains_the_wording_of_its_errors(tmp_path):
     package = copy_code(tmp_path)
     script = 'import m3diff.records.errors as e; print(e.__file__); print(e.Fault("images.video", path="a.png"))'
     command = [sys.executable, "-P", "-c", script]
@@ -375,23 +441,23 @@ def is_answered(address: str) -> bool:
 
 @pytest.mark.slow(110)
 def test_a_registered_version_gives_the_same_captions_by_both_servers(tmp_path, monkeypatch):
-    """A server that caches an image's features must pass this (docs/serving.md): A with B, then A with C."""
+    """A server that caches the features of images must pass this test (docs/serving.md): A with B, then A with C."""
     monkeypatch.setattr("tests.servers.PATIENCE_S", 240)
     folder = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
     images = [noise_image(number) for number in range(6)]
-    pairs = [(one, other) for one in images for other in images if one is not other]
+    pairs = list(itertools.permutations(images, 2))
     captioner = load_captioner(folder, 64)
-    want = [captioner.caption([pair])[0] for pair in pairs]
-    assert len(set(want)) > 1
-    before_uri = mlflow.get_tracking_uri()
+    captions = [captioner.caption([pair])[0] for pair in pairs]
+    assert len(set(captions)) > 1
+    original_uri = mlflow.get_tracking_uri()
     try:
         uri = register(tmp_path, folder)
     finally:
-        mlflow.set_tracking_uri(before_uri)
+        mlflow.set_tracking_uri(original_uri)
     with running(tmp_path, toy=False, answer_s=300) as server:
         with httpx.Client(base_url=server.address, timeout=300) as client:
-            for (one, other), caption in zip(pairs, want, strict=True):
-                answer = client.post("/caption", **form(png(one), png(other), overlay="true")).json()
+            for (before, after), caption in zip(pairs, captions, strict=True):
+                answer = client.post("/caption", **form(png(before), png(after), overlay="true")).json()
                 assert answer["caption"] == caption
                 assert answer["model"] == "m3diff/1"
                 assert answer["overlay"].keys() == {"before", "after"}
@@ -401,9 +467,11 @@ def test_a_registered_version_gives_the_same_captions_by_both_servers(tmp_path, 
     port = free_port()
     line = [str(Path(sys.executable).with_name("mlflow")), "models", "serve", "-m", "models:/m3diff@champion"]
     line += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
-    given = environment(MLFLOW_TRACKING_URI=uri, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    variables = environment(
+        MLFLOW_TRACKING_URI=uri, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
     address = f"http://127.0.0.1:{port}"
-    with started(line, tmp_path / "mlflow.log", lambda: is_answered(address), cwd=tmp_path, env=given):
+    with started(line, tmp_path / "mlflow.log", lambda: is_answered(address), cwd=tmp_path, env=variables):
         rows = [{side: toy.base64_of(png(image)) for side, image in zip(("before", "after"), pairs[0], strict=True)}]
         answer = httpx.post(f"{address}/invocations", json={"dataframe_records": rows}, timeout=60)
-    assert answer.json() == {"predictions": want[:1]}, (tmp_path / "mlflow.log").read_text()
+    assert answer.json() == {"predictions": captions[:1]}, (tmp_path / "mlflow.log").read_text()

@@ -1,11 +1,11 @@
-"""A toy captioner, the application with it, and bodies of requests.
+"""Provide a toy captioner, the application with this captioner, and bodies of requests.
 
-A caption of the toy has its word, the question and the colours of both images. The application is asked through ASGI in
-this process, or runs as a process of its own with a registry of toys.
+A caption of the toy contains its word, the question and the colours of both images. The application runs in this
+process, where tests use it through ASGI, or in a separate process with a registry of toys.
 
-`python -m tests.serving.toy [OPTIONS OF m3diff]` is `m3diff serve` with this captioner. TOY_CONSTANTS gives constants
-of m3diff.serving other values. A toy's folder holds `word.txt`. The toy takes COMPUTE_S for a batch, so that others
-gather meanwhile.
+`python -m tests.serving.toy [OPTIONS OF m3diff]` runs `m3diff serve` with this captioner. The environment variable
+TOY_CONSTANTS sets constants of m3diff.serving. The folder of a toy contains `word.txt`. The toy takes COMPUTE_S seconds
+for a batch, so that other requests gather in the meantime.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ CONSTANTS = "TOY_CONSTANTS"
 SIDE = 16
 CELLS = 4
 SPECIAL = ("<image>", "<|im_end|>")
-# Words of toys that cannot be loaded
+# Words of toys that cannot be loaded, and the errors that they raise
 FAULTS = {
     "broken": ValueError("model.safetensors: sha256 differs"),
     "cut off": DataError("model.safetensors: cut off; fetch"),
@@ -112,9 +112,9 @@ class Local(ToyReplica):
 
     removed = False
 
-    async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
+    async def ask(self, caption_request: Asked) -> ServedAnswer | UndecodableImage:
         assert not self.removed, "asked after it was removed"
-        answer = await super().ask(asked)
+        answer = await super().ask(caption_request)
         assert not self.removed, "removed before it gave its last answer"
         return answer
 
@@ -124,11 +124,11 @@ class Local(ToyReplica):
 
 
 class Service:
-    """A server without a model yet, with an event loop of its own.
+    """A server with its own event loop, and without a model at first.
 
     Args:
         card: facts of each model's card.
-        changes: of the section `serve`.
+        changes: changed values in the section `serve`.
     """
 
     def __init__(self, token: str | None = None, card: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -175,14 +175,16 @@ def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def at(url: str, **more: Any) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url} | more}
+def image_part(url: str, **fields: Any) -> dict[str, Any]:
+    """Return an image part of a chat message."""
+    return {"type": "image_url", "image_url": {"url": url} | fields}
 
 
-def chat(before: bytes, after: bytes, question: str | None = None, **more: Any) -> dict[str, Any]:
+def chat(before: bytes, after: bytes, question: str | None = None, **options: Any) -> dict[str, Any]:
+    """Return the body of a chat request about a pair."""
     parts: list[Any] = [{"type": "text", "text": question}] if question is not None else []
-    parts += [at(f"data:image/png;base64,{base64_of(data)}") for data in (before, after)]
-    return {"model": "m3diff", "messages": [{"role": "user", "content": parts}]} | more
+    parts += [image_part(f"data:image/png;base64,{base64_of(data)}") for data in (before, after)]
+    return {"model": "m3diff", "messages": [{"role": "user", "content": parts}]} | options
 
 
 def form(before: bytes, after: bytes, **texts: str) -> dict[str, Any]:
@@ -193,7 +195,7 @@ PATIENCE_S = 180
 
 
 class Running:
-    """A server that answers; `root` is its current directory."""
+    """A running server. `root` is its current directory."""
 
     def __init__(self, process: subprocess.Popen, port: int, log: Path, root: Path) -> None:
         self.process = process
@@ -217,8 +219,8 @@ class Running:
         process = psutil.Process(self.process.pid)
         return [process, *process.children(recursive=True)]
 
-    def stop(self, sign: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(sign)
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
         return self.process.wait(PATIENCE_S)
 
     def metric(self, line: str) -> float:
@@ -228,7 +230,7 @@ class Running:
 
 
 def write_registry(root: Path, *words: str) -> Any:
-    """Write a registry whose versions 1, 2, ... are toys of these words, the first of them the champion; its client."""
+    """Write a registry and return its client. Versions 1, 2, ... are toys with these words; version 1 is champion."""
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{root}/mlflow.db"
@@ -242,10 +244,10 @@ def write_registry(root: Path, *words: str) -> Any:
 
 
 def command(root: Path, *options: str, toy: bool = True, port: int | None = None, **changes: Any) -> list[str]:
-    """Return the command line.
+    """Write the parameters and return the command line of a server.
 
     Args:
-        changes: of the section `serve`.
+        changes: changed values in the section `serve`.
     """
     values = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
     values["serve"] |= changes
@@ -256,22 +258,23 @@ def command(root: Path, *options: str, toy: bool = True, port: int | None = None
     return [sys.executable, "-m", module, "serve", "--port", str(port or free_port()), *options]
 
 
-def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"} | more
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment for a process that imports this repository, with additional variables."""
+    return os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"} | variables
 
 
 @contextmanager
-def running(root, *options, toy=True, constants=None, there=None, **changes) -> Iterator[Running]:
-    """Yield a server that is ready, and end it with its processes.
+def running(root, *options, toy=True, constants=None, variables=None, **changes) -> Iterator[Running]:
+    """Start a server and yield it when it is ready. After the block, end all of its processes.
 
     Args:
         constants: values by module and name, such as `limits.UPLOAD_S`.
-        there: variables of its environment.
+        variables: additional environment variables.
     """
     line = command(root, *options, toy=toy, **changes)
     log = root / "serve.log"
     with log.open("w") as out:
-        env = environment(**{CONSTANTS: json.dumps(constants or {})} | (there or {}))
+        env = environment(**{CONSTANTS: json.dumps(constants or {})} | (variables or {}))
         pipes = {"stdout": out, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(line, cwd=root, env=env, start_new_session=True, **pipes)
     server = Running(process, int(line[line.index("--port") + 1]), log, root)
@@ -282,13 +285,14 @@ def running(root, *options, toy=True, constants=None, there=None, **changes) -> 
         if process.poll() is None:
             family = server.family()
             server.stop()
-            for left in psutil.wait_procs(family, 20)[1]:
-                left.kill()
+            _, live_processes = psutil.wait_procs(family, 20)
+            for live_process in live_processes:
+                live_process.kill()
 
 
 if __name__ == "__main__":
     from m3diff.__main__ import main
-    from tests.serving.toy import ToyReplica as Importable  # of a module by its name, which a replica can import
+    from tests.serving.toy import ToyReplica as Importable  # a replica cannot import it from __main__
 
     for name, value in json.loads(os.environ.get(CONSTANTS, "{}")).items():
         module, _, constant = name.partition(".")

@@ -1,5 +1,7 @@
-"""A team's whole flow: servers on PostgreSQL, data by SSH, models by S3, commits by a git remote; a second clone, which
-has nothing but these and brings the champion back."""
+"""Test a full run of a team: servers on PostgreSQL, data on SSH, models on S3, and commits on a git remote.
+
+A second clone, which has only these remotes, restores the champion.
+"""
 
 import json
 import os
@@ -34,7 +36,7 @@ print(json.dumps(captioner.caption(pairs)))
 
 
 class Team:
-    """The places that its people share: the databases, the data by SSH, the bucket, and `origin.git`."""
+    """What the members of a team share: the databases, the data by SSH, the bucket, and `origin.git`."""
 
     def __init__(self, folder: Path, postgres: servers.Postgres, ssh: servers.Ssh, s3: servers.S3) -> None:
         self.folder = folder
@@ -56,8 +58,8 @@ class Team:
         file.chmod(0o600)
         toy.change(root, "register", tracking_uri=f"http://127.0.0.1:{self.machine.mlflow}")
         toy.run(root, "dvc", "remote", "add", "-q", "-d", "team", ssh.remote["url"])
-        self.give_key(root)  # which is in no commit
-        toy.commit(root, "the team's places")
+        self.give_key(root)  # the key is in no commit
+        toy.commit(root, "the team's servers")
         toy.run(root, "git", "branch", "-M", "main")
         toy.run(folder, "git", "init", "-q", "--bare", "--initial-branch", "main", "origin.git")
         toy.run(root, "git", "remote", "add", "origin", str(folder / "origin.git"))
@@ -76,14 +78,14 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
         team = Team(tmp_path, postgres, ssh, s3)
         monkeypatch.chdir(team.machine.root)
         logins = {"MLFLOW_TRACKING_USERNAME": "admin", "MLFLOW_TRACKING_PASSWORD": PASSWORD}
-        for name, value in (s3.environment | logins).items():  # what a person's shell has
+        for name, value in (s3.environment | logins).items():  # as in a user's shell
             monkeypatch.setenv(name, value)
         yield team
         team.machine.make("down")
 
 
 def python(root: Path, *arguments: str) -> str:
-    """The output of a command that runs the code of a working tree."""
+    """Run a command with the code of a working tree and return its output."""
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -104,38 +106,38 @@ def rows_of(postgres: servers.Postgres, database: str, table: str) -> int:
 @pytest.mark.team
 @pytest.mark.slow(150)
 def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_with_only_the_remotes(team):
-    first = team.machine.root
+    first_clone = team.machine.root
     origin = team.folder / "origin.git"
     team.machine.up()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (team.machine.prefect, team.machine.mlflow))
     assert httpx.post(f"{prefect}/api/deployments/filter", json={}).status_code == 401, "it has no token"
-    create = f"{mlflow}/api/2.0/mlflow/experiments/create"
-    assert httpx.post(create, json={"name": "of a stranger"}).status_code == 401
+    create_experiment = f"{mlflow}/api/2.0/mlflow/experiments/create"
+    assert httpx.post(create_experiment, json={"name": "of a stranger"}).status_code == 401
     assert rows_of(team.postgres, "prefect", "deployment") == len(team.machine.ask("/deployments/filter", {})) > 0
     state, tasks = team.machine.run_deployment("m3diff/full", "first")
     assert state == "Completed"
     assert tasks == RAN_STATES | {"push": "Ran"}
     (run,) = team.machine.runs("first")
     assert rows_of(team.postgres, "mlflow", "registered_models") == 1
-    assert [*first.glob("services/*/*.db")] == [first / "services/mlflow/users.db"]
+    assert [*first_clone.glob("services/*/*.db")] == [first_clone / "services/mlflow/users.db"]
     branch = f"runs/{run['id']}"
-    kept = git("for-each-ref", "--format=%(refname:short)", cwd=origin).split()
-    assert set(kept) == {"main", branch, "runs/history"}
-    assert git("rev-parse", branch, cwd=origin) == git("rev-parse", branch, cwd=first)
+    branches = git("for-each-ref", "--format=%(refname:short)", cwd=origin).split()
+    assert set(branches) == {"main", branch, "runs/history"}
+    assert git("rev-parse", branch, cwd=origin) == git("rev-parse", branch, cwd=first_clone)
     assert len([path for path in team.ssh.folder.rglob("*") if path.is_file()]) > 20
-    (first / ".dvc" / "cache").rename(team.folder / "cache-that-nobody-reaches")
+    (first_clone / ".dvc" / "cache").rename(team.folder / "cache-that-nobody-reaches")
 
     clone = team.folder / "second"
     out = team.folder / "out"
     toy.run(team.folder, "git", "clone", "-q", "--single-branch", str(origin), "second")
     team.give_key(clone)
     assert not (clone / ".dvc" / "cache").exists()
-    said = python(clone, "-m", "m3diff", "restore", "champion", "--into", str(out))
-    assert f"restored to {out}" in said
-    assert "missing" not in said
+    output = python(clone, "-m", "m3diff", "restore", "champion", "--into", str(out))
+    assert f"restored to {out}" in output
+    assert "missing" not in output
 
-    lock = Lock(text=git("show", f"{branch}:dvc.lock", cwd=first).encode() + b"\n")
-    assert (out / "dvc.lock").read_bytes() == git("show", f"{branch}:dvc.lock", cwd=first).encode() + b"\n"
+    lock = Lock(text=git("show", f"{branch}:dvc.lock", cwd=first_clone).encode() + b"\n")
+    assert (out / "dvc.lock").read_bytes() == git("show", f"{branch}:dvc.lock", cwd=first_clone).encode() + b"\n"
     version = httpx.get(
         f"{mlflow}/api/2.0/mlflow/registered-models/alias",
         params={"name": "m3diff", "alias": "champion"},
@@ -145,18 +147,18 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_with_only_the_rem
     assert tags["prefect.flow_run"] == run["id"]
     assert dvc_hash(out / CHECKPOINT) == lock.recorded(Path(CHECKPOINT), "train outs") == tags["dvc.checkpoint"]
     assert dvc_hash(out / DATA) == lock.recorded(Path(DATA), "ingest@minichange deps") == tags["dvc.raw.minichange"]
-    assert (out / "params.yaml").read_bytes() == (first / "params.yaml").read_bytes()
+    assert (out / "params.yaml").read_bytes() == (first_clone / "params.yaml").read_bytes()
     assert toy.status(out) == {}
 
     rows = toy.read_rows(out / "data" / "04_mixture" / "test" / "00000.parquet")
     pairs = [{side: str(out / row[side]) for side in ("before", "after")} for row in rows]
-    wrote = json.loads((out / "data" / "06_predictions" / "predictions.json").read_text())
-    assert [row["image_id"] for row in wrote] == [row["id"] for row in rows]
-    wanted = [row["caption"] for row in wrote]
-    assert len(set(wanted)) > 1
-    assert json.loads(python(out, "-c", LOAD, json.dumps(pairs))) == wanted
-    _, served = toy.load_and_caption(mlflow, pairs, team.folder)
-    assert served == wanted
+    predictions = json.loads((out / "data" / "06_predictions" / "predictions.json").read_text())
+    assert [row["image_id"] for row in predictions] == [row["id"] for row in rows]
+    captions = [row["caption"] for row in predictions]
+    assert len(set(captions)) > 1
+    assert json.loads(python(out, "-c", LOAD, json.dumps(pairs))) == captions
+    _, served_captions = toy.load_and_caption(mlflow, pairs, team.folder)
+    assert served_captions == captions
     assert "ok       stored model" in python(clone, "-m", "m3diff", "lineage", "champion")
     toy.run(clone, "git", "fetch", "-q", "origin", "runs/history:runs/history")
     assert run["id"] in python(clone, "-m", "m3diff", "history")

@@ -1,4 +1,4 @@
-"""A flow where every server asks for a login: what its code sees, and what it may do in MLflow."""
+"""Test what a flow sees and may do in MLflow if every server requires a login."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ TOKEN = "m3diff:a-token-of-the-test"
 PASSWORD = "a-password-of-the-test"
 SERVE_TOKEN = "a-serve-token-of-the-test"
 
-LOOKS = """def evaluate(params, paths):
+RECORD_ENVIRONMENTS = """def evaluate(params, paths):
     import os
     from flows import group_processes_by
 
@@ -28,12 +28,12 @@ LOOKS = """def evaluate(params, paths):
     seen = [process.environ() for process in family]
     Path(os.environ["TOY_MARKS"], "environments.json").write_text(json.dumps(seen))
 """
-"""A stage that writes down the environments of its process, of the flow and of the worker."""
+"""A stage that records the environments of its process, of the flow and of the worker."""
 
 
 @pytest.fixture
 def machine(built_once: Path, tmp_path: Path) -> Iterator[Machine]:
-    """The services with all tokens. The person who starts them has the admin's login in the shell."""
+    """Start the services with all tokens. The shell that starts them has the admin's login."""
     root = Path(shutil.copytree(built_once, tmp_path / "toy", symlinks=True))
     person = {"MLFLOW_TRACKING_USERNAME": "admin", "MLFLOW_TRACKING_PASSWORD": PASSWORD}
     machine = Machine(root, PREFECT_API_AUTH_STRING=TOKEN, TOY_MARKS=str(tmp_path), **person)
@@ -47,7 +47,7 @@ def machine(built_once: Path, tmp_path: Path) -> Iterator[Machine]:
     file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     file.chmod(0o600)
     toy.change(root, "register", tracking_uri=f"http://127.0.0.1:{machine.mlflow}")
-    toy.replace_stage(root, "evaluate", LOOKS)
+    toy.replace_stage(root, "evaluate", RECORD_ENVIRONMENTS)
     toy.commit(root, "servers with logins")
     try:
         machine.up()
@@ -57,7 +57,7 @@ def machine(built_once: Path, tmp_path: Path) -> Iterator[Machine]:
 
 
 def client_of(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, password: str) -> MlflowClient:
-    """A client that logs in as this user, as does all that the test asks MLflow from now on."""
+    """Return a client that logs in as this user. All later requests of the test to MLflow use this login, too."""
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", name)
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
     return MlflowClient(f"http://127.0.0.1:{machine.mlflow}")
@@ -72,7 +72,7 @@ def password_of_worker(machine: Machine) -> str:
 @pytest.mark.team
 @pytest.mark.slow(200)
 def test_a_flow_runs_with_all_tokens_and_sees_no_secret_of_a_server(machine, tmp_path, monkeypatch):
-    """The admin made the experiment and the model, as in a store from before the worker had its own user."""
+    """The admin creates the experiment and the model, as in a store from before the worker had its own user."""
     admin = client_of(machine, monkeypatch, "admin", PASSWORD)
     admin.create_experiment("m3diff")
     admin.create_registered_model("m3diff")
@@ -81,14 +81,14 @@ def test_a_flow_runs_with_all_tokens_and_sees_no_secret_of_a_server(machine, tmp
     assert tasks == RAN_STATES
     environments = json.loads((tmp_path / "environments.json").read_text())
     assert len(environments) >= 3, "the stage, the flow, the worker"
-    for seen in environments:
-        values = " ".join(seen.values())
+    for environment in environments:
+        values = " ".join(environment.values())
         assert PASSWORD not in values
         assert SERVE_TOKEN not in values
-        assert "PREFECT_SERVER_API_AUTH_STRING" not in seen
-        assert seen["PREFECT_API_AUTH_STRING"] == TOKEN, "Prefect has one token for all"
-        assert seen["MLFLOW_TRACKING_USERNAME"] == WORKER_USER
-        assert seen["MLFLOW_TRACKING_PASSWORD"] == password_of_worker(machine)
+        assert "PREFECT_SERVER_API_AUTH_STRING" not in environment
+        assert environment["PREFECT_API_AUTH_STRING"] == TOKEN, "Prefect has one token for all"
+        assert environment["MLFLOW_TRACKING_USERNAME"] == WORKER_USER
+        assert environment["MLFLOW_TRACKING_PASSWORD"] == password_of_worker(machine)
     logs = "".join(path.read_text(errors="replace") for path in (machine.root / "services").glob("*.log"))
     for secret in (PASSWORD, SERVE_TOKEN, TOKEN, password_of_worker(machine)):
         assert secret not in logs
@@ -117,19 +117,19 @@ def test_the_workers_user_may_do_what_a_run_does_and_is_no_admin(machine, monkey
     login = (WORKER_USER, password_of_worker(machine))
     new_user = {"username": "another", "password": "a-password-of-another"}
     assert httpx.post(f"{users}/create", json=new_user, auth=login).status_code == 403
-    rise = {"username": WORKER_USER, "is_admin": True}
-    assert httpx.patch(f"{users}/update-admin", json=rise, auth=login).status_code == 403
+    admin_flag = {"username": WORKER_USER, "is_admin": True}
+    assert httpx.patch(f"{users}/update-admin", json=admin_flag, auth=login).status_code == 403
 
 
 @pytest.mark.team
 @pytest.mark.slow(90)
-def test_a_login_that_drifted_is_put_right_by_the_next_start(machine):
+def test_a_changed_login_is_corrected_by_the_next_start(machine):
     users = f"http://127.0.0.1:{machine.mlflow}/api/2.0/mlflow/users"
     rights = f"http://127.0.0.1:{machine.mlflow}/api/3.0/mlflow/users/permissions"
     admin = ("admin", PASSWORD)
     worker = {"username": WORKER_USER}
-    other = worker | {"password": "another-password"}
-    httpx.patch(f"{users}/update-password", json=other, auth=admin).raise_for_status()
+    changed_password = worker | {"password": "another-password"}
+    httpx.patch(f"{users}/update-password", json=changed_password, auth=admin).raise_for_status()
     httpx.patch(f"{users}/update-admin", json=worker | {"is_admin": True}, auth=admin).raise_for_status()
     right = worker | {"resource_type": "run", "resource_id": "*"}
     httpx.post(f"{rights}/revoke", json=right, auth=admin).raise_for_status()

@@ -30,7 +30,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import SplitCount
-from m3diff.records.errors import DataError, ParamsError, data_error_if_unreadable
+from m3diff.records.errors import DataError, ParamsError, cause_of, data_error_if_unreadable
 from m3diff.records.files import StageReport
 from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table
 from m3diff.stages.convert.params import Convert, MixtureSource
@@ -200,7 +200,7 @@ def load_questions(path: Path) -> dict[str, list[str]]:
     try:
         questions = Questions.validate_python(yaml.safe_load(path.read_text("utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
-        raise ParamsError("convert.no_questions_by_task", path=path, cause=str(error)) from error
+        raise ParamsError("convert.no_questions_by_task", path=path, cause=cause_of(error)) from error
     for question in chain.from_iterable(questions.values()):
         if IMAGE_MARK in question:
             raise ParamsError("convert.image_mark_in_question", path=path, value=question, mark=IMAGE_MARK)

@@ -35,7 +35,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
 from m3diff.models.device import Device, process_environment
 from m3diff.provenance.code import key_of
-from m3diff.records.errors import CodedError, DataError, ParamsError, data_error_if_unreadable
+from m3diff.records.errors import CodedError, DataError, ParamsError, cause_of, data_error_if_unreadable
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
 from m3diff.runtime import prepare
@@ -433,7 +433,7 @@ def caption_on_ray(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchP
                 raise error.cause from error
             except ray.exceptions.RayActorError as error:
                 if failures == max_failures:
-                    raise WorkersDiedError("predict.workers_died", cause=str(error), limit=max_failures) from error
+                    raise WorkersDiedError("predict.workers_died", cause=cause_of(error), limit=max_failures) from error
                 failures += 1
                 print(
                     f"predict: a worker died ({textwrap.shorten(str(error), 160)}); {len(missing)} unanswered batches "
@@ -457,7 +457,7 @@ def _caption_by_new_workers(job: CaptionJob, batches: Sequence[Batch]) -> Iterat
     try:
         wait_for_room(job.compute.model_copy(update={"workers": count}), NODES_TIMEOUT_S)
     except NoRoomError as error:
-        raise ParamsError("predict.no_room_for_workers", cause=str(error)) from error
+        raise ParamsError("predict.no_room_for_workers", cause=cause_of(error)) from error
     remote_class = ray.remote(
         num_cpus=resources["CPU"],
         num_gpus=resources.get("GPU", 0),

@@ -147,7 +147,7 @@ def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(t
     assert "FIRST IMAGE: a {cup}\nSECOND IMAGE: two men\n" in server.texts[0]
     assert " 7 " in server.texts[0]
     assert "INSTRUCTION: add a cat\n" in server.texts[1]
-    assert [(body["seed"], body["messages"][0]["role"]) for body in server.asked] == [(3, "system")] * 2
+    assert [(body["seed"], body["messages"][0]["role"]) for body in server.requests] == [(3, "system")] * 2
 
 
 @pytest.mark.parametrize(

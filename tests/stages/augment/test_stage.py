@@ -250,7 +250,7 @@ def test_answers_of_an_endpoint_are_kept_and_no_question_is_repeated(raw, tmp_pa
         for name in ("one", "two"):
             cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 2, "val": 2, "test": 2})
             reports.append(augment("made", cfg, compute(tmp_path / "runs")))
-            asked.append(len(server.asked))
+            asked.append(len(server.requests))
     assert reports[0] == reports[1]
     assert sha256_of_folder(tmp_path / "one") == sha256_of_folder(tmp_path / "two")
     assert asked == [len(set(server.texts)) + 2] * 2, "again: what was put off twice, and nothing else"
@@ -270,11 +270,11 @@ def test_texts_of_another_writer_are_refused_unless_the_entry_allows_them(raw, t
         report = make(first, "one")
         with pytest.raises(OtherServerError):
             make(second, "refused")
-        assert second.asked == []
+        assert second.requests == []
         assert not (tmp_path / "refused").exists()
         assert make(second, "two", reuse_answers=True) == report
         make(second, "three", reuse_answers=False)
-    assert second.asked
+    assert second.requests
     assert sha256_of_folder(tmp_path / "one") == sha256_of_folder(tmp_path / "two")
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes(), "no time in it"
     captions = [row["captions"][-1] for row in rows_of(tmp_path / "three") if row["split"] == "train"]

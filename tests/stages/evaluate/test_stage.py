@@ -299,7 +299,7 @@ def test_verdicts_of_another_judge_end_the_stage_and_the_section_may_use_them(se
     capsys.readouterr()
     with pytest.raises(OtherServerError):
         run(server, "refused")
-    assert server.asked == []
+    assert server.requests == []
     assert not (tmp_path / "refused/metrics.json").exists()
     assert run(server, "reused", reuse_answers=True) == 0
     assert "evaluate: judge: 6 of 6 answers are from the cache" in capsys.readouterr().out
@@ -316,7 +316,7 @@ def test_without_a_judge_the_score_is_absent_and_nothing_is_asked_if_not_chosen(
     assert "evaluate.judge" in without.absent["judge"]
     assert without.scores["change_type_accuracy"] == pytest.approx(2 / 3)
     bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], judge=cfg)
-    assert server.asked == []
+    assert server.requests == []
 
 
 def test_a_sample_is_the_same_whatever_stands_beside_it_and_keeps_its_order():
