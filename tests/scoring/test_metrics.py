@@ -445,7 +445,8 @@ def test_pairs_drawn_ahead_give_the_same_intervals(pairs: int, monkeypatch: pyte
     rows = table(score=np.random.default_rng(3).normal(size=pairs).tolist())
     metrics = {"m": metric(score=MEAN)}
     counts = bootstrap.draw_ahead(pairs)
-    assert counts is not None and len(counts) > 1
+    assert counts is not None
+    assert len(counts) > 1
     assert sum(len(chunk) for chunk in counts) == bootstrap.RESAMPLES
     assert all((chunk.sum(axis=1) == pairs).all() for chunk in counts)
     assert intervals(rows, metrics, P, counts=counts) == intervals(rows, metrics, P)
