@@ -33,8 +33,8 @@ from m3diff.stages.pretrain.bases import (
     DESCRIBE_TWO_IMAGES,
     QUESTIONS,
     Blip2Base,
-    create_architecture,
     copy_vision_encoder,
+    create_architecture,
     llava_config,
 )
 from m3diff.stages.pretrain.params import TASKS, Blip2, Pretrain
@@ -44,11 +44,11 @@ from m3diff.stages.pretrain.stage import (
     SIZES,
     ask_for_images,
     ask_for_objects,
+    classify_points,
+    learning_rate_factor,
     make_curriculum,
     orthogonalize,
-    learning_rate_factor,
     pretrain,
-    classify_points,
     train_tokenizer,
 )
 from tests.tiny import BASE, pair_inputs
