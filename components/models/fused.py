@@ -184,7 +184,7 @@ def compiled(function: Callable) -> Callable:
 
     The first call also makes dynamo raise an error when it reaches its limit of compiled graphs. By default, it would
     continue without compiling, which is slow and requires T x T memory for FlexAttention (torch 2.13;
-    `stage.with_retries` explains the error).
+    `stage.run_with_retries` explains the error).
     """
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=True)

@@ -24,7 +24,7 @@ from m3diff.stages.predict.stage import (
     PairSample,
     Prediction,
     PredictReport,
-    control_pairs,
+    sample_control_pairs,
     predict,
     run_key,
 )
@@ -198,7 +198,7 @@ SAMPLES = pytest.mark.parametrize(("count", "total"), [(2, 2), (3, 3), (4, 4), (
 
 @SAMPLES
 def test_a_control_is_a_sample_of_the_pairs_in_their_order(count, total):
-    shuffled, _ = control_pairs(make_pairs(total), count)
+    shuffled, _ = sample_control_pairs(make_pairs(total), count)
     numbers = [int(pair.id) for pair in shuffled]
     assert len(numbers) == min(count, total)
     assert numbers == sorted(set(numbers))
@@ -207,7 +207,7 @@ def test_a_control_is_a_sample_of_the_pairs_in_their_order(count, total):
 @SAMPLES
 def test_the_shuffled_control_has_the_after_image_of_another_pair(count, total):
     pairs = make_pairs(total)
-    shuffled, _ = control_pairs(pairs, count)
+    shuffled, _ = sample_control_pairs(pairs, count)
     expected = []
     for pair in shuffled:
         number = int(pair.id)
@@ -218,7 +218,7 @@ def test_the_shuffled_control_has_the_after_image_of_another_pair(count, total):
 
 @SAMPLES
 def test_the_reversed_control_has_the_same_pairs_swapped(count, total):
-    shuffled, swapped = control_pairs(make_pairs(total), count)
+    shuffled, swapped = sample_control_pairs(make_pairs(total), count)
     numbers = [int(pair.id) for pair in shuffled]
     assert swapped == [(str(n), f"a{n}", f"b{n}", b"a%d" % n, b"b%d" % n, f"q{n}") for n in numbers]
 
@@ -226,19 +226,19 @@ def test_the_reversed_control_has_the_same_pairs_swapped(count, total):
 @SAMPLES
 def test_a_smaller_control_is_a_part_of_a_larger_one(count, total):
     pairs = make_pairs(total)
-    smaller, _ = control_pairs(pairs, count)
-    larger, _ = control_pairs(pairs, count + 1)
+    smaller, _ = sample_control_pairs(pairs, count)
+    larger, _ = sample_control_pairs(pairs, count + 1)
     assert {pair.id for pair in smaller} <= {pair.id for pair in larger}
 
 
 def test_the_controls_are_sampled_from_all_pairs():
-    numbers = [int(pair.id) for pair in control_pairs(make_pairs(1000), 100)[0]]
+    numbers = [int(pair.id) for pair in sample_control_pairs(make_pairs(1000), 100)[0]]
     assert 300 < np.mean(numbers) < 700
     assert max(numbers) > 900
 
 
 def test_the_controls_are_the_same_each_time():
-    assert control_pairs(make_pairs(1000), 100) == control_pairs(make_pairs(1000), 100)
+    assert sample_control_pairs(make_pairs(1000), 100) == sample_control_pairs(make_pairs(1000), 100)
 
 
 @pytest.mark.fault("04")

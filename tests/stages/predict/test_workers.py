@@ -159,7 +159,7 @@ def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path,
     assert len(list(tmp_path.iterdir())) == 1, "one has died"
     said = capsys.readouterr().out
     assert "predict: a worker died (" in said
-    assert "unanswered batches go to new workers (failure 1 of 1 " in said
+    assert "remaining 1 batches (failure 1 of 1 " in said
     assert not ray.is_initialized()
 
 
@@ -275,7 +275,7 @@ def test_ray_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(stage, "start_ray", lambda compute: ended.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
-    monkeypatch.setattr(stage, "_caption_by_new_workers", lambda *_: iter([1 / 0] if ended else []))
+    monkeypatch.setattr(stage, "_caption_with_new_workers", lambda *_: iter([1 / 0] if ended else []))
     with pytest.raises(ZeroDivisionError):
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
     assert ended == ["start", "shutdown"]

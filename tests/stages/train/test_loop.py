@@ -275,7 +275,7 @@ def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, m
 
 
 @pytest.fixture
-def announced(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[str]) -> Any:
+def training(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[str]) -> Any:
     """The loop of a run of 3 steps of 8 sequences, before its first step, with rounded numbers of parameters."""
     training = workspace.started(global_batch=8, micro_batch=2, epochs=1.5)
     training.parameters = {"trainable": 1500, "frozen": 9000, "vision": 1000, "module": 0, "llm": 500}
@@ -284,7 +284,7 @@ def announced(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[st
 
 
 @pytest.fixture
-def counted_lengths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """The tokens and supervised tokens that each call of `Family.flops` got; it counts 3 GFLOP a sequence."""
     lengths: list[tuple[float, float]] = []
     terms = [SimpleNamespace(total=1e9), SimpleNamespace(total=2e9)]
@@ -306,46 +306,45 @@ def token_counts(training: Any) -> tuple[int, int]:
     return prompts + supervised, supervised
 
 
-def test_a_run_announces_its_size(announced, counted_lengths, capfd):
-    announced.announce()
-    tokens, supervised = token_counts(announced)
+def test_a_run_prints_its_size(training, capfd):
+    training.print_size(training.measure_lengths(), 24e9)
+    tokens, supervised = token_counts(training)
     assert capfd.readouterr().out.splitlines() == [
-        "train: 8 sequences a step = 2 micro-batch x 4 accumulated x 1 worker(s)",
-        "train: 10 pairs, 23 references in 10 sequences an epoch",
-        f"train: about {tokens:,} tokens an epoch ({tokens / 10:.1f} a sequence, {supervised / 10:.1f} of them "
-        "supervised)",
-        "train: 1.5 epoch(s) x 2 steps = 3 steps",
-        "train: 1,500 parameters train (vision 1,000, llm 500), 9,000 are frozen",
-        "train: 0.024 TFLOP a step",
+        "train: 8 sequences per step = micro-batches of 2 x 4 accumulation step(s) x 1 worker(s)",
+        "train: 10 pairs with 23 references, packed into 10 sequences per epoch",
+        f"train: about {tokens:,} tokens per epoch: {tokens / 10:.1f} per sequence, of which {supervised / 10:.1f} "
+        "are supervised",
+        "train: 1.5 epoch(s) x 2 steps per epoch = 3 steps",
+        "train: 1,500 trained parameters (vision 1,000, llm 500), 9,000 frozen parameters",
+        "train: 0.024 TFLOP per step",
     ]
 
 
-def test_the_flops_of_a_step_are_those_of_its_mean_sequences(announced, counted_lengths):
-    tokens, supervised = token_counts(announced)
-    assert announced.announce() == 24e9
-    assert counted_lengths == [(pytest.approx(tokens / 10), pytest.approx(supervised / 10))]
+def test_the_flops_of_a_step_are_those_of_its_mean_sequences(training, flops_arguments):
+    tokens, supervised = token_counts(training)
+    assert training.count_flops_per_step(training.measure_lengths()) == 24e9
+    assert flops_arguments == [(pytest.approx(tokens / 10), pytest.approx(supervised / 10))]
 
 
-def test_a_long_epoch_is_counted_on_its_first_sequences(announced, counted_lengths, monkeypatch):
-    announced.announce()
+def test_a_long_epoch_is_measured_on_its_first_sequences(training, monkeypatch):
+    lengths = training.measure_lengths()
     monkeypatch.setattr(loop, "COUNTED_SEQUENCES", 1)
-    announced.announce()
-    assert counted_lengths[1] != counted_lengths[0]
+    assert training.measure_lengths() != lengths
 
 
-def test_a_progress_line_has_speed_and_time_left(announced, monkeypatch, capfd):
+def test_a_progress_line_has_speed_and_time_left(training, monkeypatch, capfd):
     """23 captions in 2 steps of 2 s."""
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 2)
-    announced.curve.add({"step": 2, "loss": 1.5, "grad_norm": 2.0})
-    announced.log_progress(2, 2.0, 24e9)
+    training.curve.add({"step": 2, "loss": 1.5, "grad_norm": 2.0})
+    training.print_progress(2, 2.0, 24e9)
     line = "train: step 2/3 (66.7%)  loss 1.5000  grad_norm 2.0000  6 captions/s  ETA 0:00:02\n"
     assert capfd.readouterr().out == line
 
 
-def test_device_seconds_are_those_of_all_workers(announced):
-    announced.worker = WorkerContext(0, 2)
-    assert announced.count_time(time.monotonic() - 100) == pytest.approx(time.monotonic(), abs=5)
-    assert announced.usage.device_seconds == 2 * announced.usage.seconds > 199
+def test_device_seconds_are_those_of_all_workers(training):
+    training.worker = WorkerContext(0, 2)
+    assert training.count_time(time.monotonic() - 100) == pytest.approx(time.monotonic(), abs=5)
+    assert training.usage.device_seconds == 2 * training.usage.seconds > 199
 
 
 @pytest.mark.parametrize(
@@ -361,7 +360,7 @@ def test_a_curve_is_written_with_empty_values_where_a_step_has_none(tmp_path):
     curve = Curve(("step", "loss", "val_loss"))
     curve.add({"step": 1, "loss": 0.123456789})
     curve.add({"step": 2, "loss": 2.0})
-    curve.fill({"val_loss": 0.5})
+    curve.set_values({"val_loss": 0.5})
     curve.write(tmp_path / "curves.csv")
     assert (tmp_path / "curves.csv").read_text() == "step,loss,val_loss\n1,0.123457,\n2,2,0.5\n"
 
@@ -384,8 +383,8 @@ def test_the_last_value_of_a_column_is_from_the_last_row_that_has_one(resumed_cu
 
 
 def test_the_latest_values_are_from_the_last_row_that_has_them_all(resumed_curve):
-    assert resumed_curve.latest(("loss",)) == {"step": 2, "loss": 2}
-    assert resumed_curve.latest(("loss", "val_cider")) == {}
+    assert resumed_curve.last_values(("loss",)) == {"step": 2, "loss": 2}
+    assert resumed_curve.last_values(("loss", "val_cider")) == {}
 
 
 def work(rank: int, run_recipe: Recipe, mixture: Path, folder: Path, saved: int, killed_at: int) -> None:

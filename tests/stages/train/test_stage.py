@@ -27,7 +27,7 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop, on_ray, stage
 from m3diff.stages.train.engine import deepspeed_config
 from m3diff.stages.train.job import Job, WorkerContext, single_worker_group
-from m3diff.stages.train.stage import RunInProgressError, _only_trainer, run_key, train, with_retries
+from m3diff.stages.train.stage import RunInProgressError, _run_lock, run_key, run_with_retries, train
 from tests.errors import raises
 from tests.stages.train.test_alignment import ALIGN
 from tests.stages.train.toy import Recipe, job, recipe
@@ -75,9 +75,9 @@ def test_everything_that_decides_the_weights_names_a_run(base, mixture, tmp_path
 @pytest.mark.fault("02")
 def test_a_second_trainer_of_the_same_run_is_turned_away(tmp_path):
     refused = raises(RunInProgressError, "train.run_in_progress", path=str(tmp_path / "run.lock"))
-    with _only_trainer(tmp_path / "run"), refused, _only_trainer(tmp_path / "run"):
+    with _run_lock(tmp_path / "run"), refused, _run_lock(tmp_path / "run"):
         pass
-    with _only_trainer(tmp_path / "run"):
+    with _run_lock(tmp_path / "run"):
         pass
 
 
@@ -192,7 +192,7 @@ GPU = pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 
 def test_the_workers_of_ray_get_the_job(trainer_arguments, work):
     arguments = trainer_arguments(cpus_per_worker=3)
-    assert arguments["worker"] == on_ray._worker
+    assert arguments["worker"] == on_ray._run_worker
     assert arguments["train_loop_config"] == {"job": work(cpus_per_worker=3)}
 
 
@@ -247,7 +247,7 @@ def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(ra
     monkeypatch.setattr(loop, "Training", training)
     joined: list[WorkerContext] = []
     monkeypatch.setattr(on_ray, "join_process_group", lambda run_recipe, worker: joined.append(worker))
-    on_ray._worker({"job": work()})
+    on_ray._run_worker({"job": work()})
     assert joined == [WorkerContext(rank, 2)]
     written = tmp_path / "figures.json"
     assert written.is_file() == (rank == 0)
@@ -291,7 +291,7 @@ def test_nodes_without_room_end_the_run_after_the_time_of_a_cluster(cluster, sec
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     monkeypatch.setattr(on_ray, "wait_for_room", refuse)
     with pytest.raises(NoRoomError):
-        with_retries(on_ray.run_on_ray, work())
+        run_with_retries(on_ray.run_on_ray, work())
     assert ended == ["start", f"room for 2 within {seconds} s", "shutdown"], "it is not tried again at once"
 
 

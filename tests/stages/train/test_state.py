@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,7 @@ from safetensors.torch import load_file
 from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, write_manifest
 from m3diff.stages.train import loop, state
-from m3diff.stages.train.job import WorkerContext
-from m3diff.stages.train.stage import DiskFullError, is_disk_full
+from m3diff.stages.train.job import DiskFullError, Job, WorkerContext, is_disk_full, name_full_disk
 from m3diff.stages.train.state import Curve
 from tests.errors import raises
 from tests.stages.train.toy import run_dir_of, take
@@ -35,7 +35,7 @@ def folder(run_dir: Path, step: int, cider: float | None = None, damaged: bool =
     if damaged:
         (made / "weights.safetensors").write_text("half")
     if cider is not None:
-        (made / state.VALIDATION).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
+        (made / state.VALIDATION_FILE).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
     return made
 
 
@@ -64,7 +64,7 @@ def test_export_takes_the_last_or_the_earliest_best_that_is_whole(tmp_path, capl
         folder(tmp_path, step, cider, damaged)
     assert state.checkpoint_to_export(tmp_path, "last") is None
     assert state.checkpoint_to_export(tmp_path, "best") == tmp_path / "step-00000002"
-    assert [state.step_of(path) for path in state.best_first(tmp_path)] == [4, 2, 8, 6]
+    assert [state.step_of(path) for path in state.checkpoints_by_score(tmp_path)] == [4, 2, 8, 6]
     assert "step-00000004" in caplog.text
     caplog.clear()
     folder(tmp_path / "unscored", 4)
@@ -88,7 +88,9 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(stage,
     assert expected.parameters.keys() == actual.parameters.keys()
     for name, parameter in expected.parameters.items():
         for moment in (None, *state.MOMENTS):
-            assert torch.equal(actual.get(actual.parameters[name], moment), expected.get(parameter, moment)), (
+            assert torch.equal(
+                actual.get_tensor(actual.parameters[name], moment), expected.get_tensor(parameter, moment)
+            ), (
                 name,
                 moment,
             )
@@ -106,7 +108,7 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(workspace, c
     training = workspace.started(1, val_pairs=0, zero_stage=1)
     before = training.save(1)
     files = sorted(path.name for path in before.iterdir())
-    assert files == sorted([*state.FILES, "curves.csv", "manifest.json"])
+    assert files == sorted([*state.MOMENT_BY_FILE, "curves.csv", "manifest.json"])
     for file, cut in ((file, cut) for file in files for cut in (None, 0, 100)):
         newest = training.save(2)
         if cut is None:
@@ -165,7 +167,7 @@ def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_b
 
 def write_one(run_dir: Path, step: int) -> None:
     """A state of one tensor, which holds the step."""
-    tensors = {file: {"a": torch.full((1000,), float(step))} for file in state.FILES}
+    tensors = {file: {"a": torch.full((1000,), float(step))} for file in state.MOMENT_BY_FILE}
     state.write_state(run_dir, step, tensors, Curve(("step",)))
 
 
@@ -248,20 +250,65 @@ def test_a_checkpoint_that_meets_a_full_disk_leaves_the_older_ones(function, tmp
 
 @pytest.mark.fault("10")
 @pytest.mark.parametrize(
-    ("module", "name", "calls", "step"),
-    [(state, "save_file", 4, 2), (loop, "write_atomic", 3, 4), (checkpoint, "merge", 0, 6)],
+    ("module", "name", "calls", "step", "has_full_output"),
+    [(state, "save_file", 4, 2, False), (loop, "write_atomic", 3, 4, False), (checkpoint, "merge", 0, 6, True)],
     ids=["checkpoint", "scores", "export"],
 )
-def test_a_run_that_finds_the_disk_full_goes_on_when_there_is_room(module, name, calls, step, workspace, capfd):
+def test_a_run_that_finds_the_disk_full_goes_on_when_there_is_room(
+    module, name, calls, step, has_full_output, workspace, capfd
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, full_after(getattr(module, name), calls))
         with raises(DiskFullError, "train.disk_full") as refused:
             workspace.run()
-    assert refused.value.fields["path"] == run_dir_of(workspace.folder)
+    run_dir = run_dir_of(workspace.folder)
+    assert refused.value.fields["path"] == (workspace.folder / "out" if has_full_output else run_dir)
     assert capfd.readouterr().out.count("starts at step 1 of 6") == 1, "tried again, though the disk is full"
-    checkpoint_folder = state.latest_valid_checkpoint(run_dir_of(workspace.folder))
+    checkpoint_folder = state.latest_valid_checkpoint(run_dir)
     assert checkpoint_folder is not None
     assert state.step_of(checkpoint_folder) == step
     actual = workspace.run()
     assert f"resumed after step {step} of 6" in capfd.readouterr().out
     assert len(actual.curve) == actual.report.steps == 6
+
+
+@pytest.mark.fault("10")
+@pytest.mark.parametrize("error", FULL, ids=["disk", "quota", "safetensors"])
+def test_the_error_of_a_full_disk_names_the_folder_that_was_written_to(error, tmp_path):
+    with raises(DiskFullError, "train.disk_full", path=tmp_path / "out"), name_full_disk(tmp_path / "out"):
+        raise error
+
+
+@pytest.mark.fault("10")
+def test_the_error_of_a_full_disk_names_the_file_that_the_system_names(tmp_path):
+    file = tmp_path / "elsewhere" / "file"
+    with raises(DiskFullError, "train.disk_full", path=file), name_full_disk(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+
+def test_an_error_that_names_its_folder_is_not_changed_by_an_outer_block(tmp_path):
+    with (
+        raises(DiskFullError, "train.disk_full", path=tmp_path / "out"),
+        name_full_disk(tmp_path),
+        name_full_disk(tmp_path / "out"),
+    ):
+        raise FULL[2]
+
+
+@pytest.mark.fault("10")
+def test_a_full_disk_that_no_error_names_is_the_fullest_that_the_run_writes_to(workspace, monkeypatch):
+    run = workspace.recipe()
+    out = workspace.folder / "out"
+    out.mkdir()
+    free_bytes = {out: 7}
+    usage = shutil.disk_usage(out)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: usage._replace(free=free_bytes.get(Path(folder), usage.free))
+    )
+
+    def meet_full_disk(attempt_job: Job) -> dict[str, Any]:
+        raise FULL[0]
+
+    monkeypatch.setattr("m3diff.stages.train.stage.run_local", meet_full_disk)
+    with raises(DiskFullError, "train.disk_full", path=out, value=7):
+        workspace.run(run)

@@ -62,7 +62,7 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
     training = started(run_recipe, workspace.mixture, workspace.folder)
     expected_gradients = gradients(run_recipe, training, LAST_STEP)
     state = MasterState(training.engine)
-    before = {name: state.get(p).clone() for name, p in state.parameters.items()}
+    before = {name: state.get_tensor(p).clone() for name, p in state.parameters.items()}
     whole_step = training.loader.build([(rows, 1) for rows in training.schedule.global_sequences(LAST_STEP)])
     with torch.no_grad():
         loss = float(token_loss(training.engine.module, whole_step, training.processor, training.device))
@@ -74,14 +74,14 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
     for name, parameter in state.parameters.items():
         # a gradient times the tokens, or their square, differs by a factor of hundreds
         torch.testing.assert_close(
-            state.get(parameter, "exp_avg"), 0.1 * expected_gradients[name], rtol=1e-3, atol=1e-7
+            state.get_tensor(parameter, "exp_avg"), 0.1 * expected_gradients[name], rtol=1e-3, atol=1e-7
         )
         torch.testing.assert_close(
-            state.get(parameter, "exp_avg_sq"), 0.001 * expected_gradients[name] ** 2, rtol=2e-3, atol=1e-11
+            state.get_tensor(parameter, "exp_avg_sq"), 0.001 * expected_gradients[name] ** 2, rtol=2e-3, atol=1e-11
         )
         expected = adamw(before[name], expected_gradients[name], rates[id(parameter)], 0.1)
         clear = expected_gradients[name].abs() > 1e-5  # where rounding decides the sign, so it does the step
-        torch.testing.assert_close(state.get(parameter)[clear], expected[clear], rtol=0, atol=2e-6)
+        torch.testing.assert_close(state.get_tensor(parameter)[clear], expected[clear], rtol=0, atol=2e-6)
     (row,) = training.curve.rows
     assert row["step"] == "2"
     assert row["epoch"] == "1"
@@ -103,7 +103,7 @@ def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(stage, limit, w
     scale = 1.0 if limit is NO_CLIPPING else min(1.0, limit / norm)
     name, parameter = next(iter(state.parameters.items()))
     torch.testing.assert_close(
-        state.get(parameter, "exp_avg"), 0.1 * scale * whole_gradient[name], rtol=2e-3, atol=1e-8
+        state.get_tensor(parameter, "exp_avg"), 0.1 * scale * whole_gradient[name], rtol=2e-3, atol=1e-8
     )
 
 
@@ -150,7 +150,7 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage, workspace):
     state = MasterState(training.engine)
     for name, parameter in state.parameters.items():
         first = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
-        assert (state.get(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
+        assert (state.get_tensor(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
 
 
 @pytest.fixture
