@@ -24,9 +24,9 @@ from m3diff.stages.predict.stage import (
     PairSample,
     Prediction,
     PredictReport,
-    sample_control_pairs,
     predict,
     run_key,
+    sample_control_pairs,
 )
 from tests.errors import raises
 from tests.stages.predict.conftest import ORDER, QUESTIONS, Killed, compute, settings, write_test_split
