@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from m3diff.models import FAMILIES, fused
 from m3diff.models.device import Device, process_environment
-from m3diff.models.layers import with_visual_tokens
-from m3diff.models.tuning import unwrapped
+from m3diff.models.layers import insert_visual_tokens
+from m3diff.models.tuning import unwrap_model
 from m3diff.stages.train import job
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
@@ -117,8 +117,10 @@ def test_a_micro_batch_waits_for_nothing(case, mixture, tmp_path, monkeypatch):
     model.to("meta")
     monkeypatch.setattr(Device, "torch", torch.device("meta"))
     monkeypatch.setattr(Device, "move", lambda self, tensor: tensor.to("meta"))
-    for recorded in (False, True):
-        recording = family.contribution.recorded(unwrapped(model)) if recorded and family.contribution else Waits()
+    for record_tensors in (False, True):
+        recording = (
+            family.contribution.recorded(unwrap_model(model)) if record_tensors and family.contribution else Waits()
+        )
         with recording, Waits():
             token_loss(model, batch, processor, device).backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad and "lora_" in n)
@@ -130,7 +132,7 @@ def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit():
     visual = torch.randn(6, 4, requires_grad=True)
     embeds = torch.randn(2, 6, 4, requires_grad=True)
     weight = torch.randn(2, 6, 4)
-    found = with_visual_tokens(embeds, visual, ids, 9)
+    found = insert_visual_tokens(embeds, visual, ids, 9)
     wanted = embeds.masked_scatter((ids == 9)[..., None], visual)
     assert found.equal(wanted)
     given = (embeds, visual)
@@ -150,11 +152,11 @@ def test_a_step_of_deepspeed_never_waits_for_the_device(mixture, tmp_path, monke
 def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_error(monkeypatch):
     with FakeTensorMode():
         tensor = torch.empty(2, device="cuda")
-    assert fused.fused_on_gpu(fused.swiglu, tensor) is fused.compiled(fused.swiglu)
-    assert fused.fused_on_gpu(fused.swiglu, torch.empty(2)) is fused.swiglu
+    assert fused.compile_on_gpu(fused.swiglu, tensor) is fused.compile_once(fused.swiglu)
+    assert fused.compile_on_gpu(fused.swiglu, torch.empty(2)) is fused.swiglu
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
-    kernel = fused.compiled(lambda x, text: x * len(text))  # a graph for each value of Python
+    kernel = fused.compile_once(lambda x, text: x * len(text))  # a graph for each value of Python
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         [kernel(torch.ones(3), "a" * number) for number in range(12)]
 

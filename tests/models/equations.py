@@ -33,7 +33,7 @@ def head_parts(
     queries = linear(q, module.q_proj)
     keys = linear(kv, module.k_proj)
     values = linear(kv, module.v_proj)
-    if module.normed:
+    if module.qk_norm:
         queries = unit(queries)
         keys = unit(keys)
     if positions is not None:

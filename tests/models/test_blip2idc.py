@@ -18,12 +18,12 @@ from m3diff.models.blip2idc import Augment
 from m3diff.models.blip2idc_model import (
     Blip2IDCImageProcessor,
     Blip2IDCProcessor,
-    augmented,
-    blurred,
-    compressed,
+    augment_pair,
+    blur,
+    compress_as_jpeg,
     token_id,
 )
-from m3diff.models.tuning import prepare, unwrapped
+from m3diff.models.tuning import prepare_for_training, unwrap_model
 from m3diff.records.errors import ValueFault
 from tests.errors import raises
 from tests.tiny import noise_image, saliency_map
@@ -139,7 +139,7 @@ def model(request: pytest.FixtureRequest, base: Path) -> torch.nn.Module:
     made = FAMILY.load(base, torch.float64, None)
     if request.param:
         torch.manual_seed(4)
-        made = prepare(made, FAMILY, blip2_settings())
+        made = prepare_for_training(made, FAMILY, blip2_settings())
         with torch.no_grad():
             for name, parameter in made.named_parameters():
                 if "lora_" in name:
@@ -151,13 +151,13 @@ def model(request: pytest.FixtureRequest, base: Path) -> torch.nn.Module:
 def test_the_logits_are_those_of_the_equations(is_fused, model, base):
     processor = FAMILY.load_processor(base)
     if is_fused:
-        FAMILY.fuse(unwrapped(model), "none")
+        FAMILY.fuse(unwrap_model(model), "none")
     model.train(is_fused)
     images = np.stack([processor.prepare_image(noise_image(seed, (40, 30))) for seed in range(4)])
     inputs = processor.image_inputs(torch.from_numpy(images))
     pixels = inputs["pixel_values"].double()
     captions = [processor.encode_reference(text) for text in ("the red ball moved", "the star is gone")]
-    w = dict(unwrapped(model).named_parameters())
+    w = dict(unwrap_model(model).named_parameters())
     for number, caption in enumerate(captions):
         ids = [*processor.encode_prompt("What changed?"), *caption]
         with torch.no_grad():
@@ -205,7 +205,7 @@ def test_no_dropout_is_left_though_the_directory_has_some(base):
 
 @pytest.mark.parametrize("llm", TEXTS)
 def test_the_adapters_are_on_queries_keys_and_values(llm, bases):
-    model = prepare(FAMILY.load(bases[llm], torch.float32), FAMILY, blip2_settings()).get_base_model()
+    model = prepare_for_training(FAMILY.load(bases[llm], torch.float32), FAMILY, blip2_settings()).get_base_model()
     adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
     layers = "language_model.model.decoder.layers" if llm == "opt" else "language_model.model.layers"
     self_attention = "attention.attention"
@@ -325,17 +325,17 @@ def visit(*numbers: int) -> np.random.Generator:
 def test_a_visit_gives_the_same_pixels_again_and_another_visit_others():
     images = pair()
     kept = images.copy()
-    first, again, other = (augmented(ALWAYS, images, visit(3, epoch, 7)) for epoch in (0, 0, 1))
+    first, again, other = (augment_pair(ALWAYS, images, visit(3, epoch, 7)) for epoch in (0, 0, 1))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
     assert first.shape == images.shape
     assert first.dtype == np.uint8
     assert np.array_equal(images, kept), "what is cached stays as it is"
-    assert np.array_equal(augmented(NEVER, images, visit(1)), images)
+    assert np.array_equal(augment_pair(NEVER, images, visit(1)), images)
 
 
 def changes(augment: Augment, row: int) -> bool:
-    return not np.array_equal(augmented(augment, pair(), visit(2, row)), pair())
+    return not np.array_equal(augment_pair(augment, pair(), visit(2, row)), pair())
 
 
 def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself():
@@ -354,7 +354,7 @@ def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself():
 def test_both_images_are_changed_alike_as_one_picture():
     """Two images that are the same stay the same but near the seam and the frame, where the filter reads beyond."""
     same = np.stack([pair()[0]] * 2)
-    found = augmented(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
+    found = augment_pair(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
     assert np.abs(found - same).max() > 0
     assert np.array_equal(found[0, 1:-1], found[1, 1:-1])
 
@@ -371,7 +371,7 @@ def test_the_blur_is_a_gaussian_of_three_pixels_mirrored_at_the_edges(sigma):
         for right in range(3):
             expected += weights[down] * weights[right] * padded[down : down + rows, right : right + columns]
     expected = np.rint(expected)
-    found = blurred(picture, sigma)
+    found = blur(picture, sigma)
     assert np.abs(found.astype(int) - expected).max() <= 1
     assert (found != expected).mean() < 0.01
     if sigma == 0.1:
@@ -382,11 +382,13 @@ def test_compression_is_a_jpeg_file_of_the_quality():
     picture = pair(rows=32, columns=32)[0]
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=70)
-    assert np.array_equal(compressed(picture, 70), np.asarray(Image.open(file)))
+    assert np.array_equal(compress_as_jpeg(picture, 70), np.asarray(Image.open(file)))
     images = pair()
-    once = augmented(Augment(blur=0.0, jpeg=1.0, quality=(70, 70)), images, visit(1))
-    assert np.array_equal(once.reshape(-1, *images.shape[2:]), compressed(images.reshape(-1, *images.shape[2:]), 70))
-    error = [np.abs(compressed(picture, quality).astype(int) - picture).mean() for quality in (95, 75, 50)]
+    once = augment_pair(Augment(blur=0.0, jpeg=1.0, quality=(70, 70)), images, visit(1))
+    assert np.array_equal(
+        once.reshape(-1, *images.shape[2:]), compress_as_jpeg(images.reshape(-1, *images.shape[2:]), 70)
+    )
+    error = [np.abs(compress_as_jpeg(picture, quality).astype(int) - picture).mean() for quality in (95, 75, 50)]
     assert error == sorted(error)
     assert error[0] > 0
 
@@ -397,5 +399,5 @@ def test_the_family_augments_as_its_settings_say_and_m3diff_not_at_all():
     images = pair()
     assert augment(blip2_settings(), images, visit(1)) is images, "null: not at all"
     found = augment(blip2_settings(augment=ALWAYS), images, visit(1))
-    assert np.array_equal(found, augmented(ALWAYS, images, visit(1)))
+    assert np.array_equal(found, augment_pair(ALWAYS, images, visit(1)))
     assert FAMILIES["m3diff"].augment is None

@@ -15,13 +15,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from m3diff.models import FAMILIES
-from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, folder_sha256, is_adapters, load_model, read_manifest
+from m3diff.models.checkpoint import (
+    ADAPTERS,
+    export_checkpoint,
+    folder_sha256,
+    has_only_adapters,
+    load_model,
+    read_manifest,
+)
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.fused import FusedLora, register_kernels
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.models.settings import Rates
-from m3diff.models.tuning import meta_model, prepare, trainable_names, unwrapped
+from m3diff.models.tuning import meta_model, prepare_for_training, trainable_names, unwrap_model
 from m3diff.records.errors import DataError, ValueFault
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import attention_inputs
@@ -87,7 +94,7 @@ def test_the_weights_of_the_base_are_loaded_and_the_module_alone_is_new(case, tm
         models.append(case.family.load_base(case.base, case.settings, torch.float32, "eager"))
     ours, again, theirs = (dict(model.named_parameters()) for model in (*models, stock))
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
-    assert {case.family.part_of(name) for name in ours.keys() - theirs.keys()} <= set(case.family.new)
+    assert {case.family.part_of(name) for name in ours.keys() - theirs.keys()} <= set(case.family.new_parts)
     assert all(torch.equal(weight, again[name]) for name, weight in ours.items()), "from the seed alone"
     assert models[0].config._attn_implementation == "eager"
     models[0].save_pretrained(tmp_path)
@@ -131,14 +138,14 @@ def test_every_parameter_is_in_one_part_and_trains_as_the_settings_say(case):
     parts = {case.family.part_of(name) for name, _ in model.named_parameters()}
     assert parts >= set(case.family.parts) - {"module"}
     assert ("module" in parts) == case.settings.has_module()
-    prepare(model, case.family, case.settings)
+    prepare_for_training(model, case.family, case.settings)
     trains = trainable_names(model)
     assert {case.family.part_of(name) for name in trains} == {
         part for part, rate in case.settings.rates.items() if rate is not None
     }
     adapted = {case.family.part_of(name) for name in trains if "lora_" in name}
     assert adapted == set(case.family.lora_targets) & {case.family.part_of(name) for name in trains}
-    assert not [name for name in trains if name.startswith(tuple(case.family.frozen) or "none")]
+    assert not [name for name in trains if name.startswith(tuple(case.family.unused_parameters) or "none")]
 
 
 OTHER_QUESTION = "And what else changed there?"
@@ -227,11 +234,11 @@ def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapters"])
 def test_both_exports_load_without_parameters_and_give_the_trained_logits(adapters, case, tmp_path):
-    expected = case.logits(unwrapped(tiny_trained(case.base, case.settings)))
+    expected = case.logits(unwrap_model(tiny_trained(case.base, case.settings)))
     export_checkpoint(case.checkpoint, tmp_path / "out", adapters)
     loaded, family = load_model(tmp_path / "out")
     assert family is case.family
-    assert is_adapters(tmp_path / "out") == adapters
+    assert has_only_adapters(tmp_path / "out") == adapters
     assert not (tmp_path / "out" / ADAPTERS).exists()
     assert not any("lora" in name for name, _ in loaded.named_parameters())
     torch.testing.assert_close(case.logits(loaded), expected, rtol=1e-4, atol=1e-4)
@@ -303,7 +310,7 @@ def trains(case: Case, dtype: torch.dtype, way: str | None = "none") -> Any:
     torch.manual_seed(3)
     model = case.family.load_base(case.base, case.settings, torch.float32, register_kernels())
     scale_features(model)
-    prepare(model, case.family, case.settings)
+    prepare_for_training(model, case.family, case.settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

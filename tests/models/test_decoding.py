@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from m3diff.commands.export.families import SHARED
 from m3diff.commands.export.hub import write_model
 from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, read_manifest, verify_manifest, write_manifest
-from m3diff.models.decoding import FILE, decoding_settings
+from m3diff.models.decoding import GENERATION_CONFIG_FILE, decoding_settings
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.serving.caption import AskedPair, caption_pairs
 from m3diff.settings.load import load_params
@@ -55,7 +55,7 @@ EVERYTHING = {"repetition_penalty": 1.8, "no_repeat_ngram_size": 1, "min_new_tok
 
 def add_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Write settings into a folder's generation_config.json, and its manifest anew."""
-    file = folder / FILE
+    file = folder / GENERATION_CONFIG_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     if (folder / "manifest.json").is_file():
         facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
@@ -100,7 +100,7 @@ def test_a_checkpoint_does_not_take_over_the_settings_of_its_base(name, tmp_path
     base, settings = tiny("m3diff", tmp_path / "base")
     add_settings(base, SETTINGS[name] | {"eos_token_id": [592, 5]})
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", settings)
-    written = json.loads((checkpoint / FILE).read_text())
+    written = json.loads((checkpoint / GENERATION_CONFIG_FILE).read_text())
     assert decoding_settings(written) == {}
     assert written["eos_token_id"] == load_captioner(checkpoint).processor.end_id
     assert captions_of(checkpoint / ADAPTERS) == captions_of(checkpoint)
@@ -156,7 +156,7 @@ def test_an_export_drops_the_settings_of_an_older_checkpoint(plain, tmp_path):
     older = Path(shutil.copytree(plain[0], tmp_path / "older"))
     add_settings(older, EVERYTHING)
     export_checkpoint(older, tmp_path / "out", adapters=False)
-    assert decoding_settings(json.loads((tmp_path / "out" / FILE).read_text())) == {}
+    assert decoding_settings(json.loads((tmp_path / "out" / GENERATION_CONFIG_FILE).read_text())) == {}
     assert verify_manifest(tmp_path / "out")["family"] == "m3diff"
 
 
@@ -166,7 +166,7 @@ def test_one_line_names_the_settings_that_are_dropped(plain, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "m3diff.models.decoding"):
         captions_of(copied)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "m3diff.models.decoding"]
-    assert str(copied / FILE) in line
+    assert str(copied / GENERATION_CONFIG_FILE) in line
     assert "repetition_penalty 1.05" in line
     assert "do_sample True" in line
     assert "max_new_tokens" not in line
@@ -174,13 +174,13 @@ def test_one_line_names_the_settings_that_are_dropped(plain, tmp_path, caplog):
 
 def test_nothing_is_dropped_from_the_embedded_base_and_from_a_hub_folder(plain, tmp_path, caplog):
     write_model(plain[0], tmp_path, SHARED["m3diff"], MAX_NEW_TOKENS, QUESTION)
-    assert decoding_settings(json.loads((BASE / FILE).read_text())) == {}
-    assert decoding_settings(json.loads((tmp_path / FILE).read_text())).keys() == {"max_new_tokens"}
+    assert decoding_settings(json.loads((BASE / GENERATION_CONFIG_FILE).read_text())) == {}
+    assert decoding_settings(json.loads((tmp_path / GENERATION_CONFIG_FILE).read_text())).keys() == {"max_new_tokens"}
     caplog.clear()
     captions_of(plain[0])
     assert [record for record in caplog.records if record.name == "m3diff.models.decoding"] == []
 
 
 def test_a_checkpoint_without_settings_keeps_the_bytes_of_its_generation_config(plain):
-    written = json.loads((plain[0] / FILE).read_text())
-    assert written == json.loads((plain[0].parent / "base" / FILE).read_text())
+    written = json.loads((plain[0] / GENERATION_CONFIG_FILE).read_text())
+    assert written == json.loads((plain[0].parent / "base" / GENERATION_CONFIG_FILE).read_text())

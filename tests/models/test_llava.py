@@ -73,7 +73,7 @@ def test_before_and_after_come_in_turn_and_each_image_keeps_its_place():
         torch.testing.assert_close(actual[after], want_2)
         maps = saliency_map(model, pixels)
         assert maps.shape == (3, 3, 3)
-        with model.model.mdp.recorded_maps() as levels:
+        with model.model.mdp.record_maps() as levels:
             model.model.mdp(before_levels, after_levels, states[-1][before], states[-1][after])
         torch.testing.assert_close(maps.flatten(1), sum(levels) / 2)
 

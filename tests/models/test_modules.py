@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-from m3diff.models.layers import grid_positions, recorded, sincos_positions
+from m3diff.models.layers import grid_positions, record_tensors, sincos_positions
 from m3diff.models.llava import NewModuleInit
 from m3diff.models.m3diff import contribution_figures
 from m3diff.models.m3diff_model import BareDifference, DifferentialPerception
@@ -138,10 +138,10 @@ def test_positions_are_added_to_queries_and_keys_of_every_grid_after_the_norm():
 def maps_of(module: nn.Module, *arguments: Any) -> list[Tensor]:
     """The maps of one pass; asking for them changes no number, and the next pass leaves none."""
     plain = module(*arguments)
-    with module.recorded_maps() as maps:
-        recorded = module(*arguments)
+    with module.record_maps() as maps:
+        recorded_output = module(*arguments)
     module(*arguments)
-    torch.testing.assert_close(recorded, plain, rtol=0, atol=0)
+    torch.testing.assert_close(recorded_output, plain, rtol=0, atol=0)
     torch.testing.assert_close([one.sum(1) for one in maps], [torch.ones(len(one), dtype=one.dtype) for one in maps])
     return maps
 
@@ -156,7 +156,7 @@ def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share
         level = module.level(number)
         first = level.layers[0]
         reached = torch.zeros(B, N, dtype=torch.float64)
-        with recorded([first], lambda *_, result: result[1]) as differences:
+        with record_tensors([first], lambda *_, result: result[1]) as differences:
             level(torch.cat([f1, f2]))
         (moving,) = differences
         for b in range(B):
@@ -280,12 +280,12 @@ def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(residu
     fields = {"residual": residual, "share_levels": share_levels, "score": "scalar" if residual else "channel"}
     module = mdp(**fields)
     forwards = [(features(seed=s), features(seed=s + 1), features(2, seed=s + 2)) for s in (0, 10)]
-    with module.recorded_contribution() as recorded:
+    with module.record_contribution() as recorded_sums:
         for before, after, last in forwards:
             module(before, after, *last)
     module(*forwards[0][:2], *forwards[0][2])
-    assert len(recorded) == 2, "what comes after is not recorded"
-    figures = contribution_figures(torch.stack(recorded).sum(dim=0))
+    assert len(recorded_sums) == 2, "what comes after is not recorded"
+    figures = contribution_figures(torch.stack(recorded_sums).sum(dim=0))
     size = torch.cat([x for *_, last in forwards for x in last]).square().mean().sqrt()
     for i in range(3):
         alone = mdp(**fields | {"vision_feature_layers": (1,)})
@@ -318,7 +318,7 @@ def test_a_vdm_that_starts_as_bert_computes_what_bert_computes(tmp_path):
     """With cross-attention silenced, the layers of both give the same of the same tokens."""
     bert_model = bert(tmp_path / "bert").double()
     module = VisualDeltaModule(VDMConfig(**VDM | {"start": "bert"}), D, V)
-    module.start_as_bert(tmp_path / "bert")
+    module.copy_bert_weights(tmp_path / "bert")
     for part in module.double().modules():
         if isinstance(part, nn.LayerNorm):
             part.eps = 1e-12  # BERT's
@@ -348,4 +348,4 @@ def test_a_bert_that_does_not_fit_is_refused_with_the_remedy(changes, lost, code
     weights.pop(lost, None)
     save_file(weights, tmp_path / "bert" / "model.safetensors")
     with raises(DataError, code, path=tmp_path / "bert", **fields):
-        VisualDeltaModule(VDMConfig(**VDM | changes), D, W).start_as_bert(tmp_path / "bert")
+        VisualDeltaModule(VDMConfig(**VDM | changes), D, W).copy_bert_weights(tmp_path / "bert")

@@ -18,7 +18,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from m3diff.models.device import Device
-from m3diff.models.fused import fused_attention
+from m3diff.models.fused import require_fused_attention
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import TrainableGroup
 from m3diff.settings.compute import Compute
@@ -168,7 +168,7 @@ def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, de
     the supervised positions.
     """
     packed = batch.packed
-    with fused_attention():
+    with require_fused_attention():
         logits = model(
             input_ids=device.move(packed.input_ids),
             position_ids=device.move(packed.position_ids),

@@ -20,9 +20,9 @@ from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import save_checkpoint
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
-from m3diff.models.fused import attention_of, register_kernels
+from m3diff.models.fused import choose_attention, register_kernels
 from m3diff.models.processing import PairProcessor
-from m3diff.models.tuning import meta_model, parameter_counts, prepare, trainable_groups, unwrapped
+from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_training, trainable_groups, unwrap_model
 from m3diff.records.errors import Fault, cause_of
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute, gpu_of
@@ -114,7 +114,7 @@ def prepare_model(
     dtype = Device(compute.gpu, cfg.precision).dtype
     try:
         model = family.load_base(folder, settings, dtype, register_kernels())
-        adapted = prepare(model, family, settings)
+        adapted = prepare_for_training(model, family, settings)
         family.fuse(model, compute.activation_checkpointing)
     except ValueError as error:
         raise ParamsError(
@@ -132,7 +132,7 @@ class Training:
         torch.set_num_threads(compute.cpus_per_worker)
         self.job = job
         self.worker = worker
-        attention = attention_of(compute.attention, compute.gpu, cfg.max_captions_per_sequence)
+        attention = choose_attention(compute.attention, compute.gpu, cfg.max_captions_per_sequence)
         self.device = Device(compute.gpu, cfg.precision, attention)
         self.family = FAMILIES[job.model.family]
 
@@ -218,7 +218,7 @@ class Training:
 
     def count_flops_per_step(self, lengths: MeanLengths) -> float:
         """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""
-        model = meta_model(unwrapped(self.engine.module).config, self.family, self.job.model)
+        model = meta_model(unwrap_model(self.engine.module).config, self.family, self.job.model)
         terms = self.family.flops(model, lengths.tokens, lengths.supervised_tokens)
         flops_per_sequence = sum(term.total for term in terms)
         return self.schedule.global_batch * flops_per_sequence
@@ -292,7 +292,7 @@ class Training:
         contribution = self.family.contribution if measures_module else None
         recording: AbstractContextManager[list[Tensor]] = nullcontext([])
         if contribution:
-            recording = contribution.record(unwrapped(self.engine.module))
+            recording = contribution.record(unwrap_model(self.engine.module))
         with recording as module_sums:
             loss, grad_norm = engine.take_step(
                 self.engine, micro_batches, self.processor, self.device, rates, self.worker.ranks

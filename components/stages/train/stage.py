@@ -388,8 +388,8 @@ def _raise_if_final(error: Exception, causes: list[BaseException], job: Job) -> 
     if on_one_machine() and class_names & STARTUP_ERRORS:
         raise NoRoomError("train.workers_do_not_start", cause=describe_error(causes[-1]), logs=logs()) from error
     if "FailOnRecompileLimitHit" in class_names:
-        # dynamo recompiles for every length if shapes do not recur; `compiled` in models/fused.py turns that into an
-        # error
+        # dynamo recompiles for every length if shapes do not recur; `compile_once` in models/fused.py turns this into
+        # an error
         raise ParamsError("train.graph_for_each_length", key="compute.attention") from error
 
 

@@ -18,7 +18,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
 from m3diff.models.processing import PairProcessor
-from m3diff.models.tuning import unwrapped
+from m3diff.models.tuning import unwrap_model
 from m3diff.scoring.characters import spaced
 from m3diff.stages.train import batches, engine
 from m3diff.stages.train.job import Job, WorkerContext
@@ -145,7 +145,7 @@ class Validation:
             question = self.samples.value("question", row)
             rows_by_question.setdefault(question, []).append(row)
         model.eval()
-        captioner = Captioner(unwrapped(model.module), self.processor, self.family, MAX_NEW_TOKENS)
+        captioner = Captioner(unwrap_model(model.module), self.processor, self.family, MAX_NEW_TOKENS)
         captions: dict[int, str] = {}
         for question, rows in rows_by_question.items():
             for start in range(0, len(rows), CAPTION_BATCH):

@@ -164,7 +164,7 @@ def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(
     def refuse(*_: Any) -> None:
         raise cause
 
-    monkeypatch.setattr("m3diff.stages.train.loop.prepare", refuse)
+    monkeypatch.setattr("m3diff.stages.train.loop.prepare_for_training", refuse)
     with raises(ParamsError, "train.base_does_not_fit", key="models.tiny", cause=cause.fault):
         workspace.run()
     assert "failure" not in capfd.readouterr().out

@@ -251,7 +251,11 @@ def test_a_checkpoint_that_meets_a_full_disk_leaves_the_older_ones(function, tmp
 @pytest.mark.fault("10")
 @pytest.mark.parametrize(
     ("module", "name", "calls", "step", "has_full_output"),
-    [(state, "save_file", 4, 2, False), (loop, "write_atomic", 3, 4, False), (checkpoint, "merge", 0, 6, True)],
+    [
+        (state, "save_file", 4, 2, False),
+        (loop, "write_atomic", 3, 4, False),
+        (checkpoint, "merge_adapters", 0, 6, True),
+    ],
     ids=["checkpoint", "scores", "export"],
 )
 def test_a_run_that_finds_the_disk_full_goes_on_when_there_is_room(
