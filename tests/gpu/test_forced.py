@@ -117,10 +117,10 @@ def test_a_micro_batch_waits_for_nothing(case, mixture, tmp_path, monkeypatch):
     model.to("meta")
     monkeypatch.setattr(Device, "torch", torch.device("meta"))
     monkeypatch.setattr(Device, "move", lambda self, tensor: tensor.to("meta"))
-    for record_tensors in (False, True):
-        recording = (
-            family.contribution.recorded(unwrap_model(model)) if record_tensors and family.contribution else Waits()
-        )
+    for is_recorded in (False, True):
+        recording: Any = Waits()
+        if is_recorded and family.contribution:
+            recording = family.contribution.record(unwrap_model(model))
         with recording, Waits():
             token_loss(model, batch, processor, device).backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad and "lora_" in n)

@@ -130,7 +130,7 @@ def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention, mixt
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            with family.contribution.recorded(unwrap_model(model)):
+            with family.contribution.record(unwrap_model(model)):
                 token_loss(model, batch, processor, device).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
