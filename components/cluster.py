@@ -76,10 +76,10 @@ def start_ray(compute: Compute) -> None:
             cause = str(error).strip().partition("\n")[0]
             if cluster:
                 raise NoRoomError("cluster.ray_does_not_connect", cause=cause, value=cluster) from error
-            raise NoRoomError("cluster.ray_does_not_start", cause=cause, logs=logs()) from error
+            raise NoRoomError("cluster.ray_does_not_start", cause=cause, logs=ray_log_folder()) from error
 
 
-def logs() -> str:
+def ray_log_folder() -> str:
     """Return Ray's log folder on this machine. The files in it show why a Ray process ended."""
     return f"{os.environ.get('RAY_TMPDIR') or os.environ.get('TMPDIR') or '/tmp'}/ray/session_latest/logs"
 

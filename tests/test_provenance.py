@@ -79,9 +79,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_is_all_imports_their_packages_and_the_named_modules(root: Path) -> None:
-    found = set(code.digests(root / "a/first.py"))
+    found = set(code.digest_code(root / "a/first.py"))
     assert found == {name for name in FILES if not name.startswith("a/named") and name != "a/alone.py"}
-    named = set(code.digests(root / "a/first.py", ["a.named.one"]))
+    named = set(code.digest_code(root / "a/first.py", ["a.named.one"]))
     assert named == FILES.keys() - {"a/alone.py", "a/named/other.py"}
 
 
@@ -90,7 +90,7 @@ def test_only_a_change_of_meaning_changes_the_digest(change: str, tmp_path: Path
     before, after, same = CHANGES[change]
     (tmp_path / "before.py").write_text(SOURCE)
     (tmp_path / "after.py").write_text(SOURCE.replace(before, after, 1))
-    assert (code.digest(tmp_path / "before.py") == code.digest(tmp_path / "after.py")) == same
+    assert (code.digest_file(tmp_path / "before.py") == code.digest_file(tmp_path / "after.py")) == same
 
 
 def test_the_description_of_a_setting_changes_no_digest(tmp_path: Path) -> None:
@@ -98,12 +98,12 @@ def test_the_description_of_a_setting_changes_no_digest(tmp_path: Path) -> None:
     description = train_params.Train.field_descriptions()["epochs"]
     (tmp_path / "after.py").write_text(source.read_text().replace(description, "Another description."))
     assert "Another description." in (tmp_path / "after.py").read_text()
-    assert code.digest(tmp_path / "after.py") == code.digest(source)
+    assert code.digest_file(tmp_path / "after.py") == code.digest_file(source)
 
 
 def test_an_edited_broken_or_removed_file_is_reported(root: Path) -> None:
     (root / "code").mkdir()
-    (root / "code" / "stage.json").write_text(json.dumps(code.digests(root / "a/first.py")))
+    (root / "code" / "stage.json").write_text(json.dumps(code.digest_code(root / "a/first.py")))
     assert code.edited_files("stage") == []
     (root / "a/first.py").write_text(FILES["a/first.py"] + "# a comment")
     assert code.edited_files("stage") == []
@@ -115,13 +115,13 @@ def test_an_edited_broken_or_removed_file_is_reported(root: Path) -> None:
 
 def test_a_lazy_mapping_imports_on_lookup_and_accepts_other_objects() -> None:
     found: LazyMapping[object] = LazyMapping(
-        "digest", {"one": "m3diff.provenance.code", "none": "m3diff.no_such_module"}
+        "digest_file", {"one": "m3diff.provenance.code", "none": "m3diff.no_such_module"}
     )
     assert list(found) == ["one", "none"]
     assert len(found) == 2
     assert "none" in found
     assert found.get("two") is None
-    assert found["one"] is code.digest
+    assert found["one"] is code.digest_file
     with pytest.raises(ModuleNotFoundError):
         found["none"]
     found["two"] = 2
@@ -189,7 +189,7 @@ def test_a_parameter_edited_during_training_fails_the_stage_and_is_not_recorded(
 
 @pytest.mark.fault("B1")
 def test_edited_code_is_reported_with_both_hashes_and_stale_code_does_not_start(project, monkeypatch):
-    before = code.digest(LOOP)[:12]
+    before = code.digest_file(LOOP)[:12]
     text = LOOP.read_text()
     for new, after in (("# new", NEW), ("(", "broken"), (None, "absent")):
         with (

@@ -122,7 +122,7 @@ def test_a_head_that_does_not_answer_in_time_is_named(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("address", "code", "fields"),
     [
-        ("", "cluster.ray_does_not_start", {"logs": ray_cluster.logs()}),
+        ("", "cluster.ray_does_not_start", {"logs": ray_cluster.ray_log_folder()}),
         ("head:1", "cluster.ray_does_not_connect", {"value": "head:1"}),
     ],
     ids=["own Ray", "cluster"],

@@ -19,7 +19,7 @@ from typing import Any
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
 from m3diff.provenance import git
-from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, listing, md5, object_file, read_lock, run_dvc
+from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, md5, object_file, read_file_list, read_lock, run_dvc
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.files import sha256
 from m3diff.registry.local_store import read_stored_tags
@@ -138,11 +138,11 @@ class TrainingRecord:
         sources: dict[str, Mapping[str, Any]] = {}  # maps a synthetic dataset's folder to the dataset it was made from
         for stage in self.lock.stages:
             kind, _, name = stage.partition("@")
-            settings = self.lock.ran_with(stage).get(f"augment.{name}") if kind == "augment" else None
+            settings = self.lock.stage_params(stage).get(f"augment.{name}") if kind == "augment" else None
             if settings:
                 sources[os.path.normpath(settings["root"])] = settings["source"]
         readers = {}
-        for name, entry in (self.lock.ran_with("convert").get("ingest.datasets") or {}).items():
+        for name, entry in (self.lock.stage_params("convert").get("ingest.datasets") or {}).items():
             source = entry
             for _ in range(len(sources)):  # a `while` loop would not end if two sources named each other
                 source = sources.get(os.path.normpath(source["root"]), source)
@@ -190,7 +190,7 @@ class TrainingRecord:
 
     def _recorded_file(self, path: Path, entry: str) -> Path:
         """Return the path of a file with the recorded content, either on disk or in DVC's cache."""
-        recorded_hash = self.lock.recorded(path, entry)
+        recorded_hash = self.lock.recorded_hash(path, entry)
         on_disk = self.root / path
         if on_disk.is_file() and md5(on_disk) == recorded_hash:
             return on_disk
@@ -327,7 +327,7 @@ def _is_content_of(record: TrainingRecord, checkpoint: Path) -> bool:
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     if size <= MAX_HASHED_BYTES:
         return dvc_hash(checkpoint) == recorded_hash
-    recorded_manifest = listing(record.root / ".dvc" / "cache", recorded_hash).get("manifest.json")
+    recorded_manifest = read_file_list(record.root / ".dvc" / "cache", recorded_hash).get("manifest.json")
     return recorded_manifest == md5(checkpoint / "manifest.json")
 
 

@@ -383,7 +383,7 @@ def test_a_lock_admits_one_process_and_a_killed_one_keeps_it_for_its_git(here, c
     with process_lock("record", here):
         assert capsys.readouterr().out == "", "another lock"
     with process_lock("promote", here):
-        assert ("promote: waiting for another one" in capsys.readouterr().out) == waits
+        assert ("promote: waiting until another promote" in capsys.readouterr().out) == waits
         assert killed or not waits or first.poll() is not None or first.wait(5) == 0
     first.wait()
 

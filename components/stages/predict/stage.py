@@ -34,7 +34,7 @@ from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
 from m3diff.models.device import Device, process_environment
-from m3diff.provenance.code import key_of
+from m3diff.provenance.code import compute_key
 from m3diff.records.errors import CodedError, DataError, ParamsError, data_error_if_unreadable
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
@@ -250,7 +250,7 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
         "samples": [f"{file.name} {sha256(file)}" for file in sorted((mixture / "test").glob("*.parquet"))],
     }
     family_modules = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
-    return key_of(inputs, Path(__file__), family_modules)
+    return compute_key(inputs, Path(__file__), family_modules)
 
 
 def caption_missing(

@@ -214,9 +214,7 @@ def complete(batch: MicroBatch, device: Device, pad_id: int) -> MicroBatch:
     flex = device.attention == "flex"
     packed = batch.packed.rounded_up(FLEX_BLOCK, pad_id) if flex else batch.packed
     layout = None if flex else packed.layout().map_tensors(device.pin)
-    return MicroBatch(
-        packed.map_tensors(device.pin), device.pin(batch.images), device.pin(batch.weights), layout
-    )
+    return MicroBatch(packed.map_tensors(device.pin), device.pin(batch.images), device.pin(batch.weights), layout)
 
 
 class Loader:

@@ -22,11 +22,11 @@ from typing import Any
 import polars as pl
 from tokenizers import Tokenizer
 
-from m3diff.cluster import NoRoomError, logs, on_one_machine
+from m3diff.cluster import NoRoomError, on_one_machine, ray_log_folder
 from m3diff.models import FAMILIES
 from m3diff.models.device import DeviceError
 from m3diff.models.settings import Settings
-from m3diff.provenance.code import key_of
+from m3diff.provenance.code import compute_key
 from m3diff.records.errors import CodedError, DataError, Fault, data_error_if_unreadable
 from m3diff.records.files import StageReport, lock_exclusively, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
@@ -386,7 +386,9 @@ def _raise_if_final(error: Exception, causes: list[BaseException], job: Job) -> 
             raise disk_full_error(cause, fullest_folder(job)) from error
     class_names = {type(cause).__name__ for cause in causes}
     if on_one_machine() and class_names & STARTUP_ERRORS:
-        raise NoRoomError("train.workers_do_not_start", cause=describe_error(causes[-1]), logs=logs()) from error
+        raise NoRoomError(
+            "train.workers_do_not_start", cause=describe_error(causes[-1]), logs=ray_log_folder()
+        ) from error
     if "FailOnRecompileLimitHit" in class_names:
         # dynamo recompiles for every length if shapes do not recur; `compile_once` in models/fused.py turns this into
         # an error
@@ -473,7 +475,7 @@ def run_key(cfg: Train, model: Settings, mixture: Path, base_sha256: str) -> str
         "base": base_sha256,
         "samples": [f"{file.parent.name}/{file.name} {sha256(file)}" for file in files],
     }
-    return key_of(inputs, Path(__file__), [FAMILIES.modules[model.family]])
+    return compute_key(inputs, Path(__file__), [FAMILIES.modules[model.family]])
 
 
 @contextmanager

@@ -300,7 +300,7 @@ def test_other_weights_are_another_run(copied, key):
 
 
 def test_other_code_is_another_run(copied, key, monkeypatch):
-    monkeypatch.setattr(code, "digests", lambda module, named: {module.name: "another meaning"})
+    monkeypatch.setattr(code, "digest_code", lambda module, named: {module.name: "another meaning"})
     assert run_key(settings(), *copied) != key
 
 

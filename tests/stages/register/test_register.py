@@ -29,7 +29,7 @@ from PIL import Image
 
 from m3diff.__main__ import main
 from m3diff.models import generation
-from m3diff.provenance.code import digests
+from m3diff.provenance.code import digest_code
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.records.errors import DataError, Fault, ValueFault
 from m3diff.registry import lineage, tracking, versions
@@ -346,7 +346,7 @@ def test_who_loses_the_race_for_a_version_takes_back_its_version_model_and_run(o
 def test_a_version_brings_every_file_that_its_model_can_import():
     components = toy.REPOSITORY / "components"
     models = [f"m3diff.models.{path.stem}" for path in (components / "models").glob("*.py") if path.stem != "__init__"]
-    imported = digests(components / "stages" / "register" / "pyfunc.py", models)
+    imported = digest_code(components / "stages" / "register" / "pyfunc.py", models)
     files = {name.removeprefix("components/") for name in imported}
     shared = {name for name in files if not name.startswith("models/")} - {"stages/register/pyfunc.py"}
     assert shared | {"records/messages.toml"} == set(stage.SHARED_CODE)
@@ -594,7 +594,7 @@ def test_what_differs_from_dvc_lock_or_was_never_there_has_no_lineage(project):
     refused = changed("params.yaml", yaml.safe_dump(params, sort_keys=False))
     assert refused == Fault("dvc.not_recorded", path=Path("data/01_raw/real"), entry="ingest@real deps")
     with raises(DataError, "dvc.not_in_lock", path=Path("nowhere")):
-        Lock().current(Path("nowhere"))
+        Lock().verified_hash(Path("nowhere"))
 
 
 def test_adapters_are_find_adapters_where_asked(tmp_path):
@@ -658,9 +658,9 @@ def test_parameters_and_hashes_are_those_of_the_last_run_in_dvc_lock(tmp_path):
     (tmp_path / "dvc.lock").write_text(yaml.safe_dump({"stages": stages}))
     lock = Lock(tmp_path / "dvc.lock")
     assert lock.params(["here"]) == here | trained
-    before = lock.current(tmp_path / "code")
+    before = lock.verified_hash(tmp_path / "code")
     free.write_text("changed")
-    assert lock.current(tmp_path / "code") == dvc_hash(tmp_path / "code") != before
+    assert lock.verified_hash(tmp_path / "code") == dvc_hash(tmp_path / "code") != before
     watched.write_text("changed")
     with raises(DataError, "dvc.differs_from_lock", path=watched, entry="predict deps"):
-        lock.current(tmp_path / "code")
+        lock.verified_hash(tmp_path / "code")

@@ -185,20 +185,20 @@ def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
 
 
 def test_a_micro_batch_leaves_the_threads_as_kernel_and_gpu_take_it(loader, monkeypatch):
-    pin: set[str] = set()
+    loading_threads: set[str] = set()
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pin.add(threading.current_thread().name.split("_")[0])
+        loading_threads.add(threading.current_thread().name.split("_")[0])
         return tensor
 
     plan = schedule(loader.samples, micro_batch=2, epochs=1)
     plain = next(loader.stream(plan, rank=0, first_step=0))[0]
     assert plain.layout is not None
-    assert not pin
+    assert not loading_threads
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     fed = Loader(loader.samples, loader.processor, threads=2, device=Device(True, "fp32", "flex"))
     flex = next(fed.stream(plan, rank=0, first_step=0))[0]
     assert flex.layout is None
     assert flex.packed.tokens % FLEX_BLOCK == 0
-    assert pin == {"load"}
+    assert loading_threads == {"load"}
     assert flex.packed.input_ids[:, : plain.packed.tokens].equal(plain.packed.input_ids)

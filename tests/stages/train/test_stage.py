@@ -67,7 +67,7 @@ def test_everything_that_decides_the_weights_names_a_run(base, mixture, tmp_path
         shutil.copytree(mixture, tmp_path / split)
         shutil.copy(mixture / "test" / "00000.parquet", tmp_path / split / split / "00000.parquet")
         keys[split] = key(run_recipe, tmp_path / split)
-    monkeypatch.setattr(code, "digests", lambda module, names: {module.name: "another meaning"})
+    monkeypatch.setattr(code, "digest_code", lambda module, names: {module.name: "another meaning"})
     keys["code"] = key(run_recipe, mixture)
     assert len(set(keys.values())) == len(keys), keys
 
