@@ -138,8 +138,8 @@ def test_a_ray_that_does_not_start_is_an_error_of_one_line(address, code, fields
         ray_cluster.start_ray(compute())
 
 
-def node(last: int, alive: bool = True, **resources: float) -> dict[str, Any]:
-    return {"Alive": alive, "NodeManagerAddress": f"10.0.0.{last}", "Resources": resources}
+def node(number: int, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"Alive": alive, "NodeManagerAddress": f"10.0.0.{number}", "Resources": resources}
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,11 @@ def brought(q: Tensor, kv: Tensor, module: nn.Module, positions: Tensor | None =
     return [weights[:, :, None] * (values @ out.T)[None] for (weights, values), out in parts]
 
 
-def mdp(module: nn.Module, before: list[Tensor], after: list[Tensor], last: list[Tensor]) -> list[Tensor]:
+def mdp(module: nn.Module, before: list[Tensor], after: list[Tensor], base_features: list[Tensor]) -> list[Tensor]:
     """F'_1 and F'_2 of M3Diff for one pair: [N, D] at each level, and the encoder's last features."""
     cfg = module.cfg
     skip = 1.0 if cfg.residual else 0.0
-    out = [x.clone() if cfg.residual else torch.zeros_like(x) for x in last]
+    out = [x.clone() if cfg.residual else torch.zeros_like(x) for x in base_features]
     for i, (f1, f2) in enumerate(zip(before, after, strict=True)):
         level = module.levels[0 if cfg.share_levels else i]
         g1, g2 = (norm(f, level.norm_input) if cfg.residual else f for f in (f1, f2))
@@ -90,9 +90,11 @@ def mdp(module: nn.Module, before: list[Tensor], after: list[Tensor], last: list
     return out
 
 
-def difference(module: nn.Module, before: list[Tensor], after: list[Tensor], last: list[Tensor]) -> list[Tensor]:
+def difference(
+    module: nn.Module, before: list[Tensor], after: list[Tensor], base_features: list[Tensor]
+) -> list[Tensor]:
     """The projected difference of each level, added to the last features of both images."""
-    out = [x.clone() for x in last]
+    out = [x.clone() for x in base_features]
     for number, (f1, f2) in enumerate(zip(before, after, strict=True)):
         for image in out:
             image += linear(f2 - f1, module.levels[0 if module.cfg.share_levels else number])
@@ -135,8 +137,8 @@ def vdm(module: nn.Module, before: list[Tensor], after: list[Tensor]) -> Tensor:
 def vdm_map(reading: nn.Module, tokens: Tensor, h1: Tensor, h2: Tensor) -> Tensor:
     """The share of each place in what all tokens of one pair read, by the sizes of what it brings, [N]."""
     if reading.reads_separately:
-        first, second = (sum(brought(tokens, h, reading.attention)) for h in (h1, h2))
-        sizes = (first - second).pow(2).sum(-1).sqrt().sum(0)
+        contributions_1, contributions_2 = (sum(brought(tokens, h, reading.attention)) for h in (h1, h2))
+        sizes = (contributions_1 - contributions_2).pow(2).sum(-1).sqrt().sum(0)
     else:
         keys = torch.cat([h1 + reading.image_embeddings[0], h2 + reading.image_embeddings[1]])
         sizes_of_both = sum(part.pow(2).sum(-1).sqrt() for part in brought(tokens, keys, reading.attention)).sum(0)
@@ -146,10 +148,18 @@ def vdm_map(reading: nn.Module, tokens: Tensor, h1: Tensor, h2: Tensor) -> Tenso
 
 def vdm_maps(module: nn.Module, before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
     """The map of each layer that reads the images, [B, N], from what the layer was given."""
-    given: list[tuple[nn.Module, tuple[Tensor, ...]]] = []
+    calls: list[tuple[nn.Module, tuple[Tensor, ...]]] = []
+
+    def record_call(reading: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        calls.append((reading, inputs))
+
     readings = [layer.reading for layer in module.layers if layer.reading is not None]
-    hooks = [reading.register_forward_pre_hook(lambda one, inputs: given.append((one, inputs))) for reading in readings]
+    hooks = [reading.register_forward_pre_hook(record_call) for reading in readings]
     module(before, after)
     for hook in hooks:
         hook.remove()
-    return [torch.stack([vdm_map(one, *each) for each in zip(*inputs[:3], strict=True)]) for one, inputs in given]
+    maps = []
+    for reading, inputs in calls:
+        maps_of_pairs = [vdm_map(reading, *pair) for pair in zip(*inputs[:3], strict=True)]
+        maps.append(torch.stack(maps_of_pairs))
+    return maps

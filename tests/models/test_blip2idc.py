@@ -80,7 +80,7 @@ def vision(w: Weights, picture: Tensor, layers: int = 2, heads: int = 2) -> Tens
     """A pre-norm transformer over patches and a class token, with learnt positions and a norm at the end."""
     name = "vision_model.embeddings"
     rows = range(0, SIDE, PATCH)
-    patches = [picture[:, top : top + PATCH, left : left + PATCH].flatten() for top in rows for left in rows]
+    patches = [picture[:, row : row + PATCH, column : column + PATCH].flatten() for row in rows for column in rows]
     kernel = w[f"{name}.patch_embedding.weight"].flatten(1)
     x = torch.stack(patches) @ kernel.T + w[f"{name}.patch_embedding.bias"]
     x = torch.cat([w[f"{name}.class_embedding"][0], x]) + w[f"{name}.position_embedding"][0]
@@ -103,11 +103,11 @@ def qformer(w: Weights, patches: Tensor, layers: int = 3, heads: int = 4) -> Ten
     for number in range(layers):
         at = f"qformer.encoder.layer.{number}"
         for block, read in (("attention", None), ("crossattention", patches))[: 2 - number % 2]:
-            of = x if read is None else read
-            own = f"{at}.{block}.attention"
-            q = linear(w, f"{own}.query", x)
-            k = linear(w, f"{own}.key", of)
-            v = linear(w, f"{own}.value", of)
+            source = x if read is None else read
+            layer_name = f"{at}.{block}.attention"
+            q = linear(w, f"{layer_name}.query", x)
+            k = linear(w, f"{layer_name}.key", source)
+            v = linear(w, f"{layer_name}.value", source)
             x = added(w, f"{at}.{block}.output", attention(q, k, v, heads), x)
         x = added(w, f"{at}.output_query", gelu(linear(w, f"{at}.intermediate_query.dense", x)), x)
     return x
@@ -118,12 +118,12 @@ def opt(w: Weights, x: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
     at = "language_model.model.decoder"
     x = x + w[f"{at}.embed_positions.weight"][2 : 2 + len(x)]
     for number in range(layers):
-        own = f"{at}.layers.{number}"
-        before = norm(w, f"{own}.self_attn_layer_norm", x, 1e-5)
-        q, k, v = (linear(w, f"{own}.self_attn.{name}_proj", before) for name in "qkv")
-        x = x + linear(w, f"{own}.self_attn.out_proj", attention(q, k, v, heads, causal=True))
-        wide = linear(w, f"{own}.fc1", norm(w, f"{own}.final_layer_norm", x, 1e-5))
-        x = x + linear(w, f"{own}.fc2", wide.clamp(min=0))
+        layer_name = f"{at}.layers.{number}"
+        before = norm(w, f"{layer_name}.self_attn_layer_norm", x, 1e-5)
+        q, k, v = (linear(w, f"{layer_name}.self_attn.{name}_proj", before) for name in "qkv")
+        x = x + linear(w, f"{layer_name}.self_attn.out_proj", attention(q, k, v, heads, causal=True))
+        wide = linear(w, f"{layer_name}.fc1", norm(w, f"{layer_name}.final_layer_norm", x, 1e-5))
+        x = x + linear(w, f"{layer_name}.fc2", wide.clamp(min=0))
     return norm(w, f"{at}.final_layer_norm", x, 1e-5) @ w[f"{at}.embed_tokens.weight"].T
 
 
@@ -136,15 +136,15 @@ def answers(w: Weights, picture: Tensor, ids: list[int]) -> Tensor:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["published", "adapted"])
 def model(request: pytest.FixtureRequest, base: Path) -> torch.nn.Module:
-    made = FAMILY.load(base, torch.float64, None)
+    model = FAMILY.load(base, torch.float64, None)
     if request.param:
         torch.manual_seed(4)
-        made = prepare_for_training(made, FAMILY, blip2_settings())
+        model = prepare_for_training(model, FAMILY, blip2_settings())
         with torch.no_grad():
-            for name, parameter in made.named_parameters():
+            for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.normal_(std=0.2)
-    return made.eval()
+    return model.eval()
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["stock", "fused, training"])
@@ -167,9 +167,9 @@ def test_the_logits_are_those_of_the_equations(is_fused, model, base):
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             ).logits[0]
             expected = answers(w, pixels[number], ids)
-            other = answers(w, pixels[number].roll(SIDE // 2, dims=1), ids)  # after above before
+            swapped = answers(w, pixels[number].roll(SIDE // 2, dims=1), ids)  # after above before
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-        assert (other - expected).abs().max() > 1e-2, "which image is on top shows"
+        assert (swapped - expected).abs().max() > 1e-2, "which image is on top shows"
     model.eval()
 
 
@@ -185,9 +185,9 @@ def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base):
         read = eager.qformer(query_embeds=queries, encoder_hidden_states=patches, output_attentions=True)
     weights = torch.stack(read.cross_attentions).mean(dim=(0, 2, 3))[:, 1:]  # layers, heads, queries; no class token
     before, after = weights.reshape(-1, rows, rows).split(rows // 2, dim=1)
-    both = before + after
+    attention = before + after
     maps = saliency_map(model.eval(), pixels)
-    torch.testing.assert_close(maps, both / both.sum(dim=(1, 2), keepdim=True))
+    torch.testing.assert_close(maps, attention / attention.sum(dim=(1, 2), keepdim=True))
     assert (maps[0] - maps[1]).abs().max() > 1e-3, "maps that are all alike would show nothing"
 
 
@@ -324,13 +324,15 @@ def visit(*numbers: int) -> np.random.Generator:
 
 def test_a_visit_gives_the_same_pixels_again_and_another_visit_others():
     images = pair()
-    kept = images.copy()
-    first, again, other = (augment_pair(ALWAYS, images, visit(3, epoch, 7)) for epoch in (0, 0, 1))
-    assert np.array_equal(first, again)
-    assert not np.array_equal(first, other)
-    assert first.shape == images.shape
-    assert first.dtype == np.uint8
-    assert np.array_equal(images, kept), "what is cached stays as it is"
+    copy = images.copy()
+    augmented = augment_pair(ALWAYS, images, visit(3, 0, 7))
+    augmented_again = augment_pair(ALWAYS, images, visit(3, 0, 7))
+    augmented_elsewhere = augment_pair(ALWAYS, images, visit(3, 1, 7))
+    assert np.array_equal(augmented, augmented_again)
+    assert not np.array_equal(augmented, augmented_elsewhere)
+    assert augmented.shape == images.shape
+    assert augmented.dtype == np.uint8
+    assert np.array_equal(images, copy), "what is cached stays as it is"
     assert np.array_equal(augment_pair(NEVER, images, visit(1)), images)
 
 
@@ -339,24 +341,23 @@ def changes(augment: Augment, row: int) -> bool:
 
 
 def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself():
-    seen = (0.4, 0.5)  # a narrower Gaussian may leave every pixel as it is
-    smooth = Augment(blur=0.3, sigma=seen, jpeg=0.0)
+    visible_sigma = (0.4, 0.5)  # a narrower Gaussian may leave every pixel as it is
+    smooth = Augment(blur=0.3, sigma=visible_sigma, jpeg=0.0)
     hard = Augment(blur=0.0, jpeg=0.6)
     for augment, share in ((smooth, 0.3), (hard, 0.6)):
         assert abs(np.mean([changes(augment, row) for row in range(300)]) - share) < 0.08
     # of what is drawn, neither choice moves the other's
-    both = Augment(blur=0.3, sigma=seen, jpeg=0.6)
+    blur_and_jpeg = Augment(blur=0.3, sigma=visible_sigma, jpeg=0.6)
     for row in range(40):
-        is_smooth, is_hard, is_either = (changes(one, row) for one in (smooth, hard, both))
-        assert is_either == (is_smooth or is_hard)
+        assert changes(blur_and_jpeg, row) == (changes(smooth, row) or changes(hard, row))
 
 
 def test_both_images_are_changed_alike_as_one_picture():
     """Two images that are the same stay the same but near the seam and the frame, where the filter reads beyond."""
     same = np.stack([pair()[0]] * 2)
-    found = augment_pair(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
-    assert np.abs(found - same).max() > 0
-    assert np.array_equal(found[0, 1:-1], found[1, 1:-1])
+    augmented = augment_pair(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
+    assert np.abs(augmented - same).max() > 0
+    assert np.array_equal(augmented[0, 1:-1], augmented[1, 1:-1])
 
 
 @pytest.mark.parametrize("sigma", [0.1, 0.3, 0.5])
@@ -371,11 +372,11 @@ def test_the_blur_is_a_gaussian_of_three_pixels_mirrored_at_the_edges(sigma):
         for right in range(3):
             expected += weights[down] * weights[right] * padded[down : down + rows, right : right + columns]
     expected = np.rint(expected)
-    found = blur(picture, sigma)
-    assert np.abs(found.astype(int) - expected).max() <= 1
-    assert (found != expected).mean() < 0.01
+    blurred = blur(picture, sigma)
+    assert np.abs(blurred.astype(int) - expected).max() <= 1
+    assert (blurred != expected).mean() < 0.01
     if sigma == 0.1:
-        assert np.array_equal(found, picture), "a Gaussian so narrow leaves the pixels alone"
+        assert np.array_equal(blurred, picture), "a Gaussian so narrow leaves the pixels alone"
 
 
 def test_compression_is_a_jpeg_file_of_the_quality():
@@ -398,6 +399,6 @@ def test_the_family_augments_as_its_settings_say_and_m3diff_not_at_all():
     assert augment is not None
     images = pair()
     assert augment(blip2_settings(), images, visit(1)) is images, "null: not at all"
-    found = augment(blip2_settings(augment=ALWAYS), images, visit(1))
-    assert np.array_equal(found, augment_pair(ALWAYS, images, visit(1)))
+    augmented = augment(blip2_settings(augment=ALWAYS), images, visit(1))
+    assert np.array_equal(augmented, augment_pair(ALWAYS, images, visit(1)))
     assert FAMILIES["m3diff"].augment is None

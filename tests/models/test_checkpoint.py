@@ -98,10 +98,10 @@ def test_adapters_are_loaded_without_a_warning_of_the_libraries_to_each_other(ch
 
 
 def test_adapters_are_not_laid_over_another_base(checkpoint):
-    other = tiny_base(checkpoint.parent / "other", seed=5)
-    hashes = [folder_sha256(folder)[:12] for folder in (checkpoint.parent / "base", other)]
-    with raises(CheckpointError, "models.other_base_digest", base=other, value=hashes[1], expected=hashes[0]):
-        load_model(checkpoint / ADAPTERS, base=other)
+    other_base = tiny_base(checkpoint.parent / "other", seed=5)
+    hashes = [folder_sha256(folder)[:12] for folder in (checkpoint.parent / "base", other_base)]
+    with raises(CheckpointError, "models.other_base_digest", base=other_base, value=hashes[1], expected=hashes[0]):
+        load_model(checkpoint / ADAPTERS, base=other_base)
     load_model(checkpoint)  # the merged model needs no base
 
 

@@ -136,16 +136,16 @@ def test_predict_caption_and_serve_load_the_same_greedy_model(plain, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["m3diff without a module", "blip2idc", "blip2idc on Qwen2"])
-@pytest.mark.parametrize("way", ["checkpoint", "merged", "hub"])
-def test_stock_generate_gives_the_captions_that_were_scored(case, way, tmp_path):
+@pytest.mark.parametrize("export", ["checkpoint", "merged", "hub"])
+def test_stock_generate_gives_the_captions_that_were_scored(case, export, tmp_path):
     base, settings = tiny(case, tmp_path / "base")
     add_settings(base, EVERYTHING)
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", settings)
     family = read_manifest(checkpoint)["family"]
-    folder = tmp_path / way
-    if way == "merged":
+    folder = tmp_path / export
+    if export == "merged":
         export_checkpoint(checkpoint, folder, adapters=False)
-    if way == "hub":
+    if export == "hub":
         folder.mkdir()
         write_model(checkpoint, folder, SHARED[family], MAX_NEW_TOKENS, QUESTION)
     captioner = load_captioner(checkpoint, MAX_NEW_TOKENS)

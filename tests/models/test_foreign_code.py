@@ -140,10 +140,10 @@ FIELDS: dict[str, tuple[str, str, object]] = {
 }
 
 
-def set_at(file: Path, place: str, value: object) -> None:
+def set_at(file: Path, path: str, value: object) -> None:
     """Set a field of a JSON file by its place, such as `text_config.auto_map`."""
     content = json.loads(file.read_text()) if file.is_file() else {}
-    *parents, name = place.split(".")
+    *parents, name = path.split(".")
     inner = content
     for parent in parents:
         inner = inner.setdefault(parent, {})
@@ -303,8 +303,8 @@ def test_a_link_out_of_the_folder_is_refused(make_link, checkpoint):
 def test_links_within_the_folder_and_into_caches_by_content_are_followed(checkpoint, tmp_path):
     shutil.move(checkpoint / "tokenizer.json", checkpoint / "other.json")
     (checkpoint / "tokenizer.json").symlink_to("other.json")
-    for place in ("cache/files/md5/0f/" + "a" * 30, "hub/models--a--b/blobs/" + "b" * 40):
-        (tmp_path / place).parent.mkdir(parents=True)
+    for target in ("cache/files/md5/0f/" + "a" * 30, "hub/models--a--b/blobs/" + "b" * 40):
+        (tmp_path / target).parent.mkdir(parents=True)
     shutil.move(checkpoint / "config.json", tmp_path / ("cache/files/md5/0f/" + "a" * 30))
     (checkpoint / "config.json").symlink_to(tmp_path / ("cache/files/md5/0f/" + "a" * 30))
     shutil.move(checkpoint / "chat_template.jinja", tmp_path / ("hub/models--a--b/blobs/" + "b" * 40))
@@ -481,24 +481,24 @@ def calls_of_loaders() -> list[tuple[str, ast.Call]]:
 
 def refuses_code(call: ast.Call) -> bool:
     """True if the call has `trust_remote_code=False`. peft has no such argument: its configuration must be ours."""
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
     if ast.unparse(call.func) == "PeftModel.from_pretrained":
-        return "config" in given
-    trust = given.get("trust_remote_code")
+        return "config" in arguments
+    trust = arguments.get("trust_remote_code")
     return isinstance(trust, ast.Constant) and trust.value is False
 
 
 def test_every_loader_of_the_project_trusts_no_code():
     calls = calls_of_loaders()
     assert len(calls) >= 15
-    assert [place for place, call in calls if not refuses_code(call)] == []
+    assert [location for location, call in calls if not refuses_code(call)] == []
 
 
 def test_the_project_calls_no_loader_that_unpickles_or_makes_a_pipeline():
     forbidden = ("torch.load", "pickle.load", "pickle.loads", "transformers.pipeline", "torch.hub.load", "joblib.load")
-    places = []
+    locations = []
     for file in sorted((REPOSITORY / "components").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in forbidden:
-                places.append(f"{file.name}:{node.lineno}")
-    assert places == []
+                locations.append(f"{file.name}:{node.lineno}")
+    assert locations == []

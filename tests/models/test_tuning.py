@@ -79,8 +79,11 @@ def test_parts_of_equal_rate_and_delay_share_a_group(rates, delay, expected_grou
     groups = trainable_groups(model, FAMILY, replace(settings, delays=Delays(module=delay)))
     assert [("+".join(group.parts), group.lr, group.delay) for group in groups] == expected_groups
     for group in groups:
-        own = [p for name, p in unwrap_model(model).named_parameters() if FAMILY.part_of(name) in group.parts]
-        assert [id(p) for p in group.parameters] == [id(p) for p in own if p.requires_grad], "in the model's order"
+        expected_ids = []
+        for name, parameter in unwrap_model(model).named_parameters():
+            if parameter.requires_grad and FAMILY.part_of(name) in group.parts:
+                expected_ids.append(id(parameter))
+        assert [id(parameter) for parameter in group.parameters] == expected_ids, "in the model's order"
 
 
 def test_a_parameter_that_is_in_no_part_is_noticed():
@@ -129,8 +132,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def test_every_trainable_tensor_gets_a_gradient():
     model = moved_adapters(prepared()[0])
-    found = gradients(model)
-    without = [name for name in trainable_names(model) if name not in found or not found[name].any()]
+    actual = gradients(model)
+    without = [name for name in trainable_names(model) if name not in actual or not actual[name].any()]
     # key biases shift all scores of a query alike, so softmax cancels them
     assert [name for name in without if "k_proj" not in name] == []
 
@@ -144,9 +147,9 @@ def test_the_gradients_of_the_rest_are_right_where_a_part_is_frozen(frozen, chec
     expected = gradients(model.train())
     for name, parameter in unwrap_model(model).named_parameters():
         parameter.requires_grad = parameter.requires_grad and FAMILY.part_of(name) not in frozen
-    found = gradients(model)
-    assert found.keys() == {name for name in expected if FAMILY.part_of(name) not in frozen}
-    for name, gradient in found.items():
+    actual = gradients(model)
+    assert actual.keys() == {name for name in expected if FAMILY.part_of(name) not in frozen}
+    for name, gradient in actual.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-8)
 
 

@@ -266,10 +266,10 @@ def _points_in_square(
     scene: Scene, center: tuple[float, float], width: float, row_centers: np.ndarray, column_centers: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """Return the indices of the points inside a square around a center, as seen by the scene's camera."""
-    left, top = scene.view.project((center[0] - width / 2, center[1] - width / 2))
-    right, bottom = scene.view.project((center[0] + width / 2, center[1] + width / 2))
-    is_row_covered = (row_centers > top) & (row_centers < bottom)
-    is_column_covered = (column_centers > left) & (column_centers < right)
+    left_edge, top_edge = scene.view.project((center[0] - width / 2, center[1] - width / 2))
+    right_edge, bottom_edge = scene.view.project((center[0] + width / 2, center[1] + width / 2))
+    is_row_covered = (row_centers > top_edge) & (row_centers < bottom_edge)
+    is_column_covered = (column_centers > left_edge) & (column_centers < right_edge)
     return np.ix_(is_row_covered, is_column_covered)
 
 

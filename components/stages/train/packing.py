@@ -150,23 +150,27 @@ def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Pac
     token. The rest of each prompt belongs to the branch, because the last prompt token predicts the first token of the
     answer.
     """
-    lists: list[list[int]] = [[] for _ in range(6)]
-    ids, positions, segments, supervised, labels, lengths = lists
+    ids: list[int] = []
+    positions: list[int] = []
+    segments: list[int] = []
+    supervised: list[int] = []  # positions in the row
+    labels: list[int] = []
+    lengths: list[int] = []
     for group in groups:
         start = len(ids)
         prompts = [list(prompt) for prompt, _ in group]
-        shared = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
-        ids += prompts[0][:shared]
-        positions += range(shared)
-        segments += [PREFIX] * shared
+        shared_tokens = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
+        ids += prompts[0][:shared_tokens]
+        positions += range(shared_tokens)
+        segments += [PREFIX] * shared_tokens
         for branch, (prompt, answer) in enumerate(group, start=1):
-            tail = [*prompt[shared:], *answer[:-1]]
-            first = len(ids) + len(prompt) - shared - 1
-            supervised += range(first, first + len(answer))
+            branch_ids = [*prompt[shared_tokens:], *answer[:-1]]
+            first_position = len(ids) + len(prompt) - shared_tokens - 1
+            supervised += range(first_position, first_position + len(answer))
             labels += answer
-            ids += tail
-            positions += range(shared, shared + len(tail))
-            segments += [branch] * len(tail)
+            ids += branch_ids
+            positions += range(shared_tokens, shared_tokens + len(branch_ids))
+            segments += [branch] * len(branch_ids)
         lengths.append(len(ids) - start)
     mask = torch.zeros(len(ids), dtype=torch.bool)
     mask[supervised] = True

@@ -69,15 +69,15 @@ class Killed(BaseException):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Calls of the model with their pairs and whether maps are asked for, and after how many it is killed."""
-    told: dict[str, Any] = {"calls": [], "end": None}
+    """Record the number of pairs and the use of saliency in each call of the model, and kill it after `end` calls."""
+    calls_and_end: dict[str, Any] = {"calls": [], "end": None}
     original = Captioner.answer
 
     def answer(self: Captioner, images: list, question: str, saliency: bool) -> Any:
-        if len(told["calls"]) == told["end"]:
+        if len(calls_and_end["calls"]) == calls_and_end["end"]:
             raise Killed
-        told["calls"].append((len(images) // 2, saliency))
+        calls_and_end["calls"].append((len(images) // 2, saliency))
         return original(self, images, question, saliency)
 
     monkeypatch.setattr(Captioner, "answer", answer)
-    return told
+    return calls_and_end

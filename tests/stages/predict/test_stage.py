@@ -49,7 +49,7 @@ def rows_of(out: Path, name: str = "predictions") -> list[dict[str, str]]:
     return json.loads((out / f"{name}.json").read_text())
 
 
-def one_by_one(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[dict[str, str]]:
+def caption_alone(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[dict[str, str]]:
     """Return the captions of the pairs, each captioned alone."""
     rows = []
     for number in numbers:
@@ -61,7 +61,7 @@ def one_by_one(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[
 
 def test_predictions_are_the_captions_in_the_mixture_s_order(written, captioner, mixture):
     rows = rows_of(written[0])
-    assert rows == one_by_one(captioner, mixture, ORDER)
+    assert rows == caption_alone(captioner, mixture, ORDER)
     assert len({row["caption"] for row in rows}) > 1, "captions that are all alike would hide a wrong order"
 
 
@@ -104,8 +104,8 @@ def test_each_set_shows_its_images_with_the_pair_s_question(name, mixture, model
     sums = {file.stem: prepare(load_image(file)).astype(int).sum() for file in mixture.glob("*.png")}
     assert len(set(sums.values())) == 10
     assert rows_of(tmp_path, name) == [
-        {"image_id": f"toy/{n}", "caption": f"größer {sums[first]} {sums[second]} {QUESTIONS[n % 2]}"}
-        for n, (first, second) in zip(ORDER, SHOWN_IMAGES[name], strict=True)
+        {"image_id": f"toy/{n}", "caption": f"größer {sums[before]} {sums[after]} {QUESTIONS[n % 2]}"}
+        for n, (before, after) in zip(ORDER, SHOWN_IMAGES[name], strict=True)
     ]
 
 
@@ -153,7 +153,7 @@ def test_the_batch_size_changes_nothing(written, mixture, model, tmp_path, count
 def test_a_limit_takes_the_first_pairs_and_max_new_tokens_their_first_tokens(written, mixture, model, tmp_path):
     report = run(settings(limit=2, max_new_tokens=1), mixture, model, tmp_path)
     limited = load_captioner(model / "checkpoint", max_new_tokens=1)
-    assert rows_of(tmp_path) == one_by_one(limited, mixture, ORDER[:2]) != rows_of(written[0])[:2]
+    assert rows_of(tmp_path) == caption_alone(limited, mixture, ORDER[:2]) != rows_of(written[0])[:2]
     assert report.rows_in == report.rows_out == len(np.load(tmp_path / "saliency.npz")["ids"]) == 2
 
 
@@ -256,8 +256,9 @@ def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, writt
     predict(settings(), compute(out, workers=2, cpus_per_worker=2), mixture, model, out)
     assert [size for size, _ in counted["calls"]] == ([2, 1, 2, 2, 1, 2, 2, 1, 2] if not torn else
                                                       [2, 1, 2, 2, 2, 1, 2, 2, 1, 2])  # fmt: skip
-    kept = {0: 0, 3: 4, 8: 13}[done]
-    assert (f"resumed; {kept} captions of an earlier run are kept" in capsys.readouterr().out) == (kept > 0)
+    captions_so_far = {0: 0, 3: 4, 8: 13}[done]
+    is_resumed = f"resumed; {captions_so_far} captions of an earlier run are kept" in capsys.readouterr().out
+    assert is_resumed == (captions_so_far > 0)
     for name in (*(f"{name}.json" for name in SETS), "saliency.npz", "report.json"):
         assert (out / name).read_bytes() == (written[0] / name).read_bytes(), name
     assert list(journal.parent.iterdir()) == [], "nothing is kept of a run that ended"
@@ -300,7 +301,7 @@ def test_other_weights_are_another_run(copied, key):
 
 
 def test_other_code_is_another_run(copied, key, monkeypatch):
-    monkeypatch.setattr(code, "digest_code", lambda module, named: {module.name: "another meaning"})
+    monkeypatch.setattr(code, "digest_code", lambda module, names: {module.name: "another meaning"})
     assert run_key(settings(), *copied) != key
 
 

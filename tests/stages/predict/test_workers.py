@@ -113,8 +113,8 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixt
     ]
     assert {FusedRMSNorm, FusedDecoderLayer} <= kinds[0]
     assert not {FusedRMSNorm, FusedDecoderLayer} & kinds[1]
-    asked = in_batches(mixture, size=2)
-    for batch, (number, predictions) in zip(asked, caption_batches(job(checkpoint), asked), strict=True):
+    batches = in_batches(mixture, size=2)
+    for batch, (number, predictions) in zip(batches, caption_batches(job(checkpoint), batches), strict=True):
         files = [file for pair in batch.pairs for file in (pair.before, pair.after)]
         images = [stock.processor.prepare_image(load_image(file)) for file in files]
         captions, maps = stock.answer(images, batch.pairs[0].question, saliency=True)
@@ -148,18 +148,18 @@ def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path,
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield from super().caption([batch])
 
-    asked = in_batches(mixture)
-    want = dict(caption_batches(job(checkpoint), asked))
+    all_batches = in_batches(mixture)
+    expected = dict(caption_batches(job(checkpoint), all_batches))
     monkeypatch.setattr(stage, "CaptionWorker", Mortal)
-    got = list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), asked))
-    assert sorted(number for number, _ in got) == sorted(want), "each batch once"
-    for number, (answer,) in got:
-        assert answer.caption == want[number][0].caption
-        np.testing.assert_array_equal(answer.saliency, want[number][0].saliency)
+    actual = list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), all_batches))
+    assert sorted(number for number, _ in actual) == sorted(expected), "each batch once"
+    for number, (answer,) in actual:
+        assert answer.caption == expected[number][0].caption
+        np.testing.assert_array_equal(answer.saliency, expected[number][0].saliency)
     assert len(list(tmp_path.iterdir())) == 1, "one has died"
-    said = capsys.readouterr().out
-    assert "predict: a worker died (" in said
-    assert " batches (failure 1 of 1 " in said
+    output = capsys.readouterr().out
+    assert "predict: a worker died (" in output
+    assert " batches (failure 1 of 1 " in output
     assert not ray.is_initialized()
 
 

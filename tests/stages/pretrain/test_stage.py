@@ -155,10 +155,10 @@ def test_muon_s_iteration_makes_a_matrix_about_orthogonal_in_fp32(shape):
     orthogonal = orthogonalize(grad, COEFFICIENTS, 5, 1e-7)
     assert orthogonal.shape == shape
     assert orthogonal.dtype == torch.float32
-    left, sizes, right = torch.linalg.svd(orthogonal, full_matrices=False)
+    left_vectors, sizes, right_vectors = torch.linalg.svd(orthogonal, full_matrices=False)
     assert 0.6 < sizes.min() <= sizes.max() < 1.3
     decomposition = torch.linalg.svd(grad, full_matrices=False)
-    assert (left @ right - decomposition.U @ decomposition.Vh).norm() < 1e-2
+    assert (left_vectors @ right_vectors - decomposition.U @ decomposition.Vh).norm() < 1e-2
     zeros = torch.zeros(shape)
     assert torch.equal(orthogonalize(zeros, COEFFICIENTS, 5, 1e-7), zeros)
 

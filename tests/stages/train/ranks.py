@@ -23,23 +23,23 @@ class Printed:
         return Printed, tuple(reduction.DupFd(file) for file in (1, 2))
 
     def take(self) -> None:
-        for place, file in enumerate(self.files, 1):
-            os.dup2(file.detach(), place)
+        for number, file in enumerate(self.files, 1):
+            os.dup2(file.detach(), number)
 
 
-def begin(printed: Printed, work: Callable[..., None], *given: Any) -> None:
+def begin(printed: Printed, work: Callable[..., None], *arguments: Any) -> None:
     printed.take()
-    work(*given)
+    work(*arguments)
 
 
-def start(work: Callable[..., None], *given: Any) -> list[BaseProcess]:
+def start(work: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
     """Start `work(rank, *given)` for the ranks 0 and 1, each in a process of its own."""
     forking: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if forking._preload_modules != [__name__]:
         forking._stop()  # another test's, which has imported none of it
         forkserver.set_forkserver_preload([__name__])
     context = multiprocessing.get_context("forkserver")
-    workers = [context.Process(target=begin, args=(Printed(), work, rank, *given)) for rank in range(2)]
+    workers = [context.Process(target=begin, args=(Printed(), work, rank, *arguments)) for rank in range(2)]
     for worker in workers:
         worker.start()
     return list(workers)

@@ -67,12 +67,12 @@ def test_an_error_that_may_not_recur_is_followed_by_another_attempt(work, capfd)
     tried = Attempts(OSError("the network is gone\nfor now"), on_ray(ray.exceptions.WorkerCrashedError()))
     assert stage.run_with_retries(tried, first_job) == {"steps": 6}
     assert tried.jobs == [replace(first_job, attempt=number) for number in (1, 2, 3)]
-    first, second = capfd.readouterr().out.splitlines()
-    assert first.startswith(
+    first_line, second_line = capfd.readouterr().out.splitlines()
+    assert first_line.startswith(
         "train: OSError: the network is gone; continues from the newest checkpoint (failure 1 of 2 "
     )
-    assert second.startswith("train: WorkerCrashedError: ")
-    assert "(failure 2 of 2 that compute.max_failures allows)" in second
+    assert second_line.startswith("train: WorkerCrashedError: ")
+    assert "(failure 2 of 2 that compute.max_failures allows)" in second_line
 
 
 @pytest.mark.parametrize("max_failures", [0, 2])
@@ -106,12 +106,13 @@ def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
     assert [reference.compute for reference in tried.jobs] == [
         work(max_failures=0, micro_batch=n).compute for n in (4, 2, 1)
     ]
-    first, _ = capfd.readouterr().out.splitlines()
+    first_line, _ = capfd.readouterr().out.splitlines()
     assert (
-        "out of memory with micro-batches of 4; continues from the newest checkpoint with micro-batches of 2" in first
+        "out of memory with micro-batches of 4; continues from the newest checkpoint with micro-batches of 2"
+        in first_line
     )
-    assert "the same global batch of 4" in first
-    assert "set compute.micro_batch to 2" in first
+    assert "the same global batch of 4" in first_line
+    assert "set compute.micro_batch to 2" in first_line
 
 
 @pytest.mark.fault("12")
@@ -177,14 +178,14 @@ def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(wo
     sizes = []
     failed = []
 
-    def take_step(model: Any, *given: Any) -> Any:
+    def take_step(model: Any, *arguments: Any) -> Any:
         assert all(reference() is None for reference in failed), "the first attempt's model is still held"
         size = model.train_micro_batch_size_per_gpu()
         if size > 2 and len(sizes) == 3:
             failed.append(weakref.ref(model.module))
             raise torch.OutOfMemoryError("CUDA out of memory")
         sizes.append((size, model.gradient_accumulation_steps()))
-        return original(model, *given)
+        return original(model, *arguments)
 
     monkeypatch.setattr(engine, "take_step", take_step)
     capfd.readouterr()

@@ -183,9 +183,9 @@ def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(stage, w
 def test_what_a_run_took_is_counted_over_all_its_attempts(workspace, six_steps):
     workspace.interrupted(workspace.recipe(), 2)
     hours = run_dir_of(workspace.folder) / "hours.json"
-    first = json.loads(hours.read_text())
-    assert first["device_seconds"] == first["seconds"] > first["waited"] > 0
-    hours.write_text(json.dumps(first | {"seconds": 3600, "device_seconds": 2 * 3600}))
+    usage = json.loads(hours.read_text())
+    assert usage["device_seconds"] == usage["seconds"] > usage["waited"] > 0
+    hours.write_text(json.dumps(usage | {"seconds": 3600, "device_seconds": 2 * 3600}))
     actual = workspace.run()
     assert_same_run(actual, six_steps)
     speed = json.loads((workspace.folder / "runs" / "train_speed.json").read_text())
@@ -212,8 +212,8 @@ def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(st
     original = engine.take_step
     losses = []
 
-    def take_step(*given: Any) -> tuple[float, float]:
-        loss, norm = original(*given)
+    def take_step(*arguments: Any) -> tuple[float, float]:
+        loss, norm = original(*arguments)
         losses.append(loss)
         return loss, float("nan") if len(losses) == step else norm
 
@@ -265,9 +265,10 @@ def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, m
     expected = [Message("train.module_changes_nothing", step=step, steps=6) for step in (4, 6)] * warned
     assert [warning for warning in warnings if Message("train.nothing_learned") != warning] == expected
     assert warnings_of_steps(trained.report) == expected[-1:]
-    first, second = (trained.report.module[f"module_update_ratio/{level}"] for level in (1, 2))
-    assert (first < NEGLIGIBLE_UPDATE_RATIO) == (model.module.init_gain == 0)
-    assert f"  module_update_ratio {first:.2g} {second:.2g}  lr_vision" in out
+    ratio_1 = trained.report.module["module_update_ratio/1"]
+    ratio_2 = trained.report.module["module_update_ratio/2"]
+    assert (ratio_1 < NEGLIGIBLE_UPDATE_RATIO) == (model.module.init_gain == 0)
+    assert f"  module_update_ratio {ratio_1:.2g} {ratio_2:.2g}  lr_vision" in out
     lines = re.findall(r"step (\d)/6 \((\d+)\.\d%\)  loss [\d.]+  grad_norm .* (\d+) captions/s  ETA 0:0\d:\d\d\n", out)
     assert [(step, share) for step, share, _ in lines] == [("2", "33"), ("4", "66"), ("6", "100")]
     assert all(int(speed) > 0 for *_, speed in lines)
@@ -419,13 +420,13 @@ def workers(count: int, run_recipe: Recipe, mixture: Path, folder: Path, saved: 
                 assert saved
         return
     (folder / "store").unlink(missing_ok=True)
-    first, second = start(work, run_recipe, mixture, folder, saved, killed_at)
-    first.join(240)
+    first_worker, second_worker = start(work, run_recipe, mixture, folder, saved, killed_at)
+    first_worker.join(240)
     if killed_at >= 0:
-        second.kill()
-    second.join(240)
-    assert first.exitcode == (-signal.SIGKILL if killed_at >= 0 else 0)
-    assert killed_at >= 0 or second.exitcode == 0
+        second_worker.kill()
+    second_worker.join(240)
+    assert first_worker.exitcode == (-signal.SIGKILL if killed_at >= 0 else 0)
+    assert killed_at >= 0 or second_worker.exitcode == 0
 
 
 @pytest.mark.slow
@@ -444,13 +445,13 @@ def test_two_workers_train_validate_and_caption_as_one(stage, workspace, undistu
 
 @pytest.mark.fault("26")
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "stage"), [(2, 1), (1, 3)])
-def test_a_run_goes_on_with_another_number_of_workers(first, stage, workspace, undisturbed):
+@pytest.mark.parametrize(("first_count", "stage"), [(2, 1), (1, 3)])
+def test_a_run_goes_on_with_another_number_of_workers(first_count, stage, workspace, undisturbed):
     run_recipe = workspace.recipe(epochs=3, micro_batch=2, zero_stage=stage)
     folder = workspace.folder / "runs"
-    workers(first, run_recipe, workspace.mixture, folder, saved=2)
+    workers(first_count, run_recipe, workspace.mixture, folder, saved=2)
     assert [path.name for path in checkpoints(folder)] == ["step-00000002", "step-00000004"]
-    workers(3 - first, run_recipe, workspace.mixture, folder)
+    workers(3 - first_count, run_recipe, workspace.mixture, folder)
     assert_same(load_file(folder / "checkpoint" / "model.safetensors"), undisturbed.weights, atol=2e-5)
 
 

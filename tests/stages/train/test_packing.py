@@ -105,13 +105,13 @@ def begun(mixture: Path, folder: Path, **changes: Any) -> Any:
 def test_the_loss_of_packed_sequences_is_that_of_their_references(
     kernel, precision, stage, rounding, mixture, tmp_path
 ):
-    made = begun(mixture, tmp_path, attention=kernel, precision=precision, zero_stage=stage)
-    chosen = [rows for rows in made.schedule.epoch(0) if len(rows) > 1][:2]
+    training = begun(mixture, tmp_path, attention=kernel, precision=precision, zero_stage=stage)
+    chosen = [rows for rows in training.schedule.epoch(0) if len(rows) > 1][:2]
 
     @torch.no_grad()
     def loss(*sequences: np.ndarray) -> float:
-        batch = made.loader.build([(rows, 1) for rows in sequences])
-        return float(token_loss(made.engine, batch, made.processor, made.device))
+        batch = training.loader.build([(rows, 1) for rows in sequences])
+        return float(token_loss(training.engine, batch, training.processor, training.device))
 
     apart = sum(loss(rows[n : n + 1]) for rows in chosen for n in range(len(rows)))
     assert loss(*chosen) == pytest.approx(apart, rel=rounding)

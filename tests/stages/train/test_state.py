@@ -28,15 +28,15 @@ from tests.tiny import tiny_settings
 
 def folder(run_dir: Path, step: int, cider: float | None = None, damaged: bool = False) -> Path:
     """A checkpoint in name and manifest."""
-    made = run_dir / f"step-{step:08d}"
-    made.mkdir(parents=True)
-    (made / "weights.safetensors").write_text(f"weights of {step}")
-    write_manifest(made, step=step)
+    checkpoint_folder = run_dir / f"step-{step:08d}"
+    checkpoint_folder.mkdir(parents=True)
+    (checkpoint_folder / "weights.safetensors").write_text(f"weights of {step}")
+    write_manifest(checkpoint_folder, step=step)
     if damaged:
-        (made / "weights.safetensors").write_text("half")
+        (checkpoint_folder / "weights.safetensors").write_text("half")
     if cider is not None:
-        (made / state.VALIDATION_FILE).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
-    return made
+        (checkpoint_folder / state.VALIDATION_FILE).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
+    return checkpoint_folder
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -158,10 +158,10 @@ def test_the_first_worker_alone_writes_and_a_run_of_other_parameters_takes_none(
 def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_back(tmp_path, monkeypatch):
     for step, cider in ((2, 0.1), (4, 0.9), (6, None), (8, 0.2)):
         folder(tmp_path, step, cider)
-    seen: list[Any] = []
-    monkeypatch.setattr(state, "verify_manifest", lambda *given: seen.append((*given, steps_of(tmp_path))))
+    verified: list[Any] = []
+    monkeypatch.setattr(state, "verify_manifest", lambda *arguments: verified.append((*arguments, steps_of(tmp_path))))
     write_one(tmp_path, 10)
-    assert seen == [(tmp_path / "step-00000010", [2, 4, 6, 8, 10])]
+    assert verified == [(tmp_path / "step-00000010", [2, 4, 6, 8, 10])]
     assert steps_of(tmp_path) == [4, 8, 10], "the best and the newest two"
 
 
@@ -177,10 +177,10 @@ def killed(run_dir: Path, at: str) -> None:
         write_one(run_dir, step)
     original = getattr(state, at)
 
-    def die(*given: Any, **named: Any) -> None:
-        original(*given, **named)
+    def die(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
         if at == "save_file":
-            os.truncate(given[1], 900)
+            os.truncate(arguments[1], 900)
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(state, at, die)
@@ -212,12 +212,12 @@ NOT_FULL = (OSError(errno.EIO, "a bad disk"), SafetensorError("File too large (o
 
 def full_after(original: Callable[..., Any], calls: int) -> Callable[..., Any]:
     """The function, and after so many calls a full disk after its work."""
-    made: list[int] = []
+    calls_made: list[int] = []
 
-    def full(*given: Any, **named: Any) -> None:
-        original(*given, **named)
-        made.append(1)
-        if len(made) > calls:
+    def full(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        calls_made.append(1)
+        if len(calls_made) > calls:
             raise FULL[0]
 
     return full

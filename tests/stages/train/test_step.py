@@ -34,8 +34,12 @@ def gradients(run_recipe: Recipe, training: Training, step: int) -> dict[str, Te
     for rows in training.schedule.global_sequences(step):
         batch = training.loader.build([(rows, 1)])
         packed = batch.packed
-        asked = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": mask_of(packed)}
-        logits = model(**asked, **processor.image_inputs(batch.images), logits_to_keep=packed.supervised).logits
+        text_inputs = {
+            "input_ids": packed.input_ids,
+            "position_ids": packed.position_ids,
+            "attention_mask": mask_of(packed),
+        }
+        logits = model(**text_inputs, **processor.image_inputs(batch.images), logits_to_keep=packed.supervised).logits
         chosen = logits.float().log_softmax(-1)[torch.arange(len(packed.labels)), packed.labels]
         total = total - chosen.sum()
         tokens = tokens + len(chosen)
@@ -49,10 +53,10 @@ def norm_of(tensors: Any) -> float:
 
 def adamw(weight: Tensor, gradient: Tensor, lr: float, decay: float) -> Tensor:
     """The first step of AdamW, betas (0.9, 0.999)."""
-    first = 0.1 * gradient
-    second = 0.001 * gradient**2
-    decayed = weight * (1 - lr * decay)
-    return decayed - lr * (first / (1 - 0.9)) / ((second / (1 - 0.999)).sqrt() + 1e-8)
+    first_moment = 0.1 * gradient
+    second_moment = 0.001 * gradient**2
+    decayed_weight = weight * (1 - lr * decay)
+    return decayed_weight - lr * (first_moment / (1 - 0.9)) / ((second_moment / (1 - 0.999)).sqrt() + 1e-8)
 
 
 @pytest.mark.parametrize(("stage", "micro_batch"), [(0, 2), (0, 8), (1, 4)])
@@ -149,8 +153,8 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage, workspace):
     take(training, 0)
     state = MasterState(training.engine)
     for name, parameter in state.parameters.items():
-        first = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
-        assert (state.get_tensor(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
+        first_moment = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
+        assert (state.get_tensor(parameter, "exp_avg") - first_moment).norm() <= 1e-5 * first_moment.norm(), name
 
 
 @pytest.fixture

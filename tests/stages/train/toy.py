@@ -156,22 +156,22 @@ class Trained:
 def run(run_recipe: Recipe, mixture: Path, folder: Path) -> Trained:
     """Run the stage in `folder`, scratch files included."""
     run_recipe = run_recipe.changed(scratch=folder / "runs")
-    found: list[dict[str, str]] = []
+    followed_rows: list[dict[str, str]] = []
 
     @contextmanager
     def follow(key: str, file: Path) -> Iterator[None]:
         yield
-        found.extend(read_curve(file.parent))
+        followed_rows.extend(read_curve(file.parent))
 
     report = train(run_recipe.cfg, run_recipe.model, run_recipe.compute, mixture, folder / "out", follow)
     weights = load_file(folder / "out" / "checkpoint" / "model.safetensors")
-    return Trained(report, weights, read_curve(folder / "out"), found, folder)
+    return Trained(report, weights, read_curve(folder / "out"), followed_rows, folder)
 
 
 def run_dir_of(folder: Path) -> Path:
     """Return the folder of the only run that began in `folder`."""
-    (found,) = (path for path in (folder / "runs" / "train").iterdir() if path.is_dir())
-    return found
+    (run_dir,) = (path for path in (folder / "runs" / "train").iterdir() if path.is_dir())
+    return run_dir
 
 
 def read_curve(out: Path) -> list[dict[str, str]]:
