@@ -122,8 +122,8 @@ def blur(picture: np.ndarray, sigma: float) -> np.ndarray:
     ratio = np.exp(-0.5 / sigma**2)  # weight of a neighbour, divided by the weight of the pixel itself
     pixel_weight = 1 / (1 + 2 * ratio)
     neighbour_weight = ratio / (1 + 2 * ratio)
-    padded = np.pad(picture.astype(np.float64), [(1, 1), (1, 1), (0, 0)], mode="reflect")
-    rows = pixel_weight * padded[1:-1] + neighbour_weight * (padded[:-2] + padded[2:])
+    padded_picture = np.pad(picture.astype(np.float64), [(1, 1), (1, 1), (0, 0)], mode="reflect")
+    rows = pixel_weight * padded_picture[1:-1] + neighbour_weight * (padded_picture[:-2] + padded_picture[2:])
     pixels = pixel_weight * rows[:, 1:-1] + neighbour_weight * (rows[:, :-2] + rows[:, 2:])
     return np.rint(pixels).astype(np.uint8)
 
@@ -213,10 +213,10 @@ class Blip2IDCProcessor(PairProcessor):
         return {"pixel_values": self.image_processor.to_pixels(pictures)}
 
 
-def token_id(configured: int | list[int] | None, default: int) -> int:
+def token_id(configured_id: int | list[int] | None, default: int) -> int:
     """Return the configured token id, or the first if there are several, or the default if there is none."""
-    token = configured[0] if isinstance(configured, list) else configured
-    return default if token is None else token
+    first_id = configured_id[0] if isinstance(configured_id, list) else configured_id
+    return default if first_id is None else first_id
 
 
 class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
@@ -236,8 +236,8 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         config = config or Blip2IDCConfig.from_folder(str(folder), None)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
         kwargs.pop("trust_remote_code", None)  # this class never loads other code
-        loaded: Any = super().from_pretrained(str(folder), config=config, trust_remote_code=False, **kwargs)
-        model, loading_info = loaded
+        model_and_info: Any = super().from_pretrained(str(folder), config=config, trust_remote_code=False, **kwargs)
+        model, loading_info = model_and_info
         unusable_keys = [*loading_info["missing_keys"], *loading_info["mismatched_keys"]]
         if unusable_keys:
             names = sorted(str(key) for key in unusable_keys)

@@ -73,19 +73,19 @@ REMEDY = "check it out again (`dvc checkout`, `git lfs pull`) or copy it again f
 logger = logging.getLogger(__name__)
 
 
-def write_manifest(folder: Path, **facts: Any) -> None:
+def write_manifest(folder: Path, **fields: Any) -> None:
     """Write `manifest.json` with the hash of every other file in the folder.
 
     Call this last, because the manifest marks the folder as complete.
 
     Args:
         folder: the folder to describe.
-        facts: additional fields of the manifest.
+        fields: additional fields of the manifest.
     """
     files = {path.relative_to(folder).as_posix(): _sha256(path) for path in _list_files(folder)}
     files.pop(MANIFEST, None)
     temporary = folder / f".{MANIFEST}"
-    temporary.write_text(json.dumps({**facts, "files": files}, indent=2) + "\n")
+    temporary.write_text(json.dumps({**fields, "files": files}, indent=2) + "\n")
     # safetensors creates files with mode 0600 and ignores the umask, so other users could not read the weights
     mode = temporary.stat().st_mode
     for name in files:
@@ -289,22 +289,22 @@ def save_checkpoint(
         CheckpointError: a weight is missing from the saved files. The folder then has no manifest.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"family": family, "base_sha256": base_sha256}
+    origin = {"family": family, "base_sha256": base_sha256}
     model_family = FAMILIES[family]
     if _fits_on_base(model, model_family):
         adapters = folder / ADAPTERS
         adapters.mkdir(exist_ok=True)
         tuned_parts = _save_adapters(model, model_family, adapters, base)
         processor.save_pretrained(adapters)
-        write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=tuned_parts, **facts)
-    merged = merge_adapters(model)
+        write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=tuned_parts, **origin)
+    merged_model = merge_adapters(model)
     # a base may have several end tokens, but captions end with the token that ended the references in training
-    merged.generation_config.eos_token_id = processor.end_id
-    merged.generation_config.pad_token_id = processor.pad_id
-    merged.save_pretrained(folder)
-    _require_all_weights(merged, folder)
+    merged_model.generation_config.eos_token_id = processor.end_id
+    merged_model.generation_config.pad_token_id = processor.pad_id
+    merged_model.save_pretrained(folder)
+    _require_all_weights(merged_model, folder)
     processor.save_pretrained(folder)
-    write_manifest(folder, base=os.path.relpath(base, folder), **facts)
+    write_manifest(folder, base=os.path.relpath(base, folder), **origin)
 
 
 def _fits_on_base(model: Any, family: Family) -> bool:
@@ -496,8 +496,8 @@ def _find_base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> 
 
 def place_on_base(folder: Path, manifest: Mapping[str, Any], base: Path) -> None:
     """Rewrite the manifest of a copied folder with the folder's files and the new relative path to the base."""
-    facts = {name: value for name, value in manifest.items() if name not in ("files", "base")}
-    write_manifest(folder, **facts, base=os.path.relpath(base, folder))
+    fields = {name: value for name, value in manifest.items() if name not in ("files", "base")}
+    write_manifest(folder, **fields, base=os.path.relpath(base, folder))
 
 
 def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:

@@ -59,8 +59,8 @@ def without_decoding_settings(settings: Any) -> Any:
     removed_settings = decoding_settings(values)
     if not removed_settings:
         return settings
-    remaining = {name: value for name, value in values.items() if name not in removed_settings}
-    return type(settings)(**remaining)
+    remaining_settings = {name: value for name, value in values.items() if name not in removed_settings}
+    return type(settings)(**remaining_settings)
 
 
 def decoding_settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -180,11 +180,11 @@ class Family:
             return config_class.from_folder(str(base), module_fields(settings))
         return config_class.for_published_base(base.name, module_fields(settings))
 
-    def flops(self, model: Any, tokens: float, supervised: float) -> list[Term]:
+    def flops(self, model: Any, tokens: float, supervised_tokens: float) -> list[Term]:
         """Return the FLOPs of each part for one training sequence; see `count_flops`."""
         from m3diff.models.flops import count_flops
 
-        return count_flops(model, self, tokens, supervised)
+        return count_flops(model, self, tokens, supervised_tokens)
 
     def fuse(self, model: Any, activation_checkpointing: str) -> None:
         """Switch a model to fused kernels, in place; see `make_fused`."""

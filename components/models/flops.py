@@ -128,14 +128,14 @@ class FlopsCounter(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def count_flops(model: Any, family: Any, tokens: float, supervised: float) -> list[Term]:
+def count_flops(model: Any, family: Any, tokens: float, supervised_tokens: float) -> list[Term]:
     """Count the FLOPs of one sequence with one image pair, and return the terms that are not zero.
 
     Args:
         model: model from `meta_model`.
         family: the model's `Family`.
         tokens: length of the sequence in tokens, including visual tokens.
-        supervised: number of tokens for which the head computes logits.
+        supervised_tokens: number of tokens for which the head computes logits.
     """
     length = round(tokens)
     config = model.config
@@ -152,6 +152,6 @@ def count_flops(model: Any, family: Any, tokens: float, supervised: float) -> li
             tokens=ids,
             use_cache=False,
             **model.blank_images(config, "meta"),
-            logits_to_keep=math.ceil(supervised),
+            logits_to_keep=math.ceil(supervised_tokens),
         )
     return [term for term in counter.terms.values() if term.forward]

@@ -174,12 +174,12 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         """Return the projected features of the images, [2 B, N, W], and each image's visual tokens, [tokens, W]."""
         raise NotImplementedError
 
-    def with_newline(self, projected: Tensor) -> Tensor:
+    def append_newline(self, features: Tensor) -> Tensor:
         """Append LLaVA-OneVision's newline token to each image: [2 B, N, W] to [2 B, N + 1, W]."""
         if not self.config.newline:
-            return projected
-        newline = self.image_newline.to(projected.dtype).expand(len(projected), 1, -1)
-        return torch.cat([projected, newline], dim=1)
+            return features
+        newline = self.image_newline.to(features.dtype).expand(len(features), 1, -1)
+        return torch.cat([features, newline], dim=1)
 
     def get_image_features(
         self,
@@ -196,8 +196,8 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         Returns:
             An output whose `pooler_output` is a list with the visual tokens of each image, [tokens, W].
         """
-        projected, tokens = self.visual_tokens(pixel_values)
-        return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=tokens)  # type: ignore[arg-type]
+        projected_features, tokens = self.visual_tokens(pixel_values)
+        return BaseModelOutputWithPooling(last_hidden_state=projected_features, pooler_output=tokens)  # type: ignore[arg-type]
 
     @wraps(LlavaOnevisionModel.forward)  # transformers inspects the signature
     def forward(  # type: ignore[override]
@@ -291,8 +291,8 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         kwargs |= {"config": config, "use_safetensors": True, "output_loading_info": True}
         kwargs.pop("trust_remote_code", None)  # this class never loads other code
         with _suppress_loading_report():
-            loaded: Any = super().from_pretrained(folder, *args, trust_remote_code=False, **kwargs)
-        model, loading_info = loaded
+            model_and_info: Any = super().from_pretrained(folder, *args, trust_remote_code=False, **kwargs)
+        model, loading_info = model_and_info
         missing_keys = set(loading_info["missing_keys"])
         module_keys: set[str] = set()  # keys of a new module, which a base does not have
         if may_lack_module:

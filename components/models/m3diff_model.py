@@ -90,8 +90,8 @@ class DifferentialLayer(nn.Module):
         # 2. the difference attends to both images and itself: keys [B, 3 N, D]
         f = self.norm_feature(f_2BND)
         keys = torch.cat([*f.chunk(2), df_sa], dim=1)
-        attended = skip * df_sa + self.cross_attention(df_sa, keys, positions_ND)
-        df_ca = skip * attended + self.mlp(attended)  # (5)
+        df_cross = skip * df_sa + self.cross_attention(df_sa, keys, positions_ND)
+        df_ca = skip * df_cross + self.mlp(df_cross)  # (5)
 
         # 3. each image attends to itself and the difference: keys [2 B, 2 N, D]
         keys = torch.cat([f, df_ca.repeat(2, 1, 1)], dim=1)
@@ -130,8 +130,8 @@ class DifferentialLevel(nn.Module):
         # 1. gate the features of each image with the features of both images: [2 B, N, D]
         n = self.norm_input(f_2BND)
         n1, n2 = n.chunk(2)
-        swapped = torch.cat([n2, n1])
-        gates = self.gate(torch.cat([n, swapped], dim=-1)).sigmoid()  # (1)
+        n_swapped = torch.cat([n2, n1])
+        gates = self.gate(torch.cat([n, n_swapped], dim=-1)).sigmoid()  # (1)
         fh1, fh2 = (n * gates).chunk(2)  # (2)
 
         # 2. take their difference: [B, N, D]
@@ -144,8 +144,8 @@ class DifferentialLevel(nn.Module):
             ft, df_ca = layer(ft, df_ca, positions_ND)
 
         # 4. score the level
-        pooled = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)  # [B, 1, 3 D]
-        return ft, self.score(pooled).sigmoid()  # (7)
+        pooled_features = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)  # [B, 1, 3 D]
+        return ft, self.score(pooled_features).sigmoid()  # (7)
 
 
 @torch.no_grad()
@@ -294,8 +294,8 @@ class M3DiffModel(LlavaOfPairs):
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the projected features and each image's patches and newline token; see `LlavaOfPairs`."""
-        projected = self.multi_modal_projector(self.perceive(pixel_values))
-        return projected, list(self.with_newline(projected).unbind(0))
+        projected_features = self.multi_modal_projector(self.perceive(pixel_values))
+        return projected_features, list(self.append_newline(projected_features).unbind(0))
 
     def perceive(self, pixel_values: Tensor) -> Tensor:
         """Return the vision encoder's features after equation (8), [2 B, N, D], in the order of the images.

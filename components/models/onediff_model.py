@@ -288,14 +288,14 @@ class VisualDeltaModule(SelfInitialisedLayer):
         Raises:
             DataError: the BERT has a different width, number of heads or MLP size, too few layers, or missing weights.
         """
-        loaded: Any = BertModel.from_pretrained(
+        bert_and_info: Any = BertModel.from_pretrained(
             folder,
             use_safetensors=True,
             add_pooling_layer=False,
             output_loading_info=True,
             trust_remote_code=False,
         )
-        bert, loading_info = loaded
+        bert, loading_info = bert_and_info
         config = bert.config
         missing_names = sorted(name for name in loading_info["missing_keys"] if name.startswith("encoder."))
         bert_shape = (config.hidden_size, config.num_attention_heads, config.intermediate_size / config.hidden_size)
@@ -354,10 +354,10 @@ class OneDiffModel(LlavaOfPairs):
         """
         # 1. encode the images and project their patches: [2 B, N, D] to [2 B, N, W]
         states = self.vision_hidden_states(pixel_values)
-        projected = self.multi_modal_projector(states[self.config.vision_feature_layer])
-        images = self.with_newline(projected)
+        projected_features = self.multi_modal_projector(states[self.config.vision_feature_layer])
+        images = self.append_newline(projected_features)
         if self.vdm is None:
-            return projected, list(images.unbind(0))
+            return projected_features, list(images.unbind(0))
 
         # 2. compute the delta tokens of each pair: [B, T, W]
         cfg = self.vdm.cfg
@@ -383,7 +383,7 @@ class OneDiffModel(LlavaOfPairs):
         tokens: list[Tensor] = []
         for before_tokens, after_tokens in zip(before, after, strict=True):
             tokens += [before_tokens, after_tokens]
-        return projected, tokens
+        return projected_features, tokens
 
 
 class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):

@@ -120,11 +120,11 @@ def resolve_profile(path: Path, extending_files: tuple[Path, ...] = ()) -> dict[
 def merge_profile(base: dict[str, Any], profile: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a complete file with the changes of a profile applied."""
     merged = _merge_values(base, {key: value for key, value in profile.items() if key != EXTENDS_KEY})
-    ingested = lookup(merged, "ingest.datasets")
+    ingested_datasets = lookup(merged, "ingest.datasets")
     for section in ("synthesize", "augment"):
-        inherited = merged.get(section)
-        if section not in profile and isinstance(inherited, dict) and isinstance(ingested, dict):
-            merged[section] = {name: entry for name, entry in inherited.items() if name in ingested}
+        inherited_entries = merged.get(section)
+        if section not in profile and isinstance(inherited_entries, dict) and isinstance(ingested_datasets, dict):
+            merged[section] = {name: entry for name, entry in inherited_entries.items() if name in ingested_datasets}
     return merged
 
 

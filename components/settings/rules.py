@@ -175,12 +175,13 @@ def check_synthetic_datasets(params: Params) -> Iterator[Fault]:
     """Check that synthetic datasets are ingested as they are written, and that their sources are valid."""
     for name, entry in params.augment.items():
         key = f"augment.{name}"
-        ingested = params.ingest.datasets.get(name)
-        if ingested is None:
+        ingested_entry = params.ingest.datasets.get(name)
+        if ingested_entry is None:
             yield Fault("settings.entry_not_ingested", key=key)
         else:
-            is_read_by_pairs = ingested.reader == "pairs" and ingested.options.get("manifest") == entry.manifest
-            if not is_read_by_pairs or ingested.root != entry.root:
+            reads_manifest = ingested_entry.options.get("manifest") == entry.manifest
+            is_same_folder = ingested_entry.root == entry.root
+            if ingested_entry.reader != "pairs" or not reads_manifest or not is_same_folder:
                 yield Fault(
                     "settings.other_dataset_ingested",
                     key=key,
@@ -202,18 +203,18 @@ def _overlaps_with_inputs(params: Params, name: str) -> Iterator[Fault]:
     """
     entry = params.augment[name]
     root = Path(os.path.realpath(entry.root))
-    for reading_name, reading in params.augment.items():
-        inputs = {"source": reading.source.root}
+    for other_name, other_entry in params.augment.items():
+        inputs = {"source": other_entry.source.root}
         for part in ("editor", "features"):
-            model = getattr(getattr(reading, part, None), "model", None)
+            model = getattr(getattr(other_entry, part, None), "model", None)
             if model is not None:
                 inputs["model"] = model
         for kind, path in inputs.items():
             folder = Path(os.path.realpath(path))
             if not (folder.is_relative_to(root) or root.is_relative_to(folder)):
                 continue
-            reads_manifest = reading.source.options.get("manifest") == entry.manifest
-            is_made_from_it = reading_name != name and folder == root and reads_manifest
+            reads_manifest = other_entry.source.options.get("manifest") == entry.manifest
+            is_made_from_it = other_name != name and folder == root and reads_manifest
             if kind == "source" and is_made_from_it:
                 continue
             yield Fault(
@@ -221,7 +222,7 @@ def _overlaps_with_inputs(params: Params, name: str) -> Iterator[Fault]:
                 key=f"augment.{name}.root",
                 value=entry.root,
                 kind=kind,
-                reading=f"augment.{reading_name}",
+                reading=f"augment.{other_name}",
                 input=path,
             )
 
@@ -343,7 +344,7 @@ def check_evaluation_pairs(params: Params) -> Iterator[Fault]:
         return  # `check_gate_scores` reports this fault
     options = entry.options
     manifest = options.get("manifest")
-    synthesized = params.synthesize.get(name)
+    generator = params.synthesize.get(name)
     if options.get("split") in ("train", "val"):
         key = f"ingest.datasets.{name}.options.split"
         split = options["split"]
@@ -351,7 +352,7 @@ def check_evaluation_pairs(params: Params) -> Iterator[Fault]:
     elif isinstance(manifest, Mapping) and "test" not in manifest:
         key = f"ingest.datasets.{name}.options.manifest"
         yield Fault("settings.no_file_of_test_pairs", key=key, protocol=gate, hint=HOW_TO_TEST)
-    elif synthesized is not None and synthesized.scenes.get("test") == 0:
+    elif generator is not None and generator.scenes.get("test") == 0:
         yield Fault("settings.no_test_scenes", key=f"synthesize.{name}.scenes.test", protocol=gate)
 
 

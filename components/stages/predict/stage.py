@@ -214,7 +214,7 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     job = CaptionJob(checkpoint=model / "checkpoint", max_new_tokens=cfg.max_new_tokens, compute=compute)
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, job.checkpoint)}.jsonl")
     with journal:
-        caption_missing(job, pairs_by_set, cfg.batch_pairs, journal)
+        caption_missing_pairs(job, pairs_by_set, cfg.batch_pairs, journal)
         for set_name, set_pairs in pairs_by_set.items():
             rows = []
             for pair in set_pairs:
@@ -253,7 +253,7 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
     return compute_key(inputs, Path(__file__), family_modules)
 
 
-def caption_missing(
+def caption_missing_pairs(
     job: CaptionJob, pairs_by_set: dict[str, list[PairSample]], batch_pairs: int, journal: Journal
 ) -> None:
     """Caption the pairs that are not yet in the journal.

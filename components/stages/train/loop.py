@@ -114,13 +114,13 @@ def prepare_model(
     dtype = Device(compute.gpu, cfg.precision).dtype
     try:
         model = family.load_base(folder, settings, dtype, register_kernels())
-        adapted = prepare_for_training(model, family, settings)
+        adapted_model = prepare_for_training(model, family, settings)
         family.fuse(model, compute.activation_checkpointing)
     except ValueError as error:
         raise ParamsError(
             "train.base_does_not_fit", key=f"models.{cfg.model}", base=cfg.base, cause=cause_of(error)
         ) from error
-    return adapted.train(), family.load_processor(folder, model.config)
+    return adapted_model.train(), family.load_processor(folder, model.config)
 
 
 class Training:

@@ -108,8 +108,7 @@ def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
     ]
     first_line, _ = capfd.readouterr().out.splitlines()
     assert (
-        "out of memory with micro-batches of 4; continues from the newest checkpoint with micro-batches of 2"
-        in first_line
+        "out of memory with micro-batches of 4; continues from the newest checkpoint with micro-batches" in first_line
     )
     assert "the same global batch of 4" in first_line
     assert "set compute.micro_batch to 2" in first_line
