@@ -1,4 +1,4 @@
-"""Kinds of GPU: found by the names that torch gives them, with the figures of their data sheets."""
+"""Kinds of GPU: lookup by the device name in torch, and the figures of the data sheets."""
 
 import pytest
 

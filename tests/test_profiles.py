@@ -1,4 +1,4 @@
-"""Profiles: what differs from the profile they extend, resolved, and written as the next run's."""
+"""Profiles: inherited values, differences, and writing a profile as the parameters of the next run."""
 
 import shutil
 from pathlib import Path

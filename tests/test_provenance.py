@@ -1,4 +1,4 @@
-"""A stage's code by its meaning: its digest, and an edit while the stage runs, which is named and recorded nowhere."""
+"""Digests of a stage's code, and edits while a stage runs, which fail the stage and are not recorded."""
 
 import dataclasses
 import hashlib

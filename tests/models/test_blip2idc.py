@@ -1,4 +1,4 @@
-"""BLIP2IDC against its papers' equations in float64 (x is [tokens, width] of one pair), its images and words."""
+"""BLIP2IDC: logits against the papers' equations in float64 (x is [tokens, width] of one pair), images and texts."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def base(bases: dict[str, Path]) -> Path:
-    """With OPT, as published."""
+    """Return the base with OPT, like the published one."""
     return bases["opt"]
 
 
@@ -47,7 +47,7 @@ Weights = Mapping[str, Tensor]
 
 
 def linear(w: Weights, name: str, x: Tensor) -> Tensor:
-    """W x + b, and beside an adapter alpha / r B A x."""
+    """Return W x + b, plus alpha / r B A x if the layer has an adapter."""
     if f"{name}.lora_A.default.weight" not in w:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
     a = w[f"{name}.lora_A.default.weight"]
@@ -66,7 +66,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool = False) -> Tensor:
-    """softmax(Q K' / sqrt(d)) V of each head, side by side."""
+    """Return softmax(Q K' / sqrt(d)) V of all heads, concatenated."""
     out = []
     for head in torch.arange(q.shape[1]).chunk(heads):
         scores = q[:, head] @ k[:, head].T / len(head) ** 0.5
@@ -77,7 +77,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool = False)
 
 
 def vision(w: Weights, picture: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
-    """A pre-norm transformer over patches and a class token, with learnt positions and a norm at the end."""
+    """Return a pre-norm transformer over patches and a class token, with learnt positions and a last norm."""
     name = "vision_model.embeddings"
     rows = range(0, SIDE, PATCH)
     patches = [picture[:, row : row + PATCH, column : column + PATCH].flatten() for row in rows for column in rows]
@@ -93,12 +93,12 @@ def vision(w: Weights, picture: Tensor, layers: int = 2, heads: int = 2) -> Tens
 
 
 def added(w: Weights, name: str, change: Tensor, x: Tensor) -> Tensor:
-    """BERT's block: a linear, the residual, then the norm."""
+    """Return the output of BERT's block: a linear layer, the residual, then the norm."""
     return norm(w, f"{name}.LayerNorm", linear(w, f"{name}.dense", change) + x, 1e-12)
 
 
 def qformer(w: Weights, patches: Tensor, layers: int = 3, heads: int = 4) -> Tensor:
-    """BERT on the learnt queries; in every second layer, from the first, they read the patches too."""
+    """Return the output of BERT on the learnt queries. In layers 0, 2, ... the queries also read the patches."""
     x = norm(w, "qformer.layernorm", w["query_tokens"][0], 1e-12)
     for number in range(layers):
         at = f"qformer.encoder.layer.{number}"
@@ -114,7 +114,7 @@ def qformer(w: Weights, patches: Tensor, layers: int = 3, heads: int = 4) -> Ten
 
 
 def opt(w: Weights, x: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
-    """A pre-norm decoder with learnt positions, the first two of which are no places; its head is its embeddings."""
+    """Return the logits of a pre-norm decoder with learnt positions (the first two are unused) and tied embeddings."""
     at = "language_model.model.decoder"
     x = x + w[f"{at}.embed_positions.weight"][2 : 2 + len(x)]
     for number in range(layers):
@@ -128,7 +128,7 @@ def opt(w: Weights, x: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
 
 
 def answers(w: Weights, picture: Tensor, ids: list[int]) -> Tensor:
-    """Logits [tokens, vocabulary] of a prompt of queries, start token and caption."""
+    """Return the logits, [tokens, vocabulary], of queries, start token and caption."""
     visual = linear(w, "language_projection", qformer(w, vision(w, picture)))
     words = w["language_model.model.decoder.embed_tokens.weight"][ids[QUERIES:]]
     return opt(w, torch.cat([visual, words]))
@@ -174,7 +174,7 @@ def test_the_logits_are_those_of_the_equations(is_fused, model, base):
 
 
 def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base):
-    """Eager attention gives its weights itself."""
+    """Eager attention returns its weights, which are the reference here."""
     model, eager = (FAMILY.load(base, torch.float32) for _ in range(2))
     eager.set_attn_implementation("eager")
     pixels = torch.randn(3, 3, SIDE, SIDE)
@@ -228,12 +228,12 @@ def processor(base: Path) -> Blip2IDCProcessor:
 
 
 def smooth(seed: int, size: tuple[int, int]) -> Image.Image:
-    """An image of few details, as a photograph is: what the bicubic filter does at its edges shows, noise does not."""
+    """Return an image with few details. In noise, the effect of the bicubic filter at the edges would not show."""
     return noise_image(seed, (5, 4)).resize(size, Image.Resampling.BICUBIC)
 
 
 def authors_picture(before: Image.Image, after: Image.Image) -> np.ndarray:
-    """Their picture before it is normalised: the one before in the size of the one after, stacked, stretched."""
+    """Return the authors' picture before normalisation: the first image is resized like the second."""
     stacked = Image.new("RGB", (after.width, 2 * after.height))
     stacked.paste(before.resize(after.size, Image.Resampling.BICUBIC), (0, 0))
     stacked.paste(after, (0, after.height))
@@ -246,7 +246,7 @@ def prepared_picture(processor: Blip2IDCProcessor, before: Image.Image, after: I
 
 @pytest.mark.parametrize("size", [(64, 48), (40, 90), (200, 200), (SIDE, HALF), (8, 8)])
 def test_images_of_one_size_make_the_authors_picture_except_at_the_seam(size, processor):
-    """The rows at the seam are two on each side, or more if the images are made larger."""
+    """The seam has two rows on each side, or more if the images are enlarged."""
     before = smooth(1, size)
     after = smooth(2, size)
     difference = np.abs(prepared_picture(processor, before, after) - authors_picture(before, after))
@@ -353,7 +353,7 @@ def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself():
 
 
 def test_both_images_are_changed_alike_as_one_picture():
-    """Two images that are the same stay the same but near the seam and the frame, where the filter reads beyond."""
+    """Equal images stay equal except near the seam and the border, where the filter reads other pixels."""
     same = np.stack([pair()[0]] * 2)
     augmented = augment_pair(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
     assert np.abs(augmented - same).max() > 0

@@ -1,4 +1,4 @@
-"""What was trained, on disk: merged or laid over its base, the same logits, and told apart when damaged."""
+"""Checkpoints: merged models and adapters give the same logits, and damage is detected."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def trained_checkpoint(base: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(trained_checkpoint: Path, base: Path, tmp_path: Path) -> Path:
-    """A copy of a checkpoint that a test may break, beside a copy of its base."""
+    """Return a copy of a checkpoint that a test may damage, next to a copy of its base."""
     shutil.copytree(base, tmp_path / "base")
     return Path(shutil.copytree(trained_checkpoint, tmp_path / "checkpoint"))
 
@@ -247,7 +247,7 @@ def test_an_export_overwrites_nothing_and_needs_adapters_to_export_them(base, tm
 
 
 def drop(file: Path, part: str) -> None:
-    """Leave the first weight with `part` in its name out of a file."""
+    """Remove the first weight with `part` in its name from a file."""
     weights = load_file(file)
     weights.pop(next(name for name in weights if part in name))
     save_file(weights, file, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""The contract of a family: what training, prediction, planning and registration ask of it, the same of every one."""
+"""The contract that training, prediction, planning and registration have with every model family."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ PAIRS = [(colour_image(10 * k, (40, 30)), colour_image(10 * k + 1, (36, 48))) fo
 
 
 class Case(NamedTuple):
-    """A family on a base, with settings, and the checkpoint of a model that was trained on it."""
+    """A family with a base and settings, and the checkpoint of a model that was trained on this base."""
 
     name: str
     family: Family
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     checkpoint: Path
 
     def logits(self, model: Any) -> torch.Tensor:
-        """Of two pairs."""
+        """Return the logits of two pairs."""
         inputs = pair_inputs(self.family.load_processor(self.base, model.config), PAIRS[:2], [QUESTION] * 2)
         with torch.no_grad():
             return model.eval()(**inputs).logits.clone()
@@ -78,7 +78,7 @@ def without_module(settings: Any) -> Any:
 
 
 def stock_of(case: Case) -> Any:
-    """transformers' own model of the base, and its weights by the names on disk."""
+    """Return transformers' model of the base, and the base's weights by their names on disk."""
     (name,) = json.loads((case.base / "config.json").read_text())["architectures"]
     stored = {k: w for file in case.base.glob("*.safetensors") for k, w in load_file(file).items()}
     return getattr(transformers, name).from_pretrained(
@@ -209,7 +209,7 @@ def test_a_question_with_the_image_token_is_refused_if_it_is_read(processor, cas
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "module")], ids=str)
 def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
-    """Torch counts causal attention as the whole square."""
+    """Torch counts causal attention like full attention."""
     changed = {part: None if part in frozen else rate for part, rate in case.settings.rates.items()}
     settings = replace(case.settings, rates=Rates(**changed))
     model = meta_model(case.family.planned_config(case.base, settings), case.family, settings)
@@ -256,7 +256,7 @@ def test_both_exports_load_without_parameters_and_give_the_trained_logits(adapte
 
 
 def by_hand(captioner: Captioner, pair: Any, question: str) -> str:
-    """Greedy decoding of one pair without `generate`: the whole sequence again for every token."""
+    """Decode one pair greedily without `generate`, computing the whole sequence again for each token."""
     inputs = pair_inputs(captioner.processor, [pair], [question])
     ids = inputs.pop("input_ids")
     answer_ids = []
@@ -306,7 +306,7 @@ def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case):
 
 
 def trains(case: Case, dtype: torch.dtype, activation_checkpointing: str | None = "none") -> Any:
-    """A model as it trains, with adapters that have moved; fused but for None."""
+    """Return a model in training mode with nonzero adapters, fused unless `activation_checkpointing` is None."""
     torch.manual_seed(3)
     model = case.family.load_base(case.base, case.settings, torch.float32, register_kernels())
     scale_features(model)
@@ -325,7 +325,7 @@ def trains(case: Case, dtype: torch.dtype, activation_checkpointing: str | None 
     ("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")], ids=str
 )
 def test_packed_equals_unpacked(captions, dtype, kernel, case):
-    """Of one question, or of a question per caption."""
+    """All captions of a pair have one question, or each has its own."""
     model = trains(case, dtype)
     processor = case.family.load_processor(case.base, model.config)
     rng = np.random.default_rng(0)
@@ -389,7 +389,7 @@ def test_fusing_changes_classes_and_no_number(activation_checkpointing, case):
 
 
 def test_a_folder_without_a_weight_is_refused(case, tmp_path):
-    """A base's, and one of a trained model, whose module is not made anew without a word."""
+    """The folder is a base, or a trained model, whose missing module must not be replaced by a new one."""
     chosen = {
         case.base: "proj",
         case.checkpoint: {"m3diff": ".mdp.", "onediff": ".vdm."}.get(case.settings.family, "qformer"),

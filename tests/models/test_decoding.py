@@ -1,4 +1,4 @@
-"""A base's generation_config.json changes no caption, on any way from a checkpoint to a text."""
+"""A base's generation_config.json does not change captions, however the checkpoint is used."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ EVERYTHING = {"repetition_penalty": 1.8, "no_repeat_ngram_size": 1, "min_new_tok
 
 
 def add_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write settings into a folder's generation_config.json, and its manifest anew."""
+    """Write settings to a folder's generation_config.json, and update its manifest."""
     file = folder / GENERATION_CONFIG_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     if (folder / "manifest.json").is_file():
@@ -71,7 +71,7 @@ def captions_of(folder: Path, base: Path | None = None) -> list[str]:
 
 
 def stock_captions(folder: Path, processor: Any) -> list[str]:
-    """The captions by transformers' own classes and their `generate`, without any setting but the length."""
+    """Return the captions of transformers' classes and their `generate`, called with only the length."""
     model = AutoModelForImageTextToText.from_pretrained(folder)
     inputs = pair_inputs(processor, images_of_pairs(), [QUESTION] * PAIRS)
     tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS)
@@ -80,7 +80,7 @@ def stock_captions(folder: Path, processor: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A checkpoint on a base without decoding settings, and its captions."""
+    """Return a checkpoint whose base has no decoding settings, and its captions."""
     root = tmp_path_factory.mktemp("plain")
     base, settings = tiny("m3diff", root / "base")
     checkpoint = tiny_checkpoint(base, root / "checkpoint", settings)

@@ -1,4 +1,4 @@
-"""Fused kernels against transformers' and peft's own: the same logits and gradients, and what backward keeps."""
+"""Fused kernels compared with those of transformers and peft: logits, gradients and stored activations."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -29,7 +29,7 @@ from tests.tiny import MDP, SIDE, tiny_model, tiny_settings
 
 
 def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
-    """By the rule as one mask over the whole row, or by the inputs of a kernel."""
+    """Return the loss, with the rule as one mask over the whole row or with a kernel's inputs."""
     inputs: dict[str, Any] = {"attention_mask": mask_of(packed)}
     if kernel != "rule":
         device = Device(False, "fp32", kernel)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""M3Diff and OneDiff on LLaVA: pairs alone, places of delta tokens, the prompt, and the BERT at the start."""
+"""M3Diff and OneDiff on LLaVA: independence of pairs, positions of delta tokens, prompts, and BERT weights."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path):
 
 
 def test_before_and_after_come_in_turn_and_each_image_keeps_its_place():
-    """Against the module by hand on the hidden states that transformers gives."""
+    """The reference applies the module to the hidden states of transformers."""
     model = tiny_model({**MDP, "vision_feature_layers": [0, 2]})
     pixels = torch.randn(6, 3, SIDE, SIDE)
     with torch.no_grad():

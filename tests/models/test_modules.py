@@ -1,4 +1,4 @@
-"""The modules against their equations in float64: a wrong operand, order or sign moves a result by over 1e-3."""
+"""The modules compared with their equations in float64. A wrong operand, order or sign changes results by 1e-3."""
 
 import math
 from collections.abc import Callable
@@ -136,7 +136,7 @@ def test_positions_are_added_to_queries_and_keys_of_every_grid_after_the_norm():
 
 
 def maps_of(module: nn.Module, *arguments: Any) -> list[Tensor]:
-    """The maps of one pass; asking for them changes no number, and the next pass leaves none."""
+    """Return the maps of one pass. Assert that recording them does not change the output."""
     unrecorded_output = module(*arguments)
     with module.record_maps() as maps:
         recorded_output = module(*arguments)
@@ -199,7 +199,7 @@ WIDTH = 256
 
 @pytest.fixture
 def new_level() -> Any:
-    """The only level of a new module that starts as a detector of change."""
+    """Return the only level of a new module that starts as a change detector."""
     torch.manual_seed(0)
     cfg = MDPConfig(vision_feature_layers=(1,), heads=4, init_gain=2.0)
     return DifferentialPerception(cfg, WIDTH).levels[0]
@@ -277,7 +277,7 @@ def test_the_delta_tokens_start_as_the_paper_says_whichever_model_holds_them():
 @pytest.mark.parametrize("share_levels", [True, False])
 @torch.no_grad()
 def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(residual, share_levels):
-    """A level alone gives its update: what it leaves of the last features. Two forwards count as one of all pairs."""
+    """The reference is a module with a single level. Two forward passes count like one pass over all pairs."""
     fields = {"residual": residual, "share_levels": share_levels, "score": "scalar" if residual else "channel"}
     module = mdp(**fields)
     forwards = [(features(seed=s), features(seed=s + 1), features(2, seed=s + 2)) for s in (0, 10)]
@@ -316,7 +316,7 @@ def bert(folder: Path, layers: int = 5) -> BertModel:
 
 
 def test_a_vdm_that_starts_as_bert_computes_what_bert_computes(tmp_path):
-    """With cross-attention silenced, the layers of both give the same of the same tokens."""
+    """Without cross-attention, the layers of both give the same outputs for the same tokens."""
     bert_model = bert(tmp_path / "bert").double()
     module = VisualDeltaModule(VDMConfig(**VDM | {"start": "bert"}), D, V)
     module.copy_bert_weights(tmp_path / "bert")

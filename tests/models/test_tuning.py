@@ -1,4 +1,4 @@
-"""Which parameters train, at which rates, with which adapters; published sizes; images; the contribution."""
+"""Trained parameters, learning rates, adapters, and parameter counts of published models."""
 
 import warnings
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""predict on a tiny checkpoint: its outputs, their order, the controls, and how a killed run is continued."""
+"""predict on a tiny checkpoint: outputs, their order, controls, and resuming a killed run."""
 
 import json
 import shutil
@@ -79,7 +79,7 @@ def test_the_outputs_are_three_sets_of_captions_maps_and_a_report(written):
 
 @pytest.fixture
 def caption_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a caption name the images and the question, so that no two pairs can be mistaken for each other."""
+    """Make captions name the images and the question, so that each pair has a distinct caption."""
 
     def answer(_: Captioner, images: list, question: str, saliency: bool) -> tuple[list[str], None]:
         sums = [str(image.astype(int).sum()) for image in images]
@@ -244,7 +244,7 @@ def test_the_controls_are_the_same_each_time():
 @pytest.mark.fault("04")
 @pytest.mark.parametrize(("done", "torn"), [(0, 0), (8, 0), (3, 5)])
 def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, written, counted, tmp_path, capsys):
-    """Also with other workers, and with a torn last line: the batch of its two pairs is then captioned again."""
+    """The second run has other workers. If the last line is torn, its batch of two pairs is captioned again."""
     out = tmp_path / "out"
     counted["end"] = done
     with pytest.raises(Killed):
@@ -266,7 +266,7 @@ def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, writt
 
 @pytest.fixture
 def copied(mixture: Path, model: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A mixture and a checkpoint in other folders, to be changed."""
+    """Return copies of a mixture and a checkpoint that a test may change."""
     shutil.copytree(mixture, tmp_path / "mixture")
     shutil.copytree(model, tmp_path / "model")
     return tmp_path / "mixture", tmp_path / "model" / "checkpoint"
@@ -322,7 +322,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def comparable(predictions: dict) -> dict:
-    """Return predictions with their maps as lists, which `==` compares."""
+    """Return predictions with their maps as lists, so that `==` can compare them."""
     return {
         key: (caption, None if saliency is None else saliency.tolist())
         for key, (caption, saliency) in predictions.items()

@@ -1,4 +1,4 @@
-"""Captions in this process or in Ray workers: the checkpoint's precision, fused modules, workers that die."""
+"""Captioning in this process and in Ray workers: precision, fused modules, and workers that die."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def job(checkpoint: Path, **changes: Any) -> CaptionJob:
 
 
 class Processor:
-    """Prepares nothing, and counts the images that it is given."""
+    """A processor that only counts the images."""
 
     def __init__(self) -> None:
         self.prepared = 0
@@ -138,7 +138,7 @@ def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
 
 @pytest.mark.slow(65)
 def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path, monkeypatch, capsys):
-    """To the same answers as those of one process."""
+    """The captions are those of a single process."""
 
     class Mortal(stage.CaptionWorker):
         def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
@@ -164,7 +164,7 @@ def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path,
 
 
 class FakeRay:
-    """Replaces Ray. It records requests, and its workers answer at once.
+    """A replacement for Ray that records requests. Its workers answer at once.
 
     Attributes:
         options: resources and environment that an actor was created with.

@@ -1,4 +1,4 @@
-"""Retries after a failure, how often and with what; an attempt that is asked to end, or is superseded."""
+"""Retries after failures, out-of-memory errors, SIGTERM, and superseded attempts."""
 
 import os
 import signal
@@ -37,13 +37,13 @@ OUT_OF_MEMORY = (
 
 
 def on_ray(*raised: BaseException) -> Exception:
-    """The error that `trainer.fit()` raises where workers raised these."""
+    """Return the error that `trainer.fit()` raises if workers raise these errors."""
     wrapped = {rank: exceptions.UserExceptionWithTraceback(error, "a traceback") for rank, error in enumerate(raised)}
     return ray.train.WorkerGroupError("a worker failed", wrapped)  # type: ignore[arg-type]
 
 
 class Attempts:
-    """A run whose attempts meet what they are given, and after these end well. `jobs` of all of them."""
+    """A run whose first attempts raise `faults`. The next attempt succeeds. `jobs` has the job of each."""
 
     def __init__(self, *faults: Exception) -> None:
         self.faults = list(faults)
@@ -147,7 +147,7 @@ def test_the_smaller_micro_batch_divides_what_a_worker_has_of_a_step(micro, work
     "error", [exceptions.WorkerGroupStartupTimeoutError(2), exceptions.WorkerGroupStartupFailedError("gone")]
 )
 def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(error, wrap, work, monkeypatch):
-    """On a cluster a node may have died, and another takes its place."""
+    """On a cluster, a node may have died and be replaced, so the run is retried."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     tried = Attempts(wrap(error))
     with raises(NoRoomError, "train.workers_do_not_start") as refused:
@@ -213,7 +213,7 @@ def undisturbed(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFact
 def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(
     module, name, call, workspace, undisturbed, capfd
 ):
-    """In a step, or while a checkpoint is written."""
+    """The signal arrives in a step or while a checkpoint is written."""
     run_recipe = workspace.recipe(export="best", caption_val_pairs=1)
     terminate_handler = signal.getsignal(signal.SIGTERM)
     alarm_handler = signal.getsignal(signal.SIGALRM)

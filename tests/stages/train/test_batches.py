@@ -1,4 +1,4 @@
-"""Samples of a split; which reference trains when: once per epoch, by the seed, dealt to workers; with which images."""
+"""Samples of a split, the schedule of sequences, their distribution to workers, and image augmentation."""
 
 import math
 import threading
@@ -73,7 +73,7 @@ def schedule(split_samples: Samples | None = None, **changes: int | float | None
 
 @pytest.mark.parametrize("max_captions", [None, 1, 3])
 def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair(max_captions):
-    """Another order of random draws gives other weights from the same parameters."""
+    """A different order of random draws would change the weights of a run."""
     plan = schedule(samples(23), max_captions=max_captions)
     names = plan.samples.table["pair"].to_list()
     epoch_0, epoch_1 = ([rows.tolist() for rows in plan.epoch(epoch)] for epoch in (0, 1))
@@ -151,7 +151,7 @@ def test_a_micro_batch_has_its_images_by_turns_and_supervises_what_counts(loader
 
 
 def shifted(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The pair with one number added, so that a picture tells what was drawn for it."""
+    """Return the pair with a random number added, so that each image shows what was drawn for it."""
     return pair + rng.integers(1, 200, dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The training loop: neither a run's workers nor kills and resumes change its weights; its lines and curves."""
+"""The training loop: weights after resumes and with several workers, printed lines, and curves."""
 
 import json
 import math
@@ -55,7 +55,7 @@ NINE_STEPS = {"epochs": 3, "caption_val_pairs": 1, "caption_every_checkpoints": 
 
 @pytest.fixture(scope="module")
 def undisturbed(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """An undisturbed run of nine steps, the checkpoints' pairs captioned."""
+    """Return an undisturbed run of nine steps that captions pairs at its checkpoints."""
     return run(recipe(base, zero_stage=1, **NINE_STEPS), mixture, tmp_path_factory.mktemp("whole"))
 
 
@@ -65,7 +65,7 @@ def six_steps(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def warnings_of_steps(report: TrainReport) -> list[str]:
-    """The warnings without the one that so short a training has learned nothing."""
+    """Return the warnings, except that such a short training has learned nothing."""
     return [warning for warning in report.warnings if Message("train.nothing_learned") != warning]
 
 
@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(worksp
     "compute", [*COMPUTE_CHANGES, pytest.param({"zero_stage": 3}, marks=pytest.mark.slow)], ids=str
 )
 def test_how_a_run_is_computed_changes_nothing(compute, workspace, six_steps):
-    """A mean of means, the usual fault, differs by more than 1e-3 here because references differ in length."""
+    """Averaging the means of micro-batches, a common mistake, would differ by more than 1e-3."""
     linear = torch.nn.functional.linear
     actual = workspace.run(**compute)
     assert torch.nn.functional.linear is linear, "DeepSpeed's linear would change how the next run here rounds"
@@ -106,7 +106,7 @@ def test_how_a_run_is_computed_changes_nothing(compute, workspace, six_steps):
 
 
 def steps_with_values(trained: Trained, *columns: str) -> list[int]:
-    """The steps whose rows have a value in each of these columns."""
+    """Return the steps whose rows have a value in each of these columns."""
     return [int(row["step"]) for row in trained.curve if all(row[column] for column in columns)]
 
 
@@ -168,7 +168,7 @@ def test_the_manifest_of_the_output_names_family_and_base(undisturbed, base):
 @pytest.mark.fault("S3")
 @pytest.mark.parametrize("stage", [1, "blip2idc", *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(stage, workspace, undisturbed):
-    """BLIP2IDC sees the same augmented images too."""
+    """For BLIP2IDC, the augmented images must be the same, too."""
     changes = {"zero_stage": stage}
     if stage == "blip2idc":
         workspace = workspace._replace(base=tiny_blip2(workspace.folder / "base"))
@@ -257,7 +257,7 @@ USED = tiny_settings(MDP | {"init_gain": 2.0})
     ids=["unused", "delayed", "used"],
 )
 def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, monkeypatch, capfd):
-    """Six steps, three of them warm-up, with checkpoints after 2, 4 and 6. A delay of three more is the whole run."""
+    """The run has six steps, three of them warm-up, and checkpoints after 2, 4 and 6. A delay takes three steps."""
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 2)
     trained = workspace.run(warmup_share=0.5, model=model)
     out = capfd.readouterr().out
@@ -277,7 +277,7 @@ def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, m
 
 @pytest.fixture
 def training(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[str]) -> Any:
-    """The loop of a run of 3 steps of 8 sequences, before its first step, with rounded numbers of parameters."""
+    """Return the loop of a run of 3 steps with 8 sequences each, before its first step, with round parameter counts."""
     training = workspace.started(global_batch=8, micro_batch=2, epochs=1.5)
     training.parameters = {"trainable": 1500, "frozen": 9000, "vision": 1000, "module": 0, "llm": 500}
     capfd.readouterr()
@@ -286,7 +286,7 @@ def training(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[str
 
 @pytest.fixture
 def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """The tokens and supervised tokens that each call of `Family.flops` got; it counts 3 GFLOP a sequence."""
+    """Return the tokens and supervised tokens of each call of `Family.flops`, which returns 3 GFLOP per sequence."""
     lengths: list[tuple[float, float]] = []
     terms = [SimpleNamespace(total=1e9), SimpleNamespace(total=2e9)]
 
@@ -299,7 +299,7 @@ def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]
 
 
 def token_counts(training: Any) -> tuple[int, int]:
-    """The tokens of an epoch, and the supervised ones, from the tokenizer alone."""
+    """Return the number of tokens and of supervised tokens in an epoch, using only the tokenizer."""
     processor = training.processor
     supervised = sum(len(processor.encode_reference(text)) for text in training.schedule.samples.table["reference"])
     # the prompt less its last token once a pair; that token and all but the last of each reference once a reference
@@ -334,7 +334,7 @@ def test_a_long_epoch_is_measured_on_its_first_sequences(training, monkeypatch):
 
 
 def test_a_progress_line_has_speed_and_time_left(training, monkeypatch, capfd):
-    """23 captions in 2 steps of 2 s."""
+    """The speed is that of 23 captions in 2 steps of 2 s."""
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 2)
     training.curve.add({"step": 2, "loss": 1.5, "grad_norm": 2.0})
     training.print_progress(2, 2.0, 24e9)
@@ -368,7 +368,7 @@ def test_a_curve_is_written_with_empty_values_where_a_step_has_none(tmp_path):
 
 @pytest.fixture
 def resumed_curve(tmp_path: Path) -> Curve:
-    """A curve of other columns that has read two rows of an earlier attempt and gained a third."""
+    """Return a curve with other columns that has read two rows of an earlier attempt and has a third row."""
     (tmp_path / "curves.csv").write_text("step,loss,val_loss\n1,0.123457,\n2,2,0.5\n")
     curve = Curve(("step", "loss", "val_cider"))
     curve.read(tmp_path / "curves.csv")
@@ -410,7 +410,7 @@ def work(rank: int, run_recipe: Recipe, mixture: Path, folder: Path, saved: int,
 
 
 def workers(count: int, run_recipe: Recipe, mixture: Path, folder: Path, saved: int = 0, killed_at: int = -1) -> None:
-    """Train with one worker or two, to the end, to a checkpoint, or until signal 9 before a step, counted from 0."""
+    """Train with one or two workers to the end, to a checkpoint, or until SIGKILL before the step `killed_at`."""
     folder.mkdir(exist_ok=True)
     if count == 1:
         with interrupting(saved):
@@ -457,7 +457,7 @@ def test_a_run_goes_on_with_another_number_of_workers(first_count, stage, worksp
 
 @pytest.mark.slow(150)
 def test_two_workers_as_on_gpus_train_alike_at_every_stage_and_resume_after_a_kill(workspace):
-    """In bf16, by FlexAttention's rule, one sequence at a time; a killed run ends with the same bits."""
+    """The runs use bf16, FlexAttention and one sequence per micro-batch. A killed run ends with the same bits."""
     losses = []
     for stage in range(4):
         changes = {"precision": "bf16", "attention": "flex", "micro_batch": 1, "zero_stage": stage}

@@ -1,4 +1,4 @@
-"""The stage around the loop: what names, locks and refuses a run; what Ray is asked for; what a worker does."""
+"""The stage around the loop: names, locks and refusals of runs, requests to Ray, and Ray workers."""
 
 import json
 import os
@@ -91,7 +91,7 @@ SPEED |= {"flops": 8e6, "model_parameters": 35}
 
 @dataclass
 class StageRun:
-    """A stage whose loop only returns figures, and what the loop and the follower of its curves were called with."""
+    """A stage whose loop only returns figures, with the calls of the loop and of the follower of its curves."""
 
     run_recipe: Recipe
     out: Path
@@ -175,7 +175,7 @@ def work(base: Path, tmp_path: Path) -> Callable[..., Job]:
 
 @pytest.fixture
 def trainer_arguments(work: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """The arguments of Ray's trainer for a job with changes of `compute`."""
+    """Return the arguments of Ray's trainer for a job with changes of `compute`."""
 
     def arguments_of(**compute: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
@@ -256,7 +256,7 @@ def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(ra
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Starts and ends of a Ray that is none."""
+    """Return the starts and stops of a replacement for Ray."""
     calls: list[str] = []
     monkeypatch.setattr(on_ray, "start_ray", lambda compute: calls.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
@@ -313,7 +313,7 @@ def test_what_a_worker_is_sent_is_read_before_anything_heavy_is_imported(work, t
 
 
 def test_the_only_worker_leaves_the_linear_as_it_was(monkeypatch):
-    """ZeRO 3 replaces the linear for the life of the process, and another order of sums rounds otherwise."""
+    """ZeRO 3 replaces torch's `linear` for the whole process, with a version that rounds differently."""
     linear = torch.nn.functional.linear
     monkeypatch.setenv("RANK", "3")
 

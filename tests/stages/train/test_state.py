@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which is taken, kept and exported; that every tensor comes back; and a full disk."""
+"""Checkpoints of a run: selection, removal and export, restored tensors, and full disks."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ from tests.tiny import tiny_settings
 
 
 def folder(run_dir: Path, step: int, cider: float | None = None, damaged: bool = False) -> Path:
-    """A checkpoint in name and manifest."""
+    """Write a checkpoint that has only a manifest and a small weights file."""
     checkpoint_folder = run_dir / f"step-{step:08d}"
     checkpoint_folder.mkdir(parents=True)
     (checkpoint_folder / "weights.safetensors").write_text(f"weights of {step}")
@@ -166,13 +166,13 @@ def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_b
 
 
 def write_one(run_dir: Path, step: int) -> None:
-    """A state of one tensor, which holds the step."""
+    """Write a checkpoint with one tensor, whose values are the step."""
     tensors = {file: {"a": torch.full((1000,), float(step))} for file in state.MOMENT_BY_FILE}
     state.write_state(run_dir, step, tensors, Curve(("step",)))
 
 
 def killed(run_dir: Path, at: str) -> None:
-    """Write two checkpoints, and die of signal 9 within a third: after `at`, a function of `state`."""
+    """Write two checkpoints, and die of SIGKILL while writing a third, after the function `at` of `state`."""
     for step in (2, 4):
         write_one(run_dir, step)
     original = getattr(state, at)
@@ -211,7 +211,7 @@ NOT_FULL = (OSError(errno.EIO, "a bad disk"), SafetensorError("File too large (o
 
 
 def full_after(original: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """The function, and after so many calls a full disk after its work."""
+    """Return the function with an error of a full disk added at the end of each call after the first `calls` calls."""
     calls_made: list[int] = []
 
     def full(*arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""An optimizer step against AdamW by hand, its gradient's norm against autograd, the module's numbers against hooks."""
+"""An optimizer step compared with AdamW by hand, gradient norms with autograd, module figures with hooks."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,7 @@ LAST_STEP = 1  # the second step of an epoch of 10 sequences, 8 a step: two coun
 
 
 def gradients(run_recipe: Recipe, training: Training, step: int) -> dict[str, Tensor]:
-    """By plain autograd: the mean over the step's supervised tokens, every sequence by itself."""
+    """Return the gradients of the mean loss per supervised token of a step, computed one sequence at a time."""
     model, processor = prepare_model(run_recipe.cfg, run_recipe.model, run_recipe.compute, M3DIFF)
     total = torch.zeros(())
     tokens = 0
@@ -52,7 +52,7 @@ def norm_of(tensors: Any) -> float:
 
 
 def adamw(weight: Tensor, gradient: Tensor, lr: float, decay: float) -> Tensor:
-    """The first step of AdamW, betas (0.9, 0.999)."""
+    """Return the weight after the first step of AdamW with betas (0.9, 0.999)."""
     first_moment = 0.1 * gradient
     second_moment = 0.001 * gradient**2
     decayed_weight = weight * (1 - lr * decay)
@@ -159,7 +159,7 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage, workspace):
 
 @pytest.fixture
 def cosine_factors(base: Any) -> list[float]:
-    """The factors of twelve steps, two of them warm-up."""
+    """Return the factors of twelve steps, of which two are warm-up."""
     cfg = recipe(base, warmup_share=1 / 6).cfg
     return [rate_factor(cfg, step, 12) for step in range(12)]
 

@@ -1,4 +1,4 @@
-"""The verdict at the end of a training that has learned nothing."""
+"""The warning at the end of a training that has learned nothing."""
 
 import math
 from pathlib import Path
