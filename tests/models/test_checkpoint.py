@@ -182,14 +182,14 @@ def test_a_warning_names_what_was_edited_after_training(inner, name, checkpoint,
     load_model(folder)
     (warning,) = [record.message for record in caplog.records if record.name.endswith("checkpoint")]
     assert str(folder) in warning
-    assert f" {name};" in warning
+    assert f" {name}. " in warning
 
 
 def test_a_warning_names_a_file_that_was_added_after_training(checkpoint, caplog):
     (checkpoint / "special_tokens_map.json").write_text("{}")
     (checkpoint / "notes.txt").write_text("mine")
     load_model(checkpoint)
-    assert " special_tokens_map.json;" in caplog.text
+    assert " special_tokens_map.json. " in caplog.text
     assert "notes.txt" not in caplog.text
 
 

@@ -173,7 +173,7 @@ def train(
         except StoppedError as stopped:
             print(f"train: {stopped}", flush=True)
             raise SystemExit(TERMINATED) from stopped
-        warning = warn_if_nothing_learned(cfg, compute, figures, mixture)
+        warning = nothing_learned_warning(cfg, compute, figures, mixture)
         report = make_report(figures, alignment_figures, reported_settings, warnings, warning)
         speed = rounded_speed(figures)
         with name_full_disk(out):
@@ -237,7 +237,7 @@ def rounded_speed(figures: Mapping[str, Any]) -> dict[str, Any]:
     return speed
 
 
-def warn_if_nothing_learned(cfg: Train, compute: Compute, figures: Mapping[str, Any], mixture: Path) -> Fault | None:
+def nothing_learned_warning(cfg: Train, compute: Compute, figures: Mapping[str, Any], mixture: Path) -> Fault | None:
     """Return a warning if the model has not learned anything yet, else None."""
     end = TrainingEnd(
         steps=figures["steps"],
