@@ -29,12 +29,12 @@ from m3diff.stages.predict.stage import (
     CaptionJob,
     Prediction,
     WorkersDiedError,
-    batches,
     caption_batches,
     caption_on_ray,
     predict,
     prepare_images,
     read_test_pairs,
+    split_into_batches,
 )
 from tests.errors import raises
 from tests.stages.predict.conftest import ORDER, compute, settings, write_test_split
@@ -46,7 +46,9 @@ def checkpoint(model: Path) -> Path:
 
 
 def in_batches(mixture: Path, size: int = 1) -> list[Batch]:
-    return [Batch(10 + n, pairs, n % 2 == 0) for n, pairs in enumerate(batches(read_test_pairs(mixture), size))]
+    return [
+        Batch(10 + n, pairs, n % 2 == 0) for n, pairs in enumerate(split_into_batches(read_test_pairs(mixture), size))
+    ]
 
 
 def job(checkpoint: Path, **changes: Any) -> CaptionJob:
